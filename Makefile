@@ -1,0 +1,56 @@
+# Every target is one line over the command line: `make install`, then .venv/bin/toolkit --help.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install run test lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+SANDBOX := slurm/sandbox/sandbox
+JOB ?= jobs/digits.yaml
+PROFILE ?= slurm
+NODES ?= 4
+ARGS ?=
+
+help:  ## Show the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
+
+install: .venv/installed  ## Make .venv with everything pinned
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make install PYTHON=python3.11")'
+	@echo "installing into .venv (about a minute)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[kubernetes,train,dev]'
+	@touch $@
+
+run: install  ## Train JOB on this machine
+	@$(BIN)/toolkit run $(JOB) $(ARGS)
+
+submit-slurm: install  ## Submit JOB to PROFILE and follow it; to the sandbox where it is up
+	@eval "$$($(SANDBOX) env 2>/dev/null)"; $(BIN)/toolkit submit $(JOB) --to $(PROFILE) --follow $(ARGS)
+
+sandbox-up:  ## Start a real Slurm cluster of NODES nodes on this machine
+	@$(SANDBOX) up --nodes $(NODES)
+
+sandbox-down:  ## End it
+	@$(SANDBOX) down
+
+sandbox-status:  ## Show its nodes
+	@$(SANDBOX) status
+
+lint: install  ## Check style and types
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+test: install lint  ## Install what the tests need and run them all
+	@tests/packages.sh
+	@$(BIN)/pytest $(ARGS)
+
+golden: install  ## Write the rendered examples again
+	@$(BIN)/python -m tests.golden
+
+bench: install  ## Measure beside TorchX
+	@$(BIN)/python -m benchmarks.render
+
+clean: sandbox-down  ## Remove what was made here, runs excepted
+	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -1,0 +1,234 @@
+"""The command line: arguments in, one function of `cluster`, text or JSON out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from . import cluster, config, namespaces, packages
+from .errors import SandboxError
+from .state import CONTROLLER, Shape, StateDir
+
+HERE = Path(__file__).resolve().parent.parent
+SANDBOX = HERE / "sandbox"
+PROJECT = HERE.parent.parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if Path(config.RUN, "node").exists():
+            raise SandboxError("this is a node of a sandbox; call from outside", status=2)
+        status: int = arguments.run(arguments, StateDir(Path(arguments.dir)))
+    except SandboxError as error:
+        print(f"sandbox: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+def _install(arguments: argparse.Namespace, _: StateDir) -> int:
+    done = packages.install(accounting=arguments.accounting)
+    print(f"installed {' '.join(done)}" if done else "all packages are there")
+    return 0
+
+
+def _up(arguments: argparse.Namespace, state: StateDir) -> int:
+    shape = Shape(
+        nodes=arguments.nodes,
+        cpus=arguments.cpus,
+        memory=arguments.memory,
+        gpus=arguments.gpus,
+        kill_wait=arguments.kill_wait,
+        min_job_age=arguments.min_job_age,
+        accounting=arguments.accounting,
+    )
+    print(cluster.up(state, shape, str(SANDBOX)))
+    return 0
+
+
+def _down(_: argparse.Namespace, state: StateDir) -> int:
+    print(cluster.down(state))
+    return 0
+
+
+def _env(_: argparse.Namespace, state: StateDir) -> int:
+    state.require()
+    # The guard keeps PATH from growing with every eval.
+    directory = shlex.quote(str(state.bin))
+    print(f'case ":$PATH:" in *:{directory}:*) ;; *) export PATH={directory}:"$PATH" ;; esac')
+    print(f"export SLURM_CONF={shlex.quote(str(state.slurm_conf))}")
+    print(f"export SANDBOX_DIR={shlex.quote(str(state.path))}")
+    return 0
+
+
+def _exec(arguments: argparse.Namespace, state: StateDir) -> int:
+    command = [*arguments.command]
+    if command[:1] == ["--"]:
+        del command[0]
+    if not command:
+        raise SandboxError("which command? For example: sandbox exec -- sinfo", status=2)
+    packages.require_root()
+    record = state.require()
+    env = os.environ | {
+        "PATH": f"{state.bin}:{os.environ.get('PATH', packages.PATH)}",
+        "SLURM_CONF": str(state.slurm_conf),
+        "SANDBOX_DIR": str(state.path),
+    }
+    argv = namespaces.enter(record.machines[CONTROLLER])
+    argv[-1:] = [f"--wdns={Path.cwd()}", "--", *command]
+    sys.stdout.flush()
+    os.execvpe(argv[0], argv, env)
+
+
+def _status(arguments: argparse.Namespace, state: StateDir) -> int:
+    record = state.load()
+    if record is None or not record.alive(CONTROLLER):
+        if arguments.json:
+            print(json.dumps({"up": False, "dir": str(state.path), "logs": str(state.logs)}))
+        else:
+            print(f"down; state directory {state.path}")
+        return 1
+    nodes = cluster.nodes(record)
+    if arguments.json:
+        report = {
+            "up": True,
+            "dir": str(state.path),
+            "logs": str(state.logs),
+            "shape": asdict(record.shape),
+            "nodes": [asdict(node) for node in nodes],
+            "pids": {name: process.pid for name, process in record.machines.items()},
+        }
+        print(json.dumps(report, indent=1))
+        return 0
+    print(f"up; state directory {state.path}, logs in {state.logs}")
+    print(f"{'NODE':8} {'POWER':6} {'CABLE':6} {'SLURM':12} REASON")
+    for node in nodes:
+        power = "on" if node.power else "off"
+        cable = "cut" if node.power and not node.cable else "in" if node.cable else "-"
+        print(f"{node.name:8} {power:6} {cable:6} {node.state:12} {node.reason}".rstrip())
+    return 0
+
+
+def _power_off(arguments: argparse.Namespace, state: StateDir) -> int:
+    print(cluster.power_off(state, arguments.node, wait=arguments.wait))
+    return 0
+
+
+def _power_on(arguments: argparse.Namespace, state: StateDir) -> int:
+    print(cluster.power_on(state, arguments.node))
+    return 0
+
+
+def _cut(arguments: argparse.Namespace, state: StateDir) -> int:
+    print(cluster.cut(state, arguments.node, wait=arguments.wait))
+    return 0
+
+
+def _heal(arguments: argparse.Namespace, state: StateDir) -> int:
+    print(cluster.heal(state, arguments.node, wait=arguments.wait))
+    return 0
+
+
+def _ps(arguments: argparse.Namespace, state: StateDir) -> int:
+    entries = cluster.living(state, arguments.node, daemons=arguments.all)
+    if arguments.json:
+        print(json.dumps([asdict(entry) for entry in entries], indent=1))
+        return 0
+    print(f"{'NODE':8} {'PID':>7} {'NODEPID':>7} COMMAND")
+    for entry in entries:
+        print(f"{entry.node:8} {entry.pid:7} {entry.node_pid:7} {entry.command}")
+    return 0
+
+
+def _at_least(lowest: int, highest: int) -> type[int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if not lowest <= value <= highest:
+            raise argparse.ArgumentTypeError(f"{value} is not within {lowest} to {highest}")
+        return value
+
+    return number  # type: ignore[return-value]  # argparse takes any callable
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sandbox",
+        description="A real Slurm cluster on one machine: every node has its own namespaces, so that"
+        " power and cables can be cut. Needs root.",
+        epilog='First steps: sandbox up; eval "$(sandbox env)"; srun -N2 hostname; sandbox down',
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    default = os.environ.get("SANDBOX_DIR") or str(PROJECT / ".sandbox")
+
+    def command(name: str, run: object, text: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=f"Example: {example}"
+        )
+        sub.add_argument(
+            "--dir", default=default, help="state directory (SANDBOX_DIR; default %(default)s)"
+        )
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = command("install", _install, "install the packages that are missing", "sandbox install")
+    sub.add_argument("--accounting", action="store_true", help="slurmdbd and MariaDB, too")
+
+    sub = command(
+        "up", _up, "start a cluster, wait until its nodes are idle", "sandbox up --nodes 2 --gpus 0"
+    )
+    number = _at_least
+    sub.add_argument("--nodes", type=number(1, 200), default=4, help="how many (%(default)s)")
+    sub.add_argument("--cpus", type=number(1, 4096), default=8, help="per node (%(default)s)")
+    sub.add_argument(
+        "--memory", type=number(64, 2**30), default=262144, metavar="MIB",
+        help="per node in MiB, pretended and not enforced (%(default)s)",
+    )  # fmt: skip
+    sub.add_argument("--gpus", type=number(0, 64), default=8, help="h100, pretended (%(default)s)")
+    sub.add_argument(
+        "--kill-wait", type=number(1, 3600), default=30, metavar="S",
+        help="KillWait: seconds from SIGTERM to SIGKILL (%(default)s)",
+    )  # fmt: skip
+    sub.add_argument(
+        "--min-job-age", type=number(2, 86400), default=300, metavar="S",
+        help="MinJobAge: seconds for which scontrol remembers a job (%(default)s)",
+    )  # fmt: skip
+    sub.add_argument("--accounting", action="store_true", help="slurmdbd and MariaDB, for sacct")
+
+    command("down", _down, "end everything, keep the logs", "sandbox down")
+    command("env", _env, "print what makes a shell a login node", 'eval "$(sandbox env)"')
+
+    sub = command("exec", _exec, "run one command as on the login node", "sandbox exec -- sinfo -N")
+    sub.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+
+    sub = command("status", _status, "show nodes, power, cables (exit 1: down)", "sandbox status")
+    sub.add_argument("--json", action="store_true", help="for programs")
+
+    on_nodes = {
+        "power-off": (_power_off, "kill everything on a node at once"),
+        "power-on": (_power_on, "start a node again, wait until Slurm uses it"),
+        "cut": (_cut, "pull a node's network cable"),
+        "heal": (_heal, "plug a node's network cable in again"),
+    }
+    for name, (run, text) in on_nodes.items():
+        sub = command(name, run, text, f"sandbox {name} node2")
+        sub.add_argument("node")
+        if name != "power-on":
+            sub.add_argument("--wait", action="store_true", help="until Slurm has noticed")
+
+    sub = command("ps", _ps, "list the processes that jobs have on the nodes", "sandbox ps node2")
+    sub.add_argument("node", nargs="?")
+    sub.add_argument("--all", action="store_true", help="PID 1 and the daemons, too")
+    sub.add_argument("--json", action="store_true", help="for programs")
+    return parser

@@ -1,0 +1,173 @@
+"""What is up: the state directory, its record, and processes that are recognised beyond their pid."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .errors import SandboxError
+
+CONTROLLER = "controller"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What `up` was asked for."""
+
+    nodes: int
+    cpus: int
+    memory: int
+    """MiB per node."""
+    gpus: int
+    kill_wait: int
+    """Seconds from SIGTERM to SIGKILL."""
+    min_job_age: int
+    """Seconds for which the controller remembers a finished job."""
+    accounting: bool
+
+    @property
+    def node_names(self) -> list[str]:
+        """Names of the nodes, in order."""
+        return [f"node{index}" for index in range(1, self.nodes + 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process of this boot: a pid alone may belong to somebody else by tomorrow."""
+
+    pid: int
+    started: int
+    """Clock ticks since boot."""
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """Identify the process that has this pid now."""
+        fields = stat_fields(pid)
+        if fields is None:
+            raise SandboxError(f"process {pid} has ended too early")
+        return cls(pid=pid, started=int(fields[19]))
+
+    def alive(self) -> bool:
+        """Tell whether exactly this process still runs (a zombie does not)."""
+        fields = stat_fields(self.pid)
+        return fields is not None and int(fields[19]) == self.started and fields[0] not in "ZX"
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """Fields 3 and up of /proc/PID/stat (index 0 is the state, 19 the start time); None when gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def boot_id() -> str:
+    """Identify the current boot of this machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What was started, as written in sandbox.json."""
+
+    boot: str
+    shape: Shape
+    machines: dict[str, Process]
+    """PID 1 of the controller and of every node that was ever powered on."""
+
+    def alive(self, name: str) -> bool:
+        """Tell whether a machine is powered on."""
+        process = self.machines.get(name)
+        return self.boot == boot_id() and process is not None and process.alive()
+
+
+class StateDir:
+    """The directory of one sandbox. `down` leaves only logs/ and bin/.
+
+    The shims in bin/ stay because a login shell that still has them in its PATH should hear that the
+    sandbox is down, rather than talk to another cluster.
+    """
+
+    PARTS = ("dev", "etc", "mariadb", "state")
+
+    def __init__(self, path: Path) -> None:
+        """Take a path that configuration files of Slurm can hold."""
+        self.path = path.resolve()
+        if not re.fullmatch(r"[\w./+@:~-]+", str(self.path), re.ASCII):
+            raise SandboxError(
+                f"{self.path}: Slurm's configuration cannot hold this path; "
+                "choose one without blanks and special characters (--dir or SANDBOX_DIR)",
+                status=2,
+            )
+        self.bin = self.path / "bin"
+        self.dev = self.path / "dev"
+        self.etc = self.path / "etc"
+        self.logs = self.path / "logs"
+        self.record_file = self.path / "sandbox.json"
+        self.slurm_conf = self.etc / "slurm.conf"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep two commands from changing one sandbox at the same time."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def create(self) -> None:
+        """Make empty directories; old logs end here."""
+        shutil.rmtree(self.logs, ignore_errors=True)
+        for part in (*self.PARTS, "bin", "logs"):
+            (self.path / part).mkdir(parents=True, exist_ok=True)
+        (self.path / ".gitignore").write_text("*\n")
+
+    def remove(self) -> None:
+        """Delete what `create` and `up` made, and nothing else that may lie in the directory."""
+        for part in self.PARTS:
+            shutil.rmtree(self.path / part, ignore_errors=True)
+        self.record_file.unlink(missing_ok=True)
+
+    def save(self, record: Record) -> None:
+        """Write the record so that a reader sees the old or the new one, never half of it."""
+        temporary = self.record_file.with_suffix(".new")
+        temporary.write_text(json.dumps(asdict(record), indent=1) + "\n")
+        temporary.replace(self.record_file)
+
+    def load(self) -> Record | None:
+        """Read the record; None when nothing was started or the record is unreadable."""
+        try:
+            data = json.loads(self.record_file.read_text())
+            return Record(
+                boot=data["boot"],
+                shape=Shape(**data["shape"]),
+                machines={name: Process(**item) for name, item in data["machines"].items()},
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def require(self) -> Record:
+        """Read the record of a sandbox that is up."""
+        record = self.load()
+        if record is None or not record.alive(CONTROLLER):
+            raise SandboxError(f"no sandbox is up in {self.path}; start one with `sandbox up`")
+        return record
+
+    def log_tails(self, lines: int = 15) -> str:
+        """Show the end of every log, for the message of a failure."""
+        parts = []
+        for log in sorted(self.logs.glob("*.log")):
+            tail = log.read_text(errors="replace").splitlines()[-lines:]
+            if tail:
+                parts.append("\n".join([f"--- {log}", *tail]))
+        return "\n".join(parts)

@@ -1,0 +1,198 @@
+"""Real runs of the trainer: start them, wait for what they write, signal them, leave none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.rundir import read_lines
+
+ROOT = Path(__file__).parents[2]
+# Generous: a loaded machine is slow, not broken. Nothing waits this long when all is well.
+PATIENCE_S = 120.0
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A started run and its directory."""
+
+    process: subprocess.Popen[bytes]
+    run_dir: Path
+    log: Path
+
+    def wait(self) -> int:
+        """Wait for the end and give the exit status."""
+        try:
+            return self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {PATIENCE_S} s:\n{self.output()}")
+
+    def finish(self, status: int = 0) -> Running:
+        """Wait for the end and insist on an exit status."""
+        got = self.wait()
+        assert got == status, self.output()
+        return self
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def events(self) -> list[Record]:
+        return read_lines(self.run_dir / "events.jsonl")
+
+    def metrics(self) -> list[Record]:
+        return read_lines(self.run_dir / "metrics.jsonl")
+
+    def losses(self) -> dict[int, float]:
+        """Loss by step; a step done twice counts as it was done last."""
+        return {m["step"]: m["loss"] for m in self.metrics() if "loss" in m}
+
+    def outcome(self) -> Record:
+        read: Record = json.loads((self.run_dir / "outcome.json").read_text())
+        return read
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Poll until something is so; fail with the output when the run ends or time is up."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if self.process.poll() is not None and not condition():
+                pytest.fail(f"the run ended too early:\n{self.output()}")
+            if time.monotonic() > deadline:
+                pytest.fail(f"waited {PATIENCE_S} s in vain:\n{self.output()}")
+            time.sleep(0.005)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until the metrics have reached a step."""
+        self.wait_until(lambda: max(self.losses(), default=0) >= step)
+
+    def workers(self) -> dict[int, int]:
+        """Process numbers by rank, from the environment that torchrun gave to its children."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                variables = (path / "environ").read_bytes().split(b"\0")
+            except (OSError, ValueError):
+                continue
+            if parent == self.process.pid:
+                ranks = [v for v in variables if v.startswith(b"RANK=")]
+                found.update({int(v.removeprefix(b"RANK=")): int(path.name) for v in ranks})
+        return found
+
+    def end(self) -> None:
+        """End what is left of the run: torchrun and, since they have sessions too, its workers."""
+        left = [*self.workers().values(), self.process.pid]
+        if self.process.poll() is None:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self.process.wait(PATIENCE_S)
+
+
+class Start:
+    """Starts runs; every one of them is over when the fixture is."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.started: list[Running] = []
+
+    def single(self, *flags: str, run_dir: Path, attempt: int = 0, **env: str) -> Running:
+        """`python -m train`."""
+        return self.command([sys.executable, "-m", "train", *flags], run_dir, attempt, env)
+
+    def ranks(
+        self,
+        count: int,
+        *flags: str,
+        run_dir: Path,
+        attempt: int = 0,
+        torchrun: tuple[str, ...] = ("--standalone",),
+        module: tuple[str, ...] = ("-m", "train"),
+        **env: str,
+    ) -> Running:
+        """`torchrun --nproc-per-node COUNT -m train`."""
+        argv = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+        argv += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+        argv += ["--monitor-interval=0.05", f"--nproc-per-node={count}", *module, *flags]
+        return self.command(argv, run_dir, attempt, env)
+
+    def command(self, argv: list[str], run_dir: Path, attempt: int, env: dict[str, str]) -> Running:
+        log = self.home / f"log-{len(self.started)}.txt"
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TRAIN_", "PET_"))}
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                argv,
+                cwd=self.home,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={
+                    **inherited,
+                    "PYTHONPATH": str(ROOT),
+                    "OMP_NUM_THREADS": "1",
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                    "TRAIN_RUN_DIR": str(run_dir),
+                    "TRAIN_ATTEMPT": str(attempt),
+                    **env,
+                },
+            )
+        running = Running(process=process, run_dir=run_dir, log=log)
+        self.started.append(running)
+        return running
+
+    def end_all(self) -> None:
+        for running in self.started:
+            running.end()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start runs that end with the test."""
+    starter = Start(tmp_path)
+    yield starter
+    starter.end_all()
+
+
+@pytest.fixture(scope="session")
+def session_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start runs that several tests look at."""
+    starter = Start(tmp_path_factory.mktemp("shared"))
+    yield starter
+    starter.end_all()
+
+
+# Three ranks: with two, a + b = b + a hides every difference in the order of summing.
+# `chars`: its gradients arrive in another order than DDP first assumes (digits' do not).
+FLAGS = (
+    "--task=chars",
+    "--global-batch=12",
+    "--steps=250",
+    "--checkpoint-every=40",
+    "--export=weights.st",
+)
+
+
+@pytest.fixture(scope="session")
+def flags() -> tuple[str, ...]:
+    """Command line of the run that is broken in many ways, each time to end in the same bits."""
+    return FLAGS
+
+
+@pytest.fixture(scope="session")
+def unbroken(session_start: Start) -> Running:
+    """That run on three ranks without any interruption."""
+    run_dir = session_start.home / "unbroken"
+    return session_start.ranks(3, *FLAGS, run_dir=run_dir).finish()

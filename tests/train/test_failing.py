@@ -1,0 +1,139 @@
+"""What goes wrong is said once, with the cause, and damages nothing."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.checkpoint import verify
+
+if TYPE_CHECKING:
+    from conftest import Start
+
+FLAGS = ("--task=chars", "--global-batch=12")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_step(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start.ranks(2, *FLAGS, "--steps=50", "--lr=1e30", run_dir=tmp_path / "run")
+    assert run.wait() == 1
+    outcome = run.outcome()
+    assert (outcome["status"], outcome["rank"]) == ("fatal", None)
+    failed_step = outcome["step"] + 1
+    assert outcome["reason"].startswith(f"the loss of step {failed_step} is not finite on ")
+    assert run.events()[-1]["event"] == "error"
+    assert f"train: the loss of step {failed_step} is not finite" in run.output()
+
+
+def test_an_exception_on_one_rank_is_recorded_with_its_rank_not_its_echo(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "faulty.py").write_text(
+        "import os, sys\n"
+        "from train.__main__ import main\n"
+        "from train.tasks import chars\n"
+        "class Faulty(chars.Chars):\n"
+        "    calls = 0\n"
+        "    def count(self, targets):\n"
+        "        self.calls += 1\n"
+        "        if os.environ['RANK'] == '1' and self.calls == 4:\n"
+        "            raise ValueError('sample 17 is odd')\n"
+        "        return super().count(targets)\n"
+        "chars.Chars = Faulty\n"
+        "sys.exit(main())\n"
+    )
+    run = start.ranks(3, *FLAGS, "--steps=50", run_dir=tmp_path / "run", module=("faulty.py",))
+    assert run.wait() == 1
+    outcome = run.outcome()
+    assert (outcome["status"], outcome["rank"]) == ("fatal", 1)
+    assert outcome["reason"] == "ValueError: sample 17 is odd"
+    # torchrun's own summary knows it too, through its error file.
+    assert "ValueError: sample 17 is odd" in run.output().rpartition("Root Cause")[2]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_it(start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    start.single(*FLAGS, "--steps=2", run_dir=run_dir).finish()
+    argv = [sys.executable, "-m", "train", *FLAGS, "--steps=4", "--checkpoint-every=0"]
+    # A limit on the size of files ends writes as a full disk does: halfway, with an error.
+    run = start.command(
+        ["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *argv], run_dir, 0, {}
+    ).finish(1)
+    checkpoints = run_dir / "checkpoints/attempt-0"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
+    verify(checkpoints / "step-00000002")
+    outcome = run.outcome()
+    assert outcome["status"] == "fatal"
+    message = f"cannot write checkpoint {checkpoints / 'step-00000004'}: "
+    assert outcome["reason"].startswith(message)
+    assert f"train: {message}" in run.output()
+    assert "Traceback" not in run.output()
+
+
+def test_a_directory_of_another_configuration_is_refused_and_left_alone(
+    start: Start, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    start.single(*FLAGS, "--steps=2", run_dir=run_dir).finish()
+    before = contents(run_dir)
+    other = start.single(*FLAGS, "--steps=9", "--lr=0.1", "--seed=7", run_dir=run_dir).finish(2)
+    assert other.output() == (
+        f"train: {run_dir} holds a run of another configuration; use another --run-dir or:\n"
+        "  lr: 0.005 there, 0.1 here\n"
+        "  seed: 0 there, 7 here\n"
+    )
+    assert contents(run_dir) == before
+
+
+def test_an_older_attempt_is_fenced(start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    start.single(*FLAGS, "--steps=2", run_dir=run_dir, attempt=5).finish()
+    before = contents(run_dir)
+    zombie = start.single(*FLAGS, "--steps=9", run_dir=run_dir, attempt=4).finish(1)
+    assert zombie.output() == f"train: {run_dir} belongs to attempt 5; this is attempt 4\n"
+    assert contents(run_dir) == before
+
+
+def test_a_newer_attempt_fences_the_running_one(start: Start, tmp_path: Path) -> None:
+    """As after a cable cut: the old attempt still runs when the new one has started elsewhere."""
+    run_dir = tmp_path / "run"
+    old = start.single(*FLAGS, "--steps=100000", "--checkpoint-every=50", run_dir=run_dir)
+    old.wait_for_step(1)
+    new = start.single(*FLAGS, "--steps=2", run_dir=run_dir, attempt=1).finish()
+    outcome = new.outcome()
+    old.finish(1)
+    assert "attempt 0 writes no more: a newer attempt has taken over" in old.output()
+    assert new.outcome() == outcome
+
+
+def test_a_usage_error_comes_before_torch_and_once_for_all_ranks(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    run = start.ranks(2, "--epoch=3", run_dir=tmp_path / "run")
+    assert run.wait() == 1
+    message = "unknown flag '--epoch'; did you mean '--epochs'?"
+    assert run.output().count(f"train: {message}\n") == 1
+    assert run.output().count("exitcode  : 2") >= 1
+    assert run.outcome()["status"] == "fatal"
+    assert run.outcome()["reason"] == message
+    code = "import sys; from train.__main__ import main; main(); sys.exit('torch' in sys.modules)"
+    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}
+    shown = subprocess.run(
+        [sys.executable, "-c", code, "--help"], env=env, capture_output=True, text=True, check=True
+    )
+    assert "--global-batch INT" in shown.stdout
+
+
+def test_the_limit_stands_for_a_full_disk() -> None:
+    """The disk test above relies on this: beyond the limit a write fails, and does not kill."""
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

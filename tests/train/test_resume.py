@@ -1,0 +1,166 @@
+"""A run that was stopped, killed or damaged ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+if TYPE_CHECKING:
+    from conftest import Running, Start
+
+LAST = "checkpoints/attempt-{}/step-00000250"
+
+
+def weights(run: Running) -> bytes:
+    return (run.log.parent / "weights.st").read_bytes()
+
+
+def assert_same_end(run: Running, attempt: int, unbroken: Running) -> None:
+    """Weights, optimizer state and the loss of every single step: the same bits."""
+    assert weights(run) == weights(unbroken)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        mine, reference = (
+            r.run_dir / LAST.format(a) / name for r, a in ((run, attempt), (unbroken, 0))
+        )
+        assert mine.read_bytes() == reference.read_bytes()
+    assert run.losses() == unbroken.losses()
+    assert run.outcome()["status"] == "done"
+
+
+def test_sigterm_then_resume_is_bit_exact(
+    start: Start, unbroken: Running, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    first = start.ranks(3, *flags, run_dir=tmp_path / "run")
+    first.wait_for_step(50)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait() != 0
+    stopped = first.outcome()
+    assert stopped["status"] == "preempted"
+    assert 50 <= stopped["step"] < 250
+    assert stopped["samples_seen"] == 12 * stopped["step"]
+    assert not (tmp_path / "weights.st").exists()
+    second = start.ranks(3, *flags, run_dir=tmp_path / "run", attempt=1).finish()
+    (resumed,) = [e for e in second.events() if e["event"] == "resume"]
+    assert resumed["step"] == stopped["step"]
+    assert [m["step"] for m in second.metrics() if "loss" in m] == list(range(1, 251))
+    assert_same_end(second, 1, unbroken)
+
+
+def test_sigkill_of_a_rank_then_restart_is_bit_exact(
+    start: Start, unbroken: Running, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = start.ranks(
+        3, *flags, run_dir=tmp_path / "run", torchrun=("--standalone", "--max-restarts=1")
+    )
+    run.wait_for_step(90)
+    os.kill(run.workers()[1], signal.SIGKILL)
+    run.finish()
+    assert run.outcome()["restart"] == 1
+    (resumed,) = [e for e in run.events() if e["event"] == "resume"]
+    assert resumed["step"] in range(80, 250, 40)
+    assert_same_end(run, 0, unbroken)
+
+
+def test_wrong_form_without_warm_up_differs(start: Start, tmp_path: Path) -> None:
+    """The proof above has teeth: DDP as it is on the first steps does not end in the same bits."""
+    script = tmp_path / "cold.py"
+    script.write_text(
+        "import sys\n"
+        "from train.__main__ import main\n"
+        "from train.strategies.ddp import DataParallel\n"
+        "DataParallel.warm_up = lambda self, batch: None\n"
+        "sys.exit(main())\n"
+    )
+    common = ("--task=chars", "--global-batch=12", "--checkpoint-every=0", "--export=weights.st")
+
+    def end(name: str, *steps: str) -> bytes:
+        for total in steps:
+            run = start.ranks(
+                3, *common, f"--steps={total}", run_dir=tmp_path / name, module=("cold.py",)
+            ).finish()
+        return weights(run)
+
+    assert end("unbroken", "6") != end("broken", "3", "6")
+
+
+def test_resume_on_fewer_ranks_takes_the_next_samples(
+    start: Start, unbroken: Running, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    first = start.ranks(3, *flags[:2], "--steps=40", run_dir=tmp_path / "run").finish()
+    assert first.losses() == {k: v for k, v in unbroken.losses().items() if k <= 40}
+    second = start.single(*flags[:2], "--steps=60", run_dir=tmp_path / "run", attempt=1).finish()
+    assert [m["step"] for m in second.metrics() if "loss" in m] == list(range(1, 61))
+    seen = [m["samples_seen"] for m in second.metrics() if "loss" in m]
+    assert seen == [12 * step for step in range(1, 61)]
+    # Sums are added in another order now, so the last bits differ, and nothing else.
+    assert second.losses()[41] == pytest.approx(unbroken.losses()[41], rel=1e-5)
+    assert second.losses()[60] == pytest.approx(unbroken.losses()[60], rel=1e-3)
+
+
+def test_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+    start: Start, tmp_path: Path
+) -> None:
+    flags = ("--task=chars", "--global-batch=12", "--checkpoint-every=10")
+    run_dir = tmp_path / "run"
+    start.single(*flags, "--steps=20", run_dir=run_dir).finish()
+    model = run_dir / "checkpoints/attempt-0/step-00000020/model.safetensors"
+    content = bytearray(model.read_bytes())
+    content[-1] ^= 1
+    model.write_bytes(content)
+    second = start.single(*flags, "--steps=30", run_dir=run_dir).finish()
+    (skipped,) = [e for e in second.events() if e["event"] == "checkpoint_skipped"]
+    assert skipped["step"] == 20
+    assert skipped["reason"] == f"{model}: SHA-256 differs from the manifest"
+    (resumed,) = [e for e in second.events() if e["event"] == "resume"]
+    assert resumed["step"] == 10
+    # It has been written again on the way, and the older ones are gone.
+    kept = sorted(p.name for p in (run_dir / "checkpoints/attempt-0").iterdir())
+    assert kept == ["step-00000020", "step-00000030"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_nodes_without_a_shared_directory_resume_from_the_one_that_has_it(
+    start: Start, tmp_path: Path
+) -> None:
+    """The checkpoint is on what is now node 1; node 0 is new and has nothing."""
+    common = ("--task=chars", "--global-batch=12", "--export=weights.st")
+    start.ranks(2, *common, "--steps=30", run_dir=tmp_path / "reference").finish()
+    reference = load_file(tmp_path / "weights.st")
+    start.ranks(2, *common, "--steps=15", run_dir=tmp_path / "old").finish()
+    port = free_port()
+    nodes = [
+        start.ranks(
+            1,
+            *common,
+            "--steps=30",
+            run_dir=tmp_path / name,
+            attempt=1,
+            torchrun=(
+                "--nnodes=2",
+                f"--node-rank={rank}",
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+            ),
+        )
+        for rank, name in enumerate(("new", "old"))
+    ]
+    for node in nodes:
+        node.finish()
+    (resumed,) = [e for e in nodes[0].events() if e["event"] == "resume"]
+    assert (resumed["step"], resumed["read_by"]) == (15, 1)
+    assert sorted(nodes[0].losses()) == list(range(16, 31))
+    final = load_file(tmp_path / "weights.st")
+    assert all(torch.equal(final[name], reference[name]) for name in reference)

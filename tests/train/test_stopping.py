@@ -1,0 +1,129 @@
+"""Every way of being asked to stop, or of being killed, leaves a run that can go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from train.checkpoint import verify
+
+if TYPE_CHECKING:
+    from conftest import Start
+
+FLAGS = ("--task=chars", "--global-batch=12")
+ENDLESS = (*FLAGS, "--steps=100000")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT"])
+def test_every_stop_signal_means_checkpoint_and_status_75(
+    start: Start, tmp_path: Path, name: str
+) -> None:
+    run = start.single(*ENDLESS, run_dir=tmp_path / "run")
+    run.wait_for_step(3)
+    for _ in range(3):
+        run.process.send_signal(signal.Signals[name])
+    run.finish(75)
+    outcome = run.outcome()
+    assert (outcome["status"], outcome["reason"]) == ("preempted", f"stopped by {name}")
+    verify(tmp_path / f"run/checkpoints/attempt-0/step-{outcome['step']:08d}")
+    assert [e["event"] for e in run.events()] == ["start", "stop_requested", "checkpoint", "stopped"]
+
+
+def test_a_signal_to_one_rank_stops_all_ranks_at_the_same_step(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start.ranks(3, *ENDLESS, run_dir=tmp_path / "run")
+    run.wait_for_step(3)
+    os.kill(run.workers()[2], signal.SIGUSR1)
+    assert run.wait() == 1
+    (asked,) = [e for e in run.events() if e["event"] == "stop_requested"]
+    assert (asked["ranks_signalled"], asked["signal"]) == (1, None)
+    assert run.outcome()["status"] == "preempted"
+    assert run.outcome()["step"] == asked["step"] == max(run.losses())
+    # torchrun's summary: every rank left with 75, none was killed or failed.
+    assert run.output().count("exitcode  : 75") == 3
+
+
+def test_a_signal_while_starting_ends_the_run_at_once(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    run = start.ranks(2, *ENDLESS, run_dir=tmp_path / "run")
+
+    def importing() -> bool:
+        # The stop signals are taken over, and torch is not there yet: see the signal mask.
+        return len(run.workers()) == 2 and all(map(_catches_sigterm, run.workers().values()))
+
+    run.wait_until(importing)
+    started = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 1
+    # Not the 30 s after which torchrun kills.
+    assert time.monotonic() - started < 20
+    assert run.outcome()["status"] == "preempted"
+
+
+def _catches_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGQUIT - 1) & 1)
+
+
+def test_a_peer_that_never_comes_does_not_delay_a_stop(start: Start, tmp_path: Path) -> None:
+    """The process waits in C++ for rank 1, where no Python signal handler can run."""
+    run = start.single(
+        *ENDLESS,
+        run_dir=tmp_path,
+        RANK="0",
+        WORLD_SIZE="2",
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    threads = Path(f"/proc/{run.process.pid}/task")
+    # The store's own thread is there: the wait for the other rank has begun.
+    run.wait_until(lambda: any(_comm(t).startswith("pt_tcpstore") for t in threads.iterdir()))
+    run.process.send_signal(signal.SIGTERM)
+    run.finish(75)
+    assert run.outcome()["status"] == "preempted"
+
+
+def _comm(thread: Path) -> str:
+    try:
+        return (thread / "comm").read_text()
+    except OSError:
+        return ""
+
+
+def test_a_killed_rank_makes_the_run_retryable(start: Start, tmp_path: Path) -> None:
+    run = start.ranks(2, *ENDLESS, run_dir=tmp_path / "run")
+    run.wait_for_step(3)
+    os.kill(run.workers()[1], signal.SIGKILL)
+    assert run.wait() == 1
+    outcome = run.outcome()
+    assert (outcome["status"], outcome["rank"]) == ("retryable", 0), outcome
+
+
+def test_a_finished_run_started_again_changes_nothing(start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    start.single(*FLAGS, "--steps=3", run_dir=run_dir).finish()
+    before = contents(run_dir)
+    again = start.single(*FLAGS, "--steps=3", run_dir=run_dir, attempt=1).finish()
+    assert contents(run_dir) == before
+    assert again.output().startswith("already done: step 3/3, loss ")
+
+
+def test_a_finished_run_can_be_extended(start: Start, tmp_path: Path) -> None:
+    start.single(*FLAGS, "--steps=3", run_dir=tmp_path / "run").finish()
+    longer = start.single(*FLAGS, "--steps=5", run_dir=tmp_path / "run").finish()
+    assert sorted(longer.losses()) == [1, 2, 3, 4, 5]
+    assert longer.outcome()["step"] == 5

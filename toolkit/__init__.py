@@ -1,0 +1,120 @@
+"""One job file for PyTorch training: on this machine, on Slurm, and on Kubernetes.
+
+>>> import toolkit
+>>> job = toolkit.load("jobs/digits.yaml")
+>>> print(toolkit.render(toolkit.plan(job, toolkit.load_profile("slurm"))).splitlines()[0])
+#!/bin/bash
+
+Names are imported when they are first used, so that `import toolkit` costs next to nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.errors import (
+        InputError,
+        LauncherError,
+        PlanError,
+        Problem,
+        ProfileError,
+        RenderError,
+        RunNotFound,
+        SchedulerMissing,
+        SpecError,
+        ToolkitError,
+    )
+    from toolkit.launchers.base import Launcher, Run, RunState, RunStatus
+    from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan, plan
+    from toolkit.profile import (
+        KubernetesProfile,
+        LocalProfile,
+        Profile,
+        SlurmProfile,
+        load_profile,
+    )
+    from toolkit.rendering import render
+    from toolkit.runs import list_runs, open_run, submit
+    from toolkit.spec import JobSpec, json_schema, load
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "InputError": "errors",
+    "JobSpec": "spec",
+    "KubernetesPlan": "planning",
+    "KubernetesProfile": "profile",
+    "LaunchPlan": "planning",
+    "Launcher": "launchers.base",
+    "LauncherError": "errors",
+    "LocalPlan": "planning",
+    "LocalProfile": "profile",
+    "PlanError": "errors",
+    "Problem": "errors",
+    "Profile": "profile",
+    "ProfileError": "errors",
+    "RenderError": "errors",
+    "Run": "launchers.base",
+    "RunNotFound": "errors",
+    "RunState": "launchers.base",
+    "RunStatus": "launchers.base",
+    "SchedulerMissing": "errors",
+    "SlurmPlan": "planning",
+    "SlurmProfile": "profile",
+    "SpecError": "errors",
+    "ToolkitError": "errors",
+    "json_schema": "spec",
+    "list_runs": "runs",
+    "load": "spec",
+    "load_profile": "profile",
+    "open_run": "runs",
+    "plan": "planning",
+    "render": "rendering",
+    "submit": "runs",
+}
+
+__all__ = [
+    "InputError",
+    "JobSpec",
+    "KubernetesPlan",
+    "KubernetesProfile",
+    "LaunchPlan",
+    "Launcher",
+    "LauncherError",
+    "LocalPlan",
+    "LocalProfile",
+    "PlanError",
+    "Problem",
+    "Profile",
+    "ProfileError",
+    "RenderError",
+    "Run",
+    "RunNotFound",
+    "RunState",
+    "RunStatus",
+    "SchedulerMissing",
+    "SlurmPlan",
+    "SlurmProfile",
+    "SpecError",
+    "ToolkitError",
+    "json_schema",
+    "list_runs",
+    "load",
+    "load_profile",
+    "open_run",
+    "plan",
+    "render",
+    "submit",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"toolkit.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,297 @@
+"""The command line: each command is one call of the public API that a notebook can make too."""
+
+from __future__ import annotations  # naming a type must not import it
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+import toolkit
+from toolkit.errors import InputError, LauncherError, ToolkitError
+
+__all__ = ["main"]
+
+JOB = click.argument("job", metavar="JOB.yaml", type=click.Path(path_type=Path))
+RUN = click.argument("run", metavar="RUN")
+SET = click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Set a key of the job file, like resources.nnodes=4. May be repeated.",
+)
+TO = click.option("--to", required=True, metavar="PROFILE", help="A profile's name or file.")
+FOLLOW = click.option("--follow", "-f", is_flag=True, help="Show the log until the run has ended.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class _Commands(click.Group):
+    """Commands in the order they were written."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def _example(command: str) -> str:
+    """Return an epilog that click leaves as it is."""
+    return f"\b\nExample:\n  {command}"
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(toolkit.__version__, prog_name="toolkit")
+def cli() -> None:
+    """Run one PyTorch job file here, on Slurm, or on Kubernetes.
+
+    JOB.yaml says what to run, a PROFILE where: `local`, `slurm`, `k8s`, a file in slurm/profiles or
+    k8s/profiles, or one of your own. RUN is a run's URI, name, or run directory.
+    """
+
+
+@cli.command(epilog=_example("toolkit check jobs/digits.yaml --to slurm"))
+@JOB
+@SET
+@click.option("--to", multiple=True, metavar="PROFILE", help="Check that it works there, too.")
+def check(job: Path, overrides: tuple[str, ...], to: tuple[str, ...]) -> None:
+    """Say everything that is wrong with a job file."""
+    spec = toolkit.load(job, overrides)
+    problems: list[toolkit.Problem] = []
+    for name in to:
+        try:
+            made = toolkit.plan(spec, toolkit.load_profile(name))
+            toolkit.render(made)
+        except InputError as error:
+            problems += error.problems
+        else:
+            _note(made.notes)
+    if problems:
+        raise InputError(problems)
+    need = spec.resources
+    where = f" for {', '.join(to)}" if to else ""
+    click.echo(f"{job}: fine{where}: {need.nnodes} x {need.nproc_per_node} processes")
+
+
+@cli.command(epilog=_example("toolkit render jobs/digits.yaml --to slurm | less"))
+@JOB
+@SET
+@TO
+def render(job: Path, overrides: tuple[str, ...], to: str) -> None:
+    """Print the script or manifest, whole, and do nothing."""
+    made = toolkit.plan(toolkit.load(job, overrides), toolkit.load_profile(to))
+    click.echo(toolkit.render(made), nl=False)
+
+
+@cli.command(epilog=_example("toolkit submit jobs/digits.yaml --to slurm --follow"))
+@JOB
+@SET
+@TO
+@FOLLOW
+def submit(job: Path, overrides: tuple[str, ...], to: str, follow: bool) -> None:
+    """Start a new run and print its URI."""
+    spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
+    _note(toolkit.plan(spec, profile).notes)
+    run = toolkit.submit(spec, to=profile)
+    click.echo(run.uri)
+    if follow:
+        _follow_and_exit(run)
+
+
+@cli.command(name="run", epilog=_example("toolkit run jobs/digits.yaml --set resources.nnodes=4"))
+@JOB
+@SET
+@click.option("--to", default="local", metavar="PROFILE", help="A profile of this machine.")
+def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
+    """Run on this machine, in the foreground; Ctrl-C stops it with a checkpoint."""
+    from toolkit.launchers.local import LocalLauncher
+
+    spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
+    if not isinstance(profile, toolkit.LocalProfile):
+        raise InputError(f"profile {to!r} is not of this machine; use `toolkit submit --to {to}`")
+    made = toolkit.plan(spec, profile)
+    with _stopped_by_signals():
+        run = LocalLauncher(profile, tied=True).submit(made)
+        click.echo(f"{run.uri}: run directory {run.run_dir}", err=True)
+        try:
+            _echo_lines(run.logs(follow=True))
+        except KeyboardInterrupt:
+            click.echo("stopping with a checkpoint…", err=True)
+            run.cancel()
+            _echo_lines_after(run)
+    _report_and_exit(run)
+
+
+@cli.command(name="list", epilog=_example("toolkit list --json"))
+@JSON
+@click.option("--last", default=20, show_default=True, metavar="N", help="How many runs.")
+def list_runs(as_json: bool, last: int) -> None:
+    """List the runs that were submitted from here, the newest last."""
+    rows = [_summary(run) for run in list(toolkit.list_runs())[-last:]]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    elif not rows:
+        click.echo("no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one")
+    else:
+        width = max(len(row["uri"]) for row in rows)
+        for row in rows:
+            click.echo(
+                f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {row['reason']}".rstrip()
+            )
+
+
+@cli.command(epilog=_example("toolkit status slurm://sandbox/1234 --json"))
+@RUN
+@JSON
+def status(run: str, as_json: bool) -> None:
+    """Say where a run stands, and why."""
+    summary = _summary(toolkit.open_run(run))
+    if as_json:
+        click.echo(json.dumps(summary, indent=2))
+        return
+    for key, value in summary.items():
+        if value not in (None, ""):
+            shown = _figures(value) if isinstance(value, dict) else value
+            click.echo(f"{key + ':':<10} {shown}")
+
+
+@cli.command(epilog=_example("toolkit logs digits-1120-174558-k3f9 --follow"))
+@RUN
+@FOLLOW
+def logs(run: str, follow: bool) -> None:
+    """Print what a run has printed."""
+    _echo_lines(toolkit.open_run(run).logs(follow=follow))
+
+
+@cli.command(epilog=_example("toolkit cancel slurm://sandbox/1234"))
+@RUN
+def cancel(run: str) -> None:
+    """Ask a run to stop, with a checkpoint."""
+    toolkit.open_run(run).cancel()
+
+
+@cli.command(epilog=_example("toolkit wait digits-1120-174558-k3f9 && echo trained"))
+@RUN
+@click.option("--timeout", type=float, metavar="SECONDS", help="Give up after this long.")
+def wait(run: str, timeout: float | None) -> None:
+    """Wait until a run has ended; exit status 0 if it succeeded."""
+    opened = toolkit.open_run(run)
+    try:
+        opened.wait(timeout)
+    except TimeoutError as error:
+        raise LauncherError(str(error)) from None
+    _report_and_exit(opened)
+
+
+@cli.command(epilog=_example("toolkit schema > docs/reference/job.schema.json"))
+def schema() -> None:
+    """Print the JSON Schema of the job file, for editors."""
+    click.echo(json.dumps(toolkit.json_schema(), indent=2, ensure_ascii=False))
+
+
+def _summary(run: toolkit.Run) -> dict[str, Any]:
+    from toolkit.launchers import rundir
+
+    found = run.status()
+    metrics = rundir.last_metrics(run.run_dir) if run.run_dir else None
+    created = datetime.fromtimestamp(run.record.created).astimezone()
+    return {
+        "uri": run.uri,
+        "name": run.name,
+        "state": found.state.upper(),
+        "reason": found.reason,
+        "created": created.isoformat(timespec="seconds"),
+        "run_dir": str(run.run_dir) if run.run_dir else None,
+        "metrics": metrics,
+    }
+
+
+def _figures(metrics: dict[str, Any]) -> str:
+    hidden = ("version", "time", "attempt", "restart")
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in metrics.items()
+        if key not in hidden
+    )
+
+
+def _note(notes: tuple[str, ...]) -> None:
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+
+
+def _echo_lines(lines: Iterator[str]) -> None:
+    for line in lines:
+        click.echo(line)
+
+
+def _echo_lines_after(run: toolkit.Run) -> None:
+    """Wait for the end of a run that was asked to stop; a second Ctrl-C asks again."""
+    while True:
+        try:
+            run.wait()
+            return
+        except KeyboardInterrupt:
+            click.echo("still stopping…", err=True)
+            run.cancel()
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Let a closed terminal and `kill` do what Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _follow_and_exit(run: toolkit.Run) -> None:
+    try:
+        _echo_lines(run.logs(follow=True))
+    except KeyboardInterrupt:
+        click.echo(
+            f"\n{run.uri} goes on; `toolkit logs -f {run.name}` follows it again, "
+            f"`toolkit cancel {run.name}` stops it",
+            err=True,
+        )
+        sys.exit(130)
+    _report_and_exit(run)
+
+
+def _report_and_exit(run: toolkit.Run) -> None:
+    found = run.wait()
+    where = f"; run directory {run.run_dir}" if run.run_dir else ""
+    reason = f" ({found.reason})" if found.reason else ""
+    click.echo(f"{run.name}: {found.state.upper()}{reason}{where}", err=True)
+    sys.exit(0 if found.state is toolkit.RunState.SUCCEEDED else 1)
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is one message and an exit status."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except ToolkitError as error:
+        click.echo(str(error), err=True)
+        sys.exit(error.exit_status)
+    except BrokenPipeError:
+        # Whoever read us has seen enough (`| head`); Python must not complain at its own exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

@@ -1,0 +1,177 @@
+"""What every launcher answers, whatever it launches on."""
+
+import abc
+import enum
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from toolkit.launchers.registry import RunRecord
+from toolkit.planning import LaunchPlan
+
+__all__ = ["Launcher", "Run", "RunState", "RunStatus", "follow_files", "new_run_name"]
+
+_NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
+_POLL_S = (0.2, 5.0)
+"""First and longest pause between two questions to a scheduler; clusters limit how often."""
+
+PlanT = TypeVar("PlanT", bound=LaunchPlan)
+
+
+class RunState(enum.StrEnum):
+    """Where a run stands, in the words of all schedulers."""
+
+    PENDING = enum.auto()
+    """Accepted, not started."""
+
+    RUNNING = enum.auto()
+    """Started, not ended; also while it is being stopped."""
+
+    SUCCEEDED = enum.auto()
+    """Ended, and did what it was meant to do."""
+
+    FAILED = enum.auto()
+    """Ended without success, and nothing will start it again."""
+
+    CANCELLED = enum.auto()
+    """Ended because somebody asked for it."""
+
+    PREEMPTED = enum.auto()
+    """Ended because the machines were taken or time was over; it can go on from a checkpoint."""
+
+    UNKNOWN = enum.auto()
+    """The scheduler gives no answer, or one that this toolkit does not know. Never success."""
+
+    @property
+    def final(self) -> bool:
+        """Whether the run has ended."""
+        return self not in (RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """A run's state and why."""
+
+    state: RunState
+    """Where it stands."""
+
+    reason: str = ""
+    """The scheduler's own words, or the outcome's; empty where there is nothing to say."""
+
+
+class Run(abc.ABC):
+    """A run that was submitted; a handle that another process can open again from `uri`."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self.record = record
+
+    @property
+    def uri(self) -> str:
+        """`slurm://CLUSTER/JOB_ID`, `k8s://NAMESPACE/NAME` or `local://NAME`."""
+        return self.record.uri
+
+    @property
+    def name(self) -> str:
+        """The name of this run."""
+        return self.record.name
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory, where this machine can see it."""
+        return self.record.run_dir
+
+    @abc.abstractmethod
+    def status(self) -> RunStatus:
+        """Ask where the run stands."""
+
+    @abc.abstractmethod
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """Yield the lines that the run has printed; with `follow`, until it has ended."""
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Ask the run to stop with a checkpoint; does nothing where it has ended already."""
+
+    def wait(self, timeout_s: float | None = None) -> RunStatus:
+        """Return the status once the run has ended.
+
+        Raises:
+            TimeoutError: it has not, `timeout_s` seconds later.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        pauses = _pauses()
+        while not (status := self.status()).state.final:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{self.uri} is still {status.state} after {timeout_s} s")
+            time.sleep(next(pauses))
+        return status
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.uri!r})"
+
+
+class Launcher(abc.ABC, Generic[PlanT]):
+    """A place where plans become runs."""
+
+    @abc.abstractmethod
+    def submit(self, plan: PlanT) -> Run:
+        """Start a new run; never touches an older one.
+
+        Raises:
+            LauncherError: the place refused, or cannot be reached.
+        """
+
+    @abc.abstractmethod
+    def open(self, record: RunRecord) -> Run:
+        """Return the handle of a run that was submitted before, by whatever process."""
+
+
+def _pauses() -> Iterator[float]:
+    pause, longest = _POLL_S
+    while True:
+        yield pause
+        pause = min(pause * 1.5, longest)
+
+
+def new_run_name(job_name: str) -> str:
+    """Return a name for a new run: `NAME-MMDD-HHMMSS-XXXX`, local time, four random characters."""
+    stamp = datetime.now().strftime("%m%d-%H%M%S")
+    return f"{job_name}-{stamp}-" + "".join(secrets.choice(_NAME_ALPHABET) for _ in range(4))
+
+
+def follow_files(
+    find: Callable[[], list[Path]], *, ended: Callable[[], bool], pause_s: float = 0.2
+) -> Iterator[str]:
+    """Yield the lines of growing files as they come, until `ended` and all is read.
+
+    Args:
+        find: The files to read, asked again and again since new ones appear.
+        ended: Whether nothing more will be written.
+        pause_s: How long to wait when there is nothing new.
+    """
+    read: dict[Path, int] = {}
+    rest: dict[Path, bytes] = {}
+    while True:
+        last_round = ended()  # asked first: what was written before the end is still read
+        found = False
+        for path in find():
+            try:
+                with path.open("rb") as file:
+                    file.seek(read.get(path, 0))
+                    chunk = file.read()
+            except FileNotFoundError:
+                continue
+            read[path] = read.get(path, 0) + len(chunk)
+            *lines, rest[path] = (rest.get(path, b"") + chunk).split(b"\n")
+            for line in lines:
+                found = True
+                yield line.decode(errors="replace")
+        if last_round:
+            yield from (line.decode(errors="replace") for line in rest.values() if line)
+            return
+        if not found:
+            time.sleep(pause_s)

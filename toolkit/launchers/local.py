@@ -1,0 +1,168 @@
+"""Runs on this machine: N torchrun agents stand for N nodes.
+
+The rendered script is what runs, as on a cluster. A supervisor of its own process keeps it, so that
+a run outlives the shell that submitted it, and nothing outlives the run.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from toolkit.errors import LauncherError
+from toolkit.launchers import registry, rundir
+from toolkit.launchers.base import (
+    Launcher,
+    Run,
+    RunState,
+    RunStatus,
+    follow_files,
+    new_run_name,
+)
+from toolkit.planning import LocalPlan
+from toolkit.profile import LocalProfile
+from toolkit.rendering import render
+
+__all__ = ["LocalLauncher", "LocalRun", "count_gpus"]
+
+_LOCK = "running.lock"
+_SCRIPT = "run.sh"
+
+
+def count_gpus() -> int:
+    """Return how many NVIDIA GPUs this machine has, without loading torch."""
+    return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdecimal()])
+
+
+class LocalRun(Run):
+    """A run on this machine."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        assert self.record.run_dir is not None
+        return self.record.run_dir
+
+    def status(self) -> RunStatus:
+        """Tell by the supervisor's lock whether it lives, and by its files how it ended."""
+        if self._supervisor() is not None:
+            return RunStatus(state=RunState.RUNNING)
+        if not self.run_dir.is_dir():
+            return RunStatus(state=RunState.UNKNOWN, reason=f"{self.run_dir} is gone")
+        return rundir.ended_status(self.run_dir)
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """Yield the lines of all nodes, each as it comes."""
+        return follow_files(
+            lambda: sorted(self.run_dir.glob("logs/attempt-*/node-*.log")),
+            ended=lambda: not follow or self._supervisor() is None,
+        )
+
+    def cancel(self) -> None:
+        """Ask the supervisor to stop the run with a checkpoint."""
+        if pid := self._supervisor():
+            rundir.request_cancel(self.run_dir)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def _supervisor(self) -> int | None:
+        """Return the supervisor's process id while it lives; 0 in the instant before it is known.
+
+        A lock ends with its holder, so that a process id which the system gave away again is not
+        taken for ours.
+        """
+        try:
+            with (self.run_dir / _LOCK).open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return int(lock.read() or 0)
+        except FileNotFoundError:
+            pass
+        return None
+
+
+class LocalLauncher(Launcher[LocalPlan]):
+    """Starts runs on this machine."""
+
+    def __init__(
+        self,
+        profile: LocalProfile,
+        *,
+        environ: Mapping[str, str] = os.environ,
+        gpus: Callable[[], int] = count_gpus,
+        tied: bool = False,
+    ) -> None:
+        """Prepare to launch.
+
+        Args:
+            profile: Where run directories are made.
+            environ: The environment that runs inherit.
+            gpus: How many GPUs this machine has.
+            tied: Whether runs end with this process, whatever ends it.
+        """
+        self._profile = profile
+        self._environ = environ
+        self._gpus = gpus
+        self._tied = tied
+
+    def submit(self, plan: LocalPlan) -> LocalRun:
+        """Start a new run and return at once."""
+        need = plan.job.resources
+        wanted, there = need.nnodes * need.gpus_per_node, self._gpus()
+        if wanted > there:
+            raise LauncherError(
+                f"{need.nnodes} nodes with {need.gpus_per_node} GPUs make {wanted}, and this "
+                f"machine has {there}; --set resources.gpus_per_node=0 trains on its CPUs"
+            )
+        name = new_run_name(plan.job.name)
+        run_dir = rundir.make(Path(self._profile.runs_dir), name)
+        rundir.write_inputs(run_dir, plan.job, script=render(plan), file_name=_SCRIPT)
+        self._supervise(run_dir, stop_timeout_s=plan.stop_timeout_s)
+        run = LocalRun(
+            registry.RunRecord(
+                uri=f"local://{name}",
+                name=name,
+                job=plan.job.name,
+                profile=self._profile.model_dump(mode="json", by_alias=True),
+                created=time.time(),
+                run_dir=run_dir,
+            )
+        )
+        registry.record(run.record, environ=self._environ)
+        return run
+
+    def open(self, record: registry.RunRecord) -> LocalRun:
+        """Return the handle of an earlier run."""
+        return LocalRun(record)
+
+    def _supervise(self, run_dir: Path, *, stop_timeout_s: int) -> None:
+        """Start the supervisor, which holds the lock from its first instant on."""
+        tied = ["--tied"] if self._tied else []
+        # torchrun lies beside the Python that runs us, whether or not its folder is in PATH.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{self._environ.get('PATH', os.defpath)}"
+        with (run_dir / _LOCK).open("w") as lock, (run_dir / "logs/launcher.log").open("w") as log:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            child = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "toolkit.launchers.supervisor", *tied),
+                    f"--stop-timeout={stop_timeout_s}",
+                    f"--keep-fd={lock.fileno()}",
+                    str(run_dir / _SCRIPT),
+                    str(run_dir),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[lock.fileno()],
+                start_new_session=True,
+                env={**self._environ, "PATH": path},
+            )
+            lock.write(str(child.pid))
+        # The supervisor is waited for by nobody; a Popen object that is thrown away would complain.
+        child.returncode = 0

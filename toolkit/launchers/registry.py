@@ -1,0 +1,104 @@
+"""Which runs there are: one line per submitted run, for this user on this machine.
+
+The schedulers forget ended jobs within minutes; this file and the run directories do not.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import LauncherError, RunNotFound
+
+__all__ = ["RunRecord", "find", "record", "records"]
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What must be known to open a run again."""
+
+    uri: str
+    """Where it runs."""
+
+    name: str
+    """The run's name."""
+
+    job: str
+    """The job's name."""
+
+    profile: Mapping[str, Any]
+    """The profile it was submitted with, as a profile file holds it."""
+
+    created: float
+    """When it was submitted, in seconds since 1970."""
+
+    run_dir: Path | None = None
+    """The run directory, where this machine can see it."""
+
+
+def _file(environ: Mapping[str, str]) -> Path:
+    state = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '')}/.local/state"
+    return Path(state) / "torch-deploy-toolkit" / "runs.jsonl"
+
+
+def record(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> None:
+    """Remember a run, in the user's list and in its run directory.
+
+    Raises:
+        LauncherError: nothing can be written there.
+    """
+    known = asdict(run) | {"version": _VERSION, "run_dir": run.run_dir and str(run.run_dir)}
+    line = json.dumps(known) + "\n"
+    path = _file(environ)
+    try:
+        if run.run_dir is not None:
+            (run.run_dir / "launch.json").write_text(line)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(line)  # one write: two submits at once leave two whole lines
+    except OSError as error:
+        raise LauncherError(f"{run.uri} is submitted, but cannot be remembered: {error}") from error
+
+
+def records(*, environ: Mapping[str, str] = os.environ) -> Iterator[RunRecord]:
+    """Yield every run that was submitted, oldest first, and pass over lines that are no record."""
+    try:
+        lines = _file(environ).read_text().splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        if (run := _parse(line)) is not None:
+            yield run
+
+
+def find(name: str, *, environ: Mapping[str, str] = os.environ) -> RunRecord:
+    """Return the run with this URI, name, or run directory.
+
+    Raises:
+        RunNotFound: there is none.
+    """
+    known = list(records(environ=environ))
+    for run in reversed(known):
+        if name in (run.uri, run.name):
+            return run
+    file = Path(name) / "launch.json"
+    if file.is_file() and (found := _parse(file.read_text())) is not None:
+        return found
+    latest = ", ".join(run.name for run in known[-3:])
+    hint = f"the latest are {latest}" if latest else "nothing was submitted from here yet"
+    raise RunNotFound(f"no run {name!r}; {hint} (see `toolkit list`)")
+
+
+def _parse(line: str) -> RunRecord | None:
+    try:
+        known = json.loads(line)
+        if known.pop("version") != _VERSION:
+            return None
+        run_dir = known.pop("run_dir")
+        return RunRecord(**known, run_dir=Path(run_dir) if run_dir else None)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None

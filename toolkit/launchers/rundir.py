@@ -1,0 +1,135 @@
+"""The run directory as the launchers write and read it; docs/reference/run-directory.md has it all.
+
+What a training script does not write (outcome, metrics) is simply missing from what is reported.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import LauncherError
+from toolkit.launchers.base import RunState, RunStatus
+from toolkit.spec import JobSpec
+
+__all__ = [
+    "cancel_requested",
+    "ended_status",
+    "last_metrics",
+    "make",
+    "outcome",
+    "request_cancel",
+    "write_inputs",
+]
+
+_CANCEL = "cancel_requested"
+
+_OUTCOMES = {
+    "done": RunState.SUCCEEDED,
+    "fatal": RunState.FAILED,
+    "preempted": RunState.PREEMPTED,
+    "retryable": RunState.FAILED,
+    "running": RunState.FAILED,  # it never came to say how it ended
+}
+
+
+def make(parent: Path, name: str) -> Path:
+    """Make a new run directory with its `logs/` and return its absolute path.
+
+    Raises:
+        LauncherError: it exists, or cannot be made.
+    """
+    run_dir = parent.absolute() / name
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir()
+        (run_dir / "logs").mkdir()
+    except FileExistsError:
+        raise LauncherError(f"{run_dir} exists already; it holds another run") from None
+    except OSError as error:
+        raise LauncherError(f"{run_dir} cannot be made: {error.strerror}") from error
+    return run_dir
+
+
+def write_inputs(run_dir: Path, job: JobSpec, *, script: str, file_name: str) -> Path:
+    """Write the resolved job file and the rendered script; return the script's path.
+
+    Raises:
+        LauncherError: they cannot be written.
+    """
+    resolved = yaml.safe_dump(job.as_written(), sort_keys=False, allow_unicode=True)
+    try:
+        (run_dir / "job.yaml").write_text(resolved)
+        (run_dir / file_name).write_text(script)
+    except OSError as error:
+        raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
+    return run_dir / file_name
+
+
+def outcome(run_dir: Path) -> Mapping[str, Any] | None:
+    """Return what the training said of its end, or None where it said nothing."""
+    return _json_object(run_dir / "outcome.json")
+
+
+def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
+    """Return the newest whole record of `metrics.jsonl`, or None."""
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 65536))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # the first or the last line may be torn
+        if isinstance(found, dict):
+            return found
+    return None
+
+
+def request_cancel(run_dir: Path) -> None:
+    """Leave a mark, so that whoever asks later can tell a cancelled run from a failed one."""
+    (run_dir / _CANCEL).touch()
+
+
+def cancel_requested(run_dir: Path) -> bool:
+    """Whether somebody asked the run to stop."""
+    return (run_dir / _CANCEL).exists()
+
+
+def ended_status(run_dir: Path) -> RunStatus:
+    """Return how a run ended that is not running any more, from what it left behind."""
+    said = outcome(run_dir) or {}
+    state = _OUTCOMES.get(str(said.get("status")))
+    reason = str(said.get("reason") or "")
+    if state is None:
+        state, reason = _exit_status(run_dir)
+    elif said.get("status") == "running":
+        reason = f"ended without a word at step {said.get('step')}; see the logs"
+    if state is not RunState.SUCCEEDED and cancel_requested(run_dir):
+        return RunStatus(state=RunState.CANCELLED, reason=reason)
+    return RunStatus(state=state, reason=reason)
+
+
+def _exit_status(run_dir: Path) -> tuple[RunState, str]:
+    """Go by the exit status of the newest attempt, where the training wrote no outcome."""
+    attempts = sorted(run_dir.glob("logs/attempt-*"), key=lambda p: int(p.name.split("-")[1]))
+    try:
+        status = int((attempts[-1] / "exit_status").read_text())
+    except (IndexError, OSError, ValueError):
+        return RunState.UNKNOWN, "the run left no outcome and no exit status"
+    if status == 0:
+        return RunState.SUCCEEDED, ""
+    return RunState.FAILED, f"exit status {status}; see {attempts[-1]}"
+
+
+def _json_object(path: Path) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,409 @@
+"""From a job and a profile to a launch plan: every decision, as plain values.
+
+Pure: no clock, environment, network or scheduler. What cannot work is refused here, with the
+arithmetic in the message; templates only place what is decided here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import overload
+
+from toolkit.errors import PlanError, Problem
+from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
+from toolkit.quantities import (
+    format_duration,
+    format_size,
+    kubernetes_size,
+    slurm_megabytes,
+    slurm_time,
+)
+from toolkit.spec import JobSpec, Secret
+
+__all__ = ["KubernetesPlan", "LaunchPlan", "LocalPlan", "SlurmPlan", "plan"]
+
+REQUEUE_MARGIN_S = 30
+"""What the batch script needs after the checkpoint: srun's end and the requeue call."""
+
+SIGNAL_SLACK_S = 60
+"""Slurm may send the `--signal` warning up to this much early (sbatch manual, `--signal`)."""
+
+POD_MARGIN_S = 15
+"""What torchrun needs after its workers are gone, before the kubelet kills the container."""
+
+RENDEZVOUS_TIMEOUT_S = 600
+"""How long nodes wait for each other; starting 512 containers takes minutes."""
+
+LOCAL_PORTS = (61000, 4000)
+"""First port and how many: above Linux's ephemeral range, which ends at 60999."""
+
+KUBERNETES_NAME_MAX = 63
+"""Pods carry the run's name and a suffix; RFC 1035 allows 63 characters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What every launcher needs to know to start one torchrun per node."""
+
+    job: JobSpec
+    """The job."""
+
+    profile: Profile
+    """The site."""
+
+    torchrun: tuple[str, ...]
+    """torchrun's options that are the same on every node."""
+
+    env: Mapping[str, str]
+    """The environment of every worker, by name."""
+
+    secrets: Mapping[str, Secret | None]
+    """Secret variables, and where their values are found."""
+
+    notes: tuple[str, ...] = ()
+    """What the user should know, though it stops nothing."""
+
+    @property
+    def entry(self) -> tuple[str, ...]:
+        """What torchrun starts, and its arguments."""
+        return self.job.entry
+
+    @property
+    def stop_timeout_s(self) -> int:
+        """Seconds that a cancelled run may take to end by itself."""
+        return self.job.stop.grace_s + REQUEUE_MARGIN_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlan(LaunchPlan):
+    """N torchrun agents on this machine stand for N nodes."""
+
+    profile: LocalProfile
+    """The site."""
+
+    visible_devices: tuple[str, ...]
+    """`CUDA_VISIBLE_DEVICES` of each node."""
+
+    ports: tuple[int, int] = LOCAL_PORTS
+    """First port that the rendezvous may use, and how many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmPlan(LaunchPlan):
+    """A batch script with one srun task per node."""
+
+    profile: SlurmProfile
+    """The site."""
+
+    sbatch: tuple[tuple[str, str | None], ...]
+    """Options of sbatch, in order."""
+
+    ports: tuple[int, int] = LOCAL_PORTS
+    """First port that the rendezvous may use, and how many."""
+
+    join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
+    """How long nodes wait for each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesPlan(LaunchPlan):
+    """A PyTorchJob of workers that meet by c10d."""
+
+    profile: KubernetesProfile
+    """The site."""
+
+    run_name: str
+    """The object's name."""
+
+    requests: Mapping[str, str]
+    """Resources of each pod; requests and limits are the same."""
+
+    shm: str | None
+    """Size of /dev/shm; half of the memory limit where it is left out."""
+
+    grace_s: int
+    """`terminationGracePeriodSeconds`."""
+
+    restart_policy: str
+    """What the kubelet does when torchrun fails."""
+
+    backoff_limit: int | None
+    """Container restarts over all pods before the job has failed."""
+
+    image: str
+    """The container image."""
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        """Torchrun's arguments; the operator itself sets the number of nodes and where they meet.
+
+        An option on the command line would win over the operator's variables.
+        """
+        return (f"--nproc-per-node={self.job.resources.nproc_per_node}", *self.entry)
+
+
+@overload
+def plan(job: JobSpec, profile: LocalProfile, *, run_name: str | None = ...) -> LocalPlan: ...
+@overload
+def plan(job: JobSpec, profile: SlurmProfile, *, run_name: str | None = ...) -> SlurmPlan: ...
+@overload
+def plan(
+    job: JobSpec, profile: KubernetesProfile, *, run_name: str | None = ...
+) -> KubernetesPlan: ...
+@overload
+def plan(job: JobSpec, profile: Profile, *, run_name: str | None = ...) -> LaunchPlan: ...
+
+
+def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> LaunchPlan:
+    """Decide how `job` runs on the site of `profile`.
+
+    Args:
+        job: What to run.
+        profile: Where.
+        run_name: The name of this run where the scheduler must know it (Kubernetes); the job's
+            own name where it is left out.
+
+    Raises:
+        PlanError: Every reason why this job cannot work there.
+    """
+    problems = [*_does_not_fit(job, profile), *_mounts_missing(job, profile)]
+    match profile:
+        case LocalProfile():
+            problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace")
+            made: LaunchPlan | None = None if problems else _local(job, profile)
+        case SlurmProfile():
+            problems += _stop_too_long(
+                job,
+                needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
+                what=f"stop.grace, {REQUEUE_MARGIN_S}s to requeue and up to {SIGNAL_SLACK_S}s "
+                "that Slurm warns early",
+            )
+            made = None if problems else _slurm(job, profile)
+        case KubernetesProfile():
+            problems += _stop_too_long(
+                job,
+                needed_s=job.stop.grace_s + POD_MARGIN_S,
+                what=f"stop.grace and {POD_MARGIN_S}s for torchrun to end",
+            )
+            problems += _kubernetes_problems(job, profile, run_name or job.name)
+            made = None if problems else _kubernetes(job, profile, run_name or job.name)
+    if made is None:
+        raise PlanError([Problem(message=message) for message in problems])
+    return made
+
+
+def warning_lead_s(job: JobSpec) -> int:
+    """Return how long before the time limit Slurm warns: the checkpoint and the requeue."""
+    return job.stop.grace_s + REQUEUE_MARGIN_S
+
+
+def _does_not_fit(job: JobSpec, profile: Profile) -> list[str]:
+    """Compare what a node needs with what it has."""
+    need, node = job.resources, profile.node
+    found = []
+    if node.gpus is not None:
+        has = f"the {node.gpus} GPUs per node of profile {profile.name!r}"
+        if need.gpus_per_node > node.gpus:
+            found.append(f"gpus_per_node {need.gpus_per_node} exceeds {has}")
+        elif node.gpus and need.gpus_per_node and need.nproc_per_node > node.gpus:
+            found.append(f"nproc_per_node {need.nproc_per_node} exceeds {has}")
+    if not found and 0 < need.gpus_per_node < need.nproc_per_node:
+        found.append(
+            f"nproc_per_node {need.nproc_per_node} exceeds gpus_per_node {need.gpus_per_node}; "
+            "each worker needs a GPU of its own"
+        )
+    if node.cpus is not None and (cpus := _cpus(job)) > node.cpus:
+        found.append(
+            f"cpus_per_node {cpus} exceeds the {node.cpus} CPUs per node of "
+            f"profile {profile.name!r}"
+        )
+    if node.memory_bytes is not None and (need.memory_bytes or 0) > node.memory_bytes:
+        found.append(
+            f"memory {format_size(need.memory_bytes or 0)} exceeds the "
+            f"{format_size(node.memory_bytes)} per node of profile {profile.name!r}"
+        )
+    if need.memory_bytes and need.shm_bytes and need.shm_bytes >= need.memory_bytes:
+        found.append(
+            f"shm {format_size(need.shm_bytes)} leaves nothing of memory "
+            f"{format_size(need.memory_bytes)}, which it is part of"
+        )
+    return found
+
+
+def _mounts_missing(job: JobSpec, profile: Profile) -> list[str]:
+    found = []
+    targets = [mount.target for mount in job.mounts]
+    if twice := sorted({target for target in targets if targets.count(target) > 1}):
+        found.append(f"two mounts have the target {twice[0]!r}")
+    for index, mount in enumerate(job.mounts):
+        place = f"mounts[{index}]"
+        claim = mount.claim is not None
+        if isinstance(profile, KubernetesProfile):
+            if not claim and profile.pod_security != "privileged":
+                found.append(
+                    f"{place}: Pod Security {profile.pod_security!r} of profile {profile.name!r} "
+                    f"allows no folder of the node ({mount.source!r}); write claim:NAME"
+                )
+        elif claim:
+            found.append(f"{place}: {mount.source!r} exists only on Kubernetes; write a path")
+        elif mount.source != mount.target:
+            found.append(
+                f"{place}: profile {profile.name!r} runs without containers, so {mount.source!r} "
+                f"cannot appear at {mount.target!r}; make source and target equal"
+            )
+    return found
+
+
+def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> list[str]:
+    if job.time_limit_s is None or needed_s < job.time_limit_s:
+        return []
+    return [
+        f"stop.grace {format_duration(job.stop.grace_s)} does not fit: {what} make "
+        f"{format_duration(needed_s)}, and time_limit is {format_duration(job.time_limit_s)}"
+    ]
+
+
+def _cpus(job: JobSpec) -> int:
+    return job.resources.cpus_per_node or job.resources.nproc_per_node
+
+
+def _torchrun(job: JobSpec) -> tuple[str, ...]:
+    """Return the options of torchrun that are the same on every node of every site."""
+    return (
+        f"--nnodes={job.resources.nnodes}",
+        f"--nproc-per-node={job.resources.nproc_per_node}",
+        f"--max-restarts={job.retries.in_job}",
+        "--rdzv-backend=c10d",
+    )
+
+
+def _env(job: JobSpec, profile: Profile) -> dict[str, str]:
+    """Return the environment of the workers; the job's own values come last and win."""
+    env = {
+        # One store for all attempts makes attempt 1 read the keys of attempt 0 and hang.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # As variables, since a torchrun that lacks an option ignores them.
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        "PET_SHUTDOWN_TIMEOUT": str(job.stop.grace_s),
+    }
+    if not isinstance(profile, KubernetesProfile):  # there, each pod has a log of its own
+        env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
+    if job.resources.cpus_per_node:
+        threads = max(1, job.resources.cpus_per_node // job.resources.nproc_per_node)
+        env["OMP_NUM_THREADS"] = str(threads)
+    if profile.network_interface:
+        env["NCCL_SOCKET_IFNAME"] = profile.network_interface
+        env["GLOO_SOCKET_IFNAME"] = profile.network_interface
+    return env | profile.env | job.env
+
+
+def _local(job: JobSpec, profile: LocalProfile) -> LocalPlan:
+    gpus = job.resources.gpus_per_node
+    devices = tuple(
+        ",".join(str(gpu) for gpu in range(node * gpus, (node + 1) * gpus))
+        for node in range(job.resources.nnodes)
+    )
+    return LocalPlan(
+        job=job,
+        profile=profile,
+        torchrun=_torchrun(job),
+        env=_env(job, profile),
+        secrets=job.secrets,
+        visible_devices=devices,
+    )
+
+
+def _slurm(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
+    need = job.resources
+    gpu_type = f"{profile.gpu_type}:" if profile.gpu_type else ""
+    sbatch: list[tuple[str, str | None]] = [
+        ("job-name", job.name),
+        ("nodes", str(need.nnodes)),
+        ("ntasks-per-node", "1"),
+        ("cpus-per-task", str(_cpus(job))),
+        ("mem", slurm_megabytes(need.memory_bytes) if need.memory_bytes else None),
+        ("gpus-per-node", f"{gpu_type}{need.gpus_per_node}" if need.gpus_per_node else None),
+        ("time", slurm_time(job.time_limit_s) if job.time_limit_s else None),
+        ("partition", profile.partition),
+        ("account", profile.account),
+        ("qos", profile.qos),
+        ("signal", f"B:USR1@{warning_lead_s(job)}"),
+        ("requeue" if job.retries.requeue else "no-requeue", ""),
+        ("open-mode", "append"),
+        ("output", f"{job.name}-%j.out"),
+    ]
+    notes = []
+    if job.stop.grace_s > profile.kill_wait_s:
+        notes.append(
+            f"scancel and preemption leave {format_duration(profile.kill_wait_s)} (KillWait of "
+            f"profile {profile.name!r}), less than stop.grace "
+            f"{format_duration(job.stop.grace_s)}; a checkpoint that takes longer is lost then"
+        )
+    return SlurmPlan(
+        job=job,
+        profile=profile,
+        torchrun=_torchrun(job),
+        env=_env(job, profile),
+        secrets=job.secrets,
+        notes=tuple(notes),
+        sbatch=tuple((option, value or None) for option, value in sbatch if value is not None),
+    )
+
+
+def _kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str) -> list[str]:
+    found = []
+    if job.image is None:
+        found.append(f"profile {profile.name!r} runs containers; the job needs the key 'image'")
+    if profile.secret is None:
+        found += (
+            f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or the "
+            f"key 'secret' in profile {profile.name!r}"
+            for name, place in job.secrets.items()
+            if place is None
+        )
+    longest = f"{run_name}-worker-{job.resources.nnodes - 1}"
+    if len(longest) > KUBERNETES_NAME_MAX:
+        found.append(
+            f"the pod name {longest!r} has {len(longest)} characters, more than "
+            f"{KUBERNETES_NAME_MAX}; shorten 'name'"
+        )
+    return found
+
+
+def _kubernetes(job: JobSpec, profile: KubernetesProfile, run_name: str) -> KubernetesPlan:
+    need = job.resources
+    requests = {"cpu": str(_cpus(job))}
+    if need.memory_bytes:
+        requests["memory"] = kubernetes_size(need.memory_bytes)
+    if need.gpus_per_node:
+        requests[profile.gpu_resource] = str(need.gpus_per_node)
+    env = {
+        # The root file system is read-only and the user has no home of its own.
+        "HOME": "/tmp",
+        "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor",
+        "TRAIN_RUN_DIR": f"{profile.runs_dir}/{run_name}",
+    }
+    notes = []
+    if profile.runs_claim is None:
+        notes.append(
+            f"profile {profile.name!r} names no runs_claim: checkpoints are lost with their pod"
+        )
+    assert job.image is not None
+    return KubernetesPlan(
+        job=job,
+        profile=profile,
+        torchrun=_torchrun(job),
+        env=env | _env(job, profile),
+        secrets={
+            name: place or Secret(secret=profile.secret or "", key=name)
+            for name, place in job.secrets.items()
+        },
+        notes=tuple(notes),
+        run_name=run_name,
+        requests=requests,
+        shm=kubernetes_size(need.shm_bytes) if need.shm_bytes else None,
+        grace_s=job.stop.grace_s + POD_MARGIN_S,
+        restart_policy="OnFailure" if job.retries.requeue else "Never",
+        # The operator adds up the restarts of all pods, and one incident restarts each of them.
+        backoff_limit=job.retries.requeue * need.nnodes + 1 if job.retries.requeue else None,
+        image=job.image,
+    )

@@ -1,0 +1,159 @@
+"""Sizes and times as people write them, and as Slurm and Kubernetes do.
+
+Code holds bytes and whole seconds; everything is rounded up, because a job that asked for 1.5 s
+must not get 1.
+"""
+
+import math
+import re
+from fractions import Fraction
+
+__all__ = [
+    "DURATION_PATTERN",
+    "SIZE_PATTERN",
+    "format_duration",
+    "format_size",
+    "kubernetes_size",
+    "parse_duration",
+    "parse_size",
+    "slurm_megabytes",
+    "slurm_time",
+]
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_KUBERNETES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_BYTES = _BINARY | _DECIMAL | _KUBERNETES
+
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_UNITS = rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?"
+_CLOCK = r"(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]"
+
+DURATION_PATTERN = rf"^(?=.)(?:{_UNITS}|{_CLOCK})$"
+"""What a duration looks like, for the JSON Schema: `90s`, `1h30m`, `01:30:00`, `2-00:00:00`."""
+
+SIZE_PATTERN = rf"^{_NUMBER} ?(?:{'|'.join(sorted(_BYTES, key=len, reverse=True))})$"
+"""What a size looks like, for the JSON Schema: `64GiB`, `500MB`, `2Gi`."""
+
+
+def parse_duration(text: str) -> int:
+    """Return the seconds in a duration, rounded up.
+
+    >>> parse_duration("90s"), parse_duration("1h30m"), parse_duration("1.5s")
+    (90, 5400, 2)
+    >>> parse_duration("01:30:00"), parse_duration("2-00:00:00")
+    (5400, 172800)
+
+    Raises:
+        ValueError: not a duration, or not longer than nothing; says what to write.
+    """
+    text = text.strip()
+    if re.fullmatch(r"[0-9]+", text):
+        raise ValueError(f"{text!r} has no unit; write {text}s, {text}m or {text}h")
+    if re.fullmatch(r"[0-9]+:[0-9]+", text):
+        raise ValueError(
+            f"{text!r} is minutes:seconds to Slurm and hours:minutes to people; "
+            "write it like 1h30m or 01:30:00"
+        )
+    if text and re.fullmatch(_UNITS, text):
+        parts = re.findall(rf"({_NUMBER})([dhms])", text)
+        seconds = math.ceil(sum(Fraction(number) * _SECONDS[unit] for number, unit in parts))
+    elif re.fullmatch(_CLOCK, text):
+        days, _, clock = text.rpartition("-")
+        hours, minutes, rest = map(int, clock.split(":"))
+        seconds = int(days or 0) * 86400 + hours * 3600 + minutes * 60 + rest
+    else:
+        raise ValueError(f"{text!r} is not a time; write it like 90s, 30m, 4h, 1h30m or 01:30:00")
+    if seconds <= 0:
+        raise ValueError(f"{text!r} is no time at all; write at least 1s")
+    return seconds
+
+
+def format_duration(seconds: int) -> str:
+    """Return seconds as people write them, exactly.
+
+    >>> format_duration(1800), format_duration(5400), format_duration(90)
+    ('30m', '1h30m', '1m30s')
+    """
+    parts = []
+    for unit in "dhms":
+        count, seconds = divmod(seconds, _SECONDS[unit])
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts) or "0s"
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes in a size, rounded up.
+
+    >>> parse_size("64GiB"), parse_size("1.5 KiB"), parse_size("500MB"), parse_size("2Gi")
+    (68719476736, 1536, 500000000, 2147483648)
+
+    Raises:
+        ValueError: not a size, or one that Slurm and Kubernetes read differently.
+    """
+    text = text.strip()
+    if re.fullmatch(_NUMBER, text):
+        raise ValueError(f"{text!r} has no unit; write it like {text}GiB or {text}MiB")
+    if match := re.fullmatch(rf"({_NUMBER}) ?([kKMGT])", text):
+        number, unit = match.groups()
+        unit = unit.upper()
+        raise ValueError(
+            f"{text!r} is {number}{unit}iB to Slurm and {number}{unit}B to Kubernetes; "
+            "write the one you mean"
+        )
+    match = re.fullmatch(rf"({_NUMBER}) ?([A-Za-z]+)", text)
+    if match is None or match[2] not in _BYTES:
+        raise ValueError(f"{text!r} is not a size; write it like 64GiB, 500MB or 2Gi")
+    size = math.ceil(Fraction(match[1]) * _BYTES[match[2]])
+    if size <= 0:
+        raise ValueError(f"{text!r} is nothing; leave the key out instead")
+    return size
+
+
+def format_size(size_bytes: int) -> str:
+    """Return bytes as people write them, exactly.
+
+    >>> format_size(2 * 2**30), format_size(1536), format_size(500_000_000)
+    ('2GiB', '1536B', '500MB')
+    """
+    for units in (_BINARY, _DECIMAL):
+        for unit, factor in reversed(units.items()):
+            if factor > 1 and size_bytes >= factor and size_bytes % factor == 0:
+                count = size_bytes // factor
+                if count < 1000 or unit in ("KiB", "TiB", "TB"):
+                    return f"{count}{unit}"
+    return f"{size_bytes}B"
+
+
+def slurm_time(seconds: int) -> str:
+    """Return seconds as `--time` takes them: D-HH:MM:SS or HH:MM:SS.
+
+    >>> slurm_time(1800), slurm_time(90000)
+    ('00:30:00', '1-01:00:00')
+    """
+    days, rest = divmod(seconds, 86400)
+    clock = f"{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
+    return f"{days}-{clock}" if days else clock
+
+
+def slurm_megabytes(size_bytes: int) -> str:
+    """Return bytes as `--mem` takes them; Slurm's M is MiB.
+
+    >>> slurm_megabytes(2 * 2**30), slurm_megabytes(1)
+    ('2048M', '1M')
+    """
+    return f"{-(-size_bytes // 2**20)}M"
+
+
+def kubernetes_size(size_bytes: int) -> str:
+    """Return bytes as a Kubernetes quantity, exactly.
+
+    >>> kubernetes_size(2 * 2**30), kubernetes_size(500_000_000)
+    ('2Gi', '500000000')
+    """
+    for unit, factor in reversed(_KUBERNETES.items()):
+        if size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return str(size_bytes)

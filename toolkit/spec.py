@@ -1,0 +1,397 @@
+"""The job file: what to run, on what, and what to do when it is stopped or fails.
+
+A `JobSpec` is portable: nothing in it names a site. Where it runs is the profile's business.
+"""
+
+import ast
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    Strict,
+    WithJsonSchema,
+)
+
+from toolkit.documents import Ambiguous, Document, read_document, read_text
+from toolkit.errors import InputError, SpecError
+from toolkit.quantities import (
+    DURATION_PATTERN,
+    SIZE_PATTERN,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+from toolkit.validation import FrozenModel, Text, override, validate
+
+__all__ = [
+    "EnvName",
+    "JobSpec",
+    "Mount",
+    "Resources",
+    "Retries",
+    "Secret",
+    "Stop",
+    "json_schema",
+    "load",
+]
+
+RESERVED_NAMES = re.compile(
+    r"PET_.*|TORCHELASTIC_.*|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE"
+    r"|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_WORLD_SIZE|TRAIN_RUN_DIR|TRAIN_ATTEMPT|SLURM_.*"
+)
+"""Variables that torchrun, the scheduler or the toolkit set: a job cannot choose them."""
+
+
+def _from_text(parse: Callable[[str], int]) -> Callable[[object], int]:
+    def convert(value: object) -> int:
+        if isinstance(value, bool | float) or not isinstance(value, str | int):
+            raise ValueError(f"must be a string with a unit, not {value!r}")
+        # An integer has lost its unit; the parser's message says which ones there are.
+        return parse(str(value))
+
+    return convert
+
+
+def _quantity(
+    parse: Callable[[str], int], show: Callable[[int], str], schema: dict[str, Any]
+) -> Any:
+    return (
+        BeforeValidator(_from_text(parse)),
+        PlainSerializer(show, return_type=str),
+        WithJsonSchema({"type": "string", **schema}),
+    )
+
+
+Duration = Annotated[
+    int,
+    *_quantity(
+        parse_duration,
+        format_duration,
+        {"pattern": DURATION_PATTERN, "examples": ["90s", "30m", "1h30m", "01:30:00"]},
+    ),
+]
+"""Whole seconds, written like `30m`."""
+
+Size = Annotated[
+    int,
+    *_quantity(parse_size, format_size, {"pattern": SIZE_PATTERN, "examples": ["64GiB", "500MB"]}),
+]
+"""Bytes, written like `64GiB`."""
+
+
+def _matching(pattern: str, rule: str) -> Any:
+    expression = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if not expression.fullmatch(value):
+            raise ValueError(f"{value!r} cannot be used; {rule}")
+        return value
+
+    return AfterValidator(check), Field(json_schema_extra={"pattern": f"^(?:{pattern})$"})
+
+
+def _unreserved(name: str) -> str:
+    if RESERVED_NAMES.fullmatch(name):
+        raise ValueError(f"{name!r} is set by torchrun, the scheduler or the toolkit; leave it out")
+    return name
+
+
+EnvName = Annotated[
+    Text,
+    *_matching("[A-Za-z_][A-Za-z0-9_]*", "use letters, digits and underscores, no digit first"),
+    AfterValidator(_unreserved),
+]
+JobName = Annotated[
+    Text,
+    *_matching(
+        "[a-z]([-a-z0-9]{0,30}[a-z0-9])?",
+        "use at most 32 of a-z, 0-9 and '-', a letter first and no '-' last "
+        "(Kubernetes allows no other names, and adds to this one)",
+    ),
+]
+ModuleName = Annotated[
+    Text,
+    *_matching(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "write it as after `python -m`, like train"),
+]
+SecretName = Annotated[
+    Text, *_matching("[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "write a Kubernetes object name")
+]
+SecretKey = Annotated[Text, *_matching("[-._a-zA-Z0-9]+", "use letters, digits, '-', '_' and '.'")]
+
+
+def _not_an_option(value: str) -> str:
+    if not value or value.startswith("-"):
+        raise ValueError(f"{value!r} would be read as an option of torchrun; write ./{value}")
+    return value
+
+
+def _program_first(command: tuple[str, ...]) -> tuple[str, ...]:
+    if command:
+        _not_an_option(command[0])
+    return command
+
+
+def _absolute(value: str) -> str:
+    if not value.startswith("/"):
+        raise ValueError(f"{value!r} must be an absolute path; it is the same on every node")
+    return value
+
+
+def _absolute_or_claim(value: str) -> str:
+    if not value.startswith("/") and not re.fullmatch(
+        "claim:[a-z0-9]([-.a-z0-9]*[a-z0-9])?", value
+    ):
+        raise ValueError(f"{value!r} must be an absolute path, or claim:NAME on Kubernetes")
+    return value
+
+
+MountSource = Annotated[Text, AfterValidator(_absolute_or_claim)]
+Program = Annotated[Text, AfterValidator(_not_an_option)]
+AbsolutePath = Annotated[Text, AfterValidator(_absolute)]
+PositiveInt = Annotated[int, Strict(), Field(ge=1)]
+NaturalInt = Annotated[int, Strict(), Field(ge=0)]
+
+
+class Resources(FrozenModel):
+    """What one job asks of the machines; all but `nnodes` counts per node."""
+
+    nnodes: PositiveInt = 1
+    """Nodes; one torchrun starts on each."""
+
+    nproc_per_node: PositiveInt = 1
+    """Workers that torchrun starts on each node, usually one per GPU."""
+
+    gpus_per_node: NaturalInt = 0
+    """GPUs on each node."""
+
+    cpus_per_node: PositiveInt | None = None
+    """CPUs on each node; as many as workers where it is left out."""
+
+    memory_bytes: Size | None = Field(default=None, alias="memory")
+    """Memory on each node, like `64GiB`; the site's default where it is left out."""
+
+    shm_bytes: Size | None = Field(default=None, alias="shm")
+    """Shared memory for data loaders; part of `memory`. Containers have 64 MiB by default."""
+
+
+class Stop(FrozenModel):
+    """How a run is stopped: by walltime, preemption, a drained node, or you."""
+
+    grace_s: Duration = Field(default=60, alias="grace", json_schema_extra={"default": "60s"})
+    """How long a checkpoint may take between the warning and the kill."""
+
+
+class Retries(FrozenModel):
+    """How often a failed run is tried again; both resume from the newest checkpoint."""
+
+    in_job: NaturalInt = 0
+    """Restarts of the workers by torchrun inside the running job, as after a killed rank."""
+
+    requeue: NaturalInt = 0
+    """New starts of the whole job by the scheduler, as after a lost node."""
+
+
+class Mount(FrozenModel):
+    """A folder from outside that the job needs."""
+
+    source: MountSource
+    """The folder on the node: an absolute path, or `claim:NAME` for a Kubernetes volume claim."""
+
+    target: AbsolutePath
+    """Where the job sees it."""
+
+    read_only: Annotated[bool, Strict()] = False
+    """Whether the job may only read it."""
+
+    @property
+    def claim(self) -> str | None:
+        """The name of the volume claim, or None for a folder."""
+        kind, _, name = self.source.partition(":")
+        return name if kind == "claim" else None
+
+
+class Secret(FrozenModel):
+    """Where a secret's value is found; the value itself is never written down."""
+
+    secret: SecretName
+    """The name of the Kubernetes Secret."""
+
+    key: SecretKey
+    """The key in it."""
+
+
+def _secrets_by_name(value: object) -> object:
+    """Turn a list of names into a mapping whose values say nothing about the place."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            if not isinstance(item, str):
+                raise ValueError(f"a name is wanted, not {item!r}")
+            if isinstance(item, Ambiguous):
+                raise ValueError(item.reason)
+        if twice := sorted({item for item in value if value.count(item) > 1}):
+            raise ValueError(f"{twice[0]!r} stands twice")
+        return dict.fromkeys(value)
+    return value
+
+
+class JobSpec(FrozenModel):
+    """One training job."""
+
+    name: JobName
+    """The job's name; runs are called NAME-DATE-TIME-XXXX."""
+
+    module: ModuleName | None = None
+    """The Python module that every worker runs, as after `python -m`."""
+
+    script: Program | None = None
+    """The Python file that every worker runs."""
+
+    command: Annotated[tuple[Text, ...], AfterValidator(_program_first)] | None = None
+    """Any program and its first arguments, started once per worker in place of Python."""
+
+    args: tuple[Text, ...] = ()
+    """Arguments of the module, script or command."""
+
+    image: Text | None = None
+    """The container image, where the profile runs containers."""
+
+    resources: Resources = Field(default_factory=Resources)
+    """What the job needs."""
+
+    time_limit_s: Duration | None = Field(default=None, alias="time_limit")
+    """How long the job may run, like `4h`; the site's default where it is left out."""
+
+    env: dict[EnvName, Text] = Field(default={})
+    """Environment variables of every worker."""
+
+    stop: Stop = Field(default_factory=Stop)
+    """What happens between the warning and the kill."""
+
+    retries: Retries = Field(default_factory=Retries)
+    """What happens after a failure."""
+
+    secrets: Annotated[
+        dict[EnvName, Secret | None],
+        BeforeValidator(_secrets_by_name),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+                    {
+                        "type": "object",
+                        "additionalProperties": {
+                            "type": ["object", "null"],
+                            "properties": {"secret": {"type": "string"}, "key": {"type": "string"}},
+                            "required": ["secret", "key"],
+                            "additionalProperties": False,
+                        },
+                    },
+                ]
+            }
+        ),
+    ] = Field(default={})
+    """Secret environment variables: names, or `{NAME: {secret: …, key: …}}`; never values."""
+
+    mounts: tuple[Mount, ...] = ()
+    """Folders from outside."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        found = []
+        entries = [key for key in ("module", "script", "command") if given.get(key) is not None]
+        if len(entries) != 1:
+            which = " and ".join(entries) or "none of them"
+            found.append(f"one of module, script and command says what to run; found {which}")
+        if given.get("command") == ():
+            found.append("command: the list is empty; name the program first")
+        env, secrets = (given.get(key) or () for key in ("env", "secrets"))
+        if isinstance(env, dict) and isinstance(secrets, dict | tuple):
+            found += (
+                f"{name!r} stands under env and under secrets; keep one"
+                for name in sorted({str(name) for name in secrets} & set(env))
+            )
+        return found
+
+    @property
+    def entry(self) -> tuple[str, ...]:
+        """What follows torchrun's own options: the module, script or command with `args`."""
+        if self.module is not None:
+            return ("-m", self.module, *self.args)
+        if self.script is not None:
+            return (self.script, *self.args)
+        assert self.command is not None
+        return ("--no-python", *self.command, *self.args)
+
+    @property
+    def digest(self) -> str:
+        """The first 12 hexadecimal digits of the SHA-256 of everything the file sets."""
+        canonical = json.dumps(self.as_written(), sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+    def as_written(self) -> dict[str, Any]:
+        """Return the job as a job file holds it, without the keys left at their defaults."""
+        return self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
+    """Read a job file.
+
+    Args:
+        path: The YAML file.
+        overrides: Assignments like `resources.nnodes=4`, applied before anything is checked.
+
+    Raises:
+        SpecError: Every problem of the file and of the overrides.
+    """
+    document = _document(Path(path))
+    return validate(JobSpec, override(document, overrides, JobSpec), SpecError)
+
+
+def _document(path: Path) -> Document:
+    try:
+        return read_document(read_text(path), str(path))
+    except InputError as error:
+        raise SpecError(error.problems) from None
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the job file; descriptions are the docstrings of the fields."""
+    schema = JobSpec.model_json_schema(by_alias=True)
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    for model in (JobSpec, Resources, Stop, Retries, Mount):
+        part = schema if model is JobSpec else schema["$defs"][model.__name__]
+        for name, text in _field_docstrings(model).items():
+            alias = model.model_fields[name].alias or name
+            # Beside a $ref, a description must not replace what the reference says.
+            part["properties"][alias]["description"] = text
+            part["properties"][alias].pop("title", None)
+    schema["oneOf"] = [{"required": [key]} for key in ("module", "script", "command")]
+    return schema
+
+
+def _field_docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Read the string below each field from the source; pydantic would do it at every import."""
+    (tree,) = ast.parse(inspect.getsource(model)).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
+            found[field.target.id] = inspect.cleandoc(str(below.value.value))
+    return found

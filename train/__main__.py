@@ -1,0 +1,81 @@
+"""`torchrun … -m train`: command line, readiness to stop, training, exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from train import commandline
+from train.console import Console
+from train.environment import Place
+from train.errors import EXIT_DONE, RefusedError, TrainError, UsageError
+from train.rundir import Outcome, RunDirectory
+from train.stopping import StopRequest
+
+
+def main() -> int:
+    """Train, and return the exit status; what is no `TrainError` leaves with its traceback."""
+    try:
+        place = Place.from_environ(os.environ)
+    except UsageError as error:
+        Console(rank=0).complain(str(error))
+        return error.exit_status
+    console = Console(rank=place.rank)
+    if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
+        console.say(commandline.usage())
+        return EXIT_DONE
+    directory: RunDirectory | None = None
+    if named := os.environ.get(commandline.RUN_DIR):
+        directory = RunDirectory(Path(named), place)
+    # First of all: importing torch takes a second, in which a signal may come.
+    stop = StopRequest()
+    stop.install(at_once=lambda name: record_end(directory, "preempted", f"stopped by {name}"))
+    try:
+        config = commandline.parse(sys.argv[1:], os.environ, place)
+        directory = RunDirectory(config.directory, place)
+        # Only here, as it imports torch: a mistyped flag is answered at once.
+        from train.session import train
+
+        return train(config, place, stop, console) or EXIT_DONE
+    except UsageError as error:
+        if not isinstance(error, RefusedError):
+            record_end(directory, "fatal", str(error))
+        console.complain(str(error))
+        return error.exit_status
+    except TrainError as error:
+        console.complain(str(error))
+        return error.exit_status
+
+
+def record_end(directory: RunDirectory | None, status: str, reason: str) -> None:
+    """Record an end that came before the run directory was looked at; a finished run stays so."""
+    if directory is None or directory.place.rank != 0 or not directory.path.is_dir():
+        return
+    old = directory.read_outcome()
+    if old and old.status == "done":
+        return
+    with suppress(OSError):
+        directory.write_outcome(
+            Outcome(
+                status=status,
+                attempt=directory.place.attempt,
+                restart=directory.place.restart,
+                step=old.step if old else 0,
+                steps=old.steps if old else None,
+                samples_seen=old.samples_seen if old else 0,
+                rank=None,
+                reason=reason,
+            )
+        )
+
+
+if __name__ == "__main__":
+    exit_status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: gloo's threads may still hold tensors that DDP gave them, and free them while the
+    # interpreter goes down, which aborts the process (seen in 1 of 8 runs): a finished run would be
+    # reported as failed. Nothing of ours is left to do at exit.
+    os._exit(exit_status)

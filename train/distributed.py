@@ -1,0 +1,108 @@
+"""The process group: which backend, which device, and the few things that ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from train.environment import Place
+from train.errors import UsageError
+
+Value = TypeVar("Value")
+
+
+class Group:
+    """The ranks of a run. Works unchanged, and without any exchange, when there is only one."""
+
+    def __init__(self, *, place: Place, device: torch.device) -> None:
+        """Describe the group; `open_group()` makes the connections."""
+        self.place = place
+        self.device = device
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is anything to exchange."""
+        return dist.is_initialized()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add numbers over all ranks, in double precision; one collective for all of them."""
+        if not self.connected:
+            return list(values)
+        vector = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(vector)
+        total: list[float] = vector.tolist()
+        return total
+
+    def gather(self, value: Value) -> list[Value]:
+        """Give every rank every rank's value, by rank."""
+        if not self.connected:
+            return [value]
+        values: list[Value | None] = [None] * self.place.world_size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]  # every rank has filled its place
+
+    def broadcast(self, value: Value, *, source: int = 0) -> Value:
+        """Give every rank the source rank's value."""
+        if not self.connected:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=source)
+        return values[0]
+
+    def broadcast_tensors(self, tensors: dict[str, Tensor], *, source: int) -> dict[str, Tensor]:
+        """Give every rank the source rank's tensors; the others' argument is ignored."""
+        if not self.connected:
+            return tensors
+        mine = self.place.rank == source
+        shapes = self.broadcast([(k, t.shape, t.dtype) for k, t in tensors.items()], source=source)
+        received = {}
+        for name, shape, dtype in shapes:
+            if mine:
+                tensor = tensors[name].to(self.device).contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            dist.broadcast(tensor, src=source)
+            received[name] = tensor
+        return received
+
+
+def device_and_backend(place: Place) -> tuple[torch.device, str]:
+    """A GPU per local rank and NCCL where that is possible, else the CPU and gloo."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size:
+        return torch.device("cuda", place.local_rank), "nccl"
+    return torch.device("cpu"), "gloo"
+
+
+@contextmanager
+def open_group(place: Place, *, strategy: str, timeout_s: int) -> Iterator[Group]:
+    """Connect the ranks; disconnect them when all went well.
+
+    `timeout_s` ends a wait for a rank that is gone. After an error nothing is disconnected: that
+    could wait for the dead, and the end of the process closes the connections, which is how the
+    other ranks learn of it.
+
+    Raises:
+        UsageError: this build of torch lacks the backend.
+    """
+    device, backend = device_and_backend(place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = Group(place=place, device=device)
+    if strategy == "single":
+        yield group
+        return
+    if not dist.is_backend_available(backend):
+        raise UsageError(f"this build of torch {torch.__version__} has no backend {backend!r}")
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    yield group
+    dist.destroy_process_group()

@@ -1,0 +1,174 @@
+"""Events, metrics and outcome; their format: `docs/reference/run-directory.md`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from train.environment import Place
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What `outcome.json` says: how the run stands."""
+
+    status: str
+    """`running`, `done`, `preempted`, `retryable` or `fatal`."""
+    attempt: int
+    """The scheduler's attempt that wrote this."""
+    restart: int
+    """torchrun's restart within the attempt."""
+    step: int
+    """Optimizer steps made."""
+    steps: int | None
+    """Optimizer steps the run has in all; null when it failed before that was known."""
+    samples_seen: int
+    """Training samples drawn; the whole state of the data order."""
+    rank: int | None
+    """The rank that failed; null when none did."""
+    reason: str
+    """For people: why it stands so."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last loss and the last evaluation."""
+
+    @property
+    def try_number(self) -> tuple[int, int]:
+        """Attempt and restart: a later try has a higher number."""
+        return self.attempt, self.restart
+
+
+class RunDirectory:
+    """One process's hand on the run directory."""
+
+    def __init__(self, path: Path, place: Place) -> None:
+        """Name the directory; nothing is written yet."""
+        self.path = path
+        self.place = place
+
+    @property
+    def outcome_path(self) -> Path:
+        """Where the outcome lies."""
+        return self.path / "outcome.json"
+
+    def event(self, event: str, *, step: int, **details: object) -> None:
+        """Append to `events.jsonl`; only rank 0 does."""
+        self._append("events.jsonl", {"event": event, "step": step, **details})
+
+    def metric(self, *, step: int, **values: float) -> None:
+        """Append to `metrics.jsonl`; only rank 0 does."""
+        self._append("metrics.jsonl", {"step": step, **values})
+
+    def read_outcome(self) -> Outcome | None:
+        """Read the outcome; None when there is none, or one that we cannot read."""
+        try:
+            read = json.loads(self.outcome_path.read_text())
+            return Outcome(**{k: v for k, v in read.items() if k not in ("version", "time")})
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None
+
+    def write_outcome(self, outcome: Outcome) -> bool:
+        """Replace the outcome atomically if `may_replace()`; say whether it was."""
+        with self._locked():
+            if not may_replace(self.read_outcome(), outcome):
+                return False
+            record = {"version": VERSION, **asdict(outcome), "time": time.time()}
+            write_atomically(self.outcome_path, dump(record, indent=2) + "\n")
+        return True
+
+    def _append(self, name: str, record: Mapping[str, object]) -> None:
+        if self.place.rank != 0:
+            return
+        head = {"version": VERSION, "time": time.time()}
+        tried = {"attempt": self.place.attempt, "restart": self.place.restart}
+        line = dump({**head, **tried, **record}) + "\n"
+        with (self.path / name).open("a+b", buffering=0) as file:
+            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                # A killed writer left a torn line: end it, so that only that one is lost.
+                line = "\n" + line
+            # One write per line: a kill tears the last line at most.
+            file.write(line.encode())
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Let one process of this node at a time compare and replace the outcome."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            # Some network file systems know no locks; the window without one is a millisecond.
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+
+def may_replace(old: Outcome | None, new: Outcome) -> bool:
+    """Decide whether an outcome may take another's place.
+
+    An older attempt never replaces a newer one's. Within one try the first genuine failure stays:
+    what other ranks report after it is its echo. Starting (`running`) replaces anything of the
+    same attempt.
+    """
+    if old is None:
+        return True
+    if old.attempt > new.attempt:
+        return False
+    same_try = old.try_number == new.try_number
+    if same_try and old.status == "fatal":
+        return new.status == "running"
+    if same_try and old.status in ("done", "preempted", "retryable") and new.status == "retryable":
+        return False
+    return not (old.try_number > new.try_number and new.status in ("retryable", "fatal"))
+
+
+def dump(record: object, indent: int | None = None) -> str:
+    """Write strict JSON: numbers that JSON does not have become null."""
+    return json.dumps(_strict(record), indent=indent, allow_nan=False)
+
+
+def _strict(value: object) -> object:
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case Mapping():
+            return {str(key): _strict(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_strict(item) for item in value]
+        case _:
+            return value
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader, or a kill, finds the old text or the new one."""
+    # Threads and ranks may write the same file at once: each its own temporary name.
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+    try:
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    """Read `events.jsonl` or `metrics.jsonl`; a torn line, and a missing file, count as nothing."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(record)
+    return records
