@@ -3,6 +3,7 @@
 from __future__ import annotations  # naming a type must not import it
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -121,8 +122,9 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
         try:
             _echo_lines(run.logs(follow=True))
         except KeyboardInterrupt:
-            click.echo("stopping with a checkpoint…", err=True)
             run.cancel()
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                click.echo("stopping with a checkpoint…", err=True)
             _echo_lines_after(run)
     _report_and_exit(run)
 
@@ -291,7 +293,10 @@ def main() -> None:
     except ToolkitError as error:
         click.echo(str(error), err=True)
         sys.exit(error.exit_status)
-    except BrokenPipeError:
-        # Whoever read us has seen enough (`| head`); Python must not complain at its own exit.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        # Whoever read us has seen enough (`| head`) or closed the terminal; Python must not
+        # complain of it at its own exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

@@ -16,14 +16,20 @@ import yaml
 
 from toolkit.errors import InputError, Problem
 
-__all__ = ["Ambiguous", "Document", "KeyPath", "read_document", "read_text"]
+__all__ = ["Ambiguous", "Document", "KeyPath", "read_document", "read_text", "write_document"]
 
 KeyPath = tuple[str | int, ...]
 """Keys and list positions from the top of a document to a value."""
 
 _MAX_NODES = 100_000  # what aliases may expand to; a job file has dozens
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times faster
+_MAX_DEPTH = 100  # libyaml composes by recursion and takes the process with it
+_MAX_DIGITS = 18  # what every reader holds in 64 bits; Go goes on in floating point
 _TAG = "tag:yaml.org,2002:"
+_PLAIN = "plain"  # in place of a tag: the word is neither quoted nor tagged
+# What YAML will not take, what its older version takes for a line break, and marks of byte order.
+_UNREADABLE = re.compile(
+    r"[^\t\n\r -~\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u2028\u2029\ufeff]"
+)
 _NULL = re.compile(r"null|Null|NULL|~|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
@@ -32,16 +38,31 @@ _FLOAT = re.compile(
 )
 
 
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen late
+    """PyYAML, ten times faster by libyaml, that says which words are plain."""
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
+        """Return the tag of a node that has none."""
+        if kind is yaml.ScalarNode and implicit[0]:
+            return _PLAIN
+        return super().resolve(kind, value, implicit)
+
+
 class Ambiguous(str):
     """A plain word that is a string to one version of YAML and something else to another."""
 
-    reason: str
+    reading: str
 
     def __new__(cls, written: str, reading: str) -> "Ambiguous":
         """Keep the word as written, and what else it is read as."""
         word = super().__new__(cls, written)
-        word.reason = f'{written} is {reading}; write "{written}" if you mean the text'
+        word.reading = f"{written} is {reading}"
         return word
+
+    @property
+    def reason(self) -> str:
+        """Why it is refused as a string, and the way out."""
+        return f'{self.reading}; write "{self}" if you mean the text'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +77,9 @@ class Document:
 
     places: Mapping[KeyPath, str] = field(default_factory=dict)
     """`FILE:LINE` of every key and item."""
+
+    written: Mapping[KeyPath, str] = field(default_factory=dict)
+    """How a value that is no string was written: `3.10`, which is read as 3.1."""
 
     problems: tuple[Problem, ...] = ()
     """What is wrong with the YAML itself."""
@@ -73,19 +97,28 @@ class _Reader:
     def __init__(self, source: str) -> None:
         self.source = source
         self.places: dict[KeyPath, str] = {}
+        self.written: dict[KeyPath, str] = {}
         self.problems: list[Problem] = []
         self.nodes = 0
 
     def value(self, node: yaml.Node, path: KeyPath, above: tuple[yaml.Node, ...]) -> Any:
         self.nodes += 1
-        if node in above or self.nodes > _MAX_NODES:
-            raise InputError([Problem(place=self._at(node), message="an alias that never ends")])
+        if node in above:
+            _fail(self._at(node), "an alias that never ends")
+        if self.nodes > _MAX_NODES:
+            _fail(
+                self._at(node), f"more than {_MAX_NODES} values, aliases counted where they stand"
+            )
         self.places.setdefault(path, self._at(node))
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node)
-        if not node.tag.startswith(_TAG):
+            scalar = self._scalar(node)
+            if not isinstance(scalar, str):
+                self.written[path] = str(node.value)
+            return scalar
+        sequence = isinstance(node, yaml.SequenceNode)
+        if node.tag != f"{_TAG}{'seq' if sequence else 'map'}":
             self._refuse(node, f"the tag {node.tag!r} has no meaning here; leave it out")
-        if isinstance(node, yaml.SequenceNode):
+        if sequence:
             return tuple(
                 self.value(item, (*path, index), (*above, node))
                 for index, item in enumerate(node.value)
@@ -115,7 +148,7 @@ class _Reader:
         if not isinstance(node, yaml.ScalarNode):
             self._refuse(node, "a key must be a single word")
             return None
-        if node.value == "<<" and not node.style:
+        if node.value == "<<" and node.tag == _PLAIN:
             self._refuse(node, "merge keys (<<) are not read; write the keys out")
             return None
         key = self._scalar(node)
@@ -127,30 +160,32 @@ class _Reader:
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         written = str(node.value)
-        implicit = _RESOLVER.resolve(yaml.ScalarNode, written, (True, False))
-        if node.style or node.tag != implicit:  # quoted, or with a tag
-            if node.tag not in (f"{_TAG}str", "!"):
+        if node.tag != _PLAIN:
+            if node.tag != f"{_TAG}str":
                 self._refuse(node, f"the tag {node.tag!r} has no meaning here; leave it out")
             return written
+        implicit = _RESOLVER.resolve(yaml.ScalarNode, written, (True, False))
         old, new = implicit.removeprefix(_TAG), _core_tag(written)
         if old in ("value", "merge"):  # `=` and `<<`, of which nobody makes anything
             old = "str"
         if old != new:
             odd = f"{_NAMES[new]} to YAML 1.2" if old == "str" else f"{_NAMES[old]} to YAML 1.1"
             return Ambiguous(written, odd)
+        if new == "int" and len(written) > _MAX_DIGITS:
+            return Ambiguous(written, "a number that not every reader can hold")
         value = _VALUES[new](written)
         if new == "int" and (old_value := _old_int(written)) != value:
             return Ambiguous(written, f"{old_value} to YAML 1.1 and {value} to YAML 1.2")
         return value
 
     def _at(self, node: yaml.Node) -> str:
-        return place_of(self.source, node.start_mark)
+        return place_of(self.source, node.start_mark.line)
 
     def _refuse(self, node: yaml.Node, message: str) -> None:
         self.problems.append(Problem(place=self._at(node), message=message))
 
 
-_RESOLVER: Any = yaml.resolver.Resolver()  # type: ignore[no-untyped-call]  # PyYAML's stubs
+_RESOLVER: Any = yaml.resolver.Resolver()
 _NAMES = {
     "bool": "a boolean",
     "float": "a number",
@@ -167,11 +202,11 @@ _VALUES: dict[str, Callable[[str], Any]] = {
 }
 
 
-def place_of(source: str, mark: yaml.Mark | None) -> str:
-    """Return `FILE:LINE`; an option of the command line is a place of its own."""
-    if mark is None or source.startswith("--"):
+def place_of(source: str, line: int | None) -> str:
+    """Return `FILE:LINE`, counted from 1; an option of the command line is a place of its own."""
+    if line is None or source.startswith("--"):
         return source
-    return f"{source}:{mark.line + 1}"
+    return f"{source}:{line + 1}"
 
 
 def _core_tag(written: str) -> str:
@@ -211,21 +246,63 @@ def read_document(text: str, source: str) -> Document:
     Raises:
         InputError: the text is not YAML at all.
     """
+    if found := _UNREADABLE.search(text):
+        place = place_of(source, text.count("\n", 0, found.start()))
+        _fail(place, f"the character U+{ord(found[0]):04X}, which not every reader of YAML takes")
     reader = _Reader(source)
     try:
-        node = yaml.compose(text, Loader=_LOADER)
+        _refuse_depth(text, source)
+        node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        _fail(*_explain(error, source))
-    except yaml.YAMLError as error:
-        _fail(source, f"is not YAML: {str(error).splitlines()[0]}")
+        _fail(*_explain(error, text, source))
     data = None if node is None else reader.value(node, (), ())
-    return Document(data=data, source=source, places=reader.places, problems=tuple(reader.problems))
+    return Document(
+        data=data,
+        source=source,
+        places=reader.places,
+        written=reader.written,
+        problems=tuple(reader.problems),
+    )
 
 
-def _explain(error: yaml.MarkedYAMLError, source: str) -> tuple[str, str]:
-    place = place_of(source, error.problem_mark or error.context_mark)
+def write_document(data: Any) -> str:
+    """Return YAML that every reader takes for `data`, and that `read_document` takes.
+
+    >>> print(write_document({"env": {"LR": "1e-3"}}), end="")
+    env:
+      LR: "1e-3"
+    """
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML, which knows YAML 1.1 only, with quotes around what YAML 1.2 reads otherwise."""
+
+
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    plain = _core_tag(text) == "str" and not _UNREADABLE.search(text)
+    return dumper.represent_scalar(f"{_TAG}str", text, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _quoted)
+
+
+def _refuse_depth(text: str, source: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            mark = event.start_mark
+            line = None if mark is None else mark.line
+            _fail(place_of(source, line), f"more than {_MAX_DEPTH} levels")
+
+
+def _explain(error: yaml.MarkedYAMLError, text: str, source: str) -> tuple[str, str]:
+    mark = error.problem_mark or error.context_mark
+    place = place_of(source, None if mark is None else mark.line)
     problem = error.problem or "cannot be read"
-    if "\\t" in problem or "'\t'" in problem:
+    if "tab" in problem or (mark is not None and text[mark.index : mark.index + 1] == "\t"):
         return place, "a tab; YAML is indented with spaces"
     if "expected a single document" in (error.context or "") + problem:
         return place, "a second document begins; one file holds one"

@@ -27,6 +27,9 @@ REQUEUE_MARGIN_S = 30
 SIGNAL_SLACK_S = 60
 """Slurm may send the `--signal` warning up to this much early (sbatch manual, `--signal`)."""
 
+SIGNAL_MAX_S = 65535
+"""The earliest warning that sbatch takes (sbatch manual, `--signal`)."""
+
 POD_MARGIN_S = 15
 """What torchrun needs after its workers are gone, before the kubelet kills the container."""
 
@@ -168,7 +171,7 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
     problems = [*_does_not_fit(job, profile), *_mounts_missing(job, profile)]
     match profile:
         case LocalProfile():
-            problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace")
+            problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
             made: LaunchPlan | None = None if problems else _local(job, profile)
         case SlurmProfile():
             problems += _stop_too_long(
@@ -177,6 +180,11 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
                 what=f"stop.grace, {REQUEUE_MARGIN_S}s to requeue and up to {SIGNAL_SLACK_S}s "
                 "that Slurm warns early",
             )
+            if warning_lead_s(job) > SIGNAL_MAX_S:
+                problems.append(
+                    f"stop.grace {format_duration(job.stop.grace_s)} is too long: Slurm warns at "
+                    f"most {SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the requeue"
+                )
             made = None if problems else _slurm(job, profile)
         case KubernetesProfile():
             problems += _stop_too_long(
@@ -230,7 +238,7 @@ def _does_not_fit(job: JobSpec, profile: Profile) -> list[str]:
 
 
 def _mounts_missing(job: JobSpec, profile: Profile) -> list[str]:
-    found = []
+    found: list[str] = []
     targets = [mount.target for mount in job.mounts]
     if twice := sorted({target for target in targets if targets.count(target) > 1}):
         found.append(f"two mounts have the target {twice[0]!r}")
@@ -238,6 +246,10 @@ def _mounts_missing(job: JobSpec, profile: Profile) -> list[str]:
         place = f"mounts[{index}]"
         claim = mount.claim is not None
         if isinstance(profile, KubernetesProfile):
+            if mount.target in (taken := ("/tmp", "/dev/shm", profile.runs_dir)):
+                found.append(
+                    f"{place}: {mount.target!r} is taken; every pod has its own {', '.join(taken)}"
+                )
             if not claim and profile.pod_security != "privileged":
                 found.append(
                     f"{place}: Pod Security {profile.pod_security!r} of profile {profile.name!r} "
@@ -257,7 +269,7 @@ def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> list[str]:
     if job.time_limit_s is None or needed_s < job.time_limit_s:
         return []
     return [
-        f"stop.grace {format_duration(job.stop.grace_s)} does not fit: {what} make "
+        f"stop.grace {format_duration(job.stop.grace_s)} does not fit: {what} takes "
         f"{format_duration(needed_s)}, and time_limit is {format_duration(job.time_limit_s)}"
     ]
 
@@ -277,7 +289,7 @@ def _torchrun(job: JobSpec) -> tuple[str, ...]:
 
 
 def _env(job: JobSpec, profile: Profile) -> dict[str, str]:
-    """Return the environment of the workers; the job's own values come last and win."""
+    """Return the environment of the workers; what the job itself says wins."""
     env = {
         # One store for all attempts makes attempt 1 read the keys of attempt 0 and hang.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -285,7 +297,10 @@ def _env(job: JobSpec, profile: Profile) -> dict[str, str]:
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         "PET_SHUTDOWN_TIMEOUT": str(job.stop.grace_s),
     }
-    if not isinstance(profile, KubernetesProfile):  # there, each pod has a log of its own
+    if isinstance(profile, KubernetesProfile):
+        # The root file system is read-only and the user has no home of its own.
+        env |= {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor"}
+    else:  # there, each pod has a log of its own
         env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
     if job.resources.cpus_per_node:
         threads = max(1, job.resources.cpus_per_node // job.resources.nproc_per_node)
@@ -293,7 +308,8 @@ def _env(job: JobSpec, profile: Profile) -> dict[str, str]:
     if profile.network_interface:
         env["NCCL_SOCKET_IFNAME"] = profile.network_interface
         env["GLOO_SOCKET_IFNAME"] = profile.network_interface
-    return env | profile.env | job.env
+    env |= profile.env | job.env
+    return {name: value for name, value in env.items() if name not in job.secrets}
 
 
 def _local(job: JobSpec, profile: LocalProfile) -> LocalPlan:
@@ -376,12 +392,6 @@ def _kubernetes(job: JobSpec, profile: KubernetesProfile, run_name: str) -> Kube
         requests["memory"] = kubernetes_size(need.memory_bytes)
     if need.gpus_per_node:
         requests[profile.gpu_resource] = str(need.gpus_per_node)
-    env = {
-        # The root file system is read-only and the user has no home of its own.
-        "HOME": "/tmp",
-        "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor",
-        "TRAIN_RUN_DIR": f"{profile.runs_dir}/{run_name}",
-    }
     notes = []
     if profile.runs_claim is None:
         notes.append(
@@ -392,7 +402,7 @@ def _kubernetes(job: JobSpec, profile: KubernetesProfile, run_name: str) -> Kube
         job=job,
         profile=profile,
         torchrun=_torchrun(job),
-        env=env | _env(job, profile),
+        env={"TRAIN_RUN_DIR": f"{profile.runs_dir}/{run_name}"} | _env(job, profile),
         secrets={
             name: place or Secret(secret=profile.secret or "", key=name)
             for name, place in job.secrets.items()

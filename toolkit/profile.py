@@ -9,7 +9,16 @@ from pydantic import AfterValidator, Field
 
 from toolkit.documents import read_document, read_text
 from toolkit.errors import InputError, Problem, ProfileError
-from toolkit.spec import AbsolutePath, Duration, EnvName, NaturalInt, PositiveInt, SecretName, Size
+from toolkit.spec import (
+    AbsolutePath,
+    Duration,
+    EnvName,
+    NaturalInt,
+    PositiveInt,
+    SecretName,
+    Size,
+    matching,
+)
 from toolkit.validation import FrozenModel, Text, nearest, validate
 
 __all__ = [
@@ -29,6 +38,7 @@ def _no_home_sign(value: str) -> str:
     return value
 
 
+Word = Annotated[Text, *matching(r"\S+", "write one word, or leave the key out")]
 FolderPath = Annotated[Text, AfterValidator(_no_home_sign)]
 
 
@@ -57,7 +67,7 @@ class _SiteProfile(FrozenModel):
     env: dict[EnvName, Text] = Field(default={})
     """Environment variables of every job; the job's own win."""
 
-    network_interface: Text | None = None
+    network_interface: Word | None = None
     """The interface for NCCL and gloo, like `ib0`; they choose one where it is left out."""
 
 
@@ -80,22 +90,22 @@ class SlurmProfile(_SiteProfile):
     runs_dir: FolderPath = "runs"
     """Where run directories are made, on a file system that all nodes share."""
 
-    partition: Text | None = None
+    partition: Word | None = None
     """The partition; the cluster's default where it is left out."""
 
-    account: Text | None = None
+    account: Word | None = None
     """The account that is charged."""
 
-    qos: Text | None = None
+    qos: Word | None = None
     """The quality of service."""
 
-    gpu_type: Text | None = None
+    gpu_type: Word | None = None
     """The GPU's name in the cluster's gres.conf, like `h100`, where it must be given."""
 
     kill_wait_s: Duration = Field(default=30, alias="kill_wait")
     """The cluster's KillWait: what scancel leaves a job between SIGTERM and SIGKILL."""
 
-    modules: tuple[Text, ...] = ()
+    modules: tuple[Word, ...] = ()
     """Environment modules to load, in order."""
 
     venv: FolderPath | None = None
@@ -120,7 +130,7 @@ class KubernetesProfile(_SiteProfile):
     run_as_user: PositiveInt = 1000
     """The user and group id that the container runs as."""
 
-    gpu_resource: Text = "nvidia.com/gpu"
+    gpu_resource: Word = "nvidia.com/gpu"
     """The name of the GPU resource."""
 
     node_selector: dict[Text, Text] = Field(default={})
@@ -168,8 +178,9 @@ def load_profile(
     if "/" in name or name.endswith((".yaml", ".yml")):
         return _read(Path(name))
     for place in _folders(folder, environ):
-        if (path := place / f"{name}.yaml").is_file():
-            return _read(path)
+        for path in place.glob("*.yaml"):  # a name need not be one that a file can have
+            if path.stem == name:
+                return _read(path)
     if name in _BUILT_IN:
         return _BUILT_IN[name](name=name)
     names = profile_names(folder=folder, environ=environ)
@@ -206,9 +217,10 @@ def _read(path: Path) -> Profile:
         raise ProfileError(error.problems) from None
     data: Any = document.data
     kind = data.get("kind") if isinstance(data, dict) else None
-    if isinstance(data, dict) and kind not in _KINDS:
+    if isinstance(data, dict) and (not isinstance(kind, str) or kind not in _KINDS):
         said = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
         place = document.place(("kind",))
-        raise ProfileError([Problem(place=place, message=f"{said}; {nearest(kind, _KINDS)}")])
+        problem = Problem(place=place, message=f"{said}; {nearest(kind, _KINDS)}")
+        raise ProfileError([problem, *document.problems])
     profile = validate(_KINDS.get(str(kind), LocalProfile), document, ProfileError)
     return profile if profile.name else profile.model_copy(update={"name": path.stem})

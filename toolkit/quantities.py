@@ -26,9 +26,10 @@ _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10
 _KUBERNETES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BYTES = _BINARY | _DECIMAL | _KUBERNETES
 
-_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_NUMBER = r"[0-9]{1,19}(?:\.[0-9]{1,19})?"
+_MAX_BYTES, _MAX_SECONDS = 2**63 - 1, 2**31 - 1  # what Kubernetes and Slurm count to
 _UNITS = rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?"
-_CLOCK = r"(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]"
+_CLOCK = r"(?:[0-9]{1,6}-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]"
 
 DURATION_PATTERN = rf"^(?=.)(?:{_UNITS}|{_CLOCK})$"
 """What a duration looks like, for the JSON Schema: `90s`, `1h30m`, `01:30:00`, `2-00:00:00`."""
@@ -48,7 +49,6 @@ def parse_duration(text: str) -> int:
     Raises:
         ValueError: not a duration, or not longer than nothing; says what to write.
     """
-    text = text.strip()
     if re.fullmatch(r"[0-9]+", text):
         raise ValueError(f"{text!r} has no unit; write {text}s, {text}m or {text}h")
     if re.fullmatch(r"[0-9]+:[0-9]+", text):
@@ -67,6 +67,8 @@ def parse_duration(text: str) -> int:
         raise ValueError(f"{text!r} is not a time; write it like 90s, 30m, 4h, 1h30m or 01:30:00")
     if seconds <= 0:
         raise ValueError(f"{text!r} is no time at all; write at least 1s")
+    if seconds > _MAX_SECONDS:
+        raise ValueError(f"{text!r} is longer than schedulers count; write at most 24855d")
     return seconds
 
 
@@ -93,7 +95,6 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: not a size, or one that Slurm and Kubernetes read differently.
     """
-    text = text.strip()
     if re.fullmatch(_NUMBER, text):
         raise ValueError(f"{text!r} has no unit; write it like {text}GiB or {text}MiB")
     if match := re.fullmatch(rf"({_NUMBER}) ?([kKMGT])", text):
@@ -109,22 +110,23 @@ def parse_size(text: str) -> int:
     size = math.ceil(Fraction(match[1]) * _BYTES[match[2]])
     if size <= 0:
         raise ValueError(f"{text!r} is nothing; leave the key out instead")
+    if size > _MAX_BYTES:
+        raise ValueError(f"{text!r} is more than schedulers count; write less than 8388608TiB")
     return size
 
 
 def format_size(size_bytes: int) -> str:
-    """Return bytes as people write them, exactly.
+    """Return bytes as people write them: the shortest way that is exact.
 
-    >>> format_size(2 * 2**30), format_size(1536), format_size(500_000_000)
-    ('2GiB', '1536B', '500MB')
+    >>> format_size(2 * 2**30), format_size(1500 * 2**20), format_size(500_000_000)
+    ('2GiB', '1500MiB', '500MB')
     """
-    for units in (_BINARY, _DECIMAL):
-        for unit, factor in reversed(units.items()):
-            if factor > 1 and size_bytes >= factor and size_bytes % factor == 0:
-                count = size_bytes // factor
-                if count < 1000 or unit in ("KiB", "TiB", "TB"):
-                    return f"{count}{unit}"
-    return f"{size_bytes}B"
+    exact = (
+        f"{size_bytes // factor}{unit}"
+        for unit, factor in (_BINARY | _DECIMAL).items()
+        if size_bytes % factor == 0
+    )
+    return min(exact, key=len)
 
 
 def slurm_time(seconds: int) -> str:

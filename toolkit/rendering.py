@@ -30,6 +30,8 @@ _ANSI_C = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "'": r"\'", "\\": r"\\"}
 # JSON is YAML but for what YAML's reader takes for a line break or will not take at all.
 _NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
+_EXPANDED = re.compile(r"\$(?:[$(]|[^\x00-\x7f])")
+
 
 def shell_quote(value: object) -> str:
     r"""Quote one word for bash, on one line whatever it holds.
@@ -73,13 +75,14 @@ def json_quote(value: object) -> str:
 def kubernetes_literal(value: str) -> str:
     """Return a text that Kubernetes' `$(NAME)` expansion turns into `value`.
 
-    The expansion reads `$$` as `$` (k8s.io/kubernetes, third_party/forked/golang/expansion), so
-    where it would find anything to do, every `$` is doubled.
+    The expansion reads `$$` as `$`, and takes one byte after any other `$` for a character, which
+    breaks what is longer (k8s.io/kubernetes, third_party/forked/golang/expansion). So where it
+    would find anything to do, every `$` is doubled.
 
     >>> kubernetes_literal("$HOME"), kubernetes_literal("$(date) $$ $x")
     ('$HOME', '$$(date) $$$$ $$x')
     """
-    return value.replace("$", "$$") if "$(" in value or "$$" in value else value
+    return value.replace("$", "$$") if _EXPANDED.search(value) else value
 
 
 def render(plan: LaunchPlan) -> str:

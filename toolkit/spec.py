@@ -21,6 +21,7 @@ from pydantic import (
     Strict,
     WithJsonSchema,
 )
+from pydantic_core import PydanticCustomError
 
 from toolkit.documents import Ambiguous, Document, read_document, read_text
 from toolkit.errors import InputError, SpecError
@@ -47,8 +48,9 @@ __all__ = [
 ]
 
 RESERVED_NAMES = re.compile(
-    r"PET_.*|TORCHELASTIC_.*|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE"
-    r"|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_WORLD_SIZE|TRAIN_RUN_DIR|TRAIN_ATTEMPT|SLURM_.*"
+    "PET_.*|TORCHELASTIC_.*|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE"
+    "|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE|TRAIN_RUN_DIR|TRAIN_ATTEMPT"
+    "|SLURM_.*"
 )
 """Variables that torchrun, the scheduler or the toolkit set: a job cannot choose them."""
 
@@ -56,7 +58,7 @@ RESERVED_NAMES = re.compile(
 def _from_text(parse: Callable[[str], int]) -> Callable[[object], int]:
     def convert(value: object) -> int:
         if isinstance(value, bool | float) or not isinstance(value, str | int):
-            raise ValueError(f"must be a string with a unit, not {value!r}")
+            raise PydanticCustomError("quantity_type", "a string with a unit is wanted")
         # An integer has lost its unit; the parser's message says which ones there are.
         return parse(str(value))
 
@@ -90,7 +92,8 @@ Size = Annotated[
 """Bytes, written like `64GiB`."""
 
 
-def _matching(pattern: str, rule: str) -> Any:
+def matching(pattern: str, rule: str) -> Any:
+    """Return the annotations of a text that must match; `rule` is the way out."""
     expression = re.compile(pattern)
 
     def check(value: str) -> str:
@@ -98,7 +101,11 @@ def _matching(pattern: str, rule: str) -> Any:
             raise ValueError(f"{value!r} cannot be used; {rule}")
         return value
 
-    return AfterValidator(check), Field(json_schema_extra={"pattern": f"^(?:{pattern})$"})
+    return AfterValidator(check), _schema(pattern=f"^(?:{pattern})$")
+
+
+def _schema(**more: Any) -> Any:
+    return Field(json_schema_extra=more)
 
 
 def _unreserved(name: str) -> str:
@@ -107,14 +114,15 @@ def _unreserved(name: str) -> str:
     return name
 
 
+_ENV_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 EnvName = Annotated[
     Text,
-    *_matching("[A-Za-z_][A-Za-z0-9_]*", "use letters, digits and underscores, no digit first"),
+    *matching(_ENV_NAME, "use letters, digits and underscores, no digit first"),
     AfterValidator(_unreserved),
 ]
 JobName = Annotated[
     Text,
-    *_matching(
+    *matching(
         "[a-z]([-a-z0-9]{0,30}[a-z0-9])?",
         "use at most 32 of a-z, 0-9 and '-', a letter first and no '-' last "
         "(Kubernetes allows no other names, and adds to this one)",
@@ -122,16 +130,19 @@ JobName = Annotated[
 ]
 ModuleName = Annotated[
     Text,
-    *_matching(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "write it as after `python -m`, like train"),
+    *matching(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "write it as after `python -m`, like train"),
 ]
 SecretName = Annotated[
-    Text, *_matching("[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "write a Kubernetes object name")
+    Text, *matching("[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "write a Kubernetes object name")
 ]
-SecretKey = Annotated[Text, *_matching("[-._a-zA-Z0-9]+", "use letters, digits, '-', '_' and '.'")]
+SecretKey = Annotated[Text, *matching("[-._a-zA-Z0-9]+", "use letters, digits, '-', '_' and '.'")]
+Image = Annotated[Text, *matching(r"\S+", "write it like registry/name:tag")]
 
 
 def _not_an_option(value: str) -> str:
-    if not value or value.startswith("-"):
+    if not value:
+        raise ValueError("the program has no name; write its file")
+    if value.startswith("-"):
         raise ValueError(f"{value!r} would be read as an option of torchrun; write ./{value}")
     return value
 
@@ -148,17 +159,20 @@ def _absolute(value: str) -> str:
     return value
 
 
+_CLAIM = "claim:[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
+
+
 def _absolute_or_claim(value: str) -> str:
-    if not value.startswith("/") and not re.fullmatch(
-        "claim:[a-z0-9]([-.a-z0-9]*[a-z0-9])?", value
-    ):
+    if not value.startswith("/") and not re.fullmatch(_CLAIM, value):
         raise ValueError(f"{value!r} must be an absolute path, or claim:NAME on Kubernetes")
     return value
 
 
-MountSource = Annotated[Text, AfterValidator(_absolute_or_claim)]
-Program = Annotated[Text, AfterValidator(_not_an_option)]
-AbsolutePath = Annotated[Text, AfterValidator(_absolute)]
+MountSource = Annotated[
+    Text, AfterValidator(_absolute_or_claim), _schema(pattern=f"^(?:/|{_CLAIM}$)")
+]
+Program = Annotated[Text, AfterValidator(_not_an_option), _schema(pattern="^[^-]")]
+AbsolutePath = Annotated[Text, AfterValidator(_absolute), _schema(pattern="^/")]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 NaturalInt = Annotated[int, Strict(), Field(ge=0)]
 
@@ -233,16 +247,17 @@ class Secret(FrozenModel):
 
 def _secrets_by_name(value: object) -> object:
     """Turn a list of names into a mapping whose values say nothing about the place."""
-    if isinstance(value, tuple | list):
-        for item in value:
-            if not isinstance(item, str):
-                raise ValueError(f"a name is wanted, not {item!r}")
-            if isinstance(item, Ambiguous):
-                raise ValueError(item.reason)
-        if twice := sorted({item for item in value if value.count(item) > 1}):
-            raise ValueError(f"{twice[0]!r} stands twice")
-        return dict.fromkeys(value)
-    return value
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, tuple | list):
+        raise PydanticCustomError("secrets_type", "names are wanted")
+    names = [item for item in value if isinstance(item, str)]
+    found = [f"a name is wanted, not {item!r}" for item in value if not isinstance(item, str)]
+    found += (name.reason for name in names if isinstance(name, Ambiguous))
+    found += (f"{name!r} stands twice" for name in sorted(set(names)) if names.count(name) > 1)
+    if found:
+        raise ValueError("; ".join(found))
+    return dict.fromkeys(names)
 
 
 class JobSpec(FrozenModel):
@@ -257,13 +272,20 @@ class JobSpec(FrozenModel):
     script: Program | None = None
     """The Python file that every worker runs."""
 
-    command: Annotated[tuple[Text, ...], AfterValidator(_program_first)] | None = None
+    command: (
+        Annotated[
+            tuple[Text, ...],
+            AfterValidator(_program_first),
+            _schema(minItems=1, prefixItems=[{"type": "string", "pattern": "^[^-]"}]),
+        ]
+        | None
+    ) = None
     """Any program and its first arguments, started once per worker in place of Python."""
 
     args: tuple[Text, ...] = ()
     """Arguments of the module, script or command."""
 
-    image: Text | None = None
+    image: Image | None = None
     """The container image, where the profile runs containers."""
 
     resources: Resources = Field(default_factory=Resources)
@@ -281,26 +303,9 @@ class JobSpec(FrozenModel):
     retries: Retries = Field(default_factory=Retries)
     """What happens after a failure."""
 
-    secrets: Annotated[
-        dict[EnvName, Secret | None],
-        BeforeValidator(_secrets_by_name),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
-                    {
-                        "type": "object",
-                        "additionalProperties": {
-                            "type": ["object", "null"],
-                            "properties": {"secret": {"type": "string"}, "key": {"type": "string"}},
-                            "required": ["secret", "key"],
-                            "additionalProperties": False,
-                        },
-                    },
-                ]
-            }
-        ),
-    ] = Field(default={})
+    secrets: Annotated[dict[EnvName, Secret | None], BeforeValidator(_secrets_by_name)] = Field(
+        default={}
+    )
     """Secret environment variables: names, or `{NAME: {secret: …, key: …}}`; never values."""
 
     mounts: tuple[Mount, ...] = ()
@@ -316,6 +321,17 @@ class JobSpec(FrozenModel):
             found.append(f"one of module, script and command says what to run; found {which}")
         if given.get("command") == ():
             found.append("command: the list is empty; name the program first")
+        words = [
+            word
+            for key in ("command", "args")
+            if isinstance(given.get(key), tuple)
+            for word in given[key]
+        ]
+        if words[1 if given.get("command") else 0 :][:1] == ["--"]:
+            found.append(
+                "the first argument is '--', which torchrun's own command line would swallow; "
+                "put another one before it"
+            )
         env, secrets = (given.get(key) or () for key in ("env", "secrets"))
         if isinstance(env, dict) and isinstance(secrets, dict | tuple):
             found += (
@@ -370,14 +386,34 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the job file; descriptions are the docstrings of the fields."""
     schema = JobSpec.model_json_schema(by_alias=True)
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-    for model in (JobSpec, Resources, Stop, Retries, Mount):
+    known = {"type": "string", "pattern": f"^(?!(?:{RESERVED_NAMES.pattern})$){_ENV_NAME}$"}
+    place = {"anyOf": [{"$ref": "#/$defs/Secret"}, {"type": "null"}]}
+    schema["properties"] |= {
+        "env": {
+            "type": "object",
+            "propertyNames": known,
+            "additionalProperties": {"type": "string"},
+            "default": {},
+        },
+        "secrets": {
+            "anyOf": [
+                {"type": "array", "items": known, "uniqueItems": True},
+                {"type": "object", "propertyNames": known, "additionalProperties": place},
+            ],
+            "default": {},
+        },
+    }
+    for model in (JobSpec, Resources, Stop, Retries, Mount, Secret):
         part = schema if model is JobSpec else schema["$defs"][model.__name__]
         for name, text in _field_docstrings(model).items():
             alias = model.model_fields[name].alias or name
             # Beside a $ref, a description must not replace what the reference says.
             part["properties"][alias]["description"] = text
             part["properties"][alias].pop("title", None)
-    schema["oneOf"] = [{"required": [key]} for key in ("module", "script", "command")]
+    schema["oneOf"] = [
+        {"required": [key], "properties": {key: {"not": {"type": "null"}}}}
+        for key in ("module", "script", "command")
+    ]
     return schema
 
 

@@ -47,9 +47,7 @@ Text = Annotated[str, BeforeValidator(_refuse_ambiguous), AfterValidator(_refuse
 class FrozenModel(BaseModel):
     """The base of everything read from a file: frozen, keyword-only, unknown keys refused."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", populate_by_name=True, defer_build=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -68,7 +66,8 @@ def override(document: Document, assignments: Iterable[str], model: type[BaseMod
 
     A value is taken as it stands where `model` wants a string, and read as YAML elsewhere.
     """
-    data, places, problems = document.data, dict(document.places), list(document.problems)
+    data, problems = document.data, list(document.problems)
+    places, shown = dict(document.places), dict(document.written)
     for assignment in assignments:
         place = f"--set {assignment}"
         dotted, equals, written = assignment.partition("=")
@@ -77,22 +76,28 @@ def override(document: Document, assignments: Iterable[str], model: type[BaseMod
             continue
         path = tuple(int(p) if p.isdecimal() else p for p in dotted.split("."))
         wanted = _annotation(model, path)
-        if wanted is not None and _wants_text(wanted):
-            value: Any = written
-        else:
-            parsed = read_document(written, place)
-            problems += parsed.problems
-            value = parsed.data
         try:
-            data = _assign(data, path, value)
+            if wanted is not None and _wants_text(wanted):
+                parsed = Document(data=written, source=place)
+            else:
+                parsed = read_document(written, place)
+            data = _assign(data, path, parsed.data)
+        except InputError as error:
+            problems += error.problems
+            continue
         except (TypeError, IndexError):
             problems.append(
                 Problem(place=place, message=f"there is no {dotted!r} to set in {document.source}")
             )
             continue
+        problems += parsed.problems
         places = {key: at for key, at in places.items() if key[: len(path)] != path}
+        shown = {key: text for key, text in shown.items() if key[: len(path)] != path}
+        for length in range(1, len(path)):
+            places.setdefault(path[:length], place)
         places[path] = place
-    return replace(document, data=data, places=places, problems=tuple(problems))
+        shown |= {(*path, *below): text for below, text in parsed.written.items()}
+    return replace(document, data=data, places=places, written=shown, problems=tuple(problems))
 
 
 def _assign(data: Any, path: KeyPath, value: Any) -> Any:
@@ -104,9 +109,9 @@ def _assign(data: Any, path: KeyPath, value: Any) -> Any:
         items = list(data)
         items[key] = _assign(items[key], rest, value)
         return tuple(items)
-    if isinstance(data, dict) or data is None:
+    if isinstance(data, dict | None) and isinstance(key, str):
         entries = dict(data or {})
-        return entries | {str(key): _assign(entries.get(str(key)), rest, value)}
+        return entries | {key: _assign(entries.get(key), rest, value)}
     raise TypeError
 
 
@@ -146,12 +151,13 @@ def _by_line(problem: Problem) -> tuple[str, int]:
 
 def _problem(model: type[BaseModel], document: Document, error: Any) -> Problem:
     path: KeyPath = tuple(part for part in error["loc"] if part != "[key]")
-    name = _dotted(path)
-    return Problem(place=document.place(path), message=_message(model, path, name, error))
+    message = _message(model, path, error, document.written.get(path))
+    return Problem(place=document.place(path), message=message)
 
 
-def _message(model: type[BaseModel], path: KeyPath, name: str, error: Any) -> str:
+def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | None) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    name = _dotted(path)
     if kind == "extra_forbidden":
         where = f" under {_dotted(path[:-1])!r}" if path[:-1] else ""
         return f"unknown key {str(path[-1])!r}{where}; {nearest(path[-1], _keys(model, path[:-1]))}"
@@ -159,21 +165,22 @@ def _message(model: type[BaseModel], path: KeyPath, name: str, error: Any) -> st
         return f"the key {name!r} is missing"
     if kind == "value_error":
         return f"{name}: {context['error']}" if name else str(context["error"])
-    if isinstance(value, Ambiguous):
-        return f"{name}: {value.reason}"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
         return f"{name}: {value!r} is not a choice; {nearest(value, choices)}"
     if kind == "string_type":
-        if value is None:
+        if value is None and not written:
             return f'{name}: nothing is written here; write "" for an empty string'
-        if isinstance(value, bool | int | float):
-            shown = str(value).lower() if isinstance(value, bool) else value
-            return f'{name}: {shown} is not a string to YAML; write "{shown}"'
+        if written is not None:
+            return f'{name}: {written} is not a string to YAML; write "{written}"'
+    if kind == "greater_than_equal":
+        return f"{name}: must be at least {context['ge']}, not {written or value}"
     wanted = _WANTED.get(kind)
     if wanted is None:
         return f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}, not {_shown(value)}"
-    return f"{name}: must be {wanted}, not {_shown(value)}"
+    if isinstance(value, Ambiguous):
+        return f"{name}: must be {wanted}; {value.reading}"
+    return f"{name}: must be {wanted}, not {written or _shown(value)}"
 
 
 _WANTED = {
@@ -181,6 +188,8 @@ _WANTED = {
     "dict_type": "a mapping of keys to values",
     "int_type": "a whole number",
     "model_type": "a mapping of keys to values",
+    "quantity_type": "a string with a unit",
+    "secrets_type": "a list of names, or a mapping of names to places",
     "string_type": "a string",
     "tuple_type": "a list",
 }
@@ -204,7 +213,8 @@ def _dotted(path: KeyPath) -> str:
 def nearest(word: object, choices: Iterable[str]) -> str:
     """Return the way out for a word that is none of `choices`."""
     choices = list(choices)
-    close = difflib.get_close_matches(str(word), choices, n=1, cutoff=0.6)
+    begun = [choice for choice in choices if word and choice.startswith(str(word))]
+    close = begun or difflib.get_close_matches(str(word), choices, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"
     return f"valid are {', '.join(choices)}" if choices else "none is valid here"

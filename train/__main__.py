@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from train import commandline
 from train.console import Console
 from train.environment import Place
-from train.errors import EXIT_DONE, RefusedError, TrainError, UsageError
+from train.errors import EXIT_DONE, EXIT_FAILED, RefusedError, TrainError, UsageError
 from train.rundir import Outcome, RunDirectory
 from train.stopping import StopRequest
 
 
 def main() -> int:
-    """Train, and return the exit status; what is no `TrainError` leaves with its traceback."""
+    """Train, and return the exit status; an error nobody expected is raised."""
     try:
         place = Place.from_environ(os.environ)
     except UsageError as error:
@@ -71,11 +73,20 @@ def record_end(directory: RunDirectory | None, status: str, reason: str) -> None
         )
 
 
-if __name__ == "__main__":
-    exit_status = main()
+def enter() -> NoReturn:
+    """Run `main()` as a process of its own, and end that process."""
+    try:
+        exit_status = main()
+    except Exception:
+        traceback.print_exc()
+        exit_status = EXIT_FAILED
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: gloo's threads may still hold tensors that DDP gave them, and free them while the
-    # interpreter goes down, which aborts the process (seen in 1 of 8 runs): a finished run would be
-    # reported as failed. Nothing of ours is left to do at exit.
+    # Not sys.exit: gloo's threads may still hold tensors that DDP gave them, and free them while
+    # the interpreter goes down, which aborts the process (seen in 1 of 8 runs): a finished run
+    # would be reported as failed. Nothing of ours is left to do at exit.
     os._exit(exit_status)
+
+
+if __name__ == "__main__":
+    enter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from train.environment import Place
-from train.errors import UsageError
+from train.errors import PeerError, TrainError, UsageError
 
 Value = TypeVar("Value")
 
@@ -70,6 +70,26 @@ class Group:
             dist.broadcast(tensor, src=source)
             received[name] = tensor
         return received
+
+    def on_rank_0(self, action: Callable[[], None]) -> None:
+        """Do something on rank 0 while the others wait, and let all know how it ended.
+
+        Raises:
+            TrainError: on rank 0, what the action raised.
+            PeerError: on the other ranks, the same message.
+        """
+        error: TrainError | None = None
+        if self.place.rank == 0:
+            try:
+                action()
+            except TrainError as caught:
+                error = caught
+        # Not a barrier: one that rank 0 never reaches would leave the others waiting.
+        message = self.broadcast(str(error) if error else None)
+        if error:
+            raise error
+        if message:
+            raise PeerError(f"rank 0: {message}")
 
 
 def device_and_backend(place: Place) -> tuple[torch.device, str]:

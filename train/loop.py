@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from train.config import Config
 from train.console import Console, figures
 from train.data import Batch, Order, seed_of
 from train.distributed import Group
-from train.errors import FencedError, NonFiniteLoss, PeerError, TrainError
+from train.errors import FencedError, NonFiniteLoss
 from train.evaluation import measure
 from train.optimizing import NamedOptimizer
 from train.rundir import Outcome, RunDirectory
@@ -225,13 +225,13 @@ class Trainer:
             checkpoint.prune(self.directory.path, position, keep=self.config.keep_checkpoints)
 
         # The others wait: a rank that exits makes torchrun end the one that is still writing.
-        self._on_rank_0(write)
+        self.group.on_rank_0(write)
         self._saved_step = self.step
 
     def export(self, path: Path) -> None:
         """Write the final weights to one file."""
         model = self.strategy.model_state()
-        self._on_rank_0(lambda: checkpoint.export(path, model))
+        self.group.on_rank_0(lambda: checkpoint.export(path, model))
 
     def outcome(self, status: str, reason: str, *, rank: int | None = None) -> Outcome:
         """Describe the run as it stands."""
@@ -256,20 +256,6 @@ class Trainer:
             f"{reason} after step {self.step}/{self.steps}; start again to go on · "
             f"run directory {self.directory.path}"
         )
-
-    def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Do something on rank 0, and let every rank know how it ended."""
-        error: TrainError | None = None
-        if self.group.place.rank == 0:
-            try:
-                action()
-            except TrainError as caught:
-                error = caught
-        message = self.group.broadcast(str(error) if error else None)
-        if error:
-            raise error
-        if message:
-            raise PeerError(f"rank 0: {message}")
 
 
 def _plain(value: object) -> object:

@@ -14,6 +14,7 @@ from train.distributed import open_group
 from train.environment import Place
 from train.errors import (
     EXIT_DONE,
+    EXIT_FAILED,
     EXIT_PREEMPTED,
     FencedError,
     NonFiniteLoss,
@@ -47,10 +48,10 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
             # All ranks are here: from now on they can agree on where to stop.
             stop.wait_for_the_loop()
             identity = {**config.identity(), **task.identity()}
-            if (
-                text := claim(directory, identity, config.total_steps(len(task.train())), group)
-            ) is not None:
-                console.say(text)
+            steps = config.total_steps(len(task.train()))
+            nothing_left = claim(directory, identity, steps, group)
+            if nothing_left is not None:
+                console.say(nothing_left)
                 return EXIT_DONE
             # The initial weights are a function of the seed alone.
             torch.manual_seed(config.seed)
@@ -77,7 +78,12 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
         raise
     except Exception as error:
         report(error, directory, trainer)
-        raise
+        if not is_collateral(error):
+            raise
+        # Neither a traceback nor torchrun's error file: both would point here, while the cause is
+        # another rank's, which names it.
+        console.complain(f"lost the other ranks: {error}", every_rank=True)
+        return EXIT_FAILED
 
 
 def announce(trainer: Trainer, strategy: str) -> None:

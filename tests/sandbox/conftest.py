@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 SANDBOX = Path(__file__).resolve().parents[2] / "slurm" / "sandbox" / "sandbox"
-LIMIT_S = 120
+LIMIT_S = 90
 
 
 class Sandbox:

@@ -44,7 +44,7 @@ def test_cut_node_keeps_running_its_job_and_heals(sandbox: Sandbox) -> None:
     wait_until(lambda: sandbox.output(job) != "", "the job to start")
     sandbox.run("cut", "node3", "--wait")
     node = sandbox.node("node3")
-    assert (node["power"], node["cable"], node["usable"]) == (True, False, False)
+    assert (node["power"], node["cable"], node["state"].rstrip("*")) == (True, False, "down")
     assert sandbox.job(job)["JobState"] == "NODE_FAIL"
     assert "sleep 1000" in {entry["command"] for entry in sandbox.jobs_processes()}
     sandbox.run("heal", "node3", "--wait")

@@ -45,19 +45,31 @@ def test_down_leaves_no_process_no_mount_and_only_logs(fresh: Sandbox) -> None:
     fresh.run("up", *SMALL)
     # A job, and a srun that waits outside of the nodes.
     fresh.submit("#!/bin/sh\nsleep 1000\n", "--mem=1G")
-    with subprocess.Popen(
-        [fresh.dir / "bin" / "srun", "--mem=1G", "sleep", "1000"], env=fresh.env
-    ) as waiting:
+    waiting = subprocess.Popen(
+        [fresh.dir / "bin" / "srun", "--mem=1G", "sleep", "1000"],
+        env=fresh.env,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
         wait_until(
-            lambda: [e["command"] for e in fresh.jobs_processes()].count("sleep 1000") == 2,
+            lambda: sum(e["command"].endswith("sleep 1000") for e in fresh.jobs_processes()) == 2,
             "both jobs to run",
         )
         pids = fresh.status()["pids"]
         assert set(pids) == {"controller", "node1", "node2"}
         fresh.run("down")
         waiting.wait(timeout=10)
-    assert [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()] == []
-    assert running(fresh.dir) == []
+    finally:
+        waiting.kill()
+        waiting.wait()
+    # The system takes some milliseconds to bury the dead.
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()),
+        "all recorded processes to be gone",
+        limit_s=10,
+    )
+    wait_until(lambda: running(fresh.dir) == [], "all others to be gone", limit_s=10)
     assert str(fresh.dir) not in Path("/proc/self/mountinfo").read_text()
     assert sorted(path.name for path in fresh.dir.iterdir()) == [".gitignore", "bin", "logs"]
     assert (fresh.dir / "logs" / "slurmctld.log").stat().st_size > 0
@@ -122,12 +134,16 @@ def test_up_after_a_crash_starts_afresh(fresh: Sandbox) -> None:
     os.kill(pids["controller"], signal.SIGKILL)
     wait_until(lambda: not fresh.status()["up"], "the controller to be gone")
     fresh.run("up", *SMALL)
-    assert [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()] == []
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()),
+        "all recorded processes to be gone",
+        limit_s=10,
+    )
     assert fresh.slurm("srun", "-N2", "-l", "hostname").stdout.count("node") == 2
 
 
 def test_up_that_is_killed_halfway_leaves_nothing_after_down(fresh: Sandbox) -> None:
-    argv = [SANDBOX, "up", "--nodes=8"]
+    argv = [str(SANDBOX), "up", "--nodes=8"]
     with subprocess.Popen(argv, env=fresh.env, stdout=subprocess.DEVNULL) as up:
         wait_until(lambda: (fresh.dir / "sandbox.json").exists(), "the first record")
         up.kill()

@@ -1,4 +1,4 @@
-"""Real runs of the trainer: start them, wait for what they write, signal them, leave none behind."""
+"""Real runs of the trainer: start, wait for what they write, signal, leave none behind."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def session_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 FLAGS = (
     "--task=chars",
     "--global-batch=12",
-    "--steps=250",
+    "--steps=200",
     "--checkpoint-every=40",
     "--export=weights.st",
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from train.checkpoint import verify
 
 if TYPE_CHECKING:
-    from conftest import Start
+    from tests.train.conftest import Start
 
 FLAGS = ("--task=chars", "--global-batch=12")
 
@@ -38,8 +38,8 @@ def test_an_exception_on_one_rank_is_recorded_with_its_rank_not_its_echo(
     start: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "faulty.py").write_text(
-        "import os, sys\n"
-        "from train.__main__ import main\n"
+        "import os\n"
+        "from train.__main__ import enter\n"
         "from train.tasks import chars\n"
         "class Faulty(chars.Chars):\n"
         "    calls = 0\n"
@@ -49,15 +49,17 @@ def test_an_exception_on_one_rank_is_recorded_with_its_rank_not_its_echo(
         "            raise ValueError('sample 17 is odd')\n"
         "        return super().count(targets)\n"
         "chars.Chars = Faulty\n"
-        "sys.exit(main())\n"
+        "enter()\n"
     )
     run = start.ranks(3, *FLAGS, "--steps=50", run_dir=tmp_path / "run", module=("faulty.py",))
     assert run.wait() == 1
     outcome = run.outcome()
     assert (outcome["status"], outcome["rank"]) == ("fatal", 1)
     assert outcome["reason"] == "ValueError: sample 17 is odd"
-    # torchrun's own summary knows it too, through its error file.
-    assert "ValueError: sample 17 is odd" in run.output().rpartition("Root Cause")[2]
+    # torchrun's own summary knows it too, through the one error file that there is.
+    assert run.output().count("error_file: <N/A>") == 2
+    assert "  ValueError: sample 17 is odd" in run.output().rpartition("train FAILED")[2]
+    assert "rank 2: lost the other ranks" in run.output()
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_it(start: Start, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from train.checkpoint import verify
 
 if TYPE_CHECKING:
-    from conftest import Start
+    from tests.train.conftest import Start
 
 FLAGS = ("--task=chars", "--global-batch=12")
 ENDLESS = (*FLAGS, "--steps=100000")
@@ -36,7 +36,12 @@ def test_every_stop_signal_means_checkpoint_and_status_75(
     outcome = run.outcome()
     assert (outcome["status"], outcome["reason"]) == ("preempted", f"stopped by {name}")
     verify(tmp_path / f"run/checkpoints/attempt-0/step-{outcome['step']:08d}")
-    assert [e["event"] for e in run.events()] == ["start", "stop_requested", "checkpoint", "stopped"]
+    assert [e["event"] for e in run.events()] == [
+        "start",
+        "stop_requested",
+        "checkpoint",
+        "stopped",
+    ]
 
 
 def test_a_signal_to_one_rank_stops_all_ranks_at_the_same_step(

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from toolkit.errors import RunNotFound
 from toolkit.launchers.registry import RunRecord
 from toolkit.planning import LaunchPlan
 
@@ -62,6 +63,9 @@ class RunStatus:
     reason: str = ""
     """The scheduler's own words, or the outcome's; empty where there is nothing to say."""
 
+    lost: bool = False
+    """Whether nobody will ever know more: the run is forgotten, and it left nothing behind."""
+
 
 class Run(abc.ABC):
     """A run that was submitted; a handle that another process can open again from `uri`."""
@@ -101,10 +105,13 @@ class Run(abc.ABC):
 
         Raises:
             TimeoutError: it has not, `timeout_s` seconds later.
+            RunNotFound: nobody can tell how it ended.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pauses = _pauses()
         while not (status := self.status()).state.final:
+            if status.lost:
+                raise RunNotFound(f"{self.uri}: {status.reason}")
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"{self.uri} is still {status.state} after {timeout_s} s")
             time.sleep(next(pauses))

@@ -24,6 +24,7 @@ from toolkit.launchers.base import (
     follow_files,
     new_run_name,
 )
+from toolkit.launchers.torchrun_log import without_stop_traces
 from toolkit.planning import LocalPlan
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
@@ -53,14 +54,17 @@ class LocalRun(Run):
         if self._supervisor() is not None:
             return RunStatus(state=RunState.RUNNING)
         if not self.run_dir.is_dir():
-            return RunStatus(state=RunState.UNKNOWN, reason=f"{self.run_dir} is gone")
+            reason = f"{self.run_dir} is gone"
+            return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
         return rundir.ended_status(self.run_dir)
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """Yield the lines of all nodes, each as it comes."""
-        return follow_files(
-            lambda: sorted(self.run_dir.glob("logs/attempt-*/node-*.log")),
-            ended=lambda: not follow or self._supervisor() is None,
+        return without_stop_traces(
+            follow_files(
+                lambda: sorted(self.run_dir.glob("logs/attempt-*/node-*.log")),
+                ended=lambda: not follow or self._supervisor() is None,
+            )
         )
 
     def cancel(self) -> None:

@@ -3,6 +3,7 @@
 The schedulers forget ended jobs within minutes; this file and the run directories do not.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from toolkit.errors import LauncherError, RunNotFound
 
-__all__ = ["RunRecord", "find", "record", "records"]
+__all__ = ["RunRecord", "find", "is_cancelled", "mark_cancelled", "record", "records"]
 
 _VERSION = 1
 
@@ -91,6 +92,27 @@ def find(name: str, *, environ: Mapping[str, str] = os.environ) -> RunRecord:
     latest = ", ".join(run.name for run in known[-3:])
     hint = f"the latest are {latest}" if latest else "nothing was submitted from here yet"
     raise RunNotFound(f"no run {name!r}; {hint} (see `toolkit list`)")
+
+
+def mark_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:
+    """Remember that a run was cancelled, for places that leave nothing to tell it by."""
+    path = _cancelled(environ)
+    with contextlib.suppress(OSError):  # a full disk must not keep a job running
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"{uri}\n")
+
+
+def is_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this user cancelled the run from this machine."""
+    try:
+        return uri in _cancelled(environ).read_text().splitlines()
+    except OSError:
+        return False
+
+
+def _cancelled(environ: Mapping[str, str]) -> Path:
+    return _file(environ).with_name("cancelled")
 
 
 def _parse(line: str) -> RunRecord | None:

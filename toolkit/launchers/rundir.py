@@ -108,6 +108,8 @@ def ended_status(run_dir: Path) -> RunStatus:
     reason = str(said.get("reason") or "")
     if state is None:
         state, reason = _exit_status(run_dir)
+        if state is RunState.UNKNOWN and not cancel_requested(run_dir):
+            return RunStatus(state=state, reason=reason, lost=True)
     elif said.get("status") == "running":
         reason = f"ended without a word at step {said.get('step')}; see the logs"
     if state is not RunState.SUCCEEDED and cancel_requested(run_dir):

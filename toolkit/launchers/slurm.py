@@ -18,6 +18,7 @@ from toolkit.launchers.base import (
     follow_files,
     new_run_name,
 )
+from toolkit.launchers.torchrun_log import without_stop_traces
 from toolkit.planning import SlurmPlan
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import render
@@ -54,7 +55,7 @@ _STATES = {
     "STAGE_OUT": RunState.RUNNING,
     "STOPPED": RunState.RUNNING,
     "SUSPENDED": RunState.RUNNING,
-    "TIMEOUT": RunState.FAILED,
+    "TIMEOUT": RunState.PREEMPTED,
 }
 """Slurm's job states (squeue manual, JOB STATE CODES); what is not here is UNKNOWN."""
 
@@ -87,7 +88,7 @@ class SlurmRun(Run):
             return RunStatus(state=RunState.UNKNOWN, reason=_first_line(queue.stderr))
         if self.run_dir is None or not self.run_dir.is_dir():
             reason = "Slurm has forgotten the job, and its run directory is not here"
-            return RunStatus(state=RunState.UNKNOWN, reason=reason)
+            return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
         return rundir.ended_status(self.run_dir)
 
     def _judge(self, word: str, reason: str) -> RunStatus:
@@ -108,7 +109,9 @@ class SlurmRun(Run):
         if self.run_dir is None:
             raise LauncherError(f"{self.uri} was not submitted from here; its log is unknown")
         log = self.run_dir / "logs" / "job.log"
-        return follow_files(lambda: [log], ended=lambda: not follow or self._ended(), pause_s=0.5)
+        return without_stop_traces(
+            follow_files(lambda: [log], ended=lambda: not follow or self._ended(), pause_s=0.5)
+        )
 
     def _ended(self) -> bool:
         return self.status().state.final
@@ -192,7 +195,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
 
 def _refused(program: str, answer: "subprocess.CompletedProcess[str]") -> LauncherError:
     text = (answer.stderr + answer.stdout).strip()
-    unreachable = ("Unable to contact", "Could not establish a configuration", "sandbox")
+    unreachable = ("Unable to contact", "configuration", "sandbox in")
     if any(words in text for words in unreachable):
         return SchedulerMissing(f"no Slurm controller answers: {_first_line(text)}. {_NO_CLUSTER}")
     return LauncherError(f"{program} refused: {text or f'exit status {answer.returncode}'}")

@@ -134,7 +134,9 @@ class Block(nn.Module):
         """Make the layers from torch's global generator."""
         super().__init__()
         self.attention_norm = nn.LayerNorm(WIDTH)
-        self.attention_in = nn.Linear(WIDTH, 3 * WIDTH)
+        # No bias: softmax ignores a key's, whose gradient is then mere rounding noise, which AdamW
+        # would scale up to full steps.
+        self.attention_in = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.attention_out = nn.Linear(WIDTH, WIDTH)
         self.feed_norm = nn.LayerNorm(WIDTH)
         self.feed = nn.Sequential(

@@ -165,8 +165,8 @@ def _at_least(lowest: int, highest: int) -> type[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sandbox",
-        description="A real Slurm cluster on one machine: every node has its own namespaces, so that"
-        " power and cables can be cut. Needs root.",
+        description="A real Slurm cluster on one machine: every node has its own namespaces, so"
+        " that power and cables can be cut. Needs root.",
         epilog='First steps: sandbox up; eval "$(sandbox env)"; srun -N2 hostname; sandbox down',
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -174,7 +174,10 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: object, text: str, example: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=f"Example: {example}"
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"Example: {example}",
         )
         sub.add_argument(
             "--dir", default=default, help="state directory (SANDBOX_DIR; default %(default)s)"

@@ -111,7 +111,7 @@ def wire_node(controller: Process, node: Process, name: str) -> None:
 
 
 def unwire(controller: Process, name: str) -> None:
-    """Take the cable away; that of a node without power also goes by itself, but some time later."""
+    """Take the cable away; that of a node without power goes by itself, but later."""
     try:
         _ip(controller, [f"link del {name}"])
     except SandboxError:

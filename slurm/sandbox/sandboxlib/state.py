@@ -1,4 +1,4 @@
-"""What is up: the state directory, its record, and processes that are recognised beyond their pid."""
+"""What is up: the state directory, its record, and processes known by more than their pid."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Process:
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """Fields 3 and up of /proc/PID/stat (index 0 is the state, 19 the start time); None when gone."""
+    """Fields 3 and up of /proc/PID/stat (0 is the state, 19 the start time); None when gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -92,8 +92,8 @@ class Record:
 class StateDir:
     """The directory of one sandbox. `down` leaves only logs/ and bin/.
 
-    The shims in bin/ stay because a login shell that still has them in its PATH should hear that the
-    sandbox is down, rather than talk to another cluster.
+    The shims in bin/ stay because a login shell that still has them in its PATH should hear that
+    the sandbox is down, rather than talk to another cluster.
     """
 
     PARTS = ("dev", "etc", "mariadb", "state")

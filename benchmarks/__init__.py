@@ -1,0 +1,1 @@
+"""Measurements beside peers and floors, interleaved in one run."""

@@ -1,0 +1,102 @@
+"""What all tests share: a user of their own, and the real Slurm cluster."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOOLKIT = Path(sys.executable).parent / "toolkit"
+SANDBOX = ROOT / "slurm" / "sandbox" / "sandbox"
+PATIENCE_S = 180
+"""How long a test waits for something that must happen; these machines may be busy."""
+
+
+@pytest.fixture(autouse=True)
+def own_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the tests' runs and profiles out of the user's, and the user's out of the tests."""
+    home = tmp_path_factory.mktemp("user")
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+    return home
+
+
+Until = Callable[..., None]
+
+
+@pytest.fixture
+def until() -> Until:
+    """Wait until a condition holds, and fail with its description if it never does."""
+
+    def wait(condition: Callable[[], object], what: str, limit_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what}: not within {limit_s} s")
+            time.sleep(0.05)
+
+    return wait
+
+
+class Cluster:
+    """The sandbox of this test session."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environ = {**os.environ, "SANDBOX_DIR": str(folder)}
+        login = subprocess.run(
+            ["bash", "-c", f"{self('env')}\nenv -0"],
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        self.environ = dict(line.split("=", 1) for line in login.stdout.split("\0") if "=" in line)
+
+    def __call__(self, *argv: str) -> str:
+        """Run a command of the sandbox."""
+        done = subprocess.run(
+            [SANDBOX, *argv], env=self.environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"sandbox {argv}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def slurm(self, *argv: str) -> str:
+        """Run a command of Slurm as on the login node."""
+        done = subprocess.run(
+            argv, env=self.environ, capture_output=True, text=True, check=False, cwd=ROOT
+        )
+        assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+
+def _without_slurm() -> str | None:
+    """Say why real Slurm cannot run here."""
+    if os.getuid() != 0:
+        return "needs root: the sandbox makes network namespaces"
+    if shutil.which("slurmctld") is None:
+        return "needs Debian's Slurm packages: slurm/sandbox/sandbox install"
+    return None
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A real Slurm cluster of four nodes with fake GPUs."""
+    if reason := _without_slurm():
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must run the Slurm tests: {reason}")
+        pytest.skip(reason)
+    folder = Path(tempfile.mkdtemp(prefix="sb", dir="/tmp"))
+    argv = [SANDBOX, "up", "--nodes", "4", "--dir", str(folder)]
+    subprocess.run(argv, check=True)
+    try:
+        yield Cluster(folder)
+    finally:
+        subprocess.run([SANDBOX, "down", "--dir", str(folder)], check=True)
+        shutil.rmtree(folder)

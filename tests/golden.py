@@ -1,0 +1,39 @@
+"""The rendered examples that people read, and that the tests compare with.
+
+`make golden` (`python -m tests.golden`) writes them again; look at the difference, then commit.
+"""
+
+import json
+from pathlib import Path
+
+import toolkit
+
+ROOT = Path(__file__).parent.parent
+
+EXAMPLES = {
+    "slurm/examples/digits.sbatch": ("jobs/digits.yaml", "slurm/profiles/slurm.yaml"),
+    "slurm/examples/chars.sbatch": ("jobs/chars.yaml", "slurm/profiles/slurm.yaml"),
+    "slurm/examples/llm-on-a100.sbatch": ("tests/jobs/llm.yaml", "tests/profiles/a100.yaml"),
+    "k8s/examples/digits.yaml": ("jobs/digits.yaml", "k8s/profiles/k8s.yaml"),
+    "k8s/examples/chars.yaml": ("jobs/chars.yaml", "k8s/profiles/k8s.yaml"),
+    "k8s/examples/llm-on-gpus.yaml": ("tests/jobs/llm.yaml", "tests/profiles/gpu-cluster.yaml"),
+}
+"""Example: job file and profile, below the project's folder."""
+
+
+def rendered(job: str, profile: str) -> str:
+    """Return what the example must hold."""
+    spec = toolkit.load(ROOT / job)
+    return toolkit.render(toolkit.plan(spec, toolkit.load_profile(str(ROOT / profile))))
+
+
+def main() -> None:
+    """Write every example and the JSON Schema again."""
+    for path, (job, profile) in EXAMPLES.items():
+        (ROOT / path).write_text(rendered(job, profile))
+    schema = json.dumps(toolkit.json_schema(), indent=2, ensure_ascii=False)
+    (ROOT / "docs/reference/job.schema.json").write_text(schema + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Which processes live, for tests that promise to leave none behind."""
+
+import os
+from pathlib import Path
+
+
+def with_environment(marker: str) -> set[int]:
+    """Return the processes whose environment or arguments hold `marker`."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if marker.encode() in text and state != "Z":
+            found.add(int(entry.name))
+    return found

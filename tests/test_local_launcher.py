@@ -1,0 +1,217 @@
+"""Runs on this machine, for real: torchrun agents, signals, closed terminals."""
+
+import os
+import pty
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT, TOOLKIT, Until
+from tests.processes import with_environment
+from toolkit.launchers.local import LocalLauncher
+
+JOB = """
+name: probe
+script: {script}
+resources: {{nnodes: 2, nproc_per_node: 1}}
+stop: {{grace: 20s}}
+env: {{PROBE: "{marker}"}}
+"""
+
+# Says that it runs, then waits to be stopped and says that it was.
+WAITING = """
+import os, signal, sys, time
+def stop(*_):
+    print("rank", os.environ["RANK"], "stops", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "runs", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Iterator[str]:
+    """A mark in the environment of every process of the run; none may be left at the end."""
+    mark = f"probe-{tmp_path.name}-{os.getpid()}"
+    yield mark
+    left = with_environment(f"PROBE={mark}")
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, marker: str) -> Path:
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    path = tmp_path / "probe.yaml"
+    path.write_text(JOB.format(script=script, marker=marker))
+    return path
+
+
+def started(run_dir: Path) -> bool:
+    logs = "".join(path.read_text() for path in run_dir.glob("logs/attempt-0/node-*.log"))
+    return logs.count("runs") == 2
+
+
+def only_run(folder: Path) -> Path | None:
+    return next(iter(folder.glob("runs/*")), None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_toolkit_run_stops_every_process(
+    number: signal.Signals, job_file: Path, marker: str, tmp_path: Path, until: Until
+) -> None:
+    process = subprocess.Popen(
+        [TOOLKIT, "run", job_file], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    until(lambda: (run := only_run(tmp_path)) and started(run), "both ranks run")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert b"CANCELLED" in output
+    assert b"Traceback" not in output
+    assert not with_environment(f"PROBE={marker}")
+    run = only_run(tmp_path)
+    assert run is not None
+    logs = "".join(path.read_text() for path in run.glob("logs/attempt-0/node-*.log"))
+    assert "rank 0 stops" in logs
+    assert "rank 1 stops" in logs
+
+
+def test_a_closed_terminal_leaves_no_process_behind(
+    job_file: Path, marker: str, tmp_path: Path, until: Until
+) -> None:
+    terminal, inside = pty.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", TOOLKIT, "run", job_file],
+        cwd=tmp_path,
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+    )
+    os.close(inside)
+    until(lambda: (run := only_run(tmp_path)) and started(run), "both ranks run")
+    os.close(terminal)
+    process.wait(timeout=120)
+    until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
+
+
+def test_killing_toolkit_run_stops_the_run(
+    job_file: Path, marker: str, tmp_path: Path, until: Until
+) -> None:
+    process = subprocess.Popen(
+        [TOOLKIT, "run", job_file],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until(lambda: (run := only_run(tmp_path)) and started(run), "both ranks run")
+    process.kill()
+    process.wait()
+    until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
+
+
+def test_a_rank_that_detaches_itself_does_not_outlive_the_run(
+    tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "daemon.sh"
+    script.write_text("#!/bin/sh\nsetsid sleep 1000 </dev/null >/dev/null 2>&1 &\nexit 0\n")
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    job = toolkit.JobSpec(name="probe", command=(str(script),), env={"PROBE": marker})
+    run = toolkit.submit(job, to="local")
+    assert run.wait(120).state is toolkit.RunState.SUCCEEDED
+    assert not with_environment(f"PROBE={marker}")
+
+
+def test_a_submitted_run_outlives_the_shell_that_submitted_it(
+    job_file: Path, tmp_path: Path, until: Until
+) -> None:
+    done = subprocess.run(
+        [TOOLKIT, "submit", job_file, "--to", "local"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    run = toolkit.open_run(done.stdout.strip())
+    assert run.run_dir is not None
+    folder = run.run_dir
+    until(lambda: started(folder), "both ranks run")
+    assert run.status().state is toolkit.RunState.RUNNING
+    run.cancel()
+    assert run.wait(120).state is toolkit.RunState.CANCELLED
+
+
+def test_one_failing_node_ends_the_other(tmp_path: Path, marker: str) -> None:
+    script = tmp_path / "half.py"
+    script.write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(1000)\n"
+    )
+    job = toolkit.JobSpec(
+        name="probe",
+        script=str(script),
+        env={"PROBE": marker},
+        resources={"nnodes": 2},  # type: ignore[arg-type]  # as a file holds it
+        stop={"grace": "2s"},  # type: ignore[arg-type]
+    )
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    run = toolkit.submit(job, to=profile)
+    status = run.wait(120)
+    assert status.state is toolkit.RunState.FAILED
+    assert status.reason.startswith("exit status 1; see ")
+
+
+def test_gpus_that_are_not_there_are_refused_with_the_arithmetic(tmp_path: Path) -> None:
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    job = toolkit.JobSpec(
+        name="probe",
+        module="train",
+        resources={"nnodes": 2, "gpus_per_node": 4},  # type: ignore[arg-type]
+    )
+    with pytest.raises(toolkit.LauncherError) as refused:
+        LocalLauncher(profile, gpus=lambda: 6).submit(toolkit.plan(job, profile))
+    assert str(refused.value) == (
+        "2 nodes with 4 GPUs make 8, and this machine has 6; "
+        "--set resources.gpus_per_node=0 trains on its CPUs"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nodes_share_out_the_gpus_without_overlap() -> None:
+    job = toolkit.JobSpec(
+        name="probe",
+        module="train",
+        resources={"nnodes": 3, "nproc_per_node": 2, "gpus_per_node": 2},  # type: ignore[arg-type]
+    )
+    made = toolkit.plan(job, toolkit.LocalProfile(name="here"))
+    assert made.visible_devices == ("0,1", "2,3", "4,5")
+
+
+def test_make_run_trains_digits_above_95_percent(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [TOOLKIT, "run", ROOT / "jobs/digits.yaml", "--to", _profile(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    outcome = toolkit.launchers.rundir.outcome(run_dir)  # type: ignore[attr-defined]
+    assert outcome["status"] == "done"
+    assert outcome["metrics"]["test_accuracy"] > 0.95
+    assert str(run_dir) in done.stderr
+
+
+def _profile(folder: Path) -> Path:
+    path = folder / "here.yaml"
+    path.write_text(f"kind: local\nruns_dir: {folder / 'runs'}\n")
+    return path

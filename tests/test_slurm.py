@@ -1,0 +1,328 @@
+"""Jobs on a real Slurm cluster: trained, cancelled, requeued, robbed of a node."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT, TOOLKIT, Cluster, Until
+from toolkit.launchers.slurm import SlurmLauncher, SlurmRun
+
+pytestmark = pytest.mark.slurm
+
+
+class Site:
+    """What a user has on the login node: a profile, and the toolkit."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.runs = folder / "runs"
+        self.profile = toolkit.SlurmProfile(
+            name="sandbox", runs_dir=str(self.runs), venv=str(ROOT / ".venv")
+        )
+        self.launcher = SlurmLauncher(self.profile, command=self._command)
+
+    def _command(self, argv: object) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            argv,  # type: ignore[call-overload,no-any-return]  # a sequence of words
+            env=self.cluster.environ,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def submit(self, *overrides: str) -> SlurmRun:
+        job = toolkit.load(ROOT / "jobs/digits.yaml", overrides)
+        return self.launcher.submit(toolkit.plan(job, self.profile))
+
+    def submit_long(self, *overrides: str) -> SlurmRun:
+        """Submit a job that would train for hours, with a checkpoint every 50 steps."""
+        args = '["--task", "digits", "--steps", "1000000", "--checkpoint-every", "50"]'
+        return self.submit(f"args={args}", *overrides)
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path) -> Iterator[Site]:
+    made = Site(cluster, tmp_path)
+    yield made
+    cluster.slurm("scancel", "--user=root")
+
+
+def events(run: SlurmRun, kind: str) -> list[dict[str, object]]:
+    assert run.run_dir is not None
+    path = run.run_dir / "events.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def output(run: SlurmRun) -> str:
+    return "\n".join(run.logs())
+
+
+def failure(run: SlurmRun) -> str:
+    return f"{run.status()}\n{output(run)}"
+
+
+def nodes_of(cluster: Cluster, run: SlurmRun) -> list[str]:
+    listed = cluster.slurm("squeue", "-h", "-j", run.job_id, "-o", "%N").strip()
+    return cluster.slurm("scontrol", "show", "hostnames", listed).split()
+
+
+def test_two_nodes_train_digits_to_the_end(site: Site) -> None:
+    run = site.submit()
+    status = run.wait(300)
+    assert status.state is toolkit.RunState.SUCCEEDED, failure(run)
+    assert run.run_dir is not None
+    outcome = json.loads((run.run_dir / "outcome.json").read_text())
+    assert outcome["status"] == "done"
+    assert outcome["metrics"]["test_accuracy"] > 0.95
+    (start,) = events(run, "start")
+    assert start["world_size"] == 2
+    assert re.fullmatch(r"slurm://sandbox/\d+", run.uri)
+    assert (run.run_dir / "logs/attempt-0/exit_status").read_text() == "0\n"
+
+
+def test_make_submit_slurm_renders_submits_and_follows(cluster: Cluster, tmp_path: Path) -> None:
+    profile = tmp_path / "here.yaml"
+    profile.write_text(f"kind: slurm\nruns_dir: {tmp_path / 'runs'}\nvenv: .venv\n")
+    done = subprocess.run(
+        ["make", "submit-slurm", f"PROFILE={profile}", "ARGS=--set args.3=1"],
+        cwd=ROOT,
+        env=cluster.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "slurm://sandbox/" in done.stdout
+    assert "test_accuracy" in done.stdout
+    assert "SUCCEEDED" in done.stderr
+
+
+def test_a_rendered_script_needs_no_toolkit(
+    cluster: Cluster, site: Site, tmp_path: Path, until: Until
+) -> None:
+    job = toolkit.load(ROOT / "jobs/digits.yaml", ["args.3=1"])
+    script = toolkit.render(toolkit.plan(job, site.profile))
+    done = subprocess.run(
+        ["sbatch", "--parsable", f"--chdir={tmp_path}"],
+        input=script,
+        env=cluster.environ,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    job_id = done.stdout.strip()
+    run_dir = site.runs / f"digits-{job_id}"
+    # `python -m train` finds the package in the job's folder, which is not the project's here.
+    (tmp_path / "train").symlink_to(ROOT / "train")
+
+    def ended() -> bool:
+        return "JobState=COMPLETED" in cluster.slurm("scontrol", "show", "job", job_id)
+
+    until(ended, "the job has completed")
+    assert json.loads((run_dir / "outcome.json").read_text())["status"] == "done"
+    assert "attempt 0 on node" in (tmp_path / f"digits-{job_id}.out").read_text()
+
+
+def test_a_second_submit_makes_a_second_run(site: Site) -> None:
+    first, second = site.submit("args.3=1"), site.submit("args.3=1")
+    assert first.uri != second.uri
+    assert first.run_dir != second.run_dir
+    for run in (first, second):
+        assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
+
+
+def test_scancel_stops_the_run_with_a_checkpoint(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    run = site.submit_long()
+    until(lambda: events(run, "checkpoint"), "a first checkpoint")
+    run.cancel()
+    status = run.wait(120)
+    assert status.state is toolkit.RunState.CANCELLED, failure(run)
+    (stopped,) = events(run, "stopped")
+    assert events(run, "checkpoint")[-1]["step"] == stopped["step"]
+    assert "Traceback" not in output(run)
+    until(lambda: not _processes(cluster), "no process of the job is left on any node")
+
+
+def test_a_cancelled_run_is_known_to_another_process_after_slurm_forgot_it(
+    site: Site, until: Until
+) -> None:
+    run = site.submit_long()
+    until(lambda: events(run, "checkpoint"), "a first checkpoint")
+    run.cancel()
+    run.wait(120)
+
+    def forgetful(argv: object) -> "subprocess.CompletedProcess[str]":
+        text = "slurm_load_jobs error: Invalid job id specified"
+        return subprocess.CompletedProcess([str(argv)], 1, "", text)
+
+    again = SlurmLauncher(site.profile, command=forgetful).open(run.record)
+    assert again.status().state is toolkit.RunState.CANCELLED
+
+
+def test_requeue_resumes_at_the_same_step(cluster: Cluster, site: Site, until: Until) -> None:
+    run = site.submit_long()
+    until(lambda: events(run, "checkpoint"), "a first checkpoint")
+    cluster.slurm("scontrol", "requeue", run.job_id)
+    until(lambda: events(run, "resume"), "the second attempt has resumed")
+    (stopped,), (resumed,) = events(run, "stopped"), events(run, "resume")
+    assert resumed["attempt"] == 1
+    assert resumed["step"] == stopped["step"]
+    assert resumed["samples_seen"] == stopped["samples_seen"]
+    assert run.status().state is toolkit.RunState.RUNNING
+
+
+def test_walltime_stops_with_a_checkpoint_and_queues_again(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    # The warning comes stop.grace + 30 s before the end, so at the next look of Slurm (30 s).
+    run = site.submit_long("stop.grace=60s", "time_limit=3m", "retries.requeue=1")
+    until(lambda: events(run, "checkpoint"), "a first checkpoint")
+    soon = subprocess.run(
+        ["date", "-d", "+80 sec", "+%FT%T"], capture_output=True, text=True, check=True
+    )
+    cluster.slurm("scontrol", "update", f"jobid={run.job_id}", f"EndTime={soon.stdout.strip()}")
+    until(lambda: events(run, "resume"), "the second attempt has resumed")
+    assert events(run, "resume")[0]["step"] == events(run, "stopped")[0]["step"]
+    assert "digits: out of time, queued again" in output(run)
+
+
+def test_a_powered_off_node_gets_the_job_requeued_and_finished(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    steps = '["--task", "digits", "--steps", "6000", "--checkpoint-every", "50"]'
+    run = site.submit(f"args={steps}")
+    until(lambda: events(run, "checkpoint"), "a first checkpoint")
+    lost = nodes_of(cluster, run)[-1]
+    cluster("power-off", lost)
+    try:
+        until(lambda: events(run, "resume"), "the job runs elsewhere")
+        assert lost not in nodes_of(cluster, run)
+        status = run.wait(300)
+    finally:
+        cluster("power-on", lost)
+    assert status.state is toolkit.RunState.SUCCEEDED, failure(run)
+    assert events(run, "done")[0]["step"] == 6000
+    assert events(run, "done")[0]["attempt"] == 1
+
+
+def test_a_killed_rank_is_restarted_inside_the_job(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    run = site.submit_long()
+    until(lambda: events(run, "checkpoint"), "a first checkpoint")
+    # A worker, not its torchrun: the one whose arguments are exactly those of `python -m train`.
+    for node in nodes_of(cluster, run)[-1:]:
+        workers = [
+            int(line.split()[0])
+            for line in cluster("ps", node).splitlines()
+            if "-m train" in line and "torchrun" not in line
+        ]
+        assert workers, cluster("ps", node)
+        cluster(
+            "exec",
+            "--",
+            "srun",
+            "--overlap",
+            f"--jobid={run.job_id}",
+            "-N1",
+            "-n1",
+            "-w",
+            node,
+            "kill",
+            "-KILL",
+            str(workers[0]),
+        )
+    until(lambda: events(run, "resume"), "the workers have resumed")
+    assert events(run, "resume")[0]["attempt"] == 0
+    assert events(run, "resume")[0]["restart"] == 1
+
+
+def test_a_missing_head_node_fails_loudly(site: Site, tmp_path: Path) -> None:
+    """Without the name of the first node every node would train alone; nothing must start."""
+    broken = tmp_path / "bin"
+    broken.mkdir()
+    (broken / "scontrol").write_text("#!/bin/sh\nexit 0\n")
+    (broken / "scontrol").chmod(0o755)
+    venv = tmp_path / "venv" / "bin"
+    venv.mkdir(parents=True)
+    (venv / "activate").write_text(f"PATH={broken}:{ROOT}/.venv/bin:$PATH\n")
+    profile = site.profile.model_copy(update={"venv": str(tmp_path / "venv")})
+    job = toolkit.load(ROOT / "jobs/digits.yaml")
+    run = site.launcher.submit(toolkit.plan(job, profile))
+    status = run.wait(120)
+    assert status.state is toolkit.RunState.FAILED
+    assert re.search(r"digits: scontrol names no node for 'node\[\d-\d\]'", output(run))
+    assert not events(run, "start")
+
+
+def test_the_same_run_directory_twice_is_refused(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    run = site.submit("args.3=1")
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
+    assert run.run_dir is not None
+    before = sorted(path for path in run.run_dir.rglob("*") if path.is_file())
+    log = site.runs / "again.log"
+    again = cluster.slurm(
+        "sbatch",
+        "--parsable",
+        "--wait-all-nodes=0",
+        f"--output={log}",
+        str(run.run_dir / "digits.sbatch"),
+        str(run.run_dir),
+    ).strip()
+
+    def state() -> str:
+        return cluster.slurm("squeue", "-h", "-t", "all", "-j", again, "-o", "%T").strip()
+
+    until(lambda: state() == "FAILED", "the second job has failed")
+    assert f"{run.run_dir} already holds attempt 0" in log.read_text()
+    assert sorted(path for path in run.run_dir.rglob("*") if path.is_file()) == before
+
+
+def test_fake_gpus_are_given_to_each_node(cluster: Cluster, site: Site) -> None:
+    job = toolkit.JobSpec(
+        name="gpus",
+        command=("bash", "-c", "echo devices $CUDA_VISIBLE_DEVICES"),
+        resources={"nnodes": 2, "gpus_per_node": 2},  # type: ignore[arg-type]  # as in a file
+    )
+    profile = site.profile.model_copy(update={"gpu_type": "h100"})
+    run = site.launcher.submit(toolkit.plan(job, profile))
+    assert run.wait(120).state is toolkit.RunState.SUCCEEDED, failure(run)
+    assert len(re.findall(r"devices \d,\d", output(run))) == 2
+
+
+def test_without_a_controller_the_message_names_the_way_out(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    environ = {**cluster.environ, "SANDBOX_DIR": str(tmp_path / "none"), "PATH": "/usr/bin:/bin"}
+    environ.pop("SLURM_CONF", None)
+    done = subprocess.run(
+        [TOOLKIT, "submit", ROOT / "jobs/digits.yaml", "--to", "slurm"],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "make sandbox-up" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _processes(cluster: Cluster) -> str:
+    return "".join(line for line in cluster("ps").splitlines() if "train" in line)
