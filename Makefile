@@ -44,7 +44,7 @@ lint: install  ## Check style and types
 
 test: install lint  ## Install what the tests need and run them all
 	@tests/packages.sh
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n 3 --dist worksteal $(ARGS)
 
 golden: install  ## Write the rendered examples again
 	@$(BIN)/python -m tests.golden

@@ -93,7 +93,7 @@ def cluster() -> Iterator[Cluster]:
             pytest.fail(f"CI must run the Slurm tests: {reason}")
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="sb", dir="/tmp"))
-    argv = [SANDBOX, "up", "--nodes", "4", "--dir", str(folder)]
+    argv = [str(SANDBOX), "up", "--nodes", "4", "--dir", str(folder)]
     subprocess.run(argv, check=True)
     try:
         yield Cluster(folder)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import toolkit
+from tests.reference import PAGES
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,6 +33,8 @@ def main() -> None:
     for path, (job, profile) in EXAMPLES.items():
         (ROOT / path).write_text(rendered(job, profile))
     schema = json.dumps(toolkit.json_schema(), indent=2, ensure_ascii=False)
+    for path, text in PAGES.items():
+        (ROOT / path).write_text(text)
     (ROOT / "docs/reference/job.schema.json").write_text(schema + "\n")
 
 

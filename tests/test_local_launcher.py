@@ -12,6 +12,7 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Until
 from tests.processes import with_environment
+from toolkit.launchers import rundir
 from toolkit.launchers.local import LocalLauncher
 
 JOB = """
@@ -159,8 +160,8 @@ def test_one_failing_node_ends_the_other(tmp_path: Path, marker: str) -> None:
         name="probe",
         script=str(script),
         env={"PROBE": marker},
-        resources={"nnodes": 2},  # type: ignore[arg-type]  # as a file holds it
-        stop={"grace": "2s"},  # type: ignore[arg-type]
+        resources={"nnodes": 2},
+        stop={"grace": "2s"},
     )
     profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
     run = toolkit.submit(job, to=profile)
@@ -174,7 +175,7 @@ def test_gpus_that_are_not_there_are_refused_with_the_arithmetic(tmp_path: Path)
     job = toolkit.JobSpec(
         name="probe",
         module="train",
-        resources={"nnodes": 2, "gpus_per_node": 4},  # type: ignore[arg-type]
+        resources={"nnodes": 2, "gpus_per_node": 4},
     )
     with pytest.raises(toolkit.LauncherError) as refused:
         LocalLauncher(profile, gpus=lambda: 6).submit(toolkit.plan(job, profile))
@@ -189,7 +190,7 @@ def test_nodes_share_out_the_gpus_without_overlap() -> None:
     job = toolkit.JobSpec(
         name="probe",
         module="train",
-        resources={"nnodes": 3, "nproc_per_node": 2, "gpus_per_node": 2},  # type: ignore[arg-type]
+        resources={"nnodes": 3, "nproc_per_node": 2, "gpus_per_node": 2},
     )
     made = toolkit.plan(job, toolkit.LocalProfile(name="here"))
     assert made.visible_devices == ("0,1", "2,3", "4,5")
@@ -205,7 +206,8 @@ def test_make_run_trains_digits_above_95_percent(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
-    outcome = toolkit.launchers.rundir.outcome(run_dir)  # type: ignore[attr-defined]
+    outcome = rundir.outcome(run_dir)
+    assert outcome is not None
     assert outcome["status"] == "done"
     assert outcome["metrics"]["test_accuracy"] > 0.95
     assert str(run_dir) in done.stderr

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,14 +28,9 @@ class Site:
         )
         self.launcher = SlurmLauncher(self.profile, command=self._command)
 
-    def _command(self, argv: object) -> "subprocess.CompletedProcess[str]":
+    def _command(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            argv,  # type: ignore[call-overload,no-any-return]  # a sequence of words
-            env=self.cluster.environ,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
+            argv, env=self.cluster.environ, cwd=ROOT, capture_output=True, text=True, check=False
         )
 
     def submit(self, *overrides: str) -> SlurmRun:
@@ -224,28 +219,13 @@ def test_a_killed_rank_is_restarted_inside_the_job(
 ) -> None:
     run = site.submit_long()
     until(lambda: events(run, "checkpoint"), "a first checkpoint")
-    # A worker, not its torchrun: the one whose arguments are exactly those of `python -m train`.
-    for node in nodes_of(cluster, run)[-1:]:
-        workers = [
-            int(line.split()[0])
-            for line in cluster("ps", node).splitlines()
-            if "-m train" in line and "torchrun" not in line
-        ]
-        assert workers, cluster("ps", node)
-        cluster(
-            "exec",
-            "--",
-            "srun",
-            "--overlap",
-            f"--jobid={run.job_id}",
-            "-N1",
-            "-n1",
-            "-w",
-            node,
-            "kill",
-            "-KILL",
-            str(workers[0]),
-        )
+    node = nodes_of(cluster, run)[-1]
+    (worker,) = [  # a worker, not its torchrun
+        process
+        for process in json.loads(cluster("ps", node, "--json"))
+        if "-m train" in process["command"] and "torchrun" not in process["command"]
+    ]
+    os.kill(worker["pid"], signal.SIGKILL)
     until(lambda: events(run, "resume"), "the workers have resumed")
     assert events(run, "resume")[0]["attempt"] == 0
     assert events(run, "resume")[0]["restart"] == 1
@@ -298,7 +278,7 @@ def test_fake_gpus_are_given_to_each_node(cluster: Cluster, site: Site) -> None:
     job = toolkit.JobSpec(
         name="gpus",
         command=("bash", "-c", "echo devices $CUDA_VISIBLE_DEVICES"),
-        resources={"nnodes": 2, "gpus_per_node": 2},  # type: ignore[arg-type]  # as in a file
+        resources={"nnodes": 2, "gpus_per_node": 2},
     )
     profile = site.profile.model_copy(update={"gpu_type": "h100"})
     run = site.launcher.submit(toolkit.plan(job, profile))

@@ -43,6 +43,7 @@ __all__ = [
     "Retries",
     "Secret",
     "Stop",
+    "field_docstrings",
     "json_schema",
     "load",
 ]
@@ -405,7 +406,7 @@ def json_schema() -> dict[str, Any]:
     }
     for model in (JobSpec, Resources, Stop, Retries, Mount, Secret):
         part = schema if model is JobSpec else schema["$defs"][model.__name__]
-        for name, text in _field_docstrings(model).items():
+        for name, text in field_docstrings(model).items():
             alias = model.model_fields[name].alias or name
             # Beside a $ref, a description must not replace what the reference says.
             part["properties"][alias]["description"] = text
@@ -417,7 +418,7 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-def _field_docstrings(model: type[BaseModel]) -> dict[str, str]:
+def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
     """Read the string below each field from the source; pydantic would do it at every import."""
     (tree,) = ast.parse(inspect.getsource(model)).body
     assert isinstance(tree, ast.ClassDef)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,10 +104,8 @@ def test_wrong_forms_differ(
     assert difference > 100 * GRADIENTS
 
 
-def test_digits_are_learnt_by_default_in_seconds(start: Start, tmp_path: Path) -> None:
-    started = time.monotonic()
+def test_digits_are_learnt_by_default(start: Start, tmp_path: Path) -> None:
     run = start.ranks(2, "--epochs=10", run_dir=tmp_path / "run").finish()
-    assert time.monotonic() - started < 30
     metrics = run.outcome()["metrics"]
     assert metrics["test_accuracy"] >= 0.97
     last_line = run.output().splitlines()[-1]

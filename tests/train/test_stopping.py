@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,11 +67,9 @@ def test_a_signal_while_starting_ends_the_run_at_once(start: Start, tmp_path: Pa
         return len(run.workers()) == 2 and all(map(_catches_sigterm, run.workers().values()))
 
     run.wait_until(importing)
-    started = time.monotonic()
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 1
-    # Not the 30 s after which torchrun kills.
-    assert time.monotonic() - started < 20
+    # Not killed by torchrun after its patience: then nobody would have written this.
     assert run.outcome()["status"] == "preempted"
 
 

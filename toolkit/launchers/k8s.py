@@ -143,14 +143,13 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
 
         self._cluster.create(body, ours=ours)
         profile = self._profile.model_copy(update={"context": self._cluster.context})
-        record = registry.RunRecord(
+        record = registry.remember(
             uri=f"k8s://{profile.namespace}/{name}",
             name=name,
             job=plan.job.name,
-            profile=profile.model_dump(mode="json", by_alias=True),
-            created=time.time(),
+            profile=profile,
+            environ=self._environ,
         )
-        registry.record(record, environ=self._environ)
         return self.open(record)
 
     def open(self, record: registry.RunRecord) -> KubernetesRun:

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -128,18 +127,15 @@ class LocalLauncher(Launcher[LocalPlan]):
         run_dir = rundir.make(Path(self._profile.runs_dir), name)
         rundir.write_inputs(run_dir, plan.job, script=render(plan), file_name=_SCRIPT)
         self._supervise(run_dir, stop_timeout_s=plan.stop_timeout_s)
-        run = LocalRun(
-            registry.RunRecord(
-                uri=f"local://{name}",
-                name=name,
-                job=plan.job.name,
-                profile=self._profile.model_dump(mode="json", by_alias=True),
-                created=time.time(),
-                run_dir=run_dir,
-            )
+        record = registry.remember(
+            uri=f"local://{name}",
+            name=name,
+            job=plan.job.name,
+            profile=self._profile,
+            run_dir=run_dir,
+            environ=self._environ,
         )
-        registry.record(run.record, environ=self._environ)
-        return run
+        return LocalRun(record)
 
     def open(self, record: registry.RunRecord) -> LocalRun:
         """Return the handle of an earlier run."""

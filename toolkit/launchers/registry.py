@@ -6,14 +6,16 @@ The schedulers forget ended jobs within minutes; this file and the run directori
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import LauncherError, RunNotFound
+from toolkit.profile import Profile
 
-__all__ = ["RunRecord", "find", "is_cancelled", "mark_cancelled", "record", "records"]
+__all__ = ["RunRecord", "find", "is_cancelled", "mark_cancelled", "records", "remember"]
 
 _VERSION = 1
 
@@ -46,12 +48,28 @@ def _file(environ: Mapping[str, str]) -> Path:
     return Path(state) / "torch-deploy-toolkit" / "runs.jsonl"
 
 
-def record(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Remember a run, in the user's list and in its run directory.
+def remember(
+    *,
+    uri: str,
+    name: str,
+    job: str,
+    profile: Profile,
+    run_dir: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> RunRecord:
+    """Record a run that was submitted just now, in the user's list and in its run directory.
 
     Raises:
         LauncherError: nothing can be written there.
     """
+    run = RunRecord(
+        uri=uri,
+        name=name,
+        job=job,
+        profile=profile.model_dump(mode="json", by_alias=True),
+        created=time.time(),
+        run_dir=run_dir,
+    )
     known = asdict(run) | {"version": _VERSION, "run_dir": run.run_dir and str(run.run_dir)}
     line = json.dumps(known) + "\n"
     path = _file(environ)
@@ -63,6 +81,7 @@ def record(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> None:
             file.write(line)  # one write: two submits at once leave two whole lines
     except OSError as error:
         raise LauncherError(f"{run.uri} is submitted, but cannot be remembered: {error}") from error
+    return run
 
 
 def records(*, environ: Mapping[str, str] = os.environ) -> Iterator[RunRecord]:

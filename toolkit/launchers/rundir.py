@@ -104,6 +104,9 @@ def cancel_requested(run_dir: Path) -> bool:
 def ended_status(run_dir: Path) -> RunStatus:
     """Return how a run ended that is not running any more, from what it left behind."""
     said = outcome(run_dir) or {}
+    attempts = _attempts(run_dir)
+    if attempts and said.get("attempt") != int(attempts[-1].name.split("-")[1]):
+        said = {}  # an earlier attempt's; the newest one never came to say anything
     state = _OUTCOMES.get(str(said.get("status")))
     reason = str(said.get("reason") or "")
     if state is None:
@@ -119,7 +122,7 @@ def ended_status(run_dir: Path) -> RunStatus:
 
 def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     """Go by the exit status of the newest attempt, where the training wrote no outcome."""
-    attempts = sorted(run_dir.glob("logs/attempt-*"), key=lambda p: int(p.name.split("-")[1]))
+    attempts = _attempts(run_dir)
     try:
         status = int((attempts[-1] / "exit_status").read_text())
     except (IndexError, OSError, ValueError):
@@ -127,6 +130,11 @@ def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     if status == 0:
         return RunState.SUCCEEDED, ""
     return RunState.FAILED, f"exit status {status}; see {attempts[-1]}"
+
+
+def _attempts(run_dir: Path) -> list[Path]:
+    """Return the log folders of the attempts, oldest first."""
+    return sorted(run_dir.glob("logs/attempt-*"), key=lambda path: int(path.name.split("-")[1]))
 
 
 def _json_object(path: Path) -> Mapping[str, Any] | None:

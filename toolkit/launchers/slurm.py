@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -166,19 +165,15 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         except LauncherError:
             shutil.rmtree(run_dir)  # we made it, and nothing has run in it
             raise
-        run = SlurmRun(
-            registry.RunRecord(
-                uri=f"slurm://{cluster}/{match[1]}",
-                name=name,
-                job=plan.job.name,
-                profile=self._profile.model_dump(mode="json", by_alias=True),
-                created=time.time(),
-                run_dir=run_dir,
-            ),
-            self._command,
+        record = registry.remember(
+            uri=f"slurm://{cluster}/{match[1]}",
+            name=name,
+            job=plan.job.name,
+            profile=self._profile,
+            run_dir=run_dir,
+            environ=self._environ,
         )
-        registry.record(run.record, environ=self._environ)
-        return run
+        return SlurmRun(record, self._command)
 
     def open(self, record: registry.RunRecord) -> SlurmRun:
         """Return the handle of an earlier job."""

@@ -1,0 +1,152 @@
+"""The shape of the project: who imports whom, what is packed, what is public."""
+
+import ast
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT
+
+ORDER = [
+    "errors",
+    "quantities",
+    "documents",
+    "validation",
+    "spec",
+    "profile",
+    "planning",
+    "rendering",
+    "launchers",
+    "runs",
+    "cli",
+]
+"""A module imports only what stands to its left."""
+
+HEAVY = {"torch", "kubernetes", "submitit"}
+
+
+def imports(path: Path, *, late: bool = True) -> set[str]:
+    """Return the modules that a file imports; without `late`, those at import time alone."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree) if late else tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are written out"
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def python_files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", python_files("toolkit"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_left_never_imports_right(path: Path) -> None:
+    room = path.relative_to(ROOT / "toolkit").parts[0].removesuffix(".py")
+    if room == "__init__":
+        return  # it only says where names live
+    allowed = ORDER[: ORDER.index(room) + 1]
+    rooms = {name.split(".")[1] for name in imports(path) if name.startswith("toolkit.")}
+    assert rooms <= {*allowed, "__version__"}
+
+
+def test_toolkit_and_train_do_not_know_each_other() -> None:
+    for path in python_files("toolkit"):
+        assert not {name.split(".")[0] for name in imports(path)} & {"torch", "train"}, path
+    for path in python_files("train"):
+        assert "toolkit" not in {name.split(".")[0] for name in imports(path)}, path
+
+
+def test_kubernetes_is_imported_only_inside_its_launcher() -> None:
+    for path in python_files("toolkit"):
+        names = {name.split(".")[0] for name in imports(path)}
+        if "kubernetes" in names:
+            assert path.name.startswith("k8s")
+            assert "kubernetes" not in {n.split(".")[0] for n in imports(path, late=False)}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import toolkit",
+        "import toolkit; toolkit.render(toolkit.plan(toolkit.load('jobs/digits.yaml'), "
+        "toolkit.load_profile('k8s')))",
+        "import toolkit.launchers.k8s, toolkit.launchers.slurm, toolkit.launchers.local",
+    ],
+)
+def test_nothing_heavy_is_loaded_before_it_is_needed(code: str) -> None:
+    check = f"import sys; {code}; print({HEAVY!r} & set(sys.modules) or 'light')"
+    done = subprocess.run(
+        [sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "light\n"
+
+
+def test_the_public_names_are_sorted_and_all_there() -> None:
+    assert toolkit.__all__ == sorted(toolkit.__all__)
+    for name in toolkit.__all__:
+        assert getattr(toolkit, name).__doc__, name
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = toolkit.nonsense
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    argv = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(argv, check=True, capture_output=True)
+    return folder
+
+
+def test_the_wheel_holds_toolkit_and_its_templates_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    package = {str(path.relative_to(ROOT)) for path in python_files("toolkit")}
+    templates = {f"toolkit/{path.relative_to(ROOT)}" for path in (ROOT / "templates").rglob("*.j2")}
+    assert templates
+    assert names == package | templates | {"toolkit/py.typed"}
+
+
+def test_the_sdist_holds_what_a_stranger_needs_to_go_on(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in ("toolkit", "templates", "train", "tests", "jobs", "slurm", "k8s", "docs"):
+        tracked = subprocess.run(
+            ["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split("\n")
+        assert {name for name in tracked if name} <= names, folder
+    assert {"Makefile", "README.md", "CHANGELOG.md", "LICENSE", "constraints.txt"} <= names
+
+
+def test_an_installed_wheel_renders_what_the_checkout_renders(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    argv = ["install", "-qq", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *argv], check=True)
+    code = (
+        "import sys, toolkit, toolkit.cli; print(toolkit.__file__, file=sys.stderr); "
+        "toolkit.cli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "render", str(ROOT / "jobs/digits.yaml"), "--to", "k8s"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == f"{tmp_path}/site/toolkit/__init__.py\n"
+    assert done.stdout == (ROOT / "k8s/examples/digits.yaml").read_text()
+
+
+def test_every_python_file_of_the_product_is_a_small_room() -> None:
+    for folder in ("toolkit", "train"):
+        for path in python_files(folder):
+            assert len(path.read_text().splitlines()) <= 400, path

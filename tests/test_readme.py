@@ -1,0 +1,100 @@
+"""What the README tells people to do, done."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+import toolkit
+from tests.conftest import ROOT, TOOLKIT
+from toolkit.cli import cli
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def commands(program: str) -> list[str]:
+    """Return the command lines of the README that start with `program`, without comments."""
+    lines = (line for kind, block in BLOCKS if not kind for line in block.split("\n"))
+    found = (line.partition(" #")[0].strip() for line in lines)
+    return [line for line in found if line.startswith(program)]
+
+
+def block(start: str) -> str:
+    return next(str(text) for _, text in BLOCKS if text.startswith(start))
+
+
+def test_the_readme_shows_the_commands_that_matter() -> None:
+    assert commands("make run") == ["make run"]
+    assert commands("make test") == ["make test"]
+    assert len(commands(".venv/bin/toolkit")) >= 4
+
+
+@pytest.mark.parametrize(
+    "line", sorted({*commands("make"), *re.findall(r"`(make [^`]*)`", README)})
+)
+def test_every_make_target_of_the_readme_exists(line: str) -> None:
+    argv = ["make", "-n", *line.split()[1:]]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("line", commands(".venv/bin/toolkit"))
+def test_every_toolkit_command_of_the_readme_is_understood(line: str) -> None:
+    name, *argv = line.partition("|")[0].split()[1:]
+    command = cli.commands[name]
+    with click.Context(command) as context:
+        command.parse_args(context, argv)
+
+
+def test_the_readme_job_file_is_the_main_job(tmp_path: Path) -> None:
+    path = tmp_path / "readme.yaml"
+    path.write_text(block("# yaml-language-server"))
+    assert toolkit.load(path) == toolkit.load(ROOT / "jobs/digits.yaml")
+
+
+def test_the_readme_shows_real_messages(tmp_path: Path) -> None:
+    shown = block("$ toolkit check").split("\n", 1)[1]
+    (tmp_path / "my.yaml").write_text(
+        "name: mine\nmodule: train\n\nargs: [--lr, 1e-3]\nresources: {nnode: 2, memory: 64G}\n"
+    )
+    done = subprocess.run(
+        [TOOLKIT, "check", "my.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, shown)
+
+
+def test_the_readme_python_runs(tmp_path: Path) -> None:
+    code = next(text for kind, text in BLOCKS if kind == "python").replace(
+        '["resources.nnodes=4"]', '["resources.nnodes=1", "args.3=1"]'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"local://digits-\S+ succeeded", last)
+    subprocess.run(["rm", "-r", ROOT / "runs" / last.split()[0].partition("//")[2]], check=True)
+
+
+def test_every_link_of_the_documents_leads_somewhere() -> None:
+    for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "slurm/sandbox/README.md"]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{path}: {target}"
+
+
+def test_the_job_of_the_readme_validates_for_editors() -> None:
+    header = block("# yaml-language-server").split("\n", 1)[0]
+    assert header == (ROOT / "jobs/digits.yaml").read_text().split("\n", 1)[0]
+    assert yaml.safe_load(block("# yaml-language-server"))["name"] == "digits"

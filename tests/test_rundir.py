@@ -1,0 +1,100 @@
+"""How a run ended, told from what it left behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import LauncherError
+from toolkit.launchers import rundir
+from toolkit.launchers.base import RunState
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return rundir.make(tmp_path, "run")
+
+
+def attempt(run_dir: Path, number: int, exit_status: int | None = None) -> None:
+    folder = run_dir / f"logs/attempt-{number}"
+    folder.mkdir()
+    if exit_status is not None:
+        (folder / "exit_status").write_text(f"{exit_status}\n")
+
+
+def said(run_dir: Path, status: str, number: int = 0) -> None:
+    outcome = {"version": 1, "status": status, "attempt": number, "reason": f"because {status}"}
+    (run_dir / "outcome.json").write_text(json.dumps(outcome))
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [
+        ("done", RunState.SUCCEEDED),
+        ("preempted", RunState.PREEMPTED),
+        ("retryable", RunState.FAILED),
+        ("fatal", RunState.FAILED),
+    ],
+)
+def test_the_outcome_decides_and_not_the_exit_status(
+    run_dir: Path, status: str, state: RunState
+) -> None:
+    attempt(run_dir, 0, exit_status=1)
+    said(run_dir, status)
+    found = rundir.ended_status(run_dir)
+    assert (found.state, found.reason) == (state, f"because {status}")
+
+
+def test_a_run_that_was_killed_without_a_word_has_failed(run_dir: Path) -> None:
+    attempt(run_dir, 0)
+    said(run_dir, "running")
+    assert rundir.ended_status(run_dir).state is RunState.FAILED
+
+
+def test_a_status_from_the_future_is_never_success(run_dir: Path) -> None:
+    attempt(run_dir, 0)
+    said(run_dir, "splendid")
+    found = rundir.ended_status(run_dir)
+    assert (found.state, found.lost) == (RunState.UNKNOWN, True)
+
+
+def test_the_outcome_of_an_earlier_attempt_is_not_this_ones(run_dir: Path) -> None:
+    attempt(run_dir, 0, exit_status=1)
+    said(run_dir, "preempted", number=0)
+    for number in range(1, 11):  # ten comes after nine
+        attempt(run_dir, number, exit_status=4 if number == 10 else 1)
+    found = rundir.ended_status(run_dir)
+    assert found.state is RunState.FAILED
+    assert found.reason == f"exit status 4; see {run_dir / 'logs/attempt-10'}"
+
+
+def test_without_an_outcome_the_exit_status_decides(run_dir: Path) -> None:
+    attempt(run_dir, 0, exit_status=0)
+    assert rundir.ended_status(run_dir).state is RunState.SUCCEEDED
+
+
+def test_a_run_that_left_nothing_is_unknown_for_ever(run_dir: Path) -> None:
+    found = rundir.ended_status(run_dir)
+    assert (found.state, found.lost) == (RunState.UNKNOWN, True)
+
+
+def test_a_cancelled_run_is_cancelled_unless_it_was_done_before(run_dir: Path) -> None:
+    attempt(run_dir, 0, exit_status=1)
+    rundir.request_cancel(run_dir)
+    assert rundir.ended_status(run_dir).state is RunState.CANCELLED
+    said(run_dir, "done")
+    assert rundir.ended_status(run_dir).state is RunState.SUCCEEDED
+
+
+def test_an_existing_run_directory_is_never_taken(run_dir: Path) -> None:
+    with pytest.raises(LauncherError, match="exists already; it holds another run"):
+        rundir.make(run_dir.parent, run_dir.name)
+
+
+def test_the_newest_whole_metrics_line_is_read(run_dir: Path) -> None:
+    assert rundir.last_metrics(run_dir) is None
+    lines = [json.dumps({"step": step, "pad": "x" * 100}) for step in range(2000)]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 2000, "lo')
+    metrics = rundir.last_metrics(run_dir)
+    assert metrics is not None
+    assert metrics["step"] == 1999
