@@ -17,8 +17,10 @@ ORDER = [
     "quantities",
     "documents",
     "validation",
+    "fields",
     "spec",
     "profile",
+    "feasibility",
     "planning",
     "rendering",
     "launchers",
@@ -55,6 +57,11 @@ def test_left_never_imports_right(path: Path) -> None:
     allowed = ORDER[: ORDER.index(room) + 1]
     rooms = {name.split(".")[1] for name in imports(path) if name.startswith("toolkit.")}
     assert rooms <= {*allowed, "__version__"}
+
+
+def test_every_room_has_its_place_in_the_order() -> None:
+    rooms = {path.stem for path in (ROOT / "toolkit").iterdir() if not path.name.startswith("_")}
+    assert rooms - {"py"} == set(ORDER)
 
 
 def test_toolkit_and_train_do_not_know_each_other() -> None:

@@ -491,13 +491,13 @@ def test_a_run_that_somebody_else_deleted_is_unknown_and_not_waited_for(site: Si
     run = site.submit()
     site.server.delete(run.name)
     reason = "the PyTorchJob is gone, and was not cancelled from here: somebody deleted it"
-    assert run.status() == status(UNKNOWN, reason)
+    assert run.status() == RunStatus(state=UNKNOWN, reason=reason, lost=True)
     with pytest.raises(RunNotFound, match="the PyTorchJob is gone"):
         run.wait()
     with pytest.raises(RunNotFound, match="its log with its pods"):
         list(run.logs())
     run.cancel()
-    assert run.status() == status(UNKNOWN, reason)
+    assert run.status() == RunStatus(state=UNKNOWN, reason=reason, lost=True)
 
 
 def test_wait_gives_up_in_time_and_outlives_a_server_that_is_away(site: Site) -> None:

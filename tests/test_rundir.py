@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import toolkit
 from toolkit.errors import LauncherError
 from toolkit.launchers import rundir
 from toolkit.launchers.base import RunState
@@ -25,6 +26,17 @@ def attempt(run_dir: Path, number: int, exit_status: int | None = None) -> None:
 def said(run_dir: Path, status: str, number: int = 0) -> None:
     outcome = {"version": 1, "status": status, "attempt": number, "reason": f"because {status}"}
     (run_dir / "outcome.json").write_text(json.dumps(outcome))
+
+
+def test_the_resolved_job_is_the_job_when_it_is_read_again(run_dir: Path) -> None:
+    job = toolkit.JobSpec(
+        name="probe",
+        module="train",
+        args=("1e-3", "no", "012", "\u2028", "ü", "a\nb"),
+        env={"LR": "1e-3", "EMPTY": ""},
+    )
+    rundir.write_inputs(run_dir, job, script="#!/bin/bash\n", file_name="run.sh")
+    assert toolkit.load(run_dir / "job.yaml") == job
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import toolkit
 from toolkit.documents import read_document, write_document
 from toolkit.errors import InputError, SpecError
+from toolkit.fields import RESERVED_NAMES
 from toolkit.quantities import format_duration, format_size
-from toolkit.spec import RESERVED_NAMES, JobSpec, Mount, Resources, Retries, Secret, Stop
+from toolkit.spec import JobSpec, Mount, Resources, Retries, Secret, Stop
 from toolkit.validation import validate
 
 ROOT = Path(__file__).parent.parent

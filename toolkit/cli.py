@@ -131,7 +131,14 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
 
 @cli.command(name="list", epilog=_example("toolkit list --json"))
 @JSON
-@click.option("--last", default=20, show_default=True, metavar="N", help="How many runs.")
+@click.option(
+    "--last",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="How many runs.",
+)
 def list_runs(as_json: bool, last: int) -> None:
     """List the runs that were submitted from here, the newest last."""
     rows = [_summary(run) for run in list(toolkit.list_runs())[-last:]]
@@ -284,8 +291,12 @@ def _report_and_exit(run: toolkit.Run) -> None:
 def main() -> None:
     """Run the command line; what the user can mend is one message and an exit status."""
     try:
-        cli.main(standalone_mode=False)
-    except click.exceptions.Abort:
+        # Not cli.main(), which would make a closed pipe a failure before we can look at it.
+        with cli.make_context("toolkit", sys.argv[1:]) as context:
+            cli.invoke(context)
+    except click.exceptions.Exit as end:
+        sys.exit(end.exit_code)
+    except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(130)
     except click.ClickException as error:
         error.show()

@@ -302,7 +302,7 @@ def _explain(error: yaml.MarkedYAMLError, text: str, source: str) -> tuple[str, 
     mark = error.problem_mark or error.context_mark
     place = place_of(source, None if mark is None else mark.line)
     problem = error.problem or "cannot be read"
-    if "tab" in problem or (mark is not None and text[mark.index : mark.index + 1] == "\t"):
+    if mark is not None and text[mark.index : mark.index + 1] == "\t":
         return place, "a tab; YAML is indented with spaces"
     if "expected a single document" in (error.context or "") + problem:
         return place, "a second document begins; one file holds one"

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from toolkit.documents import read_document, read_text
 from toolkit.errors import InputError, Problem, ProfileError
-from toolkit.spec import (
+from toolkit.fields import (
     AbsolutePath,
     Duration,
     EnvName,

@@ -7,8 +7,7 @@ import ast
 import hashlib
 import inspect
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,26 +16,34 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
-    PlainSerializer,
     Strict,
-    WithJsonSchema,
 )
 from pydantic_core import PydanticCustomError
 
 from toolkit.documents import Ambiguous, Document, read_document, read_text
 from toolkit.errors import InputError, SpecError
-from toolkit.quantities import (
-    DURATION_PATTERN,
-    SIZE_PATTERN,
-    format_duration,
-    format_size,
-    parse_duration,
-    parse_size,
+from toolkit.fields import (
+    ENV_NAME,
+    RESERVED_NAMES,
+    AbsolutePath,
+    Duration,
+    EnvName,
+    Image,
+    JobName,
+    ModuleName,
+    MountSource,
+    NaturalInt,
+    PositiveInt,
+    Program,
+    SecretKey,
+    SecretName,
+    Size,
+    program_first,
+    schema_extra,
 )
 from toolkit.validation import FrozenModel, Text, override, validate
 
 __all__ = [
-    "EnvName",
     "JobSpec",
     "Mount",
     "Resources",
@@ -47,135 +54,6 @@ __all__ = [
     "json_schema",
     "load",
 ]
-
-RESERVED_NAMES = re.compile(
-    "PET_.*|TORCHELASTIC_.*|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE"
-    "|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE|TRAIN_RUN_DIR|TRAIN_ATTEMPT"
-    "|SLURM_.*"
-)
-"""Variables that torchrun, the scheduler or the toolkit set: a job cannot choose them."""
-
-
-def _from_text(parse: Callable[[str], int]) -> Callable[[object], int]:
-    def convert(value: object) -> int:
-        if isinstance(value, bool | float) or not isinstance(value, str | int):
-            raise PydanticCustomError("quantity_type", "a string with a unit is wanted")
-        # An integer has lost its unit; the parser's message says which ones there are.
-        return parse(str(value))
-
-    return convert
-
-
-def _quantity(
-    parse: Callable[[str], int], show: Callable[[int], str], schema: dict[str, Any]
-) -> Any:
-    return (
-        BeforeValidator(_from_text(parse)),
-        PlainSerializer(show, return_type=str),
-        WithJsonSchema({"type": "string", **schema}),
-    )
-
-
-Duration = Annotated[
-    int,
-    *_quantity(
-        parse_duration,
-        format_duration,
-        {"pattern": DURATION_PATTERN, "examples": ["90s", "30m", "1h30m", "01:30:00"]},
-    ),
-]
-"""Whole seconds, written like `30m`."""
-
-Size = Annotated[
-    int,
-    *_quantity(parse_size, format_size, {"pattern": SIZE_PATTERN, "examples": ["64GiB", "500MB"]}),
-]
-"""Bytes, written like `64GiB`."""
-
-
-def matching(pattern: str, rule: str) -> Any:
-    """Return the annotations of a text that must match; `rule` is the way out."""
-    expression = re.compile(pattern)
-
-    def check(value: str) -> str:
-        if not expression.fullmatch(value):
-            raise ValueError(f"{value!r} cannot be used; {rule}")
-        return value
-
-    return AfterValidator(check), _schema(pattern=f"^(?:{pattern})$")
-
-
-def _schema(**more: Any) -> Any:
-    return Field(json_schema_extra=more)
-
-
-def _unreserved(name: str) -> str:
-    if RESERVED_NAMES.fullmatch(name):
-        raise ValueError(f"{name!r} is set by torchrun, the scheduler or the toolkit; leave it out")
-    return name
-
-
-_ENV_NAME = "[A-Za-z_][A-Za-z0-9_]*"
-EnvName = Annotated[
-    Text,
-    *matching(_ENV_NAME, "use letters, digits and underscores, no digit first"),
-    AfterValidator(_unreserved),
-]
-JobName = Annotated[
-    Text,
-    *matching(
-        "[a-z]([-a-z0-9]{0,30}[a-z0-9])?",
-        "use at most 32 of a-z, 0-9 and '-', a letter first and no '-' last "
-        "(Kubernetes allows no other names, and adds to this one)",
-    ),
-]
-ModuleName = Annotated[
-    Text,
-    *matching(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "write it as after `python -m`, like train"),
-]
-SecretName = Annotated[
-    Text, *matching("[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "write a Kubernetes object name")
-]
-SecretKey = Annotated[Text, *matching("[-._a-zA-Z0-9]+", "use letters, digits, '-', '_' and '.'")]
-Image = Annotated[Text, *matching(r"\S+", "write it like registry/name:tag")]
-
-
-def _not_an_option(value: str) -> str:
-    if not value:
-        raise ValueError("the program has no name; write its file")
-    if value.startswith("-"):
-        raise ValueError(f"{value!r} would be read as an option of torchrun; write ./{value}")
-    return value
-
-
-def _program_first(command: tuple[str, ...]) -> tuple[str, ...]:
-    if command:
-        _not_an_option(command[0])
-    return command
-
-
-def _absolute(value: str) -> str:
-    if not value.startswith("/"):
-        raise ValueError(f"{value!r} must be an absolute path; it is the same on every node")
-    return value
-
-
-_CLAIM = "claim:[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
-
-
-def _absolute_or_claim(value: str) -> str:
-    if not value.startswith("/") and not re.fullmatch(_CLAIM, value):
-        raise ValueError(f"{value!r} must be an absolute path, or claim:NAME on Kubernetes")
-    return value
-
-
-MountSource = Annotated[
-    Text, AfterValidator(_absolute_or_claim), _schema(pattern=f"^(?:/|{_CLAIM}$)")
-]
-Program = Annotated[Text, AfterValidator(_not_an_option), _schema(pattern="^[^-]")]
-AbsolutePath = Annotated[Text, AfterValidator(_absolute), _schema(pattern="^/")]
-PositiveInt = Annotated[int, Strict(), Field(ge=1)]
-NaturalInt = Annotated[int, Strict(), Field(ge=0)]
 
 
 class Resources(FrozenModel):
@@ -276,8 +154,8 @@ class JobSpec(FrozenModel):
     command: (
         Annotated[
             tuple[Text, ...],
-            AfterValidator(_program_first),
-            _schema(minItems=1, prefixItems=[{"type": "string", "pattern": "^[^-]"}]),
+            AfterValidator(program_first),
+            schema_extra(minItems=1, prefixItems=[{"type": "string", "pattern": "^[^-]"}]),
         ]
         | None
     ) = None
@@ -387,7 +265,7 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the job file; descriptions are the docstrings of the fields."""
     schema = JobSpec.model_json_schema(by_alias=True)
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-    known = {"type": "string", "pattern": f"^(?!(?:{RESERVED_NAMES.pattern})$){_ENV_NAME}$"}
+    known = {"type": "string", "pattern": f"^(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}$"}
     place = {"anyOf": [{"$ref": "#/$defs/Secret"}, {"type": "null"}]}
     schema["properties"] |= {
         "env": {

@@ -130,9 +130,7 @@ def validate(model: type[Model], document: Document, error_type: type[InputError
     except ValidationError as error:
         # pydantic looks at a model as a whole only when its fields are right, so that part is ours.
         problems += (
-            _problem(model, document, e)
-            for e in error.errors(include_url=False)
-            if e["loc"] or e["type"] != "value_error"
+            _problem(model, document, e) for e in error.errors(include_url=False) if e["loc"]
         )
         problems += (
             Problem(place=document.place(()), message=message)

@@ -105,9 +105,9 @@ def find(name: str, *, environ: Mapping[str, str] = os.environ) -> RunRecord:
     for run in reversed(known):
         if name in (run.uri, run.name):
             return run
-    file = Path(name) / "launch.json"
-    if file.is_file() and (found := _parse(file.read_text())) is not None:
-        return found
+    with contextlib.suppress(OSError, ValueError):  # a name need not be a possible path
+        if (found := _parse((Path(name) / "launch.json").read_text())) is not None:
+            return found
     latest = ", ".join(run.name for run in known[-3:])
     hint = f"the latest are {latest}" if latest else "nothing was submitted from here yet"
     raise RunNotFound(f"no run {name!r}; {hint} (see `toolkit list`)")

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from toolkit.documents import write_document
 from toolkit.errors import LauncherError
 from toolkit.launchers.base import RunState, RunStatus
 from toolkit.spec import JobSpec
@@ -59,7 +58,7 @@ def write_inputs(run_dir: Path, job: JobSpec, *, script: str, file_name: str) ->
     Raises:
         LauncherError: they cannot be written.
     """
-    resolved = yaml.safe_dump(job.as_written(), sort_keys=False, allow_unicode=True)
+    resolved = write_document(job.as_written())
     try:
         (run_dir / "job.yaml").write_text(resolved)
         (run_dir / file_name).write_text(script)

@@ -1,0 +1,153 @@
+"""What cannot work: every reason why a job does not fit a site, with the arithmetic.
+
+Pure, like planning, which asks here first.
+"""
+
+from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
+from toolkit.quantities import format_duration, format_size
+from toolkit.spec import JobSpec
+
+__all__ = ["POD_MARGIN_S", "REQUEUE_MARGIN_S", "cpus_of", "refusals", "warning_lead_s"]
+
+REQUEUE_MARGIN_S = 30
+"""What the batch script needs after the checkpoint: srun's end and the requeue call."""
+
+SIGNAL_SLACK_S = 60
+"""Slurm may send the `--signal` warning up to this much early (sbatch manual, `--signal`)."""
+
+SIGNAL_MAX_S = 65535
+"""The earliest warning that sbatch takes (sbatch manual, `--signal`)."""
+
+POD_MARGIN_S = 15
+"""What torchrun needs after its workers are gone, before the kubelet kills the container."""
+
+KUBERNETES_NAME_MAX = 63
+"""Pods carry the run's name and a suffix; RFC 1035 allows 63 characters."""
+
+
+def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
+    """Return why `job` cannot work with `profile`, each reason in a sentence; none if it can."""
+    found = [*_does_not_fit(job, profile), *_mounts_missing(job, profile)]
+    match profile:
+        case LocalProfile():
+            found += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
+        case SlurmProfile():
+            found += _stop_too_long(
+                job,
+                needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
+                what=f"stop.grace, {REQUEUE_MARGIN_S}s to requeue and up to {SIGNAL_SLACK_S}s "
+                "that Slurm warns early",
+            )
+            if warning_lead_s(job) > SIGNAL_MAX_S:
+                found.append(
+                    f"stop.grace {format_duration(job.stop.grace_s)} is too long: Slurm warns at "
+                    f"most {SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the requeue"
+                )
+        case KubernetesProfile():
+            found += _stop_too_long(
+                job,
+                needed_s=job.stop.grace_s + POD_MARGIN_S,
+                what=f"stop.grace and {POD_MARGIN_S}s for torchrun to end",
+            )
+            found += _kubernetes_problems(job, profile, run_name)
+    return found
+
+
+def warning_lead_s(job: JobSpec) -> int:
+    """Return how long before the time limit Slurm warns: the checkpoint and the requeue."""
+    return job.stop.grace_s + REQUEUE_MARGIN_S
+
+
+def _does_not_fit(job: JobSpec, profile: Profile) -> list[str]:
+    """Compare what a node needs with what it has."""
+    need, node = job.resources, profile.node
+    found = []
+    if node.gpus is not None:
+        has = f"the {node.gpus} GPUs per node of profile {profile.name!r}"
+        if need.gpus_per_node > node.gpus:
+            found.append(f"gpus_per_node {need.gpus_per_node} exceeds {has}")
+        elif node.gpus and need.gpus_per_node and need.nproc_per_node > node.gpus:
+            found.append(f"nproc_per_node {need.nproc_per_node} exceeds {has}")
+    if not found and 0 < need.gpus_per_node < need.nproc_per_node:
+        found.append(
+            f"nproc_per_node {need.nproc_per_node} exceeds gpus_per_node {need.gpus_per_node}; "
+            "each worker needs a GPU of its own"
+        )
+    if node.cpus is not None and (cpus := cpus_of(job)) > node.cpus:
+        found.append(
+            f"cpus_per_node {cpus} exceeds the {node.cpus} CPUs per node of "
+            f"profile {profile.name!r}"
+        )
+    if node.memory_bytes is not None and (need.memory_bytes or 0) > node.memory_bytes:
+        found.append(
+            f"memory {format_size(need.memory_bytes or 0)} exceeds the "
+            f"{format_size(node.memory_bytes)} per node of profile {profile.name!r}"
+        )
+    if need.memory_bytes and need.shm_bytes and need.shm_bytes >= need.memory_bytes:
+        found.append(
+            f"shm {format_size(need.shm_bytes)} leaves nothing of memory "
+            f"{format_size(need.memory_bytes)}, which it is part of"
+        )
+    return found
+
+
+def _mounts_missing(job: JobSpec, profile: Profile) -> list[str]:
+    found: list[str] = []
+    targets = [mount.target for mount in job.mounts]
+    if twice := sorted({target for target in targets if targets.count(target) > 1}):
+        found.append(f"two mounts have the target {twice[0]!r}")
+    for index, mount in enumerate(job.mounts):
+        place = f"mounts[{index}]"
+        claim = mount.claim is not None
+        if isinstance(profile, KubernetesProfile):
+            if mount.target.rstrip("/") in (taken := ("/tmp", "/dev/shm", profile.runs_dir)):
+                found.append(
+                    f"{place}: {mount.target!r} is taken; every pod has its own {', '.join(taken)}"
+                )
+            if not claim and profile.pod_security != "privileged":
+                found.append(
+                    f"{place}: Pod Security {profile.pod_security!r} of profile {profile.name!r} "
+                    f"allows no folder of the node ({mount.source!r}); write claim:NAME"
+                )
+        elif claim:
+            found.append(f"{place}: {mount.source!r} exists only on Kubernetes; write a path")
+        elif mount.source != mount.target:
+            found.append(
+                f"{place}: profile {profile.name!r} runs without containers, so {mount.source!r} "
+                f"cannot appear at {mount.target!r}; make source and target equal"
+            )
+    return found
+
+
+def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> list[str]:
+    if job.time_limit_s is None or needed_s < job.time_limit_s:
+        return []
+    return [
+        f"stop.grace {format_duration(job.stop.grace_s)} does not fit: {what} takes "
+        f"{format_duration(needed_s)}, and time_limit is {format_duration(job.time_limit_s)}"
+    ]
+
+
+def cpus_of(job: JobSpec) -> int:
+    """Return the CPUs of a node: one per worker where the job does not say."""
+    return job.resources.cpus_per_node or job.resources.nproc_per_node
+
+
+def _kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str) -> list[str]:
+    found = []
+    if job.image is None:
+        found.append(f"profile {profile.name!r} runs containers; the job needs the key 'image'")
+    if profile.secret is None:
+        found += (
+            f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or the "
+            f"key 'secret' in profile {profile.name!r}"
+            for name, place in job.secrets.items()
+            if place is None
+        )
+    longest = f"{run_name}-worker-{job.resources.nnodes - 1}"
+    if len(longest) > KUBERNETES_NAME_MAX:
+        found.append(
+            f"the pod name {longest!r} has {len(longest)} characters, more than "
+            f"{KUBERNETES_NAME_MAX}; shorten 'name'"
+        )
+    return found
