@@ -93,7 +93,8 @@ def cluster() -> Iterator[Cluster]:
             pytest.fail(f"CI must run the Slurm tests: {reason}")
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="sb", dir="/tmp"))
-    argv = [str(SANDBOX), "up", "--nodes", "4", "--dir", str(folder)]
+    # KillWait is shorter than the checkpoints of some tests, as on many sites.
+    argv = [str(SANDBOX), "up", "--nodes", "4", "--kill-wait", "5", "--dir", str(folder)]
     subprocess.run(argv, check=True)
     try:
         yield Cluster(folder)

@@ -1,5 +1,6 @@
 """Runs on this machine, for real: torchrun agents, signals, closed terminals."""
 
+import json
 import os
 import pty
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import toolkit
+from tests import fake_slurm
 from tests.conftest import ROOT, TOOLKIT, Until
 from tests.processes import with_environment
 from toolkit.launchers import rundir
@@ -151,6 +153,80 @@ def test_a_submitted_run_outlives_the_shell_that_submitted_it(
     assert run.wait(120).state is toolkit.RunState.CANCELLED
 
 
+def test_the_time_limit_stops_a_run(job_file: Path, tmp_path: Path) -> None:
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    job = toolkit.load(job_file, ["time_limit=10s", "stop.grace=5s"])
+    run = toolkit.submit(job, to=profile)
+    status = run.wait(120)
+    assert status.state is toolkit.RunState.FAILED
+    assert status.reason == "time limit of 10 s: stopping"
+
+
+def test_nothing_starts_that_could_not_be_remembered(
+    job_file: Path, marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(toolkit.LauncherError, match="set XDG_STATE_HOME to another folder"):
+        toolkit.submit(toolkit.load(job_file), to="local")
+    assert not (tmp_path / "runs").exists()
+    assert not with_environment(f"PROBE={marker}")
+
+
+def test_a_secret_that_is_not_set_is_asked_for_before_anything_starts(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PROBE_TOKEN", raising=False)
+    with pytest.raises(toolkit.LauncherError) as refused:
+        toolkit.submit(toolkit.load(job_file, ["secrets=[PROBE_TOKEN]"]), to="local")
+    assert str(refused.value) == "secrets are not set here: PROBE_TOKEN; export them first"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_the_script_refuses_is_the_reason(tmp_path: Path) -> None:
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    mount = {"source": "/nope", "target": "/nope"}
+    job = toolkit.JobSpec.model_validate({"name": "m", "module": "train", "mounts": [mount]})
+    run = toolkit.submit(job, to=profile)
+    assert run.wait(60).reason == "m: the folder of a mount is missing: /nope"
+    assert list(run.logs()) == ["m: the folder of a mount is missing: /nope"]
+
+
+def test_a_stopped_run_goes_on_when_it_is_told_to(tmp_path: Path) -> None:
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    job = toolkit.load(ROOT / "jobs/digits.yaml", ["args.3=1", "resources.nnodes=1"])
+    run = toolkit.submit(job, to=profile)
+    assert run.wait(180).state is toolkit.RunState.SUCCEEDED
+    assert run.run_dir is not None
+    argv = ["bash", str(run.run_dir / "run.sh"), str(run.run_dir)]
+    environ = {**os.environ, "PATH": f"{TOOLKIT.parent}:{os.environ['PATH']}"}
+    again = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "already holds a run; to go on with it: bash FILE" in again.stderr
+    subprocess.run([*argv, "continue"], cwd=ROOT, env=environ, check=True)
+    assert "already done" in (run.run_dir / "logs/attempt-1/node-0.log").read_text()
+
+
+def test_chosen_gpus_are_shared_out(tmp_path: Path) -> None:
+    """Where the user may use some GPUs only, the nodes get those."""
+    job = toolkit.JobSpec.model_validate(
+        {
+            "name": "g",
+            "module": "train",
+            "resources": {"nnodes": 2, "gpus_per_node": 2, "nproc_per_node": 2},
+        }
+    )
+    script = toolkit.render(toolkit.plan(job, toolkit.LocalProfile(name="here")))
+    environ = fake_slurm.install(tmp_path, nodes=2) | {"CUDA_VISIBLE_DEVICES": "4,7,GPU-5,2"}
+    (tmp_path / "script.sh").write_text(script)
+    argv = ["bash", str(tmp_path / "script.sh"), str(tmp_path / "run")]
+    subprocess.run(argv, env=environ, check=True)
+    seen = [json.loads(path.read_text()) for path in (tmp_path / "dumps").iterdir()]
+    devices = sorted(s["env"]["CUDA_VISIBLE_DEVICES"] for s in seen)
+    assert devices == ["4,7", "GPU-5,2"]
+
+
 def test_one_failing_node_ends_the_other(tmp_path: Path, marker: str) -> None:
     script = tmp_path / "half.py"
     script.write_text(
@@ -193,7 +269,7 @@ def test_nodes_share_out_the_gpus_without_overlap() -> None:
         resources={"nnodes": 3, "nproc_per_node": 2, "gpus_per_node": 2},
     )
     made = toolkit.plan(job, toolkit.LocalProfile(name="here"))
-    assert made.visible_devices == ("0,1", "2,3", "4,5")
+    assert made.visible_devices == ((0, 1), (2, 3), (4, 5))
 
 
 def test_make_run_trains_digits_above_95_percent(tmp_path: Path) -> None:

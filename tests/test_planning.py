@@ -367,6 +367,7 @@ def test_all_reasons_come_at_once() -> None:
 
 TOOLKIT_ENV = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "PYTHONUNBUFFERED": "1",
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     "PET_SHUTDOWN_TIMEOUT": "60",
 }
@@ -374,14 +375,24 @@ PREFIX = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] "}
 POD_ENV = {
     "HOME": "/tmp",
     "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor",
-    "TRAIN_RUN_DIR": "/runs/digits",
 }
+
+
+def own(kind: str, spec: JobSpec) -> dict[str, str]:
+    """Return what only this kind of site needs."""
+    if kind != "kubernetes":
+        return PREFIX
+    return POD_ENV | {"TRAIN_RUN_DIR": f"/runs/digits-{spec.digest}"}
+
+
+def test_a_run_with_a_name_has_a_directory_of_that_name() -> None:
+    made = plan(job(), site("kubernetes"), run_name="digits-x")
+    assert made.env["TRAIN_RUN_DIR"] == "/runs/digits-x"
 
 
 @EVERYWHERE
 def test_the_environment_is_no_more_than_what_is_needed(kind: str) -> None:
-    own = POD_ENV if kind == "kubernetes" else PREFIX
-    assert plan(job(), site(kind)).env == TOOLKIT_ENV | own
+    assert plan(job(), site(kind)).env == TOOLKIT_ENV | own(kind, job())
 
 
 @EVERYWHERE
@@ -398,8 +409,7 @@ def test_the_profile_wins_over_the_toolkit_and_the_job_over_both(kind: str) -> N
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
         },
     )
-    own = POD_ENV if kind == "kubernetes" else PREFIX
-    assert plan(spec, profile).env == TOOLKIT_ENV | own | {
+    assert plan(spec, profile).env == TOOLKIT_ENV | own(kind, spec) | {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
         "NCCL_SOCKET_IFNAME": "ib0",
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -425,7 +435,7 @@ def test_a_secret_of_the_job_wins_over_a_value_of_the_site(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("cpus", "workers", "threads"),
-    [(None, 1, None), (None, 8, None), (1, 1, "1"), (96, 8, "12"), (95, 8, "11"), (4, 8, "1")],
+    [(None, 1, None), (None, 8, "1"), (1, 1, "1"), (96, 8, "12"), (95, 8, "11"), (4, 8, "1")],
 )
 @EVERYWHERE
 def test_workers_share_the_cpus_of_their_node(
@@ -468,8 +478,8 @@ def test_a_checkpoint_longer_than_kill_wait_is_noted() -> None:
 
     assert notes("60s", "60s") == ()
     assert notes("61s", "1m") == (
-        "scancel and preemption leave 1m (KillWait of profile 'a100'), less than stop.grace 1m1s; "
-        "a checkpoint that takes longer is lost then",
+        "scancel by hand and preemption leave 1m (KillWait of profile 'a100'), less than "
+        "stop.grace 1m1s; a checkpoint that takes longer is lost then",
     )
 
 
@@ -552,9 +562,11 @@ def test_pods_get_what_was_asked_and_are_restarted_as_often_as_asked() -> None:
 
 @pytest.mark.parametrize(
     ("nnodes", "gpus", "devices"),
-    [(1, 0, ("",)), (2, 0, ("", "")), (2, 1, ("0", "1")), (3, 2, ("0,1", "2,3", "4,5"))],
+    [(1, 0, ((),)), (2, 0, ((), ())), (2, 1, ((0,), (1,))), (3, 2, ((0, 1), (2, 3), (4, 5)))],
 )
-def test_simulated_nodes_share_no_gpu(nnodes: int, gpus: int, devices: tuple[str, ...]) -> None:
+def test_simulated_nodes_share_no_gpu(
+    nnodes: int, gpus: int, devices: tuple[tuple[int, ...], ...]
+) -> None:
     made = plan(job(resources={"nnodes": nnodes, "gpus_per_node": gpus}), site("local"))
     assert isinstance(made, LocalPlan) and made.visible_devices == devices
 

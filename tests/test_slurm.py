@@ -1,5 +1,6 @@
 """Jobs on a real Slurm cluster: trained, cancelled, requeued, robbed of a node."""
 
+import dataclasses
 import json
 import os
 import re
@@ -152,6 +153,92 @@ def test_scancel_stops_the_run_with_a_checkpoint(
     until(lambda: not _processes(cluster), "no process of the job is left on any node")
 
 
+SLOW_RANK_0 = """
+import os, pathlib, signal, sys, time
+def stop(*_):
+    if os.environ["RANK"] == "0":
+        time.sleep(12)  # longer than KillWait
+        pathlib.Path(os.environ["TRAIN_RUN_DIR"], "checkpoint").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(os.environ["TRAIN_RUN_DIR"], "rank-" + os.environ["RANK"]).touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_cancel_leaves_rank_0_the_whole_grace_though_the_others_are_done(
+    site: Site, tmp_path: Path, until: Until
+) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_RANK_0)
+    job = toolkit.JobSpec.model_validate(
+        {
+            "name": "slow",
+            "script": str(script),
+            "resources": {"nnodes": 2},
+            "stop": {"grace": "60s"},
+        }
+    )
+    run = site.launcher.submit(toolkit.plan(job, site.profile))
+    folder = run.run_dir
+    assert folder is not None
+    until(lambda: (folder / "rank-0").exists() and (folder / "rank-1").exists(), "both run")
+    run.cancel()
+    assert run.wait(120).state is toolkit.RunState.CANCELLED, failure(run)
+    assert (folder / "checkpoint").exists(), failure(run)
+
+
+def test_a_cancelled_run_goes_on_when_it_is_told_to(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    run = site.submit_long()
+    until(lambda: events(run, "checkpoint"), "a first checkpoint")
+    run.cancel()
+    assert run.wait(120).state is toolkit.RunState.CANCELLED, failure(run)
+    assert run.run_dir is not None
+    cluster.slurm(
+        *("sbatch", f"--output={site.runs}/again.log"),
+        *(str(run.run_dir / "digits.sbatch"), str(run.run_dir), "continue"),
+    )
+    until(lambda: events(run, "resume"), "it goes on")
+    (resumed,) = events(run, "resume")
+    assert (resumed["attempt"], resumed["step"]) == (1, events(run, "stopped")[0]["step"])
+
+
+def test_a_job_id_that_is_another_jobs_is_never_cancelled(site: Site, until: Until) -> None:
+    """Clusters count alike, and count again: the id alone does not make a job ours."""
+    other = site.submit_long()
+    until(lambda: events(other, "checkpoint"), "the other job runs")
+    assert other.run_dir is not None
+    elsewhere = other.run_dir.parent / "elsewhere"
+    elsewhere.mkdir()
+    ours = site.launcher.open(dataclasses.replace(other.record, run_dir=elsewhere))
+    assert ours.status().lost
+    ours.cancel()
+    assert other.status().state is toolkit.RunState.RUNNING
+
+
+def test_a_finished_run_is_known_though_the_controller_is_away(site: Site) -> None:
+    run = site.submit("args.3=1")
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
+
+    def away(argv: object) -> "subprocess.CompletedProcess[str]":
+        text = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+        return subprocess.CompletedProcess([str(argv)], 1, "", text)
+
+    again = SlurmLauncher(site.profile, command=away).open(run.record)
+    assert again.status().state is toolkit.RunState.SUCCEEDED
+    assert list(again.logs(follow=True)) == list(run.logs())
+
+
+def test_what_sbatch_refuses_is_told_in_its_words_and_leaves_nothing(site: Site) -> None:
+    with pytest.raises(toolkit.LauncherError) as refused:
+        site.submit("resources.memory=900TiB")
+    assert str(refused.value).startswith("sbatch refused: sbatch: error: Memory specification")
+    assert not list(site.runs.iterdir())
+
+
 def test_a_cancelled_run_is_known_to_another_process_after_slurm_forgot_it(
     site: Site, until: Until
 ) -> None:
@@ -270,7 +357,7 @@ def test_the_same_run_directory_twice_is_refused(
         return cluster.slurm("squeue", "-h", "-t", "all", "-j", again, "-o", "%T").strip()
 
     until(lambda: state() == "FAILED", "the second job has failed")
-    assert f"{run.run_dir} already holds attempt 0" in log.read_text()
+    assert f"{run.run_dir} already holds a run; to go on with it: sbatch FILE" in log.read_text()
     assert sorted(path for path in run.run_dir.rglob("*") if path.is_file()) == before
 
 

@@ -259,7 +259,7 @@ ONE_OF = "one of module, script and command says what to run; found"
         (
             "module: train.py/",
             "job.yaml:2: module: 'train.py/' cannot be used; write it as after `python -m`, "
-            "like train",
+            "like train; a file goes under the key 'script'",
         ),
     ],
 )

@@ -37,6 +37,13 @@ def test_two_nodes_mixed_are_left_out_too() -> None:
     assert shown("\n".join(["before", *mixed, "after"])) == "before\nafter"
 
 
+def test_log_lines_in_between_are_shown_and_end_nothing() -> None:
+    first, *rest = STOPPED.split("\n")
+    log = ["W1120 18:18:11.860000 114 torch/x.py:1] closing signal", "[rank 0] stopped", "srun: x"]
+    mixed = [first, log[0], *rest[:2], log[1], *rest[2:-1], log[2], rest[-1]]
+    assert shown("\n".join(["before", *mixed, "after"])) == "\n".join(["before", *log, "after"])
+
+
 def test_every_other_traceback_stays_whole() -> None:
     assert shown(f"before\n{FAILED}\nafter") == f"before\n{FAILED}\nafter"
     ranks = "[rank 1] Traceback (most recent call last):\n[rank 1]   File\n  indented\n\nend"

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -116,17 +117,16 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
     if not isinstance(profile, toolkit.LocalProfile):
         raise InputError(f"profile {to!r} is not of this machine; use `toolkit submit --to {to}`")
     made = toolkit.plan(spec, profile)
-    with _stopped_by_signals():
-        run = LocalLauncher(profile, tied=True).submit(made)
+    run = LocalLauncher(profile, tied=True).submit(made)
+    with _signals_cancel(run):
         click.echo(f"{run.uri}: run directory {run.run_dir}", err=True)
         try:
             _echo_lines(run.logs(follow=True))
-        except KeyboardInterrupt:
+        except OSError:  # nobody reads us any more, so nobody wants the run
             run.cancel()
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                click.echo("stopping with a checkpoint…", err=True)
-            _echo_lines_after(run)
-    _report_and_exit(run)
+            run.wait()
+            raise
+        _report_and_exit(run)
 
 
 @cli.command(name="list", epilog=_example("toolkit list --json"))
@@ -150,7 +150,8 @@ def list_runs(as_json: bool, last: int) -> None:
         width = max(len(row["uri"]) for row in rows)
         for row in rows:
             click.echo(
-                f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {row['reason']}".rstrip()
+                f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  "
+                f"{row['reason'].partition(chr(10))[0]}".rstrip()
             )
 
 
@@ -181,7 +182,14 @@ def logs(run: str, follow: bool) -> None:
 @RUN
 def cancel(run: str) -> None:
     """Ask a run to stop, with a checkpoint."""
-    toolkit.open_run(run).cancel()
+    opened = toolkit.open_run(run)
+    if opened.status().state.final:
+        click.echo(f"{opened.uri} has ended already", err=True)
+        return
+    opened.cancel()
+    click.echo(
+        f"{opened.uri} is asked to stop; `toolkit wait {opened.name}` waits for it", err=True
+    )
 
 
 @cli.command(epilog=_example("toolkit wait digits-1120-174558-k3f9 && echo trained"))
@@ -190,6 +198,9 @@ def cancel(run: str) -> None:
 def wait(run: str, timeout: float | None) -> None:
     """Wait until a run has ended; exit status 0 if it succeeded."""
     opened = toolkit.open_run(run)
+    found = opened.status()
+    if found.state is toolkit.RunState.UNKNOWN and not found.lost:
+        click.echo(f"{opened.name}: UNKNOWN ({found.reason}); waiting for an answer", err=True)
     try:
         opened.wait(timeout)
     except TimeoutError as error:
@@ -206,7 +217,10 @@ def schema() -> None:
 def _summary(run: toolkit.Run) -> dict[str, Any]:
     from toolkit.launchers import rundir
 
-    found = run.status()
+    try:
+        found = run.status()
+    except LauncherError as error:  # one place that is away must not hide the others
+        found = toolkit.RunStatus(state=toolkit.RunState.UNKNOWN, reason=str(error))
     metrics = rundir.last_metrics(run.run_dir) if run.run_dir else None
     created = datetime.fromtimestamp(run.record.created).astimezone()
     return {
@@ -239,27 +253,32 @@ def _echo_lines(lines: Iterator[str]) -> None:
         click.echo(line)
 
 
-def _echo_lines_after(run: toolkit.Run) -> None:
-    """Wait for the end of a run that was asked to stop; a second Ctrl-C asks again."""
-    while True:
-        try:
-            run.wait()
+def _echo_pending(run: toolkit.Run) -> None:
+    """Say why a run has not started, each time the reason changes, until it has."""
+    shown = ""
+    from toolkit.launchers.base import pauses
+
+    for pause_s in pauses():
+        found = run.status()
+        if found.state is not toolkit.RunState.PENDING:
             return
-        except KeyboardInterrupt:
-            click.echo("still stopping…", err=True)
-            run.cancel()
+        if found.reason != shown:
+            shown = found.reason
+            click.echo(f"{run.name}: PENDING ({shown})", err=True)
+        time.sleep(pause_s)
 
 
 @contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Let a closed terminal and `kill` do what Ctrl-C does."""
+def _signals_cancel(run: toolkit.Run) -> Iterator[None]:
+    """Let Ctrl-C, a closed terminal and `kill` stop the run; what it prints is still shown."""
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def cancel(*_: object) -> None:
+        run.cancel()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            click.echo("stopping with a checkpoint…", err=True)
 
-    before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, cancel) for number in numbers}
     try:
         yield
     finally:
@@ -269,6 +288,7 @@ def _stopped_by_signals() -> Iterator[None]:
 
 def _follow_and_exit(run: toolkit.Run) -> None:
     try:
+        _echo_pending(run)
         _echo_lines(run.logs(follow=True))
     except KeyboardInterrupt:
         click.echo(

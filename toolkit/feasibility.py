@@ -21,17 +21,48 @@ SIGNAL_MAX_S = 65535
 POD_MARGIN_S = 15
 """What torchrun needs after its workers are gone, before the kubelet kills the container."""
 
+SCRIPT_VARIABLES = frozenset(
+    {
+        *(
+            "attempt",
+            "devices",
+            "environment",
+            "gpu",
+            "gpus",
+            "head_node",
+            "hosts",
+            "logs",
+            "pid",
+            "pids",
+        ),
+        *(
+            "port",
+            "rank",
+            "restarts",
+            "run_dir",
+            "running",
+            "status",
+            "step",
+            "stopped",
+            "stopping",
+        ),
+    }
+)
+"""What the templates assign; a secret of such a name would not reach the workers."""
+
 KUBERNETES_NAME_MAX = 63
 """Pods carry the run's name and a suffix; RFC 1035 allows 63 characters."""
 
 
 def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
     """Return why `job` cannot work with `profile`, each reason in a sentence; none if it can."""
-    found = [*_does_not_fit(job, profile), *_mounts_missing(job, profile)]
+    found = [*_does_not_fit(job, profile), *_mount_problems(job, profile)]
     match profile:
         case LocalProfile():
+            found += _secrets_lost(job)
             found += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
         case SlurmProfile():
+            found += _secrets_lost(job)
             found += _stop_too_long(
                 job,
                 needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
@@ -91,16 +122,17 @@ def _does_not_fit(job: JobSpec, profile: Profile) -> list[str]:
     return found
 
 
-def _mounts_missing(job: JobSpec, profile: Profile) -> list[str]:
+def _mount_problems(job: JobSpec, profile: Profile) -> list[str]:
     found: list[str] = []
-    targets = [mount.target for mount in job.mounts]
+    targets = [mount.target.rstrip("/") for mount in job.mounts]
     if twice := sorted({target for target in targets if targets.count(target) > 1}):
         found.append(f"two mounts have the target {twice[0]!r}")
     for index, mount in enumerate(job.mounts):
         place = f"mounts[{index}]"
         claim = mount.claim is not None
         if isinstance(profile, KubernetesProfile):
-            if mount.target.rstrip("/") in (taken := ("/tmp", "/dev/shm", profile.runs_dir)):
+            taken = ("/tmp", "/dev/shm", profile.runs_dir.rstrip("/"))
+            if mount.target.rstrip("/") in taken:
                 found.append(
                     f"{place}: {mount.target!r} is taken; every pod has its own {', '.join(taken)}"
                 )
@@ -117,6 +149,15 @@ def _mounts_missing(job: JobSpec, profile: Profile) -> list[str]:
                 f"cannot appear at {mount.target!r}; make source and target equal"
             )
     return found
+
+
+def _secrets_lost(job: JobSpec) -> list[str]:
+    """Find secrets that a rendered script would overwrite with a variable of its own."""
+    return [
+        f"secrets: {name!r} is a variable of the rendered script; use capital letters"
+        for name in job.secrets
+        if name in SCRIPT_VARIABLES
+    ]
 
 
 def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> list[str]:

@@ -122,7 +122,10 @@ JobName = Annotated[
 ]
 ModuleName = Annotated[
     Text,
-    *matching(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "write it as after `python -m`, like train"),
+    *matching(
+        r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*",
+        "write it as after `python -m`, like train; a file goes under the key 'script'",
+    ),
 ]
 SecretName = Annotated[
     Text, *matching("[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "write a Kubernetes object name")

@@ -24,7 +24,7 @@ __all__ = ["KubernetesPlan", "LaunchPlan", "LocalPlan", "SlurmPlan", "plan"]
 RENDEZVOUS_TIMEOUT_S = 600
 """How long nodes wait for each other; starting 512 containers takes minutes."""
 
-LOCAL_PORTS = (61000, 4000)
+RENDEZVOUS_PORTS = (61000, 4000)
 """First port and how many: above Linux's ephemeral range, which ends at 60999."""
 
 
@@ -68,10 +68,10 @@ class LocalPlan(LaunchPlan):
     profile: LocalProfile
     """The site."""
 
-    visible_devices: tuple[str, ...]
-    """`CUDA_VISIBLE_DEVICES` of each node."""
+    visible_devices: tuple[tuple[int, ...], ...]
+    """The GPUs of each node, counted over those of this machine, or those that the user may use."""
 
-    ports: tuple[int, int] = LOCAL_PORTS
+    ports: tuple[int, int] = RENDEZVOUS_PORTS
     """First port that the rendezvous may use, and how many."""
 
 
@@ -85,7 +85,7 @@ class SlurmPlan(LaunchPlan):
     sbatch: tuple[tuple[str, str | None], ...]
     """Options of sbatch, in order."""
 
-    ports: tuple[int, int] = LOCAL_PORTS
+    ports: tuple[int, int] = RENDEZVOUS_PORTS
     """First port that the rendezvous may use, and how many."""
 
     join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
@@ -162,7 +162,8 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
         case SlurmProfile():
             return _slurm(job, profile)
         case KubernetesProfile():
-            return _kubernetes(job, profile, name)
+            # Rendered without a name, the same job is the same run, and another job is another.
+            return _kubernetes(job, profile, name, run_name or f"{job.name}-{job.digest}")
 
 
 def _torchrun(job: JobSpec) -> tuple[str, ...]:
@@ -180,6 +181,8 @@ def _env(job: JobSpec, profile: Profile) -> dict[str, str]:
     env = {
         # One store for all attempts makes attempt 1 read the keys of attempt 0 and hang.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # What a worker prints is seen at once; Python would keep back some kilobytes of it.
+        "PYTHONUNBUFFERED": "1",
         # As variables, since a torchrun that lacks an option ignores them.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         "PET_SHUTDOWN_TIMEOUT": str(job.stop.grace_s),
@@ -189,8 +192,8 @@ def _env(job: JobSpec, profile: Profile) -> dict[str, str]:
         env |= {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor"}
     else:  # there, each pod has a log of its own
         env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
-    if job.resources.cpus_per_node:
-        threads = max(1, job.resources.cpus_per_node // job.resources.nproc_per_node)
+    if job.resources.cpus_per_node or job.resources.nproc_per_node > 1:
+        threads = max(1, cpus_of(job) // job.resources.nproc_per_node)
         env["OMP_NUM_THREADS"] = str(threads)
     if profile.network_interface:
         env["NCCL_SOCKET_IFNAME"] = profile.network_interface
@@ -202,8 +205,7 @@ def _env(job: JobSpec, profile: Profile) -> dict[str, str]:
 def _local(job: JobSpec, profile: LocalProfile) -> LocalPlan:
     gpus = job.resources.gpus_per_node
     devices = tuple(
-        ",".join(str(gpu) for gpu in range(node * gpus, (node + 1) * gpus))
-        for node in range(job.resources.nnodes)
+        tuple(range(node * gpus, (node + 1) * gpus)) for node in range(job.resources.nnodes)
     )
     return LocalPlan(
         job=job,
@@ -237,8 +239,8 @@ def _slurm(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
     notes = []
     if job.stop.grace_s > profile.kill_wait_s:
         notes.append(
-            f"scancel and preemption leave {format_duration(profile.kill_wait_s)} (KillWait of "
-            f"profile {profile.name!r}), less than stop.grace "
+            f"scancel by hand and preemption leave {format_duration(profile.kill_wait_s)} "
+            f"(KillWait of profile {profile.name!r}), less than stop.grace "
             f"{format_duration(job.stop.grace_s)}; a checkpoint that takes longer is lost then"
         )
     return SlurmPlan(
@@ -252,7 +254,9 @@ def _slurm(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
     )
 
 
-def _kubernetes(job: JobSpec, profile: KubernetesProfile, run_name: str) -> KubernetesPlan:
+def _kubernetes(
+    job: JobSpec, profile: KubernetesProfile, run_name: str, folder: str
+) -> KubernetesPlan:
     need = job.resources
     requests = {"cpu": str(cpus_of(job))}
     if need.memory_bytes:
@@ -269,7 +273,7 @@ def _kubernetes(job: JobSpec, profile: KubernetesProfile, run_name: str) -> Kube
         job=job,
         profile=profile,
         torchrun=_torchrun(job),
-        env={"TRAIN_RUN_DIR": f"{profile.runs_dir}/{run_name}"} | _env(job, profile),
+        env={"TRAIN_RUN_DIR": f"{profile.runs_dir}/{folder}"} | _env(job, profile),
         secrets={
             name: place or Secret(secret=profile.secret or "", key=name)
             for name, place in job.secrets.items()

@@ -14,7 +14,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import toolkit
 from toolkit.errors import RenderError
 from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
-from toolkit.quantities import slurm_time
 
 __all__ = ["json_quote", "kubernetes_literal", "render", "sbatch_quote", "shell_quote"]
 
@@ -120,10 +119,8 @@ def _environment() -> Environment:
     environment.filters |= {
         "json": json_quote,
         "literal": kubernetes_literal,
-        "literals": lambda values: [kubernetes_literal(value) for value in values],
         "sbatch": sbatch_quote,
         "sh": shell_quote,
         "sh_words": lambda values: " ".join(map(shell_quote, values)),
-        "slurm_time": slurm_time,
     }
     return environment

@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from toolkit.errors import LauncherError
 from toolkit.launchers import registry
 from toolkit.launchers.base import Launcher, Run
@@ -58,8 +60,11 @@ def _stored_profile(record: registry.RunRecord) -> Profile:
     kind = record.profile.get("kind")
     for profile in (LocalProfile, SlurmProfile, KubernetesProfile):
         if kind == profile.model_fields["kind"].default:
-            return profile.model_validate(dict(record.profile))
-    raise LauncherError(f"{record.uri} was submitted with a profile of unknown kind {kind!r}")
+            try:
+                return profile.model_validate(dict(record.profile))
+            except ValidationError:
+                break
+    raise LauncherError(f"{record.uri} was submitted with a profile that this version cannot read")
 
 
 def launcher_for(profile: Profile) -> Launcher[Any]:

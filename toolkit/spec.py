@@ -149,7 +149,7 @@ class JobSpec(FrozenModel):
     """The Python module that every worker runs, as after `python -m`."""
 
     script: Program | None = None
-    """The Python file that every worker runs."""
+    """The Python file that every worker runs; a relative path is below the submit folder."""
 
     command: (
         Annotated[

@@ -52,14 +52,12 @@ def main() -> int:
 
 
 def record_end(directory: RunDirectory | None, status: str, reason: str) -> None:
-    """Record an end that came before the run directory was looked at; a finished run stays so."""
+    """Record an end that came before the run directory was claimed; see `may_forestall()`."""
     if directory is None or directory.place.rank != 0 or not directory.path.is_dir():
         return
     old = directory.read_outcome()
-    if old and old.status == "done":
-        return
     with suppress(OSError):
-        directory.write_outcome(
+        directory.write_early_outcome(
             Outcome(
                 status=status,
                 attempt=directory.place.attempt,

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,8 +45,11 @@ class State:
     """Which run this belongs to."""
     config: Mapping[str, object]
     """The command line that wrote this."""
-    rng: str = "sha256(seed, step, rank)"
-    """How each step's generators are seeded: a function, so there is no generator state to keep."""
+    rng: str = "sha256(seed, step, shard)"
+    """How each step's generators are seeded: a function, so there is no generator state to keep.
+
+    `shard` is the number of a rank's slice of the batch.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -66,7 +71,7 @@ def attempt_path(run_dir: Path, attempt: int) -> Path:
     return run_dir / "checkpoints" / f"attempt-{attempt}"
 
 
-def places(run_dir: Path, *, up_to_attempt: int) -> list[Position]:
+def places(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
     """List the committed checkpoints of this attempt and earlier ones, best first."""
     found = []
     for path in run_dir.glob("checkpoints/attempt-*/step-*"):
@@ -112,8 +117,8 @@ def save(
         ) from error
 
 
-def verify(path: Path) -> None:
-    """Check every file against the manifest.
+def verify(path: Path, names: Sequence[str] = FILES) -> None:
+    """Check every file, or only those named, against the manifest.
 
     Raises:
         CheckpointError: the first difference.
@@ -123,7 +128,7 @@ def verify(path: Path) -> None:
         files = manifest["files"]
         if manifest["version"] != VERSION:
             raise CheckpointError(f"{path}: format version {manifest['version']}, not {VERSION}")
-        for name in FILES:
+        for name in names:
             expected = files[name]
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
@@ -141,6 +146,17 @@ def load(path: Path) -> tuple[State, dict[str, Tensor], dict[str, Tensor]]:
     fields = json.loads((path / STATE).read_text())
     fields.pop("version")
     return State(**fields), load_file(path / MODEL), load_file(path / OPTIMIZER)
+
+
+def identity(path: Path) -> Mapping[str, object]:
+    """Read which run a checkpoint belongs to; its tensors, which may be large, are not looked at.
+
+    Raises:
+        CheckpointError: its `state.json` is damaged or missing.
+    """
+    verify(path, [STATE])
+    known: Mapping[str, object] = json.loads((path / STATE).read_text()).get("identity", {})
+    return known
 
 
 def prune(run_dir: Path, newest: Position, *, keep: int) -> None:
@@ -174,7 +190,8 @@ def export(path: Path, model: Mapping[str, Tensor]) -> None:
         _sync(draft)
         draft.replace(path)
     except (OSError, SafetensorError) as error:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()
         raise CheckpointError(f"cannot export to {path}: {error}") from error
 
 

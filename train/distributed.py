@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,6 +12,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from train.environment import Place
 from train.errors import PeerError, TrainError, UsageError
@@ -99,6 +103,40 @@ def device_and_backend(place: Place) -> tuple[torch.device, str]:
     return torch.device("cpu"), "gloo"
 
 
+def agree_on_device(store: Store, place: Place, device: torch.device) -> None:
+    """Make sure that all ranks have chosen the same kind of device.
+
+    Before the process group: its backend follows from the device, and NCCL and gloo would wait for
+    each other until time is over.
+
+    Raises:
+        UsageError: on all ranks; names the hosts whose ranks have no GPU, while others have.
+    """
+    # A store may outlive a restart.
+    store = PrefixStore(f"train/device/{place.restart}", store)
+    store.set(str(place.rank), json.dumps([device.type, socket.gethostname(), place.local_rank]))
+    keys = [str(rank) for rank in range(place.world_size)]
+    store.wait(keys)
+    choices = [json.loads(choice) for choice in store.multi_get(keys)]
+    if len({kind for kind, _, _ in choices}) == 1:
+        return
+    lacking = [
+        f"  rank {rank} on {host}"
+        for rank, (kind, host, local_rank) in enumerate(choices)
+        if kind == "cpu" and local_rank == 0
+    ]
+    # Rank 0 may be the store's home: it stays until all have read.
+    if store.add("read", 1) == place.world_size:
+        store.set("all have read", "")
+    if place.rank == 0:
+        store.wait(["all have read"])
+    raise UsageError(
+        "some ranks have a GPU each, others have not (no driver, or fewer GPUs than ranks on that "
+        "node); mend or leave out these nodes, or start all with CUDA_VISIBLE_DEVICES= to train on "
+        "the CPU:\n" + "\n".join(lacking)
+    )
+
+
 @contextmanager
 def open_group(place: Place, *, strategy: str, timeout_s: int) -> Iterator[Group]:
     """Connect the ranks; disconnect them when all went well.
@@ -108,20 +146,30 @@ def open_group(place: Place, *, strategy: str, timeout_s: int) -> Iterator[Group
     other ranks learn of it.
 
     Raises:
-        UsageError: this build of torch lacks the backend.
+        UsageError: this build of torch lacks the backend, or only some ranks have a GPU.
     """
     device, backend = device_and_backend(place)
+    timeout = timedelta(seconds=timeout_s)
+    store = None
+    if strategy != "single":
+        # What init_process_group would do by itself.
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        agree_on_device(store, place, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = Group(place=place, device=device)
-    if strategy == "single":
+    if store is None:
         yield group
         return
     if not dist.is_backend_available(backend):
         raise UsageError(f"this build of torch {torch.__version__} has no backend {backend!r}")
     dist.init_process_group(
         backend,
-        timeout=timedelta(seconds=timeout_s),
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     yield group

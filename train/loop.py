@@ -249,9 +249,13 @@ class Trainer:
 
     def _stopped(self) -> None:
         reason = f"stopped by {self.stop.signal_name or 'a signal to another rank'}"
-        self.directory.event("stopped", step=self.step, samples_seen=self.samples_seen)
-        if self.group.place.rank == 0:
+
+        def write() -> None:
+            self.directory.event("stopped", step=self.step, samples_seen=self.samples_seen)
             self.directory.write_outcome(self.outcome("preempted", reason))
+
+        # As for a checkpoint: the first rank to leave has the others ended.
+        self.group.on_rank_0(write)
         self.console.say(
             f"{reason} after step {self.step}/{self.steps}; start again to go on · "
             f"run directory {self.directory.path}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 
+from train import checkpoint
 from train.console import figures
 from train.distributed import Group
-from train.errors import FencedError, RefusedError, UsageError
+from train.errors import CheckpointError, FencedError, RefusedError, UsageError
 from train.rundir import VERSION, Outcome, RunDirectory, dump, write_atomically
 
 RUN = "run.json"
@@ -18,15 +20,18 @@ def claim(
 ) -> str | None:
     """Make the run directory ours; a text means that there is nothing left to do.
 
-    Rank 0 looks, since only its directory is sure to exist, and all ranks hear of it.
+    Rank 0 decides, since only its directory is sure to exist, and all ranks hear of it. Each node
+    looks for checkpoints of another run: its directory may be its own, and it may be resumed from.
 
     Raises:
         UsageError: on all ranks; there is another run, or the directory cannot be made.
         FencedError: on all ranks; a newer attempt was here.
     """
+    looks = group.place.local_rank == 0
+    strange = group.gather(_strange_checkpoint(directory, identity) if looks else "")
     verdict, text = "", ""
     if group.place.rank == 0:
-        verdict, text = _judge(directory, identity, steps)
+        verdict, text = _judge(directory, identity, steps, [found for found in strange if found])
     verdict, text = group.broadcast((verdict, text))
     match verdict:
         case "refused":
@@ -40,15 +45,21 @@ def claim(
     return None
 
 
-def _judge(directory: RunDirectory, identity: Mapping[str, object], steps: int) -> tuple[str, str]:
+def _judge(
+    directory: RunDirectory, identity: Mapping[str, object], steps: int, strange: Sequence[str]
+) -> tuple[str, str]:
     place, path = directory.place, directory.path
     try:
-        path.mkdir(parents=True, exist_ok=True)
         known = _known_identity(directory)
         if differing := differences(known, identity) if known is not None else []:
             return "refused", (
                 f"{path} holds a run of another configuration; use another --run-dir or:\n"
                 + "\n".join(f"  {line}" for line in differing)
+            )
+        if strange:
+            return "refused", (
+                f"{path} holds checkpoints of another configuration; remove them, use another "
+                "--run-dir or:\n" + "\n".join(strange)
             )
         old = directory.read_outcome()
         if old and old.attempt > place.attempt:
@@ -59,6 +70,7 @@ def _judge(directory: RunDirectory, identity: Mapping[str, object], steps: int) 
                 f"already done: step {old.step}/{steps}, {figures(old.metrics)} · "
                 f"run directory {path}"
             )
+        path.mkdir(parents=True, exist_ok=True)
         if known is None:
             content = {"version": VERSION, "identity": identity}
             write_atomically(path / RUN, dump(content, indent=2) + "\n")
@@ -77,6 +89,21 @@ def _judge(directory: RunDirectory, identity: Mapping[str, object], steps: int) 
     except OSError as error:
         return "unusable", f"cannot use run directory {path}: {error.strerror} ({error.filename})"
     return "mine", ""
+
+
+def _strange_checkpoint(directory: RunDirectory, identity: Mapping[str, object]) -> str:
+    """Name this node's first checkpoint of another run, of whatever attempt; else say nothing."""
+    for position in checkpoint.places(directory.path):
+        path = position.path(directory.path)
+        try:
+            differing = differences(checkpoint.identity(path), identity)
+        except CheckpointError:
+            continue  # recovery reports it, and takes nothing from it
+        if differing:
+            return "\n    ".join(
+                [f"  rank {directory.place.rank} on {socket.gethostname()}: {path}", *differing]
+            )
+    return ""
 
 
 def _known_identity(directory: RunDirectory) -> dict[str, object] | None:

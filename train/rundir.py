@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -77,8 +77,17 @@ class RunDirectory:
 
     def write_outcome(self, outcome: Outcome) -> bool:
         """Replace the outcome atomically if `may_replace()`; say whether it was."""
+        return self._write_outcome(outcome, may_replace)
+
+    def write_early_outcome(self, outcome: Outcome) -> bool:
+        """Write an end from before the directory was claimed, if `may_forestall()`."""
+        return self._write_outcome(outcome, may_forestall)
+
+    def _write_outcome(
+        self, outcome: Outcome, allowed: Callable[[Outcome | None, Outcome], bool]
+    ) -> bool:
         with self._locked():
-            if not may_replace(self.read_outcome(), outcome):
+            if not allowed(self.read_outcome(), outcome):
                 return False
             record = {"version": VERSION, **asdict(outcome), "time": time.time()}
             write_atomically(self.outcome_path, dump(record, indent=2) + "\n")
@@ -115,7 +124,7 @@ def may_replace(old: Outcome | None, new: Outcome) -> bool:
 
     An older attempt never replaces a newer one's. Within one try the first genuine failure stays:
     what other ranks report after it is its echo. Starting (`running`) replaces anything of the
-    same attempt.
+    same attempt, and `done` proves a failure of the same try wrong: all steps were made.
     """
     if old is None:
         return True
@@ -123,10 +132,25 @@ def may_replace(old: Outcome | None, new: Outcome) -> bool:
         return False
     same_try = old.try_number == new.try_number
     if same_try and old.status == "fatal":
-        return new.status == "running"
+        return new.status in ("running", "done")
     if same_try and old.status in ("done", "preempted", "retryable") and new.status == "retryable":
         return False
     return not (old.try_number > new.try_number and new.status in ("retryable", "fatal"))
+
+
+def may_forestall(old: Outcome | None, new: Outcome) -> bool:
+    """Decide whether an end from before the directory was claimed may be recorded.
+
+    Nothing is known then of whose directory it is: a mistyped flag must not end, for those who read
+    the outcome, a run that somebody else has going there. So only an earlier try gives way. Who
+    starts a run again counts attempts; torchrun counts restarts from 0 in any directory, so that a
+    `running` of this attempt may be anybody's, and only a request to stop replaces that.
+    """
+    if old is None:
+        return True
+    if old.status == "done" or old.try_number >= new.try_number:
+        return False
+    return old.attempt < new.attempt or old.status != "running" or new.status == "preempted"
 
 
 def dump(record: object, indent: int | None = None) -> str:

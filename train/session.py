@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from train import strategies, tasks
+from train import checkpoint, recovery, strategies, tasks
 from train.config import Config
 from train.console import Console, figures
-from train.distributed import open_group
+from train.distributed import Group, open_group
 from train.environment import Place
 from train.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PREEMPTED,
+    CheckpointError,
     FencedError,
     NonFiniteLoss,
+    PeerError,
     TrainError,
     UsageError,
     is_collateral,
@@ -52,6 +55,9 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
             nothing_left = claim(directory, identity, steps, group)
             if nothing_left is not None:
                 console.say(nothing_left)
+                if config.export:
+                    export_finished(directory, group, config.export)
+                    console.say(f"wrote its weights to {config.export}")
                 return EXIT_DONE
             # The initial weights are a function of the seed alone.
             torch.manual_seed(config.seed)
@@ -84,6 +90,31 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
         # another rank's, which names it.
         console.complain(f"lost the other ranks: {error}", every_rank=True)
         return EXIT_FAILED
+
+
+def export_finished(directory: RunDirectory, group: Group, path: Path) -> None:
+    """Write the weights of a run that is done; nothing in its directory changes.
+
+    Raises:
+        UsageError: on all ranks; the last checkpoint is gone, or the file cannot be written.
+    """
+    outcome = directory.read_outcome()
+    last_step = group.broadcast(outcome.step if outcome else None)
+    seen, source = recovery.find(directory.path, group)
+    best = None if source is None else seen[source].best
+    if source is None or best is None or best.step != last_step:
+        damage = sorted({reason for sighting in seen for _, reason in sighting.damaged})
+        raise UsageError(
+            f"cannot export to {path}: {directory.path} has no whole checkpoint of step "
+            f"{last_step}; to make the last steps again, remove {directory.outcome_path} first"
+            + "".join(f"\n  {reason}" for reason in damage)
+        )
+    model = recovery.read(directory.path, group, seen, source).model
+    try:
+        group.on_rank_0(lambda: checkpoint.export(path, model))
+    except (CheckpointError, PeerError) as error:
+        # Not a failure of the run, which would be recorded as its outcome.
+        raise UsageError(str(error)) from error
 
 
 def announce(trainer: Trainer, strategy: str) -> None:

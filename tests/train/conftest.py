@@ -54,6 +54,11 @@ class Running:
     def metrics(self) -> list[Record]:
         return read_lines(self.run_dir / "metrics.jsonl")
 
+    def contents(self) -> dict[str, bytes]:
+        """Every file of the run directory, by its path in it."""
+        files = (path for path in self.run_dir.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.run_dir)): path.read_bytes() for path in files}
+
     def losses(self) -> dict[int, float]:
         """Loss by step; a step done twice counts as it was done last."""
         return {m["step"]: m["loss"] for m in self.metrics() if "loss" in m}

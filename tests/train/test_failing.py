@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,6 @@ if TYPE_CHECKING:
     from tests.train.conftest import Start
 
 FLAGS = ("--task=chars", "--global-batch=12")
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_step(
@@ -85,24 +81,44 @@ def test_a_directory_of_another_configuration_is_refused_and_left_alone(
     start: Start, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    start.single(*FLAGS, "--steps=2", run_dir=run_dir).finish()
-    before = contents(run_dir)
+    first = start.single(*FLAGS, "--steps=2", run_dir=run_dir).finish()
+    before = first.contents()
     other = start.single(*FLAGS, "--steps=9", "--lr=0.1", "--seed=7", run_dir=run_dir).finish(2)
     assert other.output() == (
         f"train: {run_dir} holds a run of another configuration; use another --run-dir or:\n"
         "  lr: 0.005 there, 0.1 here\n"
         "  seed: 0 there, 7 here\n"
     )
-    assert contents(run_dir) == before
+    assert first.contents() == before
+
+
+def test_a_usage_error_does_not_touch_the_outcome_of_a_run_that_somebody_has_going(
+    start: Start, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    live = start.single(*FLAGS, "--steps=100000", "--checkpoint-every=0", run_dir=run_dir)
+    live.wait_for_step(1)
+    before = live.outcome()
+    assert before["status"] == "running"
+    start.single("--lr", "nope", run_dir=run_dir).finish(2)
+    # torchrun's second try has a higher number than the live run's first.
+    torchrun = ("--standalone", "--max-restarts=1")
+    mistyped = start.ranks(1, "--lr=nope", run_dir=run_dir, torchrun=torchrun).finish(1)
+    assert mistyped.output().count("train: --lr 'nope' is no number") == 2
+    assert live.outcome() == before
+    # Who starts a run again learns of it: that is a new attempt.
+    start.single("--lr", "nope", run_dir=run_dir, attempt=1).finish(2)
+    assert live.outcome()["status"] == "fatal"
+    assert live.outcome()["attempt"] == 1
 
 
 def test_an_older_attempt_is_fenced(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    start.single(*FLAGS, "--steps=2", run_dir=run_dir, attempt=5).finish()
-    before = contents(run_dir)
+    newer = start.single(*FLAGS, "--steps=2", run_dir=run_dir, attempt=5).finish()
+    before = newer.contents()
     zombie = start.single(*FLAGS, "--steps=9", run_dir=run_dir, attempt=4).finish(1)
     assert zombie.output() == f"train: {run_dir} belongs to attempt 5; this is attempt 4\n"
-    assert contents(run_dir) == before
+    assert newer.contents() == before
 
 
 def test_a_newer_attempt_fences_the_running_one(start: Start, tmp_path: Path) -> None:
@@ -134,6 +150,38 @@ def test_a_usage_error_comes_before_torch_and_once_for_all_ranks(
         [sys.executable, "-c", code, "--help"], env=env, capture_output=True, text=True, check=True
     )
     assert "--global-batch INT" in shown.stdout
+
+
+def test_ranks_without_a_gpu_among_ranks_that_have_one_are_named(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "mixed.py").write_text(
+        "import os, torch\n"
+        "from train import __main__, distributed\n"
+        "chosen = (torch.device('cpu'), 'gloo')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    chosen = (torch.device('cuda', 0), 'nccl')\n"
+        "distributed.device_and_backend = lambda place: chosen\n"
+        "__main__.enter()\n"
+    )
+    for name, share in (("own store", "1"), ("torchrun's store", "0")):
+        run_dir = tmp_path / name
+        run_dir.mkdir()
+        run = start.ranks(
+            2,
+            *FLAGS,
+            run_dir=run_dir,
+            module=("mixed.py",),
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE=share,
+        ).finish(1)
+        outcome = run.outcome()
+        assert (outcome["status"], outcome["rank"]) == ("fatal", None)
+        assert outcome["reason"] == (
+            "some ranks have a GPU each, others have not (no driver, or fewer GPUs than ranks on "
+            "that node); mend or leave out these nodes, or start all with CUDA_VISIBLE_DEVICES= to "
+            f"train on the CPU:\n  rank 0 on {socket.gethostname()}"
+        )
+        assert f"train: {outcome['reason']}\n" in run.output()
 
 
 def test_the_limit_stands_for_a_full_disk() -> None:

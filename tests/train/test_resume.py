@@ -139,20 +139,17 @@ def free_port() -> int:
         return port
 
 
-def test_nodes_without_a_shared_directory_resume_from_the_one_that_has_it(
-    start: Start, tmp_path: Path
-) -> None:
-    """The checkpoint is on what is now node 1; node 0 is new and has nothing."""
-    common = ("--task=chars", "--global-batch=12", "--checkpoint-every=15", "--steps=30")
-    reference = start.ranks(2, *common, run_dir=tmp_path / "reference").finish()
-    go_back(reference.run_dir, tmp_path / "old", step=15)
+def two_nodes(
+    start: Start, *flags: str, run_dirs: tuple[Path, Path], attempt: int = 0
+) -> tuple[Running, Running]:
+    """Start two nodes of one rank each, with a run directory of their own."""
     port = free_port()
-    nodes = [
+    first, second = (
         start.ranks(
             1,
-            *common,
-            run_dir=tmp_path / name,
-            attempt=1,
+            *flags,
+            run_dir=run_dir,
+            attempt=attempt,
             torchrun=(
                 "--nnodes=2",
                 f"--node-rank={rank}",
@@ -160,8 +157,19 @@ def test_nodes_without_a_shared_directory_resume_from_the_one_that_has_it(
                 f"--master-port={port}",
             ),
         )
-        for rank, name in enumerate(("new", "old"))
-    ]
+        for rank, run_dir in enumerate(run_dirs)
+    )
+    return first, second
+
+
+def test_nodes_without_a_shared_directory_resume_from_the_one_that_has_it(
+    start: Start, tmp_path: Path
+) -> None:
+    """The checkpoint is on what is now node 1; node 0 is new and has nothing."""
+    common = ("--task=chars", "--global-batch=12", "--checkpoint-every=15", "--steps=30")
+    reference = start.ranks(2, *common, run_dir=tmp_path / "reference").finish()
+    go_back(reference.run_dir, tmp_path / "old", step=15)
+    nodes = two_nodes(start, *common, run_dirs=(tmp_path / "new", tmp_path / "old"), attempt=1)
     for node in nodes:
         node.finish()
     (resumed,) = [e for e in nodes[0].events() if e["event"] == "resume"]
@@ -172,3 +180,29 @@ def test_nodes_without_a_shared_directory_resume_from_the_one_that_has_it(
         reference.run_dir / final.format(0)
     ).read_bytes()
     assert not (tmp_path / "old" / final.format(1)).exists()
+
+
+def test_another_runs_checkpoint_on_another_node_is_refused_and_left_alone(
+    start: Start, tmp_path: Path
+) -> None:
+    """Node 1's own disk holds another run at the same path; node 0 has nothing."""
+    common = ("--task=chars", "--global-batch=12", "--steps=9")
+    new, old = tmp_path / "new", tmp_path / "old"
+    other = start.single(*common, "--seed=7", run_dir=old).finish()
+    before = other.contents()
+    nodes = two_nodes(start, *common, "--seed=0", run_dirs=(new, old))
+    for node in nodes:
+        node.finish(1)
+        assert node.output().count("exitcode  : 2") == 1
+    assert (
+        nodes[0]
+        .output()
+        .startswith(
+            f"train: {new} holds checkpoints of another configuration; remove them, use another "
+            "--run-dir or:\n"
+            f"  rank 1 on {socket.gethostname()}: {old}/checkpoints/attempt-0/step-00000009\n"
+            "    seed: 7 there, 0 here\n"
+        )
+    )
+    assert not new.exists()
+    assert other.contents() == before

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from train.environment import Place
-from train.rundir import Outcome, RunDirectory, dump, may_replace, read_lines
+from train.rundir import Outcome, RunDirectory, dump, may_forestall, may_replace, read_lines
 
 RUNNING = Outcome(
     status="running",
@@ -38,6 +38,8 @@ def outcome(status: str, *, attempt: int = 1, restart: int = 0, rank: int | None
         (outcome("fatal", rank=1), outcome("fatal", rank=2), False),
         (outcome("fatal", rank=1), outcome("retryable", rank=0), False),
         (outcome("fatal", rank=1), outcome("preempted"), False),
+        # All steps were made: what failed beside that changed nothing.
+        (outcome("fatal", rank=1), outcome("done"), True),
         # An echo that was faster than its cause gives way.
         (outcome("retryable", rank=0), outcome("fatal", rank=1), True),
         (outcome("retryable", rank=0), outcome("retryable", rank=2), False),
@@ -54,6 +56,34 @@ def outcome(status: str, *, attempt: int = 1, restart: int = 0, rank: int | None
 )
 def test_which_outcome_replaces_which(old: Outcome | None, new: Outcome, allowed: bool) -> None:
     assert may_replace(old, new) is allowed
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "allowed"),
+    [
+        (None, outcome("fatal"), True),
+        (None, outcome("preempted"), True),
+        # Whose directory it is, nobody knows yet.
+        (outcome("running"), outcome("fatal"), False),
+        (outcome("running"), outcome("preempted"), False),
+        (outcome("preempted"), outcome("fatal"), False),
+        (outcome("retryable"), outcome("fatal"), False),
+        # torchrun counts restarts, in a stranger's directory too.
+        (outcome("running"), outcome("fatal", restart=1), False),
+        (outcome("running"), outcome("preempted", restart=1), True),
+        (outcome("retryable"), outcome("fatal", restart=1), True),
+        (outcome("retryable", restart=1), outcome("fatal"), False),
+        # Who starts a run again counts attempts.
+        (outcome("running"), outcome("fatal", attempt=2), True),
+        (outcome("preempted", restart=3), outcome("preempted", attempt=2), True),
+        (outcome("running", attempt=2), outcome("fatal"), False),
+        (outcome("done"), outcome("fatal", attempt=2), False),
+    ],
+)
+def test_an_end_before_the_directory_was_claimed_spares_what_may_be_another_run(
+    old: Outcome | None, new: Outcome, allowed: bool
+) -> None:
+    assert may_forestall(old, new) is allowed
 
 
 def test_outcome_is_written_whole_and_read_back(tmp_path: Path) -> None:

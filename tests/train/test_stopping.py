@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -16,11 +17,6 @@ if TYPE_CHECKING:
 
 FLAGS = ("--task=chars", "--global-batch=12")
 ENDLESS = (*FLAGS, "--steps=100000")
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT"])
@@ -56,6 +52,30 @@ def test_a_signal_to_one_rank_stops_all_ranks_at_the_same_step(
     assert run.outcome()["step"] == asked["step"] == max(run.losses())
     # torchrun's summary: every rank left with 75, none was killed or failed.
     assert run.output().count("exitcode  : 75") == 3
+
+
+def test_no_rank_leaves_before_the_outcome_says_preempted(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import os, pathlib, time\n"
+        "from train import __main__\n"
+        "from train.rundir import RunDirectory\n"
+        "write = RunDirectory.write_outcome\n"
+        "def write_slowly(self, outcome):\n"
+        "    time.sleep(2.0 if outcome.status == 'preempted' else 0.0)\n"
+        "    return write(self, outcome)\n"
+        "RunDirectory.write_outcome = write_slowly\n"
+        "status = __main__.main()\n"
+        "outcome = pathlib.Path(os.environ['TRAIN_RUN_DIR'], 'outcome.json').read_text()\n"
+        "pathlib.Path('left-' + os.environ['RANK']).write_text(outcome)\n"
+        "os._exit(status)\n"
+    )
+    run = start.ranks(2, *ENDLESS, run_dir=tmp_path / "run", module=("slow.py",))
+    run.wait_for_step(3)
+    os.kill(run.workers()[1], signal.SIGTERM)
+    run.finish(1)
+    assert run.outcome()["status"] == "preempted"
+    for rank in range(2):
+        assert json.loads((tmp_path / f"left-{rank}").read_text()) == run.outcome()
 
 
 def test_a_signal_while_starting_ends_the_run_at_once(start: Start, tmp_path: Path) -> None:
@@ -117,11 +137,53 @@ def test_a_killed_rank_makes_the_run_retryable(start: Start, tmp_path: Path) -> 
 
 def test_a_finished_run_started_again_changes_nothing(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    start.single(*FLAGS, "--steps=3", run_dir=run_dir).finish()
-    before = contents(run_dir)
+    run = start.single(*FLAGS, "--steps=3", run_dir=run_dir).finish()
+    before = run.contents()
     again = start.single(*FLAGS, "--steps=3", run_dir=run_dir, attempt=1).finish()
-    assert contents(run_dir) == before
+    assert run.contents() == before
     assert again.output().startswith("already done: step 3/3, loss ")
+
+
+def test_a_finished_run_exports_its_last_weights_and_changes_nothing_else(
+    start: Start, tmp_path: Path
+) -> None:
+    flags = (*FLAGS, "--steps=3", "--checkpoint-every=2")
+    run = start.single(*flags, "--export=first.st", run_dir=tmp_path / "run").finish()
+    before = run.contents()
+    # A later attempt: its outcome could replace the first one's.
+    again = start.ranks(2, *flags, "--export=later/w.st", run_dir=run.run_dir, attempt=1).finish()
+    assert (tmp_path / "later/w.st").read_bytes() == (tmp_path / "first.st").read_bytes()
+    assert again.output().startswith("already done: step 3/3, loss ")
+    assert again.output().endswith("wrote its weights to later/w.st\n")
+    assert run.contents() == before
+    # It cannot be written.
+    blocked = start.ranks(2, *flags, "--export=first.st/w", run_dir=run.run_dir, attempt=1)
+    blocked.finish(1)
+    assert "train: cannot export to first.st/w: " in blocked.output()
+    assert blocked.output().count("exitcode  : 2") >= 1
+    assert run.contents() == before
+
+
+def test_a_finished_run_whose_last_checkpoint_is_damaged_exports_no_older_one(
+    start: Start, tmp_path: Path
+) -> None:
+    flags = (*FLAGS, "--steps=3", "--checkpoint-every=2")
+    run = start.single(*flags, run_dir=tmp_path / "run").finish()
+    model = run.run_dir / "checkpoints/attempt-0/step-00000003/model.safetensors"
+    model.write_bytes(b"x")
+    before = run.contents()
+    again = start.single(*flags, "--export=w.st", run_dir=run.run_dir, attempt=1).finish(2)
+    complaint = again.output().partition("train: ")[2]
+    assert complaint.startswith(
+        f"cannot export to w.st: {run.run_dir} has no whole checkpoint of step 3; to make the last "
+        f"steps again, remove {run.run_dir / 'outcome.json'} first\n  {model}: 1 bytes, not "
+    )
+    assert not (tmp_path / "w.st").exists()
+    assert run.contents() == before
+    # The way out that it names.
+    (run.run_dir / "outcome.json").unlink()
+    start.single(*flags, "--export=w.st", run_dir=run.run_dir, attempt=1).finish()
+    assert (tmp_path / "w.st").exists()
 
 
 def test_a_finished_run_can_be_extended(start: Start, tmp_path: Path) -> None:

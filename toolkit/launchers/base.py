@@ -4,17 +4,26 @@ import abc
 import enum
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from toolkit.errors import RunNotFound
+from toolkit.errors import LauncherError, RunNotFound
 from toolkit.launchers.registry import RunRecord
 from toolkit.planning import LaunchPlan
 
-__all__ = ["Launcher", "Run", "RunState", "RunStatus", "follow_files", "new_run_name"]
+__all__ = [
+    "Launcher",
+    "Run",
+    "RunState",
+    "RunStatus",
+    "follow_files",
+    "new_run_name",
+    "pauses",
+    "require_secrets",
+]
 
 _NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
 _POLL_S = (0.2, 5.0)
@@ -108,13 +117,13 @@ class Run(abc.ABC):
             RunNotFound: nobody can tell how it ended.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        pauses = _pauses()
+        waits = pauses()
         while not (status := self.status()).state.final:
             if status.lost:
                 raise RunNotFound(f"{self.uri}: {status.reason}")
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"{self.uri} is still {status.state} after {timeout_s} s")
-            time.sleep(next(pauses))
+            time.sleep(next(waits))
         return status
 
     def __repr__(self) -> str:
@@ -137,7 +146,8 @@ class Launcher(abc.ABC, Generic[PlanT]):
         """Return the handle of a run that was submitted before, by whatever process."""
 
 
-def _pauses() -> Iterator[float]:
+def pauses() -> Iterator[float]:
+    """Yield how long to wait between questions to a scheduler, in seconds, ever longer."""
     pause, longest = _POLL_S
     while True:
         yield pause
@@ -150,8 +160,22 @@ def new_run_name(job_name: str) -> str:
     return f"{job_name}-{stamp}-" + "".join(secrets.choice(_NAME_ALPHABET) for _ in range(4))
 
 
+def require_secrets(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Make sure that the secrets are there which the job takes from the submitting environment.
+
+    Raises:
+        LauncherError: one is not.
+    """
+    if missing := [name for name in plan.secrets if not environ.get(name)]:
+        raise LauncherError(f"secrets are not set here: {', '.join(missing)}; export them first")
+
+
 def follow_files(
-    find: Callable[[], list[Path]], *, ended: Callable[[], bool], pause_s: float = 0.2
+    find: Callable[[], list[Path]],
+    *,
+    ended: Callable[[], bool],
+    pause_s: float = 0.2,
+    ask_every_s: float = 0.0,
 ) -> Iterator[str]:
     """Yield the lines of growing files as they come, until `ended` and all is read.
 
@@ -159,11 +183,16 @@ def follow_files(
         find: The files to read, asked again and again since new ones appear.
         ended: Whether nothing more will be written.
         pause_s: How long to wait when there is nothing new.
+        ask_every_s: How long to wait at least between two questions whether it has ended.
     """
     read: dict[Path, int] = {}
     rest: dict[Path, bytes] = {}
+    asked = float("-inf")
     while True:
-        last_round = ended()  # asked first: what was written before the end is still read
+        last_round = False
+        if (now := time.monotonic()) >= asked + ask_every_s:
+            last_round = ended()  # asked first: what was written before the end is still read
+            asked = now
         found = False
         for path in find():
             try:

@@ -22,6 +22,7 @@ from toolkit.launchers.base import (
     RunStatus,
     follow_files,
     new_run_name,
+    require_secrets,
 )
 from toolkit.launchers.torchrun_log import without_stop_traces
 from toolkit.planning import LocalPlan
@@ -32,11 +33,23 @@ __all__ = ["LocalLauncher", "LocalRun", "count_gpus"]
 
 _LOCK = "running.lock"
 _SCRIPT = "run.sh"
+_LAUNCHER_LOG = "launcher.log"
+"""What the script itself says, as when it refuses to start."""
 
 
-def count_gpus() -> int:
-    """Return how many NVIDIA GPUs this machine has, without loading torch."""
+def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many NVIDIA GPUs there are for us, without loading torch."""
+    if chosen := environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(chosen.split(","))
     return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdecimal()])
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line for line in reversed(lines) if line), "")
 
 
 class LocalRun(Run):
@@ -55,13 +68,17 @@ class LocalRun(Run):
         if not self.run_dir.is_dir():
             reason = f"{self.run_dir} is gone"
             return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
-        return rundir.ended_status(self.run_dir)
+        status = rundir.ended_status(self.run_dir)
+        refused = _last_line(self.run_dir / "logs" / _LAUNCHER_LOG)
+        if status.state is RunState.FAILED and rundir.outcome(self.run_dir) is None and refused:
+            return RunStatus(state=status.state, reason=refused)
+        return status
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """Yield the lines of all nodes, each as it comes."""
         return without_stop_traces(
             follow_files(
-                lambda: sorted(self.run_dir.glob("logs/attempt-*/node-*.log")),
+                self._log_files,
                 ended=lambda: not follow or self._supervisor() is None,
             )
         )
@@ -72,6 +89,10 @@ class LocalRun(Run):
             rundir.request_cancel(self.run_dir)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+
+    def _log_files(self) -> list[Path]:
+        logs = self.run_dir / "logs"
+        return [logs / _LAUNCHER_LOG, *sorted(logs.glob("attempt-*/node-*.log"))]
 
     def _supervisor(self) -> int | None:
         """Return the supervisor's process id while it lives; 0 in the instant before it is known.
@@ -123,10 +144,16 @@ class LocalLauncher(Launcher[LocalPlan]):
                 f"{need.nnodes} nodes with {need.gpus_per_node} GPUs make {wanted}, and this "
                 f"machine has {there}; --set resources.gpus_per_node=0 trains on its CPUs"
             )
+        require_secrets(plan, self._environ)
+        if (script := plan.job.script) is not None and not Path(script).is_file():
+            raise LauncherError(f"script {script!r} is not below {Path.cwd()}, where it would run")
+        registry.check(environ=self._environ)
         name = new_run_name(plan.job.name)
         run_dir = rundir.make(Path(self._profile.runs_dir), name)
         rundir.write_inputs(run_dir, plan.job, script=render(plan), file_name=_SCRIPT)
-        self._supervise(run_dir, stop_timeout_s=plan.stop_timeout_s)
+        self._supervise(
+            run_dir, stop_timeout_s=plan.stop_timeout_s, time_limit_s=plan.job.time_limit_s
+        )
         record = registry.remember(
             uri=f"local://{name}",
             name=name,
@@ -141,25 +168,28 @@ class LocalLauncher(Launcher[LocalPlan]):
         """Return the handle of an earlier run."""
         return LocalRun(record)
 
-    def _supervise(self, run_dir: Path, *, stop_timeout_s: int) -> None:
+    def _supervise(self, run_dir: Path, *, stop_timeout_s: int, time_limit_s: int | None) -> None:
         """Start the supervisor, which holds the lock from its first instant on."""
-        tied = ["--tied"] if self._tied else []
+        tied = [f"--tied-to={os.getpid()}"] if self._tied else []
+        limit = [] if time_limit_s is None else [f"--time-limit={time_limit_s}"]
         # torchrun lies beside the Python that runs us, whether or not its folder is in PATH.
         path = f"{Path(sys.executable).parent}{os.pathsep}{self._environ.get('PATH', os.defpath)}"
-        with (run_dir / _LOCK).open("w") as lock, (run_dir / "logs/launcher.log").open("w") as log:
+        with (
+            (run_dir / _LOCK).open("w") as lock,
+            (run_dir / "logs" / _LAUNCHER_LOG).open("w") as log,
+        ):
             fcntl.flock(lock, fcntl.LOCK_EX)
             child = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "toolkit.launchers.supervisor", *tied),
+                    *(sys.executable, "-m", "toolkit.launchers.supervisor", *tied, *limit),
                     f"--stop-timeout={stop_timeout_s}",
-                    f"--keep-fd={lock.fileno()}",
                     str(run_dir / _SCRIPT),
                     str(run_dir),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[lock.fileno()],
+                pass_fds=[lock.fileno()],  # the lock is held as long as the supervisor lives
                 start_new_session=True,
                 env={**self._environ, "PATH": path},
             )

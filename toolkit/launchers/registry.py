@@ -15,7 +15,7 @@ from typing import Any
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.profile import Profile
 
-__all__ = ["RunRecord", "find", "is_cancelled", "mark_cancelled", "records", "remember"]
+__all__ = ["RunRecord", "check", "find", "is_cancelled", "mark_cancelled", "records", "remember"]
 
 _VERSION = 1
 
@@ -46,6 +46,22 @@ class RunRecord:
 def _file(environ: Mapping[str, str]) -> Path:
     state = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '')}/.local/state"
     return Path(state) / "torch-deploy-toolkit" / "runs.jsonl"
+
+
+def check(*, environ: Mapping[str, str] = os.environ) -> None:
+    """Make sure that a run can be remembered, before it is submitted.
+
+    Raises:
+        LauncherError: the user's list cannot be written.
+    """
+    path = _file(environ)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise LauncherError(
+            f"the list of runs cannot be written: {error}; set XDG_STATE_HOME to another folder"
+        ) from error
 
 
 def remember(
@@ -88,7 +104,7 @@ def records(*, environ: Mapping[str, str] = os.environ) -> Iterator[RunRecord]:
     """Yield every run that was submitted, oldest first, and pass over lines that are no record."""
     try:
         lines = _file(environ).read_text().splitlines()
-    except FileNotFoundError:
+    except OSError:
         return
     for line in lines:
         if (run := _parse(line)) is not None:

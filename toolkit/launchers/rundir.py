@@ -116,7 +116,7 @@ def ended_status(run_dir: Path) -> RunStatus:
         reason = f"ended without a word at step {said.get('step')}; see the logs"
     if state is not RunState.SUCCEEDED and cancel_requested(run_dir):
         return RunStatus(state=RunState.CANCELLED, reason=reason)
-    return RunStatus(state=state, reason=reason)
+    return RunStatus(state=state, reason="" if state is RunState.SUCCEEDED else reason)
 
 
 def _exit_status(run_dir: Path) -> tuple[RunState, str]:

@@ -16,6 +16,7 @@ from toolkit.launchers.base import (
     RunStatus,
     follow_files,
     new_run_name,
+    require_secrets,
 )
 from toolkit.launchers.torchrun_log import without_stop_traces
 from toolkit.planning import SlurmPlan
@@ -31,6 +32,15 @@ _NO_CLUSTER = (
     "`make sandbox-up` starts a cluster on this machine (then `make submit-slurm`, or "
     '`eval "$(slurm/sandbox/sandbox env)"` in this shell); `--to` names another profile'
 )
+
+_UNREACHABLE = re.compile(
+    "Unable to contact|Could not establish a configuration|Unable to process configuration"
+    "|the sandbox in .* is down"
+)
+"""What Slurm's commands (and the sandbox's) say when there is no cluster to talk to."""
+
+_ASK_EVERY_S = 3.0
+"""How often a follower asks whether the job has ended; clusters limit requests."""
 
 _STATES = {
     "BOOT_FAIL": RunState.FAILED,
@@ -75,20 +85,45 @@ class SlurmRun(Run):
 
     def status(self) -> RunStatus:
         """Ask squeue, then scontrol; when both have forgotten the job, read what it left behind."""
-        queue = self._command(["squeue", "-h", "-t", "all", "-j", self.job_id, "-o", "%T|%r"])
+        try:
+            queue = self._command(
+                ["squeue", "-h", "-t", "all", "-j", self.job_id, "-o", "%T|%r|%o"]
+            )
+        except SchedulerMissing as error:
+            return self._unreachable(str(error))
         if queue.returncode == 0 and "|" in queue.stdout:
-            word, _, reason = queue.stdout.splitlines()[0].partition("|")
-            return self._judge(word, reason)
-        shown = self._command(["scontrol", "-o", "show", "job", self.job_id])
-        if match := re.search(r"\bJobState=(\S+)", shown.stdout):
-            found = re.search(r"\bReason=(\S+)", shown.stdout)
+            word, reason, command = queue.stdout.splitlines()[0].split("|", 2)
+            if self._is_ours(command):
+                return self._judge(word, reason)
+            return self._left_behind()
+        if queue.returncode != 0 and "Invalid job id" not in queue.stderr:
+            return self._unreachable(_first_line(queue.stderr))
+        shown = self._command(["scontrol", "-o", "show", "job", self.job_id]).stdout
+        if (match := re.search(r"\bJobState=(\S+)", shown)) and self._is_ours(shown):
+            found = re.search(r"\bReason=(\S+)", shown)
             return self._judge(match[1], found[1] if found else "")
-        if "Invalid job id" not in queue.stderr + shown.stderr and queue.returncode != 0:
-            return RunStatus(state=RunState.UNKNOWN, reason=_first_line(queue.stderr))
+        return self._left_behind()
+
+    def _is_ours(self, command: str) -> bool:
+        """Whether a job of this id is this run: other clusters, and later years, use ids again."""
+        return self.run_dir is None or str(self.run_dir) in command
+
+    def _left_behind(self) -> RunStatus:
         if self.run_dir is None or not self.run_dir.is_dir():
-            reason = "Slurm has forgotten the job, and its run directory is not here"
+            reason = "Slurm does not know the job, and its run directory is not here"
             return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
         return rundir.ended_status(self.run_dir)
+
+    def _unreachable(self, reason: str) -> RunStatus:
+        """Believe an end that nothing can follow; otherwise the job may be queued again."""
+        said = rundir.outcome(self.run_dir) if self.run_dir is not None else None
+        if (
+            said is not None
+            and self.run_dir is not None
+            and said.get("status") in ("done", "fatal")
+        ):
+            return rundir.ended_status(self.run_dir)
+        return RunStatus(state=RunState.UNKNOWN, reason=reason)
 
     def _judge(self, word: str, reason: str) -> RunStatus:
         """Put Slurm's word together with what the training said of its end."""
@@ -109,21 +144,36 @@ class SlurmRun(Run):
             raise LauncherError(f"{self.uri} was not submitted from here; its log is unknown")
         log = self.run_dir / "logs" / "job.log"
         return without_stop_traces(
-            follow_files(lambda: [log], ended=lambda: not follow or self._ended(), pause_s=0.5)
+            follow_files(
+                lambda: [log],
+                ended=lambda: not follow or self._ended(),
+                pause_s=0.5,
+                ask_every_s=_ASK_EVERY_S,
+            )
         )
 
     def _ended(self) -> bool:
-        return self.status().state.final
+        status = self.status()
+        return status.state.final or status.lost
 
     def cancel(self) -> None:
-        """Cancel the job; its ranks get SIGTERM and the site's KillWait."""
-        if self.status().state.final:
+        """Ask the batch script to stop the job within `stop.grace`; asked twice, end it at once."""
+        status = self.status()
+        if status.state.final or status.lost:
             return
-        if self.run_dir is not None and self.run_dir.is_dir():
-            rundir.request_cancel(self.run_dir)
-        done = self._command(["scancel", self.job_id])
+        if status.state is RunState.UNKNOWN:
+            raise LauncherError(f"{self.uri} cannot be cancelled: {status.reason}")
+        known = self.run_dir is not None and self.run_dir.is_dir()
+        gently = known and status.state is RunState.RUNNING
+        if gently and self.run_dir is not None and not rundir.cancel_requested(self.run_dir):
+            # The script answers USR2; plain scancel would leave the ranks KillWait only.
+            done = self._command(["scancel", "--batch", "--signal=USR2", self.job_id])
+        else:
+            done = self._command(["scancel", self.job_id])
         if done.returncode != 0 and "Invalid job id" not in done.stderr:
             raise LauncherError(f"scancel refused {self.uri}: {_first_line(done.stderr)}")
+        if known and self.run_dir is not None:
+            rundir.request_cancel(self.run_dir)
 
 
 class SlurmLauncher(Launcher[SlurmPlan]):
@@ -150,6 +200,9 @@ class SlurmLauncher(Launcher[SlurmPlan]):
     def submit(self, plan: SlurmPlan) -> SlurmRun:
         """Queue a new job; the script is the one that `render` shows, byte for byte."""
         cluster = self._cluster()
+        require_secrets(plan, self._environ)
+        self._require_venv()
+        registry.check(environ=self._environ)
         name = new_run_name(plan.job.name)
         run_dir = rundir.make(Path(self._profile.runs_dir), name)
         script = rundir.write_inputs(
@@ -179,6 +232,15 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         """Return the handle of an earlier job."""
         return SlurmRun(record, self._command)
 
+    def _require_venv(self) -> None:
+        """Refuse a relative virtual environment that is not below the submit folder."""
+        venv = Path(self._profile.venv or "/")
+        if not venv.is_absolute() and not (venv / "bin/activate").is_file():
+            raise LauncherError(
+                f"venv {str(venv)!r} of profile {self._profile.name!r} is not below {Path.cwd()}; "
+                "submit from the project's folder, or write an absolute path into the profile"
+            )
+
     def _cluster(self) -> str:
         """Return the cluster's name; asking also shows whether there is a cluster."""
         answer = self._command(["scontrol", "show", "config"])
@@ -190,8 +252,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
 
 def _refused(program: str, answer: "subprocess.CompletedProcess[str]") -> LauncherError:
     text = (answer.stderr + answer.stdout).strip()
-    unreachable = ("Unable to contact", "configuration", "sandbox in")
-    if any(words in text for words in unreachable):
+    if _UNREACHABLE.search(text):
         return SchedulerMissing(f"no Slurm controller answers: {_first_line(text)}. {_NO_CLUSTER}")
     return LauncherError(f"{program} refused: {text or f'exit status {answer.returncode}'}")
 

@@ -7,18 +7,19 @@ becomes this process's child (`PR_SET_CHILD_SUBREAPER`), so that none can escape
 import argparse
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 __all__: list[str] = []
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -43,7 +44,7 @@ def _sweep() -> None:
     """Kill every descendant; killing a parent hands its children to us, so until none is left."""
     while True:
         for pid in _children():
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
@@ -51,30 +52,35 @@ def _sweep() -> None:
             return
 
 
-def supervise(script: str, run_dir: str, *, stop_timeout_s: float) -> int:
+def supervise(
+    script: str, run_dir: str, *, stop_timeout_s: float, time_limit_s: float = math.inf
+) -> int:
     """Run `script` to its end and return its exit status."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    child = subprocess.Popen(["bash", script, run_dir], preexec_fn=_die_with_parent)
-    asked: list[float] = []
+    asked: list[float] = []  # when we were asked to stop
 
     def stop(*_: object) -> None:
         asked.append(time.monotonic())
-        child.terminate()
 
+    # Before there is anything to stop, so that no request is lost.
     for number in _STOP_SIGNALS:
         signal.signal(number, stop)
-    status = _wait(child, lambda: bool(asked) and time.monotonic() > asked[0] + stop_timeout_s)
+    child = subprocess.Popen(["bash", script, run_dir], preexec_fn=_die_with_parent)
+    ends_at = time.monotonic() + time_limit_s
+    told = False
+    while (status := child.poll()) is None:
+        now = time.monotonic()
+        if not asked and now > ends_at:
+            print(f"time limit of {time_limit_s:.0f} s: stopping", flush=True)
+            asked.append(now)
+        if asked and not told:
+            child.terminate()
+            told = True
+        if asked and now > asked[0] + stop_timeout_s:
+            child.kill()
+        time.sleep(_POLL_S)
     _sweep()
     return status
-
-
-def _wait(child: "subprocess.Popen[bytes]", overdue: Callable[[], bool]) -> int:
-    while True:
-        try:
-            return child.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            if overdue():
-                child.kill()
 
 
 def main() -> int:
@@ -83,12 +89,19 @@ def main() -> int:
     parser.add_argument("script")
     parser.add_argument("run_dir")
     parser.add_argument("--stop-timeout", type=float, default=60.0, help="seconds")
-    parser.add_argument("--keep-fd", type=int, help="the lock that says we live")
-    parser.add_argument("--tied", action="store_true", help="stop when the parent ends")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds")
+    parser.add_argument("--tied-to", type=int, help="stop when this parent ends")
     options = parser.parse_args()
-    if options.tied:
+    if options.tied_to:
         _die_with_parent()
-    status = supervise(options.script, options.run_dir, stop_timeout_s=options.stop_timeout)
+        if os.getppid() != options.tied_to:  # it ended before we could ask to be told
+            return 1
+    status = supervise(
+        options.script,
+        options.run_dir,
+        stop_timeout_s=options.stop_timeout,
+        time_limit_s=options.time_limit,
+    )
     left = Path(options.run_dir) / "logs" / "attempt-0"
     if not (left / "exit_status").exists():  # the script was killed, or refused to start
         left.mkdir(parents=True, exist_ok=True)

@@ -76,6 +76,7 @@ def nodes(record: Record) -> list[Node]:
 
 def up(state: StateDir, shape: Shape, sandbox: str) -> str:
     """Start a cluster and wait until all nodes are idle; return what to tell the user."""
+    state.require_usable()
     packages.require_root()
     with state.locked():
         record = state.load()

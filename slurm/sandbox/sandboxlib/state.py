@@ -99,20 +99,23 @@ class StateDir:
     PARTS = ("dev", "etc", "mariadb", "state")
 
     def __init__(self, path: Path) -> None:
-        """Take a path that configuration files of Slurm can hold."""
+        """Take any path; `require_usable` tells whether a cluster can start in it."""
         self.path = path.resolve()
-        if not re.fullmatch(r"[\w./+@:~-]+", str(self.path), re.ASCII):
-            raise SandboxError(
-                f"{self.path}: Slurm's configuration cannot hold this path; "
-                "choose one without blanks and special characters (--dir or SANDBOX_DIR)",
-                status=2,
-            )
         self.bin = self.path / "bin"
         self.dev = self.path / "dev"
         self.etc = self.path / "etc"
         self.logs = self.path / "logs"
         self.record_file = self.path / "sandbox.json"
         self.slurm_conf = self.etc / "slurm.conf"
+
+    def require_usable(self) -> None:
+        """Refuse a path that configuration files of Slurm cannot hold."""
+        if not re.fullmatch(r"[\w./+@:~-]+", str(self.path), re.ASCII):
+            raise SandboxError(
+                f"{self.path}: Slurm's configuration cannot hold this path; choose one without "
+                "blanks and special characters: SANDBOX_DIR=/tmp/sandbox make sandbox-up",
+                status=2,
+            )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
