@@ -39,7 +39,7 @@ class LaunchPlan:
     """The site."""
 
     torchrun: tuple[str, ...]
-    """torchrun's options that are the same on every node."""
+    """torchrun's options that are the same on every node and that the site does not set itself."""
 
     env: Mapping[str, str]
     """The environment of every worker, by name."""
@@ -119,14 +119,6 @@ class KubernetesPlan(LaunchPlan):
 
     image: str
     """The container image."""
-
-    @property
-    def args(self) -> tuple[str, ...]:
-        """Torchrun's arguments; the operator itself sets the number of nodes and where they meet.
-
-        An option on the command line would win over the operator's variables.
-        """
-        return (f"--nproc-per-node={self.job.resources.nproc_per_node}", *self.entry)
 
 
 @overload
@@ -272,7 +264,9 @@ def _kubernetes(
     return KubernetesPlan(
         job=job,
         profile=profile,
-        torchrun=_torchrun(job),
+        # The operator itself sets how many nodes there are and where they meet; an option would
+        # win over its variables.
+        torchrun=(f"--nproc-per-node={need.nproc_per_node}",),
         env={"TRAIN_RUN_DIR": f"{profile.runs_dir}/{folder}"} | _env(job, profile),
         secrets={
             name: place or Secret(secret=profile.secret or "", key=name)
