@@ -106,6 +106,22 @@ def test_a_closed_terminal_leaves_no_process_behind(
     until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
 
 
+def test_a_reader_who_leaves_ends_the_run_and_it_is_no_success(
+    job_file: Path, marker: str, tmp_path: Path
+) -> None:
+    chatty = tmp_path / "chatty.py"
+    chatty.write_text(
+        "import time\nwhile True:\n    print('on', flush=True)\n    time.sleep(0.1)\n"
+    )
+    line = f"set -o pipefail; {TOOLKIT} run {job_file} --set script={chatty} | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert not with_environment(f"PROBE={marker}")
+
+
 def test_killing_toolkit_run_stops_the_run(
     job_file: Path, marker: str, tmp_path: Path, until: Until
 ) -> None:

@@ -125,7 +125,8 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
         except OSError:  # nobody reads us any more, so nobody wants the run
             run.cancel()
             run.wait()
-            raise
+            _stop_writing()
+            sys.exit(1)
         _report_and_exit(run)
 
 
@@ -255,9 +256,9 @@ def _echo_lines(lines: Iterator[str]) -> None:
 
 def _echo_pending(run: toolkit.Run) -> None:
     """Say why a run has not started, each time the reason changes, until it has."""
-    shown = ""
     from toolkit.launchers.base import pauses
 
+    shown = ""
     for pause_s in pauses():
         found = run.status()
         if found.state is not toolkit.RunState.PENDING:
@@ -327,7 +328,10 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
-        # Whoever read us has seen enough (`| head`) or closed the terminal; Python must not
-        # complain of it at its own exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _stop_writing()  # whoever read us has seen enough (`| head`) or closed the terminal
         sys.exit(0)
+
+
+def _stop_writing() -> None:
+    """Throw away what is still to be written, so that Python does not complain at its own exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

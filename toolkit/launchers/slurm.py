@@ -116,13 +116,11 @@ class SlurmRun(Run):
 
     def _unreachable(self, reason: str) -> RunStatus:
         """Believe an end that nothing can follow; otherwise the job may be queued again."""
-        said = rundir.outcome(self.run_dir) if self.run_dir is not None else None
-        if (
-            said is not None
-            and self.run_dir is not None
-            and said.get("status") in ("done", "fatal")
-        ):
-            return rundir.ended_status(self.run_dir)
+        if self.run_dir is not None:
+            found = rundir.ended_status(self.run_dir)
+            said = rundir.outcome(self.run_dir) or {}
+            if found.state is RunState.SUCCEEDED or said.get("status") == "fatal":
+                return found
         return RunStatus(state=RunState.UNKNOWN, reason=reason)
 
     def _judge(self, word: str, reason: str) -> RunStatus:
@@ -133,7 +131,9 @@ class SlurmRun(Run):
             return RunStatus(state=state, reason=f"Slurm says {word}")
         if state is RunState.FAILED and self.run_dir is not None:
             said = rundir.ended_status(self.run_dir)
-            if said.state in (RunState.PREEMPTED, RunState.CANCELLED, RunState.FAILED):
+            if said.state in (RunState.PREEMPTED, RunState.CANCELLED):
+                return said
+            if said.state is RunState.FAILED:
                 words = [word, reason, said.reason]
                 return RunStatus(state=said.state, reason=": ".join(filter(None, words)))
         return RunStatus(state=state, reason=reason if state is not RunState.SUCCEEDED else "")
@@ -170,7 +170,7 @@ class SlurmRun(Run):
             done = self._command(["scancel", "--batch", "--signal=USR2", self.job_id])
         else:
             done = self._command(["scancel", self.job_id])
-        if done.returncode != 0 and "Invalid job id" not in done.stderr:
+        if done.returncode != 0 and not re.search("Invalid job id|already complet", done.stderr):
             raise LauncherError(f"scancel refused {self.uri}: {_first_line(done.stderr)}")
         if known and self.run_dir is not None:
             rundir.request_cancel(self.run_dir)
