@@ -30,7 +30,7 @@ run: install  ## Train JOB on this machine
 submit-slurm: install  ## Submit JOB to PROFILE and follow it; to the sandbox where it is up
 	@eval "$$($(SANDBOX) env 2>/dev/null)"; $(BIN)/toolkit submit $(JOB) --to $(PROFILE) --follow $(ARGS)
 
-sandbox-up:  ## Start a real Slurm cluster of NODES nodes on this machine
+sandbox-up: install  ## Start a real Slurm cluster of NODES nodes on this machine
 	@$(SANDBOX) up --nodes $(NODES)
 
 sandbox-down:  ## End it
