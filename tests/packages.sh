@@ -6,8 +6,8 @@ set -euo pipefail
 missing=()
 command -v shellcheck >/dev/null || missing+=(shellcheck)
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-  command -v slurmctld >/dev/null || missing+=(slurm-wlm munge)
-  [ ${#missing[@]} -eq 0 ] || echo "not root on Debian: tests that need ${missing[*]} are left out" >&2
+  echo "left out: the tests on a real Slurm cluster and with a full disk, which need root on Debian" >&2
+  [ ${#missing[@]} -eq 0 ] || echo "left out: the tests that need ${missing[*]}; please install it" >&2
   exit 0
 fi
 if [ ${#missing[@]} -gt 0 ]; then

@@ -122,6 +122,38 @@ def test_a_reader_who_leaves_ends_the_run_and_it_is_no_success(
     assert not with_environment(f"PROBE={marker}")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root: mounts a small disk")
+@pytest.mark.parametrize("free_pages", range(5))
+def test_a_full_disk_is_told_in_a_line_and_leaves_no_process(
+    free_pages: int, job_file: Path, marker: str, tmp_path: Path, until: Until
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    profile = tmp_path / "here.yaml"
+    profile.write_text(f"kind: local\nruns_dir: {disk / 'runs'}\n")
+    # A page for each file: job.yaml, run.sh, the lock, launch.json.
+    size = (free_pages or 1) * os.sysconf("SC_PAGE_SIZE")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], check=True)
+    try:
+        if not free_pages:
+            (disk / "fill").write_bytes(b"x" * size)
+        done = subprocess.run(
+            [TOOLKIT, "run", job_file, "--to", profile],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=180,
+        )
+        until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
+        until(lambda: not with_environment(str(disk)), "the supervisor has ended")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert done.returncode == 1
+    assert "toolkit/cli.py" not in done.stdout + done.stderr  # no traceback of ours
+    assert "No space left on device" in done.stdout + done.stderr
+
+
 def test_killing_toolkit_run_stops_the_run(
     job_file: Path, marker: str, tmp_path: Path, until: Until
 ) -> None:

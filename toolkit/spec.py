@@ -105,7 +105,7 @@ class Mount(FrozenModel):
     """Where the job sees it."""
 
     read_only: Annotated[bool, Strict()] = False
-    """Whether the job may only read it."""
+    """Whether the job may only read it; without containers nothing holds it to that."""
 
     @property
     def claim(self) -> str | None:

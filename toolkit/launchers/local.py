@@ -32,6 +32,8 @@ from toolkit.rendering import render
 __all__ = ["LocalLauncher", "LocalRun", "count_gpus"]
 
 _LOCK = "running.lock"
+_NO_PID = "0" * 10
+"""What the lock holds in the instant before the supervisor's process id is known."""
 _SCRIPT = "run.sh"
 _LAUNCHER_LOG = "launcher.log"
 """What the script itself says, as when it refuses to start."""
@@ -151,9 +153,7 @@ class LocalLauncher(Launcher[LocalPlan]):
         name = new_run_name(plan.job.name)
         run_dir = rundir.make(Path(self._profile.runs_dir), name)
         rundir.write_inputs(run_dir, plan.job, script=render(plan), file_name=_SCRIPT)
-        self._supervise(
-            run_dir, stop_timeout_s=plan.stop_timeout_s, time_limit_s=plan.job.time_limit_s
-        )
+        self._start(run_dir, stop_timeout_s=plan.stop_timeout_s, time_limit_s=plan.job.time_limit_s)
         record = registry.remember(
             uri=f"local://{name}",
             name=name,
@@ -168,6 +168,12 @@ class LocalLauncher(Launcher[LocalPlan]):
         """Return the handle of an earlier run."""
         return LocalRun(record)
 
+    def _start(self, run_dir: Path, *, stop_timeout_s: int, time_limit_s: int | None) -> None:
+        try:
+            self._supervise(run_dir, stop_timeout_s=stop_timeout_s, time_limit_s=time_limit_s)
+        except OSError as error:
+            raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
+
     def _supervise(self, run_dir: Path, *, stop_timeout_s: int, time_limit_s: int | None) -> None:
         """Start the supervisor, which holds the lock from its first instant on."""
         tied = [f"--tied-to={os.getpid()}"] if self._tied else []
@@ -179,6 +185,9 @@ class LocalLauncher(Launcher[LocalPlan]):
             (run_dir / "logs" / _LAUNCHER_LOG).open("w") as log,
         ):
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # Takes its room on the disk now: once the supervisor runs, nothing here may fail.
+            lock.write(_NO_PID)
+            lock.flush()
             child = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "toolkit.launchers.supervisor", *tied, *limit),
@@ -193,6 +202,7 @@ class LocalLauncher(Launcher[LocalPlan]):
                 start_new_session=True,
                 env={**self._environ, "PATH": path},
             )
-            lock.write(str(child.pid))
+            lock.seek(0)
+            lock.write(f"{child.pid:0{len(_NO_PID)}}")
         # The supervisor is waited for by nobody; a Popen object that is thrown away would complain.
         child.returncode = 0

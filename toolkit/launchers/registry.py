@@ -90,13 +90,14 @@ def remember(
     line = json.dumps(known) + "\n"
     path = _file(environ)
     try:
-        if run.run_dir is not None:
-            (run.run_dir / "launch.json").write_text(line)
+        # The user's list first: it may lie on another disk than a run directory that is full.
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(line)  # one write: two submits at once leave two whole lines
+        if run.run_dir is not None:
+            (run.run_dir / "launch.json").write_text(line)
     except OSError as error:
-        raise LauncherError(f"{run.uri} is submitted, but cannot be remembered: {error}") from error
+        raise LauncherError(f"{run.uri} is started, but not all is written: {error}") from error
     return run
 
 

@@ -3,7 +3,9 @@
 What a training script does not write (outcome, metrics) is simply missing from what is reported.
 """
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,7 +94,8 @@ def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
 
 def request_cancel(run_dir: Path) -> None:
     """Leave a mark, so that whoever asks later can tell a cancelled run from a failed one."""
-    (run_dir / _CANCEL).touch()
+    with contextlib.suppress(OSError):  # a full disk must not keep a run alive
+        (run_dir / _CANCEL).touch()
 
 
 def cancel_requested(run_dir: Path) -> bool:
@@ -125,7 +128,8 @@ def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     try:
         status = int((attempts[-1] / "exit_status").read_text())
     except (IndexError, OSError, ValueError):
-        return RunState.UNKNOWN, "the run left no outcome and no exit status"
+        full = ": No space left on device" if os.statvfs(run_dir).f_bavail == 0 else ""
+        return RunState.UNKNOWN, f"the run left no outcome and no exit status{full}"
     if status == 0:
         return RunState.SUCCEEDED, ""
     return RunState.FAILED, f"exit status {status}; see {attempts[-1]}"
