@@ -9,10 +9,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from train import commandline
+from train import commandline, configfile
 from train.console import Console
 from train.environment import Place
-from train.errors import EXIT_DONE, EXIT_FAILED, RefusedError, TrainError, UsageError
+from train.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    RefusedError,
+    TrainError,
+    UsageError,
+)
 from train.rundir import Outcome, RunDirectory
 from train.stopping import StopRequest
 
@@ -29,15 +36,22 @@ def main() -> int:
         console.say(commandline.usage())
         return EXIT_DONE
     directory: RunDirectory | None = None
-    if named := os.environ.get(commandline.RUN_DIR):
+    named = os.environ.get(commandline.RUN_DIR)
+    # A look at a plan is no try at the run.
+    if named and not commandline.only_looks(sys.argv[1:]):
         directory = RunDirectory(Path(named), place)
     # First of all: importing torch takes a second, in which a signal may come.
     stop = StopRequest()
     stop.install(at_once=lambda name: record_end(directory, "preempted", f"stopped by {name}"))
     try:
-        config = commandline.parse(sys.argv[1:], os.environ, place)
+        request = commandline.read(sys.argv[1:], os.environ, place)
+        if request.only_looking:
+            return look(request, console)
+        config = request.config
         directory = RunDirectory(config.directory, place)
-        # Only here, as it imports torch: a mistyped flag is answered at once.
+        # Only here, as they import torch: a mistyped flag is answered at once.
+        if config.spawn is not None and not place.launched:
+            return run_spawned(config.spawn, directory, stop)
         from train.session import train
 
         return train(config, place, stop, console) or EXIT_DONE
@@ -49,6 +63,29 @@ def main() -> int:
     except TrainError as error:
         console.complain(str(error))
         return error.exit_status
+
+
+def look(request: commandline.Request, console: Console) -> int:
+    """Do what needs no training: write the configuration, show the plan."""
+    if request.write_config is not None:
+        if console.rank == 0:
+            configfile.write(request.write_config, request.config)
+        console.say(f"wrote the configuration to {request.write_config}; nothing was trained")
+        return EXIT_DONE
+    from train import dryrun
+
+    exit_status: int = dryrun.show(request.config, console)
+    return exit_status
+
+
+def run_spawned(count: int, directory: RunDirectory, stop: StopRequest) -> int:
+    """Train in processes of our own, which record how it ended; unless they had no time to."""
+    from train.spawning import spawn
+
+    exit_status = spawn(count, sys.argv[1:], stop)
+    if exit_status == EXIT_PREEMPTED:
+        record_end(directory, "preempted", f"stopped by {stop.signal_name or 'a signal'}")
+    return exit_status
 
 
 def record_end(directory: RunDirectory | None, status: str, reason: str) -> None:

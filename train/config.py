@@ -5,10 +5,43 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 from train.environment import Place
+from train.layout import Layout, resolve
 
 DEFAULT_EPOCHS = 10
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """The smallest value that a number may have."""
+
+    least: float
+
+
+Count = Annotated[int, AtLeast(1)]
+Natural = Annotated[int, AtLeast(0)]
+
+StrategyName = Literal[
+    "auto", "single", "dataparallel", "ddp", "fsdp", "hsdp", "manual", "pp", "tp", "cp", "hybrid",
+    "ps", "local-sgd",
+]  # fmt: skip
+ScheduleName = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
+    "DualPipeV",
+]  # fmt: skip
+
+
+# Titles of the sections of the help, by the first field of each.
+SECTIONS = {
+    "task": "What to learn",
+    "optimizer": "Steps",
+    "strategy": "Sharing the work",
+    "precision": "Arithmetic",
+    "run_dir": "What is written",
+    "backend": "Starting and watching",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,31 +49,106 @@ class Config:
     """Everything that the command line says."""
 
     task: str = "digits"
-    """What to learn: `digits` (images) or `chars` (text)."""
-    strategy: str = "auto"
-    """How to use several processes: `single`, `ddp`, or `auto` (ddp when there are several)."""
-    steps: int | None = None
+    """What to learn: `digits`, `fashion-mnist`, `shuttle`, `chars`, or your own `FILE.py:CLASS`."""
+    steps: Count | None = None
     """Train until this many optimizer steps have been made in all."""
-    epochs: int | None = None
+    epochs: Count | None = None
     """Train until each sample has been seen this often (default: 10, unless --steps is given)."""
-    global_batch: int = 64
+    global_batch: Count = 64
     """Samples per optimizer step over all ranks together."""
-    micro_batch: int | None = None
+    micro_batch: Count | None = None
     """Samples per forward pass of a rank; smaller needs less memory (default: a rank's share)."""
-    lr: float = 0.005
-    """Learning rate of AdamW."""
-    seed: int = 0
+    seed: Natural = 0
     """Fixes initial weights, order of the data and every random number."""
+    sampling: Literal["uniform", "balanced"] = "uniform"
+    """`balanced` draws rare classes as often as frequent ones, with replacement."""
+    workers: Natural = 0
+    """Processes that read ahead, for tasks whose data is a torch Dataset."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """What turns gradients into steps."""
+    lr: float = 0.005
+    """Learning rate."""
+    momentum: Annotated[float, AtLeast(0)] = 0.0
+    """Momentum of sgd."""
+    weight_decay: Annotated[float, AtLeast(0)] = 0.01
+    """Decoupled weight decay of adamw; of sgd, the gradient of half the squared weights."""
+    clip_norm: float | None = None
+    """Scale gradients down to this norm over all parameters, on whatever ranks they lie."""
+    dropout: Annotated[float, AtLeast(0)] | None = None
+    """Probability for every dropout layer of the model (default: as the task made them)."""
+
+    strategy: StrategyName = "auto"
+    """How to use several processes; `auto`: by the sizes below, else ddp when there are several."""
+    dp_replicate: Count | None = None
+    """Ranks with copies of the model."""
+    dp_shard: Count | None = None
+    """Ranks that share the parameters of one copy (FSDP)."""
+    tp: Count | None = None
+    """Ranks that share each layer's matrices (tensor parallel, with sequence parallel)."""
+    pp: Count | None = None
+    """Ranks that hold successive stages of the model (pipeline parallel)."""
+    cp: Count | None = None
+    """Ranks that share each sequence (context parallel)."""
+    pp_schedule: ScheduleName = "1F1B"
+    """In which order stages work on micro-batches."""
+    cp_method: Literal["allgather", "ulysses"] = "allgather"
+    """Exchange keys and values, or swap sequence parts for heads with all-to-all."""
+    loss_parallel: bool = False
+    """With tp: keep each rank's share of the classes to itself up to the loss."""
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """With ddp: compress gradients on the wire."""
+    cpu_offload: bool = False
+    """With fsdp: keep parameters and optimizer state in the host's memory."""
+    meta_init: bool = False
+    """With fsdp: never hold the whole model on more than one rank, not even at the start."""
+    devices: str | None = None
+    """With manual and dataparallel: the devices, such as `cuda:0,cuda:1` or `cpu,cpu`."""
+    ps_mode: Literal["sync", "async", "bounded"] = "sync"
+    """With ps: wait for all trainers, for none, or for those too far behind."""
+    staleness: Natural = 4
+    """With ps-mode bounded: how many updates old the weights of a gradient may be."""
+    local_steps: Count = 8
+    """With local-sgd: steps between two averagings."""
+    local_start: Natural = 0
+    """With local-sgd: average after each of the first so many steps (post-local SGD)."""
+    reduce: Literal["fast", "exact"] = "fast"
+    """`exact`: the same bits on any number of ranks that divides --virtual-shards."""
+    virtual_shards: Count = 4
+    """With --reduce exact: slices whose gradients are summed in fixed order."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Numbers that matrices are multiplied in; fp16 scales the loss."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    sync_batch_norm: bool = False
+    """Normalise over the batch of all ranks instead of each rank's own."""
+
     run_dir: Path | None = None
     """Directory of checkpoints, events and outcome (default: $TRAIN_RUN_DIR)."""
-    checkpoint_every: int = 100
+    checkpoint_every: Natural = 100
     """Write a checkpoint each so many steps; 0: only when stopped and at the end."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """How many checkpoints of an attempt to keep."""
+    on_checkpoint_error: Literal["stop", "continue"] = "stop"
+    """What to do when one cannot be written; the ones before it stay."""
     export: Path | None = None
     """Write the final weights to this file, as plain safetensors."""
-    timeout_s: int = 600
+
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    """What ranks talk through; `auto`: nccl where each has a GPU, else gloo."""
+    init_method: str = "env://"
+    """Where ranks meet: `env://` (torchrun), `tcp://HOST:PORT` or `file:///NEW-FILE`."""
+    spawn: Count | None = None
+    """Start so many processes on this machine by itself, without torchrun."""
+    timeout_s: Count = 600
     """Seconds a rank waits for the others before it gives up; must outlast a checkpoint."""
+    profile: str | None = None
+    """Trace these steps, such as `10:13`, and print where the time goes."""
+    dry_run: bool = False
+    """Show the plan, memory and traffic for any number of ranks, and train nothing."""
 
     @property
     def directory(self) -> Path:
@@ -54,12 +162,11 @@ class Config:
         `steps` and `epochs` are not among them, so that a finished run can be extended; nor is what
         changes with the number of ranks.
         """
-        return {
-            "task": self.task,
-            "global_batch": self.global_batch,
-            "lr": self.lr,
-            "seed": self.seed,
-        }
+        names = ["task", "global_batch", "lr", "seed", "sampling", "optimizer"]
+        if self.reduce == "exact":
+            # The same bits are promised for the same cut only.
+            names.append("virtual_shards")
+        return {name: getattr(self, name) for name in names}
 
     def total_steps(self, train_samples: int) -> int:
         """How many steps the run has in all.
@@ -71,43 +178,33 @@ class Config:
             return self.steps
         return math.ceil((self.epochs or DEFAULT_EPOCHS) * train_samples / self.global_batch)
 
-    def micro_batch_on(self, world_size: int) -> int:
-        """Samples per forward pass on each of `world_size` ranks."""
-        return self.micro_batch or self.global_batch // world_size
+    def axis_sizes(self) -> dict[str, int | None]:
+        """The sizes of the mesh that were given."""
+        return {axis: getattr(self, axis) for axis in Layout().sizes()}
 
     def strategy_on(self, place: Place) -> str:
         """The strategy's name with `auto` resolved."""
-        if self.strategy == "auto":
+        if self.strategy != "auto":
+            return self.strategy
+        given = {axis for axis, size in self.axis_sizes().items() if size is not None}
+        if given <= {"dp_replicate"}:
             return "ddp" if place.world_size > 1 else "single"
-        return self.strategy
+        return "hybrid"
 
+    def layout_on(self, place: Place) -> Layout:
+        """The arrangement of the ranks.
 
-def layout_problems(config: Config, place: Place) -> list[str]:
-    """Say why the batch or the strategy does not fit the ranks, with the arithmetic."""
-    problems = []
-    world, batch = place.world_size, config.global_batch
-    share, rest = divmod(batch, world)
-    if rest:
-        fits = [size for size in (batch - rest, batch - rest + world) if size > 0]
-        problems.append(
-            f"--global-batch {batch} does not divide over {world} ranks: "
-            f"{batch} = {world} x {share} + {rest}; nearest that do: {' and '.join(map(str, fits))}"
+        Raises:
+            UsageError: the sizes do not fit the number of ranks.
+        """
+        return resolve(
+            self.strategy_on(place),
+            self.axis_sizes(),
+            world_size=place.world_size,
+            local_world_size=place.local_world_size,
         )
-    elif config.micro_batch is not None and share % config.micro_batch:
-        micro = config.micro_batch
-        problems.append(
-            f"--micro-batch {micro} does not divide a rank's share of {share} samples "
-            f"(--global-batch {batch} / {world} ranks): "
-            f"{share} = {micro} x {share // micro} + {share % micro}"
-        )
-    if config.strategy == "single" and world > 1:
-        problems.append(
-            f"--strategy single uses one process, but there are {world}: each would train a model "
-            "of its own; use --strategy ddp, or --nproc-per-node 1 --nnodes 1"
-        )
-    if config.strategy == "ddp" and not place.launched:
-        problems.append(
-            "--strategy ddp needs a launcher that sets RANK and MASTER_ADDR: "
-            "start it as `torchrun --nproc-per-node N -m train …`"
-        )
-    return problems
+
+    def micro_batches(self, shards: int) -> int:
+        """How many micro-batches every shard makes of its share, the largest of which decides."""
+        share = math.ceil(self.global_batch / shards)
+        return math.ceil(share / (self.micro_batch or share))

@@ -1,19 +1,27 @@
-"""Data held as tensors, and the order in which it is drawn.
+"""Batches, and the order in which samples are drawn.
 
 The training data is one endless stream: epoch 0's permutation, then epoch 1's, and so on. Step k
 takes positions `k * global_batch` up to `(k + 1) * global_batch` of it, each rank one slice of
 them. So the whole state of the order is one integer, `samples_seen`: it does not depend on the
 number of ranks, no batch is ever short or padded, and within every epoch each sample is drawn
-exactly once.
+exactly once. With weights, an epoch is as many draws with replacement instead: made once for all
+ranks, of which each again takes its slice.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from train.errors import UsageError
+
+# What torch.multinomial can choose from.
+MOST_WEIGHTS = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +39,29 @@ class Batch:
 
     def take(self, indices: Tensor) -> Batch:
         """Pick samples by number."""
+        indices = indices.to(self.inputs.device)
         return Batch(inputs=self.inputs[indices], targets=self.targets[indices])
 
     def part(self, start: int, stop: int) -> Batch:
         """Pick a range of samples, without copying."""
         return Batch(inputs=self.inputs[start:stop], targets=self.targets[start:stop])
 
+    def split_into(self, count: int) -> list[Batch]:
+        """Cut into `count` micro-batches whose sizes differ by at most one.
+
+        Ranks that must make the same number of passes may have fewer samples than that: the first
+        parts are then empty. The summed loss of an empty batch is 0, and so are its gradients.
+        """
+        size = len(self)
+        return [self.part(*share_of(size, shard=i, shards=count)) for i in range(count)]
+
     def split(self, size: int) -> list[Batch]:
         """Cut into micro-batches of `size` samples; the last may be smaller."""
         return [self.part(i, min(i + size, len(self))) for i in range(0, len(self), size)]
+
+    def read(self, draws: Iterable[Tensor]) -> Iterator[Batch]:
+        """Give one batch per draw of sample numbers; in memory, there is nothing to read ahead."""
+        return (self.take(numbers) for numbers in draws)
 
     def to(self, device: torch.device) -> Batch:
         """Move to a device."""
@@ -48,6 +70,53 @@ class Batch:
     def zeros(self) -> Batch:
         """Make a batch of the same shape and types that holds only zeros."""
         return Batch(inputs=torch.zeros_like(self.inputs), targets=torch.zeros_like(self.targets))
+
+
+class Samples(Protocol):
+    """What a map-style `torch.utils.data.Dataset` is: (input, target) by number."""
+
+    def __len__(self) -> int:
+        """Count the samples."""
+
+    def __getitem__(self, index: int, /) -> tuple[Any, Any]:
+        """Give one sample: tensors, arrays or numbers, each sample's of the same shape."""
+
+
+class Source(Protocol):
+    """Samples in batches. A `Batch` of all of them is one, the fastest."""
+
+    def __len__(self) -> int:
+        """Count the samples."""
+
+    def take(self, indices: Tensor, /) -> Batch:
+        """Pick samples by number."""
+
+    def read(self, draws: Iterable[Tensor], /) -> Iterator[Batch]:
+        """Give one batch per draw of sample numbers, some of them prepared ahead."""
+
+    def to(self, device: torch.device, /) -> Source:
+        """Give batches on a device."""
+
+
+def source_of(samples: Batch | Samples, *, workers: int = 0) -> Source:
+    """Make what `Task.train()` gave readable in batches; `workers` processes read ahead.
+
+    Raises:
+        UsageError: it is neither a `Batch` nor a data set with a length.
+    """
+    if isinstance(samples, Batch):
+        return samples
+    # Only here, as few need it.
+    from train.reading import Reader
+
+    return Reader(samples, workers=workers)
+
+
+def targets_of(samples: Batch | Samples) -> Tensor:
+    """Give all targets, from `.targets` where there is one, else by reading every sample."""
+    if hasattr(samples, "targets"):
+        return torch.as_tensor(samples.targets)
+    return torch.as_tensor([samples[number][1] for number in range(len(samples))])
 
 
 def seed_of(*parts: int | str) -> int:
@@ -62,15 +131,32 @@ def permutation(size: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(size, generator=generator)
 
 
+def weighted_draws(weights: Tensor, seed: int, epoch: int) -> Tensor:
+    """Draw as many samples as there are weights, with replacement. Shape [samples], int64.
+
+    A pure function of its arguments, and one draw for all ranks: a generator per rank would either
+    draw the same samples everywhere or need a state of its own.
+    """
+    generator = torch.Generator().manual_seed(seed_of("draws", seed, epoch))
+    return torch.multinomial(weights, len(weights), replacement=True, generator=generator)
+
+
 class Order:
     """The endless stream of sample numbers."""
 
-    def __init__(self, *, size: int, seed: int) -> None:
-        """Order a data set of `size` samples by `seed`."""
+    def __init__(self, *, size: int, seed: int, weights: Tensor | None = None) -> None:
+        """Order a data set of `size` samples by `seed`.
+
+        Raises:
+            UsageError: there are no samples, or the weights are not one chance for each.
+        """
+        if size < 1:
+            raise UsageError("the training data is empty: there is nothing to draw")
         self._size = size
         self._seed = seed
+        self._weights = None if weights is None else _checked(weights, size)
         self._epoch = -1
-        self._permutation = torch.empty(0, dtype=torch.int64)
+        self._numbers = torch.empty(0, dtype=torch.int64)
 
     def positions(self, start: int, stop: int) -> Tensor:
         """Sample numbers at positions [start, stop) of the stream, which may cross epochs."""
@@ -78,10 +164,10 @@ class Order:
         while start < stop:
             epoch, offset = divmod(start, self._size)
             if epoch != self._epoch:
-                self._permutation = permutation(self._size, self._seed, epoch)
+                self._numbers = self._draw(epoch)
                 self._epoch = epoch
             count = min(stop - start, self._size - offset)
-            parts.append(self._permutation[offset : offset + count])
+            parts.append(self._numbers[offset : offset + count])
             start += count
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
@@ -90,7 +176,26 @@ class Order:
         start, stop = share_of(global_batch, shard=shard, shards=shards)
         return self.positions(samples_seen + start, samples_seen + stop)
 
+    def _draw(self, epoch: int) -> Tensor:
+        if self._weights is None:
+            return permutation(self._size, self._seed, epoch)
+        return weighted_draws(self._weights, self._seed, epoch)
+
 
 def share_of(count: int, *, shard: int, shards: int) -> tuple[int, int]:
     """Range of `count` items that belongs to a shard: contiguous, unpadded, sizes differ by one."""
     return count * shard // shards, count * (shard + 1) // shards
+
+
+def _checked(weights: Tensor, size: int) -> Tensor:
+    """Bring weights to the CPU, in double precision; refuse what multinomial would trip over."""
+    if weights.shape != (size,):
+        raise UsageError(f"{list(weights.shape)} weights for {size} samples: give one for each")
+    if size > MOST_WEIGHTS:
+        raise UsageError(
+            f"weighted sampling chooses from at most {MOST_WEIGHTS} samples, not {size}"
+        )
+    weights = weights.detach().cpu().double()
+    if not (weights.isfinite().all() and (weights >= 0).all() and weights.sum() > 0):
+        raise UsageError("the weights of the samples must be finite, 0 or more, and not all 0")
+    return weights

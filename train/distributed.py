@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
+from train.checks import backend_problem
+from train.config import Config
 from train.environment import Place
 from train.errors import PeerError, TrainError, UsageError
+from train.layout import ALONE
+from train.meeting import meet
 
 Value = TypeVar("Value")
 
@@ -96,11 +99,32 @@ class Group:
             raise PeerError(f"rank 0: {message}")
 
 
-def device_and_backend(place: Place) -> tuple[torch.device, str]:
-    """A GPU per local rank and NCCL where that is possible, else the CPU and gloo."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size:
-        return torch.device("cuda", place.local_rank), "nccl"
-    return torch.device("cpu"), "gloo"
+def device_and_backend(place: Place, wanted: str = "auto") -> tuple[torch.device, str]:
+    """A GPU per local rank where that is possible, else the CPU; and what its ranks talk through.
+
+    Args:
+        place: which rank of how many on this node.
+        wanted: a backend's name; `auto`: NCCL on GPUs, else gloo.
+
+    Raises:
+        UsageError: this build of torch, or this node, cannot have that backend.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # MPI's tensors stay in the host's memory: few builds of it know GPUs.
+    on_gpu = gpus >= place.local_world_size and wanted != "mpi"
+    backend = ("nccl" if on_gpu else "gloo") if wanted == "auto" else wanted
+    if not dist.is_backend_available(backend):
+        known = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
+        raise UsageError(
+            f"--backend {backend}: this build of torch {torch.__version__} has no such backend; "
+            f"it has {', '.join(known)}"
+        )
+    if backend == "nccl" and not on_gpu:
+        raise UsageError(
+            f"--backend nccl needs a GPU for each rank, but {socket.gethostname()} has {gpus} for "
+            f"{place.local_world_size}: use --backend gloo, or start {gpus or 'no'} ranks there"
+        )
+    return torch.device("cuda", place.local_rank) if on_gpu else torch.device("cpu"), backend
 
 
 def agree_on_device(store: Store, place: Place, device: torch.device) -> None:
@@ -138,39 +162,64 @@ def agree_on_device(store: Store, place: Place, device: torch.device) -> None:
 
 
 @contextmanager
-def open_group(place: Place, *, strategy: str, timeout_s: int) -> Iterator[Group]:
+def open_group(place: Place, config: Config) -> Iterator[Group]:
     """Connect the ranks; disconnect them when all went well.
 
-    `timeout_s` ends a wait for a rank that is gone. After an error nothing is disconnected: that
+    `--timeout-s` ends a wait for a rank that is gone. After an error nothing is disconnected: that
     could wait for the dead, and the end of the process closes the connections, which is how the
     other ranks learn of it.
 
     Raises:
-        UsageError: this build of torch lacks the backend, or only some ranks have a GPU.
+        UsageError: the backend cannot be had, only some ranks have a GPU, or another run meets at
+            the same place.
     """
-    device, backend = device_and_backend(place)
-    timeout = timedelta(seconds=timeout_s)
-    store = None
-    if strategy != "single":
-        # What init_process_group would do by itself.
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-        agree_on_device(store, place, device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device, backend = device_and_backend(place, config.backend)
+    if problem := backend_problem(config, backend):
+        raise UsageError(problem)
     group = Group(place=place, device=device)
-    if store is None:
+    if config.strategy_on(place) in ALONE:
+        _use(device)
         yield group
         return
-    if not dist.is_backend_available(backend):
-        raise UsageError(f"this build of torch {torch.__version__} has no backend {backend!r}")
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
-    yield group
-    dist.destroy_process_group()
+    # Not torch's own 30 minutes, in which nobody knows that a rank is missing.
+    timeout = timedelta(seconds=config.timeout_s)
+    if backend == "mpi":
+        _connect_by_mpi(place, timeout)
+        yield group
+        dist.destroy_process_group()
+        return
+    with meet(place, config.init_method, timeout) as store:
+        agree_on_device(store, place, device)
+        _use(device)
+        dist.init_process_group(
+            # Tensors in the host's memory (offloaded ones, pickled objects) need a way as well.
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+        yield group
+        dist.destroy_process_group()
+
+
+def _use(device: torch.device) -> None:
+    """Make a GPU the one that this process means by `cuda`."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _connect_by_mpi(place: Place, timeout: timedelta) -> None:
+    """Let MPI, which has numbered the processes itself, connect them.
+
+    Raises:
+        UsageError: `RANK` says something else.
+    """
+    dist.init_process_group("mpi", timeout=timeout)
+    if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.world_size):
+        raise UsageError(
+            f"--backend mpi: to MPI this is rank {dist.get_rank()} of {dist.get_world_size()}, but "
+            f"RANK and WORLD_SIZE say {place.rank} of {place.world_size}: set them from what "
+            "mpirun sets, such as OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE"
+        )

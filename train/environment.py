@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from train.errors import UsageError
+
+# Set by `--spawn` for the processes that it starts.
+MEETING = "TRAIN_MEETING"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +28,18 @@ class Place:
     restart: int = 0
     """`TORCHELASTIC_RESTART_COUNT`: how often torchrun has started the workers again."""
     launched: bool = False
-    """Whether a launcher set `RANK` and the rendezvous, so that a process group can be made."""
+    """Whether a launcher has numbered this process: `RANK` is set."""
+    addressed: bool = False
+    """Whether `MASTER_ADDR` and `MASTER_PORT` say where `env://` meets."""
+    meeting: str | None = None
+    """`TRAIN_MEETING`: where the process that spawned the ranks has them meet."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Place:
-        """Read the place from environment variables; without torchrun, be the only process.
+        """Read the place from environment variables; without a launcher, be the only process.
 
         Raises:
-            UsageError: a variable is no whole number.
+            UsageError: a variable is no whole number, or they contradict each other.
         """
 
         def number(name: str, default: int) -> int:
@@ -41,12 +48,42 @@ class Place:
                 raise UsageError(f"environment variable {name}={text!r} is no whole number")
             return int(text)
 
-        return cls(
+        place = cls(
             rank=number("RANK", 0),
             world_size=number("WORLD_SIZE", 1),
             local_rank=number("LOCAL_RANK", 0),
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             attempt=number("TRAIN_ATTEMPT", 0),
             restart=number("TORCHELASTIC_RESTART_COUNT", 0),
-            launched="RANK" in environ and "MASTER_ADDR" in environ,
+            launched="RANK" in environ,
+            addressed=bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")),
+            meeting=environ.get(MEETING),
+        )
+        if place.world_size > 1 and not place.launched:
+            raise UsageError(
+                f"environment variable WORLD_SIZE={place.world_size} without RANK: each process "
+                "would take itself for rank 0; set both, or neither"
+            )
+        for name, own, size, count in (
+            ("RANK", place.rank, "WORLD_SIZE", place.world_size),
+            ("LOCAL_RANK", place.local_rank, "LOCAL_WORLD_SIZE", place.local_world_size),
+        ):
+            # Who starts ranks by hand may leave the local ones out: then each has its node alone.
+            if own >= count and size in environ:
+                raise UsageError(
+                    f"environment variable {name}={own} must be below {size}={count}: ranks are "
+                    "counted from 0"
+                )
+        return place
+
+    def of_spawned(self, rank: int, count: int, meeting: str) -> Place:
+        """Give the place of one of the ranks that this process starts on its machine."""
+        return replace(
+            self,
+            rank=rank,
+            world_size=count,
+            local_rank=rank,
+            local_world_size=count,
+            launched=True,
+            meeting=meeting,
         )

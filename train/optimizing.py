@@ -2,42 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from train.config import Config
+
 
 class NamedOptimizer:
-    """AdamW whose state is a flat dictionary of tensors, as `<parameter>/<slot>`.
+    """AdamW or SGD whose state is a flat dictionary of tensors, as `<parameter>/<slot>`.
 
     torch numbers parameters by their order; names survive a change of strategy.
     """
 
-    def __init__(self, parameters: Iterator[tuple[str, nn.Parameter]], *, lr: float) -> None:
+    def __init__(self, parameters: Iterator[tuple[str, nn.Parameter]], config: Config) -> None:
         """Optimize the strategy's parameters, after it has wrapped the model."""
         self._parameters = dict(parameters)
-        self._adamw = torch.optim.AdamW(self._parameters.values(), lr=lr)
+        groups: dict[object, list[nn.Parameter]] = {}
+        for parameter in self._parameters.values():
+            # One fused call cannot take parameters of several meshes: each has a group of its own.
+            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        lists = [{"params": group} for group in groups.values()]
+        self._optimizer: torch.optim.Optimizer
+        if config.optimizer == "sgd":
+            self._optimizer = torch.optim.SGD(
+                lists,
+                lr=config.lr,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+            )
+        else:
+            self._optimizer = torch.optim.AdamW(
+                lists, lr=config.lr, weight_decay=config.weight_decay
+            )
 
     def step(self) -> None:
         """Update the parameters and forget their gradients."""
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        self._optimizer.step()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients without a step."""
+        self._optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Give the whole state; empty before the first step."""
+        """Give the whole state, live; empty before the first step."""
         return {
             f"{name}/{slot}": value
             for name, parameter in self._parameters.items()
-            for slot, value in self._adamw.state[parameter].items()
+            for slot, value in self._optimizer.state[parameter].items()
+            if isinstance(value, Tensor)
         }
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Put a state in place; hyperparameters are not in it, but on the command line."""
-        state: dict[int, dict[str, Tensor]] = {}
-        numbers = {name: number for number, name in enumerate(self._parameters)}
-        for key, tensor in tensors.items():
+    def allocate(self, slots: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+        """Make room for a state to be read into, in place; of other ranks' parameters, none.
+
+        Args:
+            slots: shape and type by `<parameter>/<slot>`, as a checkpoint lists them.
+        """
+        for key, (shape, dtype) in slots.items():
             name, _, slot = key.rpartition("/")
-            state.setdefault(numbers[name], {})[slot] = tensor
-        # Through load_state_dict, which knows what belongs on which device.
-        self._adamw.load_state_dict({**self._adamw.state_dict(), "state": state})
+            if (parameter := self._parameters.get(name)) is None:
+                continue
+            # What has the parameter's shape is sharded as it is; the rest are scalars.
+            like = shape == parameter.shape
+            self._optimizer.state[parameter][slot] = (
+                torch.zeros_like(parameter, requires_grad=False)
+                if like
+                else torch.zeros(shape, dtype=dtype)
+            )
+        return self.tensors()

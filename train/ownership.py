@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Mapping, Sequence
 
-from train import checkpoint
+from train.checkpoints import disk
 from train.console import figures
 from train.distributed import Group
 from train.errors import CheckpointError, FencedError, RefusedError, UsageError
@@ -93,10 +93,10 @@ def _judge(
 
 def _strange_checkpoint(directory: RunDirectory, identity: Mapping[str, object]) -> str:
     """Name this node's first checkpoint of another run, of whatever attempt; else say nothing."""
-    for position in checkpoint.places(directory.path):
+    for position in disk.places(directory.path):
         path = position.path(directory.path)
         try:
-            differing = differences(checkpoint.identity(path), identity)
+            differing = differences(disk.identity(path), identity)
         except CheckpointError:
             continue  # recovery reports it, and takes nothing from it
         if differing:

@@ -79,6 +79,19 @@ class RunDirectory:
         """Replace the outcome atomically if `may_replace()`; say whether it was."""
         return self._write_outcome(outcome, may_replace)
 
+    def advance(self, outcome: Outcome) -> bool:
+        """Note how far this try has come; False if a later one has taken over.
+
+        What a rank of this try has recorded of its failure stays.
+        """
+        with self._locked():
+            old = self.read_outcome()
+            if old and old.try_number > outcome.try_number:
+                return False
+            if old is None or old.status == "running" or old.try_number < outcome.try_number:
+                self._replace_outcome(outcome)
+        return True
+
     def write_early_outcome(self, outcome: Outcome) -> bool:
         """Write an end from before the directory was claimed, if `may_forestall()`."""
         return self._write_outcome(outcome, may_forestall)
@@ -89,9 +102,12 @@ class RunDirectory:
         with self._locked():
             if not allowed(self.read_outcome(), outcome):
                 return False
-            record = {"version": VERSION, **asdict(outcome), "time": time.time()}
-            write_atomically(self.outcome_path, dump(record, indent=2) + "\n")
+            self._replace_outcome(outcome)
         return True
+
+    def _replace_outcome(self, outcome: Outcome) -> None:
+        record = {"version": VERSION, **asdict(outcome), "time": time.time()}
+        write_atomically(self.outcome_path, dump(record, indent=2) + "\n")
 
     def _append(self, name: str, record: Mapping[str, object]) -> None:
         if self.place.rank != 0:

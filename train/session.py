@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from train import checkpoint, recovery, strategies, tasks
+from train import recovery, strategies, tasks
+from train.checkpoints import exporting
 from train.config import Config
 from train.console import Console, figures
 from train.distributed import Group, open_group
@@ -28,8 +31,12 @@ from train.errors import (
 from train.loop import Trainer
 from train.optimizing import NamedOptimizer
 from train.ownership import claim
-from train.rundir import Outcome, RunDirectory
+from train.progress import Progress
+from train.rundir import RunDirectory
+from train.saving import Saver
+from train.scaling import LossScaler
 from train.stopping import StopRequest
+from train.strategies.base import Parts
 
 
 # torchrun hands every worker an error file; `record` writes an exception into it, so that
@@ -43,38 +50,27 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
         TrainError: the run failed; the outcome says so already.
     """
     directory = RunDirectory(config.directory, place)
-    trainer: Trainer | None = None
+    progress: Progress | None = None
+    saver: Saver | None = None
     try:
+        layout = config.layout_on(place)
         task = tasks.load(config.task)
-        strategy_name = config.strategy_on(place)
-        with open_group(place, strategy=strategy_name, timeout_s=config.timeout_s) as group:
+        with open_group(place, config) as group:
             # All ranks are here: from now on they can agree on where to stop.
             stop.wait_for_the_loop()
             identity = {**config.identity(), **task.identity()}
-            steps = config.total_steps(len(task.train()))
-            nothing_left = claim(directory, identity, steps, group)
+            progress = Progress(steps=config.total_steps(len(task.train())))
+            nothing_left = claim(directory, identity, progress.steps, group)
             if nothing_left is not None:
                 console.say(nothing_left)
                 if config.export:
                     export_finished(directory, group, config.export)
                     console.say(f"wrote its weights to {config.export}")
                 return EXIT_DONE
-            # The initial weights are a function of the seed alone.
-            torch.manual_seed(config.seed)
-            strategy = strategies.build(strategy_name, task, task.model(), group)
-            trainer = Trainer(
-                config=config,
-                identity=identity,
-                group=group,
-                task=task,
-                strategy=strategy,
-                # After the strategy has wrapped the model: it may have replaced the parameters.
-                optimizer=NamedOptimizer(strategy.named_parameters(), lr=config.lr),
-                directory=directory,
-                console=console,
-                stop=stop,
-            )
-            announce(trainer, strategy_name)
+            parts = Parts(task=task, config=config, layout=layout, group=group)
+            trainer = assemble(parts, identity, progress, directory, console, stop)
+            saver = trainer.saver
+            announce(trainer, parts)
             trainer.resume()
             if not trainer.run():
                 return EXIT_PREEMPTED
@@ -83,7 +79,9 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
     except UsageError:
         raise
     except Exception as error:
-        report(error, directory, trainer)
+        report(error, directory, progress)
+        if saver:
+            saver.leave()
         if not is_collateral(error):
             raise
         # Neither a traceback nor torchrun's error file: both would point here, while the cause is
@@ -100,7 +98,7 @@ def export_finished(directory: RunDirectory, group: Group, path: Path) -> None:
     """
     outcome = directory.read_outcome()
     last_step = group.broadcast(outcome.step if outcome else None)
-    seen, source = recovery.find(directory.path, group)
+    seen, source = recovery.find(directory.path, group, shared=False)
     best = None if source is None else seen[source].best
     if source is None or best is None or best.step != last_step:
         damage = sorted({reason for sighting in seen for _, reason in sighting.damaged})
@@ -109,69 +107,131 @@ def export_finished(directory: RunDirectory, group: Group, path: Path) -> None:
             f"{last_step}; to make the last steps again, remove {directory.outcome_path} first"
             + "".join(f"\n  {reason}" for reason in damage)
         )
-    model = recovery.read(directory.path, group, seen, source).model
     try:
-        group.on_rank_0(lambda: checkpoint.export(path, model))
+        found = recovery.describe(directory.path, group, best, source=source, shared=False)
+        found = dataclasses.replace(found, listing=exporting.weights(found.listing))
+        # The source may be another node, while the file is wanted where rank 0 runs.
+        model = {
+            name: torch.empty(shape, dtype=dtype)
+            for name, (shape, dtype) in found.listing.items()
+            if group.place.rank == 0
+        }
+        recovery.fill(directory.path, group, found, model)
+        group.on_rank_0(lambda: exporting.export(path, found.listing, model.__getitem__))
     except (CheckpointError, PeerError) as error:
         # Not a failure of the run, which would be recorded as its outcome.
         raise UsageError(str(error)) from error
 
 
-def announce(trainer: Trainer, strategy: str) -> None:
+def assemble(
+    parts: Parts,
+    identity: Mapping[str, object],
+    progress: Progress,
+    directory: RunDirectory,
+    console: Console,
+    stop: StopRequest,
+) -> Trainer:
+    """Build model, strategy and optimizer, in this order, and the trainer around them.
+
+    Raises:
+        UsageError: the model cannot be cut as the layout says.
+    """
+    config, group = parts.config, parts.group
+    strategy = strategies.build(config.strategy_on(group.place), parts)
+    # After the strategy has wrapped the model: it may have replaced the parameters.
+    optimizer = NamedOptimizer(strategy.named_parameters(), config)
+    strategy.bind(optimizer)
+    scaler = LossScaler(enabled=config.precision == "fp16")
+    saver = Saver(
+        config=config,
+        identity=identity,
+        group=group,
+        strategy=strategy,
+        optimizer=optimizer,
+        scaler=scaler,
+        directory=directory,
+        console=console,
+    )
+    return Trainer(
+        config=config,
+        group=group,
+        task=parts.task,
+        strategy=strategy,
+        optimizer=optimizer,
+        scaler=scaler,
+        saver=saver,
+        progress=progress,
+        directory=directory,
+        console=console,
+        stop=stop,
+    )
+
+
+def announce(trainer: Trainer, parts: Parts) -> None:
     """Say what starts, to people and to `events.jsonl`."""
-    place, device = trainer.group.place, trainer.group.device
-    accumulation = trainer.config.global_batch // trainer.micro_batch // trainer.strategy.shards
+    config, place, device = parts.config, parts.group.place, parts.group.device
+    strategy = config.strategy_on(place)
     trainer.directory.event(
         "start",
         step=0,
-        steps=trainer.steps,
-        task=trainer.config.task,
+        steps=trainer.progress.steps,
+        task=config.task,
         strategy=strategy,
+        layout=parts.layout.sizes(),
         world_size=place.world_size,
         device=device.type,
-        global_batch=trainer.config.global_batch,
-        micro_batch=trainer.micro_batch,
-        accumulation=accumulation,
+        global_batch=config.global_batch,
+        shards=trainer.strategy.shards,
+        accumulation=trainer.micro_batches,
     )
+    micro = config.global_batch / trainer.strategy.shards / trainer.micro_batches
+    shape = "" if strategy == "single" else f" ({parts.layout})"
     trainer.console.say(
-        f"{trainer.config.task}: {trainer.steps} steps of {trainer.config.global_batch} samples = "
-        f"{place.world_size} ranks x {accumulation} x {trainer.micro_batch}, {strategy} on "
-        f"{device.type}, attempt {place.attempt}, restart {place.restart}"
+        f"{config.task}: {trainer.progress.steps} steps of {config.global_batch} samples = "
+        f"{trainer.strategy.shards} shards x {trainer.micro_batches} x {micro:g}, "
+        f"{strategy}{shape} on {device.type}, attempt {place.attempt}, restart {place.restart}"
     )
+    if description := trainer.strategy.describe():
+        trainer.console.say(description)
 
 
 def finish(trainer: Trainer) -> None:
     """Record that the run is done; its last line says how well and where."""
-    trainer.directory.event("done", step=trainer.step, **trainer.metrics)
-    if trainer.group.place.rank == 0 and not trainer.directory.write_outcome(
-        trainer.outcome("done", "all steps done")
+    progress, directory, place = trainer.progress, trainer.directory, trainer.group.place
+    directory.event("done", step=progress.step, **progress.metrics)
+    if place.rank == 0 and not directory.write_outcome(
+        progress.outcome(place, "done", "all steps done")
     ):
-        raise FencedError(f"a newer attempt has taken over {trainer.directory.path}")
+        raise FencedError(f"a newer attempt has taken over {directory.path}")
+    if report := trainer.strategy.report():
+        trainer.console.say(report)
     trainer.console.say(
-        f"done: step {trainer.step}/{trainer.steps}, {figures(trainer.metrics)} · "
-        f"run directory {trainer.directory.path}"
+        f"done: step {progress.step}/{progress.steps}, {figures(progress.metrics)} · "
+        f"run directory {directory.path}"
     )
 
 
-def report(error: Exception, directory: RunDirectory, trainer: Trainer | None) -> None:
+def report(error: Exception, directory: RunDirectory, progress: Progress | None) -> None:
     """Record a failure: `fatal` for a cause, `retryable` for the echo of one elsewhere."""
     place = directory.place
     # All ranks raise this one at the same step: none of them is the culprit, and rank 0 writes.
-    agreed = isinstance(error, (NonFiniteLoss, FencedError))
+    agreed = isinstance(error, (NonFiniteLoss, FencedError, CheckpointError))
     if isinstance(error, FencedError) or (agreed and place.rank != 0):
         return
     old = directory.read_outcome()
+    if progress is None:
+        progress = Progress(steps=0)
+    if progress.step == 0 and old:
+        progress.step, progress.samples_seen = old.step, old.samples_seen
     name = "" if isinstance(error, TrainError) else f"{type(error).__name__}: "
-    outcome = Outcome(
-        status="retryable" if is_collateral(error) else "fatal",
-        attempt=place.attempt,
-        restart=place.restart,
-        step=trainer.step if trainer else old.step if old else 0,
-        steps=trainer.steps if trainer else None,
-        samples_seen=trainer.samples_seen if trainer else old.samples_seen if old else 0,
-        rank=None if agreed else place.rank,
-        reason=f"{name}{error}",
-        metrics=dict(trainer.metrics) if trainer else {},
+    outcome = dataclasses.replace(
+        progress.outcome(
+            place,
+            "retryable" if is_collateral(error) else "fatal",
+            f"{name}{error}",
+            rank=None if agreed else place.rank,
+        ),
+        steps=progress.steps or None,
     )
     # A missing directory (another node's) or a full disk must not hide the error itself.
     with suppress(OSError):

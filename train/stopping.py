@@ -37,6 +37,11 @@ class StopRequest:
         """The first signal's name, such as `SIGTERM`; None when this rank got none."""
         return None if self._signal is None else signal.Signals(self._signal).name
 
+    @property
+    def signal_number(self) -> int | None:
+        """The first signal, as a number to pass on; None when this rank got none."""
+        return self._signal
+
     def install(self, at_once: Callable[[str], None]) -> None:
         """Take over the stop signals; `at_once(name)` is called before an early exit."""
         self._at_once = at_once
@@ -46,6 +51,8 @@ class StopRequest:
         threading.Thread(target=self._watch, args=(reader,), name="stop-watch", daemon=True).start()
         for number in SIGNALS:
             signal.signal(number, self._note)
+        # `--spawn` starts its ranks deaf, so that none is ended by what it cannot yet answer.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def wait_for_the_loop(self) -> None:
         """From now on a signal only sets `requested`: the ranks agree on the step to stop at."""

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from train import checkpoint
-from train.checkpoint import Position, State
-from train.errors import CheckpointError
+from tests.train.reading import same, whole
+from train.checkpoints import disk
+from train.checkpoints.checkpointer import Checkpointer
+from train.checkpoints.disk import Position, State
+from train.checkpoints.exporting import export
+from train.checkpoints.stored import Stored, differences
+from train.distributed import Group
+from train.environment import Place
+from train.errors import CheckpointError, FencedError
 from train.recovery import look
 
 STATE = State(
-    step=3, epoch=0, samples_seen=192, world_size=2, identity={"task": "digits"}, config={"lr": 0.1}
+    step=3, epoch=0, samples_seen=192, world_size=1, identity={"task": "digits"}, config={"lr": 0.1}
 )
-MODEL = {"weight": torch.arange(6.0).reshape(2, 3)}
-OPTIMIZER = {"weight/step": torch.tensor(3.0), "weight/exp_avg": torch.ones(2, 3)}
+TENSORS = {
+    "model.weight": torch.arange(6.0).reshape(2, 3),
+    "model.counter": torch.tensor(7),
+    "model.mask": torch.tensor([True, False, True]),
+    "model.half": torch.arange(5, dtype=torch.bfloat16),
+    "model.nothing": torch.zeros(0, 4),
+    "optimizer.weight/step": torch.tensor(3.0),
+    "optimizer.weight/exp_avg": torch.ones(2, 3),
+}
 
 
-def save(run_dir: Path, *, attempt: int, step: int) -> Path:
-    path = Position(attempt=attempt, step=step).path(run_dir)
-    checkpoint.save(path, replace(STATE, step=step), MODEL, OPTIMIZER)
-    return path
+def checkpointer(run_dir: Path) -> Checkpointer:
+    return Checkpointer(run_dir, Group(place=Place(), device=torch.device("cpu")))
+
+
+def save(run_dir: Path, *, attempt: int = 0, step: int = 3) -> Path:
+    position = Position(attempt=attempt, step=step)
+    writer = checkpointer(run_dir)
+    writer.save(position, replace(STATE, step=step), TENSORS)
+    writer.wait()
+    return position.path(run_dir)
 
 
 def names(run_dir: Path) -> list[str]:
@@ -33,17 +55,19 @@ def names(run_dir: Path) -> list[str]:
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = save(tmp_path, attempt=0, step=3)
+    path = save(tmp_path)
     assert path == tmp_path / "checkpoints/attempt-0/step-00000003"
-    checkpoint.verify(path)
-    state, model, optimizer = checkpoint.load(path)
-    assert state == STATE
-    assert model["weight"].equal(MODEL["weight"])
-    assert optimizer.keys() == OPTIMIZER.keys()
+    disk.verify(path)
+    assert disk.read_state(path) == STATE
+    assert same(whole(path), TENSORS)
+    stored = Stored(path)
+    assert stored.listing() == {n: (t.shape, t.dtype) for n, t in sorted(TENSORS.items())}
+    live = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    stored.load(live)
+    assert same(live, TENSORS)
     assert sorted(p.name for p in path.iterdir()) == [
         "manifest.json",
-        "model.safetensors",
-        "optimizer.safetensors",
+        "rank-00000.safetensors",
         "state.json",
     ]
 
@@ -54,24 +78,29 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+FILE = "rank-00000.safetensors"
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda p: _flip(p / "model.safetensors"), "SHA-256 differs from the manifest"),
+        (lambda p: _flip(p / FILE), "SHA-256 differs from the manifest"),
         (lambda p: _flip(p / "state.json"), "SHA-256 differs from the manifest"),
-        (lambda p: (p / "optimizer.safetensors").write_bytes(b"x"), "1 bytes, not "),
-        (lambda p: (p / "optimizer.safetensors").unlink(), "No such file or directory"),
+        (lambda p: os.truncate(p / FILE, 100), "100 bytes, not "),
+        (lambda p: (p / FILE).unlink(), "No such file or directory"),
         (lambda p: (p / "manifest.json").unlink(), "No such file or directory"),
         (lambda p: (p / "manifest.json").write_text("{"), "not a manifest"),
         (lambda p: (p / "manifest.json").write_text("[]"), "not a manifest"),
         (lambda p: (p / "manifest.json").write_text('{"version": 9, "files": {}}'), "version 9"),
+        # Tensors that somebody has added would be loaded with ours.
+        (lambda p: (p / "rank-00001.safetensors").write_bytes(b""), "not in the manifest"),
     ],
 )
 def test_damage_is_recognised_and_the_one_before_is_used(
     tmp_path: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
-    save(tmp_path, attempt=0, step=3)
-    newest = save(tmp_path, attempt=0, step=6)
+    save(tmp_path, step=3)
+    newest = save(tmp_path, step=6)
     damage(newest)
     seen = look(tmp_path, attempt=0)
     assert seen.best == Position(attempt=0, step=3)
@@ -81,13 +110,45 @@ def test_damage_is_recognised_and_the_one_before_is_used(
     assert reason in why
 
 
+class Poison:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, victim: Path) -> None:
+        self.victim = victim
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.victim,)
+
+
+def test_a_poisoned_pickle_is_refused_and_never_unpickled(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    poison = pickle.dumps(Poison(victim))
+    pickle.loads(poison)
+    assert victim.exists()  # it works
+    victim.unlink()
+    # As another file beside ours: torch's usual reader opens this one first.
+    path = save(tmp_path)
+    (path / ".metadata").write_bytes(poison)
+    ((_, why),) = look(tmp_path, attempt=0).damaged
+    assert why == f"{path / '.metadata'}: not in the manifest"
+    assert Stored(path).listing().keys() == TENSORS.keys()
+    (path / ".metadata").unlink()
+    # In the place of tensors, by somebody who can also write a manifest.
+    (path / FILE).write_bytes(poison)
+    disk.complete(path, STATE, {FILE: disk.measure(path / FILE)})
+    disk.verify(path)
+    with pytest.raises(CheckpointError, match=rf"^cannot read checkpoint {path}: "):
+        Stored(path)
+    assert not victim.exists()
+
+
 def test_a_write_that_was_cut_short_does_not_count(tmp_path: Path) -> None:
-    path = save(tmp_path, attempt=0, step=3)
+    path = save(tmp_path)
     path.rename(path.with_name("step-00000003.tmp"))
     assert look(tmp_path, attempt=0).best is None
     assert look(tmp_path / "nowhere", attempt=0).best is None
     # The next write of that step is not bothered by what lies there.
-    save(tmp_path, attempt=0, step=3)
+    save(tmp_path)
     assert names(tmp_path) == ["attempt-0/step-00000003"]
 
 
@@ -105,26 +166,66 @@ def test_pruning_keeps_the_newest_and_other_attempts(tmp_path: Path) -> None:
         save(tmp_path, attempt=1, step=step)
     save(tmp_path, attempt=0, step=1)
     # 20 lies beyond what was just committed: it was damaged, and must not push 6 out.
-    checkpoint.prune(tmp_path, Position(attempt=1, step=9), keep=2)
+    disk.prune(tmp_path, Position(attempt=1, step=9), keep=2)
     kept = ["attempt-0/step-00000001"]
     kept += [f"attempt-1/step-{step:08d}" for step in (6, 9, 20)]
     assert names(tmp_path) == kept
 
 
-def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = save(tmp_path, attempt=0, step=3)
+def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    before = save(tmp_path, step=3)
     # A file where the directory should be: the rename at the very end fails.
     blocked = Position(attempt=0, step=6).path(tmp_path)
     blocked.with_name(blocked.name + ".old.tmp").write_text("in the way")
     blocked.mkdir()
+    writer = checkpointer(tmp_path)
+    writer.save(Position(attempt=0, step=6), STATE, TENSORS)
     with pytest.raises(CheckpointError, match=rf"^cannot write checkpoint {blocked}: "):
-        checkpoint.save(blocked, STATE, MODEL, OPTIMIZER)
+        writer.wait()
+    writer.wait()  # said once
     assert not blocked.with_name(blocked.name + ".tmp").exists()
-    checkpoint.verify(before)
+    disk.verify(before)
+    writer.save(Position(attempt=0, step=7), STATE, TENSORS)
+    writer.wait()
+    assert look(tmp_path, attempt=0).best == Position(attempt=0, step=7)
+
+
+def test_who_may_not_commit_leaves_nothing_behind(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise FencedError("a newer attempt is here")
+
+    writer = checkpointer(tmp_path)
+    writer.save(Position(attempt=0, step=3), STATE, TENSORS, may_commit=refuse)
+    with pytest.raises(FencedError, match="newer attempt"):
+        # By the next save, if nobody waits before.
+        writer.save(Position(attempt=0, step=6), STATE, TENSORS)
+    assert list((tmp_path / "checkpoints/attempt-0").iterdir()) == []
+
+
+def test_an_export_loads_without_us(tmp_path: Path) -> None:
+    stored = Stored(save(tmp_path))
+    export(tmp_path / "w.st", stored.listing(), stored.whole)
+    model = {n.removeprefix("model."): t for n, t in TENSORS.items() if n.startswith("model.")}
+    assert same(load_file(tmp_path / "w.st"), model)
 
 
 def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
-    (tmp_path / "weights.st").mkdir()
+    stored = Stored(save(tmp_path / "run"))
+    (tmp_path / "w.st").mkdir()
     with pytest.raises(CheckpointError, match=r"^cannot export to "):
-        checkpoint.export(tmp_path / "weights.st", MODEL)
-    assert [path.name for path in tmp_path.iterdir()] == ["weights.st"]
+        export(tmp_path / "w.st", stored.listing(), stored.whole)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "w.st"]
+
+
+def test_a_checkpoint_of_another_model_is_told_apart_tensor_by_tensor() -> None:
+    f32, shape = torch.float32, torch.Size
+    there = {"a": (shape([2, 3]), f32), "b": (shape([]), f32), "same": (shape([1]), f32)}
+    here = [
+        {"a": (shape([2, 4]), f32), "same": (shape([1]), f32)},
+        {"c": (shape([1]), torch.int64)},
+    ]
+    assert differences(there, here) == [
+        "a: [2, 3] float32 there, [2, 4] float32 here",
+        "b: [] float32 there, nothing here",
+        "c: nothing there, [1] int64 here",
+    ]

@@ -1,12 +1,19 @@
-"""The order of the data: a function of (seed, epoch), each sample exactly once."""
+"""The order of the data: a function of (seed, epoch); and how batches are read and cut."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
 
-from train.data import Batch, Order, permutation, share_of
+from train.data import Batch, Order, permutation, share_of, source_of, targets_of
+from train.errors import UsageError
+from train.reading import Feed, Reader
 
 sizes = st.integers(1, 200)
 shard_counts = st.integers(1, 9)
@@ -57,3 +64,93 @@ def test_micro_batches_are_the_batch(size: int, micro: int) -> None:
     parts = batch.split(micro)
     assert torch.cat([part.inputs for part in parts]).equal(batch.inputs)
     assert all(len(part) <= micro for part in parts)
+
+
+@given(size=st.integers(0, 60), count=st.integers(1, 20))
+def test_nearly_even_micro_batches_are_the_batch(size: int, count: int) -> None:
+    batch = Batch(inputs=torch.arange(size), targets=torch.arange(size))
+    parts = batch.split_into(count)
+    assert torch.cat([part.inputs for part in parts]).equal(batch.inputs)
+    assert len(parts) == count
+    assert max(map(len, parts)) == math.ceil(size / count)
+    assert min(map(len, parts)) == size // count
+
+
+def test_an_empty_batch_adds_nothing() -> None:
+    outputs = torch.randn(0, 10, requires_grad=True)
+    weight = torch.randn(10, 4, requires_grad=True)
+    loss = functional.cross_entropy(
+        outputs @ weight, torch.zeros(0, dtype=torch.int64), reduction="sum"
+    )
+    torch.autograd.backward(loss)
+    assert loss.item() == 0.0
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+class Squares:
+    """A data set as torch defines one: a length and items."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        self.read.append(index)
+        return torch.tensor([float(index)]), index**2
+
+
+def drawn_by(feed: Feed, steps: range, global_batch: int) -> list[list[int]]:
+    batches = [feed.batch(step * global_batch) for step in steps]
+    assert all(b.targets.equal(b.inputs.squeeze(1).long() ** 2) for b in batches)
+    return [[int(number) for number in batch.inputs] for batch in batches]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_is_read_in_the_same_order_and_resumed_at_the_next_sample(workers: int) -> None:
+    size, batch = 11, 4
+    order = Order(size=size, seed=3)
+    everything = Batch(
+        inputs=torch.arange(size).float().unsqueeze(1), targets=torch.arange(size) ** 2
+    )
+    for shard in range(2):
+
+        def feed(source: Batch | Reader, shard: int = shard) -> Feed:
+            return Feed(source, order, global_batch=batch, shard=shard, shards=2)
+
+        expected = drawn_by(feed(everything), range(6), batch)
+        reading = feed(Reader(Squares(size), workers=workers))
+        assert drawn_by(reading, range(4), batch) == expected[:4]
+        # A new process, or a step back to a checkpoint: nothing that was read ahead may be used.
+        assert drawn_by(reading, range(2, 6), batch) == expected[2:]
+        reading.close()
+
+
+def test_only_what_is_asked_for_is_read() -> None:
+    squares = Squares(1000)
+    feed = Feed(Reader(squares), Order(size=1000, seed=0), global_batch=4, shard=1, shards=2)
+    feed.batch(0)
+    assert squares.read == feed.numbers(0).tolist()
+
+
+def test_an_empty_draw_of_a_data_set_has_the_shape_of_others() -> None:
+    batch = Reader(Squares(5)).take(torch.arange(0))
+    assert batch.inputs.shape == (0, 1)
+    assert batch.targets.dtype == torch.int64
+
+
+def test_targets_are_found_with_and_without_an_attribute() -> None:
+    assert targets_of(Squares(4)).tolist() == [0, 1, 4, 9]
+    assert targets_of(Batch(inputs=torch.zeros(2), targets=torch.ones(2))).tolist() == [1.0, 1.0]
+
+
+def test_data_that_cannot_be_drawn_from_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"of type generator, which has no numbered samples"):
+        source_of(i for i in range(3))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="the training data is empty"):
+        Order(size=0, seed=0)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from safetensors.torch import load_file
-from torch import Tensor
+
+from tests.train.reading import part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,9 +35,9 @@ class End:
 def end_of(run: Running) -> End:
     run.finish()
     path = run.run_dir / f"checkpoints/attempt-0/step-{STEPS:08d}"
-    moments = load_file(path / "optimizer.safetensors")
+    moments = part(path, "optimizer.")
     return End(
-        weights=load_file(path / "model.safetensors"),
+        weights=part(path, "model."),
         gradients={name: t for name, t in moments.items() if name.endswith("/exp_avg")},
         losses=run.losses(),
     )

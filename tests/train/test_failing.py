@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.checkpoint import verify
+from train.checkpoints.disk import verify
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -161,7 +161,7 @@ def test_ranks_without_a_gpu_among_ranks_that_have_one_are_named(
         "chosen = (torch.device('cpu'), 'gloo')\n"
         "if os.environ['RANK'] == '1':\n"
         "    chosen = (torch.device('cuda', 0), 'nccl')\n"
-        "distributed.device_and_backend = lambda place: chosen\n"
+        "distributed.device_and_backend = lambda place, wanted: chosen\n"
         "__main__.enter()\n"
     )
     for name, share in (("own store", "1"), ("torchrun's store", "0")):

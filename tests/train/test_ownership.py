@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from train import checkpoint
-from train.checkpoint import Position, State
+from train.checkpoints import disk, tensorfile
+from train.checkpoints.disk import Position, State
+from train.checkpoints.tensorfile import Part
 from train.distributed import Group
 from train.environment import Place
 from train.errors import RefusedError
@@ -24,7 +25,10 @@ def save(run_dir: Path, *, attempt: int, **identity: object) -> Path:
     state = State(
         step=3, epoch=0, samples_seen=192, world_size=1, identity=identity, config={"steps": 9}
     )
-    checkpoint.save(path, state, {"weight": torch.ones(2)}, {"weight/step": torch.ones(1)})
+    disk.begin(path)
+    part = Part(name="model.weight", dtype=torch.float32, offsets=(0,), sizes=(2,))
+    proof = tensorfile.write(path / "rank-00000.safetensors", [part], [torch.ones(2)])
+    disk.complete(path, state, {"rank-00000.safetensors": proof})
     return path
 
 
@@ -42,7 +46,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_difference(
     save(tmp_path, attempt=1, **OURS)
     theirs = save(tmp_path, attempt=attempt, task="digits", lr=0.2, seed=7)
     # Large, and of no account: whose it is, its state alone says.
-    (theirs / "model.safetensors").unlink()
+    (theirs / "rank-00000.safetensors").unlink()
     with pytest.raises(RefusedError) as caught:
         claimed(tmp_path)
     assert str(caught.value) == (

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.train.reading import same, whole
+
 if TYPE_CHECKING:
     from tests.train.conftest import Running, Start
 
@@ -25,11 +27,10 @@ def weights(run: Running) -> bytes:
 def assert_same_end(run: Running, attempt: int, unbroken: Running) -> None:
     """Weights, optimizer state and the loss of every single step: the same bits."""
     assert weights(run) == weights(unbroken)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        mine, reference = (
-            r.run_dir / LAST.format(a) / name for r, a in ((run, attempt), (unbroken, 0))
-        )
-        assert mine.read_bytes() == reference.read_bytes()
+    mine, reference = (
+        whole(r.run_dir / LAST.format(a)) for r, a in ((run, attempt), (unbroken, 0))
+    )
+    assert same(mine, reference)
     assert run.losses() == unbroken.losses()
     assert run.outcome()["status"] == "done"
 
@@ -117,7 +118,7 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     flags = ("--task=chars", "--global-batch=12", "--checkpoint-every=10")
     run_dir = tmp_path / "run"
     start.single(*flags, "--steps=20", run_dir=run_dir).finish()
-    model = run_dir / "checkpoints/attempt-0/step-00000020/model.safetensors"
+    model = run_dir / "checkpoints/attempt-0/step-00000020/rank-00000.safetensors"
     content = bytearray(model.read_bytes())
     content[-1] ^= 1
     model.write_bytes(content)
@@ -175,10 +176,10 @@ def test_nodes_without_a_shared_directory_resume_from_the_one_that_has_it(
     (resumed,) = [e for e in nodes[0].events() if e["event"] == "resume"]
     assert (resumed["step"], resumed["read_by"]) == (15, 1)
     assert sorted(nodes[0].losses()) == list(range(16, 31))
-    final = "checkpoints/attempt-{}/step-00000030/model.safetensors"
-    assert (tmp_path / "new" / final.format(1)).read_bytes() == (
-        reference.run_dir / final.format(0)
-    ).read_bytes()
+    final = "checkpoints/attempt-{}/step-00000030"
+    assert same(
+        whole(tmp_path / "new" / final.format(1)), whole(reference.run_dir / final.format(0))
+    )
     assert not (tmp_path / "old" / final.format(1)).exists()
 
 

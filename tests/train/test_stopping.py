@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from train.checkpoint import verify
+from train.checkpoints.disk import verify
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -169,7 +169,7 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_exports_no_older_one(
 ) -> None:
     flags = (*FLAGS, "--steps=3", "--checkpoint-every=2")
     run = start.single(*flags, run_dir=tmp_path / "run").finish()
-    model = run.run_dir / "checkpoints/attempt-0/step-00000003/model.safetensors"
+    model = run.run_dir / "checkpoints/attempt-0/step-00000003/rank-00000.safetensors"
     model.write_bytes(b"x")
     before = run.contents()
     again = start.single(*flags, "--export=w.st", run_dir=run.run_dir, attempt=1).finish(2)

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
-import torch
-from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from train import buffers
 from train.data import Batch
-from train.distributed import Group
-from train.tasks import Task
+from train.strategies.base import Parts, Sums, WholeModel, scale
 
 
-class DataParallel:
+class DataParallel(WholeModel):
     """Averages gradients over the ranks while the backward pass is still running."""
 
-    def __init__(self, task: Task, model: nn.Module, group: Group) -> None:
-        """Take the model over, move it to the rank's device and wrap it."""
-        self.shard, self.shards = group.place.rank, group.place.world_size
-        self._task = task
-        self._model = model.to(group.device)
-        self._ddp = DistributedDataParallel(
-            self._model,
+    def __init__(self, parts: Parts) -> None:
+        """Make the model on the rank's device and wrap it."""
+        super().__init__(parts, parts.model())
+        device = parts.group.device
+        if parts.config.compile:
+            self.model.compile()
+        # The wrapper, not the model, must run the training passes: it is what exchanges gradients.
+        self.run = self._ddp = DistributedDataParallel(
+            self.model,
             # On the CPU there are no device numbers, and giving one is an error.
-            device_ids=[group.device.index] if group.device.type == "cuda" else None,
+            device_ids=[device.index] if device.type == "cuda" else None,
             # Gradients live in the communication buckets: no copy in, no copy out.
             gradient_as_bucket_view=True,
+            # Running statistics are averaged instead, see buffers.py.
+            forward_sync_buffers=False,
         )
+        self._register_hook(parts.config.comm_hook)
+        self._running_statistics = buffers.moving(self.model)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give what the optimizer updates, without DDP's prefix `module.`."""
-        return self._model.named_parameters()
+    def _register_hook(self, name: str) -> None:
+        """Compress what goes over the wire: half the bytes, or factors of low rank."""
+        match name:
+            case "fp16":
+                self._ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            case "bf16":
+                self._ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            case "powersgd":
+                # Its first steps are exact; it starts after DDP has rebuilt its buckets.
+                state = powerSGD_hook.PowerSGDState(
+                    process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=10
+                )
+                self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def warm_up(self, batch: Batch) -> None:
         """Let DDP rebuild its buckets now, so that a resumed run sums in the same order.
@@ -45,43 +60,26 @@ class DataParallel:
         the final buckets from its first real step on. (With two ranks a + b = b + a hides all
         this.)
         """
-        state = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         zeros = batch.zeros()
         for _ in range(2):
             self.accumulate([zeros])
         self._ddp.zero_grad(set_to_none=True)
         # Running statistics (batch normalisation) have moved: put them back.
-        self._model.load_state_dict(state)
+        self.model.load_state_dict(state)
 
-    def accumulate(self, micro_batches: Sequence[Batch]) -> Tensor:
+    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; exchange them once, in the last backward pass."""
-        self._ddp.train(True)  # type: ignore[no-untyped-call]  # DDP lacks annotations
-        losses = []
+        self.run.train(True)
+        sums = []
         for number, batch in enumerate(micro_batches, start=1):
             last = number == len(micro_batches)
             # The forward pass belongs inside as well: it decides whether its backward exchanges.
             with nullcontext() if last else self._ddp.no_sync():
-                loss = self._task.loss(self._ddp(batch.inputs), batch.targets)
-                torch.autograd.backward(loss)
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
+                sums.append(self.backward(batch, factor))
+        buffers.average(self._running_statistics)
+        return self.total(sums)
 
     def scale_gradients(self, factor: float) -> None:
         """Turn the mean over ranks that DDP makes back into a sum, and scale that."""
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, factor * self.shards)
-
-    def evaluate(self, batch: Batch) -> Tensor:
-        """Run the plain model: no rank waits for another that has fewer batches."""
-        self._model.eval()
-        with torch.no_grad():
-            outputs: Tensor = self._model(batch.inputs)
-        return outputs
-
-    def model_state(self) -> dict[str, Tensor]:
-        """Give the plain model's tensors: the same on every rank."""
-        return self._model.state_dict()
-
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
-        """Put the model's tensors in place, on every rank alike."""
-        self._model.load_state_dict(state)
+        scale(self.named_parameters(), factor * self.shards)

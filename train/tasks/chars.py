@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from train.data import Batch
 from train.errors import UsageError
+from train.layers import CausalAttention, Positions
+from train.tasks.base import Classifier, check_divisible, classes_can_be_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 # Files that CPython 3.10 to 3.14 all have, each well above PIECE bytes. Their text differs from one
 # Python version to the next, hence the digest in `identity()`.
@@ -35,10 +40,11 @@ TEST_WINDOWS = 24
 VOCABULARY = 128
 WIDTH = 64
 HEADS = 4
+HEAD_DIM = WIDTH // HEADS
 LAYERS = 2
 
 
-class Chars:
+class Chars(Classifier):
     """Predict the next character from up to 64 before it."""
 
     name = "chars"
@@ -92,39 +98,91 @@ class Chars:
         """Give all test windows: [240, 64] int, twice."""
         return self._test
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Sum the cross entropy over the characters, in nats."""
-        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
+    def pieces(self, model: nn.Module) -> Sequence[str]:
+        """Name embedding, blocks and head."""
+        return ["embed", *(f"blocks.{number}" for number in range(LAYERS)), "head"]
 
-    def count(self, targets: Tensor) -> int:
-        """Count the characters."""
-        return targets.numel()
+    def tensor_plan(
+        self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
+    ) -> Mapping[str, ParallelStyle]:
+        """Share attention by heads, the rest by width; between them each rank has part of the time.
 
-    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Count the characters whose likeliest guess is right."""
-        return (outputs.argmax(dim=-1) == targets).sum()
+        Where every position is worked on by itself (norms, sums, dropout), nothing is gained by
+        doing it on all ranks: each does its part of the sequence (sequence parallel), and the
+        layers before and behind gather and scatter it.
+        """
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            PrepareModuleOutput,
+            RowwiseParallel,
+            SequenceParallel,
+        )
+
+        from train.tasks.styles import Replicated
+
+        check_divisible("attention heads", HEADS, ranks)
+        check_divisible("characters of a sequence", CONTEXT, ranks)
+        by_class = loss_parallel and classes_can_be_sharded(VOCABULARY, ranks)
+        time = Shard(1)
+        plan: dict[str, ParallelStyle] = {
+            # The sum of both stays a DTensor, so that it knows whose part of the time it is.
+            "embed.symbols": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=time, use_local_output=False
+            ),
+            "embed.positions": Replicated(),
+            "embed": PrepareModuleOutput(output_layouts=time, desired_output_layouts=time),
+            "head.norm": SequenceParallel(),
+            "head.project": ColwiseParallel(
+                input_layouts=time,
+                output_layouts=Shard(-1) if by_class else Replicate(),
+                use_local_output=not by_class,
+            ),
+        }
+        for block in (f"blocks.{number}" for number in range(LAYERS)):
+            plan |= {
+                f"{block}.attention_norm": SequenceParallel(),
+                f"{block}.attention_in": ColwiseParallel(input_layouts=time),
+                f"{block}.attention_out": RowwiseParallel(output_layouts=time),
+                f"{block}.feed_norm": SequenceParallel(),
+                f"{block}.feed.0": ColwiseParallel(input_layouts=time),
+                f"{block}.feed.2": RowwiseParallel(output_layouts=time),
+            }
+        return plan
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, projection."""
+    """Embedding, blocks, head: one after the other, so that it can be cut between any two."""
+
+    def __init__(self) -> None:
+        """Make the layers from torch's global generator."""
+        super().__init__()
+        self.embed = Embed()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = Head()
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        """Score every next character: [batch, time] to [batch, time, vocabulary]."""
+        hidden = self.embed(symbols)
+        for block in self.blocks:
+            hidden = block(hidden)
+        scores: Tensor = self.head(hidden)
+        return scores
+
+
+class Embed(nn.Module):
+    """A vector for each symbol plus one for its place."""
 
     def __init__(self) -> None:
         """Make the layers from torch's global generator."""
         super().__init__()
         self.symbols = nn.Embedding(VOCABULARY, WIDTH)
-        self.places = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.project = nn.Linear(WIDTH, VOCABULARY)
+        self.positions = Positions(CONTEXT, WIDTH)
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """Score every next character: [batch, time] to [batch, time, vocabulary]."""
-        places = torch.arange(symbols.shape[1], device=symbols.device)
-        hidden = self.symbols(symbols) + self.places(places)
-        for block in self.blocks:
-            hidden = block(hidden)
-        scores: Tensor = self.project(self.norm(hidden))
-        return scores
+        """Map [batch, time] to [batch, time, width]."""
+        hidden: Tensor = self.symbols(symbols) + self.positions(symbols.shape[1])
+        return hidden
 
 
 class Block(nn.Module):
@@ -137,17 +195,36 @@ class Block(nn.Module):
         # No bias: softmax ignores a key's, whose gradient is then mere rounding noise, which AdamW
         # would scale up to full steps.
         self.attention_in = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.attention = CausalAttention()
         self.attention_out = nn.Linear(WIDTH, WIDTH)
+        self.attention_drop = nn.Dropout(0.0)
         self.feed_norm = nn.LayerNorm(WIDTH)
         self.feed = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.0)
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [batch, time, width] to the same shape."""
-        batch, time, width = hidden.shape
         mixed = self.attention_in(self.attention_norm(hidden))
-        query, key, value = mixed.view(batch, time, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.attention_out(seen.transpose(1, 2).reshape(batch, time, width))
+        # Head by head, so that a rank's rows of the matrix are whole heads; how many is left open,
+        # and so is the time, of which `hidden` may be only a part.
+        by_head = mixed.unflatten(-1, (-1, 3, HEAD_DIM))
+        query, key, value = by_head.permute(3, 0, 2, 1, 4)
+        seen = self.attention(query, key, value).transpose(1, 2).flatten(2)
+        hidden = hidden + self.attention_drop(self.attention_out(seen))
         return hidden + self.feed(self.feed_norm(hidden))  # type: ignore[no-any-return]  # nn.Module
+
+
+class Head(nn.Module):
+    """Normalise and score every symbol."""
+
+    def __init__(self) -> None:
+        """Make the layers from torch's global generator."""
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.project = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map [batch, time, width] to [batch, time, vocabulary]."""
+        scores: Tensor = self.project(self.norm(hidden))
+        return scores

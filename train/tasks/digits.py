@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from train.data import Batch, permutation
 from train.errors import UsageError
+from train.tasks.base import Classifier
+from train.tasks.perceptron import perceptron, perceptron_plan
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 TEST_SAMPLES = 360
+FEATURES = 64
 HIDDEN = 128
+CLASSES = 10
 
 
-class Digits:
+class Digits(Classifier):
     """Classify a digit's image with two hidden layers."""
 
     name = "digits"
@@ -44,13 +51,7 @@ class Digits:
 
     def model(self) -> nn.Module:
         """Make a perceptron, [batch, 64] to [batch, 10]."""
-        return nn.Sequential(
-            nn.Linear(64, HIDDEN),
-            nn.ReLU(),
-            nn.Linear(HIDDEN, HIDDEN),
-            nn.ReLU(),
-            nn.Linear(HIDDEN, 10),
-        )
+        return perceptron(FEATURES, HIDDEN, CLASSES)
 
     def train(self) -> Batch:
         """Give all training samples: [1437, 64] float, [1437] int."""
@@ -60,14 +61,8 @@ class Digits:
         """Give all test samples: [360, 64] float, [360] int."""
         return self._test
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Sum the cross entropy over the images, in nats."""
-        return functional.cross_entropy(outputs, targets, reduction="sum")
-
-    def count(self, targets: Tensor) -> int:
-        """Count the images."""
-        return len(targets)
-
-    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Count the images whose likeliest class is right."""
-        return (outputs.argmax(dim=-1) == targets).sum()
+    def tensor_plan(
+        self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
+    ) -> Mapping[str, ParallelStyle]:
+        """Cut the matrices by their outputs, by their inputs, and by class."""
+        return perceptron_plan(HIDDEN, CLASSES, ranks=ranks, loss_parallel=loss_parallel)

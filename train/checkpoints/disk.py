@@ -1,6 +1,6 @@
-"""Checkpoints: tensors as safetensors, all else as JSON, and a manifest that proves them whole.
+"""What a checkpoint is on disk: where it lies, when it is whole, when it goes.
 
-checkpoints/attempt-<A>/step-<NNNNNNNN>/{model.safetensors,optimizer.safetensors,state.json,manifest.json}
+checkpoints/attempt-<A>/step-<NNNNNNNN>/{rank-<NNNNN>.safetensors,state.json,manifest.json}
 """
 
 from __future__ import annotations
@@ -12,21 +12,16 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from train.errors import CheckpointError
 from train.rundir import VERSION, dump
 
-MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
-FILES = (MODEL, OPTIMIZER, STATE)
+# Size and SHA-256 of a file, as the manifest has them.
+Proof = Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +40,12 @@ class State:
     """Which run this belongs to."""
     config: Mapping[str, object]
     """The command line that wrote this."""
-    rng: str = "sha256(seed, step, shard)"
+    scaler: Mapping[str, float] = field(default_factory=dict)
+    """The loss scale, if there is one."""
+    rng: str = "sha256(seed, step, *axes)"
     """How each step's generators are seeded: a function, so there is no generator state to keep.
 
-    `shard` is the number of a rank's slice of the batch.
+    `axes` are a rank's coordinates along which it must draw numbers of its own.
     """
 
 
@@ -65,10 +62,20 @@ class Position:
         """Directory of the checkpoint."""
         return attempt_path(run_dir, self.attempt) / f"step-{self.step:08d}"
 
+    def draft(self, run_dir: Path) -> Path:
+        """Directory in which it is written until it is whole."""
+        path = self.path(run_dir)
+        return path.with_name(path.name + ".tmp")
+
 
 def attempt_path(run_dir: Path, attempt: int) -> Path:
     """Directory of an attempt's checkpoints; no other attempt writes there."""
     return run_dir / "checkpoints" / f"attempt-{attempt}"
+
+
+def tensor_file(rank: int) -> str:
+    """Name of the file with the tensors that a rank has written."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def places(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
@@ -82,70 +89,86 @@ def places(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
     return sorted(found, reverse=True)
 
 
-def save(
-    path: Path, state: State, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
-) -> None:
-    """Write a checkpoint that is either whole or absent, whenever the power goes.
+def begin(draft: Path) -> None:
+    """Make an empty directory to write into."""
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+
+
+def complete(draft: Path, state: State, files: Mapping[str, Proof]) -> None:
+    """Add to the files of tensors, which are on the disk already, state and manifest.
 
     Raises:
-        CheckpointError: it could not be written; what was there before is untouched.
+        OSError: one of them could not be written, or does not look as its writer says.
     """
-    draft = path.with_name(path.name + ".tmp")
+    for name, proof in files.items():
+        # Written by another node, perhaps: is it the same directory?
+        if (size := (draft / name).stat().st_size) != proof["bytes"]:
+            raise OSError(f"{draft / name} has {size} bytes here, {proof['bytes']} were written")
+    (draft / STATE).write_text(dump({"version": VERSION, **asdict(state)}, indent=2) + "\n")
+    files = {**files, STATE: measure(draft / STATE)}
+    head = {"version": VERSION, "step": state.step, "samples_seen": state.samples_seen}
+    (draft / MANIFEST).write_text(dump({**head, "files": files}, indent=2) + "\n")
+    for name in (STATE, MANIFEST):
+        sync(draft / name)
+    sync(draft)
+
+
+def commit(draft: Path, path: Path) -> None:
+    """Give a complete draft its name: from now on it is a checkpoint, whenever the power goes."""
     replaced = path.with_name(path.name + ".old.tmp")
-    try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        save_file(_plain(model), draft / MODEL)
-        save_file(_plain(optimizer), draft / OPTIMIZER)
-        (draft / STATE).write_text(dump({"version": VERSION, **asdict(state)}, indent=2) + "\n")
-        files = {name: _measure(draft / name) for name in FILES}
-        head = {"version": VERSION, "step": state.step, "samples_seen": state.samples_seen}
-        (draft / MANIFEST).write_text(dump({**head, "files": files}, indent=2) + "\n")
-        for name in (*FILES, MANIFEST):
-            _sync(draft / name)
-        _sync(draft)
-        if path.exists():
-            # Only a damaged one can be there: a whole one would have been resumed from.
-            path.rename(replaced)
-        draft.rename(path)
-        _sync(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write checkpoint {path}: {error}; earlier checkpoints are untouched"
-        ) from error
+    if path.exists():
+        # Only a damaged one can be there: a whole one would have been resumed from.
+        path.rename(replaced)
+    draft.rename(path)
+    sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-def verify(path: Path, names: Sequence[str] = FILES) -> None:
+def verify(
+    path: Path, names: Sequence[str] | None = None, *, share: tuple[int, int] = (0, 1)
+) -> None:
     """Check every file, or only those named, against the manifest.
+
+    Args:
+        path: the checkpoint.
+        names: files to look at; all of them if None, and then there must be no others.
+        share: (k, n) looks only at the k-th of every n files: n ranks share the work.
 
     Raises:
         CheckpointError: the first difference.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        files = manifest["files"]
+        files: Mapping[str, Proof] = manifest["files"]
         if manifest["version"] != VERSION:
             raise CheckpointError(f"{path}: format version {manifest['version']}, not {VERSION}")
+        if names is None:
+            # Nothing of it would be read; but what is it doing there?
+            if strange := {child.name for child in path.iterdir()} - {*files, MANIFEST}:
+                raise CheckpointError(f"{path / min(strange)}: not in the manifest")
+            first, every = share
+            names = sorted(files)[first::every]
         for name in names:
-            expected = files[name]
-            size = (path / name).stat().st_size
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{path / name}: {size} bytes, not {expected['bytes']}")
-            if _measure(path / name) != expected:
-                raise CheckpointError(f"{path / name}: SHA-256 differs from the manifest")
+            _check(path / name, files[name])
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / MANIFEST}: not a manifest ({error!r})") from error
 
 
-def load(path: Path) -> tuple[State, dict[str, Tensor], dict[str, Tensor]]:
-    """Read a checkpoint that `verify()` has found whole: state, model, optimizer."""
+def _check(path: Path, expected: Proof) -> None:
+    if (size := path.stat().st_size) != expected["bytes"]:
+        raise CheckpointError(f"{path}: {size} bytes, not {expected['bytes']}")
+    if measure(path) != expected:
+        raise CheckpointError(f"{path}: SHA-256 differs from the manifest")
+
+
+def read_state(path: Path) -> State:
+    """Read the state of a checkpoint that `verify()` has found whole."""
     fields = json.loads((path / STATE).read_text())
     fields.pop("version")
-    return State(**fields), load_file(path / MODEL), load_file(path / OPTIMIZER)
+    return State(**fields)
 
 
 def identity(path: Path) -> Mapping[str, object]:
@@ -177,38 +200,23 @@ def prune(run_dir: Path, newest: Position, *, keep: int) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def export(path: Path, model: Mapping[str, Tensor]) -> None:
-    """Write the weights to one file that loads without us.
-
-    Raises:
-        CheckpointError: it could not be written.
-    """
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(_plain(model), draft)
-        _sync(draft)
-        draft.replace(path)
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            draft.unlink()
-        raise CheckpointError(f"cannot export to {path}: {error}") from error
-
-
-def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _measure(path: Path) -> dict[str, object]:
+def measure(path: Path) -> Proof:
+    """Give a file's size and SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Force a file, or a directory's entries, onto the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def discard(path: Path) -> None:
+    """Remove a draft; what cannot be removed is no checkpoint all the same."""
+    with suppress(OSError):
+        shutil.rmtree(path)

@@ -1,0 +1,248 @@
+"""What a training loop costs beyond the training: CPU time per step over a bare loop.
+
+Run as `make bench-train-loop`. The same model, optimizer and batches of 64 digits go through bare
+loops, our trainer, Lightning Fabric, Accelerate and the Lightning Trainer: all in one process and
+in turn, so that a busy machine disturbs all alike, with one thread. What counts is the CPU time of
+the process; the first round is dropped, and the median of the others is shown.
+
+Our loop does more in a step than the others were asked to: it seeds every step, checks that the
+loss is finite, and writes a line to metrics.jsonl.
+"""
+
+import argparse
+import logging
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.trainers import trainer_of
+from train.config import Config
+from train.data import Batch, Samples
+from train.tasks.digits import Digits
+
+BATCH = 64
+LR = 0.005
+WARM_UP = 20
+TARGET_US = 50.0
+Pair = tuple[Tensor, Tensor]
+# Makes a number of steps, and gives the CPU seconds they took.
+Run = Callable[[int], float]
+
+
+class DigitsByNumber(Digits):
+    """The same task with its samples in a Dataset, which are collated as a DataLoader does."""
+
+    def train(self) -> Samples:  # type: ignore[override]  # a Batch is one kind of Samples
+        """Give the training samples one by one."""
+        return dataset()
+
+
+def dataset() -> TensorDataset:
+    """Give the training samples as a Dataset."""
+    batch = Digits().train()
+    return TensorDataset(batch.inputs, batch.targets)
+
+
+def loader() -> "DataLoader[Pair]":
+    """Give what introductions use."""
+    return DataLoader(dataset(), batch_size=BATCH, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+
+
+def forever(batches: "DataLoader[Pair]") -> Iterator[Pair]:
+    """Give epoch after epoch."""
+    while True:
+        yield from batches
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make them as our trainer does."""
+    torch.manual_seed(0)
+    model = Digits().model()
+    return model, torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+
+
+def timed(step: Callable[[], object]) -> Run:
+    """Measure a loop that makes one step at a time."""
+
+    def run(steps: int) -> float:
+        started = time.process_time()
+        for _ in range(steps):
+            step()
+        return time.process_time() - started
+
+    return run
+
+
+def bare(batches: Iterator[Pair]) -> Run:
+    """Train by hand."""
+    model, optimizer = model_and_optimizer()
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        loss = functional.cross_entropy(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(step)
+
+
+def slices(batch: Batch) -> Iterator[Pair]:
+    """Pick batches out of tensors in memory, without a DataLoader."""
+    while True:
+        order = torch.randperm(len(batch))
+        for start in range(0, len(batch) - BATCH + 1, BATCH):
+            numbers = order[start : start + BATCH]
+            yield batch.inputs[numbers], batch.targets[numbers]
+
+
+def ours(task: Digits, run_dir: Path) -> Run:
+    """Train by our trainer."""
+    config = Config(run_dir=run_dir, global_batch=BATCH, lr=LR)
+    return timed(trainer_of(task, config).train_step)
+
+
+def fabric() -> Run:
+    """Train by Lightning Fabric."""
+    from lightning.fabric import Fabric
+
+    helper = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = helper.setup(*model_and_optimizer())
+    batches = forever(helper.setup_dataloaders(loader()))
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        helper.backward(functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(step)
+
+
+def accelerate() -> Run:
+    """Train by Accelerate."""
+    from accelerate import Accelerator
+
+    helper = Accelerator(cpu=True)
+    model, optimizer, prepared = helper.prepare(*model_and_optimizer(), loader())
+    batches = forever(prepared)
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        helper.backward(functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(step)
+
+
+def lightning() -> Run:
+    """Train by the Lightning Trainer, without logger, progress bar and checkpoints."""
+    from lightning import pytorch
+
+    class Module(pytorch.LightningModule):  # type: ignore[misc]  # its types are not installed
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.optimizer = model_and_optimizer()
+
+        def training_step(self, batch: Pair, number: int) -> Tensor:
+            return functional.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return self.optimizer
+
+    class Clock(pytorch.Callback):  # type: ignore[misc]
+        def __init__(self, steps: int) -> None:
+            self.last, self.started, self.spent = WARM_UP + steps, 0.0, 0.0
+
+        def on_train_batch_end(self, trainer: pytorch.Trainer, *_: object) -> None:
+            if trainer.global_step == WARM_UP:
+                self.started = time.process_time()
+            elif trainer.global_step == self.last:
+                self.spent = time.process_time() - self.started
+
+    def run(steps: int) -> float:
+        clock = Clock(steps)
+        trainer = pytorch.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=-1,
+            max_steps=clock.last,
+            callbacks=[clock],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+        trainer.fit(Module(), loader())
+        return clock.spent
+
+    return run
+
+
+def quiet() -> None:
+    """Keep Lightning's hints about this machine out of the table."""
+    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", module="torch")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="counted rounds (default 9)")
+    parser.add_argument("--steps", type=int, default=300, help="steps per round (default 300)")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            runs = {
+                "bare loop, DataLoader": bare(forever(loader())),
+                "bare loop, tensors": bare(slices(Digits().train())),
+                "ours, Dataset": ours(DigitsByNumber(), Path(folder) / "dataset"),
+                "ours, Batch": ours(Digits(), Path(folder) / "batch"),
+                "Lightning Fabric": fabric(),
+                "Accelerate": accelerate(),
+                "Lightning Trainer": lightning(),
+            }
+        except ImportError as error:
+            sys.exit(f"{error}: install the peers: pip install -c constraints.txt -e '.[bench]'")
+        quiet()
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for count in range(given.rounds + 1):
+            for name, run in runs.items():
+                spent = run(given.steps) / given.steps * 1e6
+                if count:  # the first round warms the caches
+                    times[name].append(spent)
+    report(times)
+
+
+def report(times: dict[str, list[float]]) -> None:
+    """Print each loop's CPU time per step, and what it adds to the bare loop on the same data."""
+    loops = {name: statistics.median(values) for name, values in times.items()}
+    print(f"{'CPU time per step':<24}{'median':>9} {'range':>17}  over the bare loop")
+    for name, median in loops.items():
+        base = "bare loop, tensors" if name == "ours, Batch" else "bare loop, DataLoader"
+        # Round by round: what slows one round down slows all its loops down.
+        added = statistics.median(a - b for a, b in zip(times[name], times[base], strict=True))
+        low, high = min(times[name]), max(times[name])
+        over = "" if name.startswith("bare") else f"{added:+9.0f} µs ({base[11:]})"
+        print(f"{name:<24}{median:>6.0f} µs {low:>6.0f} to {high:>4.0f} µs {over}")
+        if name.startswith("ours"):
+            verdict = "met" if added <= TARGET_US else "missed"
+            print(f"{'':<24}target: at most +{TARGET_US:.0f} µs, {verdict}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Our trainer, built as `python -m train` builds it, for the benchmarks to step by hand."""
+
+from pathlib import Path
+
+import torch
+
+from train.config import Config
+from train.console import Console
+from train.distributed import Group
+from train.environment import Place
+from train.loop import Trainer
+from train.progress import Progress
+from train.rundir import RunDirectory
+from train.session import assemble
+from train.stopping import StopRequest
+from train.strategies.base import Parts
+from train.tasks import Task
+
+
+def trainer_of(task: Task, config: Config, place: Place | None = None) -> Trainer:
+    """Build a trainer that writes its metrics into `config.run_dir`, and prints nothing."""
+    here = place or Place()
+    parts = Parts(
+        task=task,
+        config=config,
+        layout=config.layout_on(here),
+        group=Group(place=here, device=torch.device("cpu")),
+    )
+    directory = config.directory
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    return assemble(
+        parts,
+        {**config.identity(), **task.identity()},
+        Progress(steps=1 << 40),
+        RunDirectory(directory, here),
+        # No rank of this number speaks.
+        Console(rank=-1),
+        StopRequest(),
+    )

@@ -1,0 +1,237 @@
+"""The equality ladder: a layout's first steps beside those of one process, in the same run.
+
+`climb()` starts some ranks and sends all cases of that world size through them, one after the
+other. Each case makes real steps with the real `Trainer`; rank 0 makes the same steps alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from train import session, tasks
+from train.config import Config
+from train.console import Console
+from train.distributed import Group
+from train.environment import Place
+from train.layout import Layout
+from train.loop import Trainer
+from train.progress import Progress
+from train.rundir import RunDirectory
+from train.stopping import StopRequest
+from train.strategies.base import Parts
+
+STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to arrange ranks."""
+
+    name: str
+    world_size: int
+    config: Config
+    """What the ranks do; the reference does the same without their layout."""
+    sabotage: str = ""
+    """Python that plants a fault; a list of such cases starts new ranks for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """The largest absolute differences to one process; `error`: it did not get that far."""
+
+    initial_weights: float = float("inf")
+    loss: float = float("inf")
+    gradients: float = float("inf")
+    """Of all steps, relative to the largest entry of that step's gradient."""
+    weights: float = float("inf")
+    error: str = ""
+
+
+class Alone(Group):
+    """A group of one, in a process that is connected to others."""
+
+    @property
+    def connected(self) -> bool:
+        return False
+
+
+class Recording:
+    """A trainer's steps, with what they were made of."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.gradients: list[dict[str, Tensor]] = []
+        self.losses: list[float] = []
+        step = trainer.optimizer.step
+
+        def recorded() -> None:
+            # What the optimizer is given: after scaling and clipping.
+            named = trainer.strategy.named_parameters()
+            self.gradients.append({n: whole(p.grad) for n, p in named if p.grad is not None})
+            step()
+
+        trainer.optimizer.step = recorded  # type: ignore[method-assign]
+        self.initial = self.weights()
+        for _ in range(STEPS):
+            trainer.train_step()
+            self.losses.append(trainer.progress.metrics["loss"])
+        self.final = self.weights()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {n: whole(t).clone() for n, t in self.trainer.strategy.model_state().items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Put a sharded tensor together; all ranks of its mesh take part."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().float().cpu().clone()
+
+
+def trainer_of(config: Config, layout: Layout, group: Group, folder: Path) -> Trainer:
+    """Assemble what a run would, without claiming a directory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = Parts(task=tasks.load(config.task), config=config, layout=layout, group=group)
+    return session.assemble(
+        parts,
+        identity={},
+        progress=Progress(steps=STEPS),
+        directory=RunDirectory(folder, group.place),
+        console=Console(rank=1),
+        stop=StopRequest(),
+    )
+
+
+def reference_of(config: Config) -> Config:
+    """The same training by one process."""
+    names = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch")
+    alone = dataclasses.replace(config, **dict.fromkeys(names))  # type: ignore[arg-type]
+    return dataclasses.replace(
+        alone,
+        strategy="single",
+        comm_hook="none",
+        cpu_offload=False,
+        meta_init=False,
+        sync_batch_norm=False,
+    )
+
+
+def compare(case: Case, group: Group, folder: Path) -> Differences | None:
+    """Run a case; rank 0 tells how far it is from one process."""
+    layout = case.config.layout_on(group.place)
+    record = Recording(trainer_of(case.config, layout, group, folder / case.name))
+    # Pipeline stages each know a part: put all ranks' together.
+    initial = merged(group, record.initial)
+    final = merged(group, record.final)
+    gradients = [merged(group, step) for step in record.gradients]
+    differences = None
+    if group.place.rank == 0:
+        alone = Alone(
+            place=dataclasses.replace(group.place, rank=0, world_size=1), device=group.device
+        )
+        one = Recording(
+            trainer_of(reference_of(case.config), Layout(), alone, folder / f"{case.name}-alone")
+        )
+        differences = Differences(
+            initial_weights=largest(initial, one.initial),
+            loss=max(abs(a - b) for a, b in zip(record.losses, one.losses, strict=True)),
+            gradients=max(
+                largest(a, b) / max(t.abs().max().item() for t in b.values())
+                for a, b in zip(gradients, one.gradients, strict=True)
+            ),
+            weights=largest(final, one.final),
+        )
+    group.sum([0.0])
+    return differences
+
+
+def merged(group: Group, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every rank's tensors by name; of those that several have, the last one's."""
+    return {name: t for rank in group.gather(mine) for name, t in rank.items()}
+
+
+def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def climb(cases: Sequence[Case], timeout_s: float = 240) -> dict[str, Differences]:
+    """Run all cases of one world size, and give the differences by name."""
+    found: dict[str, Differences] = {}
+    while left := [case for case in cases if case.name not in found]:
+        with tempfile.TemporaryDirectory() as folder:
+            _start(left, folder, timeout_s)
+            new = dict(_read(left, Path(folder)))
+        # A case that fails ends its ranks: go on with new ones after it.
+        found |= new or {left[0].name: Differences(error="ended without a word")}
+    return found
+
+
+def _start(cases: list[Case], folder: str, timeout_s: float) -> None:
+    """Send cases through new ranks until all are done, one fails, or time is up."""
+    context = mp.spawn(_rank, (cases, folder), cases[0].world_size, join=False, daemon=True)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not context.join(timeout=1.0) and time.monotonic() < deadline:
+            pass
+    except mp.ProcessExitedException:
+        pass  # the case has left its error
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
+
+
+def _read(cases: Sequence[Case], folder: Path) -> Iterator[tuple[str, Differences]]:
+    for case in cases:
+        path = folder / f"{case.name}.json"
+        errors = [p.read_text() for p in sorted(folder.glob(f"{case.name}.error-*"))]
+        if path.exists():
+            yield case.name, Differences(**json.loads(path.read_text()))
+        elif errors:
+            yield case.name, Differences(error="\n".join(errors))
+
+
+def _rank(rank: int, cases: list[Case], folder: str) -> None:
+    torch.set_num_threads(1)
+    world_size = cases[0].world_size
+    place = Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        launched=True,
+    )
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    group = Group(place=place, device=torch.device("cpu"))
+    for case in cases:
+        exec(case.sabotage, {})
+        try:
+            differences = compare(case, group, Path(folder))
+        except Exception:
+            (Path(folder) / f"{case.name}.error-{rank}").write_text(traceback.format_exc())
+            # The others may wait for us in this case: end all.
+            os._exit(1)
+        if differences is not None:
+            path = Path(folder) / f"{case.name}.json"
+            path.write_text(json.dumps(dataclasses.asdict(differences)))
+    os._exit(0)

@@ -1,0 +1,259 @@
+"""Where ranks meet: each way works under torchrun and without, and no run meets another's ghost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from train.config import Config
+from train.distributed import device_and_backend, open_group
+from train.environment import Place
+from train.errors import UsageError, is_collateral
+from train.meeting import AGENT_STORE
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Start
+
+PATIENCE_S = 120.0
+# Long enough for two processes to find each other on a busy machine; waited for in vain by the
+# wrong forms only.
+SHORT_S = 5
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["torch", "torch.distributed"])
+
+Work = Callable[[Place, str, Path], None]
+
+
+class Meeting:
+    """Starts ranks that meet; every one of them is gone when the fixture is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[multiprocessing.process.BaseProcess] = []
+
+    def rank(self, work: Work, rank: int, method: str, *, count: int = 2, restart: int = 0) -> int:
+        """Start a rank, and give its number among all that were started."""
+        place = Place(rank=rank, world_size=count, launched=True, restart=restart)
+        number = len(self.started)
+        process = _PROCESSES.Process(
+            target=_report, args=(work, place, method, self.folder, number)
+        )
+        process.start()
+        self.started.append(process)
+        return number
+
+    def said(self, number: int) -> str:
+        """Wait for a rank's end; give what it has to say."""
+        self.started[number].join(PATIENCE_S)
+        assert self.started[number].exitcode is not None, "it hangs"
+        return (self.folder / f"said-{number}").read_text()
+
+    def of_two(self, work: Work, method: str, **more: int) -> list[str]:
+        """Start both ranks of a run, wait, and give what they say."""
+        return [self.said(n) for n in [self.rank(work, rank, method, **more) for rank in (0, 1)]]
+
+    def end(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> object:
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    started = Meeting(folder)
+    yield started
+    started.end()
+
+
+def _report(work: Work, place: Place, method: str, folder: Path, number: int) -> None:
+    torch.set_num_threads(1)
+    # As under torchrun.
+    os.environ |= {AGENT_STORE: "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    said = folder / f"said-{number}"
+    try:
+        work(place, method, said)
+    except BaseException as error:
+        said.write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+def ours(place: Place, method: str, said: Path) -> None:
+    config = Config(strategy="ddp", init_method=method, timeout_s=60)
+    with open_group(place, config) as group:
+        said.write_text(f"sum {group.sum([place.rank + 1.0])[0]}")
+
+
+def ours_killed(place: Place, method: str, said: Path) -> None:
+    config = Config(strategy="ddp", init_method=method, timeout_s=60)
+    with open_group(place, config) as group:
+        said.write_text(f"sum {group.sum([place.rank + 1.0])[0]}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ours_impatient(place: Place, method: str, said: Path) -> None:
+    config = Config(strategy="ddp", init_method=method, timeout_s=1)
+    try:
+        with open_group(place, config):
+            pass
+    except Exception as error:
+        said.write_text(f"collateral: {is_collateral(error)}")
+
+
+def plain(place: Place, method: str, said: Path) -> None:
+    """What introductions show."""
+    url = f"{method}?rank={place.rank}&world_size={place.world_size}"
+    dist.init_process_group("gloo", init_method=url, timeout=timedelta(seconds=SHORT_S))
+    said.write_text("they met")
+
+
+def plain_store(place: Place, method: str, said: Path) -> None:
+    url = f"{method}?rank={place.rank}&world_size={place.world_size}"
+    next(rendezvous(url, timeout=timedelta(seconds=SHORT_S)))
+    said.write_text("they met")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def test_ranks_meet_at_a_port_under_torchrun_where_the_plain_form_hangs(meeting: Meeting) -> None:
+    method = f"tcp://127.0.0.1:{free_port()}"
+    assert all("Error" in said for said in meeting.of_two(plain_store, method))
+    assert meeting.of_two(ours, method) == ["sum 3.0"] * 2
+
+
+def test_a_file_that_a_killed_run_left_is_no_trap(meeting: Meeting, tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/here"
+    assert meeting.of_two(ours_killed, method) == ["sum 3.0"] * 2
+    left = tmp_path / "here.attempt-0.restart-0"
+    assert left.stat().st_size
+    # The plain form believes what it finds there, and waits for the dead.
+    assert all("Error" in said for said in meeting.of_two(plain, f"file://{left}"))
+    assert meeting.of_two(ours, method) == ["sum 3.0"] * 2
+    # A later try has a file of its own; nothing stays.
+    assert meeting.of_two(ours, method, restart=1) == ["sum 3.0"] * 2
+    assert not list(tmp_path.glob("here*"))
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_two_runs_at_one_place_are_told_so(meeting: Meeting, tmp_path: Path, kind: str) -> None:
+    method = f"file://{tmp_path}/here" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
+    meeting.rank(ours, 0, method)
+    if kind == "tcp":
+        # The port is the first run's as soon as its rank 0 serves it.
+        _wait_for_port(int(method.rpartition(":")[2]))
+    else:
+        _wait_for(lambda: any(p.stat().st_size for p in tmp_path.glob("here*restart-0")))
+    said = meeting.said(meeting.rank(ours, 0, method))
+    if kind == "tcp":
+        assert said == (
+            f"UsageError: {method}: the port is taken on {socket.gethostname()}, by another run "
+            "perhaps; choose another one"
+        )
+    else:
+        assert said.startswith(f"UsageError: --init-method {method}.attempt-0.restart-0: this is ")
+    # Nor does it disturb the first, whose own rank 1 comes late.
+    assert meeting.said(meeting.rank(ours, 1, method)) == "sum 3.0"
+    assert meeting.said(0) == "sum 3.0"
+    # Another number of ranks is another run, too.
+    first = meeting.rank(ours, 0, method)
+    other = meeting.rank(ours, 2, method, count=3)
+    assert "UsageError" in meeting.said(other) + meeting.said(first)
+
+
+def _wait_for_port(port: int) -> None:
+    def open_() -> bool:
+        with socket.socket() as sock:
+            return sock.connect_ex(("127.0.0.1", port)) == 0
+
+    _wait_for(open_)
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    import time
+
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_asked(
+    meeting: Meeting, tmp_path: Path, kind: str
+) -> None:
+    method = f"file://{tmp_path}/here" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
+    # Torch alone would wait for half an hour; and another start may help.
+    assert meeting.said(meeting.rank(ours_impatient, 0, method)) == "collateral: True"
+
+
+def test_a_backend_that_is_not_there_is_named_with_those_that_are() -> None:
+    absent = [b for b in ("nccl", "mpi") if not dist.is_backend_available(b)]
+    if not absent:
+        pytest.skip("this build of torch has all backends")
+    message = f"--backend {absent[0]}: this build of torch {torch.__version__} has no such backend;"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)} it has gloo"):
+        device_and_backend(Place(), absent[0])
+    # Before anything is waited for.
+    config = Config(strategy="ddp", backend=absent[0], init_method="tcp://127.0.0.1:1")  # type: ignore[arg-type]
+    with (
+        pytest.raises(UsageError, match=f"^{re.escape(message)}"),
+        open_group(Place(world_size=2, launched=True), config),
+    ):
+        pass
+
+
+def test_a_hook_that_the_backend_cannot_do_is_refused_before_the_ranks_meet() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here `auto` is nccl, which can")
+    config = Config(strategy="ddp", comm_hook="bf16", init_method="tcp://127.0.0.1:1")
+    with (
+        pytest.raises(UsageError, match=r"^--comm-hook bf16 needs --backend nccl, "),
+        open_group(Place(world_size=2, launched=True), config),
+    ):
+        pass
+
+
+def test_runs_are_started_by_hand_and_by_torchrun_at_a_place_of_their_choice(
+    start: Start, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    flags = ("--task=digits", "--checkpoint-every=0")
+    # Numbered by hand, or by srun; no MASTER_ADDR.
+    by_hand = [
+        start.single(
+            *flags,
+            "--steps=2",
+            f"--init-method=file://{tmp_path}/here",
+            run_dir=run_dir,
+            RANK=str(rank),
+            WORLD_SIZE="2",
+        )
+        for rank in (0, 1)
+    ]
+    for run in by_hand:
+        run.finish()
+    port = free_port()
+    method = f"--init-method=tcp://127.0.0.1:{port}"
+    run = start.ranks(2, *flags, "--steps=4", method, run_dir=run_dir).finish()
+    assert run.outcome()["status"] == "done"
+    starts = [event for event in run.events() if event["event"] == "start"]
+    assert [event["world_size"] for event in starts] == [2, 2]
+    assert sorted(run.losses()) == [1, 2, 3, 4]

@@ -1,0 +1,155 @@
+"""Batch normalisation over the batch of all ranks, on any device.
+
+torch's own SyncBatchNorm is fast, and refuses the CPU; the one here runs everywhere. Both exchange
+counts and sums instead of means, so slices may differ in size, and one may be empty.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def synchronised(model: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
+    """Replace each BatchNorm1d, 2d and 3d by one that normalises over all ranks of `group`.
+
+    Parameters, buffers and their names stay. Without a group: all ranks of the run, which is wrong
+    where some of them hold the same samples or another stage, see `among()`.
+    """
+    if next((p.is_cuda for p in model.parameters()), False):
+        convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+        return cast(nn.Module, convert(model, group))
+    return _converted(model, group)
+
+
+def among(model: nn.Module, group: ProcessGroup) -> None:
+    """Let the model's synchronised layers exchange with the ranks of `group` only."""
+    for module in model.modules():
+        if isinstance(module, SynchronisedBatchNorm | nn.SyncBatchNorm):
+            module.process_group = group
+
+
+def is_synchronised(module: nn.Module) -> bool:
+    """Say whether a layer's running statistics are the same on all ranks by themselves."""
+    return isinstance(module, SynchronisedBatchNorm | nn.SyncBatchNorm)
+
+
+def _converted(module: nn.Module, group: ProcessGroup | None) -> nn.Module:
+    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+        return SynchronisedBatchNorm(module, group)
+    for name, child in module.named_children():
+        setattr(module, name, _converted(child, group))
+    return module
+
+
+# Not a subclass of SyncBatchNorm: DistributedDataParallel refuses that one on the CPU.
+class SynchronisedBatchNorm(_BatchNorm):
+    """A BatchNorm layer of any dimension whose training batch is that of all ranks."""
+
+    process_group: ProcessGroup | None
+
+    def __init__(self, plain: _BatchNorm, group: ProcessGroup | None) -> None:
+        """Take over a plain layer's settings, and its very parameters and buffers."""
+        super().__init__(plain.num_features, plain.eps, plain.momentum, device="meta")
+        self.affine, self.track_running_stats = plain.affine, plain.track_running_stats
+        self._parameters, self._buffers = plain._parameters, plain._buffers
+        self.process_group = group
+        self.train(plain.training)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Accept every dimension: the plain layer's place in the model is right by now."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise each channel (dimension 1)."""
+        if not (self.training and dist.is_available() and dist.is_initialized()):
+            return super().forward(input)
+        normalise: Any = _Normalise.apply
+        output, mean, variance, count = normalise(
+            input, self.weight, self.bias, self.eps, self.process_group
+        )
+        if self.track_running_stats:
+            self._remember(mean, variance, int(count))
+        return output  # type: ignore[no-any-return]
+
+    def _remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:  # the mean over all batches so far
+            momentum = 1.0 / int(self.num_batches_tracked)
+        unbiased = variance * (count / max(count - 1, 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalise by the mean and variance over all ranks; one exchange each way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        dims = [d for d in range(input.dim()) if d != 1]
+        here, channels = x.numel() // x.shape[1], x.shape[1]
+        # In double precision, and squares around the rank's own mean until then: a difference of
+        # large sums would lose the variance.
+        sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+        if here:
+            variance, mean = (v.double() for v in torch.var_mean(x, dims, correction=0))
+            sums[0] = here
+            sums[1 : channels + 1] = here * mean
+            sums[channels + 1 :] = here * (variance + mean.square())
+        dist.all_reduce(sums, group=group)
+        count = sums[0].clone()
+        mean, squares = (sums[1:] / count.clamp(min=1.0)).chunk(2)
+        variance = (squares - mean.square()).clamp(min=0.0)
+        inverse = (variance + eps).rsqrt().to(x.dtype).view(shape)
+        normal = (x - mean.to(x.dtype).view(shape)) * inverse
+        output = normal if weight is None else normal * weight.to(x.dtype).view(shape)
+        if bias is not None:
+            output = output + bias.to(x.dtype).view(shape)
+        ctx.save_for_backward(normal, inverse, weight, count)
+        ctx.group, ctx.dims, ctx.shape = group, dims, shape
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(input.dtype), mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[object, ...]:
+        normal, inverse, weight, count = ctx.saved_tensors
+        dims, shape = ctx.dims, ctx.shape
+        dy = gradients[0].to(normal.dtype)
+        # What this rank's samples add to the gradients of bias and weight.
+        to_bias, to_weight = dy.sum(dims), (dy * normal).sum(dims)
+        sums = torch.cat((to_bias, to_weight)).double()
+        dist.all_reduce(sums, group=ctx.group)
+        # The mean and the variance depend on every sample of every rank.
+        mean_dy, mean_slope = (sums / count.clamp(min=1.0)).to(dy.dtype).chunk(2)
+        dx = (dy - mean_dy.view(shape) - normal * mean_slope.view(shape)) * inverse
+        if weight is not None:
+            dx = dx * weight.to(dx.dtype).view(shape)
+        _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        return (
+            dx.to(gradients[0].dtype),
+            to_weight if wants_weight else None,
+            to_bias if wants_bias else None,
+            None,
+            None,
+        )

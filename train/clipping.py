@@ -1,0 +1,54 @@
+"""The norm of all gradients, wherever their parts lie, and clipping by it.
+
+`torch.nn.utils.clip_grad_norm_` fails when parameters lie on several meshes, as they do when only
+some layers are tensor parallel. So every rank adds up its own parts, and the sums are added along
+just those dimensions of each mesh along which something is cut.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from train.strategies.base import Strategy, local, scale
+
+
+def total_norm(strategy: Strategy) -> float:
+    """Compute the 2-norm of the whole gradient: the same number on every rank."""
+    cuts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for _, parameter in strategy.named_parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            cuts.setdefault(_groups(gradient), []).append(local(gradient))
+    device = strategy.norm_device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    # In an order that is the same on all ranks, as their parameters are.
+    for groups, gradients in cuts.items():
+        norms = [norm.to(device, torch.float64) for norm in torch._foreach_norm(gradients)]
+        square = torch.stack(norms).square().sum()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        total += square
+    if (stages := strategy.stage_group) is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt().item()
+
+
+def clip(strategy: Strategy, norm: float, limit: float) -> None:
+    """Scale the gradients so that their norm, which is `norm`, is at most `limit`."""
+    if norm > limit:
+        scale(strategy.named_parameters(), limit / norm)
+
+
+def _groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Name the ranks that hold different parts of a gradient, one group per dimension cut."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    mesh = gradient.device_mesh
+    return tuple(
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(gradient.placements)
+        if not placement.is_replicate() and mesh.size(dimension) > 1
+    )

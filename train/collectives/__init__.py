@@ -1,0 +1,1 @@
+"""The collectives of torch.distributed, explained by a run: `python -m train.collectives`."""

@@ -1,0 +1,44 @@
+"""`python -m train.collectives`: each collective explained, checked and measured by a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+from train.collectives.options import parse, parser
+from train.console import Console
+from train.environment import Place
+from train.errors import EXIT_DONE, UsageError
+
+
+def main() -> int:
+    """Run, and return the exit status."""
+    console = Console(rank=0)
+    try:
+        place = Place.from_environ(os.environ)
+        console = Console(rank=place.rank)
+        if {"--help", "-h"} & set(sys.argv[1:]):
+            console.say(parser().format_help().rstrip())
+            return EXIT_DONE
+        options = parse(sys.argv[1:], place)
+    except UsageError as error:
+        console.complain(str(error))
+        return error.exit_status
+    # Only here, as it imports torch: a mistyped flag is answered at once.
+    from train.collectives.session import be_a_rank, spawn
+
+    return spawn(options, options.nproc) if options.nproc else be_a_rank(options, place)
+
+
+def enter() -> NoReturn:
+    """Run `main()` as a process of its own, and end that process."""
+    exit_status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As for `python -m train`: gloo's threads may free tensors while the interpreter goes down.
+    os._exit(exit_status)
+
+
+if __name__ == "__main__":
+    enter()

@@ -1,0 +1,257 @@
+"""What each collective does: in words, in plain Python, and in torch.
+
+`size` in a table is the largest buffer that one rank has, and bus bandwidth is size / time times a
+factor that makes it comparable with the speed of the hardware whatever the number of ranks n:
+all_reduce 2 (n-1) / n; all_gather, reduce_scatter, all_to_all, gather and scatter (n-1) / n; the
+others 1. Source: nccl-tests, doc/PERFORMANCE.md, and its src/{gather,scatter,sendrecv}.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+ROOT = 0
+Numbers = list[int]
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective, as data that a run explains, checks and measures.
+
+    Every collective here moves whole numbers, or adds them place by place. So its large case is its
+    small one with each number repeated, and one expectation serves all sizes.
+    """
+
+    name: str
+    """Name without `dist.` and without what only tells its variants apart."""
+    sentence: str
+    """What it does."""
+    before: Callable[[int, int], Numbers]
+    """The numbers of (rank, world size) before."""
+    after: Callable[[list[Numbers], int], Numbers | None]
+    """From what all ranks have before, what a rank has after; None: nothing is promised."""
+    prepare: Callable[[Tensor, int, int], Call]
+    """From (tensor, rank, world size), the call to measure; it returns the rank's result."""
+    bus_factor: Callable[[int], float]
+    """Bus bandwidth / algorithm bandwidth, for a world size."""
+
+    def numbers(self, world_size: int) -> int:
+        """How many numbers the largest buffer has in the small case."""
+        start = [self.before(rank, world_size) for rank in range(world_size)]
+        ends = [self.after(start, rank) for rank in (ROOT, world_size - 1)]
+        return max(len(numbers) for numbers in [*start, *ends] if numbers is not None)
+
+
+def _two_each(rank: int, world_size: int) -> Numbers:
+    return [2 * rank + 1, 2 * rank + 2]
+
+
+def _one_for_each(rank: int, world_size: int) -> Numbers:
+    return [10 * (rank + 1) + other for other in range(world_size)]
+
+
+def _two_at_root(rank: int, world_size: int) -> Numbers:
+    # Zeros are the room that the others bring for what they receive.
+    return [1, 2] if rank == ROOT else [0, 0]
+
+
+def _one_for_each_at_root(rank: int, world_size: int) -> Numbers:
+    return list(range(1, world_size + 1)) if rank == ROOT else [0]
+
+
+def _sums(before: list[Numbers]) -> Numbers:
+    return [sum(column) for column in zip(*before, strict=True)]
+
+
+def _one_after_the_other(before: list[Numbers]) -> Numbers:
+    return [number for numbers in before for number in numbers]
+
+
+def _all_reduce(mine: Tensor, rank: int, world_size: int) -> Call:
+    def call() -> Tensor:
+        dist.all_reduce(mine)
+        return mine
+
+    return call
+
+
+def _broadcast(mine: Tensor, rank: int, world_size: int) -> Call:
+    def call() -> Tensor:
+        dist.broadcast(mine, src=ROOT)
+        return mine
+
+    return call
+
+
+def _reduce(mine: Tensor, rank: int, world_size: int) -> Call:
+    def call() -> Tensor:
+        dist.reduce(mine, dst=ROOT)
+        return mine
+
+    return call
+
+
+def _scatter(mine: Tensor, rank: int, world_size: int) -> Call:
+    if rank != ROOT:
+
+        def receive() -> Tensor:
+            dist.scatter(mine, src=ROOT)
+            return mine
+
+        return receive
+    parts = list(mine.chunk(world_size))
+    own = parts[ROOT].new_empty(parts[ROOT].shape)
+
+    def send() -> Tensor:
+        dist.scatter(own, parts, src=ROOT)
+        return own
+
+    return send
+
+
+def _gather(mine: Tensor, rank: int, world_size: int) -> Call:
+    all_of_them = mine.new_empty(mine.numel() * world_size if rank == ROOT else 0)
+    parts = list(all_of_them.chunk(world_size)) if rank == ROOT else None
+
+    def call() -> Tensor:
+        dist.gather(mine, parts, dst=ROOT)
+        return all_of_them
+
+    return call
+
+
+def _all_gather(mine: Tensor, rank: int, world_size: int) -> Call:
+    all_of_them = mine.new_empty(mine.numel() * world_size)
+
+    def call() -> Tensor:
+        dist.all_gather_single(all_of_them, mine)
+        return all_of_them
+
+    return call
+
+
+def _reduce_scatter(mine: Tensor, rank: int, world_size: int) -> Call:
+    part = mine.new_empty(mine.numel() // world_size)
+
+    def call() -> Tensor:
+        dist.reduce_scatter_single(part, mine)
+        return part
+
+    return call
+
+
+def _all_to_all(mine: Tensor, rank: int, world_size: int) -> Call:
+    received = mine.new_empty(mine.shape)
+
+    def call() -> Tensor:
+        dist.all_to_all_single(received, mine)
+        return received
+
+    return call
+
+
+def _send_recv(mine: Tensor, rank: int, world_size: int) -> Call:
+    received = mine.new_empty(mine.shape)
+
+    def call() -> Tensor:
+        # Posted together: if every rank first sent and waited, none would come to receive.
+        requests = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, mine, (rank + 1) % world_size),
+                dist.P2POp(dist.irecv, received, (rank - 1) % world_size),
+            ]
+        )
+        for request in requests:
+            request.wait()
+        return received
+
+    return call
+
+
+def _one(world_size: int) -> float:
+    return 1.0
+
+
+def _all_but_own(world_size: int) -> float:
+    return (world_size - 1) / world_size
+
+
+COLLECTIVES = (
+    Collective(
+        name="all_reduce",
+        sentence="every rank ends with the sum over all ranks, place by place",
+        before=_two_each,
+        after=lambda before, rank: _sums(before),
+        prepare=_all_reduce,
+        bus_factor=lambda world_size: 2 * _all_but_own(world_size),
+    ),
+    Collective(
+        name="broadcast",
+        sentence="every rank gets what rank 0 has",
+        before=_two_at_root,
+        after=lambda before, rank: before[ROOT],
+        prepare=_broadcast,
+        bus_factor=_one,
+    ),
+    Collective(
+        name="reduce",
+        sentence="rank 0 alone ends with the sum; what the others hold then is not promised",
+        before=_two_each,
+        after=lambda before, rank: _sums(before) if rank == ROOT else None,
+        prepare=_reduce,
+        bus_factor=_one,
+    ),
+    Collective(
+        name="scatter",
+        sentence="rank 0 cuts its tensor in equal parts, and rank r gets part r",
+        before=_one_for_each_at_root,
+        after=lambda before, rank: [before[ROOT][rank]],
+        prepare=_scatter,
+        bus_factor=_all_but_own,
+    ),
+    Collective(
+        name="gather",
+        sentence="rank 0 collects everybody's tensor, in order of rank",
+        before=_two_each,
+        after=lambda before, rank: _one_after_the_other(before) if rank == ROOT else [],
+        prepare=_gather,
+        bus_factor=_all_but_own,
+    ),
+    Collective(
+        name="all_gather",
+        sentence="every rank collects everybody's tensor, in order of rank",
+        before=_two_each,
+        after=lambda before, rank: _one_after_the_other(before),
+        prepare=_all_gather,
+        bus_factor=_all_but_own,
+    ),
+    Collective(
+        name="reduce_scatter",
+        sentence="the sum over all ranks is cut in equal parts, and rank r gets part r",
+        before=_one_for_each,
+        after=lambda before, rank: [_sums(before)[rank]],
+        prepare=_reduce_scatter,
+        bus_factor=_all_but_own,
+    ),
+    Collective(
+        name="all_to_all",
+        sentence="part s of rank r's tensor becomes part r of rank s's: a transpose across ranks",
+        before=_one_for_each,
+        after=lambda before, rank: [theirs[rank] for theirs in before],
+        prepare=_all_to_all,
+        bus_factor=_all_but_own,
+    ),
+    Collective(
+        name="send_recv",
+        sentence="each rank sends to the next and receives from the one before it, in a ring",
+        before=_two_each,
+        after=lambda before, rank: before[rank - 1],
+        prepare=_send_recv,
+        bus_factor=_one,
+    ),
+)

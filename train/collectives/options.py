@@ -1,0 +1,141 @@
+"""The command line of `python -m train.collectives`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from train.collectives.names import NAMES
+from train.environment import Place
+from train.errors import UsageError
+from train.fields import nearest
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_WAY_OUT = (
+    "start them with `python -m train.collectives --nproc 2`, "
+    "or with `torchrun --nproc-per-node 2 -m train.collectives`"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run, and how long."""
+
+    nproc: int | None = None
+    """Processes to start on this machine; None under a launcher, which has started them."""
+    only: tuple[str, ...] = NAMES
+    """Which collectives."""
+    sizes_bytes: tuple[int, ...] = ()
+    """Bytes of the largest buffer, a line of the table each."""
+    repeats: int = 20
+    """Measured calls for each size; the first few before them are dropped."""
+    timeout_s: int = 60
+    """Seconds to wait for a rank that does not come."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that raises instead of leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; --help shows all flags")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Describe the flags."""
+    made = _Parser(
+        prog="python -m train.collectives",
+        usage="python -m train.collectives --nproc N [flags]\n"
+        "       torchrun [torchrun's flags] -m train.collectives [flags]",
+        description="Show what each collective does to real tensors, check every result, and "
+        "measure latency and bandwidth.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--nproc", metavar="N", help="start N processes here, without torchrun")
+    made.add_argument("--only", metavar="NAME,…", help=f"some of: {', '.join(NAMES)}")
+    made.add_argument("--sizes", metavar="SIZE,…", help="sizes to measure, such as 4KiB,1MiB")
+    made.add_argument(
+        "--max-size",
+        metavar="SIZE",
+        help="measure 1 KiB, 4 KiB, 16 KiB … up to this (default: 64MiB); 0: measure nothing",
+    )
+    made.add_argument("--repeats", metavar="N", help="measured calls per size (default: 20)")
+    made.add_argument("--timeout-s", metavar="N", help="wait so long for a rank (default: 60)")
+    return made
+
+
+def parse(argv: Sequence[str], place: Place) -> Options:
+    """Read the command line.
+
+    Raises:
+        UsageError: a flag or a value is not known, or there are fewer than two ranks.
+    """
+    made = parser()
+    given, unknown = made.parse_known_args(argv)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        flags = [flag for action in made._actions for flag in action.option_strings]
+        raise UsageError(f"unknown flag {word!r}{nearest(word, flags)}; --help shows all flags")
+    nproc = _whole("--nproc", given.nproc, 1)
+    if nproc and place.launched:
+        raise UsageError(
+            f"--nproc {nproc}: a launcher has started {place.world_size} ranks already; leave it "
+            "out, or start without the launcher"
+        )
+    ranks = place.world_size if place.launched else nproc
+    if ranks is None or ranks < 2:
+        raise UsageError(f"ranks that talk need at least 2, here is {ranks or 1}: {_WAY_OUT}")
+    if given.sizes and given.max_size:
+        raise UsageError("--sizes and --max-size both say what to measure: give one of them")
+    return Options(
+        nproc=nproc,
+        only=_names(given.only),
+        sizes_bytes=_sizes(given.sizes, given.max_size or "64MiB"),
+        repeats=_whole("--repeats", given.repeats, 1) or Options.repeats,
+        timeout_s=_whole("--timeout-s", given.timeout_s, 1) or Options.timeout_s,
+    )
+
+
+def _whole(flag: str, text: str | None, least: int) -> int | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < least:
+        raise UsageError(f"{flag} {text!r}: must be a whole number, at least {least}")
+    return int(text)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return NAMES
+    for name in text.split(","):
+        if name not in NAMES:
+            known = ", ".join(NAMES)
+            raise UsageError(f"--only: unknown {name!r}{nearest(name, NAMES)} (known: {known})")
+    return tuple(name for name in NAMES if name in text.split(","))
+
+
+def _bytes(flag: str, text: str) -> int:
+    """Read `64MiB`, `4KiB` or `512`.
+
+    >>> _bytes("--max-size", "4KiB")
+    4096
+    """
+    match = re.fullmatch(r"([0-9]+) ?([A-Za-z]*)", text.strip())
+    if not match or match[2].upper() not in _UNITS:
+        raise UsageError(f"{flag} {text!r}: write a size as 4KiB, 64MiB or 1GiB")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def _sizes(sizes: str | None, max_size: str) -> tuple[int, ...]:
+    if sizes is not None:
+        chosen = tuple(_bytes("--sizes", size) for size in sizes.split(","))
+        if 0 in chosen:
+            raise UsageError(f"--sizes {sizes!r}: a size must be at least one byte")
+        return chosen
+    most = _bytes("--max-size", max_size)
+    ladder = [1 << 10]
+    while ladder[-1] * 4 <= most:
+        ladder.append(ladder[-1] * 4)
+    return tuple(size for size in ladder if size <= most)

@@ -1,0 +1,79 @@
+"""The ranks of a demonstration, and how they compare notes without any collective."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from train.distributed import agree_on_device, device_and_backend
+from train.environment import Place
+from train.meeting import meet
+
+Value = TypeVar("Value")
+
+
+@dataclass(kw_only=True)
+class Ranks:
+    """This rank, and a notice board that all ranks can read."""
+
+    place: Place
+    """Which rank this is, of how many."""
+    device: torch.device
+    """Where its tensors lie."""
+    store: Store
+    """The notice board: a key-value store that rank 0 or the launcher serves."""
+    timeout: timedelta
+    """How long to wait for a rank."""
+    rounds: int = field(default=0, init=False)
+    """How many exchanges there have been: each has keys of its own."""
+
+    def exchange(self, value: Value) -> list[Value]:
+        """Give every rank every rank's value, by rank.
+
+        Through the store, which is TCP and needs no collective: a broken collective could neither
+        report nor hide that it is broken.
+        """
+        self.rounds += 1
+        keys = [f"{self.rounds}/{rank}" for rank in range(self.place.world_size)]
+        self.store.set(keys[self.place.rank], json.dumps(value))
+        self.store.wait(keys, self.timeout)
+        return [json.loads(text) for text in self.store.multi_get(keys)]
+
+    def synchronize(self) -> None:
+        """Wait for what the GPU has been told to do, which a call does not."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def connect(place: Place, *, timeout_s: int) -> Iterator[Ranks]:
+    """Make the default process group; end it when all went well.
+
+    Raises:
+        UsageError: torch lacks the backend, or only some ranks have a GPU.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    device, backend = device_and_backend(place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with meet(place, "env://", timeout) as store:
+        agree_on_device(store, place, device)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        board = PrefixStore(f"train/collectives/{place.restart}", store)
+        yield Ranks(place=place, device=device, store=board, timeout=timeout)
+        dist.destroy_process_group()

@@ -1,0 +1,59 @@
+"""A file that lines are appended to, such as `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+# How long the file stays open. Network file systems show others what was written when it is closed,
+# and opening and closing it there for every line would cost each step milliseconds.
+OPEN_S = 1.0
+
+
+class Journal:
+    """Appends whole lines: a kill tears the last one at most, and only that one is lost."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the file; it is made by the first line."""
+        self.path = path
+        self._handle: int | None = None
+        self._opened = 0.0
+        # Its length if nobody else has written since we did.
+        self._length = -1
+
+    def append(self, line: str) -> None:
+        """Write a line.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        handle = self._open()
+        length = os.fstat(handle).st_size
+        if length != self._length and length and os.pread(handle, 1, length - 1) != b"\n":
+            # A killed writer left a torn line: end it, so that only that one is lost.
+            line = "\n" + line
+        # One write per line, for the same reason.
+        written = os.write(handle, f"{line}\n".encode())
+        self._length = length + written
+
+    def close(self) -> None:
+        """Let go of the file; the next line opens it again."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+    __del__ = close
+
+    def _open(self) -> int:
+        now = time.monotonic()
+        # Removed meanwhile, it would take lines that nobody can read.
+        if self._handle is not None and (
+            now - self._opened > OPEN_S or os.fstat(self._handle).st_nlink == 0
+        ):
+            self.close()
+        if self._handle is None:
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._handle = os.open(self.path, flags, 0o666)
+            self._opened, self._length = now, -1
+        return self._handle

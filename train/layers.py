@@ -1,0 +1,63 @@
+"""Layers without which a transformer of your own could not be split along its sequence.
+
+Context parallelism gives each rank a part of every sequence. Almost every layer works on one
+position at a time and need not know; these two look beyond, so they are told.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class ContextExchange(Protocol):
+    """How ranks that hold parts of one sequence attend to each other's."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend causally from this rank's part to all parts up to it.
+
+        All four: [batch, heads, time of this rank's part, head_dim].
+        """
+
+
+class CausalAttention(nn.Module):
+    """Scaled dot-product attention in which no position sees a later one; has no parameters."""
+
+    context: ContextExchange | None
+    """Set by context parallelism to replace the computation; `None`: the whole sequence is here."""
+
+    def __init__(self) -> None:
+        """Attend within what is given."""
+        super().__init__()
+        self.context = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Mix values; each of the four is [batch, heads, time, head_dim]."""
+        if self.context is not None:
+            return self.context.attend(query, key, value)
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Positions(nn.Module):
+    """A learned vector for each place in the sequence."""
+
+    offset: int
+    """Set by context parallelism: where in the sequence this rank's part begins."""
+
+    def __init__(self, places: int, width: int) -> None:
+        """Make vectors for sequences of up to `places`, from torch's global generator."""
+        super().__init__()
+        self.offset = 0
+        self.weight = nn.Parameter(torch.empty(places, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the vectors anew, as a model made on the meta device must."""
+        nn.init.normal_(self.weight)
+
+    def forward(self, time: int) -> Tensor:
+        """Give the vectors of `time` places. Shape [time, width]."""
+        return self.weight[self.offset : self.offset + time]

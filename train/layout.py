@@ -1,0 +1,165 @@
+"""How the ranks are arranged: the sizes of the five axes of parallelism, and who works on what.
+
+The axes, outermost first, are `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`: the innermost talk most
+and are neighbours, on one node if possible. Pure arithmetic, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from train.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the axes; their product is the number of ranks."""
+
+    pp: int = 1
+    """Pipeline stages held by different ranks."""
+    dp_replicate: int = 1
+    """Copies of the model (or of its shards) that work on different samples."""
+    dp_shard: int = 1
+    """Ranks that share one copy's parameters and work on different samples."""
+    cp: int = 1
+    """Ranks that share one sequence."""
+    tp: int = 1
+    """Ranks that share each layer's matrices."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks this takes."""
+        return math.prod(self.sizes().values())
+
+    @property
+    def shards(self) -> int:
+        """How many slices a global batch is cut into."""
+        return self.dp_replicate * self.dp_shard
+
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis, outermost first."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis."""
+        found = {}
+        for axis, size in reversed(self.sizes().items()):
+            rank, found[axis] = divmod(rank, size)
+        return dict(reversed(found.items()))
+
+    def shard(self, rank: int) -> int:
+        """Which slice of the global batch a rank works on."""
+        at = self.coordinates(rank)
+        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+
+    def __str__(self) -> str:
+        """Write the axes that are used, such as `pp 2 x tp 4`."""
+        used = [f"{axis} {size}" for axis, size in self.sizes().items() if size > 1]
+        return " x ".join(used) or "1 rank"
+
+
+# The axis that a strategy's name lays the ranks along.
+OWN_AXIS = {
+    "ddp": "dp_replicate",
+    "local-sgd": "dp_replicate",
+    "fsdp": "dp_shard",
+    "pp": "pp",
+    "tp": "tp",
+    "cp": "cp",
+}
+# Strategies of one process: devices, if several, are used by its threads or in turn.
+ALONE = ("single", "dataparallel", "manual")
+# Strategies that know one axis only.
+ONE_AXIS = ("ddp", "local-sgd", "ps")
+
+
+def resolve(
+    strategy: str, sizes: Mapping[str, int | None], *, world_size: int, local_world_size: int
+) -> Layout:
+    """Arrange `world_size` ranks by the strategy's name and the sizes that were given.
+
+    The axis of the strategy's name takes the ranks that the given sizes leave over; other axes are
+    1. `hsdp` shards within a node and replicates across nodes (within one node: 2 copies).
+
+    Raises:
+        UsageError: the product of the sizes is not the number of ranks; shows the arithmetic.
+    """
+    given = {axis: size for axis, size in sizes.items() if size is not None}
+    flags = " ".join(f"{flag(axis)} {size}" for axis, size in given.items())
+    if strategy in ALONE:
+        if world_size > 1:
+            raise UsageError(
+                f"--strategy {strategy} uses one process, but there are {world_size}: each would "
+                "train a model of its own; use --strategy ddp, or start one process"
+            )
+        if math.prod(given.values()) > 1:
+            raise UsageError(
+                f"--strategy {strategy} uses one process, but {flags} asks for more: leave it out, "
+                "or use --strategy hybrid"
+            )
+        return Layout()
+    if strategy == "ps":
+        if given:
+            raise UsageError(f"--strategy ps has no axes: leave out {flags}")
+        if world_size < 2:
+            raise UsageError(
+                "--strategy ps needs a server and at least one trainer, but there is 1 rank: use "
+                "torchrun --nproc-per-node 2 or more, or --spawn 2 or more"
+            )
+        # Each trainer draws slices of its own; rank 0 serves.
+        return Layout(dp_replicate=world_size)
+    if strategy in ONE_AXIS and (others := given.keys() - {OWN_AXIS[strategy]}):
+        foreign = " ".join(f"{flag(axis)} {given[axis]}" for axis in given if axis in others)
+        raise UsageError(
+            f"--strategy {strategy} knows --dp-replicate only, not {foreign}; leave "
+            "--strategy out to combine axes"
+        )
+    chosen = dict(given)
+    rest, remainder = divmod(world_size, math.prod(given.values()))
+    if remainder == 0 and strategy == "hsdp":
+        chosen = _hybrid_sharded(given, rest, local_world_size)
+    elif remainder == 0 and strategy in OWN_AXIS and OWN_AXIS[strategy] not in given:
+        chosen[OWN_AXIS[strategy]] = rest
+    layout = Layout(**chosen)
+    if layout.world_size != world_size:
+        product = " x ".join(f"{axis} {size}" for axis, size in chosen.items()) or "no axis given"
+        raise UsageError(
+            f"the sizes of the mesh do not fit {_ranks(world_size)}: {product} = "
+            f"{layout.world_size}; {_way_out(chosen, world_size)}"
+        )
+    return layout
+
+
+def flag(axis: str) -> str:
+    """Name the flag that sets an axis."""
+    return "--" + axis.replace("_", "-")
+
+
+def _hybrid_sharded(given: Mapping[str, int], rest: int, local_world_size: int) -> dict[str, int]:
+    """Choose the two data axes of `hsdp` from the ranks that are left over."""
+    chosen = dict(given)
+    if "dp_shard" not in given and "dp_replicate" not in given:
+        several_nodes = rest > local_world_size and rest % local_world_size == 0
+        chosen["dp_shard"] = local_world_size if several_nodes else max(rest // 2, 1)
+        chosen["dp_replicate"] = rest // chosen["dp_shard"]
+    elif "dp_shard" not in given:
+        chosen["dp_shard"] = rest
+    elif "dp_replicate" not in given:
+        chosen["dp_replicate"] = rest
+    return chosen
+
+
+def _way_out(chosen: Mapping[str, int], world_size: int) -> str:
+    """Name the axis whose size would make it fit, or how many ranks would."""
+    product = math.prod(chosen.values())
+    for axis in ("dp_replicate", "dp_shard"):
+        others = product // chosen.get(axis, 1)
+        if world_size % others == 0:
+            return f"{flag(axis)} {world_size // others} would fit, or start {_ranks(product)}"
+    return f"start {_ranks(product)}, or choose sizes whose product is {world_size}"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"

@@ -1,0 +1,45 @@
+"""Changes to a model that do not depend on how it is parallelised."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from train.batchnorm import synchronised
+from train.buffers import standing_still
+
+if TYPE_CHECKING:
+    from train.config import Config
+    from train.tasks.base import Task
+
+
+def prepare(model: nn.Module, task: Task, config: Config) -> nn.Module:
+    """Apply what the command line asks for; the names of parameters stay as they are."""
+    if config.dropout is not None:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = config.dropout
+    if config.sync_batch_norm:
+        model = synchronised(model)
+    if config.activation_checkpointing:
+        for name in task.pieces(model):
+            _recompute(model.get_submodule(name))
+    return model
+
+
+def _recompute(module: nn.Module) -> None:
+    """Keep only a module's inputs, and run it again for its backward pass.
+
+    The method is replaced rather than the module wrapped, which would change parameters' names.
+    """
+    module.forward = partial(
+        checkpoint,
+        module.forward,
+        use_reentrant=False,
+        # The second time, running statistics have moved already.
+        context_fn=lambda: (nullcontext(), standing_still(module)),
+    )

@@ -1,0 +1,204 @@
+"""From the live run to a checkpoint, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from train import recovery
+from train.checkpoints import disk
+from train.checkpoints.checkpointer import Checkpointer, Timing
+from train.checkpoints.disk import Position, State
+from train.checkpoints.exporting import export
+from train.checkpoints.stored import MODEL, OPTIMIZER, Stored
+from train.config import Config
+from train.console import Console
+from train.distributed import Group
+from train.errors import CheckpointError, FencedError
+from train.optimizing import NamedOptimizer
+from train.progress import Progress
+from train.rundir import RunDirectory
+from train.scaling import LossScaler
+from train.strategies.base import Strategy
+
+# Seconds that a failing process waits for a checkpoint that is being written.
+PATIENCE_S = 60.0
+
+
+class Saver:
+    """Knows everything that a checkpoint of this run holds."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        identity: Mapping[str, object],
+        group: Group,
+        strategy: Strategy,
+        optimizer: NamedOptimizer,
+        scaler: LossScaler,
+        directory: RunDirectory,
+        console: Console,
+    ) -> None:
+        """Connect the ranks once more; nothing is read or written yet."""
+        self.config, self.identity, self.group = config, identity, group
+        self.strategy, self.optimizer, self.scaler = strategy, optimizer, scaler
+        self.directory, self.console = directory, console
+        self._checkpointer = Checkpointer(directory.path, group, timeout_s=config.timeout_s)
+        # Where this moment is saved, in a directory that rank 0 sees.
+        self._saved: Position | None = None
+        self._last_step = 0
+
+    def resume(self, progress: Progress) -> None:
+        """Go on from the newest valid checkpoint that any rank sees, if there is one.
+
+        Raises:
+            CheckpointError: on all ranks; it is of another model, or cannot be read.
+        """
+        run_dir, shared = self.directory.path, self._checkpointer.shared
+        seen, source = recovery.find(run_dir, self.group, shared=shared)
+        self._report_damage(seen)
+        if source is None or (best := seen[source].best) is None:
+            return
+        found = recovery.describe(run_dir, self.group, best, source=source, shared=shared)
+        slots = {
+            name.removeprefix(OPTIMIZER): entry
+            for name, entry in found.listing.items()
+            if name.startswith(OPTIMIZER)
+        }
+        self.optimizer.allocate(slots)
+        tensors = self._tensors()
+        recovery.load(run_dir, self.group, found, tensors)
+        model = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
+        self.strategy.load_model_state(model)
+        self.scaler.load(found.state.scaler)
+        progress.step, progress.samples_seen = found.state.step, found.state.samples_seen
+        # Rank 0's own directory has it only if rank 0 was the one to read it.
+        self._saved = best if source == 0 else None
+        where = best.path(run_dir)
+        self.directory.event(
+            "resume",
+            step=progress.step,
+            samples_seen=progress.samples_seen,
+            checkpoint=str(where.relative_to(run_dir)),
+            read_by=source,
+            written_by_ranks=found.state.world_size,
+        )
+        self.console.say(f"resuming after step {progress.step}/{progress.steps} from {where}")
+
+    def save(self, progress: Progress, *, epoch: int) -> None:
+        """Begin a checkpoint of this moment; `wait()` tells how it has ended.
+
+        Raises:
+            CheckpointError: on all ranks; the one before could not be written, and all shall stop.
+            FencedError: on all ranks; a newer attempt has taken over.
+        """
+        self.wait()
+        if self._saved and self._saved.step == progress.step:
+            return
+        position = Position(attempt=self.group.place.attempt, step=progress.step)
+        state = State(
+            step=progress.step,
+            epoch=epoch,
+            samples_seen=progress.samples_seen,
+            world_size=self.group.place.world_size,
+            identity=self.identity,
+            config={name: _plain(value) for name, value in dataclasses.asdict(self.config).items()},
+            scaler=self.scaler.state(),
+        )
+        running = progress.outcome(self.group.place, "running", "training")
+
+        def may_commit() -> None:
+            # Our own outcome with the new step; refused if a newer attempt has written one.
+            if not self.directory.advance(running):
+                raise FencedError(
+                    f"attempt {position.attempt} writes no more: a newer attempt has taken over "
+                    f"{self.directory.path}"
+                )
+
+        def committed(timing: Timing) -> None:
+            self.directory.event(
+                "checkpoint",
+                step=state.step,
+                samples_seen=state.samples_seen,
+                checkpoint=str(position.path(self.directory.path).relative_to(self.directory.path)),
+                seconds=timing.total_s,
+                stall_seconds=timing.stall_s,
+            )
+            disk.prune(self.directory.path, position, keep=self.config.keep_checkpoints)
+
+        self._saved, self._last_step = position, progress.step
+        self._attempt(
+            lambda: self._checkpointer.save(
+                position, state, self._tensors(), may_commit=may_commit, committed=committed
+            )
+        )
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is committed, or known not to be.
+
+        Raises:
+            CheckpointError: on all ranks; it could not be written, and all shall stop.
+            FencedError: on all ranks; a newer attempt has taken over.
+        """
+        self._attempt(self._checkpointer.wait)
+
+    def leave(self) -> None:
+        """Let a checkpoint that is being written be committed, before an error ends the process."""
+        self._checkpointer.leave(PATIENCE_S)
+
+    def export(self, path: Path) -> None:
+        """Write the weights of the last checkpoint to one file.
+
+        Raises:
+            CheckpointError: on rank 0; there is none, or the file could not be written.
+            PeerError: on the other ranks, in both cases.
+        """
+        self.wait()
+
+        def write() -> None:
+            if self._saved is None:
+                raise CheckpointError(f"cannot export to {path}: the last step could not be saved")
+            stored = Stored(self._saved.path(self.directory.path))
+            export(path, stored.listing(), stored.whole)
+
+        self.group.on_rank_0(write)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Do something that may fail on all ranks alike; whether they go on then is asked for."""
+        try:
+            action()
+        except CheckpointError as error:
+            self._saved = None
+            if self.config.on_checkpoint_error == "stop":
+                raise
+            # If the disk is full, the event may not fit either.
+            with suppress(OSError):
+                self.directory.event("checkpoint_failed", step=self._last_step, reason=str(error))
+            self.console.complain(f"{error}; training goes on")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Give this rank's part of all that a checkpoint holds, live."""
+        model = {MODEL + name: tensor for name, tensor in self.strategy.model_state().items()}
+        moments = {OPTIMIZER + key: tensor for key, tensor in self.optimizer.tensors().items()}
+        return model | moments
+
+    def _report_damage(self, seen: list[recovery.Sighting]) -> None:
+        for rank, sighting in enumerate(seen):
+            for position, reason in sighting.damaged:
+                self.directory.event(
+                    "checkpoint_skipped",
+                    step=position.step,
+                    of_attempt=position.attempt,
+                    seen_by=rank,
+                    reason=reason,
+                )
+                self.console.say(f"skipping a damaged checkpoint: {reason}")
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,79 @@
+"""A model cut in pipeline stages: which pieces are whose, and a module that holds some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+
+from train import stages
+from train.errors import UsageError
+from train.strategies.base import Parts
+
+
+class Stage(nn.Module):
+    """Some successive pieces of a model, under the names that they have in it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        autocast: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Take pieces out of the model."""
+        super().__init__()
+        # Underscored: no piece is called so.
+        self._names, self._autocast = tuple(names), autocast
+        for name in names:
+            *path, last = name.split(".")
+            home: nn.Module = self
+            for step in path:
+                if step not in home._modules:
+                    home.add_module(step, nn.Module())
+                home = home.get_submodule(step)
+            home.add_module(last, model.get_submodule(name))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Run the pieces, one after the other."""
+        # Here, not around the schedule, which would run backward passes in it as well.
+        with self._autocast():
+            for name in self._names:
+                hidden = self.get_submodule(name)(hidden)
+        return hidden
+
+
+def plan(model: nn.Module, parts: Parts) -> list[list[str]]:
+    """Name the pieces of each stage.
+
+    Raises:
+        UsageError: there are too few, or the model is more than its pieces, or two stages share a
+            parameter.
+    """
+    config, layout, task = parts.config, parts.layout, parts.task
+    sizes = {
+        name: sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
+        for name in task.pieces(model)
+    }
+    count = stages.stage_count(config.pp_schedule, layout.pp)
+    asked = f"--pp {layout.pp} with --pp-schedule {config.pp_schedule}"
+    groups = stages.cut(sizes, count, asked=asked)
+    homes: dict[int, int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = next((n for n, own in enumerate(groups) if _within(name, own)), None)
+        if owner is None:
+            raise UsageError(
+                f"{asked}: no stage would hold parameter {name!r}, as no piece of task "
+                f"{task.name!r} contains it ({', '.join(sizes)}); have pieces() name its module"
+            )
+        if homes.setdefault(id(parameter), owner) != owner:
+            raise UsageError(
+                f"{asked}: parameter {name!r} is shared by stages {homes[id(parameter)]} and "
+                f"{owner}, which would train copies of their own; give each a parameter of its "
+                "own, or use --strategy fsdp"
+            )
+    return groups
+
+
+def _within(name: str, pieces: Sequence[str]) -> bool:
+    return any(name.startswith(f"{piece}.") for piece in pieces)

@@ -1,0 +1,85 @@
+"""nn.DataParallel: one process, a thread per GPU. Kept for comparison; `ddp` is what to use.
+
+Before every pass the model is copied from the first GPU to all others, after it their outputs are
+gathered there, and gradients as well: the first GPU does and holds more than the rest, and Python's
+threads take turns. `report()` says how much more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from train.errors import UsageError
+from train.strategies.base import Parts, WholeModel
+from train.strategies.manual import devices
+
+MIB = 1024 * 1024
+
+
+class Threaded(WholeModel):
+    """Splits each batch over the GPUs; loss and gradients are those of the whole batch."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Make the model on the first device, from which it is copied before every pass."""
+        listed = parts.config.devices
+        found = devices(listed)
+        self._gpus = [device.index for device in found if device.type == "cuda"]
+        if self._gpus and len(set(self._gpus)) < len(found):
+            raise UsageError(
+                f"--devices {listed}: nn.DataParallel takes different GPUs, each once; for a list "
+                "with 'cpu' or with one GPU twice use --strategy manual"
+            )
+        if not self._gpus and len(found) > 1:
+            raise UsageError(
+                f"--devices {listed}: nn.DataParallel knows GPUs only; name different ones, or "
+                "leave --devices out to run on the CPU, in one thread"
+            )
+        super().__init__(parts, parts.model(torch.device("cpu")).to(found[0]))
+        self._device = found[0]
+        if parts.config.compile:
+            self.model.compile()
+        # The loss is computed on what has been gathered: a sum over the whole batch, as it must be.
+        # A loss within each thread would have to be summed by hand; its mean would be wrong.
+        self.run = nn.DataParallel(self.model, device_ids=self._gpus)
+        self._largest_output = 0
+        self.run.register_forward_hook(self._note_output)
+
+    def describe(self) -> str:
+        """Say what is where."""
+        if not self._gpus:
+            return "nn.DataParallel without a GPU just runs the model: one process on the CPU"
+        names = ", ".join(f"cuda:{number}" for number in self._gpus)
+        return f"nn.DataParallel on {names}: {self._arithmetic()}"
+
+    def report(self) -> str:
+        """Say how unevenly the devices were loaded: measured on GPUs, else by arithmetic."""
+        if not self._gpus:
+            return f"on two GPUs or more it would be: {self._arithmetic()}"
+        peaks = [torch.cuda.max_memory_allocated(number) / MIB for number in self._gpus]
+        listed = ", ".join(
+            f"cuda:{n} {peak:,.1f} MiB" for n, peak in zip(self._gpus, peaks, strict=True)
+        )
+        most = f"; the fullest holds {max(peaks) / max(min(peaks), 1 / MIB):.1f} x the emptiest"
+        return f"peak memory: {listed}{most if len(peaks) > 1 else ''}"
+
+    def _arithmetic(self) -> str:
+        """Count what the first device holds and the others do not."""
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        config = self.parts.config
+        copies = 2 if config.optimizer == "adamw" else int(config.momentum > 0)
+        text = (
+            f"the first device keeps {(2 + copies) * weights / MIB:,.2f} MiB (weights, gradients, "
+            f"{copies} x optimizer state) from step to step, each other one borrows "
+            f"{2 * weights / MIB:,.2f} MiB (weights, gradients) in a pass"
+        )
+        if self._largest_output:
+            text += (
+                f", and the first gathers the outputs of all, {self._largest_output / MIB:,.2f} "
+                "MiB, and computes the loss alone"
+            )
+        return text
+
+    def _note_output(self, module: nn.Module, inputs: object, output: Tensor) -> None:
+        """Keep the size of what is gathered on the first device."""
+        self._largest_output = max(self._largest_output, output.nbytes)

@@ -1,0 +1,164 @@
+"""What a task is: a model, data and a loss; everything else has a default."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from train.data import Batch, Samples, targets_of
+from train.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+class Task(ABC):
+    """What is learned. Your own needs `model()`, `train()`, `test()` and `loss()`.
+
+    It is made once on every rank and must give every rank the same: synthetic data come from a
+    generator with a fixed seed, and a random split of the data does too.
+    """
+
+    name: str = ""
+    """What messages call it; set to what `--task` said when it is left empty."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Make the model; its initial weights come from torch's global generator."""
+
+    @abstractmethod
+    def train(self) -> Batch | Samples:
+        """Give all training samples: tensors in a `Batch`, or a Dataset of (input, target)."""
+
+    @abstractmethod
+    def test(self) -> Batch | Samples:
+        """Give all test samples."""
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum the loss over the items of a batch. Scalar.
+
+        A *sum*, with `count()` beside it: the loop divides by the number of items of the whole
+        global batch, so that gradients do not depend on ranks, micro-batches or padding.
+        """
+
+    def count(self, targets: Tensor) -> int:
+        """Count the items that `loss()` sums over; by default one per sample."""
+        return len(targets)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum what `metrics()` needs over the items of a batch. Shape [n]; by default empty."""
+        return torch.zeros(0, device=targets.device)
+
+    def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
+        """Turn the sums over all items, float64 on the CPU, into named figures."""
+        return {}
+
+    def identity(self) -> Mapping[str, str | int]:
+        """Say what makes two runs of this task different, so that one never continues the other.
+
+        By default the numbers of training samples and of the model's parameters. Not the file's
+        digest: a corrected comment must not refuse a resume. Whoever changes more than sizes can
+        say so here, such as `{"version": 2}`.
+        """
+        parameters = sum(parameter.numel() for parameter in self._sketch().parameters())
+        return {"train_samples": len(self.train()), "parameters": parameters}
+
+    def pieces(self, model: nn.Module) -> Sequence[str]:
+        """Name the submodules which, one after the other, are the forward pass of the model.
+
+        They are what pipeline stages, sharding and activation checkpointing are cut by. By default
+        the children of an `nn.Sequential`; of any other model there is one piece: itself, ''.
+        """
+        if isinstance(model, nn.Sequential):
+            return [name for name, _ in model.named_children()]
+        return [""]
+
+    def tensor_plan(
+        self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
+    ) -> Mapping[str, ParallelStyle]:
+        """Say how each submodule's matrices are shared by `ranks` ranks (tensor parallel).
+
+        With `loss_parallel` the outputs should stay a DTensor sharded by class, where that is safe
+        (see `classes_can_be_sharded()`).
+
+        Raises:
+            UsageError: there is no plan, or a size cannot be shared by so many ranks.
+        """
+        raise UsageError(
+            f"task '{self.name}' does not say how its matrices can be shared between ranks: "
+            "give it a tensor_plan() (docs/how-to/own-task.md), or leave out --tp"
+        )
+
+    def weights(self) -> Tensor:
+        """Give the chance of each training sample under `--sampling balanced`. Shape [samples]."""
+        raise UsageError(
+            f"task '{self.name}' does not say what to balance: give it weights(), or leave out "
+            "--sampling balanced"
+        )
+
+    def _sketch(self) -> nn.Module:
+        """Make the model without memory for its weights, where it can be made so."""
+        try:
+            with torch.device("meta"):
+                return self.model()
+        except Exception:  # whatever a model does that no meta tensor can
+            return self.model()
+
+
+class Classifier(Task):
+    """A task whose outputs are scores [..., classes] and whose targets are class numbers [...]."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum the cross entropy over all targets, in nats."""
+        return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
+
+    def count(self, targets: Tensor) -> int:
+        """Count the targets."""
+        return targets.numel()
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Count the targets whose likeliest class is right. Scalar."""
+        return (outputs.argmax(dim=-1) == targets).sum()
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Count the targets whose likeliest class is right. Shape [1]."""
+        return self.correct(outputs, targets).reshape(1)
+
+    def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
+        """Give the share that is right."""
+        return {"accuracy": score[0].item() / count}
+
+    def weights(self) -> Tensor:
+        """Give every class the same chance in all: each sample one over its class's size."""
+        return class_weights(targets_of(self.train()))
+
+
+def class_weights(targets: Tensor) -> Tensor:
+    """Weigh each sample by one over the size of its class. Shape [samples], float64."""
+    return 1.0 / torch.bincount(targets).double()[targets]
+
+
+def classes_can_be_sharded(classes: int, ranks: int) -> bool:
+    """Say whether each rank gets at least one class; torch's loss_parallel crashes otherwise."""
+    chunk = -(-classes // ranks)
+    return (ranks - 1) * chunk < classes
+
+
+def check_divisible(what: str, size: int, ranks: int) -> None:
+    """Refuse a size that tensor parallelism cannot share evenly.
+
+    Raises:
+        UsageError: shows the arithmetic and what would do.
+    """
+    if size % ranks:
+        fitting = [str(n) for n in range(2, size + 1) if size % n == 0]
+        raise UsageError(
+            f"--tp {ranks} does not divide the {size} {what}: {size} = {size // ranks} x {ranks} + "
+            f"{size % ranks}; use --tp {', '.join(fitting[:-1])} or {fitting[-1]}"
+        )

@@ -1,0 +1,137 @@
+"""Finds the task that `--task` names: one of ours, or a class in a file of your own."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+from train.errors import TrainError, UsageError
+
+if TYPE_CHECKING:
+    from train.tasks.base import Task
+
+# Module and class by name; imported only when asked for, so that `--help` stays fast.
+TASKS = {
+    "digits": ("train.tasks.digits", "Digits"),
+    "fashion-mnist": ("train.tasks.fashion_mnist", "FashionMnist"),
+    "shuttle": ("train.tasks.shuttle", "Shuttle"),
+    "chars": ("train.tasks.chars", "Chars"),
+}
+
+
+def problem_of(name: str) -> str | None:
+    """Say what is wrong with a task's name, as far as can be told without importing anything."""
+    if name in TASKS:
+        return None
+    file, colon, attribute = name.rpartition(":")
+    if not colon and name.endswith(".py"):
+        return f"task {name!r} lacks the name of its class: FILE.py:CLASS"
+    if not file.endswith(".py"):
+        return (
+            f"unknown task {name!r}{_nearest(name, TASKS)}; known are {', '.join(TASKS)}, and "
+            "FILE.py:CLASS for your own"
+        )
+    if not Path(file).is_file():
+        return f"task {name!r}: there is no file {Path(file).absolute()}"
+    if not attribute.isidentifier():
+        return f"task {name!r}: {attribute!r} is no name of a class: FILE.py:CLASS"
+    return None
+
+
+def load(name: str) -> Task:
+    """Make the task of that name.
+
+    Raises:
+        UsageError: there is no such task, it lacks something, or its constructor failed.
+    """
+    if problem := problem_of(name):
+        raise UsageError(problem)
+    if name in TASKS:
+        module, attribute = TASKS[name]
+        return cast("Task", getattr(import_module(module), attribute)())
+    file, _, attribute = name.rpartition(":")
+    path = Path(file).resolve()
+    cls = _class(path, attribute)
+    try:
+        task = cls()
+    except TrainError:
+        raise
+    except Exception as error:
+        raise UsageError(f"task {name!r}: {attribute}() failed: {_where(error, path)}") from error
+    task.name = task.name or name
+    return task
+
+
+def _class(path: Path, attribute: str) -> type[Task]:
+    """Find a class in a file, and see that it is a task and lacks nothing."""
+    from train.tasks.base import Task
+
+    try:
+        module = _module(path)
+    except Exception as error:
+        raise UsageError(f"cannot import {path}: {_where(error, path)}") from error
+    tasks = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, Task)
+        and value.__module__ == module.__name__
+    ]
+    cls = getattr(module, attribute, None)
+    if cls is None:
+        there = f"; there are {', '.join(tasks)}" if tasks else "; it has no task at all"
+        raise UsageError(f"{path} has no class {attribute!r}{_nearest(attribute, tasks) or there}")
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        raise UsageError(
+            f"{path}: {attribute} is no task: write `class {attribute}(Task):` with "
+            "`from train.tasks import Task`"
+        )
+    if missing := sorted(cls.__abstractmethods__):
+        methods = ", ".join(f"{method}()" for method in missing)
+        raise UsageError(f"{path}: class {attribute} lacks {methods}")
+    return cls
+
+
+def _module(path: Path) -> ModuleType:
+    """Import a file under a name that no other module has."""
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses and pickle look the module up by name.
+    sys.modules[name] = module
+    # Last, so that a neighbour of the file can be imported but hides nothing.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _where(error: Exception, path: Path) -> str:
+    """Give the last line of an error's traceback, and the last place of it within a file."""
+    text = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {text}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == str(path)]
+    return f"{own[-1].filename}:{own[-1].lineno}: {text}" if own else text
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    """Say which word was probably meant: `; did you mean 'x'?`, or nothing."""
+    close = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

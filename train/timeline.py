@@ -1,0 +1,261 @@
+"""Where the time of a traced step went: from the events of a trace to a few numbers. No torch.
+
+Each moment of a step counts once, for the first of these that holds at that moment:
+
+compute        an operator works on some CPU thread, or a kernel on the GPU
+communication  a collective or a message is under way, waiting for the other ranks included
+data           the loop waits for its next batch, or the batch is on its way to the GPU
+idle           none of these: Python, launching, or waiting for something that is not traced
+
+So communication hidden under compute costs nothing here; it is told apart as `hidden`. The four
+parts sum up to the wall time of the steps. Where there is a GPU, only what the GPU does is compute:
+CPU operators that launch its kernels are not.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from train.errors import UsageError
+
+Event = Mapping[str, Any]
+Interval = tuple[float, float]
+Kind = Literal["compute", "communication", "data", "other"]
+
+STEP = "train step "
+DATA = "data"
+
+_COMMUNICATION = ("gloo:", "nccl:", "mpi:", "c10d::", "_c10d_functional::", "record_param_comms")
+# These only call others; what they do by themselves is waiting, or bookkeeping.
+_WRAPPERS = ("autograd::", "torch::autograd::", "torch::distributed::")
+_COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Which steps to trace, counted as in `metrics.jsonl`."""
+
+    first: int
+    """The first one, from 1."""
+    last: int
+    """The last one, itself included."""
+
+    @classmethod
+    def parse(cls, text: str) -> Profile:
+        """Read `10:13`, or `10` for one step.
+
+        Raises:
+            UsageError: it is not of that form, or ends before it begins.
+
+        >>> Profile.parse("10:13")
+        Profile(first=10, last=13)
+        """
+        match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
+        if not match:
+            raise UsageError(f"--profile {text!r}: write the first and the last step, as 10:13")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first < 1 or last < first:
+            raise UsageError(f"--profile {text!r}: steps count from 1 and go up, as in 10:13")
+        return cls(first=first, last=last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One name in the list of what took longest."""
+
+    name: str
+    """Operator or kernel."""
+    seconds: float
+    """Its own time, without that of the operators it called, over all traced steps."""
+    calls: int
+    """How often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Seconds over all traced steps; the first four sum up to `wall`."""
+
+    compute: float
+    """Something computes."""
+    communication: float
+    """Nothing computes, and ranks talk."""
+    data: float
+    """Neither, and the loop waits for data."""
+    idle: float
+    """None of these."""
+    hidden: float
+    """Ranks talk while something computes; part of `compute`."""
+    wall: float
+    """The traced steps from start to end."""
+    steps: int
+    """How many steps were traced."""
+    operations: tuple[Operation, ...]
+    """By their own time, longest first."""
+
+
+def split(events: Iterable[Event]) -> Split:
+    """Split the steps of a trace.
+
+    `events` are `traceEvents` of a Chrome trace by torch.profiler in which the loop has marked its
+    steps (`STEP` and a number) and the fetching of data (`DATA`).
+    """
+    spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    steps = union(_interval(e) for e in spans if str(e["name"]).startswith(STEP) and _on_cpu(e))
+    pieces = list(_device_pieces(spans))
+    has_device = bool(pieces)
+    for thread in _threads(spans).values():
+        for kind, name, piece in _own_pieces(thread):
+            # Beside a GPU the CPU's operators and its calls of NCCL only give orders.
+            if not has_device or kind == "data" or name.startswith("gloo:"):
+                pieces.append((kind, name, piece))
+    busy: dict[Kind, list[Interval]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
+    for kind, name, piece in pieces:
+        busy[kind].append(piece)
+        if name != DATA and not name.startswith(STEP):
+            times[name].append(length(overlap([piece], steps)))
+    compute = overlap(union(busy["compute"]), steps)
+    talk = overlap(union(busy["communication"]), steps)
+    fetch = overlap(union(busy["data"]), steps)
+    hidden, wall = length(overlap(talk, compute)), length(steps)
+    until_talk = length(union([*compute, *talk]))
+    until_data = length(union([*compute, *talk, *fetch]))
+    calls = _calls(spans, steps)
+    return Split(
+        compute=length(compute) / 1e6,
+        communication=(until_talk - length(compute)) / 1e6,
+        data=(until_data - until_talk) / 1e6,
+        idle=(wall - until_data) / 1e6,
+        hidden=hidden / 1e6,
+        wall=wall / 1e6,
+        steps=sum(str(e["name"]).startswith(STEP) and _on_cpu(e) for e in spans),
+        operations=tuple(
+            Operation(name=name, seconds=sum(own) / 1e6, calls=calls[name])
+            for name, own in sorted(times.items(), key=lambda item: -sum(item[1]))
+            if calls[name]
+        ),
+    )
+
+
+def _on_cpu(event: Event) -> bool:
+    return event.get("cat") in ("cpu_op", "user_annotation")
+
+
+def _interval(event: Event) -> Interval:
+    start = float(event["ts"])
+    return start, start + float(event["dur"])
+
+
+def _calls(spans: Iterable[Event], steps: Sequence[Interval]) -> dict[str, int]:
+    calls: dict[str, int] = defaultdict(int)
+    starts = [start for start, _ in steps]
+    for event in spans:
+        now = float(event["ts"])
+        before = bisect_right(starts, now) - 1
+        if before >= 0 and now < steps[before][1]:
+            calls[str(event["name"])] += 1
+    return calls
+
+
+def _threads(spans: Iterable[Event]) -> dict[tuple[Any, Any], list[Event]]:
+    threads: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
+    for event in spans:
+        if _on_cpu(event):
+            threads[event["pid"], event["tid"]].append(event)
+    return threads
+
+
+def _device_pieces(spans: Iterable[Event]) -> Iterator[tuple[Kind, str, Interval]]:
+    """What a GPU did; nothing without one. Its streams are not nested, so nothing is taken off."""
+    for event in spans:
+        name, category = str(event["name"]), event.get("cat")
+        if category == "kernel":
+            # ncclDevKernel_… since NCCL 2.19, ncclKernel_… before.
+            kind: Kind = "communication" if name.startswith("nccl") else "compute"
+            yield kind, name, _interval(event)
+        elif category in ("gpu_memcpy", "gpu_memset"):
+            yield "data" if "HtoD" in name else "compute", name, _interval(event)
+
+
+def _own_pieces(thread: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]:
+    """Give each event of a thread the pieces of time in which no event inside it runs."""
+    open_events: list[tuple[float, Kind, str]] = []
+    now = 0.0
+
+    def advance(until: float) -> Iterator[tuple[Kind, str, Interval]]:
+        nonlocal now
+        while open_events:
+            end, kind, name = open_events[-1]
+            if min(end, until) > now:
+                yield kind, name, (now, min(end, until))
+                now = min(end, until)
+            if end > until:
+                return
+            open_events.pop()
+
+    for event in sorted(thread, key=lambda e: (float(e["ts"]), -float(e["dur"]))):
+        start, end = _interval(event)
+        yield from advance(start)
+        now = start
+        # Whatever works to fetch the data, works for the data.
+        fetching = bool(open_events) and open_events[-1][1] == "data"
+        name = str(event["name"])
+        open_events.append((end, "data" if fetching else kind_of(event), name))
+    yield from advance(float("inf"))
+
+
+def kind_of(event: Event) -> Kind:
+    """Say what an event of a CPU thread does while no event inside it runs."""
+    name = str(event["name"])
+    if name == DATA:
+        return "data"
+    if name.startswith(_COMMUNICATION):
+        return "communication"
+    if name.startswith(_COMPILED):
+        return "compute"
+    # Names without a namespace are nodes of autograd: their work is in the operators they call.
+    computes = event.get("cat") == "cpu_op" and "::" in name and not name.startswith(_WRAPPERS)
+    return "compute" if computes else "other"
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Join intervals that touch; the result is sorted.
+
+    >>> union([(3, 4), (0, 2), (1, 3)])
+    [(0, 4)]
+    """
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """Give the moments that two unions share.
+
+    >>> overlap([(0, 2), (3, 9)], [(1, 4), (8, 10)])
+    [(1, 2), (3, 4), (8, 9)]
+    """
+    shared, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end:
+            shared.append((start, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Add up a union."""
+    return sum(end - start for start, end in intervals)
