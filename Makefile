@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench clean
+.PHONY: help install run test lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench bench-train-loop bench-checkpoint clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -51,6 +51,14 @@ golden: install  ## Write the rendered examples again
 
 bench: install  ## Measure beside TorchX
 	@$(BIN)/python -m benchmarks.render
+
+bench-train-loop: install  ## Measure the training loop beside bare ones, Lightning and Accelerate
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.train_loop $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ddp_step $(ARGS)
+
+bench-checkpoint: install  ## Measure how long a checkpoint stops the training
+	@$(BIN)/python -m benchmarks.checkpoint $(ARGS)
 
 clean: sandbox-down  ## Remove what was made here, runs excepted
 	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -117,7 +117,8 @@ def fabric() -> Run:
 
     helper = Fabric(accelerator="cpu", devices=1)
     model, optimizer = helper.setup(*model_and_optimizer())
-    batches = forever(helper.setup_dataloaders(loader()))
+    prepared: DataLoader[Pair] = helper.setup_dataloaders(loader())
+    batches = forever(prepared)
 
     def step() -> None:
         inputs, targets = next(batches)

@@ -1,4 +1,4 @@
-"""The reference pages of the job file and the profiles, written from the fields' docstrings."""
+"""The reference pages of job file, profiles and `train`, written from the fields' docstrings."""
 
 import types
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from pydantic_core import PydanticUndefined
 from toolkit import profile, spec
 from toolkit.quantities import format_duration
 from toolkit.validation import FrozenModel
+from train import commandline
 
 JOB = (spec.JobSpec, spec.Resources, spec.Stop, spec.Retries, spec.Mount, spec.Secret)
 PROFILES = (
@@ -71,8 +72,39 @@ def _default(name: str, field: FieldInfo) -> str:
     return f"`{str(shown).lower() if isinstance(shown, bool) else shown}`"
 
 
+def flags() -> str:
+    """Return the page of `python -m train`: a table for each section of its help."""
+    parts = [
+        "# The command line of `train`",
+        "Written by `make golden` from the docstrings in `train/config.py`, of which "
+        "`python -m train --help` is made as well. How to choose among the strategies: "
+        "[parallelism](../how-to/parallelism.md).",
+        "A flag without a value is a switch; `--no-NAME` turns it off. The same names stand in the "
+        "file that `--config` reads, with `_` or `-`.",
+    ]
+    sections: dict[str, list[str]] = {}
+    for field, text in commandline.documented(inline=False):
+        unset = field.default is None or field.default is False
+        default = "" if unset else f"`{field.default}`"
+        takes = " ".join(f"`{choice}`" for choice in field.choices) or field.takes.lower()
+        row = f"| `{field.flag}` | {takes} | {default} | {text} |"
+        sections.setdefault(field.section, []).append(row)
+    sections["The command line itself"] = [
+        f"| `{flag}` | {takes.lower()} | | {text} |"
+        for flag, (takes, text) in {
+            **commandline.FILES,
+            commandline.HELP[0]: ("", commandline.HELP[1]),
+        }.items()
+    ]
+    for title, rows in sections.items():
+        head = "| flag | what it takes | default | |\n|---|---|---|---|"
+        parts += [f"## {title}", "\n".join([head, *rows])]
+    return "\n\n".join(parts) + "\n"
+
+
 PAGES = {
     "docs/reference/job-file.md": page("The job file", "toolkit/spec.py", JOB),
     "docs/reference/profiles.md": page("Profiles", "toolkit/profile.py", PROFILES),
+    "docs/reference/train.md": flags(),
 }
 """Reference page: what it must hold."""

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit import documents, quantities, rendering
@@ -53,14 +53,12 @@ def test_examples_in_docstrings_are_true(module: object) -> None:
     assert (found.failed, found.attempted > 0) == (0, True)
 
 
-@settings(deadline=None)
 @given(SECONDS)
 def test_a_time_shown_is_read_as_the_same_time(seconds: int) -> None:
     assert parse_duration(format_duration(seconds)) == seconds
     assert re.fullmatch(DURATION_PATTERN, format_duration(seconds))
 
 
-@settings(deadline=None)
 @given(SECONDS)
 def test_slurms_own_spelling_of_a_time_is_read(seconds: int) -> None:
     written = slurm_time(seconds)
@@ -68,7 +66,6 @@ def test_slurms_own_spelling_of_a_time_is_read(seconds: int) -> None:
     assert parse_duration(written) == seconds
 
 
-@settings(deadline=None)
 @given(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS))
 def test_a_time_is_the_sum_of_its_parts_rounded_up(numbers: tuple[str, str, str, str]) -> None:
     exact = sum(
@@ -136,7 +133,6 @@ def test_what_is_no_time_says_what_to_write(text: str, reason: str) -> None:
     assert str(caught.value) == reason
 
 
-@settings(deadline=None)
 @given(BYTES)
 def test_a_size_shown_is_read_as_the_same_size(size: int) -> None:
     assert parse_size(format_size(size)) == size
@@ -162,7 +158,6 @@ def test_sizes_are_shown_as_people_write_them(size: int, shown: str) -> None:
     assert format_size(size) == shown
 
 
-@settings(deadline=None)
 @given(NUMBERS, st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
 def test_a_size_is_rounded_up_to_whole_bytes(number: str, unit: str, space: str) -> None:
     exact = Fraction(number) * UNITS[unit]
@@ -213,7 +208,6 @@ def test_numbers_without_end_are_refused(parse: object, unit: str) -> None:
         parse("9" * 5000 + unit)
 
 
-@settings(deadline=None)
 @given(BYTES)
 def test_slurm_never_gets_less_memory_than_asked(size: int) -> None:
     written = slurm_megabytes(size)
@@ -221,7 +215,6 @@ def test_slurm_never_gets_less_memory_than_asked(size: int) -> None:
     assert 0 <= int(written[:-1]) * 2**20 - size < 2**20
 
 
-@settings(deadline=None)
 @given(BYTES)
 def test_kubernetes_gets_exactly_the_memory_asked(size: int) -> None:
     number, unit = re.fullmatch("([0-9]+)(|Ki|Mi|Gi|Ti)", kubernetes_size(size)).groups()  # type: ignore[union-attr]

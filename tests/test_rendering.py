@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toolkit
@@ -104,7 +104,7 @@ def fresh(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder)) / "run"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     entry=entries,
     args=arguments,
@@ -146,7 +146,7 @@ def test_any_value_arrives_byte_for_byte_under_bash(
     assert not Path("/tmp/owned").exists()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(run_dir=folder_names)
 def test_a_run_directory_may_have_any_name(folder: Path, run_dir: str) -> None:
     job = toolkit.JobSpec(name="probe", module="train")
@@ -183,7 +183,7 @@ def test_each_node_gets_what_differs_and_shares_the_rest(folder: Path) -> None:
     assert seen[0].env["SRUN_CPUS_PER_TASK"] == "1"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(entry=entries, args=arguments)
 def test_torchrun_takes_the_entry_as_it_stands(entry: dict[str, object], args: list[str]) -> None:
     from torch.distributed.run import get_args_parser

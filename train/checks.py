@@ -16,12 +16,12 @@ from train.config import Config
 from train.environment import Place
 from train.errors import UsageError
 from train.layout import ALONE, Layout, flag
+from train.timeline import Profile
 
 # Strategies made by `strategies.hybrid` or by `strategies.pp`, which shard along the data axes.
 COMPOSED = ("fsdp", "hsdp", "tp", "cp", "hybrid", "pp")
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^/:\s\[\]]+):(\d{1,5})")
 _FILE = re.compile(r"file://(/.*[^/])")
-_STEPS = re.compile(r"(\d+):(\d+)")
 
 
 def problems(config: Config, place: Place, *, only_looking: bool = False) -> list[str]:
@@ -149,12 +149,10 @@ def _numbers(config: Config) -> Iterator[str]:
     if config.dropout is not None and config.dropout > 1:
         yield f"--dropout {config.dropout} is a probability: from 0 to 1"
     if config.profile is not None:
-        steps = _STEPS.fullmatch(config.profile)
-        if steps is None or int(steps[1]) >= int(steps[2]):
-            yield (
-                f"--profile {config.profile!r} must be FIRST:END, such as 10:13 for the steps 10, "
-                "11 and 12"
-            )
+        try:
+            Profile.parse(config.profile)
+        except UsageError as error:
+            yield str(error)
 
 
 def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
@@ -177,6 +175,9 @@ def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
         "local_steps": (strategy == "local-sgd", "--strategy local-sgd"),
         "local_start": (strategy == "local-sgd", "--strategy local-sgd"),
         "virtual_shards": (config.reduce == "exact", "--reduce exact"),
+        "device_memory": (config.dry_run, "--dry-run"),
+        "nproc_per_node": (config.dry_run, "--dry-run"),
+        "json": (config.dry_run, "--dry-run"),
     }
     for name, (fits, owner) in owners.items():
         value, unset = getattr(config, name), getattr(Config(), name)

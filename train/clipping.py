@@ -42,6 +42,17 @@ def clip(strategy: Strategy, norm: float, limit: float) -> None:
         scale(strategy.named_parameters(), limit / norm)
 
 
+def not_finite(strategy: Strategy) -> list[str]:
+    """Name the parameters of which this rank's part holds an infinity or no number."""
+    parts = {name: local(p.detach()) for name, p in strategy.named_parameters()}
+    if not parts:
+        return []
+    # A sum of squares, as that is the fastest single pass over memory; one answer for all.
+    norms = torch._foreach_norm(list(parts.values()))
+    finite = torch.stack([norm.to(strategy.norm_device) for norm in norms]).isfinite().tolist()
+    return [name for name, good in zip(parts, finite, strict=True) if not good]
+
+
 def _groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Name the ranks that hold different parts of a gradient, one group per dimension cut."""
     if not isinstance(gradient, DTensor):

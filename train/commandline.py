@@ -69,14 +69,14 @@ def usage() -> str:
     return "\n".join(lines)
 
 
-def documented() -> Iterator[tuple[Field, str]]:
-    """Give each field with what to say of it: meaning, choices, default."""
+def documented(*, inline: bool = True) -> Iterator[tuple[Field, str]]:
+    """Give each field with what it means; `inline`: and with its choices and its default."""
     docs = field_docs(Config)
     for name, field in fields().items():
         text = docs[name]
-        if field.choices:
+        if inline and field.choices:
             text += f" One of: {', '.join(field.choices)}."
-        if field.default is not None and field.kind is not bool:
+        if inline and field.default is not None and field.kind is not bool:
             text += f" (default: {field.default})"
         yield field, text
 

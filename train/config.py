@@ -149,6 +149,12 @@ class Config:
     """Trace these steps, such as `10:13`, and print where the time goes."""
     dry_run: bool = False
     """Show the plan, memory and traffic for any number of ranks, and train nothing."""
+    device_memory: str | None = None
+    """With dry-run: what a rank's device has, such as `80GiB`; exit with 2 if it is too little."""
+    nproc_per_node: Count = 8
+    """With dry-run: how many ranks there are on a node."""
+    json: bool = False
+    """With dry-run: print JSON, for programs."""
 
     @property
     def directory(self) -> Path:

@@ -52,6 +52,8 @@ class Batch:
         Ranks that must make the same number of passes may have fewer samples than that: the first
         parts are then empty. The summed loss of an empty batch is 0, and so are its gradients.
         """
+        if count == 1:
+            return [self]
         size = len(self)
         return [self.part(*share_of(size, shard=i, shards=count)) for i in range(count)]
 

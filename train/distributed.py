@@ -135,12 +135,18 @@ def agree_on_device(store: Store, place: Place, device: torch.device) -> None:
 
     Raises:
         UsageError: on all ranks; names the hosts whose ranks have no GPU, while others have.
+        PeerError: not all ranks have come.
     """
     # A store may outlive a restart.
     store = PrefixStore(f"train/device/{place.restart}", store)
     store.set(str(place.rank), json.dumps([device.type, socket.gethostname(), place.local_rank]))
     keys = [str(rank) for rank in range(place.world_size)]
-    store.wait(keys)
+    try:
+        store.wait(keys)
+    except RuntimeError as error:
+        missing = [key for key in keys if not store.check([key])]
+        shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
+        raise PeerError(f"waited in vain for rank {shown} of {place.world_size}") from error
     choices = [json.loads(choice) for choice in store.multi_get(keys)]
     if len({kind for kind, _, _ in choices}) == 1:
         return
@@ -186,7 +192,7 @@ def open_group(place: Place, config: Config) -> Iterator[Group]:
     if backend == "mpi":
         _connect_by_mpi(place, timeout)
         yield group
-        dist.destroy_process_group()
+        _disconnect()
         return
     with meet(place, config.init_method, timeout) as store:
         agree_on_device(store, place, device)
@@ -201,7 +207,25 @@ def open_group(place: Place, config: Config) -> Iterator[Group]:
             device_id=device if backend == "nccl" else None,
         )
         yield group
-        dist.destroy_process_group()
+        _disconnect()
+
+
+def keep(group: object) -> None:
+    """Keep a process group to the end of the process.
+
+    Freeing one waits for its threads while it holds Python's lock (the GIL), and one of them may be
+    waiting for that lock, to free the tensors of the last exchange: with gloo, a rank that has done
+    everything would hang in 3 of 8 runs.
+    """
+    _kept.append(group)
+
+
+_kept: list[object] = []
+
+
+def _disconnect() -> None:
+    keep(dist.group.WORLD)
+    dist.destroy_process_group()
 
 
 def _use(device: torch.device) -> None:

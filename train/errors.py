@@ -58,6 +58,7 @@ _COLLATERAL = (
     "connection refused",
     "broken pipe",
     "timed out waiting",
+    "wait timeout",
     "connectfullmesh failed",
     "gloo/transport",
     "remote process exited",

@@ -6,8 +6,9 @@ import os
 import time
 from pathlib import Path
 
-# How long the file stays open. Network file systems show others what was written when it is closed,
-# and opening and closing it there for every line would cost each step milliseconds.
+# Lines that follow each other faster than this find the file open, for as long as this at most. A
+# network file system shows others what was written when the file is closed; opening and closing it
+# there for every line costs milliseconds.
 OPEN_S = 1.0
 
 
@@ -18,7 +19,7 @@ class Journal:
         """Name the file; it is made by the first line."""
         self.path = path
         self._handle: int | None = None
-        self._opened = 0.0
+        self._opened = self._last = float("-inf")
         # Its length if nobody else has written since we did.
         self._length = -1
 
@@ -28,14 +29,20 @@ class Journal:
         Raises:
             OSError: it could not be written.
         """
-        handle = self._open()
+        now = time.monotonic()
+        handle = self._open(now)
         length = os.fstat(handle).st_size
         if length != self._length and length and os.pread(handle, 1, length - 1) != b"\n":
             # A killed writer left a torn line: end it, so that only that one is lost.
             line = "\n" + line
         # One write per line, for the same reason.
-        written = os.write(handle, f"{line}\n".encode())
-        self._length = length + written
+        data = f"{line}\n".encode()
+        written = os.write(handle, data)
+        # A full disk may have taken a part: the next line will look.
+        self._length = length + written if written == len(data) else -1
+        slow, self._last = now - self._last > OPEN_S, now
+        if slow:
+            self.close()
 
     def close(self) -> None:
         """Let go of the file; the next line opens it again."""
@@ -45,8 +52,7 @@ class Journal:
 
     __del__ = close
 
-    def _open(self) -> int:
-        now = time.monotonic()
+    def _open(self, now: float) -> int:
         # Removed meanwhile, it would take lines that nobody can read.
         if self._handle is not None and (
             now - self._opened > OPEN_S or os.fstat(self._handle).st_nlink == 0

@@ -15,11 +15,13 @@ from train.distributed import Group
 from train.errors import NonFiniteLoss
 from train.evaluation import measure
 from train.optimizing import NamedOptimizer
+from train.profiling import Profiler
 from train.progress import Progress
 from train.reading import Feed
 from train.rundir import RunDirectory
 from train.saving import Saver
 from train.scaling import LossScaler
+from train.seeding import seed_device
 from train.stopping import StopRequest
 from train.strategies.base import Strategy, Sums
 from train.tasks.base import Task
@@ -38,6 +40,7 @@ class Trainer:
         optimizer: NamedOptimizer,
         scaler: LossScaler,
         saver: Saver,
+        profiler: Profiler,
         progress: Progress,
         directory: RunDirectory,
         console: Console,
@@ -46,7 +49,7 @@ class Trainer:
         """Put the parts together; `resume()` and `run()` do the work."""
         self.config, self.group, self.task, self.strategy = config, group, task, strategy
         self.optimizer, self.scaler, self.saver = optimizer, scaler, saver
-        self.progress, self.directory = progress, directory
+        self.profiler, self.progress, self.directory = profiler, progress, directory
         self.console, self.stop = console, stop
         self.train = source_of(task.train(), workers=config.workers).to(group.device)
         self.test = source_of(task.test()).to(group.device)
@@ -59,6 +62,10 @@ class Trainer:
             shards=strategy.shards,
         )
         self.micro_batches = strategy.micro_batches()
+        # Gradients are divided by this on the way. A function of the run, so that a resumed one
+        # rounds alike; what it is wrong by is made good once all ranks know the true count.
+        sample = self.train.take(torch.zeros(1, dtype=torch.int64))
+        self.expected_count = max(task.count(sample.targets), 1) * config.global_batch
 
     @property
     def epoch(self) -> int:
@@ -91,9 +98,10 @@ class Trainer:
                     self.saver.wait()
                     self._stopped()
                     return False
-            stop = self.train_step() or stop
+            with self.profiler.step(progress.step + 1):
+                stop = self.train_step() or stop
         self.strategy.finish()
-        self.feed.close()
+        self.close()
         self.evaluate()
         self.saver.save(progress, epoch=self.epoch)
         self.saver.wait()
@@ -111,23 +119,42 @@ class Trainer:
         progress, strategy = self.progress, self.strategy
         # A function of the step instead of a generator's state: there is nothing to save or
         # restore.
-        torch.manual_seed(seed_of("step", self.config.seed, progress.step, *strategy.axes))
+        seed = seed_of("step", self.config.seed, progress.step, *strategy.axes)
+        seed_device(seed, self.group.device)
         strategy.begin_step(progress.step + 1)
-        parts = self.feed.batch(progress.samples_seen).split_into(self.micro_batches)
-        # So that scaled losses are about as large as the mean loss, whatever the batch.
-        factor = self.scaler.scale / self.config.global_batch if self.scaler.enabled else 1.0
-        sums = strategy.accumulate(parts, factor)
-        loss, count, stop_flags = self._agree(sums)
-        # Divided here, by the count of the whole global batch: a mean of means would weigh items
-        # differently.
-        strategy.scale_gradients(1.0 / (max(count, 1.0) * factor))
+        with self.profiler.data():
+            parts = self.feed.batch(progress.samples_seen).split_into(self.micro_batches)
+        divisor = self.expected_count / self.scaler.scale
+        loss, count, stop_flags = self._agree(strategy.accumulate(parts, 1.0 / divisor))
+        self.update(loss, count, divisor=divisor, started=started)
+        return self.note_stop(stop_flags)
+
+    def update(
+        self, loss: float, count: float, *, divisor: float = 1.0, started: float, **noted: float
+    ) -> None:
+        """Turn the gradients into a step, and note it.
+
+        Args:
+            loss: summed over the global batch.
+            count: how many items it sums over.
+            divisor: what the gradients have been divided by already.
+            started: when the step began, by the monotonic clock.
+            noted: what else `metrics.jsonl` shall say about it.
+
+        Raises:
+            NonFiniteLoss: the gradients are not finite.
+        """
+        progress = self.progress
+        # By the count of the whole global batch: a mean of means would weigh items differently.
+        # Where it is what was expected, this is 1, and nothing is left to do.
+        self.strategy.scale_gradients(divisor / max(count, 1.0))
         if self._gradients_are_good():
             self.optimizer.step()
         else:
             self.optimizer.forget()
         progress.step += 1
         progress.samples_seen += self.config.global_batch
-        strategy.after_step(progress.step)
+        self.strategy.after_step(progress.step)
         progress.metrics["loss"] = loss / max(count, 1.0)
         self.directory.metric(
             step=progress.step,
@@ -136,15 +163,19 @@ class Trainer:
             loss=progress.metrics["loss"],
             lr=self.config.lr,
             samples_per_s=self.config.global_batch / max(time.monotonic() - started, 1e-9),
+            **noted,
         )
-        if stop_flags:
+
+    def note_stop(self, ranks_signalled: float) -> bool:
+        """Say whether any rank was asked to stop, also in `events.jsonl`."""
+        if ranks_signalled:
             self.directory.event(
                 "stop_requested",
-                step=progress.step,
-                ranks_signalled=int(stop_flags),
+                step=self.progress.step,
+                ranks_signalled=int(ranks_signalled),
                 signal=self.stop.signal_name,
             )
-        return stop_flags > 0
+        return ranks_signalled > 0
 
     def _agree(self, sums: Sums) -> tuple[float, float, float]:
         """Exchange all that ranks must agree on before the weights move, in one small collective.
@@ -162,7 +193,7 @@ class Trainer:
             raise NonFiniteLoss(
                 f"the loss of step {self.progress.step + 1} is not finite on {bad_ranks:.0f} of "
                 f"{self.group.place.world_size} ranks, for a batch of samples "
-                f"{_listed(sorted({number for rank in culprits for number in rank}))}; "
+                f"{listed(sorted({number for rank in culprits for number in rank}))}; "
                 "the last checkpoint is from before it; a smaller --lr or --clip-norm may help"
             )
         return loss, count, stop_flags
@@ -186,10 +217,14 @@ class Trainer:
             "last checkpoint is from before it"
         )
 
+    def measure(self) -> dict[str, float]:
+        """Measure on the whole test set."""
+        return measure(self.task, self.strategy, self.group, self.test)
+
     def evaluate(self) -> None:
         """Measure on the test set, and say so."""
         progress = self.progress
-        measured = measure(self.task, self.strategy, self.group, self.test)
+        measured = self.measure()
         progress.metrics.update(measured)
         place = {"epoch": self.epoch, "samples_seen": progress.samples_seen}
         self.directory.metric(step=progress.step, **place, **measured)
@@ -197,8 +232,13 @@ class Trainer:
         done = f"step {progress.step}/{progress.steps}, epoch {self.epoch}"
         self.console.say(f"{done}: {figures(progress.metrics)}")
 
-    def _stopped(self) -> None:
+    def close(self) -> None:
+        """End what goes on beside the steps."""
         self.feed.close()
+        self.profiler.close()
+
+    def _stopped(self) -> None:
+        self.close()
         progress = self.progress
         reason = f"stopped by {self.stop.signal_name or 'a signal to another rank'}"
 
@@ -214,7 +254,7 @@ class Trainer:
         )
 
 
-def _listed(numbers: list[int], most: int = 16) -> str:
+def listed(numbers: list[int], most: int = 16) -> str:
     """Write sample numbers, the first of many."""
     shown = ", ".join(map(str, numbers[:most]))
     return shown if len(numbers) <= most else f"{shown}, … ({len(numbers)} in all)"

@@ -78,8 +78,11 @@ def _file(path: Path, place: Place, timeout: timedelta) -> Iterator[Store]:
     What an earlier run has left in a file would be taken for the answers of this one's ranks, which
     then wait for the dead.
     """
-    path = path.with_name(f"{path.name}.attempt-{place.attempt}.restart-{place.restart}")
-    guard = path.with_name(f"{path.name}.lock")
+    tries = [
+        path.with_name(f"{path.name}.attempt-{place.attempt}.restart-{number}")
+        for number in range(place.restart + 1)
+    ]
+    path, guard = tries[-1], _guard(tries[-1])
     try:
         handle = _remove_if_stale(path, guard)
     except OSError as error:
@@ -95,10 +98,16 @@ def _file(path: Path, place: Place, timeout: timedelta) -> Iterator[Store]:
         yield own
         _leave(own, place)
         if place.rank == 0:
-            path.unlink(missing_ok=True)
-            guard.unlink(missing_ok=True)
+            for ours in tries:
+                ours.unlink(missing_ok=True)
+                _guard(ours).unlink(missing_ok=True)
     finally:
         os.close(handle)
+
+
+def _guard(path: Path) -> Path:
+    """Name the file that is locked in place of another, which torch locks for each access."""
+    return path.with_name(f"{path.name}.lock")
 
 
 def _remove_if_stale(path: Path, guard: Path) -> int:

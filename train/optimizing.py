@@ -25,7 +25,8 @@ class NamedOptimizer:
         for parameter in self._parameters.values():
             # One fused call cannot take parameters of several meshes: each has a group of its own.
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        lists = [{"params": group} for group in groups.values()]
+        # A rank may hold none: torch refuses an empty list, but not an empty group.
+        lists = [{"params": group} for group in groups.values()] or [{"params": []}]
         self._optimizer: torch.optim.Optimizer
         if config.optimizer == "sgd":
             self._optimizer = torch.optim.SGD(

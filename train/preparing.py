@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -41,5 +41,22 @@ def _recompute(module: nn.Module) -> None:
         module.forward,
         use_reentrant=False,
         # The second time, running statistics have moved already.
-        context_fn=lambda: (nullcontext(), standing_still(module)),
+        context_fn=lambda: (nullcontext(), _StandingStill(module)),
     )
+
+
+class _StandingStill(AbstractContextManager[None]):
+    """`standing_still()` as often as it is entered.
+
+    Pipeline schedules that go through a graph in two passes compute the activations in each.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._entered = standing_still(self._module)
+        self._entered.__enter__()
+
+    def __exit__(self, *failure: object) -> None:
+        self._entered.__exit__(*failure)  # type: ignore[arg-type]

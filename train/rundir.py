@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from train.environment import Place
+from train.journal import Journal
 
 VERSION = 1
+_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ class RunDirectory:
         """Name the directory; nothing is written yet."""
         self.path = path
         self.place = place
+        self._journals: dict[str, Journal] = {}
 
     @property
     def outcome_path(self) -> Path:
@@ -114,13 +117,9 @@ class RunDirectory:
             return
         head = {"version": VERSION, "time": time.time()}
         tried = {"attempt": self.place.attempt, "restart": self.place.restart}
-        line = dump({**head, **tried, **record}) + "\n"
-        with (self.path / name).open("a+b", buffering=0) as file:
-            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                # A killed writer left a torn line: end it, so that only that one is lost.
-                line = "\n" + line
-            # One write per line: a kill tears the last line at most.
-            file.write(line.encode())
+        if name not in self._journals:
+            self._journals[name] = Journal(self.path / name)
+        self._journals[name].append(dump({**head, **tried, **record}))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -171,7 +170,12 @@ def may_forestall(old: Outcome | None, new: Outcome) -> bool:
 
 def dump(record: object, indent: int | None = None) -> str:
     """Write strict JSON: numbers that JSON does not have become null."""
-    return json.dumps(_strict(record), indent=indent, allow_nan=False)
+    encoder = _ENCODER if indent is None else json.JSONEncoder(indent=indent, allow_nan=False)
+    try:
+        return encoder.encode(record)
+    except (TypeError, ValueError):
+        # Rare, so that only these pay for being walked through.
+        return encoder.encode(_strict(record))
 
 
 def _strict(value: object) -> object:

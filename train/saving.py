@@ -15,10 +15,11 @@ from train.checkpoints.checkpointer import Checkpointer, Timing
 from train.checkpoints.disk import Position, State
 from train.checkpoints.exporting import export
 from train.checkpoints.stored import MODEL, OPTIMIZER, Stored
+from train.clipping import not_finite
 from train.config import Config
 from train.console import Console
 from train.distributed import Group
-from train.errors import CheckpointError, FencedError
+from train.errors import CheckpointError, FencedError, NonFiniteLoss
 from train.optimizing import NamedOptimizer
 from train.progress import Progress
 from train.rundir import RunDirectory
@@ -96,10 +97,12 @@ class Saver:
         Raises:
             CheckpointError: on all ranks; the one before could not be written, and all shall stop.
             FencedError: on all ranks; a newer attempt has taken over.
+            NonFiniteLoss: on all ranks; these weights would replace good ones.
         """
         self.wait()
         if self._saved and self._saved.step == progress.step:
             return
+        self._refuse_unsound(progress.step)
         position = Position(attempt=self.group.place.attempt, step=progress.step)
         state = State(
             step=progress.step,
@@ -167,6 +170,21 @@ class Saver:
             export(path, stored.listing(), stored.whole)
 
         self.group.on_rank_0(write)
+
+    def _refuse_unsound(self, step: int) -> None:
+        """Keep weights that are not finite out of checkpoints, of which only the last are kept.
+
+        A gradient can be so under a finite loss, and without clipping nobody has looked at it.
+        """
+        unsound = not_finite(self.strategy)
+        if self.group.sum([len(unsound)])[0] == 0:
+            return
+        names = sorted({name for rank in self.group.gather(unsound) for name in rank})
+        raise NonFiniteLoss(
+            f"{len(names)} parameters are not finite after step {step}, such as {names[0]}, and are"
+            " not saved: the last checkpoint is from before it; --clip-norm finds the step that "
+            "makes them so"
+        )
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """Do something that may fail on all ranks alike; whether they go on then is asked for."""

@@ -31,12 +31,14 @@ from train.errors import (
 from train.loop import Trainer
 from train.optimizing import NamedOptimizer
 from train.ownership import claim
+from train.profiling import Profiler
 from train.progress import Progress
 from train.rundir import RunDirectory
 from train.saving import Saver
 from train.scaling import LossScaler
 from train.stopping import StopRequest
 from train.strategies.base import Parts
+from train.timeline import Profile
 
 
 # torchrun hands every worker an error file; `record` writes an exception into it, so that
@@ -152,7 +154,7 @@ def assemble(
         directory=directory,
         console=console,
     )
-    return Trainer(
+    return trainer_class(config.strategy_on(group.place))(
         config=config,
         group=group,
         task=parts.task,
@@ -160,11 +162,27 @@ def assemble(
         optimizer=optimizer,
         scaler=scaler,
         saver=saver,
+        profiler=Profiler(
+            Profile.parse(config.profile) if config.profile else None,
+            run_dir=directory.path,
+            place=group.place,
+            console=console,
+        ),
         progress=progress,
         directory=directory,
         console=console,
         stop=stop,
     )
+
+
+def trainer_class(strategy: str) -> type[Trainer]:
+    """Choose the loop."""
+    if strategy != "ps":
+        return Trainer
+    # Only here, as it imports torch.distributed.rpc.
+    from train.parameter_server.loop import ServedTrainer
+
+    return ServedTrainer
 
 
 def announce(trainer: Trainer, parts: Parts) -> None:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -23,7 +24,9 @@ from train.stopping import SIGNALS, StopRequest
 
 # How often to look whether we were asked to stop.
 LOOK_S = 0.05
-# What torchrun, too, gives the others after the first has failed.
+# After the first has failed, the others mostly notice, and say what they know, by themselves.
+NOTICE_S = 10.0
+# What torchrun, too, gives those that it has told to end.
 GRACE_S = 30.0
 
 
@@ -43,6 +46,8 @@ def spawn(count: int, argv: Sequence[str], stop: StopRequest) -> int:
         # From now on there is somebody to pass a signal on to. Until they can listen, signals
         # wait: the children inherit that, and take them when `StopRequest` is installed.
         stop.wait_for_the_loop()
+        # The first child would start it otherwise, and Python then lets SIGINT and SIGTERM through.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             children = start_processes(  # type: ignore[no-untyped-call]
@@ -79,17 +84,18 @@ def _be_a_rank(rank: int, count: int, meeting: str, argv: tuple[str, ...]) -> No
 
 def _watch(processes: Sequence[BaseProcess], stop: StopRequest) -> int:
     """Wait until all have ended, or the first has failed and the others have had their time."""
-    asked, status, deadline = False, EXIT_DONE, float("inf")
+    asked, status, failed_at = False, EXIT_DONE, float("inf")
+    # What those that stay too long after a failure are sent.
+    due = [(NOTICE_S, signal.SIGTERM), (NOTICE_S + GRACE_S, signal.SIGKILL)]
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=LOOK_S)
         if not asked and stop.signal_number is not None:
             _send(alive, stop.signal_number)
             asked = True
         if status == EXIT_DONE and (status := _failure(processes)) != EXIT_DONE:
-            _send(alive, signal.SIGTERM)
-            deadline = time.monotonic() + GRACE_S
-        if time.monotonic() > deadline:
-            _send(alive, signal.SIGKILL)
+            failed_at = time.monotonic()
+        if due and time.monotonic() - failed_at > due[0][0]:
+            _send(alive, due.pop(0)[1])
     return status or _failure(processes)
 
 

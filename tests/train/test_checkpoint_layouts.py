@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +29,6 @@ from train.checkpoints.disk import Position, State
 from train.checkpoints.stored import Stored
 from train.distributed import Group
 from train.environment import Place
-from train.errors import CheckpointError, FencedError, TrainError
 
 RANKS = 4
 STATE = State(step=3, epoch=0, samples_seen=192, world_size=RANKS, identity={}, config={})

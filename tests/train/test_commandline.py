@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,7 +126,7 @@ def test_every_field_has_a_flag_a_help_text_and_a_section() -> None:
         (["--dropout=1.5"], "--dropout 1.5 is a probability: from 0 to 1"),
         (
             ["--profile=13:10"],
-            "--profile '13:10' must be FIRST:END, such as 10:13 for the steps 10, 11 and 12",
+            "--profile '13:10': steps count from 1 and go up, as in 10:13",
         ),
     ],
 )
@@ -309,6 +310,17 @@ def test_an_environment_that_cannot_be_is_named(environ: dict[str, str], message
 def test_ranks_may_be_numbered_by_hand() -> None:
     place = Place.from_environ({"RANK": "1", "WORLD_SIZE": "2"})
     assert (place.rank, place.world_size, place.launched, place.addressed) == (1, 2, True, False)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/parallelism.md"])
+def test_every_command_that_a_page_shows_is_understood(page: str) -> None:
+    pattern = re.compile(r"^(?:torchrun --nproc-per-node (\d+)|python) -m train(?: (.*))?$", re.M)
+    shown = pattern.findall((ROOT / page).read_text())
+    assert len(shown) >= 3
+    for count, flags in shown:
+        # The file that the page has written just before.
+        argv = flags.replace("--config chars.toml", "--task chars --dp-shard 8").split()
+        assert accepted(*argv, place=ranks(int(count)) if count else ONE).task in flags
 
 
 def test_nothing_heavy_is_loaded_to_answer_a_command_line() -> None:

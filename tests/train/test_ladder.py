@@ -100,7 +100,8 @@ def test_every_arrangement_equals_one_process(cases: list[Case]) -> None:
 FAULTS = {
     "ddp's mean over ranks is not turned into a sum": (
         "from train.strategies import base, ddp\n"
-        "ddp.DataParallel.scale_gradients = base.Strategy.scale_gradients",
+        "plain = base.WholeModel.backward\n"
+        "ddp.DataParallel.backward = lambda self, b, f: plain(self, b, f / self.shards)",
         case("ddp", 2, strategy="ddp"),
     ),
     "all ranks draw the same slice": (

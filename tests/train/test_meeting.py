@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +61,11 @@ class Meeting:
         assert self.started[number].exitcode is not None, "it hangs"
         return (self.folder / f"said-{number}").read_text()
 
+    def so_far(self, number: int) -> str:
+        """Give what a rank has said until now."""
+        path = self.folder / f"said-{number}"
+        return path.read_text() if path.exists() else ""
+
     def of_two(self, work: Work, method: str, **more: int) -> list[str]:
         """Start both ranks of a run, wait, and give what they say."""
         return [self.said(n) for n in [self.rank(work, rank, method, **more) for rank in (0, 1)]]
@@ -110,14 +116,16 @@ def ours_impatient(place: Place, method: str, said: Path) -> None:
         with open_group(place, config):
             pass
     except Exception as error:
-        said.write_text(f"collateral: {is_collateral(error)}")
+        said.write_text(f"{error}, collateral: {is_collateral(error)}")
 
 
-def plain(place: Place, method: str, said: Path) -> None:
-    """What introductions show."""
+def plain_killed(place: Place, method: str, said: Path) -> None:
+    """What introductions show, with a word about who else is there."""
     url = f"{method}?rank={place.rank}&world_size={place.world_size}"
-    dist.init_process_group("gloo", init_method=url, timeout=timedelta(seconds=SHORT_S))
-    said.write_text("they met")
+    store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=SHORT_S)))
+    said.write_text(f"the other is there: {store.check([str(1 - place.rank)])}")
+    store.set(str(place.rank), "here")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def plain_store(place: Place, method: str, said: Path) -> None:
@@ -144,10 +152,16 @@ def test_a_file_that_a_killed_run_left_is_no_trap(meeting: Meeting, tmp_path: Pa
     assert meeting.of_two(ours_killed, method) == ["sum 3.0"] * 2
     left = tmp_path / "here.attempt-0.restart-0"
     assert left.stat().st_size
-    # The plain form believes what it finds there, and waits for the dead.
-    assert all("Error" in said for said in meeting.of_two(plain, f"file://{left}"))
+    # A new run's rank 1, whose rank 0 has not been started, takes the plain form's file at its word.
+    ghost = f"file://{tmp_path}/ghost"
+    assert meeting.said(meeting.rank(plain_killed, 0, ghost)) == "the other is there: False"
+    assert meeting.said(meeting.rank(plain_killed, 1, ghost)) == "the other is there: True"
+    alone = meeting.said(meeting.rank(ours_impatient, 1, method))
+    assert alone.startswith("waited in vain for rank 0 of 2, ")
     assert meeting.of_two(ours, method) == ["sum 3.0"] * 2
-    # A later try has a file of its own; nothing stays.
+    assert not list(tmp_path.glob("here*"))
+    # A later try has a file of its own, and takes the earlier ones' away.
+    assert meeting.of_two(ours_killed, method) == ["sum 3.0"] * 2
     assert meeting.of_two(ours, method, restart=1) == ["sum 3.0"] * 2
     assert not list(tmp_path.glob("here*"))
 
@@ -172,10 +186,9 @@ def test_two_runs_at_one_place_are_told_so(meeting: Meeting, tmp_path: Path, kin
     # Nor does it disturb the first, whose own rank 1 comes late.
     assert meeting.said(meeting.rank(ours, 1, method)) == "sum 3.0"
     assert meeting.said(0) == "sum 3.0"
-    # Another number of ranks is another run, too.
-    first = meeting.rank(ours, 0, method)
-    other = meeting.rank(ours, 2, method, count=3)
-    assert "UsageError" in meeting.said(other) + meeting.said(first)
+    # Another number of ranks is another run, too: who comes second is told.
+    mixed = [meeting.rank(ours, 0, method), meeting.rank(ours, 2, method, count=3)]
+    _wait_for(lambda: any("at the same place" in meeting.so_far(number) for number in mixed))
 
 
 def _wait_for_port(port: int) -> None:
@@ -187,8 +200,6 @@ def _wait_for_port(port: int) -> None:
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
-    import time
-
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -201,7 +212,10 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_asked(
 ) -> None:
     method = f"file://{tmp_path}/here" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
     # Torch alone would wait for half an hour; and another start may help.
-    assert meeting.said(meeting.rank(ours_impatient, 0, method)) == "collateral: True"
+    said = meeting.said(meeting.rank(ours_impatient, 0, method))
+    assert said.endswith(", collateral: True")
+    if kind == "file":
+        assert said.startswith("waited in vain for rank 1 of 2, ")
 
 
 def test_a_backend_that_is_not_there_is_named_with_those_that_are() -> None:

@@ -281,6 +281,8 @@ def test_every_job_can_be_rendered_and_its_arguments_are_understood(job: str, pr
         world_size=shape.nnodes * shape.nproc_per_node,
         local_rank=0,
         local_world_size=shape.nproc_per_node,
+        launched=True,
+        addressed=True,
     )
     config = commandline.parse(list(spec.args), {commandline.RUN_DIR: "run"}, place)
     assert config.task == spec.name

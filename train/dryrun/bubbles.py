@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, get_args
 
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -12,8 +12,9 @@ from train.config import ScheduleName
 
 # In units of a forward pass: the gradients of inputs take as long, and those of weights too.
 _TIME = {"FORWARD": 1.0, "BACKWARD_INPUT": 1.0, "BACKWARD_WEIGHT": 1.0, "FULL_BACKWARD": 2.0}
-# An action of a stage on a micro-batch: (forward or backward, stage, micro-batch).
-_Done = dict[tuple[str, int, int], float]
+# Something done to a micro-batch: (what, stage, micro-batch), and when.
+_Action = tuple[str, int, int]
+_Done = dict[_Action, float]
 
 
 def bubbles(pp: int, micro_batches: int) -> dict[str, float]:
@@ -31,7 +32,7 @@ def bubble(schedule: str, pp: int, micro_batches: int) -> float:
     >>> round(bubble("1F1B", 4, 12), 2)  # (4 - 1) / (12 + 4 - 1)
     0.2
     """
-    waiting = [_actions(rank) for rank in get_schedule_ops(schedule, pp, micro_batches)]
+    waiting = _orders(schedule, pp, micro_batches)
     clocks, work = [0.0] * pp, 0.0
     done: _Done = {}
     last = stages.stage_count(schedule, pp) - 1
@@ -49,22 +50,40 @@ def bubble(schedule: str, pp: int, micro_batches: int) -> float:
     return 1 - work / (pp * max(clocks))
 
 
-def _actions(rank: Sequence[Any]) -> list[tuple[str, int, int]]:
-    """List a rank's actions; two that overlap are one after the other."""
-
-    def flat(action: Any) -> Iterator[tuple[str, int, int]]:
-        if action is None:
-            return
-        if action.sub_actions:
-            for part in action.sub_actions:
-                yield from flat(part)
-        else:
-            yield action.computation_type.name, action.stage_index, action.microbatch_index
-
-    return [one for action in rank for one in flat(action)]
+def _orders(schedule: str, pp: int, micro_batches: int) -> list[list[_Action]]:
+    """List each rank's actions, in their order."""
+    if schedule in stages.ONE_STAGE:
+        # Not torch's own list: of 1F1B, it misnumbers micro-batches on all ranks but the first.
+        ahead = [micro_batches if schedule == "GPipe" else pp - rank for rank in range(pp)]
+        return [_one_stage(rank, micro_batches, ahead[rank]) for rank in range(pp)]
+    return [
+        [one for action in rank for one in _flat(action)]
+        for rank in get_schedule_ops(schedule, pp, micro_batches)
+    ]
 
 
-def _ready(action: tuple[str, int, int], done: _Done, last: int) -> float | None:
+def _one_stage(stage: int, micro_batches: int, ahead: int) -> list[_Action]:
+    """Run ahead by some forward passes, then alternate backward and forward."""
+    forward = [("FORWARD", stage, number) for number in range(micro_batches)]
+    backward = [("FULL_BACKWARD", stage, number) for number in range(micro_batches)]
+    order = forward[:ahead]
+    for number, action in enumerate(backward):
+        order += [action, *forward[ahead + number : ahead + number + 1]]
+    return order
+
+
+def _flat(action: Any) -> Iterator[_Action]:
+    """Take apart what overlaps: here it is one after the other. Sums over ranks take no time."""
+    if action is None:
+        return
+    if action.sub_actions:
+        for part in action.sub_actions:
+            yield from _flat(part)
+    elif (kind := action.computation_type.name) in _TIME:
+        yield kind, action.stage_index, action.microbatch_index
+
+
+def _ready(action: _Action, done: _Done, last: int) -> float | None:
     """Say when an action can begin, if that is known."""
     kind, stage, number = action
     if kind == "FORWARD":

@@ -99,9 +99,9 @@ def rehearsable(model: nn.Module) -> None:
 
 
 class _Reducer:
-    """DDP's reducer, which keeps its first buckets.
+    """DDP's reducer, which keeps the buckets that it has.
 
-    It would sort them anew after the first step, by numbers that it reads from a tensor.
+    It would make new ones after the first step, and tell the others which, in a tensor's numbers.
     """
 
     def __init__(self, reducer: Any) -> None:
@@ -140,6 +140,20 @@ def _patches(boundaries: Boundaries) -> list[Any]:
     ) -> tuple[bool, bool]:
         return False, not any(isinstance(p, DTensor) for p in parameters)
 
+    assign = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+
+    def as_rebuilt(
+        parameters: list[Tensor], limits: object, sparse: list[bool]
+    ) -> tuple[list[list[int]], list[int]]:
+        # DDP starts with one bucket of everything. After the first step they are of 1 and of 25
+        # MiB, in the order in which gradients arrive: about the reverse of the parameters'.
+        first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+        sizes = [first, distributed._DEFAULT_BUCKET_CAP_MB * 2**20]
+        buckets, bounds = assign(parameters[::-1], sizes, sparse[::-1])
+        last = len(parameters) - 1
+        # DDP will turn them round.
+        return [[last - i for i in bucket] for bucket in buckets[::-1]], bounds[::-1]
+
     def cut(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
         # Where there are thousands of ranks, most get nothing: here all the same.
         chunks = list(torch.chunk(tensor, count, dim=dim))
@@ -155,6 +169,7 @@ def _patches(boundaries: Boundaries) -> list[Any]:
         _replaced(sgd, "_default_to_fused_or_foreach", as_on_a_gpu),
         # It reads shapes from tensors; here are no other ranks whose shapes could differ.
         _replaced(distributed, "_verify_param_shape_across_processes", lambda *_: None),
+        _replaced(dist, "_compute_bucket_assignment_by_size", as_rebuilt),
         # As on a GPU, where the triangle is the kernel's business and no mask is made.
         _replaced(cp, "causal_lower_right", lambda *sizes: None),
         _replaced(_fsdp_param, "_chunk_with_empty", cut),

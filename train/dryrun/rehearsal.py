@@ -24,8 +24,8 @@ from train.strategies.local_sgd import LocalSgd
 from train.strategies.pp import Pipelined
 from train.tasks.base import Task
 
-# The first micro-batch and the last are different from those between them, which are all alike.
-ENOUGH = 3
+# The last micro-batch, which exchanges gradients, is different; those before it are all alike.
+ENOUGH = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Rehearsal:
             # First of all what happens only once: the optimizer's state, schedules, caches.
             # PowerSGD begins after some steps.
             once = 12 if self._config.comm_hook == "powersgd" else 1
-            for batches, number, _ in steps * once:
+            for batches, number, _ in steps[:1] * once:
                 step.make(self._batch(size * batches), batches, number)
             memory.forget_the_past()
             for batches, number, weight in steps:
@@ -113,7 +113,7 @@ class Rehearsal:
     def _steps(self, strategy: Strategy, count: int) -> Iterator[tuple[int, int, float]]:
         """Choose steps to make: numbers of micro-batches and of the step, and how much it counts.
 
-        Many micro-batches are few, and so many times what the third adds to two.
+        Many micro-batches are one, and as often as need be what a second adds to it.
         """
         sizes = [(count, 1.0)]
         if count > ENOUGH and isinstance(strategy, WholeModel) and self._config.reduce == "fast":

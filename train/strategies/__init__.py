@@ -22,6 +22,7 @@ STRATEGIES = {
     "tp": _COMPOSED,
     "cp": _COMPOSED,
     "hybrid": _COMPOSED,
+    "ps": ("train.strategies.ps", "Served"),
     "local-sgd": ("train.strategies.local_sgd", "LocalSgd"),
     "exact": ("train.strategies.exact", "ExactDataParallel"),
 }

@@ -179,8 +179,13 @@ class WholeModel(Strategy):
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss, one micro-batch after the other."""
-        self.run.train(True)
+        self.start_training()
         return self.total([self.backward(batch, factor) for batch in micro_batches])
+
+    def start_training(self) -> None:
+        """Leave the mode of evaluation, which walks through all modules, if need be."""
+        if not self.model.training:
+            self.run.train(True)
 
     def backward(self, batch: Batch, factor: float) -> Sums:
         """Run one micro-batch forwards and backwards."""
@@ -225,8 +230,10 @@ def tally(task: Task, outputs: Tensor, targets: Tensor) -> Tally:
 
 def scale(parameters: Iterator[tuple[str, nn.Parameter]], factor: float) -> None:
     """Multiply gradients in place: each rank its part of a sharded one."""
+    if factor == 1.0:
+        return
     gradients = [local(p.grad) for _, p in parameters if p.grad is not None]
-    if gradients and factor != 1.0:
+    if gradients:
         torch._foreach_mul_(gradients, factor)
 
 

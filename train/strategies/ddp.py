@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train import buffers
 from train.data import Batch
-from train.strategies.base import Parts, Sums, WholeModel, scale
+from train.strategies.base import Parts, Sums, WholeModel
 
 
 class DataParallel(WholeModel):
@@ -70,16 +70,13 @@ class DataParallel(WholeModel):
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; exchange them once, in the last backward pass."""
-        self.run.train(True)
+        self.start_training()
         sums = []
         for number, batch in enumerate(micro_batches, start=1):
             last = number == len(micro_batches)
             # The forward pass belongs inside as well: it decides whether its backward exchanges.
             with nullcontext() if last else self._ddp.no_sync():
-                sums.append(self.backward(batch, factor))
+                # DDP takes the mean over the ranks: this turns it back into a sum.
+                sums.append(self.backward(batch, factor * self.shards))
         buffers.average(self._running_statistics)
         return self.total(sums)
-
-    def scale_gradients(self, factor: float) -> None:
-        """Turn the mean over ranks that DDP makes back into a sum, and scale that."""
-        scale(self.named_parameters(), factor * self.shards)

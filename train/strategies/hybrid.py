@@ -46,7 +46,7 @@ class Composed(WholeModel):
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; exchange them in the last backward pass."""
-        self.model.train(True)
+        self.start_training()
         sums = []
         for number, batch in enumerate(micro_batches, start=1):
             fsdp.exchange_gradients(self.model, number == len(micro_batches))

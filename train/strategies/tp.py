@@ -38,8 +38,8 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
 def finish_gradients(model: nn.Module, ranks: int) -> None:
     """Lay every gradient out like its parameter.
 
-    torch does not. Behind sequence parallelism a rank has the gradient of its own part of the time,
-    a DTensor that is `Partial`, and the gradient of an embedding cut by rows is whole on every rank.
+    torch does not. Behind sequence parallelism a rank has the gradient of its part of the time, a
+    DTensor that is `Partial`, and the gradient of an embedding cut by rows is whole on all ranks.
     DTensor operations know; whoever takes the local tensor, to clip by its norm for instance, is
     silently wrong. Here, after the last micro-batch, it costs one exchange per step.
     """

@@ -1,0 +1,509 @@
+"""A parameter server: as one process when trainers wait, and never more out of date than allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.processes import with_environment
+from tests.train.ladder import reference_of, trainer_of
+from tests.train.ranks import on_ranks
+from tests.train.reading import same, whole
+from train.config import Config
+from train.data import Batch, Order, seed_of, share_of
+from train.distributed import Group
+from train.environment import Place
+from train.errors import NonFiniteLoss, UsageError
+from train.layout import Layout
+from train.loop import Trainer
+from train.optimizing import NamedOptimizer
+from train.parameter_server import wire
+from train.parameter_server.loop import Alone
+from train.parameter_server.pacing import Apart, InStep, Ticket
+from train.parameter_server.server import Gradient, Server, Stretch, Work
+from train.rundir import read_lines
+from train.strategies.base import Parts, Sums
+from train.strategies.ps import Served, check
+from train.tasks import load
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Start
+
+PICTURES = f"{Path(__file__).parent / 'pictures.py'}:Pictures"
+RANKS = 4
+TRAINERS = RANKS - 1
+CLOSE = 1e-6
+SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9}
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-4}
+
+
+def config_of(**chosen: Any) -> Config:
+    # Shares of 3, 3 and 4 samples.
+    common: dict[str, Any] = {"task": "digits", "global_batch": 10, "timeout_s": 60}
+    return Config(strategy="ps", **{**common, **SGD, "checkpoint_every": 0, **chosen})
+
+
+def group_of(rank: int) -> Group:
+    place = Place(
+        rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS, launched=True
+    )
+    return Group(place=place, device=torch.device("cpu"))
+
+
+State = dict[str, Tensor]
+
+
+def state_of(trainer: Trainer) -> State:
+    state = {**trainer.strategy.model_state(), **trainer.optimizer.tensors()}
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def difference(a: State, b: State) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def served(config: Config, group: Group, folder: Path, steps: int = 5) -> Trainer:
+    trainer = trainer_of(config, Layout(dp_replicate=RANKS), group, folder)
+    trainer.progress.steps = steps
+    return trainer
+
+
+# In step: equal to one process.
+
+IN_STEP = {
+    "sgd": config_of(),
+    "adamw": config_of(**ADAMW),
+    "chars": config_of(task="chars", **ADAMW),
+    "micro-batches": config_of(micro_batch=2),
+    "clipped": config_of(clip_norm=0.1),
+    "statistics": config_of(task=PICTURES),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runs:
+    """What rank 0 has seen of one configuration."""
+
+    weights: State
+    again: State
+    resumed: State
+    alone: State
+    losses: list[float]
+    alone_losses: list[float]
+    test_loss: tuple[float, float]
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]  # type: ignore[misc]
+
+
+def in_step(rank: int) -> dict[str, Runs]:
+    found = {}
+    group = group_of(rank)
+    for name, config in IN_STEP.items():
+        with tempfile.TemporaryDirectory() as own:
+            # Rank 0's: all ranks see the same one.
+            folder = Path(group.broadcast(own))
+            first = served(config, group, folder / "first")
+            assert first.run()
+            again = served(config, group, folder / "again", steps=3)
+            assert again.run()
+            rest = served(config, group, folder / "again")
+            rest.resume()
+            assert rest.progress.step == 3 or rank > 0
+            assert rest.run()
+            if rank == 0:
+                whole_run = served_twice = state_of(first)
+                place = dataclasses.replace(group.place, world_size=1)
+                one = trainer_of(
+                    reference_of(config),
+                    Layout(),
+                    Alone(place=place, device=group.device),
+                    folder / "alone",
+                )
+                one.progress.steps = 5
+                for _ in range(5):
+                    one.train_step()
+                found[name] = Runs(
+                    weights=whole_run,
+                    again=served_twice,
+                    resumed=state_of(rest),
+                    alone=state_of(one),
+                    losses=losses_of(folder / "first"),
+                    alone_losses=losses_of(folder / "alone"),
+                    test_loss=(first.progress.metrics["test_loss"], one.measure()["test_loss"]),
+                )
+            group.sum([0.0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Runs]:
+    return on_ranks(RANKS, in_step)[0]
+
+
+@pytest.mark.parametrize("name", [name for name in IN_STEP if name != "statistics"])
+def test_trainers_in_step_equal_one_process(runs: dict[str, Runs], name: str) -> None:
+    run = runs[name]
+    assert difference(run.weights, run.alone) <= CLOSE
+    assert run.losses == pytest.approx(run.alone_losses, abs=CLOSE)
+    assert run.test_loss[0] == pytest.approx(run.test_loss[1], abs=CLOSE)
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_a_run_in_step_resumes_to_the_same_bits(runs: dict[str, Runs], name: str) -> None:
+    """Hence the order in which gradients arrive does not matter either."""
+    assert difference(runs[name].weights, runs[name].resumed) == 0.0
+
+
+def test_running_statistics_are_the_mean_of_the_trainers(runs: dict[str, Runs]) -> None:
+    config = IN_STEP["statistics"]
+    task = load(config.task)
+    alone = Alone(place=Place(), device=torch.device("cpu"))
+    parts = Parts(task=task, config=config, layout=Layout(), group=alone)
+    model = parts.model()
+    optimizer = NamedOptimizer(model.named_parameters(), config)
+    data = task.train()
+    assert isinstance(data, Batch)
+    order = Order(size=len(data), seed=config.seed)
+    for step in range(5):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        after = []
+        for shard in range(TRAINERS):
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+            batch = data.take(order.share(step * 10, 10, shard=shard, shards=TRAINERS))
+            (task.loss(model(batch.inputs), batch.targets) / 10).backward()
+            after.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        for name, buffer in model.named_buffers():
+            mean = torch.stack([state[name] for state in after]).double().mean(dim=0)
+            buffer.copy_(mean)
+        optimizer.step()
+    expected = {**model.state_dict(), **optimizer.tensors()}
+    assert difference(runs["statistics"].weights, expected) <= CLOSE
+    # The buffers have moved at all.
+    assert expected["0.1.num_batches_tracked"] == 5
+
+
+# Apart: how old gradients get.
+
+LAG = {"bounded": 2, "async": 9}
+STALENESS = 2
+
+
+def with_a_slow_trainer(rank: int) -> dict[str, tuple[list[int], list[int], int]]:
+    """One trainer takes as long for its first gradient as the others take for so many updates."""
+    found = {}
+    group = group_of(rank)
+    for mode, lag in LAG.items():
+        config = config_of(ps_mode=mode, staleness=STALENESS, lr=0.01, checkpoint_every=20)
+        with tempfile.TemporaryDirectory() as own:
+            folder = Path(group.broadcast(own))
+            trainer = served(config, group, folder, steps=50)
+            compute, pending = trainer.strategy.accumulate, [True]
+
+            def slowly(
+                batches: Sequence[Batch],
+                factor: float = 1.0,
+                *,
+                folder: Path = folder,
+                lag: int = lag,
+                compute: Callable[..., Sums] = compute,
+                pending: list[bool] = pending,
+            ) -> Sums:
+                updates = len(losses_of(folder))
+                while pending and len(losses_of(folder)) < updates + lag:
+                    threading.Event().wait(0.002)
+                pending.clear()
+                return compute(batches, factor)
+
+            if rank == RANKS - 1:
+                trainer.strategy.accumulate = slowly  # type: ignore[method-assign]
+            assert trainer.run()
+            lines = read_lines(folder / "metrics.jsonl")
+            ages = [int(str(line["staleness"])) for line in lines if "staleness" in line]
+            steps = [int(str(line["step"])) for line in lines if "staleness" in line]
+            found[mode] = ages, steps, int(trainer.progress.metrics.get("staleness_max", -1))
+            group.sum([0.0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def slow() -> dict[str, tuple[list[int], list[int], int]]:
+    return on_ranks(RANKS, with_a_slow_trainer)[0]
+
+
+def test_a_slow_trainer_never_makes_a_gradient_older_than_the_bound(
+    slow: dict[str, tuple[list[int], list[int], int]],
+) -> None:
+    ages, steps, largest = slow["bounded"]
+    # The others went on for as long as they may, and no longer.
+    assert max(ages) == largest == STALENESS
+    assert steps == list(range(1, 51))
+
+
+def test_without_a_bound_it_does(slow: dict[str, tuple[list[int], list[int], int]]) -> None:
+    ages, steps, largest = slow["async"]
+    assert max(ages) == largest >= LAG["async"] > STALENESS
+    assert steps == list(range(1, 51))
+
+
+class Naive(Apart):
+    """Looks only at how old weights are when they are drawn, which is never."""
+
+    def may_draw(self, trainer: int) -> bool:
+        assert self.staleness is not None
+        return trainer not in self.held and self.begun < self.limit
+
+
+def ages_of(pacing: Apart, trainers: int, updates: int, luck: random.Random) -> list[int]:
+    """Let trainers draw and finish in any order; insist that each batch is drawn once."""
+    pacing.open(version=0, limit=updates)
+    ages, drawn = [], []
+    while not pacing.over:
+        ready = [trainer for trainer in range(trainers) if pacing.may_draw(trainer)]
+        if ready and (not pacing.held or luck.random() < 0.6):
+            drawn.append(pacing.draw(luck.choice(ready)).update)
+        else:
+            ticket = luck.choice(list(pacing.held.values()))
+            ages.append(pacing.age([ticket]))
+            pacing.apply([ticket])
+    assert sorted(drawn) == list(range(updates))
+    return ages
+
+
+def test_the_bound_holds_in_every_order() -> None:
+    for seed in range(300):
+        luck = random.Random(seed)
+        trainers, bound = luck.randint(1, 8), luck.randint(0, 6)
+        ages = ages_of(Apart(bound), trainers, 60, luck)
+        assert max(ages) <= bound
+        if bound == 0:
+            # As one process: each gradient from the newest weights.
+            assert set(ages) == {0}
+    assert max(ages_of(Naive(2), 5, 200, random.Random(0))) > 2
+
+
+def test_a_stop_lets_what_has_begun_be_finished_and_nothing_else() -> None:
+    in_step = InStep(2)
+    in_step.open(version=7, limit=20)
+    first = in_step.draw(0)
+    in_step.hurry()
+    # The other half of an update that has begun.
+    assert in_step.may_draw(1) and not in_step.may_draw(0) and not in_step.over
+    in_step.apply([first, in_step.draw(1)])
+    assert in_step.over and not in_step.may_draw(0)
+    apart = Apart()
+    apart.open(version=7, limit=20)
+    ticket = apart.draw(0)
+    apart.hurry()
+    assert not apart.may_draw(1) and not apart.over
+    apart.apply([ticket])
+    assert apart.over
+
+
+# Updates are never lost.
+
+PUSHES = 25
+
+
+class Racing(Server):
+    """The wrong form: each call applies its update itself, without the lock.
+
+    Between reading the weights and writing them it waits for the others to have read them too,
+    which they may do at any time.
+    """
+
+    weights: Tensor
+    barrier = threading.Barrier(TRAINERS)
+
+    def push(self, gradient: Gradient) -> None:
+        before = self.weights.clone()
+        self.barrier.wait()
+        assert gradient.gradients[0] is not None
+        self.weights.copy_(before - gradient.gradients[0])
+        self.barrier.wait()
+        super().push(gradient)
+
+
+def pushing(rank: int, wrong: bool) -> float:
+    """Let each trainer push so many gradients of 1 with a learning rate of 1; give the weight."""
+    weights = torch.zeros(1000)
+    pacing = Apart()
+    server = (Racing if wrong else Server)(pacing, lambda: [weights.clone()], timeout_s=60)
+    if isinstance(server, Racing):
+        server.weights = weights
+    with wire.connect(group_of(rank), server if rank == 0 else None, timeout_s=60):
+        if rank == 0:
+            total = TRAINERS * PUSHES
+            server.open(version=0, limit=total)
+            while gradients := server.collect(stop=False):
+                with server.applying(gradients):
+                    if not wrong:
+                        assert gradients[0].gradients[0] is not None
+                        weights -= gradients[0].gradients[0]
+            server.close(Stretch(number=1, step=total))
+        else:
+            while isinstance(work := wire.draw(rank - 1, 1), Work):
+                sent = work.weights[0]
+                # Never half of an update.
+                assert wrong or sent.unique().numel() == 1
+                wire.push(gradient_of(work.ticket, torch.ones(1000)))
+    assert weights.unique().numel() == 1
+    return weights[0].item()
+
+
+def gradient_of(ticket: Ticket, gradient: Tensor) -> Gradient:
+    return Gradient(
+        ticket=ticket,
+        loss=0.0,
+        count=1,
+        gradients=[gradient],
+        moved=[],
+        samples=torch.zeros(0),
+        stop=False,
+    )
+
+
+def both(rank: int) -> tuple[float, float]:
+    return pushing(rank, wrong=False), pushing(rank, wrong=True)
+
+
+def test_concurrent_updates_are_all_in_the_weights_and_without_the_lock_are_not() -> None:
+    right, wrong = on_ranks(RANKS, both)[0]
+    assert right == -float(TRAINERS * PUSHES)
+    # Of those that read the same weights, one survives.
+    assert wrong == -float(PUSHES)
+
+
+# What can go wrong.
+
+
+def poisoned(rank: int) -> dict[str, tuple[str, list[int], float]]:
+    """One trainer's loss is not a number in its third gradient."""
+    found = {}
+    group = group_of(rank)
+    for mode in ("sync", "async"):
+        with tempfile.TemporaryDirectory() as own:
+            folder = Path(group.broadcast(own))
+            trainer = served(config_of(ps_mode=mode), group, folder, steps=50)
+            compute, calls = trainer.strategy.accumulate, iter(range(50))
+
+            def spoil(
+                batches: Sequence[Batch],
+                factor: float = 1.0,
+                *,
+                compute: Callable[..., Sums] = compute,
+                calls: Iterator[int] = calls,
+            ) -> Sums:
+                sums = compute(batches, factor)
+                return (
+                    dataclasses.replace(sums, loss=sums.loss * float("nan"))
+                    if next(calls) == 2
+                    else sums
+                )
+
+            if rank == 2:
+                trainer.strategy.accumulate = spoil  # type: ignore[method-assign]
+            with pytest.raises(NonFiniteLoss) as raised:
+                trainer.run()
+            shard, shards = (1, TRAINERS) if mode == "sync" else (0, 1)
+            order = Order(size=len(trainer.train), seed=0)
+            numbers = order.share(2 * 10, 10, shard=shard, shards=shards).tolist()
+            finite = all(t.isfinite().all() for t in trainer.strategy.model_state().values())
+            found[mode] = str(raised.value), sorted(numbers), float(finite)
+            # An error leaves the calls connected; here the next case follows.
+            wire.rpc.shutdown(graceful=False)
+            group.sum([0.0])
+    return found
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_before_it_reaches_the_weights() -> None:
+    for found in on_ranks(RANKS, poisoned):
+        text, numbers, finite = found["sync"]
+        assert text == (
+            "the loss of step 3 is not finite, as rank 2 has found for a batch of samples "
+            f"{', '.join(map(str, numbers))}; the last checkpoint is from before it; a smaller "
+            "--lr or --clip-norm may help"
+        )
+        assert finite
+        text, _, finite = found["async"]
+        assert "is not finite, as rank 2 has found for a batch of samples " in text
+        assert finite
+
+
+@pytest.mark.parametrize("chosen", [{"precision": "fp16"}, {"sync_batch_norm": True}])
+def test_what_trainers_would_have_to_agree_on_is_refused(chosen: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="--strategy ps"):
+        check(config_of(**chosen))
+
+
+# Real runs.
+
+FLAGS = ("--strategy=ps", "--task=digits", "--global-batch=12", "--seed=3")
+ENDLESS = ("--steps=100000", "--checkpoint-every=20")
+
+
+def test_a_signal_to_a_trainer_stops_all_ranks_with_nothing_on_its_way(
+    start: Start, tmp_path: Path
+) -> None:
+    flags = (*FLAGS, "--ps-mode=async", *ENDLESS)
+    run = start.ranks(RANKS, *flags, run_dir=tmp_path / "run")
+    run.wait_for_step(30)
+    os.kill(run.workers()[2], signal.SIGUSR1)
+    run.finish(1)
+    assert run.output().count("exitcode  : 75") == RANKS
+    outcome = run.outcome()
+    assert outcome["status"] == "preempted"
+    assert outcome["step"] == max(run.losses()) == len(run.losses())
+    assert outcome["samples_seen"] == outcome["step"] * 12
+    checkpoint = tmp_path / f"run/checkpoints/attempt-0/step-{outcome['step']:08d}"
+    assert whole(checkpoint)
+    # And goes on, to the end.
+    more = ("--ps-mode=bounded", f"--steps={outcome['step'] + 5}")
+    again = start.ranks(RANKS, *FLAGS, *more, run_dir=tmp_path / "run", attempt=1).finish()
+    assert again.outcome()["step"] == outcome["step"] + 5
+    assert "updates old in the mean, at most " in again.output()
+    assert with_environment(str(tmp_path)) == set()
+
+
+def test_a_killed_trainer_costs_a_restart_and_changes_nothing(start: Start, tmp_path: Path) -> None:
+    flags = (*FLAGS, "--steps=300", "--checkpoint-every=20")
+    run = start.ranks(
+        RANKS,
+        *flags,
+        run_dir=tmp_path / "run",
+        torchrun=("--standalone", "--max-restarts=1"),
+    )
+    run.wait_for_step(45)
+    os.kill(run.workers()[1], signal.SIGKILL)
+    run.finish()
+    assert run.outcome()["restart"] == 1
+    (failed,) = [event for event in run.events() if event["event"] == "error"]
+    assert failed["status"] == "retryable"
+    assert failed["reason"].startswith("rank 1, a trainer, is gone: ")
+    unbroken = start.ranks(RANKS, *flags, run_dir=tmp_path / "unbroken").finish()
+    assert run.losses() == unbroken.losses()
+    last = "checkpoints/attempt-0/step-00000300"
+    assert same(whole(run.run_dir / last), whole(unbroken.run_dir / last))
+
+
+def test_a_killed_server_ends_its_trainers(start: Start, tmp_path: Path) -> None:
+    run = start.ranks(RANKS, *FLAGS, "--ps-mode=async", *ENDLESS, run_dir=tmp_path / "run")
+    run.wait_for_step(5)
+    os.kill(run.workers()[0], signal.SIGKILL)
+    run.finish(1)
+    assert "Traceback" not in run.output().partition("torch/distributed/run.py")[0]
+    assert with_environment(str(tmp_path)) == set()

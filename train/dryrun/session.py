@@ -1,0 +1,133 @@
+"""A dry run from its configuration to its exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+
+from train import checks, tasks
+from train.config import Config
+from train.console import Console
+from train.dryrun import sizes
+from train.dryrun.bubbles import bubbles
+from train.dryrun.findings import Findings
+from train.dryrun.fitting import misfit
+from train.dryrun.rehearsal import Rehearsal, Rehearsed
+from train.dryrun.report import lines
+from train.environment import Place
+from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
+from train.layout import OWN_AXIS, flag
+from train.tasks.base import Task
+
+# Not one device per rank, or not one kind of rank.
+_UNKNOWN = ("ps", "manual", "dataparallel")
+
+
+def show(config: Config, console: Console) -> int:
+    """Print what a plan takes; give 2 if it does not fit, else 0.
+
+    Raises:
+        UsageError: the plan cannot work, or cannot be rehearsed.
+    """
+    # Before the work is done.
+    limit = None if config.device_memory is None else sizes.parse(config.device_memory)
+    findings = examine(config, limit)
+    if config.json:
+        console.say(json.dumps(findings.as_dict(), indent=2))
+    else:
+        console.say("\n".join(lines(findings)))
+    return EXIT_USAGE if findings.misfits else EXIT_DONE
+
+
+def examine(config: Config, limit: int | None = None) -> Findings:
+    """Rehearse a plan on as many ranks as its sizes say, whose devices have `limit` bytes.
+
+    Raises:
+        UsageError: the plan cannot work, or cannot be rehearsed.
+    """
+    place = place_of(config)
+    task = tasks.load(config.task)
+    layout = config.layout_on(place)
+    ranks = _rehearse(config, task, place)
+    strategy = config.strategy_on(place)
+    numbers, size = _whole_model(task)
+
+    def attempt(other: Config) -> int | None:
+        try:
+            rehearsed = _rehearse(other, task, place_of(other))
+        except UsageError:
+            return None
+        return max(sum(rank.memory.values()) for rank in rehearsed)
+
+    misfits = []
+    if limit is not None:
+        # A pipeline's ranks make the model in the host's memory; those that do not shard it have
+        # no less of it later on.
+        if strategy in checks.COMPOSED and not config.meta_init and layout.pp == 1 and size > limit:
+            misfits.append(
+                f"while the run starts, each rank holds the whole model: {sizes.written(size)} of "
+                f"--device-memory {sizes.written(limit)}; use --meta-init"
+            )
+        if problem := misfit(ranks, limit, config, layout, attempt):
+            misfits.append(problem)
+    return Findings(
+        task=task.name,
+        strategy=strategy,
+        layout=layout,
+        node_size=place.local_world_size,
+        global_batch=config.global_batch,
+        schedule=config.pp_schedule if layout.pp > 1 else None,
+        parameters=numbers,
+        ranks=ranks,
+        bubbles=bubbles(layout.pp, ranks[0].micro_batches) if layout.pp > 1 else {},
+        limit=limit,
+        misfits=misfits,
+    )
+
+
+def place_of(config: Config) -> Place:
+    """Give the place of rank 0 among the ranks that the sizes of the mesh ask for.
+
+    Raises:
+        UsageError: nobody has said how many ranks there are, or the strategy cannot be rehearsed.
+    """
+    if config.strategy in _UNKNOWN:
+        raise UsageError(
+            f"--dry-run knows strategies whose ranks have a device each and are alike, not "
+            f"--strategy {config.strategy}; use --strategy single to see the model's memory"
+        )
+    place = checks.ranks_of(config, Place(), only_looking=True)
+    if place.world_size == 1 and config.strategy not in ("auto", "single"):
+        axis = flag(OWN_AXIS.get(config.strategy, "dp_shard"))
+        raise UsageError(
+            f"--dry-run --strategy {config.strategy}: on how many ranks? Say so with {axis} 8, or "
+            "with other sizes of the mesh"
+        )
+    node = min(config.nproc_per_node, place.world_size)
+    return dataclasses.replace(place, local_world_size=node)
+
+
+def _rehearse(config: Config, task: Task, place: Place) -> list[Rehearsed]:
+    try:
+        return Rehearsal(config, task, place).all()
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+    ) as error:
+        raise UsageError(
+            f"--dry-run cannot rehearse task '{task.name}': its model or loss does something that "
+            f"depends on the values of a tensor, which has none here: {error}"
+        ) from error
+
+
+def _whole_model(task: Task) -> tuple[int, int]:
+    """Count the parameters of a task's model, and their bytes."""
+    parameters = list(task._sketch().parameters())
+    return sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters)
