@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 
 from train.config import Config
@@ -74,12 +73,6 @@ def write(path: Path, config: Config) -> None:
         raise UsageError(
             f"cannot write the configuration to {path}: {error.object!r} is not Unicode"
         ) from error
-
-
-def plain(config: Config) -> Mapping[str, object]:
-    """Give the configuration in JSON's types."""
-    values = {name: getattr(config, name) for name in fields()}
-    return {n: str(v) if isinstance(v, Path) else v for n, v in values.items()}
 
 
 def _convert(field: Field, value: object) -> object:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from train.checks import backend_problem
@@ -192,7 +193,7 @@ def open_group(place: Place, config: Config) -> Iterator[Group]:
     if backend == "mpi":
         _connect_by_mpi(place, timeout)
         yield group
-        _disconnect()
+        disconnect()
         return
     with meet(place, config.init_method, timeout) as store:
         agree_on_device(store, place, device)
@@ -207,25 +208,21 @@ def open_group(place: Place, config: Config) -> Iterator[Group]:
             device_id=device if backend == "nccl" else None,
         )
         yield group
-        _disconnect()
+        disconnect()
 
 
-def keep(group: object) -> None:
-    """Keep a process group to the end of the process.
+def disconnect() -> None:
+    """Close the connections of all groups, of meshes and of checkpoints too.
 
-    Freeing one waits for its threads while it holds Python's lock (the GIL), and one of them may be
-    waiting for that lock, to free the tensors of the last exchange: with gloo, a rank that has done
-    everything would hang in 3 of 8 runs.
+    The objects are kept to the end of the process. Freeing one waits for its threads while it holds
+    Python's lock (the GIL), and one of them may be waiting for that lock, to free the tensors of
+    the last exchange: with gloo, a rank that has done everything hung in 3 of 8 runs.
     """
-    _kept.append(group)
+    _kept.extend(distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
 
 
 _kept: list[object] = []
-
-
-def _disconnect() -> None:
-    keep(dist.group.WORLD)
-    dist.destroy_process_group()
 
 
 def _use(device: torch.device) -> None:

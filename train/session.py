@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from train import recovery, strategies, tasks
+from train import configfile, recovery, strategies, tasks
 from train.checkpoints import exporting
 from train.config import Config
 from train.console import Console, figures
@@ -69,6 +69,7 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
                     export_finished(directory, group, config.export)
                     console.say(f"wrote its weights to {config.export}")
                 return EXIT_DONE
+            group.on_rank_0(lambda: configfile.write(directory.path / "config.toml", config))
             parts = Parts(task=task, config=config, layout=layout, group=group)
             trainer = assemble(parts, identity, progress, directory, console, stop)
             saver = trainer.saver

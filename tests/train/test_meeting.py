@@ -152,7 +152,7 @@ def test_a_file_that_a_killed_run_left_is_no_trap(meeting: Meeting, tmp_path: Pa
     assert meeting.of_two(ours_killed, method) == ["sum 3.0"] * 2
     left = tmp_path / "here.attempt-0.restart-0"
     assert left.stat().st_size
-    # A new run's rank 1, whose rank 0 has not been started, takes the plain form's file at its word.
+    # A new run's rank 1, started first, is told by the plain form that its rank 0 is there.
     ghost = f"file://{tmp_path}/ghost"
     assert meeting.said(meeting.rank(plain_killed, 0, ghost)) == "the other is there: False"
     assert meeting.said(meeting.rank(plain_killed, 1, ghost)) == "the other is there: True"

@@ -30,8 +30,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 STEPS = 25
 LARGE = 2.0**40
-# Ten classes guessed have a loss of 2.3; seen after these steps: 0.53.
-LEARNT = 0.9
+# Ten classes guessed have a loss of 2.3; seen after these steps: 0.86 to 0.88.
+LEARNT = 1.0
 
 
 def learnt(rank: int, ranks: int, folder: Path) -> dict[tuple[str, str], tuple[Any, ...]]:
@@ -74,8 +74,8 @@ def test_half_precision_learns_on_several_ranks(ranks: int, tmp_path: Path) -> N
         assert first[name, "bf16"] == (pytest.approx(full, rel=0.05), 1.0, torch.bfloat16)
         half, scale, dtype = first[name, "fp16"]
         assert dtype == torch.float16
-        # It has lost its first steps to overflows, until the scale was small enough.
-        assert half == pytest.approx(full, rel=0.25)
+        # A step or two may be lost to overflows, until the scale is small enough.
+        assert half == pytest.approx(full, rel=0.1)
         assert scale <= START
 
 

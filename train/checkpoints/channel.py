@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from train.checkpoints.tensorfile import bytes_of
-from train.distributed import Group, keep
+from train.distributed import Group
 
 Value = TypeVar("Value")
 
@@ -34,7 +34,6 @@ class Channel:
         if group.connected:
             timeout = timedelta(seconds=timeout_s)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-            keep(self._group)
 
     def any(self, flag: bool) -> bool:
         """Say whether something is so on any rank."""

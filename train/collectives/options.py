@@ -84,6 +84,11 @@ def parse(argv: Sequence[str], place: Place) -> Options:
             f"--nproc {nproc}: a launcher has started {place.world_size} ranks already; leave it "
             "out, or start without the launcher"
         )
+    if place.launched and not (place.addressed or place.meeting):
+        raise UsageError(
+            "RANK is set, but not where the ranks meet: set MASTER_ADDR and MASTER_PORT, or let "
+            "torchrun do so"
+        )
     ranks = place.world_size if place.launched else nproc
     if ranks is None or ranks < 2:
         raise UsageError(f"ranks that talk need at least 2, here is {ranks or 1}: {_WAY_OUT}")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from train.distributed import agree_on_device, device_and_backend
+from train.distributed import agree_on_device, device_and_backend, disconnect
 from train.environment import Place
 from train.meeting import meet
 
@@ -76,4 +76,4 @@ def connect(place: Place, *, timeout_s: int) -> Iterator[Ranks]:
         )
         board = PrefixStore(f"train/collectives/{place.restart}", store)
         yield Ranks(place=place, device=device, store=board, timeout=timeout)
-        dist.destroy_process_group()
+        disconnect()

@@ -50,6 +50,11 @@ def connect(group: Group, server: Server | None, *, timeout_s: float) -> Iterato
         num_worker_threads=place.world_size + 4 if place.rank == 0 else 4,
         rpc_timeout=timeout_s,
         init_method=_meeting_place(group),
+        # TCP only. Between ranks of a node TensorPipe prefers shared memory, which it polls without
+        # rest: where there are more ranks than idle cores a call then took up to eight times as
+        # long, and containers often have little of such memory.
+        _transports=["uv"],
+        _channels=["basic"],
     )
     with _others_may_be_gone(), warnings.catch_warnings():
         # torch makes the group that RPC starts on in a way that it warns of itself.
@@ -64,9 +69,14 @@ def connect(group: Group, server: Server | None, *, timeout_s: float) -> Iterato
         for rank in range(1, place.world_size):
             _watch(server, rank)
     yield
-    _leaving.set()
     with _others_may_be_gone():
-        rpc.shutdown(timeout=timeout_s)
+        leave(timeout_s=timeout_s)
+
+
+def leave(*, timeout_s: float | None = None) -> None:
+    """Disconnect, when all ranks do so too; without a time-out, whatever they do."""
+    _leaving.set()
+    rpc.shutdown(graceful=timeout_s is not None, timeout=timeout_s or 0)
 
 
 def draw(trainer: int, stretch: int) -> Work | Stretch:
