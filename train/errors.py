@@ -3,7 +3,7 @@
 TrainError            1  the run cannot go on; the message says why
 ├── UsageError        2  the command line or the run directory must be changed first
 │   └── RefusedError  2  the run directory holds a run of another configuration; it is left alone
-├── NonFiniteLoss     1  the loss is infinite or not a number; all ranks stop at the same step
+├── NonFiniteLoss     1  loss, gradients or weights are not finite; all ranks stop at one step
 ├── CheckpointError   1  a checkpoint could not be written or is damaged
 ├── FencedError       1  a newer attempt has taken the run over
 └── PeerError         1  another rank failed and has said why
@@ -35,7 +35,7 @@ class RefusedError(UsageError):
 
 
 class NonFiniteLoss(TrainError):
-    """The summed loss of a step is infinite or not a number on at least one rank."""
+    """A loss, a gradient or a weight is infinite or not a number on at least one rank."""
 
 
 class CheckpointError(TrainError):

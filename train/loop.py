@@ -202,13 +202,15 @@ class Trainer:
         """Clip; say whether a step may be made. Whole runs without clipping or fp16 pay nothing."""
         if self.config.clip_norm is None and not self.scaler.enabled:
             return True
-        norm = total_norm(self.strategy)
+        norm = self.strategy.agree_on_norm(total_norm(self.strategy))
         if math.isfinite(norm):
             self.scaler.passed()
             if self.config.clip_norm is not None:
                 clip(self.strategy, norm, self.config.clip_norm)
             return True
         if self.scaler.overflowed():
+            scale = self.scaler.scale
+            self.directory.event("step_skipped", step=self.progress.step + 1, new_scale=scale)
             return False
         raise NonFiniteLoss(
             f"the gradient of step {self.progress.step + 1} is not finite (samples "

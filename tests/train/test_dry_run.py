@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import json
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
@@ -25,7 +27,7 @@ from train.config import Config, ScheduleName
 from train.console import Console
 from train.data import Batch
 from train.distributed import Group
-from train.dryrun import examine, show
+from train.dryrun import bubbles, examine, show, sizes
 from train.dryrun.bubbles import bubble
 from train.dryrun.findings import Findings, Flow
 from train.dryrun.flops import Flops
@@ -302,6 +304,12 @@ class Choosy(Task):
 def test_what_cannot_be_rehearsed_is_refused(chosen: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words.replace("?", r"\?")):
         show(Config(**chosen), Console(rank=1))
+
+
+@pytest.mark.parametrize("module", [bubbles, sizes])
+def test_examples_are_right(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
 
 
 def test_nothing_stays_pretended() -> None:

@@ -182,7 +182,7 @@ def test_running_statistics_are_the_mean_of_the_trainers(runs: dict[str, Runs]) 
             for name, buffer in model.named_buffers():
                 buffer.copy_(before[name])
             batch = data.take(order.share(step * 10, 10, shard=shard, shards=TRAINERS))
-            (task.loss(model(batch.inputs), batch.targets) / 10).backward()
+            (task.loss(model(batch.inputs), batch.targets) / 10).backward()  # type: ignore[no-untyped-call]
             after.append({name: buffer.clone() for name, buffer in model.named_buffers()})
         for name, buffer in model.named_buffers():
             mean = torch.stack([state[name] for state in after]).double().mean(dim=0)

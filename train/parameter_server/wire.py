@@ -71,6 +71,9 @@ def connect(group: Group, server: Server | None, *, timeout_s: float) -> Iterato
     yield
     with _others_may_be_gone():
         leave(timeout_s=timeout_s)
+    # The shutdown counts calls in the store, whose home rank 0 may be: it must not go before all
+    # have counted.
+    group.sum([0.0])
 
 
 def leave(*, timeout_s: float | None = None) -> None:

@@ -134,6 +134,10 @@ class Strategy(ABC):
         """Make the gradients those of `factor` times the loss summed over all ranks."""
         scale(self.named_parameters(), factor)
 
+    def agree_on_norm(self, norm: float) -> float:
+        """Give the gradient's norm that all ranks decide by; most have it in common."""
+        return norm
+
     def after_step(self, step: int) -> None:
         """Do what follows the optimizer's step number `step`, counted from 1."""
 

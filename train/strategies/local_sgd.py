@@ -12,6 +12,7 @@ moments, and counts steps by itself, so no checkpoint would hold the whole state
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -62,6 +63,11 @@ class LocalSgd(WholeModel):
     def scale_gradients(self, factor: float) -> None:
         """Make the gradients those of the mean over this rank's items, whatever the others have."""
         scale(self.named_parameters(), 1.0 / (max(self._step_count, 1) * self._factor))
+
+    def agree_on_norm(self, norm: float) -> float:
+        """Keep each rank's own norm, unless one of them is not finite: then all must stop."""
+        bad_ranks = self.parts.group.sum([not math.isfinite(norm)])[0]
+        return math.nan if bad_ranks else norm
 
     def after_step(self, step: int) -> None:
         """Average after each of the first steps, then after every so many."""
