@@ -193,6 +193,14 @@ def _incompatible(config: Config, strategy: str) -> Iterator[str]:
             f"--strategy {strategy} does not go with --precision fp16: ranks that step by "
             "themselves would scale their losses differently; use --precision bf16"
         )
+    if strategy == "ps":
+        given = {
+            "--profile": config.profile is not None,
+            "--sync-batch-norm": config.sync_batch_norm,
+            "--backend mpi": config.backend == "mpi",
+        }
+        for asked in (name for name, wanted in given.items() if wanted):
+            yield f"--strategy ps does not go with {asked}, which needs ranks that step together"
     if problem := backend_problem(config, config.backend):
         yield problem
 

@@ -168,10 +168,11 @@ class Config:
         `steps` and `epochs` are not among them, so that a finished run can be extended; nor is what
         changes with the number of ranks.
         """
-        names = ["task", "global_batch", "lr", "seed", "sampling", "optimizer"]
+        names = ["task", "global_batch", "lr", "seed", "sampling", "optimizer", "momentum"]
+        names += ["weight_decay", "clip_norm", "dropout"]
         if self.reduce == "exact":
-            # The same bits are promised for the same cut only.
-            names.append("virtual_shards")
+            # The same bits are promised for the same cut and the same numbers only.
+            names += ["virtual_shards", "micro_batch", "precision"]
         return {name: getattr(self, name) for name in names}
 
     def total_steps(self, train_samples: int) -> int:
@@ -192,7 +193,7 @@ class Config:
         """The strategy's name with `auto` resolved."""
         if self.strategy != "auto":
             return self.strategy
-        given = {axis for axis, size in self.axis_sizes().items() if size is not None}
+        given = {axis for axis, size in self.axis_sizes().items() if size not in (None, 1)}
         if given <= {"dp_replicate"}:
             return "ddp" if place.world_size > 1 else "single"
         return "hybrid"

@@ -65,7 +65,6 @@ def write(path: Path, config: Config) -> None:
         UsageError: it cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dumps(config), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write the configuration to {path}: {error.strerror}") from error

@@ -57,10 +57,6 @@ class Batch:
         size = len(self)
         return [self.part(*share_of(size, shard=i, shards=count)) for i in range(count)]
 
-    def split(self, size: int) -> list[Batch]:
-        """Cut into micro-batches of `size` samples; the last may be smaller."""
-        return [self.part(i, min(i + size, len(self))) for i in range(0, len(self), size)]
-
     def read(self, draws: Iterable[Tensor]) -> Iterator[Batch]:
         """Give one batch per draw of sample numbers; in memory, there is nothing to read ahead."""
         return (self.take(numbers) for numbers in draws)

@@ -104,8 +104,26 @@ def fields() -> dict[str, Field]:
     return found
 
 
+# What other trainers call it.
+SYNONYMS = {
+    "learning-rate": "--lr",
+    "batch-size": "--global-batch",
+    "train-batch-size": "--global-batch",
+    "per-device-train-batch-size": "--micro-batch",
+    "micro-batch-size": "--micro-batch",
+    "output-dir": "--run-dir",
+    "max-steps": "--steps",
+    "num-train-epochs": "--epochs",
+    "max-grad-norm": "--clip-norm",
+    "nproc": "--spawn",
+}
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """Say which word was probably meant: `; did you mean 'x'?`, or nothing."""
+    words = list(words)
+    if (known := SYNONYMS.get(word.removeprefix("--").replace("_", "-"))) in words:
+        return f"; did you mean {known!r}?"
     # Without the dashes, which make all flags look alike.
     bare = {word.removeprefix("--"): word for word in words}
     close = difflib.get_close_matches(word.removeprefix("--"), list(bare), n=1)

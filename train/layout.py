@@ -110,7 +110,9 @@ def resolve(
             )
         # Each trainer draws slices of its own; rank 0 serves.
         return Layout(dp_replicate=world_size)
-    if strategy in ONE_AXIS and (others := given.keys() - {OWN_AXIS[strategy]}):
+    if strategy in ONE_AXIS and (
+        others := {axis for axis, size in given.items() if size > 1} - {OWN_AXIS[strategy]}
+    ):
         foreign = " ".join(f"{flag(axis)} {given[axis]}" for axis in given if axis in others)
         raise UsageError(
             f"--strategy {strategy} knows --dp-replicate only, not {foreign}; leave "

@@ -104,7 +104,7 @@ class Trainer:
         self.close()
         self.evaluate()
         self.saver.save(progress, epoch=self.epoch)
-        self.saver.wait()
+        self.saver.wait(last=True)
         if self.config.export:
             self.saver.export(self.config.export)
         return True
@@ -194,7 +194,9 @@ class Trainer:
                 f"the loss of step {self.progress.step + 1} is not finite on {bad_ranks:.0f} of "
                 f"{self.group.place.world_size} ranks, for a batch of samples "
                 f"{listed(sorted({number for rank in culprits for number in rank}))}; "
-                "the last checkpoint is from before it; a smaller --lr or --clip-norm may help"
+                "checkpoints are from before it; a smaller --lr or --clip-norm may help, in "
+                "another --run-dir; if these samples are sound, the step before has spoilt the "
+                "weights, which --clip-norm would find"
             )
         return loss, count, stop_flags
 
@@ -213,10 +215,9 @@ class Trainer:
             self.directory.event("step_skipped", step=self.progress.step + 1, new_scale=scale)
             return False
         raise NonFiniteLoss(
-            f"the gradient of step {self.progress.step + 1} is not finite (samples "
-            f"{self.progress.samples_seen} to "
-            f"{self.progress.samples_seen + self.config.global_batch - 1} of the data order); the "
-            "last checkpoint is from before it"
+            f"the gradient of step {self.progress.step + 1} is not finite, for a batch of samples "
+            f"{listed(sorted(self.feed.everyone(self.progress.samples_seen).tolist()))}; "
+            "checkpoints are from before it"
         )
 
     def measure(self) -> dict[str, float]:

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from train.environment import Place
 from train.errors import UsageError
 
-# torchrun sets it for its workers: all of them are clients of a store that torchrun serves.
+# torchrun sets it for its workers; "True": all of them are clients of a store that torchrun serves.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # A FileStore that is freed may make its file anew: they live as long as the process.
 _kept: list[Store] = []
@@ -52,7 +52,9 @@ def meet(place: Place, init_method: str, timeout: timedelta) -> Iterator[Store]:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         store = _served(init_method, timeout, where)
         yield store
-        if AGENT_STORE not in os.environ:
+        # Also under torchrun, where it says "False": told not to share its store, it lets rank 0
+        # serve another.
+        if os.environ.get(AGENT_STORE) != "True":
             _leave(store, place)
 
 

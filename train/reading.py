@@ -61,6 +61,9 @@ class Reader:
             # A forked process has the data set as it is; any other would have to import the module
             # of a task of your own, which lies on no path.
             multiprocessing_context="fork",
+            # Else it would draw from the global generator, which belongs to the model: the first
+            # step after each start would differ.
+            generator=torch.Generator(),
         )
         for inputs, targets in loader:
             yield self._batch(inputs, targets)
@@ -107,6 +110,10 @@ class Feed:
         return self._order.share(
             samples_seen, self._global_batch, shard=self._shard, shards=self._shards
         )
+
+    def everyone(self, samples_seen: int) -> Tensor:
+        """Give the sample numbers of the whole global batch that begins there."""
+        return self._order.share(samples_seen, self._global_batch, shard=0, shards=1)
 
     def batch(self, samples_seen: int) -> Batch:
         """Give the slice of the global batch that begins there.

@@ -21,6 +21,7 @@ from train.console import Console
 from train.distributed import Group
 from train.errors import CheckpointError, FencedError, NonFiniteLoss
 from train.optimizing import NamedOptimizer
+from train.ownership import differences
 from train.progress import Progress
 from train.rundir import RunDirectory
 from train.scaling import LossScaler
@@ -28,6 +29,12 @@ from train.strategies.base import Strategy
 
 # Seconds that a failing process waits for a checkpoint that is being written.
 PATIENCE_S = 60.0
+
+
+# What may change between two starts of a run, and changes more than the last digits.
+WORTH_TELLING = (
+    "precision", "reduce", "sync_batch_norm", "comm_hook", "local_steps", "ps_mode", "staleness",
+)  # fmt: skip
 
 
 class Saver:
@@ -63,6 +70,8 @@ class Saver:
         run_dir, shared = self.directory.path, self._checkpointer.shared
         seen, source = recovery.find(run_dir, self.group, shared=shared)
         self._report_damage(seen)
+        if source is None and any(sighting.damaged for sighting in seen):
+            self.console.say("no whole checkpoint is left: starting from the first step")
         if source is None or (best := seen[source].best) is None:
             return
         found = recovery.describe(run_dir, self.group, best, source=source, shared=shared)
@@ -90,6 +99,12 @@ class Saver:
             written_by_ranks=found.state.world_size,
         )
         self.console.say(f"resuming after step {progress.step}/{progress.steps} from {where}")
+        changed = differences(
+            {name: found.state.config.get(name) for name in WORTH_TELLING},
+            {name: _plain(getattr(self.config, name)) for name in WORTH_TELLING},
+        )
+        if changed:
+            self.console.say(f"with another configuration: {'; '.join(changed)}")
 
     def save(self, progress: Progress, *, epoch: int) -> None:
         """Begin a checkpoint of this moment; `wait()` tells how it has ended.
@@ -141,14 +156,17 @@ class Saver:
             )
         )
 
-    def wait(self) -> None:
+    def wait(self, *, last: bool = False) -> None:
         """Wait until the last checkpoint is committed, or known not to be.
+
+        Args:
+            last: none will follow, so that nothing would be left of a run that went on.
 
         Raises:
             CheckpointError: on all ranks; it could not be written, and all shall stop.
             FencedError: on all ranks; a newer attempt has taken over.
         """
-        self._attempt(self._checkpointer.wait)
+        self._attempt(self._checkpointer.wait, last=last)
 
     def leave(self) -> None:
         """Let a checkpoint that is being written be committed, before an error ends the process."""
@@ -182,17 +200,17 @@ class Saver:
         names = sorted({name for rank in self.group.gather(unsound) for name in rank})
         raise NonFiniteLoss(
             f"{len(names)} parameters are not finite after step {step}, such as {names[0]}, and are"
-            " not saved: the last checkpoint is from before it; --clip-norm finds the step that "
+            " not saved: checkpoints are from before it; --clip-norm finds the step that "
             "makes them so"
         )
 
-    def _attempt(self, action: Callable[[], None]) -> None:
+    def _attempt(self, action: Callable[[], None], *, last: bool = False) -> None:
         """Do something that may fail on all ranks alike; whether they go on then is asked for."""
         try:
             action()
         except CheckpointError as error:
             self._saved = None
-            if self.config.on_checkpoint_error == "stop":
+            if last or self.config.on_checkpoint_error == "stop":
                 raise
             # If the disk is full, the event may not fit either.
             with suppress(OSError):

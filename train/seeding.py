@@ -13,5 +13,5 @@ def seed_device(seed: int, device: torch.device) -> None:
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
+        # All of them: `manual` and `dataparallel` use several.
+        torch.cuda.manual_seed_all(seed)

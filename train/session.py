@@ -69,6 +69,7 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
                     export_finished(directory, group, config.export)
                     console.say(f"wrote its weights to {config.export}")
                 return EXIT_DONE
+            check_ahead(config, progress, group)
             group.on_rank_0(lambda: configfile.write(directory.path / "config.toml", config))
             parts = Parts(task=task, config=config, layout=layout, group=group)
             trainer = assemble(parts, identity, progress, directory, console, stop)
@@ -91,6 +92,22 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
         # another rank's, which names it.
         console.complain(f"lost the other ranks: {error}", every_rank=True)
         return EXIT_FAILED
+
+
+def check_ahead(config: Config, progress: Progress, group: Group) -> None:
+    """Refuse before the first step what would be found out after the last one.
+
+    Raises:
+        UsageError: on all ranks; there is nothing to profile, or the weights could not be written.
+    """
+    first = Profile.parse(config.profile).first if config.profile else 0
+    if first > progress.steps:
+        raise UsageError(f"--profile {config.profile}: the run has {progress.steps} steps only")
+    if config.export:
+        path = config.export
+        problem = group.broadcast(exporting.problem(path) if group.place.rank == 0 else "")
+        if problem:
+            raise UsageError(f"--export {path}: {problem}")
 
 
 def export_finished(directory: RunDirectory, group: Group, path: Path) -> None:
@@ -204,14 +221,20 @@ def announce(trainer: Trainer, parts: Parts) -> None:
         accumulation=trainer.micro_batches,
     )
     micro = config.global_batch / trainer.strategy.shards / trainer.micro_batches
-    shape = "" if strategy == "single" else f" ({parts.layout})"
+    shape = "" if strategy in ("single", "ps") else f" ({parts.layout})"
     trainer.console.say(
         f"{config.task}: {trainer.progress.steps} steps of {config.global_batch} samples = "
-        f"{trainer.strategy.shards} shards x {trainer.micro_batches} x {micro:g}, "
+        f"{parted(trainer.strategy.shards, 'shard')} x "
+        f"{parted(trainer.micro_batches, 'micro-batch', 'es')} of {micro:g}, "
         f"{strategy}{shape} on {device.type}, attempt {place.attempt}, restart {place.restart}"
     )
     if description := trainer.strategy.describe():
         trainer.console.say(description)
+
+
+def parted(count: int, noun: str, plural: str = "s") -> str:
+    """Count things in words."""
+    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 def finish(trainer: Trainer) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from train import session, tasks
 from train.config import Config
@@ -182,12 +182,14 @@ def climb(cases: Sequence[Case], timeout_s: float = 240) -> dict[str, Difference
 
 def _start(cases: list[Case], folder: str, timeout_s: float) -> None:
     """Send cases through new ranks until all are done, one fails, or time is up."""
-    context = mp.spawn(_rank, (cases, folder), cases[0].world_size, join=False, daemon=True)
+    context = start_processes(  # type: ignore[no-untyped-call]  # torch's
+        _rank, (cases, folder), cases[0].world_size, join=False, daemon=True
+    )
     deadline = time.monotonic() + timeout_s
     try:
         while not context.join(timeout=1.0) and time.monotonic() < deadline:
             pass
-    except mp.ProcessExitedException:
+    except ProcessExitedException:
         pass  # the case has left its error
     finally:
         for process in context.processes:

@@ -31,12 +31,12 @@ from train.environment import Place
 from train.errors import EXIT_FAILED, EXIT_USAGE, UsageError
 
 ALONE = Place()
-OF_THREE = Place(world_size=3, launched=True)
+OF_THREE = Place(world_size=3, launched=True, addressed=True)
 
 
 def these_ranks(rank: int, name: str) -> Ranks:
     return Ranks(
-        place=Place(rank=rank, world_size=3, launched=True),
+        place=Place(rank=rank, world_size=3, launched=True, addressed=True),
         device=torch.device("cpu"),
         store=PrefixStore(name, _get_default_store()),
         timeout=timedelta(seconds=60),
@@ -163,7 +163,7 @@ def test_bandwidths_follow_from_size_and_latency() -> None:
     [
         ([], ALONE, ["at least 2, here is 1", "--nproc 2", "torchrun --nproc-per-node 2"]),
         (["--nproc", "1"], ALONE, ["at least 2, here is 1", "--nproc 2"]),
-        ([], Place(launched=True), ["at least 2, here is 1"]),
+        ([], Place(launched=True, addressed=True), ["at least 2, here is 1"]),
         (["--nproc", "2"], OF_THREE, ["has started 3 ranks already"]),
         (["--nprocs", "2"], ALONE, ["unknown flag '--nprocs'; did you mean '--nproc'?"]),
         (["--nproc", "two"], ALONE, ["--nproc 'two'", "whole number"]),

@@ -181,7 +181,8 @@ def test_ranks_without_a_gpu_among_ranks_that_have_one_are_named(
             "that node); mend or leave out these nodes, or start all with CUDA_VISIBLE_DEVICES= to "
             f"train on the CPU:\n  rank 0 on {socket.gethostname()}"
         )
-        assert f"train: {outcome['reason']}\n" in run.output()
+        # By rank 0, or, if torchrun ends it first, in torchrun's report of the other.
+        assert outcome["reason"].splitlines()[0] in run.output()
 
 
 def test_the_limit_stands_for_a_full_disk() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -213,7 +214,10 @@ class Checkpointer:
                 job.may_commit()
                 disk.commit(draft, job.position.path(self.run_dir))
                 total_s = time.monotonic() - job.started
-                job.committed(Timing(stall_s=job.stall_s, total_s=total_s))
+                # It exists now: an event that finds the disk full, or an old checkpoint that
+                # cannot be removed, does not undo it.
+                with suppress(OSError):
+                    job.committed(Timing(stall_s=job.stall_s, total_s=total_s))
         except TrainError as error:
             verdict = error
         except Exception as error:

@@ -90,9 +90,12 @@ def places(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
 
 
 def begin(draft: Path) -> None:
-    """Make an empty directory to write into."""
+    """Make an empty directory to write into, which a loss of power does not take back."""
     shutil.rmtree(draft, ignore_errors=True)
+    new = [path for path in (draft, *draft.parents) if not path.exists()]
     draft.mkdir(parents=True)
+    for path in new:
+        sync(path.parent)
 
 
 def complete(draft: Path, state: State, files: Mapping[str, Proof]) -> None:

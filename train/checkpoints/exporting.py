@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -45,3 +46,15 @@ def export(path: Path, listing: Listing, whole: Callable[[str], Tensor]) -> None
         with suppress(OSError):
             draft.unlink()
         raise CheckpointError(f"cannot export to {path}: {error}") from error
+
+
+def problem(path: Path) -> str:
+    """Say why no file can be written there, if so; makes its directory."""
+    if path.is_dir():
+        return "is a directory; name a file in it"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return ""
+    except OSError as error:
+        return f"cannot write in {path.parent}: {error.strerror}"

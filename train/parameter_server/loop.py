@@ -133,7 +133,7 @@ class ServedTrainer(Trainer):
         trainers = ", ".join(str(gradient.ticket.trainer + 1) for gradient in gradients)
         return NonFiniteLoss(
             f"the {what} of step {self.progress.step + 1} is not finite, as rank {trainers} has "
-            f"found for a batch of samples {listed(sorted(numbers))}; the last checkpoint is from "
+            f"found for a batch of samples {listed(sorted(numbers))}; checkpoints are from "
             "before it; a smaller --lr or --clip-norm may help"
         )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from train.errors import UsageError
 from train.preparing import prepare
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ class WholeModel(Strategy):
     def backward(self, batch: Batch, factor: float) -> Sums:
         """Run one micro-batch forwards and backwards."""
         with self.parts.autocast():
-            loss = self.task.loss(self.run(batch.inputs), batch.targets)
+            loss = one_number(self.task.loss(self.run(batch.inputs), batch.targets), self.task)
         torch.autograd.backward(loss if factor == 1.0 else loss * factor)
         return Sums(loss=loss.detach(), count=self.task.count(batch.targets))
 
@@ -220,6 +221,20 @@ class WholeModel(Strategy):
     def load_model_state(self, state: dict[str, Tensor]) -> None:
         """Put them in place."""
         self.model.load_state_dict(state)
+
+
+def one_number(loss: Tensor, task: Task) -> Tensor:
+    """Insist on a loss that is a sum.
+
+    Raises:
+        UsageError: it is one number per item.
+    """
+    if loss.dim() == 0:
+        return loss
+    raise UsageError(
+        f"task {task.name!r}: loss() gave a tensor of shape {list(loss.shape)}; it must be one "
+        'number, the sum over the items of the batch (reduction="sum")'
+    )
 
 
 def tally(task: Task, outputs: Tensor, targets: Tensor) -> Tally:

@@ -19,7 +19,7 @@ from train import batchnorm, buffers
 from train.data import Batch
 from train.layout import Layout
 from train.strategies import cp, fsdp, tp
-from train.strategies.base import Parts, Sums, Tally, WholeModel
+from train.strategies.base import Parts, Sums, Tally, WholeModel, local
 
 # Dimensions of the mesh whose ranks see different samples, or different parts of a sequence.
 DATA = ("dp_replicate", "fsdp")
@@ -110,9 +110,14 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
 
     One tensor at a time: no other rank ever holds more than its own parts and one whole tensor.
     """
+    device = parts.group.device
     mine: dict[str, Tensor] = {}
     for module in modules:
-        module.to_empty(device=parts.group.device)
+        # Offloaded parameters live in the host's memory from the start; FSDP insists.
+        module.to_empty(device="cpu" if parts.config.cpu_offload else device)
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                owner._buffers[name] = buffer.to(device)
         mine.update(_tensors(module))
     first = parts.group.place.rank == 0
     weights = _tensors(parts.model(torch.device("cpu"))) if first else {}
@@ -125,7 +130,7 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
             mesh, placements = own.device_mesh, own.placements
             whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         with torch.no_grad():
-            own.copy_(whole)
+            local(own).copy_(local(whole))
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

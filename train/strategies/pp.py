@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from train import buffers, stages
 from train.data import Batch
 from train.strategies import hybrid, tp
-from train.strategies.base import Parts, Strategy, Sums, Tally, tally
+from train.strategies.base import Parts, Strategy, Sums, Tally, one_number, tally
 from train.strategies.cutting import Stage, plan
 from train.strategies.relay import Relay
 
@@ -113,7 +113,7 @@ class Pipelined(Strategy):
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Compute what a micro-batch is trained on, and note what is reported."""
         with self.parts.autocast():
-            loss = self.task.loss(outputs, targets)
+            loss = one_number(self.task.loss(outputs, targets), self.task)
         self._losses.append(loss.detach())
         return loss if self._factor == 1.0 else loss * self._factor
 

@@ -119,7 +119,7 @@ class Chars(Classifier):
             SequenceParallel,
         )
 
-        from train.tasks.styles import Replicated
+        from train.tasks.styles import PartwiseDropout, Replicated
 
         check_divisible("attention heads", HEADS, ranks)
         check_divisible("characters of a sequence", CONTEXT, ranks)
@@ -144,9 +144,11 @@ class Chars(Classifier):
                 f"{block}.attention_norm": SequenceParallel(),
                 f"{block}.attention_in": ColwiseParallel(input_layouts=time),
                 f"{block}.attention_out": RowwiseParallel(output_layouts=time),
+                f"{block}.attention_drop": PartwiseDropout(),
                 f"{block}.feed_norm": SequenceParallel(),
                 f"{block}.feed.0": ColwiseParallel(input_layouts=time),
                 f"{block}.feed.2": RowwiseParallel(output_layouts=time),
+                f"{block}.feed.3": PartwiseDropout(),
             }
         return plan
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from functools import partial
+
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -13,3 +16,26 @@ class Replicated(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
+
+
+class PartwiseDropout(ParallelStyle):
+    """Dropout where each rank has its own part of a tensor, such as its part of the sequence.
+
+    Ranks that share matrices share their random numbers too, so that what all of them compute is
+    the same. Here that would drop the same places of every part.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Dropout), "a plan names a dropout layer here"
+        module.forward = partial(_drop, module, device_mesh.get_local_rank())  # type: ignore[method-assign]
+        return module
+
+
+def _drop(module: nn.Dropout, rank: int, inputs: Tensor) -> Tensor:
+    if not module.training or module.p == 0:
+        return inputs
+    # Drawn by all ranks alike, so that their common generator stays common.
+    seed = int(torch.randint(2**62, ()).item()) + rank
+    generator = torch.Generator(inputs.device).manual_seed(seed)
+    kept = torch.empty_like(inputs).bernoulli_(1 - module.p, generator=generator)
+    return inputs * kept / max(1 - module.p, 1e-9)
