@@ -27,7 +27,9 @@ for node in range(nodes):
 
 _TORCHRUN = """#!{python} -SE
 import json, os, sys
-node = os.environ.get("SLURM_NODEID") or str(len(os.listdir({dumps!r})))
+# On this machine all of them start at once: only their arguments say which is which.
+folder = next((word for word in sys.argv if word.startswith("--log-dir=")), "-0")
+node = os.environ.get("SLURM_NODEID") or folder.rpartition("-")[2]
 record = {{"argv": sys.argv[1:], "env": dict(os.environ)}}
 with open({dumps!r} + "/" + node, "w") as file:
     json.dump(record, file)

@@ -133,7 +133,7 @@ class Config:
     keep_checkpoints: Count = 2
     """How many checkpoints of an attempt to keep."""
     on_checkpoint_error: Literal["stop", "continue"] = "stop"
-    """What to do when one cannot be written; the ones before it stay."""
+    """What to do when one cannot be written; the ones before it stay. The last one must be."""
     export: Path | None = None
     """Write the final weights to this file, as plain safetensors."""
 

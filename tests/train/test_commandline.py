@@ -86,6 +86,7 @@ def test_every_field_has_a_flag_a_help_text_and_a_section() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--batch-size", "8"], "unknown flag '--batch-size'; did you mean '--global-batch'?"),
         (["--epoch", "3"], "unknown flag '--epoch'; did you mean '--epochs'?"),
         (["--no-compil"], "unknown flag '--no-compil'; did you mean '--no-compile'?"),
         (["--frobnicate"], "unknown flag '--frobnicate'"),

@@ -77,6 +77,33 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(start: Start, tmp_path: Pat
     assert "Traceback" not in run.output()
 
 
+def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    export = f"--export={tmp_path / 'file' / 'weights.st'}"
+    run = start.single(*FLAGS, "--steps=2", export, run_dir=tmp_path / "a").finish(2)
+    assert f"train: {export.replace('=', ' ')}: cannot write in " in run.output()
+    run = start.single(*FLAGS, "--steps=2", "--profile=7:9", run_dir=tmp_path / "b").finish(2)
+    assert run.output() == "train: --profile 7:9: the run has 2 steps only\n"
+    assert run.metrics() == []
+
+
+def test_a_loss_per_item_is_refused_with_what_to_do(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch.nn import functional\n"
+        "from train.tasks.digits import Digits\n"
+        "class Wrong(Digits):\n"
+        "    def loss(self, outputs, targets):\n"
+        "        return functional.cross_entropy(outputs, targets, reduction='none')\n"
+    )
+    run = start.single("--task=mine.py:Wrong", "--steps=2", run_dir=tmp_path / "run").finish(2)
+    assert run.output().splitlines()[-1] == (
+        "train: task 'digits': loss() gave a tensor of shape [64]; it must be one number, the sum "
+        'over the items of the batch (reduction="sum")'
+    )
+
+
 def test_a_directory_of_another_configuration_is_refused_and_left_alone(
     start: Start, tmp_path: Path
 ) -> None:

@@ -112,6 +112,20 @@ def test_resume_on_fewer_ranks_takes_the_next_samples(
         assert m["loss"] == pytest.approx(unbroken.losses()[m["step"]], rel=1e-4)
 
 
+def test_it_is_said_when_no_checkpoint_is_whole(start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    start.single("--steps=2", run_dir=run_dir).finish()
+    (run_dir / "checkpoints/attempt-0/step-00000002/state.json").write_text("{")
+    again = start.single("--steps=3", run_dir=run_dir).finish()
+    assert "no whole checkpoint is left: starting from the first step\n" in again.output()
+
+
+def test_another_configuration_is_told_where_it_is_allowed(start: Start, tmp_path: Path) -> None:
+    start.single("--steps=2", run_dir=tmp_path / "run").finish()
+    again = start.single("--steps=3", "--precision=bf16", run_dir=tmp_path / "run").finish()
+    assert "with another configuration: precision: 'fp32' there, 'bf16' here\n" in again.output()
+
+
 def test_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     start: Start, tmp_path: Path
 ) -> None:
