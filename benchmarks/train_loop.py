@@ -82,18 +82,26 @@ def timed(step: Callable[[], object]) -> Run:
     return run
 
 
-def bare(batches: Iterator[Pair]) -> Run:
-    """Train by hand."""
-    model, optimizer = model_and_optimizer()
+def by_hand(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Pair],
+    backward: Callable[[Tensor], object] = torch.autograd.backward,
+) -> Run:
+    """Train in a loop that somebody wrote."""
 
     def step() -> None:
         inputs, targets = next(batches)
-        loss = functional.cross_entropy(model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        backward(functional.cross_entropy(model(inputs), targets))
         optimizer.step()
         optimizer.zero_grad()
 
     return timed(step)
+
+
+def bare(batches: Iterator[Pair]) -> Run:
+    """Train with nothing but torch."""
+    return by_hand(*model_and_optimizer(), batches)
 
 
 def slices(batch: Batch) -> Iterator[Pair]:
@@ -118,15 +126,7 @@ def fabric() -> Run:
     helper = Fabric(accelerator="cpu", devices=1)
     model, optimizer = helper.setup(*model_and_optimizer())
     prepared: DataLoader[Pair] = helper.setup_dataloaders(loader())
-    batches = forever(prepared)
-
-    def step() -> None:
-        inputs, targets = next(batches)
-        helper.backward(functional.cross_entropy(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return timed(step)
+    return by_hand(model, optimizer, forever(prepared), helper.backward)
 
 
 def accelerate() -> Run:
@@ -135,15 +135,7 @@ def accelerate() -> Run:
 
     helper = Accelerator(cpu=True)
     model, optimizer, prepared = helper.prepare(*model_and_optimizer(), loader())
-    batches = forever(prepared)
-
-    def step() -> None:
-        inputs, targets = next(batches)
-        helper.backward(functional.cross_entropy(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return timed(step)
+    return by_hand(model, optimizer, forever(prepared), helper.backward)
 
 
 def lightning() -> Run:

@@ -93,7 +93,7 @@ class Own(Classifier):
         return self._model
 
     def train(self) -> Batch:
-        raise NotImplementedError
+        raise AssertionError("only the model is looked at")
 
     test = train
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import random
-import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.processes import with_environment
 from tests.train.ladder import reference_of, trainer_of
 from tests.train.ranks import on_ranks
-from tests.train.reading import same, whole
 from train.config import Config
 from train.data import Batch, Order
 from train.distributed import Group
@@ -30,7 +25,7 @@ from train.loop import Trainer
 from train.optimizing import NamedOptimizer
 from train.parameter_server import wire
 from train.parameter_server.loop import Alone
-from train.parameter_server.pacing import Apart, InStep, Ticket
+from train.parameter_server.pacing import Apart, Ticket
 from train.parameter_server.server import Gradient, Server, Stretch, Work
 from train.rundir import read_lines
 from train.strategies.base import Parts, Sums
@@ -38,7 +33,7 @@ from train.strategies.ps import check
 from train.tasks import load
 
 if TYPE_CHECKING:
-    from tests.train.conftest import Start
+    pass
 
 PICTURES = f"{Path(__file__).parent / 'pictures.py'}:Pictures"
 RANKS = 4
@@ -257,60 +252,6 @@ def test_without_a_bound_it_does(slow: dict[str, tuple[list[int], list[int], int
     assert steps == list(range(1, 51))
 
 
-class Naive(Apart):
-    """Looks only at how old weights are when they are drawn, which is never."""
-
-    def may_draw(self, trainer: int) -> bool:
-        assert self.staleness is not None
-        return trainer not in self.held and self.begun < self.limit
-
-
-def ages_of(pacing: Apart, trainers: int, updates: int, luck: random.Random) -> list[int]:
-    """Let trainers draw and finish in any order; insist that each batch is drawn once."""
-    pacing.open(version=0, limit=updates)
-    ages, drawn = [], []
-    while not pacing.over:
-        ready = [trainer for trainer in range(trainers) if pacing.may_draw(trainer)]
-        if ready and (not pacing.held or luck.random() < 0.6):
-            drawn.append(pacing.draw(luck.choice(ready)).update)
-        else:
-            ticket = luck.choice(list(pacing.held.values()))
-            ages.append(pacing.age([ticket]))
-            pacing.apply([ticket])
-    assert sorted(drawn) == list(range(updates))
-    return ages
-
-
-def test_the_bound_holds_in_every_order() -> None:
-    for seed in range(300):
-        luck = random.Random(seed)
-        trainers, bound = luck.randint(1, 8), luck.randint(0, 6)
-        ages = ages_of(Apart(bound), trainers, 60, luck)
-        assert max(ages) <= bound
-        if bound == 0:
-            # As one process: each gradient from the newest weights.
-            assert set(ages) == {0}
-    assert max(ages_of(Naive(2), 5, 200, random.Random(0))) > 2
-
-
-def test_a_stop_lets_what_has_begun_be_finished_and_nothing_else() -> None:
-    in_step = InStep(2)
-    in_step.open(version=7, limit=20)
-    first = in_step.draw(0)
-    in_step.hurry()
-    # The other half of an update that has begun.
-    assert in_step.may_draw(1) and not in_step.may_draw(0) and not in_step.over
-    in_step.apply([first, in_step.draw(1)])
-    assert in_step.over and not in_step.may_draw(0)
-    apart = Apart()
-    apart.open(version=7, limit=20)
-    ticket = apart.draw(0)
-    apart.hurry()
-    assert not apart.may_draw(1) and not apart.over
-    apart.apply([ticket])
-    assert apart.over
-
-
 # Updates are never lost.
 
 PUSHES = 25
@@ -446,64 +387,3 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_before_it_reaches_the_weights(
 def test_what_trainers_would_have_to_agree_on_is_refused(chosen: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--strategy ps"):
         check(config_of(**chosen))
-
-
-# Real runs.
-
-FLAGS = ("--strategy=ps", "--task=digits", "--global-batch=12", "--seed=3")
-ENDLESS = ("--steps=100000", "--checkpoint-every=20")
-
-
-def test_a_signal_to_a_trainer_stops_all_ranks_with_nothing_on_its_way(
-    start: Start, tmp_path: Path
-) -> None:
-    flags = (*FLAGS, "--ps-mode=async", *ENDLESS)
-    run = start.ranks(RANKS, *flags, run_dir=tmp_path / "run")
-    run.wait_for_step(30)
-    os.kill(run.workers()[2], signal.SIGUSR1)
-    run.finish(1)
-    assert run.output().count("exitcode  : 75") == RANKS
-    outcome = run.outcome()
-    assert outcome["status"] == "preempted"
-    assert outcome["step"] == max(run.losses()) == len(run.losses())
-    assert outcome["samples_seen"] == outcome["step"] * 12
-    checkpoint = tmp_path / f"run/checkpoints/attempt-0/step-{outcome['step']:08d}"
-    assert whole(checkpoint)
-    # And goes on, to the end.
-    more = ("--ps-mode=bounded", f"--steps={outcome['step'] + 5}")
-    again = start.ranks(RANKS, *FLAGS, *more, run_dir=tmp_path / "run", attempt=1).finish()
-    assert again.outcome()["step"] == outcome["step"] + 5
-    assert "updates old in the mean, at most " in again.output()
-    assert with_environment(str(tmp_path)) == set()
-
-
-def test_a_killed_trainer_costs_a_restart_and_changes_nothing(start: Start, tmp_path: Path) -> None:
-    flags = (*FLAGS, "--steps=120", "--checkpoint-every=20")
-    run = start.ranks(
-        RANKS,
-        *flags,
-        run_dir=tmp_path / "run",
-        torchrun=("--standalone", "--max-restarts=1"),
-    )
-    run.wait_for_step(45)
-    os.kill(run.workers()[1], signal.SIGKILL)
-    run.finish()
-    assert run.outcome()["restart"] == 1
-    (failed,) = [event for event in run.events() if event["event"] == "error"]
-    assert failed["status"] == "retryable"
-    assert failed["reason"].startswith("rank 1, a trainer, is gone: ")
-    unbroken = start.ranks(RANKS, *flags, run_dir=tmp_path / "unbroken").finish()
-    assert run.losses() == unbroken.losses()
-    last = "checkpoints/attempt-0/step-00000120"
-    assert same(whole(run.run_dir / last), whole(unbroken.run_dir / last))
-
-
-def test_a_killed_server_ends_its_trainers(start: Start, tmp_path: Path) -> None:
-    run = start.ranks(RANKS, *FLAGS, "--ps-mode=async", *ENDLESS, run_dir=tmp_path / "run")
-    run.wait_for_step(5)
-    os.kill(run.workers()[0], signal.SIGKILL)
-    run.finish(1)
-    # Each says so in a line, not in a traceback.
-    assert run.output().count(": lost the other ranks: ") == TRAINERS, run.output()
-    assert "train/session.py" not in run.output()
-    assert with_environment(str(tmp_path)) == set()

@@ -1,0 +1,74 @@
+"""A parameter server under torchrun: stopped, and with a rank killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.processes import with_environment
+from tests.train.reading import same, whole
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Start
+
+RANKS = 4
+TRAINERS = RANKS - 1
+FLAGS = ("--strategy=ps", "--task=digits", "--global-batch=12", "--seed=3")
+ENDLESS = ("--steps=100000", "--checkpoint-every=20")
+
+
+def test_a_signal_to_a_trainer_stops_all_ranks_with_nothing_on_its_way(
+    start: Start, tmp_path: Path
+) -> None:
+    flags = (*FLAGS, "--ps-mode=async", *ENDLESS)
+    run = start.ranks(RANKS, *flags, run_dir=tmp_path / "run")
+    run.wait_for_step(30)
+    os.kill(run.workers()[2], signal.SIGUSR1)
+    run.finish(1)
+    assert run.output().count("exitcode  : 75") == RANKS
+    outcome = run.outcome()
+    assert outcome["status"] == "preempted"
+    assert outcome["step"] == max(run.losses()) == len(run.losses())
+    assert outcome["samples_seen"] == outcome["step"] * 12
+    checkpoint = tmp_path / f"run/checkpoints/attempt-0/step-{outcome['step']:08d}"
+    assert whole(checkpoint)
+    # And goes on, to the end.
+    more = ("--ps-mode=bounded", f"--steps={outcome['step'] + 5}")
+    again = start.ranks(RANKS, *FLAGS, *more, run_dir=tmp_path / "run", attempt=1).finish()
+    assert again.outcome()["step"] == outcome["step"] + 5
+    assert "updates old in the mean, at most " in again.output()
+    assert with_environment(str(tmp_path)) == set()
+
+
+def test_a_killed_trainer_costs_a_restart_and_changes_nothing(start: Start, tmp_path: Path) -> None:
+    flags = (*FLAGS, "--steps=120", "--checkpoint-every=20")
+    run = start.ranks(
+        RANKS,
+        *flags,
+        run_dir=tmp_path / "run",
+        torchrun=("--standalone", "--max-restarts=1"),
+    )
+    run.wait_for_step(45)
+    os.kill(run.workers()[1], signal.SIGKILL)
+    run.finish()
+    assert run.outcome()["restart"] == 1
+    (failed,) = [event for event in run.events() if event["event"] == "error"]
+    assert failed["status"] == "retryable"
+    assert failed["reason"].startswith("rank 1, a trainer, is gone: ")
+    unbroken = start.ranks(RANKS, *flags, run_dir=tmp_path / "unbroken").finish()
+    assert run.losses() == unbroken.losses()
+    last = "checkpoints/attempt-0/step-00000120"
+    assert same(whole(run.run_dir / last), whole(unbroken.run_dir / last))
+
+
+def test_a_killed_server_ends_its_trainers(start: Start, tmp_path: Path) -> None:
+    run = start.ranks(RANKS, *FLAGS, "--ps-mode=async", *ENDLESS, run_dir=tmp_path / "run")
+    run.wait_for_step(5)
+    os.kill(run.workers()[0], signal.SIGKILL)
+    run.finish(1)
+    # Each says so in a line, not in a traceback.
+    assert run.output().count(": lost the other ranks: ") == TRAINERS, run.output()
+    assert "train/session.py" not in run.output()
+    assert with_environment(str(tmp_path)) == set()
