@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench bench-train-loop bench-checkpoint clean
+.PHONY: help install run test test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench bench-train-loop bench-checkpoint bench-language clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -44,7 +44,10 @@ lint: install  ## Check style and types
 
 test: install lint  ## Install what the tests need and run them all
 	@tests/packages.sh
-	@$(BIN)/pytest -n 3 --dist worksteal $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
+
+test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs for
+	@$(BIN)/pytest -m gpu tests/train $(ARGS)
 
 golden: install  ## Write the rendered examples again
 	@$(BIN)/python -m tests.golden
@@ -59,6 +62,9 @@ bench-train-loop: install  ## Measure the training loop beside bare ones, Lightn
 
 bench-checkpoint: install  ## Measure how long a checkpoint stops the training
 	@$(BIN)/python -m benchmarks.checkpoint $(ARGS)
+
+bench-language: install  ## Measure tokens/s and MFU beside a bare loop; on a GPU if there is one
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.language_model $(ARGS)
 
 clean: sandbox-down  ## Remove what was made here, runs excepted
 	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

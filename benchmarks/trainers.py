@@ -17,14 +17,16 @@ from train.strategies.base import Parts
 from train.tasks import Task
 
 
-def trainer_of(task: Task, config: Config, place: Place | None = None) -> Trainer:
+def trainer_of(
+    task: Task, config: Config, place: Place | None = None, device: torch.device | None = None
+) -> Trainer:
     """Build a trainer that writes its metrics into `config.run_dir`, and prints nothing."""
     here = place or Place()
     parts = Parts(
         task=task,
         config=config,
         layout=config.layout_on(here),
-        group=Group(place=here, device=torch.device("cpu")),
+        group=Group(place=here, device=device or torch.device("cpu")),
     )
     directory = config.directory
     Path(directory).mkdir(parents=True, exist_ok=True)

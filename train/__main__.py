@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import traceback
@@ -22,6 +23,7 @@ from train.errors import (
 )
 from train.rundir import Outcome, RunDirectory
 from train.stopping import StopRequest
+from train.telling import tell, tell_torchrun
 
 
 def main() -> int:
@@ -29,7 +31,7 @@ def main() -> int:
     try:
         place = Place.from_environ(os.environ)
     except UsageError as error:
-        Console(rank=0).complain(str(error))
+        tell(Place(), str(error))
         return error.exit_status
     console = Console(rank=place.rank)
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
@@ -42,7 +44,7 @@ def main() -> int:
         directory = RunDirectory(Path(named), place)
     # First of all: importing torch takes a second, in which a signal may come.
     stop = StopRequest()
-    stop.install(at_once=lambda name: record_end(directory, "preempted", f"stopped by {name}"))
+    stop.install(at_once=lambda name: end_early(directory, name))
     try:
         request = commandline.read(sys.argv[1:], os.environ, place)
         if request.only_looking:
@@ -54,14 +56,14 @@ def main() -> int:
             return run_spawned(config.spawn, directory, stop)
         from train.session import train
 
-        return train(config, place, stop, console) or EXIT_DONE
-    except UsageError as error:
-        if not isinstance(error, RefusedError):
-            record_end(directory, "fatal", str(error))
-        console.complain(str(error))
-        return error.exit_status
+        exit_status = train(config, place, stop, console)
+        if exit_status == EXIT_PREEMPTED:
+            tell_torchrun(f"stopped by {stop.signal_name or 'a signal to another rank'}")
+        return exit_status
     except TrainError as error:
-        console.complain(str(error))
+        if isinstance(error, UsageError) and not isinstance(error, RefusedError):
+            record_end(directory, "fatal", str(error))
+        tell(place, str(error))
         return error.exit_status
 
 
@@ -88,6 +90,14 @@ def run_spawned(count: int, directory: RunDirectory, stop: StopRequest) -> int:
     return exit_status
 
 
+def end_early(directory: RunDirectory | None, signal_name: str) -> None:
+    """Leave word of a stop before the ranks could agree on one."""
+    reason = f"stopped by {signal_name}"
+    record_end(directory, "preempted", reason)
+    # torchrun also ends so those that are left when one has failed.
+    tell_torchrun(reason, echo=True)
+
+
 def record_end(directory: RunDirectory | None, status: str, reason: str) -> None:
     """Record an end that came before the run directory was claimed; see `may_forestall()`."""
     if directory is None or directory.place.rank != 0 or not directory.path.is_dir():
@@ -110,10 +120,13 @@ def record_end(directory: RunDirectory | None, status: str, reason: str) -> None
 
 def enter() -> NoReturn:
     """Run `main()` as a process of its own, and end that process."""
+    # A crash in C++ says where Python was.
+    faulthandler.enable()
     try:
         exit_status = main()
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        tell_torchrun("".join(traceback.format_exception_only(error)).strip())
         exit_status = EXIT_FAILED
     sys.stdout.flush()
     sys.stderr.flush()

@@ -68,7 +68,11 @@ class Config:
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """What turns gradients into steps."""
     lr: float = 0.005
-    """Learning rate."""
+    """Learning rate, at its highest."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Keep the learning rate, or let it fall to 0 until the last step."""
+    warmup_steps: Natural = 0
+    """Steps in which the learning rate rises to --lr."""
     momentum: Annotated[float, AtLeast(0)] = 0.0
     """Momentum of sgd."""
     weight_decay: Annotated[float, AtLeast(0)] = 0.01
@@ -131,7 +135,7 @@ class Config:
     checkpoint_every: Natural = 100
     """Write a checkpoint each so many steps; 0: only when stopped and at the end."""
     keep_checkpoints: Count = 2
-    """How many checkpoints of an attempt to keep."""
+    """How many whole checkpoints to keep, over all attempts."""
     on_checkpoint_error: Literal["stop", "continue"] = "stop"
     """What to do when one cannot be written; the ones before it stay. The last one must be."""
     export: Path | None = None
@@ -165,11 +169,13 @@ class Config:
     def identity(self) -> dict[str, object]:
         """Fields that make another run of it when they change.
 
-        `steps` and `epochs` are not among them, so that a finished run can be extended; nor is what
-        changes with the number of ranks.
+        `steps` and `epochs` are not among them, so that a finished run can be extended, unless the
+        learning rate falls towards the end; nor is what changes with the number of ranks.
         """
         names = ["task", "global_batch", "lr", "seed", "sampling", "optimizer", "momentum"]
-        names += ["weight_decay", "clip_norm", "dropout"]
+        names += ["weight_decay", "clip_norm", "dropout", "lr_schedule", "warmup_steps"]
+        if self.lr_schedule != "constant":
+            names += ["steps", "epochs"]
         if self.reduce == "exact":
             # The same bits are promised for the same cut and the same numbers only.
             names += ["virtual_shards", "micro_batch", "precision"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -12,7 +13,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from train.checks import backend_problem
@@ -40,9 +42,26 @@ class Group:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add numbers over all ranks, in double precision; one collective for all of them."""
-        if not self.connected:
+        if self.place.world_size == 1 or not self.connected:
             return list(values)
         vector = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(vector)
+        total: list[float] = vector.tolist()
+        return total
+
+    def sum_with(self, computed: Tensor, values: Sequence[float]) -> list[float]:
+        """Add a number that the device is still computing, and others; waits for it only once.
+
+        Args:
+            computed: a scalar.
+            values: what comes after it.
+        """
+        if self.place.world_size == 1 or not self.connected:
+            return [computed.item(), *values]
+        on_gpu = self.device.type == "cuda"
+        vector = torch.tensor([0.0, *values], dtype=torch.float64, pin_memory=on_gpu)
+        vector = vector.to(self.device, non_blocking=True)
+        vector[0] = computed
         dist.all_reduce(vector)
         total: list[float] = vector.tolist()
         return total
@@ -125,7 +144,9 @@ def device_and_backend(place: Place, wanted: str = "auto") -> tuple[torch.device
             f"--backend nccl needs a GPU for each rank, but {socket.gethostname()} has {gpus} for "
             f"{place.local_world_size}: use --backend gloo, or start {gpus or 'no'} ranks there"
         )
-    return torch.device("cuda", place.local_rank) if on_gpu else torch.device("cpu"), backend
+    # A scheduler may show each of its tasks the task's own GPU only, which then is number 0.
+    number = 0 if gpus == 1 else place.local_rank
+    return torch.device("cuda", number) if on_gpu else torch.device("cpu"), backend
 
 
 def agree_on_device(store: Store, place: Place, device: torch.device) -> None:
@@ -209,6 +230,23 @@ def open_group(place: Place, config: Config) -> Iterator[Group]:
         )
         yield group
         disconnect()
+
+
+def arrange(group: Group, sizes: Mapping[str, int], *, timeout_s: int) -> DeviceMesh:
+    """Arrange the ranks in a mesh of named dimensions, outermost first."""
+    names = tuple(sizes)
+    mesh = init_device_mesh(group.device.type, tuple(sizes.values()), mesh_dim_names=names)
+    for name in names:
+        limit_waiting(mesh.get_group(name), timeout_s=timeout_s)
+    return mesh
+
+
+def limit_waiting(group: ProcessGroup, *, timeout_s: int) -> None:
+    """Have a group of some ranks wait no longer than the one of all: torch gives it 30 minutes."""
+    with warnings.catch_warnings():
+        # Other backends than gloo and NCCL have no limit.
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported")
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def disconnect() -> None:

@@ -27,6 +27,8 @@ class Place:
     """`TRAIN_ATTEMPT`: how often the scheduler has started the job again."""
     restart: int = 0
     """`TORCHELASTIC_RESTART_COUNT`: how often torchrun has started the workers again."""
+    launch: str | None = None
+    """`TORCHELASTIC_RUN_ID`: torchrun's rendezvous; None without one of its own."""
     launched: bool = False
     """Whether a launcher has numbered this process: `RANK` is set."""
     addressed: bool = False
@@ -48,6 +50,7 @@ class Place:
                 raise UsageError(f"environment variable {name}={text!r} is no whole number")
             return int(text)
 
+        launch = environ.get("TORCHELASTIC_RUN_ID")
         place = cls(
             rank=number("RANK", 0),
             world_size=number("WORLD_SIZE", 1),
@@ -55,6 +58,8 @@ class Place:
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             attempt=number("TRAIN_ATTEMPT", 0),
             restart=number("TORCHELASTIC_RESTART_COUNT", 0),
+            # What torchrun says where nobody has named it.
+            launch=None if launch == "none" else launch,
             launched="RANK" in environ,
             addressed=bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")),
             meeting=environ.get(MEETING),

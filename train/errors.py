@@ -2,7 +2,7 @@
 
 TrainError            1  the run cannot go on; the message says why
 ├── UsageError        2  the command line or the run directory must be changed first
-│   └── RefusedError  2  the run directory holds a run of another configuration; it is left alone
+│   └── RefusedError  2  the run directory holds another run, or this one lives; it is left alone
 ├── NonFiniteLoss     1  loss, gradients or weights are not finite; all ranks stop at one step
 ├── CheckpointError   1  a checkpoint could not be written or is damaged
 ├── FencedError       1  a newer attempt has taken the run over
@@ -31,7 +31,7 @@ class UsageError(TrainError):
 
 
 class RefusedError(UsageError):
-    """The run directory holds another run, in which nothing may be changed."""
+    """The run directory holds another run, or one that lives: nothing in it may be changed."""
 
 
 class NonFiniteLoss(TrainError):
@@ -65,6 +65,8 @@ _COLLATERAL = (
     "nccl communicator was aborted",
     "watchdog caught collective operation timeout",
 )
+# What NCCL says of a mistake or a defect on this side, such as two ranks on one GPU.
+_OWN = ("ncclinvalidusage", "ncclinvalidargument", "ncclunhandledcudaerror")
 
 
 def is_collateral(error: BaseException) -> bool:
@@ -73,9 +75,11 @@ def is_collateral(error: BaseException) -> bool:
         return True
     if isinstance(error, TrainError):
         return False
+    text = str(error).lower()
+    if any(word in text for word in _OWN):
+        return False
     # By name, so that this module (and every usage error) works without importing torch.
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"DistNetworkError", "DistStoreError", "DistBackendError"}:
         return True
-    text = str(error).lower()
     return isinstance(error, (RuntimeError, OSError)) and any(word in text for word in _COLLATERAL)

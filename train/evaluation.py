@@ -10,6 +10,7 @@ from torch import Tensor
 
 from train.data import Batch, Source, share_of
 from train.distributed import Group
+from train.errors import UsageError
 from train.strategies.base import Strategy, Tally
 from train.tasks.base import Task
 
@@ -31,10 +32,25 @@ def measure(task: Task, strategy: Strategy, group: Group, test: Source) -> dict[
     # scores there are.
     width = max(group.gather(len(mine)))
     count, loss, *score = group.sum(mine + [0.0] * (width - len(mine)))
-    metrics = task.metrics(torch.tensor(score, dtype=torch.float64), int(count))
+    metrics = _figures(task, torch.tensor(score, dtype=torch.float64), int(count))
     return {f"test_{name}": value for name, value in metrics.items()} | {
         "test_loss": loss / max(count, 1.0)
     }
+
+
+def _figures(task: Task, score: Tensor, count: int) -> dict[str, float]:
+    """Let the task make figures of its sums.
+
+    Raises:
+        UsageError: they are none.
+    """
+    metrics = task.metrics(score, count)
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"task {task.name!r}: metrics() gave {metrics!r}; it must be a dict of numbers by name"
+        ) from error
 
 
 def parts_of(test: Source, *, shard: int, shards: int) -> Iterator[Batch]:

@@ -23,21 +23,24 @@ class Journal:
         # Its length if nobody else has written since we did.
         self._length = -1
 
-    def append(self, line: str) -> None:
-        """Write a line.
+    def append(self, *lines: str) -> None:
+        """Write lines.
 
         Raises:
             OSError: it could not be written.
         """
         now = time.monotonic()
-        handle = self._open(now)
-        length = os.fstat(handle).st_size
+        handle, length = self._open(now)
         if length != self._length and length and os.pread(handle, 1, length - 1) != b"\n":
             # A killed writer left a torn line: end it, so that only that one is lost.
-            line = "\n" + line
-        # One write per line, for the same reason.
-        data = f"{line}\n".encode()
-        written = os.write(handle, data)
+            lines = ("", *lines)
+        # One write for all, for the same reason.
+        data = "".join(f"{line}\n" for line in lines).encode()
+        try:
+            written = os.write(handle, data)
+        except OSError as error:
+            # A handle has no name, which a message needs.
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         # A full disk may have taken a part: the next line will look.
         self._length = length + written if written == len(data) else -1
         slow, self._last = now - self._last > OPEN_S, now
@@ -52,14 +55,15 @@ class Journal:
 
     __del__ = close
 
-    def _open(self, now: float) -> int:
-        # Removed meanwhile, it would take lines that nobody can read.
-        if self._handle is not None and (
-            now - self._opened > OPEN_S or os.fstat(self._handle).st_nlink == 0
-        ):
+    def _open(self, now: float) -> tuple[int, int]:
+        """Give the open file, and how long it is."""
+        if self._handle is not None:
+            status = os.fstat(self._handle)
+            # Removed meanwhile, it would take lines that nobody can read.
+            if now - self._opened <= OPEN_S and status.st_nlink:
+                return self._handle, status.st_size
             self.close()
-        if self._handle is None:
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            self._handle = os.open(self.path, flags, 0o666)
-            self._opened, self._length = now, -1
-        return self._handle
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._handle = os.open(self.path, flags, 0o666)
+        self._opened, self._length = now, -1
+        return self._handle, os.fstat(self._handle).st_size

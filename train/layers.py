@@ -1,7 +1,7 @@
 """Layers without which a transformer of your own could not be split along its sequence.
 
 Context parallelism gives each rank a part of every sequence. Almost every layer works on one
-position at a time and need not know; these two look beyond, so they are told.
+position at a time and need not know; these look beyond, so they are told.
 """
 
 from __future__ import annotations
@@ -41,16 +41,24 @@ class CausalAttention(nn.Module):
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-class Positions(nn.Module):
-    """A learned vector for each place in the sequence."""
+class Placed(nn.Module):
+    """A layer that must know where in the sequence its input begins."""
 
     offset: int
     """Set by context parallelism: where in the sequence this rank's part begins."""
 
+    def __init__(self) -> None:
+        """Begin where the sequence begins."""
+        super().__init__()
+        self.offset = 0
+
+
+class Positions(Placed):
+    """A learned vector for each place in the sequence."""
+
     def __init__(self, places: int, width: int) -> None:
         """Make vectors for sequences of up to `places`, from torch's global generator."""
         super().__init__()
-        self.offset = 0
         self.weight = nn.Parameter(torch.empty(places, width))
         self.reset_parameters()
 
@@ -61,3 +69,11 @@ class Positions(nn.Module):
     def forward(self, time: int) -> Tensor:
         """Give the vectors of `time` places. Shape [time, width]."""
         return self.weight[self.offset : self.offset + time]
+
+
+class Places(Placed):
+    """The number of each place in the sequence, for positions of any other kind, such as angles."""
+
+    def forward(self, time: int, device: torch.device | None = None) -> Tensor:
+        """Number `time` places. Shape [time], int64."""
+        return torch.arange(self.offset, self.offset + time, device=device)

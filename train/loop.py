@@ -21,9 +21,10 @@ from train.reading import Feed
 from train.rundir import RunDirectory
 from train.saving import Saver
 from train.scaling import LossScaler
-from train.seeding import seed_device
+from train.schedule import Schedule
+from train.seeding import mixed, seed_device
 from train.stopping import StopRequest
-from train.strategies.base import Strategy, Sums
+from train.strategies.base import Strategy, Sums, is_sharded
 from train.tasks.base import Task
 
 
@@ -52,16 +53,19 @@ class Trainer:
         self.profiler, self.progress, self.directory = profiler, progress, directory
         self.console, self.stop = console, stop
         self.train = source_of(task.train(), workers=config.workers).to(group.device)
+        self.samples = len(self.train)
         self.test = source_of(task.test()).to(group.device)
         weights = task.weights() if config.sampling == "balanced" else None
         self.feed = Feed(
             self.train,
-            Order(size=len(self.train), seed=config.seed, weights=weights),
+            Order(size=self.samples, seed=config.seed, weights=weights),
             global_batch=config.global_batch,
             shard=strategy.shard,
             shards=strategy.shards,
         )
         self.micro_batches = strategy.micro_batches()
+        self.schedule = Schedule(config, progress.steps)
+        self.seed = seed_of("step", config.seed, *strategy.axes)
         # Gradients are divided by this on the way. A function of the run, so that a resumed one
         # rounds alike; what it is wrong by is made good once all ranks know the true count.
         sample = self.train.take(torch.zeros(1, dtype=torch.int64))
@@ -70,12 +74,12 @@ class Trainer:
     @property
     def epoch(self) -> int:
         """Whole passes over the training data so far."""
-        return self.progress.samples_seen // len(self.train)
+        return self.progress.samples_seen // self.samples
 
     def resume(self) -> None:
         """Go on from the newest valid checkpoint that any rank sees, if there is one."""
         # Before the weights are loaded, as it may move them, if only to put them back.
-        first = torch.arange(min(self.config.global_batch, len(self.train)))
+        first = torch.arange(min(self.config.global_batch, self.samples))
         shares = self.train.take(first).split_into(self.strategy.shards * self.micro_batches)
         self.strategy.warm_up(shares[0])
         self.saver.resume(self.progress)
@@ -117,17 +121,16 @@ class Trainer:
         """
         started = time.monotonic()
         progress, strategy = self.progress, self.strategy
-        # A function of the step instead of a generator's state: there is nothing to save or
-        # restore.
-        seed = seed_of("step", self.config.seed, progress.step, *strategy.axes)
-        seed_device(seed, self.group.device)
         strategy.begin_step(progress.step + 1)
         with self.profiler.data():
             parts = self.feed.batch(progress.samples_seen).split_into(self.micro_batches)
+        # A function of the step instead of a generator's state: there is nothing to save or
+        # restore. After the reading, which may draw numbers too.
+        seed_device(mixed(self.seed, progress.step), self.group.device)
         divisor = self.expected_count / self.scaler.scale
         loss, count, stop_flags = self._agree(strategy.accumulate(parts, 1.0 / divisor))
         self.update(loss, count, divisor=divisor, started=started)
-        return self.note_stop(stop_flags)
+        return stop_flags > 0 and self.note_stop(stop_flags)
 
     def update(
         self, loss: float, count: float, *, divisor: float = 1.0, started: float, **noted: float
@@ -144,12 +147,12 @@ class Trainer:
         Raises:
             NonFiniteLoss: the gradients are not finite.
         """
-        progress = self.progress
+        progress, lr = self.progress, self.schedule.at(self.progress.step)
         # By the count of the whole global batch: a mean of means would weigh items differently.
         # Where it is what was expected, this is 1, and nothing is left to do.
         self.strategy.scale_gradients(divisor / max(count, 1.0))
         if self._gradients_are_good():
-            self.optimizer.step()
+            self.optimizer.step(lr)
         else:
             self.optimizer.forget()
         progress.step += 1
@@ -161,7 +164,7 @@ class Trainer:
             epoch=self.epoch,
             samples_seen=progress.samples_seen,
             loss=progress.metrics["loss"],
-            lr=self.config.lr,
+            lr=lr,
             samples_per_s=self.config.global_batch / max(time.monotonic() - started, 1e-9),
             **noted,
         )
@@ -182,16 +185,15 @@ class Trainer:
 
         Gives the loss and the count of the whole batch, and how many ranks were asked to stop.
         """
-        mine = sums.loss.item()
-        finite = math.isfinite(mine)
-        loss, count, stop_flags, bad_ranks = self.group.sum(
-            [mine if finite else 0.0, sums.count, self.stop.requested, not finite]
-        )
-        if bad_ranks:
+        mine = sums.loss.full_tensor() if is_sharded(sums.loss) else sums.loss
+        loss, count, stop_flags = self.group.sum_with(mine, (sums.count, self.stop.requested))
+        if not math.isfinite(loss):
+            finite = math.isfinite(mine.item())
             numbers = self.feed.numbers(self.progress.samples_seen).tolist()
             culprits = self.group.gather([] if finite else numbers)
+            bad_ranks = sum(self.group.gather(not finite))
             raise NonFiniteLoss(
-                f"the loss of step {self.progress.step + 1} is not finite on {bad_ranks:.0f} of "
+                f"the loss of step {self.progress.step + 1} is not finite on {bad_ranks} of "
                 f"{self.group.place.world_size} ranks, for a batch of samples "
                 f"{listed(sorted({number for rank in culprits for number in rank}))}; "
                 "checkpoints are from before it; a smaller --lr or --clip-norm may help, in "
@@ -239,6 +241,7 @@ class Trainer:
         """End what goes on beside the steps."""
         self.feed.close()
         self.profiler.close()
+        self.directory.flush()
 
     def _stopped(self) -> None:
         self.close()

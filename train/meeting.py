@@ -15,12 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch._C._distributed_c10d import FileStore
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from train.environment import Place
-from train.errors import UsageError
+from train.errors import PeerError, UsageError
 
 # torchrun sets it for its workers; "True": all of them are clients of a store that torchrun serves.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -59,12 +59,22 @@ def meet(place: Place, init_method: str, timeout: timedelta) -> Iterator[Store]:
 
 
 def _served(url: str, timeout: timedelta, where: str) -> Store:
+    """Reach the store of an address; rank 0 serves it.
+
+    Raises:
+        UsageError: somebody else is there already.
+        PeerError: not all ranks have come.
+    """
     store: Store
     try:
         store, _, _ = next(rendezvous(url, timeout=timeout))
-    except DistNetworkError as error:
+    except (DistNetworkError, DistStoreError) as error:
         if "EADDRINUSE" not in str(error):
-            raise
+            patience = f"{timeout.total_seconds():g} s (--timeout-s)"
+            reason = str(error).partition("\n")[0]
+            raise PeerError(
+                f"not all ranks have met at {where} within {patience} [{reason}]"
+            ) from error
         raise UsageError(
             f"{where}: the port is taken on {socket.gethostname()}, by another run perhaps; choose "
             "another one"

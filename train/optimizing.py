@@ -21,6 +21,9 @@ class NamedOptimizer:
     def __init__(self, parameters: Iterator[tuple[str, nn.Parameter]], config: Config) -> None:
         """Optimize the strategy's parameters, after it has wrapped the model."""
         self._parameters = dict(parameters)
+        self._lr = config.lr
+        on_gpu = [parameter.is_cuda for parameter in self._parameters.values()]
+        self._fused = config.optimizer == "adamw" and bool(on_gpu) and all(on_gpu)
         groups: dict[object, list[nn.Parameter]] = {}
         for parameter in self._parameters.values():
             # One fused call cannot take parameters of several meshes: each has a group of its own.
@@ -37,17 +40,27 @@ class NamedOptimizer:
             )
         else:
             self._optimizer = torch.optim.AdamW(
-                lists, lr=config.lr, weight_decay=config.weight_decay
+                lists,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                # One kernel for all: while it is launched, a GPU that has agreed on a step waits.
+                fused=self._fused or None,
             )
 
-    def step(self) -> None:
-        """Update the parameters and forget their gradients."""
+    def step(self, lr: float | None = None) -> None:
+        """Update the parameters, at another learning rate if need be; forget their gradients."""
+        if lr is not None and lr != self._lr:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._lr = lr
         self._optimizer.step()
         self.forget()
 
     def forget(self) -> None:
         """Drop the gradients without a step."""
-        self._optimizer.zero_grad(set_to_none=True)
+        # What zero_grad() does, without what it does for those who trace it.
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Give the whole state, live; empty before the first step."""
@@ -68,11 +81,13 @@ class NamedOptimizer:
             name, _, slot = key.rpartition("/")
             if (parameter := self._parameters.get(name)) is None:
                 continue
-            # What has the parameter's shape is sharded as it is; the rest are scalars.
-            like = shape == parameter.shape
+            # What has the parameter's shape is sharded as it is; the rest are scalars, which only
+            # one kernel for all wants beside the parameters.
+            like = slot != "step" and shape == parameter.shape
+            beside = parameter.device if self._fused else None
             self._optimizer.state[parameter][slot] = (
                 torch.zeros_like(parameter, requires_grad=False)
                 if like
-                else torch.zeros(shape, dtype=dtype)
+                else torch.zeros(shape, dtype=dtype, device=beside)
             )
         return self.tensors()

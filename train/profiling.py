@@ -8,6 +8,7 @@ parts with each other, and with the untraced steps' speed in `metrics.jsonl`.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from train.timeline import DATA, STEP, Profile, Split, split
 __all__ = ["Profile", "Profiler", "report"]
 
 MOST_OPERATIONS = 8
+SILENT = "6"
 _OFF = nullcontext()
 
 
@@ -54,6 +56,10 @@ class Profiler:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
+            else:
+                # kineto marks each start and stop on standard error, above its level of errors.
+                # Those are worth reading where there is a GPU, which may not be ours to watch.
+                os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
             self._trace = torch.profiler.profile(activities=activities)
             # Before the first step's span: starting takes longer than many a step.
             self._trace.start()

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from train.data import Batch, Order, Samples, Source
+from train.data import Batch, Chance, Order, Samples, Source, seed_of, share_of
 from train.errors import UsageError
+from train.seeding import Watch, mixed, seed_sample
+from train.stopping import SIGNALS
+
+# Sample numbers, and what their random numbers depend on.
+Draw = tuple[list[int], Chance | None]
 
 
 class Reader:
-    """Batches of a map-style Dataset."""
+    """Batches of a map-style Dataset.
+
+    Its samples may be random, such as pictures that are now and then mirrored. For each, the
+    generators are seeded by its place in the whole run's stream of samples: so it is the same
+    whoever reads it, in however many processes, and wherever the run was started.
+    """
 
     def __init__(
         self, samples: Samples, *, workers: int = 0, device: torch.device | None = None
@@ -31,6 +43,8 @@ class Reader:
             )
         self._samples, self._workers = samples, workers
         self._device = device or torch.device("cpu")
+        # Whether a sample has been seen to draw random numbers.
+        self._drawing, self._watch = False, Watch()
 
     def __len__(self) -> int:
         """Count the samples."""
@@ -40,21 +54,34 @@ class Reader:
         """Give batches on a device."""
         return Reader(self._samples, workers=self._workers, device=device)
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: Tensor, chance: Chance | None = None, /) -> Batch:
         """Pick samples by number, in this process."""
-        return self._batch(*self._collate([self._samples[number] for number in indices.tolist()]))
+        numbers = indices.tolist()
+        self._watch.start()
+        samples = None if self._drawing else self._unseeded(numbers)
+        if samples is None:
+            try:
+                samples = _Drawn(self._samples)[numbers, chance]
+            finally:
+                self._watch.put_back()
+        return self._batch(*self._collate(samples))
 
-    def read(self, draws: Iterable[Tensor]) -> Iterator[Batch]:
+    def read(
+        self, draws: Iterable[Tensor], chances: Iterable[Chance] | None = None, /
+    ) -> Iterator[Batch]:
         """Give one batch per draw; each worker prepares up to two of them ahead.
 
         Workers are told what to read, so nothing depends on how many they are or how fast.
         """
+        both = zip(draws, repeat(None) if chances is None else chances, strict=False)
         if not self._workers:
-            yield from map(self.take, draws)
+            for numbers, chance in both:
+                yield self.take(numbers, chance)
             return
         loader: DataLoader[Any] = DataLoader(
-            self._samples,  # type: ignore[arg-type]  # whatever is map-style will do
-            batch_sampler=_Lists(draws),
+            _Drawn(self._samples),  # type: ignore[arg-type]  # its numbers are whole draws
+            sampler=_Lists(both),
+            batch_size=None,
             num_workers=self._workers,
             collate_fn=self._collate,
             pin_memory=self._device.type == "cuda",
@@ -64,11 +91,26 @@ class Reader:
             # Else it would draw from the global generator, which belongs to the model: the first
             # step after each start would differ.
             generator=torch.Generator(),
+            worker_init_fn=_ignore_stops,
         )
         for inputs, targets in loader:
             yield self._batch(inputs, targets)
 
+    def _unseeded(self, numbers: list[int]) -> list[tuple[Any, Any]] | None:
+        """Read samples that draw no random numbers: to seed for each takes longer than many a one.
+
+        None: they do draw, or cannot be read, and want to be read as if they did.
+        """
+        try:
+            samples = [self._samples[number] for number in numbers]
+        except Exception:
+            return None  # the other way says which sample it was
+        self._drawing = self._watch.drawn()
+        return None if self._drawing else samples
+
     def _batch(self, inputs: Tensor, targets: Tensor) -> Batch:
+        if self._device.type == "cpu":
+            return Batch(inputs=inputs, targets=targets)
         return Batch(
             inputs=inputs.to(self._device, non_blocking=True),
             targets=targets.to(self._device, non_blocking=True),
@@ -83,14 +125,47 @@ class Reader:
         return inputs[:0], targets[:0]
 
 
-class _Lists:
-    """Hands draws over as the lists of numbers that a DataLoader expects."""
+class _Drawn:
+    """Samples by draw: each with random numbers of its own."""
 
-    def __init__(self, draws: Iterable[Tensor]) -> None:
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __getitem__(self, draw: Draw) -> list[tuple[Any, Any]]:
+        numbers, chance = draw
+        places: Sequence[int]
+        if chance is None:
+            # Where nobody says when it is drawn, as in a test set, a sample is always the same.
+            seed, places = seed_of("sample"), numbers
+        else:
+            seed = seed_of("sample", chance.seed)
+            places = range(chance.place, chance.place + len(numbers))
+        drawn = []
+        for number, place in zip(numbers, places, strict=True):
+            seed_sample(mixed(seed, place))
+            try:
+                drawn.append(self._samples[number])
+            except Exception as error:
+                # In the traceback, too, that a process which reads ahead sends of it.
+                error.add_note(f"in sample {number}")
+                raise
+        return drawn
+
+
+def _ignore_stops(worker: int) -> None:
+    """Leave it to the process that trains to stop: torchrun and Slurm signal all of a rank's."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class _Lists:
+    """Hands draws over, as a DataLoader passes them on: numbers in a list."""
+
+    def __init__(self, draws: Iterable[tuple[Tensor, Chance | None]]) -> None:
         self._draws = draws
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return (numbers.tolist() for numbers in self._draws)
+    def __iter__(self) -> Iterator[Draw]:
+        return ((numbers.tolist(), chance) for numbers, chance in self._draws)
 
 
 class Feed:
@@ -101,15 +176,14 @@ class Feed:
     ) -> None:
         """Prepare to read; nothing is read yet."""
         self._source, self._order = source, order
-        self._global_batch, self._shard, self._shards = global_batch, shard, shards
+        self._global_batch = global_batch
+        self._first, self._last = share_of(global_batch, shard=shard, shards=shards)
         self._stream: Iterator[Batch] | None = None
         self._next = 0
 
     def numbers(self, samples_seen: int) -> Tensor:
         """Give the sample numbers of the slice that begins there."""
-        return self._order.share(
-            samples_seen, self._global_batch, shard=self._shard, shards=self._shards
-        )
+        return self._order.positions(samples_seen + self._first, samples_seen + self._last)
 
     def everyone(self, samples_seen: int) -> Tensor:
         """Give the sample numbers of the whole global batch that begins there."""
@@ -121,13 +195,24 @@ class Feed:
         It has been read ahead if this goes on where the call before it ended.
         """
         if self._stream is None or samples_seen != self._next:
-            self._stream = self._source.read(self._draws(samples_seen))
+            # Beside the draws: in memory, nobody asks for the chances.
+            self._stream = self._source.read(
+                self._draws(samples_seen),
+                (self._chance(seen) for seen in count(samples_seen, self._global_batch)),
+            )
         self._next = samples_seen + self._global_batch
         return next(self._stream)
+
+    def lone_batch(self, samples_seen: int) -> Batch:
+        """Give the same, read in this process, for who does not go on where it ends."""
+        return self._source.take(self.numbers(samples_seen), self._chance(samples_seen))
 
     def close(self) -> None:
         """End the processes that read ahead."""
         self._stream = None
+
+    def _chance(self, samples_seen: int) -> Chance:
+        return Chance(self._order.seed, samples_seen + self._first)
 
     def _draws(self, samples_seen: int) -> Iterator[Tensor]:
         while True:

@@ -122,8 +122,8 @@ def load(run_dir: Path, group: Group, found: Resumption, tensors: Mapping[str, T
     path = found.position.path(run_dir)
     if differing := differences(found.listing, group.gather(listing_of(tensors))):
         raise CheckpointError(
-            f"checkpoint {path} is of another model; use another --run-dir or:\n"
-            + "\n".join(f"  {line}" for line in differing)
+            f"checkpoint {path} is of another model: give this run another --run-dir, or the "
+            "model of the checkpoint:\n" + "\n".join(f"  {line}" for line in differing)
         )
     fill(run_dir, group, found, tensors)
 

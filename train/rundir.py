@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,9 +14,10 @@ from pathlib import Path
 
 from train.environment import Place
 from train.journal import Journal
+from train.jsontext import dump
+from train.metricslog import MetricsLog
 
 VERSION = 1
-_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,11 @@ class RunDirectory:
         """Name the directory; nothing is written yet."""
         self.path = path
         self.place = place
-        self._journals: dict[str, Journal] = {}
+        # Asks whoever holds the directory for us, once somebody does: see `train.holder`.
+        self.taken_over: Callable[[], bool] = lambda: False
+        self._tried = {"attempt": place.attempt, "restart": place.restart}
+        self._events = Journal(path / "events.jsonl")
+        self._metrics = MetricsLog(path / "metrics.jsonl", {"version": VERSION, **self._tried})
 
     @property
     def outcome_path(self) -> Path:
@@ -64,11 +69,19 @@ class RunDirectory:
 
     def event(self, event: str, *, step: int, **details: object) -> None:
         """Append to `events.jsonl`; only rank 0 does."""
-        self._append("events.jsonl", {"event": event, "step": step, **details})
+        if self.place.rank == 0:
+            self.flush()
+            record = {"version": VERSION, "time": time.time(), **self._tried, "event": event}
+            self._events.append(dump({**record, "step": step, **details}))
 
     def metric(self, *, step: int, **values: float) -> None:
-        """Append to `metrics.jsonl`; only rank 0 does."""
-        self._append("metrics.jsonl", {"step": step, **values})
+        """Append to `metrics.jsonl`, if need be a moment later; only rank 0 does."""
+        if self.place.rank == 0:
+            self._metrics.note({"step": step, **values})
+
+    def flush(self) -> None:
+        """Write what `metric()` still holds back."""
+        self._metrics.flush()
 
     def read_outcome(self) -> Outcome | None:
         """Read the outcome; None when there is none, or one that we cannot read."""
@@ -88,12 +101,18 @@ class RunDirectory:
         What a rank of this try has recorded of its failure stays.
         """
         with self._locked():
-            old = self.read_outcome()
-            if old and old.try_number > outcome.try_number:
+            if self.superseded():
                 return False
+            old = self.read_outcome()
             if old is None or old.status == "running" or old.try_number < outcome.try_number:
                 self._replace_outcome(outcome)
         return True
+
+    def superseded(self) -> bool:
+        """Say whether a later try, or a later start of the same one, has taken over."""
+        old = self.read_outcome()
+        mine = self.place.attempt, self.place.restart
+        return (old is not None and old.try_number > mine) or self.taken_over()
 
     def write_early_outcome(self, outcome: Outcome) -> bool:
         """Write an end from before the directory was claimed, if `may_forestall()`."""
@@ -103,7 +122,7 @@ class RunDirectory:
         self, outcome: Outcome, allowed: Callable[[Outcome | None, Outcome], bool]
     ) -> bool:
         with self._locked():
-            if not allowed(self.read_outcome(), outcome):
+            if self.taken_over() or not allowed(self.read_outcome(), outcome):
                 return False
             self._replace_outcome(outcome)
         return True
@@ -111,15 +130,6 @@ class RunDirectory:
     def _replace_outcome(self, outcome: Outcome) -> None:
         record = {"version": VERSION, **asdict(outcome), "time": time.time()}
         write_atomically(self.outcome_path, dump(record, indent=2) + "\n")
-
-    def _append(self, name: str, record: Mapping[str, object]) -> None:
-        if self.place.rank != 0:
-            return
-        head = {"version": VERSION, "time": time.time()}
-        tried = {"attempt": self.place.attempt, "restart": self.place.restart}
-        if name not in self._journals:
-            self._journals[name] = Journal(self.path / name)
-        self._journals[name].append(dump({**head, **tried, **record}))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -168,32 +178,9 @@ def may_forestall(old: Outcome | None, new: Outcome) -> bool:
     return old.attempt < new.attempt or old.status != "running" or new.status == "preempted"
 
 
-def dump(record: object, indent: int | None = None) -> str:
-    """Write strict JSON: numbers that JSON does not have become null."""
-    encoder = _ENCODER if indent is None else json.JSONEncoder(indent=indent, allow_nan=False)
-    try:
-        return encoder.encode(record)
-    except (TypeError, ValueError):
-        # Rare, so that only these pay for being walked through.
-        return encoder.encode(_strict(record))
-
-
-def _strict(value: object) -> object:
-    match value:
-        case float() if not math.isfinite(value):
-            return None
-        case Mapping():
-            return {str(key): _strict(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_strict(item) for item in value]
-        case _:
-            return value
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file so that a reader, or a kill, finds the old text or the new one."""
-    # Threads and ranks may write the same file at once: each its own temporary name.
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+    draft = draft_of(path)
     try:
         with draft.open("w") as file:
             file.write(text)
@@ -203,6 +190,15 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def draft_of(path: Path) -> Path:
+    """Name a file to be written before it takes another's place.
+
+    Threads, ranks and machines may write the same one at once: each has its own temporary name.
+    """
+    host = socket.gethostname()
+    return path.with_name(f".{path.name}.{host}.{os.getpid()}.{time.monotonic_ns()}.tmp")
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:

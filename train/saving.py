@@ -57,6 +57,8 @@ class Saver:
         self.strategy, self.optimizer, self.scaler = strategy, optimizer, scaler
         self.directory, self.console = directory, console
         self._checkpointer = Checkpointer(directory.path, group, timeout_s=config.timeout_s)
+        # What was found damaged in rank 0's directory at the start.
+        self._damaged: set[Position] = set()
         # Where this moment is saved, in a directory that rank 0 sees.
         self._saved: Position | None = None
         self._last_step = 0
@@ -69,6 +71,7 @@ class Saver:
         """
         run_dir, shared = self.directory.path, self._checkpointer.shared
         seen, source = recovery.find(run_dir, self.group, shared=shared)
+        self._damaged = {position for position, _ in seen[0].damaged}
         self._report_damage(seen)
         if source is None and any(sighting.damaged for sighting in seen):
             self.console.say("no whole checkpoint is left: starting from the first step")
@@ -111,9 +114,11 @@ class Saver:
 
         Raises:
             CheckpointError: on all ranks; the one before could not be written, and all shall stop.
-            FencedError: on all ranks; a newer attempt has taken over.
+            FencedError: on all ranks; a later start has taken over.
             NonFiniteLoss: on all ranks; these weights would replace good ones.
         """
+        # Steps that a kill cannot take back are not to be missing from the metrics.
+        self.directory.flush()
         self.wait()
         if self._saved and self._saved.step == progress.step:
             return
@@ -131,12 +136,9 @@ class Saver:
         running = progress.outcome(self.group.place, "running", "training")
 
         def may_commit() -> None:
-            # Our own outcome with the new step; refused if a newer attempt has written one.
+            # Our own outcome with the new step; refused if a later start has written one.
             if not self.directory.advance(running):
-                raise FencedError(
-                    f"attempt {position.attempt} writes no more: a newer attempt has taken over "
-                    f"{self.directory.path}"
-                )
+                raise self._fenced()
 
         def committed(timing: Timing) -> None:
             self.directory.event(
@@ -147,7 +149,11 @@ class Saver:
                 seconds=timing.total_s,
                 stall_seconds=timing.stall_s,
             )
-            disk.prune(self.directory.path, position, keep=self.config.keep_checkpoints)
+            self._damaged.discard(position)
+            # Who has taken over meanwhile may be reading one of them.
+            if not self.directory.superseded():
+                keep = self.config.keep_checkpoints
+                disk.prune(self.directory.path, position, keep=keep, damaged=self._damaged)
 
         self._saved, self._last_step = position, progress.step
         self._attempt(
@@ -164,7 +170,7 @@ class Saver:
 
         Raises:
             CheckpointError: on all ranks; it could not be written, and all shall stop.
-            FencedError: on all ranks; a newer attempt has taken over.
+            FencedError: on all ranks; a later start has taken over.
         """
         self._attempt(self._checkpointer.wait, last=last)
 
@@ -210,12 +216,24 @@ class Saver:
             action()
         except CheckpointError as error:
             self._saved = None
+            # Whose drafts are removed by a later start shall not take it for a broken disk.
+            if self.group.broadcast(self.directory.superseded()):
+                raise self._fenced() from error
             if last or self.config.on_checkpoint_error == "stop":
                 raise
             # If the disk is full, the event may not fit either.
             with suppress(OSError):
                 self.directory.event("checkpoint_failed", step=self._last_step, reason=str(error))
             self.console.complain(f"{error}; training goes on")
+
+    def _fenced(self) -> FencedError:
+        old, attempt = self.directory.read_outcome(), self.group.place.attempt
+        newer = old is not None and old.attempt > attempt
+        return FencedError(
+            f"attempt {attempt} writes no more: "
+            f"{'a newer attempt' if newer else 'a later start of it'} has taken over "
+            f"{self.directory.path}"
+        )
 
     def _tensors(self) -> dict[str, Tensor]:
         """Give this rank's part of all that a checkpoint holds, live."""

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from train import configfile, recovery, strategies, tasks
 from train.checkpoints import exporting
 from train.config import Config
 from train.console import Console, figures
+from train.data import source_of
 from train.distributed import Group, open_group
 from train.environment import Place
 from train.errors import (
     EXIT_DONE,
-    EXIT_FAILED,
     EXIT_PREEMPTED,
     CheckpointError,
     FencedError,
-    NonFiniteLoss,
     PeerError,
-    TrainError,
     UsageError,
-    is_collateral,
 )
+from train.failing import fail
 from train.loop import Trainer
 from train.optimizing import NamedOptimizer
 from train.ownership import claim
@@ -38,20 +34,18 @@ from train.saving import Saver
 from train.scaling import LossScaler
 from train.stopping import StopRequest
 from train.strategies.base import Parts
+from train.tasks.base import Task
 from train.timeline import Profile
 
 
-# torchrun hands every worker an error file; `record` writes an exception into it, so that
-# torchrun can name the rank that failed first.
-@record
 def train(config: Config, place: Place, stop: StopRequest, console: Console) -> int:
-    """Train as configured and return the exit status.
+    """Train as configured and return the exit status; a failure has been told by then.
 
     Raises:
         UsageError: the run directory holds another run, or something is missing on this machine.
-        TrainError: the run failed; the outcome says so already.
     """
     directory = RunDirectory(config.directory, place)
+    task: Task | None = None
     progress: Progress | None = None
     saver: Saver | None = None
     try:
@@ -60,8 +54,8 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
         with open_group(place, config) as group:
             # All ranks are here: from now on they can agree on where to stop.
             stop.wait_for_the_loop()
+            progress = Progress(steps=config.total_steps(len(source_of(task.train()))))
             identity = {**config.identity(), **task.identity()}
-            progress = Progress(steps=config.total_steps(len(task.train())))
             nothing_left = claim(directory, identity, progress.steps, group)
             if nothing_left is not None:
                 console.say(nothing_left)
@@ -82,16 +76,12 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
             return EXIT_DONE
     except UsageError:
         raise
-    except Exception as error:
-        report(error, directory, progress)
+    # A task that calls sys.exit() must not end the run as if it were done.
+    except (Exception, SystemExit) as error:
+        exit_status = fail(error, directory, task, progress)
         if saver:
             saver.leave()
-        if not is_collateral(error):
-            raise
-        # Neither a traceback nor torchrun's error file: both would point here, while the cause is
-        # another rank's, which names it.
-        console.complain(f"lost the other ranks: {error}", every_rank=True)
-        return EXIT_FAILED
+        return exit_status
 
 
 def check_ahead(config: Config, progress: Progress, group: Group) -> None:
@@ -251,32 +241,3 @@ def finish(trainer: Trainer) -> None:
         f"done: step {progress.step}/{progress.steps}, {figures(progress.metrics)} · "
         f"run directory {directory.path}"
     )
-
-
-def report(error: Exception, directory: RunDirectory, progress: Progress | None) -> None:
-    """Record a failure: `fatal` for a cause, `retryable` for the echo of one elsewhere."""
-    place = directory.place
-    # All ranks raise this one at the same step: none of them is the culprit, and rank 0 writes.
-    agreed = isinstance(error, (NonFiniteLoss, FencedError, CheckpointError))
-    if isinstance(error, FencedError) or (agreed and place.rank != 0):
-        return
-    old = directory.read_outcome()
-    if progress is None:
-        progress = Progress(steps=0)
-    if progress.step == 0 and old:
-        progress.step, progress.samples_seen = old.step, old.samples_seen
-    name = "" if isinstance(error, TrainError) else f"{type(error).__name__}: "
-    outcome = dataclasses.replace(
-        progress.outcome(
-            place,
-            "retryable" if is_collateral(error) else "fatal",
-            f"{name}{error}",
-            rank=None if agreed else place.rank,
-        ),
-        steps=progress.steps or None,
-    )
-    # A missing directory (another node's) or a full disk must not hide the error itself.
-    with suppress(OSError):
-        directory.write_outcome(outcome)
-    with suppress(OSError):
-        directory.event("error", step=outcome.step, status=outcome.status, reason=outcome.reason)

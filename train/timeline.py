@@ -3,7 +3,7 @@
 Each moment of a step counts once, for the first of these that holds at that moment:
 
 compute        an operator works on some CPU thread, or a kernel on the GPU
-communication  a collective or a message is under way, waiting for the other ranks included
+communication  a collective, a message or a copy between GPUs is under way, waiting included
 data           the loop waits for its next batch, or the batch is on its way to the GPU
 idle           none of these: Python, launching, or waiting for something that is not traced
 
@@ -170,16 +170,34 @@ def _threads(spans: Iterable[Event]) -> dict[tuple[Any, Any], list[Event]]:
     return threads
 
 
-def _device_pieces(spans: Iterable[Event]) -> Iterator[tuple[Kind, str, Interval]]:
+def _device_pieces(spans: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]:
     """What a GPU did; nothing without one. Its streams are not nested, so nothing is taken off."""
+    fetches = union(_interval(e) for e in spans if e["name"] == DATA and _on_cpu(e))
+    # The driver's calls, which also tell what is no batch: a parameter that lives in the host's
+    # memory, or numbers to exchange.
+    calls = {
+        _correlation(e): overlap([_interval(e)], fetches)
+        for e in spans
+        if e.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
     for event in spans:
         name, category = str(event["name"]), event.get("cat")
         if category == "kernel":
-            # ncclDevKernel_… since NCCL 2.19, ncclKernel_… before.
+            # ncclDevKernel_… since NCCL 2.19, ncclKernel_… before; ncclSymkDevKernel_… on windows.
             kind: Kind = "communication" if name.startswith("nccl") else "compute"
             yield kind, name, _interval(event)
         elif category in ("gpu_memcpy", "gpu_memset"):
-            yield "data" if "HtoD" in name else "compute", name, _interval(event)
+            kind = "compute"
+            if "PtoP" in name:
+                kind = "communication"
+            elif "HtoD" in name and calls.get(_correlation(event), True):
+                kind = "data"
+            yield kind, name, _interval(event)
+
+
+def _correlation(event: Event) -> object:
+    """Give the number that a call of the driver shares with what it had the GPU do."""
+    return event.get("args", {}).get("correlation")
 
 
 def _own_pieces(thread: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]:

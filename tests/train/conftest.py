@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from train.rundir import read_lines
 
@@ -22,6 +23,20 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
 
 Record = dict[str, Any]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs more GPUs than there are: none of it can run, in CI least of all."""
+    there = torch.cuda.device_count()
+    wanted = {item: _gpus(item) for item in items}
+    left_out = [item for item, count in wanted.items() if count > there]
+    if left_out:
+        items[:] = [item for item in items if wanted[item] <= there]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _gpus(item: pytest.Item) -> int:
+    return max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """The equality ladder: a layout's first steps beside those of one process, in the same run.
 
 `climb()` starts some ranks and sends all cases of that world size through them, one after the
-other. Each case makes real steps with the real `Trainer`; rank 0 makes the same steps alone.
+other. Each case makes real steps with the real `Trainer`; rank 0 makes the same steps alone. Where
+every rank can have a GPU, it has one, and NCCL: as in a run.
 """
 
 from __future__ import annotations
@@ -14,18 +15,16 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from train import session, tasks
 from train.config import Config
 from train.console import Console
-from train.distributed import Group
+from train.distributed import Group, open_group
 from train.environment import Place
 from train.layout import Layout
 from train.loop import Trainer
@@ -46,7 +45,7 @@ class Case:
     config: Config
     """What the ranks do; the reference does the same without their layout."""
     sabotage: str = ""
-    """Python that plants a fault; a list of such cases starts new ranks for each."""
+    """Python that plants a fault; ranks that have run it are changed for good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +77,11 @@ class Recording:
         self.losses: list[float] = []
         step = trainer.optimizer.step
 
-        def recorded() -> None:
+        def recorded(lr: float | None = None) -> None:
             # What the optimizer is given: after scaling and clipping.
             named = trainer.strategy.named_parameters()
             self.gradients.append({n: whole(p.grad) for n, p in named if p.grad is not None})
-            step()
+            step(lr)
 
         trainer.optimizer.step = recorded  # type: ignore[method-assign]
         self.initial = self.weights()
@@ -97,8 +96,10 @@ class Recording:
 
 def whole(tensor: Tensor) -> Tensor:
     """Put a sharded tensor together; all ranks of its mesh take part."""
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().float().cpu().clone()
+    if hasattr(tensor, "device_mesh"):
+        # From where its ranks talk: one that is offloaded lies elsewhere.
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return tensor.detach().double().cpu().clone()
 
 
 def trainer_of(config: Config, layout: Layout, group: Group, folder: Path) -> Trainer:
@@ -168,22 +169,24 @@ def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def climb(cases: Sequence[Case], timeout_s: float = 240) -> dict[str, Differences]:
-    """Run all cases of one world size, and give the differences by name."""
+def climb(
+    cases: Sequence[Case], *, timeout_s: float = 240, dtype: torch.dtype = torch.float32
+) -> dict[str, Differences]:
+    """Run all cases of one world size, with models of some type; give the differences by name."""
     found: dict[str, Differences] = {}
     while left := [case for case in cases if case.name not in found]:
         with tempfile.TemporaryDirectory() as folder:
-            _start(left, folder, timeout_s)
+            _start(left, folder, timeout_s, dtype)
             new = dict(_read(left, Path(folder)))
         # A case that fails ends its ranks: go on with new ones after it.
         found |= new or {left[0].name: Differences(error="ended without a word")}
     return found
 
 
-def _start(cases: list[Case], folder: str, timeout_s: float) -> None:
+def _start(cases: list[Case], folder: str, timeout_s: float, dtype: torch.dtype) -> None:
     """Send cases through new ranks until all are done, one fails, or time is up."""
     context = start_processes(  # type: ignore[no-untyped-call]  # torch's
-        _rank, (cases, folder), cases[0].world_size, join=False, daemon=True
+        _rank, (cases, folder, dtype), cases[0].world_size, join=False, daemon=True
     )
     deadline = time.monotonic() + timeout_s
     try:
@@ -207,8 +210,9 @@ def _read(cases: Sequence[Case], folder: Path) -> Iterator[tuple[str, Difference
             yield case.name, Differences(error="\n".join(errors))
 
 
-def _rank(rank: int, cases: list[Case], folder: str) -> None:
+def _rank(rank: int, cases: list[Case], folder: str, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
+    torch.set_default_dtype(dtype)
     world_size = cases[0].world_size
     place = Place(
         rank=rank,
@@ -216,24 +220,18 @@ def _rank(rank: int, cases: list[Case], folder: str) -> None:
         local_rank=rank,
         local_world_size=world_size,
         launched=True,
+        meeting=f"file://{folder}/meeting",
     )
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
-    group = Group(place=place, device=torch.device("cpu"))
-    for case in cases:
-        exec(case.sabotage, {})
-        try:
-            differences = compare(case, group, Path(folder))
-        except Exception:
-            (Path(folder) / f"{case.name}.error-{rank}").write_text(traceback.format_exc())
-            # The others may wait for us in this case: end all.
-            os._exit(1)
-        if differences is not None:
-            path = Path(folder) / f"{case.name}.json"
-            path.write_text(json.dumps(dataclasses.asdict(differences)))
-    os._exit(0)
+    with open_group(place, Config(strategy="ddp", timeout_s=60)) as group:
+        for case in cases:
+            exec(case.sabotage, {})
+            try:
+                differences = compare(case, group, Path(folder))
+            except Exception:
+                (Path(folder) / f"{case.name}.error-{rank}").write_text(traceback.format_exc())
+                # The others may wait for us in this case: end all.
+                os._exit(1)
+            if differences is not None:
+                path = Path(folder) / f"{case.name}.json"
+                path.write_text(json.dumps(dataclasses.asdict(differences)))
+        os._exit(0)

@@ -161,17 +161,6 @@ def test_later_attempts_come_first_and_the_future_does_not_count(tmp_path: Path)
     assert look(tmp_path, attempt=7).best == Position(attempt=2, step=12)
 
 
-def test_pruning_keeps_the_newest_and_other_attempts(tmp_path: Path) -> None:
-    for step in (3, 6, 9, 20):
-        save(tmp_path, attempt=1, step=step)
-    save(tmp_path, attempt=0, step=1)
-    # 20 lies beyond what was just committed: it was damaged, and must not push 6 out.
-    disk.prune(tmp_path, Position(attempt=1, step=9), keep=2)
-    kept = ["attempt-0/step-00000001"]
-    kept += [f"attempt-1/step-{step:08d}" for step in (6, 9, 20)]
-    assert names(tmp_path) == kept
-
-
 def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(tmp_path: Path) -> None:
     before = save(tmp_path, step=3)
     # A file where the directory should be: the rename at the very end fails.

@@ -142,10 +142,37 @@ def test_wrong_form_mean_of_the_devices_means_weighs_samples_differently() -> No
     assert abs(of_means - whole) > 1e-4
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("strategy", [Manual, Threaded])
-def test_two_gpus_equal_one_device(strategy: Making) -> None:
-    parts = parts_of(Digits(), devices="cuda:0,cuda:1")
+def test_dataparallel_brings_batches_to_its_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which need not be the one that this process calls `cuda`.
+    elsewhere = torch.device("meta")
+    monkeypatch.setattr("train.strategies.dataparallel.devices", lambda listed: [elsewhere])
+    strategy = Threaded(parts_of(Digits(), devices="pretended"))
+    batch = Digits().train().part(0, 4)
+    assert strategy.evaluate(batch).loss.device == elsewhere
+    assert strategy.accumulate([batch]).loss.device == elsewhere
+
+
+def test_dataparallel_on_the_cpu_needs_none_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    strategy = Threaded(parts_of(Digits(), devices="cpu"))
+    assert strategy.accumulate([Digits().train().part(0, 4)]).loss.device == HERE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        (Manual, "cpu,cuda:0"),
+        (Manual, "cuda:0"),
+        (Threaded, "cuda:0"),
+        (Threaded, "cpu"),
+        pytest.param(Manual, "cuda:0,cuda:1", marks=pytest.mark.gpu(2)),
+        pytest.param(Threaded, "cuda:0,cuda:1", marks=pytest.mark.gpu(2)),
+        pytest.param(Threaded, "cuda:1", marks=pytest.mark.gpu(2)),
+    ],
+)
+def test_gpus_equal_one_device(strategy: Making, devices: str) -> None:
+    parts = parts_of(Digits(), devices=devices)
     there = dataclasses.replace(parts, group=Group(place=Place(), device=torch.device("cuda", 0)))
     several, one = train(strategy(there)), train(Single(parts))
     for name in one:

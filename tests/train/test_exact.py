@@ -71,6 +71,7 @@ def ends(
             trainer.resume()
             for _ in range(steps):
                 trainer.train_step()
+            trainer.directory.flush()
             metrics = read_lines(Path(folder) / "metrics.jsonl")
         found[name] = (
             digest(trainer.strategy.model_state()),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -51,11 +54,59 @@ def test_an_exception_on_one_rank_is_recorded_with_its_rank_not_its_echo(
     assert run.wait() == 1
     outcome = run.outcome()
     assert (outcome["status"], outcome["rank"]) == ("fatal", 1)
-    assert outcome["reason"] == "ValueError: sample 17 is odd"
-    # torchrun's own summary knows it too, through the one error file that there is.
-    assert run.output().count("error_file: <N/A>") == 2
-    assert "  ValueError: sample 17 is odd" in run.output().rpartition("train FAILED")[2]
-    assert "rank 2: lost the other ranks" in run.output()
+    line = "count() of task 'chars' failed "
+    assert outcome["reason"].startswith(f"ValueError: sample 17 is odd; {line}")
+    printed, _, report = run.output().partition(" FAILED\n")
+    assert printed.count(f"train: rank 1: {line}") == 1
+    # The other two have noticed at the same time, and one speaks for both.
+    assert printed.count(": another rank went away ") == 1
+    # torchrun's own report knows it too, and the echoes from the cause.
+    echoes, _, root = report.partition("Root Cause")
+    assert f"traceback : ValueError: sample 17 is odd\n  {line}" in root
+    assert echoes.count("traceback : another rank went away ") == 2
+    assert "error_file: <N/A>" not in report
+
+
+def test_a_killed_rank_is_torchruns_root_cause_and_others_say_where_they_were(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start.ranks(3, *FLAGS, "--steps=100000", run_dir=tmp_path / "run")
+    run.wait_for_step(3)
+    os.kill(run.workers()[1], signal.SIGKILL)
+    printed, _, report = run.finish(1).output().partition(" FAILED\n")
+    said = re.findall(
+        r"^train: rank [02]: another rank went away while this one was at step \d+ of 100000 "
+        r"\(.*\); start again to go on from the newest checkpoint \[.*\]$",
+        printed,
+        re.MULTILINE,
+    )
+    assert len(said) == 1, run.output()
+    outcome = run.outcome()
+    assert outcome["status"] == "retryable"
+    assert outcome["reason"].startswith("another rank went away while this one was at step ")
+    assert "Signal 9 (SIGKILL)" in report.partition("Root Cause")[2]
+
+
+def test_a_place_where_nobody_is_met_is_named(start: Start, tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        # Bound, so that nobody else listens there.
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        run = start.single(
+            *FLAGS,
+            "--timeout-s=1",
+            run_dir=tmp_path / "run",
+            RANK="1",
+            WORLD_SIZE="2",
+            LOCAL_RANK="0",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        ).finish(1)
+    last = run.output().splitlines()[-1]
+    assert last.startswith(
+        "train: rank 1: ends because of others: not all ranks have met at "
+        f"127.0.0.1:{port} within 1 s (--timeout-s) ["
+    )
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_it(start: Start, tmp_path: Path) -> None:
@@ -75,6 +126,36 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(start: Start, tmp_path: Pat
     assert outcome["reason"].startswith(message)
     assert f"train: {message}" in run.output()
     assert "Traceback" not in run.output()
+
+
+def test_a_metrics_file_that_cannot_grow_is_named(start: Start, tmp_path: Path) -> None:
+    flags = (*FLAGS, "--steps=100000", "--checkpoint-every=0")
+    run = start.command(
+        ["bash", "-c", 'ulimit -f 20; exec "$@"', "bash", sys.executable, "-m", "train", *flags],
+        tmp_path / "run",
+        0,
+        {},
+    ).finish(1)
+    last = run.output().splitlines()[-1]
+    assert last.startswith(f"train: cannot use {run.run_dir / 'metrics.jsonl'}: File too large; ")
+    assert "Traceback" not in run.output()
+    assert run.outcome()["status"] == "fatal"
+
+
+def test_a_run_directory_that_cannot_be_is_named_once(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for run_dir in (tmp_path / "file", tmp_path / "file/run"):
+        run = start.single(*FLAGS, "--steps=2", run_dir=run_dir).finish(2)
+        assert run.output() == f"train: cannot use run directory {run_dir}: Not a directory\n"
+
+
+def test_a_profile_prints_nothing_of_its_own_on_standard_error(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start.single(*FLAGS, "--steps=2", "--profile=1:2", run_dir=tmp_path / "run").finish()
+    assert "profile of 2 steps on rank 0" in run.output()
+    assert "USDT" not in run.output()
+    assert ".cpp" not in run.output()
 
 
 def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
@@ -99,8 +180,8 @@ def test_a_loss_per_item_is_refused_with_what_to_do(start: Start, tmp_path: Path
     )
     run = start.single("--task=mine.py:Wrong", "--steps=2", run_dir=tmp_path / "run").finish(2)
     assert run.output().splitlines()[-1] == (
-        "train: task 'digits': loss() gave a tensor of shape [64]; it must be one number, the sum "
-        'over the items of the batch (reduction="sum")'
+        "train: task 'digits': loss() gave a tensor of shape [64]; it must be a tensor of one "
+        'number, the sum over the items of the batch (reduction="sum")'
     )
 
 
@@ -112,7 +193,8 @@ def test_a_directory_of_another_configuration_is_refused_and_left_alone(
     before = first.contents()
     other = start.single(*FLAGS, "--steps=9", "--lr=0.1", "--seed=7", run_dir=run_dir).finish(2)
     assert other.output() == (
-        f"train: {run_dir} holds a run of another configuration; use another --run-dir or:\n"
+        f"train: {run_dir} holds a run of another configuration: give this one another --run-dir, "
+        "or the values that stand there:\n"
         "  lr: 0.005 there, 0.1 here\n"
         "  seed: 0 there, 7 here\n"
     )
@@ -132,6 +214,8 @@ def test_a_usage_error_does_not_touch_the_outcome_of_a_run_that_somebody_has_goi
     torchrun = ("--standalone", "--max-restarts=1")
     mistyped = start.ranks(1, "--lr=nope", run_dir=run_dir, torchrun=torchrun).finish(1)
     assert mistyped.output().count("train: --lr 'nope' is no number") == 2
+    # Of the last try, also in torchrun's report.
+    assert mistyped.output().count("traceback : --lr 'nope' is no number") == 1
     assert live.outcome() == before
     # Who starts a run again learns of it: that is a new attempt.
     start.single("--lr", "nope", run_dir=run_dir, attempt=1).finish(2)
@@ -168,6 +252,10 @@ def test_a_usage_error_comes_before_torch_and_once_for_all_ranks(
     assert run.wait() == 1
     message = "unknown flag '--epoch'; did you mean '--epochs'?"
     assert run.output().count(f"train: {message}\n") == 1
+    assert run.output().count(f"traceback : {message}\n") == 1
+    assert f"traceback : {message}\n" in run.output().partition("Root Cause")[2]
+    assert run.output().count(message) == 2
+    assert "To enable traceback" not in run.output()
     assert run.output().count("exitcode  : 2") >= 1
     assert run.outcome()["status"] == "fatal"
     assert run.outcome()["reason"] == message

@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from tests.train.making import trainer_for
+from tests.train.ranks import on_ranks
 from train.config import Config
 from train.distributed import device_and_backend, open_group
 from train.environment import Place
@@ -218,6 +221,22 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_asked(
         assert said.startswith("waited in vain for rank 1 of 2, ")
 
 
+def limits(rank: int, folder: Path) -> set[float]:
+    """How long each group of some ranks waits for one of them, in seconds."""
+    axes = {"pp": 2, "cp": 2, "sync_batch_norm": True}
+    trainer_for(rank, 4, folder, task="chars", micro_batch=2, timeout_s=77, **axes)
+    return {
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in distributed_c10d._world.pg_map
+        if group is not dist.group.WORLD
+    }
+
+
+def test_ranks_of_a_mesh_wait_for_each_other_as_long_as_was_asked(tmp_path: Path) -> None:
+    # Torch gives their groups half an hour, whatever all ranks together have been given.
+    assert on_ranks(4, limits, tmp_path) == [{77.0}] * 4
+
+
 def test_a_backend_that_is_not_there_is_named_with_those_that_are() -> None:
     absent = [b for b in ("nccl", "mpi") if not dist.is_backend_available(b)]
     if not absent:
@@ -232,6 +251,17 @@ def test_a_backend_that_is_not_there_is_named_with_those_that_are() -> None:
         open_group(Place(world_size=2, launched=True), config),
     ):
         pass
+
+
+def test_a_rank_that_sees_only_its_own_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with srun --gpus-per-task=1, when nobody has said how many ranks the node has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    seen = {}
+    for gpus in (1, 4):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        place = Place(rank=7, world_size=8, local_rank=3, launched=True)
+        seen[gpus] = str(device_and_backend(place, "gloo")[0])
+    assert seen == {1: "cuda:0", 4: "cuda:3"}
 
 
 def test_a_hook_that_the_backend_cannot_do_is_refused_before_the_ranks_meet() -> None:

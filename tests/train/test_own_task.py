@@ -12,8 +12,11 @@ import torch
 
 from tests.conftest import ROOT
 from tests.train.conftest import Start
+from tests.train.making import trainer_for
 from train import tasks
+from train.diagnosis import describe, part_of
 from train.errors import UsageError
+from train.failing import in_short
 
 PAGE = ROOT / "docs/how-to/own-task.md"
 
@@ -157,3 +160,240 @@ def test_a_name_that_cannot_be_right_is_refused_before_anything_is_imported(
     with pytest.raises(UsageError):
         tasks.load(name)
     assert [tasks.problem_of(known) for known in tasks.TASKS] == [None] * len(tasks.TASKS)
+
+
+FAULTY = """
+import torch
+from torch import nn
+from train.data import Batch
+from train.tasks import Classifier
+
+class Sound(Classifier):
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def train(self):
+        return Batch(inputs=torch.randn(24, 4), targets=torch.arange(24) % 3)
+
+    test = train
+
+class Model(Sound):
+    def model(self):
+        return nn.Linear(4, "three")
+
+class Forward(Sound):
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(9, 3)))
+
+class Loss(Sound):
+    def loss(self, outputs, targets):
+        return (outputs - targets).sum()
+
+class Backward(Sound):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets).detach()
+
+class Score(Sound):
+    def score(self, outputs, targets):
+        return outputs @ targets
+
+class Metrics(Sound):
+    def metrics(self, score, count):
+        return {"second": score[1].item()}
+
+class Numbered:
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, number):
+        if number == 17:
+            raise ConnectionError("connection refused")
+        return torch.zeros(4), number % 3
+
+class Sample(Sound):
+    def train(self):
+        return Numbered()
+
+class Ragged(Numbered):
+    def __getitem__(self, number):
+        return torch.zeros(4 if number < 20 else 5), number % 3
+
+class Together(Sound):
+    def train(self):
+        return Ragged()
+"""
+
+
+def failure_of(file: Path, name: str, **chosen: object) -> tuple[BaseException, str]:
+    """Run a task of that file, and say what has become of it."""
+    named, trainer = f"{file}:{name}", None
+    try:
+        trainer = trainer_for(0, 1, file.parent / "run", task=named, steps=3, **chosen)
+        trainer.run()
+    except Exception as error:
+        return error, describe(error, tasks.load(named), trainer.progress if trainer else None)
+    pytest.fail(f"{name} has not failed")
+
+
+def line_of(text: str) -> int:
+    return FAULTY.splitlines().index(text) + 1
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Path:
+    path = tmp_path / "faulty.py"
+    path.write_text(FAULTY)
+    return path
+
+
+BATCH = "its batch has inputs [8, 4] float32 and targets [8] int64"
+TESTED = "its batch has inputs [24, 4] float32 and targets [24] int64"
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "moment", "given", "line"),
+    [
+        ("Model", "model()", "before the first step", "", '        return nn.Linear(4, "three")'),
+        (
+            "Forward",
+            "the forward pass",
+            "at step 1 of 3",
+            f"layer '1.1' (Linear) was given input [8, 8] float32; {BATCH}; ",
+            "",
+        ),
+        (
+            "Loss",
+            "loss()",
+            "at step 1 of 3",
+            f"it was given outputs [8, 3] float32, targets [8] int64; {BATCH}; ",
+            "        return (outputs - targets).sum()",
+        ),
+        (
+            "Backward",
+            "the backward pass",
+            "at step 1 of 3",
+            f"{BATCH}; the loss does not depend on any parameter: look for detach(), item() or "
+            "no_grad(); ",
+            "",
+        ),
+        (
+            "Score",
+            "score()",
+            "in the evaluation after step 3",
+            f"it was given outputs [24, 3] float32, targets [24] int64; {TESTED}; ",
+            "        return outputs @ targets",
+        ),
+        (
+            "Metrics",
+            "metrics()",
+            "in the evaluation after step 3",
+            "it was given score [1] float64; ",
+            '        return {"second": score[1].item()}',
+        ),
+        (
+            "Sample",
+            "reading sample 17",
+            "at step [123] of 3",
+            "",
+            '            raise ConnectionError("connection refused")',
+        ),
+        ("Together", "putting samples together", "at step [123] of 3", "", ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
+def test_the_part_that_has_failed_is_named_with_what_it_was_given(
+    faulty: Path, name: str, part: str, moment: str, given: str, line: str
+) -> None:
+    error, text = failure_of(faulty, name)
+    where = f"{faulty}:{line_of(line)}" if line else str(faulty)
+    head = re.escape(f"{part} of task '{faulty}:{name}' failed ") + moment
+    assert re.fullmatch(head + re.escape(f"; {given}see {where}"), text), (text, error)
+
+
+def test_a_sample_that_was_read_ahead_is_named_too(faulty: Path) -> None:
+    error, text = failure_of(faulty, "Sample", workers=1)
+    assert text.startswith(f"reading sample 17 of task '{faulty}:Sample' failed at step ")
+    # No other rank has refused this connection.
+    assert part_of(error).alone
+    assert in_short(error) == "ConnectionError: connection refused"
+
+
+def test_a_failure_in_the_file_ends_with_a_line_after_its_traceback(
+    start: Start, tmp_path: Path, faulty: Path
+) -> None:
+    run = start.single("--task=faulty.py:Loss", "--global-batch=8", run_dir=tmp_path / "run")
+    *trace, error, last = run.finish(1).output().splitlines()
+    assert "Traceback (most recent call last):" in trace
+    assert "    return (outputs - targets).sum()" in trace
+    assert error.startswith("RuntimeError: The size of tensor a (3) must match")
+    assert last.startswith("train: loss() of task 'faulty.py:Loss' failed at step 1 of 30; it was ")
+    assert run.outcome()["status"] == "fatal"
+    assert run.outcome()["reason"] == f"{error}; {last.removeprefix('train: ')}"
+
+
+def test_ranks_that_fail_alike_show_one_traceback(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    flags = ("--task=faulty.py:Forward", "--global-batch=8")
+    line = "the forward pass of task 'faulty.py:Forward' failed before the first step; "
+    by_torchrun = start.ranks(2, *flags, run_dir=tmp_path / "a").finish(1).output()
+    spawned = start.single(*flags, "--spawn=2", run_dir=tmp_path / "b").finish(1).output()
+    for output in by_torchrun, spawned:
+        assert output.count("train/session.py") == 1, output
+        assert len(re.findall(rf"^train: rank [01]: {line}", output, re.MULTILINE)) == 1, output
+    # Once more at the end of torchrun's report.
+    assert by_torchrun.count(line) == 2, by_torchrun
+
+
+def test_a_task_that_leaves_is_no_finished_run(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        MINIMAL + "\n    def loss(self, outputs, targets):\n        raise SystemExit(0)\n"
+    )
+    run = start.single("--task=mine.py:Mine", "--steps=3", run_dir=tmp_path / "run").finish(1)
+    assert "train: loss() of task 'mine.py:Mine' failed at step 1 of 3; " in run.output()
+    assert run.outcome()["reason"].startswith("SystemExit: 0; loss() ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "torch.nn.Linear(*(4, 3))",
+            "5",
+            "task 'mine.py:Mine': model() gave int, which is no torch.nn.Module",
+        ),
+        (
+            "torch.zeros(5))",
+            "torch.zeros(4))",
+            "the task's data has 5 inputs, but 4 targets: give one of both for each sample",
+        ),
+        (
+            "return Batch(inputs=torch.zeros(5, 4), targets=torch.zeros(5))",
+            "return 5",
+            "the task's data is of type int, which has no numbered samples: give a Batch, or a "
+            "Dataset with __len__() and __getitem__()",
+        ),
+        (
+            "    test = train",
+            "    test = train\n    def loss(self, outputs, targets):\n        return 1.0",
+            "task 'mine.py:Mine': loss() gave float; it must be a tensor of one number, the sum "
+            'over the items of the batch (reduction="sum")',
+        ),
+        (
+            "    test = train",
+            "    test = train\n    def metrics(self, score, count):\n        return 3.0\n"
+            "    def loss(self, outputs, targets):\n        return outputs.sum()\n"
+            "    def score(self, outputs, targets):\n        return outputs.sum(0)",
+            "task 'mine.py:Mine': metrics() gave 3.0; it must be a dict of numbers by name",
+        ),
+    ],
+    ids=["model", "targets", "data", "loss", "metrics"],
+)
+def test_what_a_method_may_not_give_is_refused_by_name(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    assert old in MINIMAL
+    path = tmp_path / "mine.py"
+    path.write_text(MINIMAL.replace(old, new))
+    with pytest.raises(UsageError) as error:
+        trainer_for(0, 1, tmp_path / "run", task=f"{path}:Mine", steps=3).run()
+    assert str(error.value) == message.replace("mine.py", str(path))

@@ -44,14 +44,16 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_difference(
     tmp_path: Path, attempt: int
 ) -> None:
     save(tmp_path, attempt=1, **OURS)
-    theirs = save(tmp_path, attempt=attempt, task="digits", lr=0.2, seed=7)
+    theirs = save(tmp_path, attempt=attempt, task="digits", lr=0.2, seed=7, hidden=128)
     # Large, and of no account: whose it is, its state alone says.
     (theirs / "rank-00000.safetensors").unlink()
     with pytest.raises(RefusedError) as caught:
         claimed(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path} holds checkpoints of another configuration; remove them, use another "
-        f"--run-dir or:\n  rank 0 on {socket.gethostname()}: {theirs}\n"
+        f"{tmp_path} holds checkpoints of another configuration: remove them, or give this run "
+        "another --run-dir, or the values that stand there:\n"
+        f"  rank 0 on {socket.gethostname()}: {theirs}\n"
+        "    hidden: 128 there, nothing here\n"
         "    lr: 0.2 there, 0.1 here\n"
         "    seed: 7 there, 0 here"
     )

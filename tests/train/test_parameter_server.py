@@ -129,6 +129,7 @@ def in_step(rank: int) -> dict[str, Runs]:
                 one.progress.steps = 5
                 for _ in range(5):
                     one.train_step()
+                one.directory.flush()
                 found[name] = Runs(
                     weights=state_of(first),
                     resumed=state_of(rest),

@@ -197,6 +197,71 @@ def test_beside_a_gpu_only_its_kernels_compute() -> None:
     ]
 
 
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def on_gpu(
+    call: str, at: float, name: str, category: str, start: float, end: float, *, stream: int
+) -> list[dict[str, object]]:
+    """What torch writes of a piece of a GPU's work: the call, the piece, and an arrow."""
+    number = int(at)
+    given = {"External id": number, "cbid": 211, "correlation": number}
+    done = {"device": 0, "context": 1, "stream": stream, "correlation": number}
+    arrow = {"id": number, "pid": 0, "tid": stream, "cat": "ac2g", "name": "ac2g"}
+    return [
+        event(call, at, at + 5, "cuda_runtime") | {"args": given},
+        arrow | {"ph": "s", "ts": at, "pid": 4711},
+        event(name, start, end, category, stream) | {"pid": 0, "args": done},
+        arrow | {"ph": "f", "ts": start, "bp": "e"},
+    ]
+
+
+def test_a_trace_from_a_gpu_says_what_its_streams_did() -> None:
+    """Made by hand in the form, and with the names, that torch writes with CUPTI and NCCL."""
+    copy, launch = "cudaMemcpyAsync", "cudaLaunchKernel"
+    events = [
+        {"ph": "M", "name": "process_labels", "pid": 0, "tid": 0, "args": {"labels": "GPU 0"}},
+        event("PyTorch Profiler (0)", -50, 1100, "Trace") | {"pid": "Spans"},
+        event("train step 5", 0, 1000, "user_annotation"),
+        event("data", 10, 110, "user_annotation"),
+        event("aten::to", 20, 100, "cpu_op"),
+        *on_gpu(copy, 30, "Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", 40, 90, stream=7),
+        event("aten::mm", 115, 128, "cpu_op"),
+        *on_gpu(launch, 120, "ampere_sgemm_128x64_tn", "kernel", 130, 430, stream=7),
+        event("c10d::allreduce_", 195, 230, "cpu_op"),
+        event("record_param_comms", 198, 225, "cpu_op"),
+        event("nccl:all_reduce", 200, 220, "user_annotation"),
+        *on_gpu("cudaLaunchKernelExC", 205, ALL_REDUCE, "kernel", 330, 630, stream=24),
+        # The annotations once more, around what the GPU did meanwhile.
+        event("train step 5", 40, 700, "gpu_user_annotation", 7) | {"pid": 0},
+        event("nccl:all_reduce", 330, 630, "gpu_user_annotation", 24) | {"pid": 0},
+        # No batch: a parameter from the host's memory.
+        *on_gpu(copy, 640, "Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 650, 700, stream=9),
+        event("cudaStreamSynchronize", 700, 900, "cuda_runtime") | {"args": {"correlation": 700}},
+        *on_gpu(copy, 895, "Memcpy PtoP (Device -> Device)", "gpu_memcpy", 905, 925, stream=7),
+    ]
+    parts = split(json.loads(json.dumps(events)))
+    names = ("compute", "communication", "data", "idle", "hidden", "wall")
+    found = {name: round(1e6 * getattr(parts, name)) for name in names}
+    assert found == {
+        "compute": 350,
+        "communication": 220,
+        "data": 100,
+        "idle": 330,
+        "hidden": 100,
+        "wall": 1000,
+    }
+    assert parts.steps == 1
+    assert [(o.name.split("(")[0], o.calls, round(1e6 * o.seconds)) for o in parts.operations] == [
+        ("ampere_sgemm_128x64_tn", 1, 300),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1, 300),
+        ("aten::to", 1, 80),
+        ("Memcpy HtoD ", 1, 50),
+        ("Memcpy HtoD ", 1, 50),
+        ("Memcpy PtoP ", 1, 20),
+    ]
+
+
 def test_no_profile_costs_no_object_and_no_file(tmp_path: Path) -> None:
     profiler = Profiler(None, run_dir=tmp_path, place=Place(), console=Console(rank=0))
     assert profiler.step(1) is profiler.step(2) is profiler.data()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from train.environment import Place
-from train.rundir import Outcome, RunDirectory, dump, may_forestall, may_replace, read_lines
+from train.jsontext import dump
+from train.rundir import Outcome, RunDirectory, may_forestall, may_replace, read_lines
 
 RUNNING = Outcome(
     status="running",
@@ -119,6 +120,7 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     path.write_bytes(whole + whole[:30])
     assert [record["step"] for record in read_lines(path)] == [1]
     directory.metric(step=2, loss=2.0)
+    directory.flush()
     records = read_lines(path)
     assert [record["step"] for record in records] == [1, 2]
     assert records[1].items() >= {"version": 1, "attempt": 3, "restart": 1, "loss": 2.0}.items()

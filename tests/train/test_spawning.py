@@ -85,7 +85,9 @@ def test_a_stop_is_passed_on_and_the_run_goes_on_later(spawned: Spawned) -> None
     outcome = run.outcome()
     assert (outcome["status"], outcome["reason"]) == ("preempted", "stopped by SIGUSR1")
     (asked,) = [event for event in run.events() if event["event"] == "stop_requested"]
-    assert (asked["ranks_signalled"], asked["step"]) == (3, outcome["step"])
+    # The ranks agree after the step in which the first of them has heard of it.
+    assert asked["step"] == outcome["step"]
+    assert 1 <= asked["ranks_signalled"] <= 3
     assert spawned.nothing_is_left()
     end = outcome["step"] + 2
     again = spawned.run(2, *FLAGS, f"--steps={end}").finish()

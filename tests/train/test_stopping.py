@@ -54,6 +54,35 @@ def test_a_signal_to_one_rank_stops_all_ranks_at_the_same_step(
     assert run.output().count("exitcode  : 75") == 3
 
 
+def test_processes_that_read_ahead_leave_the_stop_to_their_rank(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from train.tasks.digits import Digits\n"
+        "class Numbered:\n"
+        "    def __init__(self, batch):\n"
+        "        self.batch = batch\n"
+        "    def __len__(self):\n"
+        "        return len(self.batch)\n"
+        "    def __getitem__(self, number):\n"
+        "        return self.batch.inputs[number], self.batch.targets[number]\n"
+        "class Mine(Digits):\n"
+        "    def train(self):\n"
+        "        return Numbered(super().train())\n"
+    )
+    flags = ("--task=mine.py:Mine", "--steps=100000", "--global-batch=12", "--workers=2")
+    run = start.ranks(2, *flags, run_dir=tmp_path / "run")
+    run.wait_for_step(3)
+    # torchrun sends it to all processes of each rank, as Slurm does.
+    run.process.send_signal(signal.SIGTERM)
+    run.finish(1)
+    assert (run.outcome()["status"], run.outcome()["reason"]) == (
+        "preempted",
+        "stopped by SIGTERM",
+    ), run.output()
+    assert "DataLoader" not in run.output()
+
+
 def test_no_rank_leaves_before_the_outcome_says_preempted(start: Start, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import os, pathlib, time\n"

@@ -1,14 +1,16 @@
 """What introductions to distributed training get wrong, mostly in silence, beside our form.
 
-Traps of sampling are in test_sampling, of pipelines in test_pipeline, of meeting in test_meeting.
+Traps of sampling are in test_sampling, of evaluation in test_evaluation, of pipelines in
+test_pipeline, of meeting in test_meeting, of checkpoints in test_checkpoint_async.
 """
 
 from __future__ import annotations
 
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.join import Join
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.train.making import group_of, trainer_for
 from tests.train.ranks import on_ranks
 from train.config import Config
+from train.distributed import disconnect, open_group
+from train.environment import Place
+from train.strategies.base import local
 
 BRIEF = timedelta(seconds=2)
 
@@ -214,35 +225,151 @@ def uneven_numbers_of_batches(rank: int, folder: Path) -> Any:
     return {"wrong": wrong and rank == 0, "ours": trainer.micro_batches == 3}
 
 
-TRAPS: tuple[Callable[[int, Path], Any], ...] = (
-    wrapper_not_used,
-    optimizer_too_early,
-    forgotten_between,
-    exchanged_each_time,
-    names_with_a_prefix,
-    own_loss_logged,
-    barrier_for_one,
-    evaluated_by_one,
-    uneven_numbers_of_batches,
-)
+def joined(rank: int, folder: Path) -> Any:
+    """With torch's Join nobody waits, but a step for which one rank has samples is half a step."""
+    ours, alone = model(), model()
+    wrapped = DistributedDataParallel(ours)
+    with Join([wrapped]):
+        descend(wrapped, torch.split(samples(rank)[: 2 - rank], 1))
+    descend(alone, [torch.cat([samples(0)[:1], samples(1)[:1]]), samples(0)[1:2]])
+    states = []
+    for ranks, strategy in ((2, "ddp"), (1, "single")):
+        chosen = {"strategy": strategy, "optimizer": "sgd", "global_batch": 5, "micro_batch": 1}
+        trainer = trainer_for(rank, ranks, folder / strategy, **chosen)
+        trainer.train_step()
+        states.append(trainer.strategy.model_state())
+    several, one = states
+    return {
+        "wrong": torch.allclose(weight(ours), weight(alone), rtol=1e-3),
+        "ours": all(torch.allclose(several[name], one[name], atol=1e-6) for name in one),
+    }
 
 
-def all_traps(rank: int) -> dict[str, dict[str, bool]]:
+def descend(through: nn.Module, batches: Iterable[Tensor]) -> None:
+    """Make a step for each batch, along the gradient of its mean."""
+    optimizer = torch.optim.SGD(through.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        torch.autograd.backward(through(batch).square().mean())
+        optimizer.step()
+
+
+def group_left_open(rank: int, folder: Path) -> Any:
+    """Without `destroy_process_group()` a process has had its only run."""
+
+    def connect(name: str) -> None:
+        place = f"file://{folder}/{name}"
+        dist.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+
+    try:
+        connect("wrong")
+        wrong = True
+    except ValueError:
+        wrong = False
+    disconnect()
+    sums = []
+    for number in range(2):
+        config = Config(strategy="ddp", init_method=f"file://{folder}/{number}")
+        with open_group(Place(launched=True), config) as group:
+            sums += group.sum([1.0])
+    connect("as it was")
+    return {"wrong": wrong, "ours": sums == [1.0, 1.0]}
+
+
+def replicas_of_cut_layers(rank: int, folder: Path) -> Any:
+    """`replicate` around tensor parallelism: what is cut is never trained, without a word."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    gathered = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(net, mesh["tp"], {"0": gathered})
+    cut, whole = local(weight(net[0])).clone(), weight(net[1]).clone()
+    replicate(net, device_mesh=mesh["dp"])
+    # With the first batch it puts other parameters in place; behind that batch they are hidden.
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        backward(net, samples(rank // 2))
+        optimizer.step()
+    assert not torch.equal(whole, weight(net[1]))
+    trainer = trainer_for(rank, 4, folder, dp_replicate=2, tp=2)
+    states = []
+    for _ in range(2):
+        state = trainer.strategy.model_state()
+        states.append({name: local(tensor).clone() for name, tensor in state.items()})
+        trainer.train_step()
+    before, after = states
+    return {
+        "wrong": not torch.equal(cut, local(weight(net[0]))),
+        "ours": not any(torch.equal(before[name], after[name]) for name in before),
+    }
+
+
+def copies_of_stages(rank: int, folder: Path) -> Any:
+    """DDP around the stages of GPipe: an internal assertion of torch's fails in the second step."""
+    chosen = {"pp": 2, "dp_shard": 2, "pp_schedule": "GPipe", "micro_batch": 2}
+    trainer = trainer_for(rank, 4, folder, **chosen)
+    for _ in range(2):
+        trainer.train_step()
+    pipelines = [dist.new_group([copy, 2 + copy]) for copy in range(2)]
+    copies = [dist.new_group([2 * stage, 2 * stage + 1]) for stage in range(2)]
+    stage, copy = divmod(rank, 2)
+    wrapped = DistributedDataParallel(nn.Linear(3, 3), process_group=copies[stage])
+    held = PipelineStage(wrapped, stage, 2, torch.device("cpu"), group=pipelines[copy])
+    schedule = ScheduleGPipe(held, 2, lambda out, target: (out - target).square().sum())
+    batch, steps = samples(copy), 0
+    try:
+        # The first stage makes the second step alone: it does not come so far as to need another.
+        for _ in range(2 - stage):
+            schedule.step(*([] if stage else [batch]), target=batch if stage else None)
+            steps += 1
+    except RuntimeError as error:
+        assert "INTERNAL ASSERT FAILED" in str(error.__cause__)
+    return {"wrong": steps != 1, "ours": trainer.progress.step == 2}
+
+
+def weight(module: nn.Module) -> Tensor:
+    """A parameter, or what has been put in its place."""
+    found = module.weight
+    assert isinstance(found, Tensor)
+    return found.detach()
+
+
+# By the number of ranks that it takes.
+TRAPS: dict[int, tuple[Callable[[int, Path], Any], ...]] = {
+    1: (group_left_open,),
+    2: (
+        wrapper_not_used,
+        optimizer_too_early,
+        forgotten_between,
+        exchanged_each_time,
+        names_with_a_prefix,
+        own_loss_logged,
+        barrier_for_one,
+        evaluated_by_one,
+        uneven_numbers_of_batches,
+        joined,
+    ),
+    4: (replicas_of_cut_layers, copies_of_stages),
+}
+
+
+def all_traps(rank: int, ranks: int) -> dict[str, dict[str, bool]]:
     with tempfile.TemporaryDirectory() as folder:
-        return {trap.__name__: trap(rank, Path(folder)) for trap in TRAPS}
+        return {trap.__name__: trap(rank, Path(folder)) for trap in TRAPS[ranks]}
 
 
 @pytest.fixture(scope="module")
-def tried() -> list[dict[str, dict[str, bool]]]:
+def tried() -> Callable[[int], list[dict[str, dict[str, bool]]]]:
     """Whether each form does what it seems to do, by rank and trap."""
-    return on_ranks(2, all_traps)
+    return cache(lambda ranks: on_ranks(ranks, all_traps, ranks))
 
 
-@pytest.mark.parametrize("trap", [trap.__name__ for trap in TRAPS])
+@pytest.mark.parametrize(
+    ("ranks", "trap"), [(ranks, trap.__name__) for ranks, traps in TRAPS.items() for trap in traps]
+)
 def test_wrong_form_fails_where_ours_does_not(
-    trap: str, tried: list[dict[str, dict[str, bool]]]
+    ranks: int, trap: str, tried: Callable[[int], list[dict[str, dict[str, bool]]]]
 ) -> None:
-    assert [rank[trap] for rank in tried] == [{"wrong": False, "ours": True}] * 2
+    assert [rank[trap] for rank in tried(ranks)] == [{"wrong": False, "ours": True}] * ranks
 
 
 def test_a_loader_handed_to_processes_is_copied_with_its_data() -> None:

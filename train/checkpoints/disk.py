@@ -10,13 +10,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from train.errors import CheckpointError
-from train.rundir import VERSION, dump
+from train.jsontext import dump
+from train.rundir import VERSION
 
 STATE = "state.json"
 MANIFEST = "manifest.json"
@@ -81,12 +82,19 @@ def tensor_file(rank: int) -> str:
 def places(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
     """List the committed checkpoints of this attempt and earlier ones, best first."""
     found = []
-    for path in run_dir.glob("checkpoints/attempt-*/step-*"):
-        attempt, step = path.parent.name.removeprefix("attempt-"), path.name.removeprefix("step-")
+    for attempt, path in _listed(run_dir, up_to_attempt):
+        step = path.name.removeprefix("step-")
         # `step-N.tmp` is a write that a kill cut short.
-        if attempt.isdecimal() and step.isdecimal() and int(attempt) <= up_to_attempt:
-            found.append(Position(attempt=int(attempt), step=int(step)))
+        if step.isdecimal():
+            found.append(Position(attempt=attempt, step=int(step)))
     return sorted(found, reverse=True)
+
+
+def _listed(run_dir: Path, up_to_attempt: float) -> Iterator[tuple[int, Path]]:
+    for path in run_dir.glob("checkpoints/attempt-*/step-*"):
+        attempt = path.parent.name.removeprefix("attempt-")
+        if attempt.isdecimal() and int(attempt) <= up_to_attempt:
+            yield int(attempt), path
 
 
 def begin(draft: Path) -> None:
@@ -129,7 +137,11 @@ def commit(draft: Path, path: Path) -> None:
 
 
 def verify(
-    path: Path, names: Sequence[str] | None = None, *, share: tuple[int, int] = (0, 1)
+    path: Path,
+    names: Sequence[str] | None = None,
+    *,
+    share: tuple[int, int] = (0, 1),
+    by_size: bool = False,
 ) -> None:
     """Check every file, or only those named, against the manifest.
 
@@ -137,6 +149,7 @@ def verify(
         path: the checkpoint.
         names: files to look at; all of them if None, and then there must be no others.
         share: (k, n) looks only at the k-th of every n files: n ranks share the work.
+        by_size: read none of them, which is quick and finds what was cut short or is missing.
 
     Raises:
         CheckpointError: the first difference.
@@ -153,17 +166,17 @@ def verify(
             first, every = share
             names = sorted(files)[first::every]
         for name in names:
-            _check(path / name, files[name])
+            _check(path / name, files[name], by_size=by_size)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / MANIFEST}: not a manifest ({error!r})") from error
 
 
-def _check(path: Path, expected: Proof) -> None:
+def _check(path: Path, expected: Proof, *, by_size: bool) -> None:
     if (size := path.stat().st_size) != expected["bytes"]:
         raise CheckpointError(f"{path}: {size} bytes, not {expected['bytes']}")
-    if measure(path) != expected:
+    if not by_size and measure(path) != expected:
         raise CheckpointError(f"{path}: SHA-256 differs from the manifest")
 
 
@@ -185,22 +198,46 @@ def identity(path: Path) -> Mapping[str, object]:
     return known
 
 
-def prune(run_dir: Path, newest: Position, *, keep: int) -> None:
-    """Remove an attempt's checkpoints but the last `keep`; call only once `newest` is committed.
+def prune(
+    run_dir: Path, newest: Position, *, keep: int, damaged: Collection[Position] = ()
+) -> None:
+    """Remove what lies behind the last `keep` whole checkpoints; call once `newest` is committed.
 
-    Whatever lies beyond `newest` was damaged and is being done again: it counts for nothing, and is
-    replaced when that step is reached.
+    Of its own attempt and of earlier ones: these are fenced, so that no draft of theirs becomes a
+    checkpoint any more. A later attempt's are its own. Whatever lies beyond `newest` was damaged
+    and is being done again: it counts for nothing, and stays until that step is reached.
+
+    Args:
+        run_dir: where they lie.
+        newest: the last one.
+        keep: how many to keep that are whole, as far as their files' sizes tell.
+        damaged: some that are known not to be.
     """
-    mine = [
-        place
-        for place in places(run_dir, up_to_attempt=newest.attempt)
-        if place.attempt == newest.attempt and place.step <= newest.step
-    ]
-    for place in mine[keep:]:
+    for _, path in list(_listed(run_dir, newest.attempt)):
+        if path.suffix == ".tmp":
+            discard(path)
+    whole = 0
+    for place in places(run_dir, up_to_attempt=newest.attempt):
+        path = place.path(run_dir)
+        if place.step > newest.step:
+            continue
+        if whole < keep:
+            whole += place not in damaged and looks_whole(path)
+            continue
         # Renamed first: one half removed must not look like a checkpoint.
-        doomed = place.path(run_dir).with_suffix(".old.tmp")
-        place.path(run_dir).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        doomed = path.with_suffix(".old.tmp")
+        with suppress(OSError):
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def looks_whole(path: Path) -> bool:
+    """Say whether all files are there in their sizes; what is in them is not looked at."""
+    try:
+        verify(path, by_size=True)
+    except CheckpointError:
+        return False
+    return True
 
 
 def measure(path: Path) -> Proof:

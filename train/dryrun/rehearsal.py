@@ -188,8 +188,8 @@ class _Step:
         strategy.begin_step(number)
         factor = 2.0 if config.precision == "fp16" else 1.0
         strategy.accumulate(share.split_into(batches), factor)
-        # Loss, count, who is asked to stop, whose loss is bad.
-        self._parts.group.sum([0.0] * 4)
+        # Loss, count, who is asked to stop.
+        self._parts.group.sum([0.0] * 3)
         strategy.scale_gradients(0.5)
         if config.clip_norm is not None or config.precision == "fp16":
             norm = clipping.total_norm(strategy)

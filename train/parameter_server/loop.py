@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from train.data import Batch, seed_of
+from train.data import Batch
 from train.distributed import Group
 from train.errors import NonFiniteLoss
 from train.evaluation import measure
@@ -23,6 +23,7 @@ from train.loop import Trainer, listed
 from train.parameter_server import wire
 from train.parameter_server.pacing import Ticket, pacing_of
 from train.parameter_server.server import Gradient, Server, Stretch, Work
+from train.seeding import mixed, seed_device
 from train.strategies.base import WholeModel
 from train.strategies.ps import Served
 
@@ -148,8 +149,9 @@ class ServedTrainer(Trainer):
         """Do what a step is without a server, up to the gradient."""
         strategy, ticket = self.strategy, work.ticket
         strategy.take_weights(work.weights)
-        torch.manual_seed(seed_of("step", self.config.seed, ticket.update, *strategy.axes))
-        sums = strategy.accumulate(self._batch(ticket).split_into(self.micro_batches))
+        parts = self._batch(ticket).split_into(self.micro_batches)
+        seed_device(mixed(self.seed, ticket.update), self.group.device)
+        sums = strategy.accumulate(parts)
         loss = sums.loss.item()
         return Gradient(
             ticket=ticket,
@@ -162,10 +164,11 @@ class ServedTrainer(Trainer):
         )
 
     def _batch(self, ticket: Ticket) -> Batch:
+        begin = ticket.update * self.config.global_batch
         if self.strategy.shards > 1 or self.strategy.trainers == 1:
             # One after the other: they can be read ahead.
-            return self.feed.batch(ticket.update * self.config.global_batch)
-        return self.train.take(self._numbers(ticket))
+            return self.feed.batch(begin)
+        return self.feed.lone_batch(begin)
 
     def _numbers(self, ticket: Ticket) -> torch.Tensor:
         """Give the sample numbers of a ticket's slice."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from train.errors import UsageError
 from train.preparing import prepare
+from train.tasks.base import model_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from train.tasks.base import Task
 
 
+_AS_IT_IS = nullcontext()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,7 +51,7 @@ class Parts:
         """
         torch.manual_seed(self.config.seed)
         with device or torch.device("cpu"):
-            model = self.task.model()
+            model = model_of(self.task)
         if device is None:
             model = model.to(self.group.device)
         return prepare(model, self.task, self.config)
@@ -57,7 +59,7 @@ class Parts:
     def autocast(self) -> AbstractContextManager[None]:
         """Multiply matrices in the precision that was asked for."""
         if self.config.precision == "fp32":
-            return nullcontext()
+            return _AS_IT_IS
         return torch.autocast(self.group.device.type, DTYPES[self.config.precision])
 
 
@@ -133,7 +135,8 @@ class Strategy(ABC):
 
     def scale_gradients(self, factor: float) -> None:
         """Make the gradients those of `factor` times the loss summed over all ranks."""
-        scale(self.named_parameters(), factor)
+        if factor != 1.0:
+            scale(self.named_parameters(), factor)
 
     def agree_on_norm(self, norm: float) -> float:
         """Give the gradient's norm that all ranks decide by; most have it in common."""
@@ -196,7 +199,11 @@ class WholeModel(Strategy):
         """Run one micro-batch forwards and backwards."""
         with self.parts.autocast():
             loss = one_number(self.task.loss(self.run(batch.inputs), batch.targets), self.task)
-        torch.autograd.backward(loss if factor == 1.0 else loss * factor)
+        if is_sharded(loss):
+            torch.autograd.backward(loss * factor)
+        else:
+            # The gradient to begin with, instead of a multiplication that would have one too.
+            torch.autograd.backward(loss, torch.full_like(loss, factor))
         return Sums(loss=loss.detach(), count=self.task.count(batch.targets))
 
     @staticmethod
@@ -227,13 +234,15 @@ def one_number(loss: Tensor, task: Task) -> Tensor:
     """Insist on a loss that is a sum.
 
     Raises:
-        UsageError: it is one number per item.
+        UsageError: it is one number per item, or no tensor.
     """
-    if loss.dim() == 0:
+    tensor = isinstance(loss, Tensor)
+    if tensor and loss.dim() == 0:
         return loss
+    given = f"a tensor of shape {list(loss.shape)}" if tensor else type(loss).__name__
     raise UsageError(
-        f"task {task.name!r}: loss() gave a tensor of shape {list(loss.shape)}; it must be one "
-        'number, the sum over the items of the batch (reduction="sum")'
+        f"task {task.name!r}: loss() gave {given}; it must be a tensor of one number, the sum over "
+        'the items of the batch (reduction="sum")'
     )
 
 

@@ -9,6 +9,7 @@ wire, and all have the same to do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,14 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from train.data import Batch
+from train.distributed import arrange
 from train.errors import UsageError
-from train.layers import CausalAttention, Positions
+from train.layers import CausalAttention, Placed
 from train.layout import Layout
+from train.strategies import partwise
 from train.strategies.base import Parts
 
 TIME = 2
@@ -89,11 +91,9 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
     if layout.cp == 1:
         return SequenceSlice()
     _check(model, parts)
-    mesh = init_device_mesh(
-        parts.group.device.type,
-        (layout.world_size // (layout.cp * layout.tp), layout.cp, layout.tp),
-        mesh_dim_names=("others", "cp", "tp"),
-    )
+    others = layout.world_size // (layout.cp * layout.tp)
+    sizes = {"others": others, "cp": layout.cp, "tp": layout.tp}
+    mesh = arrange(parts.group, sizes, timeout_s=parts.config.timeout_s)
     group, part = mesh.get_group("cp"), mesh.get_local_rank("cp")
     exchange: GatheredKeys | HeadsForTime
     if parts.config.cp_method == "ulysses":
@@ -103,9 +103,38 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
     for module in model.modules():
         if isinstance(module, CausalAttention):
             module.context = exchange
-        elif isinstance(module, Positions):
+        elif isinstance(module, Placed):
             module.register_forward_pre_hook(_Begin(part))
     return SequenceSlice(part=part, layout=layout)
+
+
+def verify(
+    model: nn.Module, run: Callable[[Tensor], Tensor | None], batch: Batch, parts: Parts
+) -> None:
+    """Make sure that cutting sequences does not change what a model computes.
+
+    Args:
+        model: the model, or this rank's stages of it, as `apply()` and others have made it.
+        run: computes its outputs without gradients; `None` where another rank has them.
+        batch: some samples, the same on all ranks.
+        parts: what the strategy is made of.
+
+    Raises:
+        UsageError: on all ranks; some layer counts positions, or looks beyond one, by itself.
+    """
+    cp = parts.layout.cp
+    if cp == 1 or not len(batch):
+        return
+    SequenceSlice(layout=parts.layout).of(batch)
+    two = batch.inputs[:1, : batch.inputs.shape[1] // cp * 2].contiguous()
+    halves = parts.config.precision != "fp32"
+    if any(parts.group.sum([partwise.differs(run, model, two, halves=halves)])):
+        raise UsageError(
+            f"--cp {cp}: for a part of a sequence the model of task '{parts.task.name}' computes "
+            "something else than for all of it: a layer counts positions from where its input "
+            "begins, or looks beyond one; use train.layers.Positions or Places, and no other layer "
+            "than CausalAttention that looks beyond one, or leave out --cp"
+        )
 
 
 def _check(model: nn.Module, parts: Parts) -> None:
@@ -127,12 +156,12 @@ def _check(model: nn.Module, parts: Parts) -> None:
 
 
 class _Begin:
-    """Tells a layer of positions where this rank's part begins: parts are of one length."""
+    """Tells a layer where this rank's part begins: parts are of one length."""
 
     def __init__(self, part: int) -> None:
         self._part = part
 
-    def __call__(self, module: Positions, arguments: tuple[int]) -> None:
+    def __call__(self, module: Placed, arguments: tuple[int, ...]) -> None:
         module.offset = self._part * arguments[0]
 
 

@@ -7,11 +7,14 @@ threads take turns. `report()` says how much more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from train.data import Batch
 from train.errors import UsageError
-from train.strategies.base import Parts, WholeModel
+from train.strategies.base import Parts, Sums, Tally, WholeModel
 from train.strategies.manual import devices
 
 MIB = 1024 * 1024
@@ -41,9 +44,19 @@ class Threaded(WholeModel):
             self.model.compile()
         # The loss is computed on what has been gathered: a sum over the whole batch, as it must be.
         # A loss within each thread would have to be summed by hand; its mean would be wrong.
-        self.run = nn.DataParallel(self.model, device_ids=self._gpus)
+        # Beside GPUs that are not in the list it would insist on one.
+        if self._gpus:
+            self.run = nn.DataParallel(self.model, device_ids=self._gpus)
         self._largest_output = 0
         self.run.register_forward_hook(self._note_output)
+
+    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
+        """Add the gradients of the summed loss, one micro-batch after the other."""
+        return super().accumulate([batch.to(self._device) for batch in micro_batches], factor)
+
+    def evaluate(self, batch: Batch) -> Tally:
+        """Run the model on the first device, without gradients."""
+        return super().evaluate(batch.to(self._device))
 
     def describe(self) -> str:
         """Say what is where."""

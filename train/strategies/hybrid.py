@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from train import batchnorm, buffers
 from train.data import Batch
-from train.layout import Layout
+from train.distributed import arrange, limit_waiting
 from train.strategies import cp, fsdp, tp
 from train.strategies.base import Parts, Sums, Tally, WholeModel, local
 
@@ -32,7 +32,7 @@ class Composed(WholeModel):
         """Make the model, cut it and shard it."""
         meta = parts.config.meta_init
         super().__init__(parts, parts.model(torch.device("meta") if meta else None))
-        mesh = build_mesh(parts.layout, parts.group.device.type)
+        mesh = build_mesh(parts)
         self._slice = parallelise(self.model, self.task.pieces(self.model), parts, mesh)
         at = parts.layout.coordinates(parts.group.place.rank)
         # Ranks of one tensor-parallel group compute the same loss: the first of them reports it.
@@ -43,6 +43,16 @@ class Composed(WholeModel):
         # After the tensors on the device `meta` have been replaced.
         self._running_statistics = buffers.moving(self.model)
         self._data_groups = data_groups(mesh)
+
+    def warm_up(self, batch: Batch) -> None:
+        """Refuse a model that does not bear cutting its sequences."""
+        cp.verify(self.model, self._outputs, batch, self.parts)
+
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        self.model.eval()
+        with torch.no_grad(), self.parts.autocast():
+            outputs: Tensor = self.model(inputs)
+        return outputs
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; exchange them in the last backward pass."""
@@ -67,14 +77,20 @@ class Composed(WholeModel):
         return Tally(loss=zeros(found.loss), score=zeros(found.score), count=0)
 
 
-def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+def build_mesh(parts: Parts) -> DeviceMesh:
     """Arrange the ranks in the dimensions along which parameters are cut.
 
     The ranks of one sequence (cp) have the same parameters and different gradients, just like those
     of different samples: both are one dimension here, `fsdp`.
     """
-    sizes = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    layout = parts.layout
+    sizes = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "fsdp": layout.dp_shard * layout.cp,
+        "tp": layout.tp,
+    }
+    return arrange(parts.group, sizes, timeout_s=parts.config.timeout_s)
 
 
 def data_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
@@ -93,7 +109,9 @@ def parallelise(
     sequence = cp.apply(model, parts)
     if config.sync_batch_norm:
         # Others hold the same samples, or another stage.
-        batchnorm.among(model, mesh[DATA]._flatten("data").get_group())
+        group = mesh[DATA]._flatten("data").get_group()
+        limit_waiting(group, timeout_s=config.timeout_s)
+        batchnorm.among(model, group)
     if config.compile:
         for name in pieces:
             model.get_submodule(name).compile()

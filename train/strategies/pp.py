@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from train import buffers, stages
 from train.data import Batch
-from train.strategies import hybrid, tp
+from train.strategies import cp, hybrid, tp
 from train.strategies.base import Parts, Strategy, Sums, Tally, one_number, tally
 from train.strategies.cutting import Stage, plan
 from train.strategies.relay import Relay
@@ -46,7 +46,7 @@ class Pipelined(Strategy):
         self._plan = plan(model, parts)
         held = stages.stages_of(at["pp"], config.pp_schedule, layout.pp)
         self._stages = {number: Stage(model, self._plan[number], parts.autocast) for number in held}
-        mesh = hybrid.build_mesh(layout, group.device.type)
+        mesh = hybrid.build_mesh(parts)
         self.stage_group = mesh.get_group("pp")
         for number, stage in self._stages.items():
             if not config.meta_init:
@@ -89,6 +89,12 @@ class Pipelined(Strategy):
     def micro_batches(self) -> int:
         """Count the micro-batches that `accumulate()` expects, all of one size."""
         return stages.micro_batches(self.parts.config, self.parts.layout)
+
+    def warm_up(self, batch: Batch) -> None:
+        """Refuse a model that does not bear cutting its sequences."""
+        last = len(self._plan) - 1
+        held = nn.ModuleList(self._stages.values())
+        cp.verify(held, lambda x: self._relay.run(x).get(last, (None, None))[1], batch, self.parts)
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; all ranks of a pipeline take part."""

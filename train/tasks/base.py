@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -104,11 +105,24 @@ class Task(ABC):
 
     def _sketch(self) -> nn.Module:
         """Make the model without memory for its weights, where it can be made so."""
-        try:
-            with torch.device("meta"):
-                return self.model()
-        except Exception:  # whatever a model does that no meta tensor can
-            return self.model()
+        # Whatever a model does that no meta tensor can.
+        with suppress(Exception), torch.device("meta"):
+            return model_of(self)
+        return model_of(self)
+
+
+def model_of(task: Task) -> nn.Module:
+    """Make a task's model.
+
+    Raises:
+        UsageError: it gave something else.
+    """
+    model = task.model()
+    if isinstance(model, nn.Module):
+        return model
+    raise UsageError(
+        f"task {task.name!r}: model() gave {type(model).__name__}, which is no torch.nn.Module"
+    )
 
 
 class Classifier(Task):

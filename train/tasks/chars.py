@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,8 +41,21 @@ TEST_WINDOWS = 24
 VOCABULARY = 128
 WIDTH = 64
 HEADS = 4
-HEAD_DIM = WIDTH // HEADS
 LAYERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large the model is: small, unless a benchmark asks for more."""
+
+    context: int = CONTEXT
+    """Characters that a sequence has; at most half of PIECE."""
+    width: int = WIDTH
+    """Numbers by which a position is described."""
+    heads: int = HEADS
+    """Attention heads, which share the width."""
+    layers: int = LAYERS
+    """Blocks."""
 
 
 class Chars(Classifier):
@@ -49,8 +63,9 @@ class Chars(Classifier):
 
     name = "chars"
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes | None = None) -> None:
         """Read the first 16 KiB of each file and cut them into windows of 64 characters."""
+        self.sizes = sizes or Sizes()
         library = Path(sysconfig.get_path("stdlib"))
         pieces = []
         for name in FILES:
@@ -64,19 +79,20 @@ class Chars(Classifier):
                 ) from error
         self._digest = hashlib.sha256(b"".join(pieces)).hexdigest()
         train, test = [], []
+        tests = max(TEST_WINDOWS * CONTEXT // self.sizes.context, 1)
         for piece in pieces:
             windows = self._windows(piece)
-            train.append(windows[:-TEST_WINDOWS])
-            test.append(windows[-TEST_WINDOWS:])
+            train.append(windows[:-tests])
+            test.append(windows[-tests:])
         self._train = self._batch(torch.cat(train))
         self._test = self._batch(torch.cat(test))
 
-    @staticmethod
-    def _windows(piece: bytes) -> Tensor:
-        """Cut bytes into windows that share one character. Shape [n, CONTEXT + 1]."""
+    def _windows(self, piece: bytes) -> Tensor:
+        """Cut bytes into windows that share one character. Shape [n, context + 1]."""
+        context = self.sizes.context
         ascii_only = bytes(byte if byte < VOCABULARY else ord("?") for byte in piece)
         symbols = torch.frombuffer(bytearray(ascii_only), dtype=torch.uint8).long()
-        return symbols.unfold(0, CONTEXT + 1, CONTEXT)
+        return symbols.unfold(0, context + 1, context)
 
     @staticmethod
     def _batch(windows: Tensor) -> Batch:
@@ -84,11 +100,17 @@ class Chars(Classifier):
 
     def identity(self) -> Mapping[str, str | int]:
         """Say what else makes two runs different: the text and the sizes."""
-        return {"text_sha256": self._digest, "context": CONTEXT, "width": WIDTH, "layers": LAYERS}
+        sizes = self.sizes
+        return {
+            "text_sha256": self._digest,
+            "context": sizes.context,
+            "width": sizes.width,
+            "layers": sizes.layers,
+        }
 
     def model(self) -> nn.Module:
         """Make a small causal transformer, [batch, time] to [batch, time, vocabulary]."""
-        return Transformer()
+        return Transformer(self.sizes)
 
     def train(self) -> Batch:
         """Give all training windows: [2310, 64] int, twice; the targets are one character ahead."""
@@ -100,7 +122,10 @@ class Chars(Classifier):
 
     def pieces(self, model: nn.Module) -> Sequence[str]:
         """Name embedding, blocks and head."""
-        return ["embed", *(f"blocks.{number}" for number in range(LAYERS)), "head"]
+        return ["embed", *self._blocks(), "head"]
+
+    def _blocks(self) -> list[str]:
+        return [f"blocks.{number}" for number in range(self.sizes.layers)]
 
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
@@ -121,8 +146,8 @@ class Chars(Classifier):
 
         from train.tasks.styles import PartwiseDropout, Replicated
 
-        check_divisible("attention heads", HEADS, ranks)
-        check_divisible("characters of a sequence", CONTEXT, ranks)
+        check_divisible("attention heads", self.sizes.heads, ranks)
+        check_divisible("characters of a sequence", self.sizes.context, ranks)
         by_class = loss_parallel and classes_can_be_sharded(VOCABULARY, ranks)
         time = Shard(1)
         plan: dict[str, ParallelStyle] = {
@@ -139,7 +164,7 @@ class Chars(Classifier):
                 use_local_output=not by_class,
             ),
         }
-        for block in (f"blocks.{number}" for number in range(LAYERS)):
+        for block in self._blocks():
             plan |= {
                 f"{block}.attention_norm": SequenceParallel(),
                 f"{block}.attention_in": ColwiseParallel(input_layouts=time),
@@ -156,12 +181,13 @@ class Chars(Classifier):
 class Transformer(nn.Module):
     """Embedding, blocks, head: one after the other, so that it can be cut between any two."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes | None = None) -> None:
         """Make the layers from torch's global generator."""
         super().__init__()
-        self.embed = Embed()
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = Head()
+        sizes = sizes or Sizes()
+        self.embed = Embed(sizes)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.head = Head(sizes)
 
     def forward(self, symbols: Tensor) -> Tensor:
         """Score every next character: [batch, time] to [batch, time, vocabulary]."""
@@ -175,11 +201,11 @@ class Transformer(nn.Module):
 class Embed(nn.Module):
     """A vector for each symbol plus one for its place."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         """Make the layers from torch's global generator."""
         super().__init__()
-        self.symbols = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = Positions(CONTEXT, WIDTH)
+        self.symbols = nn.Embedding(VOCABULARY, sizes.width)
+        self.positions = Positions(sizes.context, sizes.width)
 
     def forward(self, symbols: Tensor) -> Tensor:
         """Map [batch, time] to [batch, time, width]."""
@@ -190,19 +216,21 @@ class Embed(nn.Module):
 class Block(nn.Module):
     """Causal self-attention and a feed-forward layer, each normalised before and added after."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         """Make the layers from torch's global generator."""
         super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
+        width = sizes.width
+        self.head_dim = width // sizes.heads
+        self.attention_norm = nn.LayerNorm(width)
         # No bias: softmax ignores a key's, whose gradient is then mere rounding noise, which AdamW
         # would scale up to full steps.
-        self.attention_in = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.attention_in = nn.Linear(width, 3 * width, bias=False)
         self.attention = CausalAttention()
-        self.attention_out = nn.Linear(WIDTH, WIDTH)
+        self.attention_out = nn.Linear(width, width)
         self.attention_drop = nn.Dropout(0.0)
-        self.feed_norm = nn.LayerNorm(WIDTH)
+        self.feed_norm = nn.LayerNorm(width)
         self.feed = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.0)
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.0)
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -210,7 +238,7 @@ class Block(nn.Module):
         mixed = self.attention_in(self.attention_norm(hidden))
         # Head by head, so that a rank's rows of the matrix are whole heads; how many is left open,
         # and so is the time, of which `hidden` may be only a part.
-        by_head = mixed.unflatten(-1, (-1, 3, HEAD_DIM))
+        by_head = mixed.unflatten(-1, (-1, 3, self.head_dim))
         query, key, value = by_head.permute(3, 0, 2, 1, 4)
         seen = self.attention(query, key, value).transpose(1, 2).flatten(2)
         hidden = hidden + self.attention_drop(self.attention_out(seen))
@@ -220,11 +248,11 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Normalise and score every symbol."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         """Make the layers from torch's global generator."""
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.project = nn.Linear(WIDTH, VOCABULARY)
+        self.norm = nn.LayerNorm(sizes.width)
+        self.project = nn.Linear(sizes.width, VOCABULARY)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [batch, time, width] to [batch, time, vocabulary]."""

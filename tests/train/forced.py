@@ -1,0 +1,43 @@
+"""Importing this cuts the model of a lone rank too: all that sharded ranks do, without a peer.
+
+So it can run, and be compared, on a machine with one GPU, through NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from train import stages
+from train.layers import CausalAttention
+from train.strategies import cp, fsdp, hybrid, tp
+from train.strategies.base import Parts
+
+_unforced = hybrid.parallelise
+
+
+def _parallelise(
+    model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh
+) -> cp.SequenceSlice:
+    config, group = parts.config, mesh.get_group("fsdp")
+    if config.strategy in ("tp", "hybrid"):
+        tp.apply(model, parts.task, mesh["tp"], config)
+    if config.strategy == "cp":
+        ulysses = cp.HeadsForTime(group, parts.layout)
+        for module in model.modules():
+            if isinstance(module, CausalAttention):
+                swaps = config.cp_method == "ulysses"
+                module.context = ulysses if swaps else cp.GatheredKeys(group, 0)
+    found = _unforced(model, pieces, parts, mesh)
+    if config.strategy == "hsdp":
+        fsdp.apply(model, pieces, mesh["dp_replicate", "fsdp"], config)
+    elif config.strategy in ("fsdp", "cp", "hybrid"):
+        fsdp.apply(model, pieces, mesh["fsdp"], config)
+    return found
+
+
+hybrid.parallelise = _parallelise
+# A pipeline of one rank is refused.
+stages.check = lambda config, layout: None
