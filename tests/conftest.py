@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.slurm_site import Site
+
 # No test asserts a time: a loaded machine is slow, not broken.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
@@ -106,3 +108,10 @@ def cluster() -> Iterator[Cluster]:
     finally:
         subprocess.run([SANDBOX, "down", "--dir", str(folder)], check=True)
         shutil.rmtree(folder)
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path) -> Iterator[Site]:
+    made = Site(cluster, tmp_path)
+    yield made
+    cluster.slurm("scancel", "--user=root")

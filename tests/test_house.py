@@ -14,10 +14,12 @@ from tests.conftest import ROOT
 
 ORDER = [
     "errors",
+    "secrecy",
     "quantities",
     "documents",
     "validation",
     "fields",
+    "sbatch_options",
     "spec",
     "profile",
     "feasibility",
@@ -116,7 +118,7 @@ def test_the_wheel_holds_toolkit_and_its_templates_and_nothing_else(built: Path)
     (wheel,) = built.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {str(path.relative_to(ROOT)) for path in python_files("toolkit")}
-    templates = {f"toolkit/{path.relative_to(ROOT)}" for path in (ROOT / "templates").rglob("*.j2")}
+    templates = {f"toolkit/{path.relative_to(ROOT)}" for path in (ROOT / "templates").rglob("*.*")}
     assert templates
     assert names == package | templates | {"toolkit/py.typed"}
 

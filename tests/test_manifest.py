@@ -306,6 +306,6 @@ def test_a_mount_where_the_pod_has_its_own_volume_is_refused(taken: str) -> None
 
 def test_a_secret_wins_over_a_variable_of_the_profile_of_the_same_name() -> None:
     document = read(
-        manifest({"secrets": {"TOKEN": {"secret": "s", "key": "k"}}}, {"env": {"TOKEN": "x"}})
+        manifest({"secrets": {"LOGIN": {"secret": "s", "key": "k"}}}, {"env": {"LOGIN": "x"}})
     )
     assert faults(document) == []

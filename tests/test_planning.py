@@ -423,12 +423,12 @@ def test_the_profile_wins_over_the_toolkit_and_the_job_over_both(kind: str) -> N
 @EVERYWHERE
 def test_a_secret_of_the_job_wins_over_a_value_of_the_site(kind: str) -> None:
     """Written down twice, the plain value would come last and hide the secret."""
-    spec = job(secrets=["TOKEN", "HOME"])
-    profile = site(kind, env={"TOKEN": "plain", "B": "site"})
+    spec = job(secrets=["LOGIN", "HOME"])
+    profile = site(kind, env={"LOGIN": "plain", "B": "site"})
     if isinstance(profile, KubernetesProfile):
         profile = profile.model_copy(update={"secret": "keys"})
     made = plan(spec, profile)
-    assert set(made.secrets) == {"TOKEN", "HOME"}
+    assert set(made.secrets) == {"LOGIN", "HOME"}
     assert set(made.env) & set(made.secrets) == set()
     assert made.env["B"] == "site"
 

@@ -234,9 +234,9 @@ PATH:5: node_selector.gpu: yes is a boolean to YAML 1.1; write "yes" if you mean
 PATH:6: runs_dir: 'runs' must be an absolute path; it is the same on every node
 PATH:7: runs_claim: 'My_Claim' cannot be used; write a Kubernetes object name
 PATH:8: image_pull_policy: 'always' is not a choice; did you mean 'Always'?
-PATH:9: unknown key 'partition'; valid are name, node, env, network_interface, kind, namespace, \
-context, pod_security, run_as_user, gpu_resource, node_selector, runs_dir, runs_claim, secret, \
-image_pull_policy
+PATH:9: unknown key 'partition'; valid are name, node, env, network_interface, templates_dir, \
+kind, namespace, context, pod_security, run_as_user, gpu_resource, node_selector, runs_dir, \
+runs_claim, secret, image_pull_policy
 """
 
 

@@ -257,7 +257,13 @@ def scripts() -> dict[str, str]:
     found["hostile on slurm"] = toolkit.render(
         toolkit.plan(hostile, toolkit.SlurmProfile(name="s", venv="/a b/$x", modules=("m;n",)))
     )
+    filed = toolkit.JobSpec(
+        name="filed", module="train", secrets={"KEY": {"file": "~/a 'b/key"}, "TOKEN": None}
+    )
+    site = toolkit.SlurmProfile(name="s", prolog=("unset PYTHONPATH",), epilog=("rm -f /tmp/x",))
+    found["lines and files on slurm"] = toolkit.render(toolkit.plan(filed, site))
     for name, job in {
+        "files here": filed,
         "hostile here": hostile,
         "digits here": toolkit.load(ROOT / "jobs/digits.yaml"),
     }.items():

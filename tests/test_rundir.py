@@ -40,6 +40,33 @@ def test_the_resolved_job_is_the_job_when_it_is_read_again(run_dir: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("status", "reason", "state"),
+    [
+        ("done", "", RunState.SUCCEEDED),
+        ("retryable", "retryable: rank 1: x; gave up after 2 requeues", RunState.FAILED),
+        ("preempted", "cancelled: by scancel; not queued again", RunState.CANCELLED),
+        ("preempted", "no_progress: out of time; no step beyond 5", RunState.FAILED),
+    ],
+)
+def test_the_reason_of_the_last_attempt_is_told(
+    run_dir: Path, status: str, reason: str, state: RunState
+) -> None:
+    attempt(run_dir, 0, exit_status=1)
+    (run_dir / "logs/attempt-0/reason").write_text("done: x\n" if status == "done" else reason)
+    said(run_dir, status)
+    found = rundir.ended_status(run_dir)
+    assert (found.state, found.reason) == (state, reason)
+
+
+def test_the_last_reason_is_that_of_the_newest_attempt_that_has_ended(run_dir: Path) -> None:
+    for number in range(12):
+        attempt(run_dir, number)
+    for number in (9, 10):
+        (run_dir / f"logs/attempt-{number}/reason").write_text(f"walltime: {number}\n")
+    assert rundir.last_reason(run_dir) == "walltime: 10"
+
+
+@pytest.mark.parametrize(
     ("status", "state"),
     [
         ("done", RunState.SUCCEEDED),

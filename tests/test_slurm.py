@@ -6,71 +6,16 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster, Until
-from toolkit.launchers.slurm import SlurmLauncher, SlurmRun
+from tests.slurm_site import Site, events, failure, nodes_of, output
+from toolkit.launchers.slurm import SlurmLauncher
 
 pytestmark = pytest.mark.slurm
-
-
-class Site:
-    """What a user has on the login node: a profile, and the toolkit."""
-
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster = cluster
-        self.runs = folder / "runs"
-        self.profile = toolkit.SlurmProfile(
-            name="sandbox", runs_dir=str(self.runs), venv=str(ROOT / ".venv")
-        )
-        self.launcher = SlurmLauncher(self.profile, command=self._command)
-
-    def _command(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            argv, env=self.cluster.environ, cwd=ROOT, capture_output=True, text=True, check=False
-        )
-
-    def submit(self, *overrides: str) -> SlurmRun:
-        job = toolkit.load(ROOT / "jobs/digits.yaml", overrides)
-        return self.launcher.submit(toolkit.plan(job, self.profile))
-
-    def submit_long(self, *overrides: str) -> SlurmRun:
-        """Submit a job that would train for hours, with a checkpoint every 50 steps."""
-        args = '["--task", "digits", "--steps", "1000000", "--checkpoint-every", "50"]'
-        return self.submit(f"args={args}", *overrides)
-
-
-@pytest.fixture
-def site(cluster: Cluster, tmp_path: Path) -> Iterator[Site]:
-    made = Site(cluster, tmp_path)
-    yield made
-    cluster.slurm("scancel", "--user=root")
-
-
-def events(run: SlurmRun, kind: str) -> list[dict[str, object]]:
-    assert run.run_dir is not None
-    path = run.run_dir / "events.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")[:-1]
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
-def output(run: SlurmRun) -> str:
-    return "\n".join(run.logs())
-
-
-def failure(run: SlurmRun) -> str:
-    return f"{run.status()}\n{output(run)}"
-
-
-def nodes_of(cluster: Cluster, run: SlurmRun) -> list[str]:
-    listed = cluster.slurm("squeue", "-h", "-j", run.job_id, "-o", "%N").strip()
-    return cluster.slurm("scontrol", "show", "hostnames", listed).split()
 
 
 def test_two_nodes_train_digits_to_the_end(site: Site) -> None:
@@ -279,7 +224,7 @@ def test_walltime_stops_with_a_checkpoint_and_queues_again(
     cluster.slurm("scontrol", "update", f"jobid={run.job_id}", f"EndTime={soon.stdout.strip()}")
     until(lambda: events(run, "resume"), "the second attempt has resumed")
     assert events(run, "resume")[0]["step"] == events(run, "stopped")[0]["step"]
-    assert "digits: out of time, queued again" in output(run)
+    assert "digits: attempt 0 ended: walltime: out of time; queued again" in output(run)
 
 
 def test_a_powered_off_node_gets_the_job_requeued_and_finished(

@@ -1,6 +1,7 @@
 """The job file: what it may say, and every mistake in it named at once."""
 
 import re
+import string
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,7 +150,7 @@ job.yaml:29: retries.in_job: must be at least 0, not -1
 job.yaml:30: retries.requeue: must be a whole number; yes is a boolean to YAML 1.1
 job.yaml:33: secrets.LR.secret: 'My_Secret' cannot be used; write a Kubernetes object name
 job.yaml:33: secrets.LR.key: '' cannot be used; use letters, digits, '-', '_' and '.'
-job.yaml:34: the key 'secrets.HF.key' is missing
+job.yaml:34: secrets.HF: secret and key say where it is, or file does; found secret
 job.yaml:36: mounts[0]: must be a mapping of keys to values, not '/data'
 job.yaml:37: mounts[1].source: 'data' must be an absolute path, or claim:NAME on Kubernetes
 job.yaml:37: mounts[1].target: 'here' must be an absolute path; it is the same on every node
@@ -384,7 +385,7 @@ def test_hexadecimal_numbers_are_numbers() -> None:
         ("secrets: A",
          "secrets: must be a list of names, or a mapping of names to places, not 'A'"),
         ("secrets: 1", "secrets: must be a list of names, or a mapping of names to places, not 1"),
-        ("secrets: {A: b}", "secrets.A: must be a mapping of keys to values, not 'b'"),
+        ("secrets: {A: b}", "secrets.A: must be a mapping of keys to values, not '***'"),
         ("time_limit: [4h]", "time_limit: must be a string with a unit, not a list"),
         ("time_limit: 1.5", "time_limit: must be a string with a unit, not 1.5"),
         ("time_limit: true", "time_limit: must be a string with a unit, not true"),
@@ -410,7 +411,7 @@ def test_wrong_types_are_refused_at_every_level(more: str, message: str) -> None
         ("stop: {x: 3}", "unknown key 'x' under 'stop'; valid are grace"),
         ("retries: {inJob: 3}", "unknown key 'inJob' under 'retries'; did you mean 'in_job'?"),
         ("secrets: {A: {secret: s, key: k, value: v}}",
-         "unknown key 'value' under 'secrets.A'; valid are secret, key"),
+         "unknown key 'value' under 'secrets.A'; valid are secret, key, file"),
         ("mounts: [{source: /a, target: /a, readOnly: true}]",
          "unknown key 'readOnly' under 'mounts[0]'; did you mean 'read_only'?"),
         ("time_limit_s: 4h", "unknown key 'time_limit_s'; did you mean 'time_limit'?"),
@@ -418,7 +419,7 @@ def test_wrong_types_are_refused_at_every_level(more: str, message: str) -> None
          "unknown key 'shm_bytes' under 'resources'; valid are nnodes, nproc_per_node, "
          "gpus_per_node, cpus_per_node, memory, shm"),
         ('"\\0": x', "unknown key '\\x00'; valid are name, module, script, command, args, image, "
-         "resources, time_limit, env, stop, retries, secrets, mounts"),
+         "resources, time_limit, env, stop, retries, secrets, sbatch, mounts"),
     ],
 )  # fmt: skip
 def test_unknown_keys_are_refused_at_every_level(more: str, message: str) -> None:
@@ -819,6 +820,14 @@ PATHS = TEXT.map(lambda text: f"/{text}")
 SECRET_NAMES = st.from_regex(r"[a-z0-9]([-.a-z0-9]{0,9}[a-z0-9])?", fullmatch=True)
 SECRETS = st.fixed_dictionaries(
     {"secret": SECRET_NAMES, "key": st.from_regex(r"[-._a-zA-Z0-9]{1,9}", fullmatch=True)}
+) | st.fixed_dictionaries({"file": st.sampled_from(["/etc/key", "~/.secrets/it's a"])})
+SBATCH = st.fixed_dictionaries(
+    {},
+    optional={
+        "comment": st.text(string.printable[:95], min_size=1) | st.integers(1, 10**9) | st.none(),
+        "exclusive": st.just(True) | st.none() | st.just("user"),
+        "hold": st.just(True),
+    },
 )
 NATURAL, POSITIVE = st.integers(0, 10**9), st.integers(1, 10**9)
 PROGRAMS = TEXT.map(lambda text: f"./{text}")
@@ -860,6 +869,7 @@ JOBS = st.builds(
         secrets=st.dictionaries(
             ENV_NAMES.map(lambda name: f"B{name}"), st.none() | SECRETS, max_size=3
         ),
+        sbatch=SBATCH,
         mounts=st.lists(
             st.fixed_dictionaries(
                 {

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         load_profile,
     )
     from toolkit.rendering import render
-    from toolkit.runs import list_runs, open_run, submit
+    from toolkit.runs import ask_site, list_runs, open_run, submit
     from toolkit.spec import JobSpec, json_schema, load
 
 __version__ = "0.1.0"
@@ -63,6 +63,7 @@ _HOME = {
     "SlurmProfile": "profile",
     "SpecError": "errors",
     "ToolkitError": "errors",
+    "ask_site": "runs",
     "json_schema": "spec",
     "list_runs": "runs",
     "load": "spec",
@@ -97,6 +98,7 @@ __all__ = [
     "SlurmProfile",
     "SpecError",
     "ToolkitError",
+    "ask_site",
     "json_schema",
     "list_runs",
     "load",

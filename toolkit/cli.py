@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 import toolkit
+from toolkit import secrecy
 from toolkit.errors import InputError, LauncherError, ToolkitError
 
 __all__ = ["main"]
@@ -61,9 +62,15 @@ def cli() -> None:
 @JOB
 @SET
 @click.option("--to", multiple=True, metavar="PROFILE", help="Check that it works there, too.")
-def check(job: Path, overrides: tuple[str, ...], to: tuple[str, ...]) -> None:
-    """Say everything that is wrong with a job file."""
+@click.option("--server", is_flag=True, help="Ask the Slurm site, too; submits nothing.")
+def check(job: Path, overrides: tuple[str, ...], to: tuple[str, ...], server: bool) -> None:
+    """Say everything that is wrong with a job file.
+
+    Exit status 2 if the files are wrong, 1 if the site contradicts them.
+    """
     spec = toolkit.load(job, overrides)
+    if server and not to:
+        raise click.UsageError("--server asks the site of a profile; name one with --to")
     problems: list[toolkit.Problem] = []
     for name in to:
         try:
@@ -75,6 +82,8 @@ def check(job: Path, overrides: tuple[str, ...], to: tuple[str, ...]) -> None:
             _note(made.notes)
     if problems:
         raise InputError(problems)
+    if found := [str(p) for name in to if server for p in toolkit.ask_site(spec, to=name)]:
+        raise LauncherError("\n".join(found))
     need = spec.resources
     where = f" for {', '.join(to)}" if to else ""
     click.echo(f"{job}: fine{where}: {need.nnodes} x {need.nproc_per_node} processes")
@@ -223,12 +232,13 @@ def _summary(run: toolkit.Run) -> dict[str, Any]:
     except LauncherError as error:  # one place that is away must not hide the others
         found = toolkit.RunStatus(state=toolkit.RunState.UNKNOWN, reason=str(error))
     metrics = rundir.last_metrics(run.run_dir) if run.run_dir else None
+    reason = secrecy.redact(found.reason, rundir.secrets_of(run.run_dir))
     created = datetime.fromtimestamp(run.record.created).astimezone()
     return {
         "uri": run.uri,
         "name": run.name,
         "state": found.state.upper(),
-        "reason": found.reason,
+        "reason": reason,
         "created": created.isoformat(timespec="seconds"),
         "run_dir": str(run.run_dir) if run.run_dir else None,
         "metrics": metrics,
@@ -302,10 +312,13 @@ def _follow_and_exit(run: toolkit.Run) -> None:
 
 
 def _report_and_exit(run: toolkit.Run) -> None:
+    from toolkit.launchers import rundir
+
     found = run.wait()
     where = f"; run directory {run.run_dir}" if run.run_dir else ""
     reason = f" ({found.reason})" if found.reason else ""
-    click.echo(f"{run.name}: {found.state.upper()}{reason}{where}", err=True)
+    said = f"{run.name}: {found.state.upper()}{reason}{where}"
+    click.echo(secrecy.redact(said, rundir.secrets_of(run.run_dir)), err=True)
     sys.exit(0 if found.state is toolkit.RunState.SUCCEEDED else 1)
 
 
@@ -323,7 +336,8 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except ToolkitError as error:
-        click.echo(str(error), err=True)
+        said = secrecy.redact(str(error), secrecy.values_of(os.environ))
+        click.echo(secrecy.conceal(said), err=True)
         sys.exit(error.exit_status)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):

@@ -3,9 +3,9 @@
 Pure, like planning, which asks here first.
 """
 
-from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
+from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile, leaks_of
 from toolkit.quantities import format_duration, format_size
-from toolkit.spec import JobSpec
+from toolkit.spec import JobSpec, leaked_secrets
 
 __all__ = ["POD_MARGIN_S", "REQUEUE_MARGIN_S", "cpus_of", "refusals", "warning_lead_s"]
 
@@ -57,6 +57,7 @@ KUBERNETES_NAME_MAX = 63
 def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
     """Return why `job` cannot work with `profile`, each reason in a sentence; none if it can."""
     found = [*_does_not_fit(job, profile), *_mount_problems(job, profile)]
+    found += (reason for _, reason in (*leaked_secrets(job), *leaks_of(profile)))
     match profile:
         case LocalProfile():
             found += _secrets_lost(job)
@@ -175,7 +176,12 @@ def cpus_of(job: JobSpec) -> int:
 
 
 def _kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str) -> list[str]:
-    found = []
+    found = [
+        f"secrets: {name!r} is in a file, which no pod sees; write {{secret: …, key: …}} for "
+        f"profile {profile.name!r}"
+        for name, place in job.secrets.items()
+        if place is not None and place.file is not None
+    ]
     if job.image is None:
         found.append(f"profile {profile.name!r} runs containers; the job needs the key 'image'")
     if profile.secret is None:

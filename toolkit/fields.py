@@ -30,6 +30,7 @@ __all__ = [
     "NaturalInt",
     "PositiveInt",
     "Program",
+    "SecretFile",
     "SecretKey",
     "SecretName",
     "Size",
@@ -131,6 +132,7 @@ SecretName = Annotated[
     Text, *matching("[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "write a Kubernetes object name")
 ]
 SecretKey = Annotated[Text, *matching("[-._a-zA-Z0-9]+", "use letters, digits, '-', '_' and '.'")]
+SecretFile = Annotated[Text, *matching(r"(/|~/)[^\r\n]+", "write an absolute path, or ~/PATH")]
 Image = Annotated[Text, *matching(r"\S+", "write it like registry/name:tag")]
 
 

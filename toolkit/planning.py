@@ -17,6 +17,7 @@ from toolkit.quantities import (
     slurm_megabytes,
     slurm_time,
 )
+from toolkit.sbatch_options import SbatchValue, merged
 from toolkit.spec import JobSpec, Secret
 
 __all__ = ["KubernetesPlan", "LaunchPlan", "LocalPlan", "SlurmPlan", "plan"]
@@ -49,6 +50,17 @@ class LaunchPlan:
 
     notes: tuple[str, ...] = ()
     """What the user should know, though it stops nothing."""
+
+    @property
+    def secret_files(self) -> dict[str, str]:
+        """Secrets that the script reads from a file, and which."""
+        places = self.secrets.items()
+        return {name: place.file for name, place in places if place and place.file}
+
+    @property
+    def exported_secrets(self) -> tuple[str, ...]:
+        """Secrets that come from the environment of whoever starts the script."""
+        return tuple(name for name in self.secrets if name not in self.secret_files)
 
     @property
     def entry(self) -> tuple[str, ...]:
@@ -211,18 +223,22 @@ def _local(job: JobSpec, profile: LocalProfile) -> LocalPlan:
 
 def _slurm(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
     need = job.resources
-    gpu_type = f"{profile.gpu_type}:" if profile.gpu_type else ""
+    chosen = merged([_site_options(profile), profile.sbatch, job.sbatch])
+    gpus = ":".join(filter(None, [profile.gpu_type, str(need.gpus_per_node)]))
+    if need.gpus_per_node and profile.gpus_flag == "gres":
+        other = chosen.pop("gres", None)
+        gpu_option = ("gres", f"gpu:{gpus}" + (f",{other}" if other else ""))
+    else:
+        gpu_option = (profile.gpus_flag, gpus)
     sbatch: list[tuple[str, str | None]] = [
         ("job-name", job.name),
         ("nodes", str(need.nnodes)),
         ("ntasks-per-node", "1"),
         ("cpus-per-task", str(cpus_of(job))),
         ("mem", slurm_megabytes(need.memory_bytes) if need.memory_bytes else None),
-        ("gpus-per-node", f"{gpu_type}{need.gpus_per_node}" if need.gpus_per_node else None),
+        *([gpu_option] if need.gpus_per_node else []),
         ("time", slurm_time(job.time_limit_s) if job.time_limit_s else None),
-        ("partition", profile.partition),
-        ("account", profile.account),
-        ("qos", profile.qos),
+        *((name, value or "") for name, value in chosen.items()),
         ("signal", f"B:USR1@{warning_lead_s(job)}"),
         ("requeue" if job.retries.requeue else "no-requeue", ""),
         ("open-mode", "append"),
@@ -244,6 +260,22 @@ def _slurm(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
         notes=tuple(notes),
         sbatch=tuple((option, value or None) for option, value in sbatch if value is not None),
     )
+
+
+def _site_options(profile: SlurmProfile) -> dict[str, SbatchValue]:
+    """Return the options that the profile's own keys stand for."""
+    switches = None
+    if near := profile.switches:
+        wait = f"@{slurm_time(near.max_wait_s)}" if near.max_wait_s else ""
+        switches = f"{near.count}{wait}"
+    return {
+        "partition": profile.partition,
+        "account": profile.account,
+        "qos": profile.qos,
+        "switches": switches,
+        "exclusive": True if profile.exclusive else None,
+        "licenses": ",".join(profile.licenses) or None,
+    }
 
 
 def _kubernetes(

@@ -1,13 +1,15 @@
 """Profiles: the facts of a site, one file each, so that a job file need not know them."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, Strict
 
-from toolkit.documents import read_document, read_text
+from toolkit import secrecy
+from toolkit.documents import KeyPath, read_document, read_text
 from toolkit.errors import InputError, Problem, ProfileError
 from toolkit.fields import (
     AbsolutePath,
@@ -19,6 +21,7 @@ from toolkit.fields import (
     Size,
     matching,
 )
+from toolkit.sbatch_options import SbatchOptions
 from toolkit.validation import FrozenModel, Text, nearest, validate
 
 __all__ = [
@@ -27,6 +30,8 @@ __all__ = [
     "NodeFacts",
     "Profile",
     "SlurmProfile",
+    "Switches",
+    "leaks_of",
     "load_profile",
     "profile_names",
 ]
@@ -40,6 +45,9 @@ def _no_home_sign(value: str) -> str:
 
 Word = Annotated[Text, *matching(r"\S+", "write one word, or leave the key out")]
 FolderPath = Annotated[Text, AfterValidator(_no_home_sign)]
+ShellLine = Annotated[
+    Text, *matching(r"[^\x00-\x08\x0a-\x1f\x7f]*", "write one line of bash per item")
+]
 
 
 class NodeFacts(FrozenModel):
@@ -70,6 +78,10 @@ class _SiteProfile(FrozenModel):
     network_interface: Word | None = None
     """The interface for NCCL and gloo, like `ib0`; they choose one where it is left out."""
 
+    templates_dir: FolderPath | None = None
+    """A folder whose templates replace or extend the toolkit's; a relative path is below the
+    profile's own folder. See [templates](../how-to/templates.md)."""
+
 
 class LocalProfile(_SiteProfile):
     """This machine: one torchrun per simulated node."""
@@ -79,6 +91,17 @@ class LocalProfile(_SiteProfile):
 
     runs_dir: FolderPath = "runs"
     """Where run directories are made; a relative path is below the current folder."""
+
+
+class Switches(FrozenModel):
+    """How many leaf switches a job may be spread over, where the site has a topology plugin."""
+
+    count: PositiveInt
+    """The most switches; 1 keeps all nodes below one."""
+
+    max_wait_s: Duration | None = Field(default=None, alias="max_wait")
+    """How long the job waits for that before it takes any nodes; the site has a longest wait of
+    its own (`max_switch_wait`, 5 minutes unless set)."""
 
 
 class SlurmProfile(_SiteProfile):
@@ -102,6 +125,33 @@ class SlurmProfile(_SiteProfile):
     gpu_type: Word | None = None
     """The GPU's name in the cluster's gres.conf, like `h100`, where it must be given."""
 
+    gpus_flag: Literal["gpus-per-node", "gres", "gpus-per-task"] = "gpus-per-node"
+    """How GPUs are asked for: sites whose submit filter or older select plugin knows only `gres`
+    need that. With `gpus-per-task` no `gpu_type` may be given: Slurm 22.05 then leaves
+    CUDA_VISIBLE_DEVICES unset, and every job sees all GPUs of its node."""
+
+    switches: Switches | None = None
+    """How near to each other the nodes must be, since gradients cross every switch in between."""
+
+    exclusive: Annotated[bool, Strict()] = False
+    """Whether a job has its nodes to itself, where the site shares them; other jobs on a node
+    take memory bandwidth and network. Kinds like `user` go under `sbatch`."""
+
+    licenses: tuple[Word, ...] = ()
+    """Licenses that every job takes, like `matlab:1` or `fs_scratch@db`; sites count file systems
+    and software by them."""
+
+    sbatch: SbatchOptions = Field(default={})
+    """More options of sbatch for every job, by their long names; a job's own win."""
+
+    prolog: tuple[ShellLine, ...] = ()
+    """Lines of bash that the site wants before the environment is made, as they are: unset what
+    login shells leak, source what defines `module`. A line that fails stops the job."""
+
+    epilog: tuple[ShellLine, ...] = ()
+    """Lines of bash for the end of the script, however it ends: remove what the job left on local
+    disks. They cannot change the exit status; after a node's loss nothing runs them."""
+
     kill_wait_s: Duration = Field(default=30, alias="kill_wait")
     """The cluster's KillWait: what scancel leaves a job between SIGTERM and SIGKILL."""
 
@@ -110,6 +160,23 @@ class SlurmProfile(_SiteProfile):
 
     venv: FolderPath | None = None
     """The virtual environment to activate; a relative path is below the submit folder."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        options = given.get("sbatch")
+        found = [
+            f"{key!r} stands under sbatch and as a key of its own; keep one"
+            for key in ("partition", "account", "qos", "switches", "exclusive", "licenses")
+            if isinstance(options, dict) and key in options and given.get(key)
+        ]
+        if given.get("gpus_flag") == "gpus-per-task" and given.get("gpu_type"):
+            found.append(
+                "gpus_flag 'gpus-per-task' with a gpu_type: Slurm 22.05 leaves "
+                "CUDA_VISIBLE_DEVICES unset then; write gpus_flag: gres, or choose the nodes by "
+                "sbatch: {constraint: …} and leave gpu_type out"
+            )
+        return found
 
 
 class KubernetesProfile(_SiteProfile):
@@ -223,4 +290,25 @@ def _read(path: Path) -> Profile:
         problem = Problem(place=place, message=f"{said}; {nearest(kind, _KINDS)}")
         raise ProfileError([problem, *document.problems])
     profile = validate(_KINDS.get(str(kind), LocalProfile), document, ProfileError)
-    return profile if profile.name else profile.model_copy(update={"name": path.stem})
+    if leaks := leaks_of(profile):
+        raise ProfileError([Problem(place=document.place(at), message=why) for at, why in leaks])
+    found = {} if profile.name else {"name": path.stem}
+    if profile.templates_dir is not None:
+        found["templates_dir"] = str(path.absolute().parent / profile.templates_dir)
+    return profile.model_copy(update=found)
+
+
+def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:
+    """Return where a profile holds a secret, and what to do about it."""
+    found: list[tuple[KeyPath, str]] = []
+    for name, why in secrecy.leaks_of_mapping("env", profile.env):
+        found.append((("env", name), why))
+    if isinstance(profile, SlurmProfile):
+        for name, why in secrecy.leaks_of_mapping("sbatch", profile.sbatch):
+            found.append((("sbatch", name), why))
+        for key, lines in (("prolog", profile.prolog), ("epilog", profile.epilog)):
+            for index, line in enumerate(lines):
+                words = re.sub("[\"']", "", line).replace(";", " ").split()
+                whys = [why for _, why in secrecy.leaks_of_words(f"{key}[{index}]", words)]
+                found += (((key, index), why) for why in whys)
+    return found

@@ -7,12 +7,23 @@ import functools
 import json
 import re
 import shlex
+import traceback
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import (
+    ChoiceLoader,
+    Environment,
+    FileSystemLoader,
+    PrefixLoader,
+    StrictUndefined,
+    TemplateNotFound,
+    TemplateSyntaxError,
+    UndefinedError,
+)
 
 import toolkit
-from toolkit.errors import RenderError
+from toolkit.errors import Problem, RenderError
 from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
 
 __all__ = ["json_quote", "kubernetes_literal", "render", "sbatch_quote", "shell_quote"]
@@ -61,6 +72,26 @@ def sbatch_quote(value: object) -> str:
     return shlex.quote(text)
 
 
+def path_quote(path: str) -> str:
+    """Quote a path for bash; `~/` at its beginning stays the home folder.
+
+    >>> path_quote("~/my keys/wandb"), path_quote("/etc/key")
+    ("~/'my keys/wandb'", '/etc/key')
+    """
+    return "~/" + shell_quote(path[2:]) if path.startswith("~/") else shell_quote(path)
+
+
+def shell_line(value: str) -> str:
+    """Return a line of bash that the user wrote, as it is.
+
+    Raises:
+        RenderError: it is more than a line.
+    """
+    if _CONTROL.search(value.replace("\t", " ")):
+        raise RenderError(f"{value!r} holds a control character; write one line of bash per item")
+    return value
+
+
 def json_quote(value: object) -> str:
     r"""Return the value as JSON that every YAML reader takes for the same value.
 
@@ -88,10 +119,54 @@ def render(plan: LaunchPlan) -> str:
     """Return the script or manifest of a plan.
 
     Raises:
-        RenderError: a value that the format cannot hold.
+        RenderError: a value that the format cannot hold, or a template of the profile's
+            `templates_dir` that does not work, with its line.
     """
-    template = _environment().get_template(_TEMPLATES[type(plan)])
-    return template.render(plan=plan, job=plan.job, profile=plan.profile, version=_version())
+    name = _TEMPLATES[type(plan)]
+    known = {"plan": plan, "job": plan.job, "profile": plan.profile, "version": _version()}
+    folder = plan.profile.templates_dir
+    if folder is None:
+        return _environment().get_template(name).render(known)
+    return _render_yours(Path(folder), name, known)
+
+
+def _render_yours(folder: Path, name: str, known: Mapping[str, object]) -> str:
+    """Render a template that the user wrote; all that is wrong with it is the user's to mend."""
+    if not (folder / name).is_file():
+        what = f"holds no {name}" if folder.is_dir() else "is no folder"
+        raise RenderError(
+            f"templates_dir {str(folder)!r} {what}; write that template, or leave the key out"
+        )
+    try:
+        return _environment(folder).get_template(name).render(known)
+    except Exception as error:
+        problem = Problem(place=_place(error, folder, name), message=_said(error, name, known))
+        raise RenderError([problem]) from error
+
+
+def _said(error: Exception, name: str, known: Iterable[str]) -> str:
+    match error:
+        case RenderError():
+            return str(error)
+        case TemplateNotFound():
+            return f"there is no template {error.name!r}; the toolkit's own is 'toolkit/{name}'"
+        case TemplateSyntaxError():
+            return error.message or "not a template"
+        case UndefinedError():
+            return f"{error}; templates know {', '.join(known)}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _place(error: Exception, folder: Path, name: str) -> str:
+    """Return the innermost line of a template that led to an error."""
+    if isinstance(error, TemplateSyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    places = (folder, _templates_folder())
+    for frame in reversed(frames):
+        if any(Path(frame.filename).is_relative_to(place) for place in places):
+            return f"{frame.filename}:{frame.lineno}"
+    return str(folder / name)
 
 
 def _version() -> str:
@@ -106,21 +181,26 @@ def _templates_folder() -> Path:
 
 
 @functools.cache
-def _environment() -> Environment:
+def _environment(folder: Path | None = None) -> Environment:
+    """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
+    ours = FileSystemLoader(_templates_folder())
+    yours = [FileSystemLoader(folder), PrefixLoader({"toolkit": ours})] if folder else []
     environment = Environment(
-        loader=FileSystemLoader(_templates_folder()),
+        loader=ChoiceLoader([*yours, ours]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
-        auto_reload=False,
+        auto_reload=folder is not None,
     )
     environment.filters |= {
         "json": json_quote,
         "literal": kubernetes_literal,
         "sbatch": sbatch_quote,
         "sh": shell_quote,
+        "sh_line": shell_line,
+        "sh_path": path_quote,
         "sh_words": lambda values: " ".join(map(shell_quote, values)),
     }
     return environment

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.errors import LauncherError
+from toolkit.errors import LauncherError, Problem, ProfileError
 from toolkit.launchers import registry
 from toolkit.launchers.base import Launcher, Run
 from toolkit.planning import plan
@@ -19,7 +19,7 @@ from toolkit.profile import (
 )
 from toolkit.spec import JobSpec
 
-__all__ = ["list_runs", "open_run", "submit"]
+__all__ = ["ask_site", "list_runs", "open_run", "submit"]
 
 
 def submit(job: JobSpec, *, to: str | Profile) -> Run:
@@ -36,6 +36,26 @@ def submit(job: JobSpec, *, to: str | Profile) -> Run:
     """
     profile = load_profile(to) if isinstance(to, str) else to
     return launcher_for(profile).submit(plan(job, profile))
+
+
+def ask_site(job: JobSpec, *, to: str | Profile) -> list[Problem]:
+    """Ask the scheduler where it contradicts the job or the profile; nothing is submitted.
+
+    Args:
+        job: What is to run.
+        to: The profile, its name, or the path of its file.
+
+    Raises:
+        ProfileError: no such profile, or one of a place that has no scheduler to ask.
+        PlanError: the job cannot work there.
+        LauncherError: the scheduler cannot be reached.
+    """
+    profile = load_profile(to) if isinstance(to, str) else to
+    if not isinstance(profile, SlurmProfile):
+        raise ProfileError(f"profile {profile.name!r} is no Slurm site; only those can be asked")
+    from toolkit.launchers.slurm import SlurmLauncher
+
+    return SlurmLauncher(profile).findings(plan(job, profile))
 
 
 def open_run(name: str, *, environ: Mapping[str, str] = os.environ) -> Run:

@@ -20,8 +20,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from toolkit.documents import Ambiguous, Document, read_document, read_text
-from toolkit.errors import InputError, SpecError
+from toolkit import secrecy
+from toolkit.documents import Ambiguous, Document, KeyPath, read_document, read_text
+from toolkit.errors import InputError, Problem, SpecError
 from toolkit.fields import (
     ENV_NAME,
     RESERVED_NAMES,
@@ -35,12 +36,14 @@ from toolkit.fields import (
     NaturalInt,
     PositiveInt,
     Program,
+    SecretFile,
     SecretKey,
     SecretName,
     Size,
     program_first,
     schema_extra,
 )
+from toolkit.sbatch_options import SbatchOptions, options_schema
 from toolkit.validation import FrozenModel, Text, override, validate
 
 __all__ = [
@@ -52,6 +55,7 @@ __all__ = [
     "Stop",
     "field_docstrings",
     "json_schema",
+    "leaked_secrets",
     "load",
 ]
 
@@ -86,13 +90,20 @@ class Stop(FrozenModel):
 
 
 class Retries(FrozenModel):
-    """How often a failed run is tried again; both resume from the newest checkpoint."""
+    """How often a failed run is tried again; each try resumes from the newest checkpoint."""
 
     in_job: NaturalInt = 0
     """Restarts of the workers by torchrun inside the running job, as after a killed rank."""
 
     requeue: NaturalInt = 0
-    """New starts of the whole job by the scheduler, as after a lost node."""
+    """New starts of the whole job after failures that may pass: a lost node, a killed rank.
+
+    On Slurm, those after a preemption or when time was over do not count, but with 0 there are none
+    of them either. Of a script that writes no `outcome.json`, running out of time counts, too.
+    """
+
+    no_progress: PositiveInt = 3
+    """Attempts in a row without a new step in `outcome.json` after which a Slurm job ends."""
 
 
 class Mount(FrozenModel):
@@ -117,11 +128,24 @@ class Mount(FrozenModel):
 class Secret(FrozenModel):
     """Where a secret's value is found; the value itself is never written down."""
 
-    secret: SecretName
+    secret: SecretName | None = None
     """The name of the Kubernetes Secret."""
 
-    key: SecretKey
+    key: SecretKey | None = None
     """The key in it."""
+
+    file: SecretFile | None = None
+    """A file that only you may read (`chmod 600`), read by the script on its node; here and on
+    Slurm."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        there = {key for key in ("secret", "key", "file") if given.get(key) is not None}
+        if there in ({"secret", "key"}, {"file"}):
+            return []
+        found = " and ".join(sorted(there)) or "none of them"
+        return [f"secret and key say where it is, or file does; found {found}"]
 
 
 def _secrets_by_name(value: object) -> object:
@@ -185,7 +209,12 @@ class JobSpec(FrozenModel):
     secrets: Annotated[dict[EnvName, Secret | None], BeforeValidator(_secrets_by_name)] = Field(
         default={}
     )
-    """Secret environment variables: names, or `{NAME: {secret: …, key: …}}`; never values."""
+    """Secret environment variables: names, or `{NAME: {secret: …, key: …}}` for Kubernetes, or
+    `{NAME: {file: …}}`; never values."""
+
+    sbatch: SbatchOptions = Field(default={})
+    """More options of sbatch, by their long names: `true` for one without a value, null to take
+    back what the profile sets. Other places ignore them."""
 
     mounts: tuple[Mount, ...] = ()
     """Folders from outside."""
@@ -250,8 +279,22 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
     Raises:
         SpecError: Every problem of the file and of the overrides.
     """
-    document = _document(Path(path))
-    return validate(JobSpec, override(document, overrides, JobSpec), SpecError)
+    document = override(_document(Path(path)), overrides, JobSpec)
+    job = validate(JobSpec, document, SpecError)
+    if leaks := leaked_secrets(job):
+        raise SpecError([Problem(place=document.place(at), message=reason) for at, reason in leaks])
+    return job
+
+
+def leaked_secrets(job: JobSpec) -> list[tuple[KeyPath, str]]:
+    """Return where a secret is written down, and what to do about it."""
+    found: list[tuple[KeyPath, str]] = []
+    for key, words in (("command", job.command or ()), ("args", job.args)):
+        found += (((key, at), reason) for at, reason in secrecy.leaks_of_words(key, words))
+    for key, entries in (("env", job.env), ("sbatch", job.sbatch)):
+        leaks = secrecy.leaks_of_mapping(key, entries)
+        found += (((key, name), reason) for name, reason in leaks)
+    return found
 
 
 def _document(path: Path) -> Document:
@@ -281,7 +324,16 @@ def json_schema() -> dict[str, Any]:
             ],
             "default": {},
         },
+        "sbatch": options_schema(),
     }
+    schema["$defs"]["Secret"]["oneOf"] = [
+        {
+            "required": list(needed),
+            "properties": {key: {"not": {"type": "null"}} for key in needed}
+            | {key: {"type": "null"} for key in left_out},
+        }
+        for needed, left_out in ((("secret", "key"), ("file",)), (("file",), ("secret", "key")))
+    ]
     for model in (JobSpec, Resources, Stop, Retries, Mount, Secret):
         part = schema if model is JobSpec else schema["$defs"][model.__name__]
         for name, text in field_docstrings(model).items():

@@ -18,6 +18,7 @@ from pydantic import (
 
 from toolkit.documents import Ambiguous, Document, KeyPath, read_document
 from toolkit.errors import InputError, Problem
+from toolkit.secrecy import conceal, is_telling
 
 __all__ = ["FrozenModel", "Text", "nearest", "override", "validate"]
 
@@ -69,8 +70,9 @@ def override(document: Document, assignments: Iterable[str], model: type[BaseMod
     data, problems = document.data, list(document.problems)
     places, shown = dict(document.places), dict(document.written)
     for assignment in assignments:
-        place = f"--set {assignment}"
         dotted, equals, written = assignment.partition("=")
+        hidden = [written] if _is_secret(tuple(dotted.split("."))) else []
+        place = f"--set {dotted}{equals}{conceal(written, hidden)}"
         if not equals or not all(dotted.split(".")):
             problems.append(Problem(place=place, message="write it like resources.nnodes=4"))
             continue
@@ -149,8 +151,18 @@ def _by_line(problem: Problem) -> tuple[str, int]:
 
 def _problem(model: type[BaseModel], document: Document, error: Any) -> Problem:
     path: KeyPath = tuple(part for part in error["loc"] if part != "[key]")
-    message = _message(model, path, error, document.written.get(path))
-    return Problem(place=document.place(path), message=message)
+    written = document.written.get(path)
+    message = _message(model, path, error, written)
+    is_value = "[key]" not in error["loc"] and _is_secret(path)
+    known = [written or "", str(error["input"])] if is_value else []
+    return Problem(place=document.place(path), message=conceal(message, known))
+
+
+def _is_secret(path: KeyPath) -> bool:
+    """Whether what stands there may be a secret that somebody has written down."""
+    if len(path) != 2:
+        return False
+    return path[0] == "secrets" or (path[0] == "env" and is_telling(str(path[1])))
 
 
 def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | None) -> str:
@@ -249,7 +261,8 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 
 def _wants_text(annotation: Any) -> bool:
-    return any(option is str for option in _options(annotation))
+    options = _options(annotation)
+    return str in options and bool not in options
 
 
 def _keys(model: type[BaseModel], path: KeyPath) -> list[str]:

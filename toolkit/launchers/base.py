@@ -161,13 +161,20 @@ def new_run_name(job_name: str) -> str:
 
 
 def require_secrets(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Make sure that the secrets are there which the job takes from the submitting environment.
+    """Make sure that the secrets are there which the job takes from here.
+
+    A file that is not here may be on the node; the script asks again.
 
     Raises:
-        LauncherError: one is not.
+        LauncherError: a variable is not set, or others may read a file.
     """
-    if missing := [name for name in plan.secrets if not environ.get(name)]:
+    if missing := [name for name in plan.exported_secrets if not environ.get(name)]:
         raise LauncherError(f"secrets are not set here: {', '.join(missing)}; export them first")
+    for name, written in plan.secret_files.items():
+        at_home = written.startswith("~/")
+        path = Path(environ.get("HOME", "/"), written[2:]) if at_home else Path(written)
+        if path.is_file() and path.stat().st_mode & 0o077:
+            raise LauncherError(f"secret {name}: others may read {path}; chmod 600 it")
 
 
 def follow_files(

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import LauncherError, RunNotFound
-from toolkit.launchers import registry
+from toolkit.launchers import registry, rundir
 from toolkit.launchers.base import Launcher, Run, RunState, RunStatus, new_run_name
 from toolkit.launchers.k8s_api import Away, Cluster
 from toolkit.launchers.k8s_logs import read_lines
@@ -58,12 +58,13 @@ class KubernetesRun(Run):
         if job is None:
             raise RunNotFound(f"the PyTorchJob of {self.uri} is gone, and its log with its pods")
         workers = job["spec"]["pytorchReplicaSpecs"]["Worker"].get("replicas", 1)
-        yield from read_lines(
+        lines = read_lines(
             self._cluster,
             self._object,
             prefixed=workers > 1,
             ended=self._nothing_more if follow else None,
         )
+        yield from rundir.redacted(lines, self.run_dir, self._environ)
 
     def cancel(self) -> None:
         """Delete the PyTorchJob; its pods get SIGTERM and their grace period."""

@@ -78,12 +78,11 @@ class LocalRun(Run):
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """Yield the lines of all nodes, each as it comes."""
-        return without_stop_traces(
-            follow_files(
-                self._log_files,
-                ended=lambda: not follow or self._supervisor() is None,
-            )
+        lines = follow_files(
+            self._log_files,
+            ended=lambda: not follow or self._supervisor() is None,
         )
+        return rundir.redacted(without_stop_traces(lines), self.run_dir)
 
     def cancel(self) -> None:
         """Ask the supervisor to stop the run with a checkpoint."""

@@ -6,12 +6,13 @@ What a training script does not write (outcome, metrics) is simply missing from 
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.documents import write_document
-from toolkit.errors import LauncherError
+from toolkit import secrecy
+from toolkit.documents import read_document, read_text, write_document
+from toolkit.errors import InputError, LauncherError
 from toolkit.launchers.base import RunState, RunStatus
 from toolkit.spec import JobSpec
 
@@ -19,9 +20,12 @@ __all__ = [
     "cancel_requested",
     "ended_status",
     "last_metrics",
+    "last_reason",
     "make",
     "outcome",
+    "redacted",
     "request_cancel",
+    "secrets_of",
     "write_inputs",
 ]
 
@@ -34,6 +38,12 @@ _OUTCOMES = {
     "retryable": RunState.FAILED,
     "running": RunState.FAILED,  # it never came to say how it ended
 }
+
+_WORDS = {
+    "cancelled": RunState.CANCELLED,
+    "no_progress": RunState.FAILED,
+}
+"""What the first word of an attempt's reason knows better than the outcome."""
 
 
 def make(parent: Path, name: str) -> Path:
@@ -67,6 +77,32 @@ def write_inputs(run_dir: Path, job: JobSpec, *, script: str, file_name: str) ->
     except OSError as error:
         raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
     return run_dir / file_name
+
+
+def secrets_of(
+    run_dir: Path | None, environ: Mapping[str, str] = os.environ
+) -> list[tuple[str, str]]:
+    """Return the secrets of a run whose values are known here, by variable or file."""
+    try:
+        data = run_dir and read_document(read_text(run_dir / "job.yaml"), "job.yaml").data
+    except InputError:
+        data = None
+    places = data.get("secrets") if isinstance(data, dict) else None
+    known = dict(environ)
+    for name, place in places.items() if isinstance(places, dict) else ():
+        if isinstance(place, dict) and (file := place.get("file")):
+            with contextlib.suppress(OSError, UnicodeDecodeError, RuntimeError):
+                known[name] = Path(file).expanduser().read_text().rstrip("\n")
+    return secrecy.values_of(known, names=places or ())
+
+
+def redacted(
+    lines: Iterator[str], run_dir: Path | None, environ: Mapping[str, str] = os.environ
+) -> Iterator[str]:
+    """Yield `lines` with `***NAME***` in place of every secret that is known here."""
+    secrets = secrets_of(run_dir, environ)
+    for line in lines:
+        yield secrecy.redact(line, secrets)
 
 
 def outcome(run_dir: Path) -> Mapping[str, Any] | None:
@@ -117,9 +153,24 @@ def ended_status(run_dir: Path) -> RunStatus:
             return RunStatus(state=state, reason=reason, lost=True)
     elif said.get("status") == "running":
         reason = f"ended without a word at step {said.get('step')}; see the logs"
+    if state is not RunState.SUCCEEDED and attempts:
+        reason = _reason(attempts[-1]) or reason
+        state = _WORDS.get(reason.partition(":")[0], state)
     if state is not RunState.SUCCEEDED and cancel_requested(run_dir):
         return RunStatus(state=RunState.CANCELLED, reason=reason)
     return RunStatus(state=state, reason="" if state is RunState.SUCCEEDED else reason)
+
+
+def last_reason(run_dir: Path) -> str:
+    """Return why the newest attempt that says so has ended, and what was decided; else ""."""
+    return next(filter(None, map(_reason, reversed(_attempts(run_dir)))), "")
+
+
+def _reason(attempt: Path) -> str:
+    try:
+        return (attempt / "reason").read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _exit_status(run_dir: Path) -> tuple[RunState, str]:

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from toolkit.errors import LauncherError, SchedulerMissing
+from toolkit.errors import LauncherError, Problem, SchedulerMissing
 from toolkit.launchers import registry, rundir
 from toolkit.launchers.base import (
     Launcher,
@@ -18,6 +18,7 @@ from toolkit.launchers.base import (
     new_run_name,
     require_secrets,
 )
+from toolkit.launchers.slurm_site import site_findings
 from toolkit.launchers.torchrun_log import without_stop_traces
 from toolkit.planning import SlurmPlan
 from toolkit.profile import SlurmProfile
@@ -129,6 +130,9 @@ class SlurmRun(Run):
         reason = "" if reason == "None" else reason
         if state is RunState.UNKNOWN:
             return RunStatus(state=state, reason=f"Slurm says {word}")
+        if state is RunState.PENDING and self.run_dir is not None:
+            words = [reason, rundir.last_reason(self.run_dir)]
+            return RunStatus(state=state, reason="; last attempt: ".join(filter(None, words)))
         if state is RunState.FAILED and self.run_dir is not None:
             said = rundir.ended_status(self.run_dir)
             if said.state in (RunState.PREEMPTED, RunState.CANCELLED):
@@ -143,14 +147,13 @@ class SlurmRun(Run):
         if self.run_dir is None:
             raise LauncherError(f"{self.uri} was not submitted from here; its log is unknown")
         log = self.run_dir / "logs" / "job.log"
-        return without_stop_traces(
-            follow_files(
-                lambda: [log],
-                ended=lambda: not follow or self._ended(),
-                pause_s=0.5,
-                ask_every_s=_ASK_EVERY_S,
-            )
+        lines = follow_files(
+            lambda: [log],
+            ended=lambda: not follow or self._ended(),
+            pause_s=0.5,
+            ask_every_s=_ASK_EVERY_S,
         )
+        return rundir.redacted(without_stop_traces(lines), self.run_dir)
 
     def _ended(self) -> bool:
         status = self.status()
@@ -227,6 +230,11 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             environ=self._environ,
         )
         return SlurmRun(record, self._command)
+
+    def findings(self, plan: SlurmPlan) -> list[Problem]:
+        """Compare the plan with what the site says of itself."""
+        self._cluster()
+        return site_findings(plan, self._command)
 
     def open(self, record: registry.RunRecord) -> SlurmRun:
         """Return the handle of an earlier job."""

@@ -1,0 +1,434 @@
+"""What follows when an attempt ends: the functions of the batch script, run by bash."""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit
+from tests import fake_slurm
+from tests.conftest import ROOT
+
+_PRELUDE = """
+set -euo pipefail
+say() { echo "$*"; }
+run_dir=$1 attempt=$2 restarts=$2 stopping=$3 nnodes=2 failure_limit=$4 idle_limit=3
+logs=$run_dir/logs/attempt-$attempt
+source "$5"
+"""
+
+_SCONTROL = """#!/bin/sh
+echo "scontrol $*" >>"$CALLS"
+case "$*" in
+"-o show job"*) echo "JobId=7 Restarts=$RESTARTS ExcNodeList=$EXCLUDED NodeList=x" ;;
+"show hostnames"*) echo "$3" | tr , '\\n' ;;
+esac
+"""
+
+_SINFO = """#!/bin/sh
+case "$*" in
+*" -p "*) printf '%s\\n' $UP | tr : ' ' ;;
+*) [ -z "$DOWN" ] || printf '%s\\n' $DOWN ;;
+esac
+"""
+
+
+@dataclass
+class Job:
+    """A run directory, and the cluster around it."""
+
+    run_dir: Path
+    attempt: int = 0
+    limit: int = 2
+
+    def __post_init__(self) -> None:
+        self.calls = self.run_dir / "calls"
+        self.calls.touch()
+        commands = self.run_dir / "bin"
+        commands.mkdir()
+        for name, text in (("scontrol", _SCONTROL), ("sinfo", _SINFO)):
+            (commands / name).write_text(text)
+            (commands / name).chmod(0o755)
+        self.environ = {
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "CALLS": str(self.calls),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1,n2",
+            "SLURM_JOB_PARTITION": "p",
+            "RESTARTS": "0",
+            "EXCLUDED": "(null)",
+            "UP": "n1:idle n2:mix n3:idle n4:alloc",
+            "DOWN": "",
+        }
+        self.log = self.run_dir / "job.log"
+
+    def folder(self, attempt: int) -> Path:
+        made = self.run_dir / f"logs/attempt-{attempt}"
+        made.mkdir(parents=True, exist_ok=True)
+        return made
+
+    def told(self, **outcome: Any) -> None:
+        text = json.dumps({"version": 1, **outcome}, indent=2)
+        (self.run_dir / "outcome.json").write_text(text + "\n")
+
+    def had(self, attempt: int, reason: str, step: int | None = None, failing: str = "") -> None:
+        folder = self.folder(attempt)
+        (folder / "reason").write_text(f"{reason}: so\n")
+        (folder / "nodes").write_text("n1\nn2\n")
+        if step is not None:
+            (folder / "step").write_text(f"{step}\n")
+        if failing:
+            (folder / "failing_node").write_text(f"{failing}\n")
+
+    def run(self, body: str, *, stopping: str = "") -> int:
+        """Run functions of the script; return the exit status."""
+        self.folder(self.attempt)
+        script = ROOT / "templates/slurm/decide.sh"
+        arguments = [str(self.run_dir), str(self.attempt), stopping, str(self.limit), str(script)]
+        with self.log.open("a") as log:
+            done = subprocess.run(
+                ["bash", "-c", _PRELUDE + body, "bash", *arguments],
+                env=self.environ,
+                stdout=log,
+                stderr=log,
+                check=False,
+            )
+        return done.returncode
+
+    def conclude(self, status: int, *, stopping: str = "", printed: str = "") -> int:
+        return self.run(f"cat >&2 <<'END'\n{printed}\nEND\nconclude {status}", stopping=stopping)
+
+    @property
+    def reason(self) -> str:
+        return (self.folder(self.attempt) / "reason").read_text().rstrip("\n")
+
+    @property
+    def asked(self) -> list[str]:
+        """What the scheduler was told to do."""
+        lines = self.calls.read_text().splitlines()
+        return [line.removeprefix("scontrol ") for line in lines if " show " not in line]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+REPORT = "  exitcode  : {} (pid: 77)"
+AGAIN = ["requeue 7"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "stopping", "printed", "ends", "reason", "asked"),
+    [
+        pytest.param("done", 0, "", "", 0, "done: all steps made", [], id="done"),
+        pytest.param("done", 1, "walltime", "", 0, "done: all steps made", [], id="done late"),
+        pytest.param(
+            "fatal", 1, "", "", 1, 'fatal: rank 1: it "said" so; not queued again', [], id="fatal"
+        ),
+        pytest.param(
+            "fatal", 0, "", "", 1, 'fatal: rank 1: it "said" so; not queued again', [], id="fatal 0"
+        ),
+        pytest.param(
+            "retryable", 1, "", "", 1, 'retryable: rank 1: it "said" so; queued again', AGAIN,
+            id="lost a rank",
+        ),
+        pytest.param(
+            "running", 1, "", "", 1,
+            "retryable: killed without a word, at step 50 or later; queued again", AGAIN,
+            id="all ranks killed",
+        ),
+        pytest.param(
+            "running", 1, "", "error: Detected 1 oom_kill event in StepId=7.0.", 1,
+            "fatal: out of memory: the kernel killed a process; not queued again", [],
+            id="out of memory",
+        ),
+        pytest.param(
+            "preempted", 1, "", "", 1, 'preempted: rank 1: it "said" so; queued again', AGAIN,
+            id="preempted",
+        ),
+        pytest.param(
+            "preempted", 1, "walltime", "", 1, "walltime: out of time; queued again", AGAIN,
+            id="out of time",
+        ),
+        pytest.param(
+            "preempted", 1, "cancelled", "", 1,
+            "cancelled: by toolkit cancel; not queued again", [], id="cancelled",
+        ),
+        pytest.param(
+            "preempted", 1, "terminated", "", 1, "cancelled: by scancel; not queued again", [],
+            id="scancel",
+        ),
+        pytest.param(
+            "retryable", 1, "", REPORT.format(93), 93,
+            'no_progress: a worker exited with status 93 (rank 1: it "said" so); not queued again',
+            [], id="a worker says 93",
+        ),
+        pytest.param("", 0, "", "", 0, "done: all steps made", [], id="no outcome, 0"),
+        pytest.param(
+            "", 1, "", "", 1,
+            "retryable: exit status 1 without a word in outcome.json; queued again", AGAIN,
+            id="no outcome, 1",
+        ),
+        pytest.param(
+            "", 1, "", REPORT.format(2), 1,
+            "fatal: exit status 2: another start would end like this one; not queued again", [],
+            id="no outcome, a worker's 2",
+        ),
+        pytest.param(
+            "", 127, "", "", 127,
+            "fatal: exit status 127: another start would end like this one; not queued again", [],
+            id="no torchrun",
+        ),
+        pytest.param(
+            "", 1, "walltime", "", 1, "walltime: out of time; queued again", AGAIN,
+            id="no outcome, out of time",
+        ),
+    ],
+)  # fmt: skip
+def test_the_outcome_decides(
+    job: Job,
+    outcome: str,
+    status: int,
+    stopping: str,
+    printed: str,
+    ends: int,
+    reason: str,
+    asked: list[str],
+) -> None:
+    if outcome:
+        rank = None if outcome == "done" else 1
+        job.told(status=outcome, attempt=0, step=50, rank=rank, reason='it "said" so')
+    assert job.conclude(status, stopping=stopping, printed=printed) == ends
+    assert (job.reason, job.asked) == (reason, asked)
+    assert (job.folder(0) / "step").exists() == bool(outcome)
+
+
+@pytest.mark.parametrize("indent", [None, 2, 4])
+def test_an_outcome_is_read_however_it_is_laid_out(job: Job, indent: int | None) -> None:
+    outcome = {"status": "fatal", "attempt": 0, "step": 3, "rank": None, "reason": 'a, "b" \\ }'}
+    (job.run_dir / "outcome.json").write_text(json.dumps(outcome, indent=indent))
+    assert job.conclude(1) == 1
+    assert job.reason == 'fatal: a, "b" \\ }; not queued again'
+    assert (job.folder(0) / "step").read_text() == "3\n"
+
+
+def test_the_outcome_of_an_earlier_attempt_is_not_this_ones(job: Job) -> None:
+    job.attempt = 1
+    job.had(0, "walltime", step=50)
+    job.told(status="preempted", attempt=0, step=50, rank=None, reason="x")
+    assert job.conclude(1) == 1
+    assert job.reason == "retryable: exit status 1 without a word in outcome.json; queued again"
+    assert (job.folder(1) / "step").read_text() == "50\n"
+
+
+def test_what_an_earlier_attempt_printed_is_not_this_ones(job: Job) -> None:
+    job.log.write_text(REPORT.format(93) + "\n")
+    assert job.conclude(1) == 1
+    assert job.asked == AGAIN
+
+
+def test_failures_use_up_the_requeues(job: Job) -> None:
+    job.attempt = 2
+    job.had(0, "retryable", step=10)
+    job.had(1, "node_failure", step=20)
+    job.told(status="retryable", attempt=2, step=30, rank=1, reason="gone")
+    assert job.conclude(1) == 1
+    assert job.reason == "retryable: rank 1: gone; gave up after 2 requeues"
+    assert job.asked == []
+
+
+@pytest.mark.parametrize("word", ["walltime", "preempted"])
+def test_time_and_preemption_use_up_nothing_while_there_is_progress(job: Job, word: str) -> None:
+    job.attempt = 9
+    for attempt in range(9):
+        job.had(attempt, word, step=10 * (attempt + 1))
+    job.told(status="retryable", attempt=9, step=100, rank=1, reason="gone")
+    assert job.conclude(1) == 1
+    assert job.asked == AGAIN
+
+
+def test_out_of_time_uses_up_requeues_where_no_outcome_shows_progress(job: Job) -> None:
+    job.attempt = 2
+    job.had(0, "walltime")
+    job.had(1, "walltime")
+    assert job.conclude(1, stopping="walltime") == 1
+    assert job.reason == "walltime: out of time; gave up after 2 requeues"
+
+
+def test_no_new_step_in_three_attempts_ends_the_job_with_93(job: Job) -> None:
+    job.attempt, job.limit = 3, 99
+    for attempt, step in enumerate([57, 57, 50]):
+        job.had(attempt, "walltime", step=step)
+    job.told(status="preempted", attempt=3, step=57, rank=None, reason="x")
+    assert job.conclude(1, stopping="walltime") == 93
+    assert job.reason == (
+        "no_progress: out of time; no step beyond 57 in 3 attempts (retries.no_progress)"
+    )
+    assert job.asked == []
+
+
+def test_one_new_step_starts_the_count_anew(job: Job) -> None:
+    job.attempt, job.limit = 3, 99
+    for attempt in range(3):
+        job.had(attempt, "retryable", step=57)
+    job.told(status="retryable", attempt=3, step=58, rank=0, reason="x")
+    assert job.conclude(1) == 1
+    assert job.asked == AGAIN
+
+
+def test_attempts_of_an_earlier_job_in_the_same_directory_do_not_count(job: Job) -> None:
+    job.attempt = 5
+    for attempt in range(5):
+        job.had(attempt, "retryable", step=57)
+    job.told(status="retryable", attempt=5, step=57, rank=0, reason="x")
+    assert job.run("restarts=0; conclude 1") == 1
+    assert job.asked == AGAIN
+
+
+def test_preempted_before_it_began_is_no_attempt_without_progress(job: Job) -> None:
+    job.attempt = 3
+    job.environ["RESTARTS"] = "4"
+    for attempt in range(3):
+        job.had(attempt, "preempted")
+    job.told(status="preempted", attempt=0, step=57, rank=None, reason="x")
+    assert job.conclude(1, stopping="terminated") == 1
+    assert job.reason == "preempted: Slurm has taken the nodes; queued again"
+    assert not (job.folder(3) / "step").exists()
+    assert job.asked == []
+
+
+def test_without_requeues_nothing_is_queued_again(job: Job) -> None:
+    job.limit = 0
+    job.told(status="retryable", attempt=0, step=5, rank=0, reason="x")
+    assert job.conclude(1) == 1
+    assert job.reason == "retryable: rank 0: x; not queued again (retries.requeue is 0)"
+    assert job.asked == []
+
+
+@pytest.mark.parametrize(
+    ("secret", "reason"),
+    [("x", "done: all steps made\n"), ("", "fatal: ended before torchrun was started\n")],
+)
+def test_the_rendered_script_leaves_a_reason(tmp_path: Path, secret: str, reason: str) -> None:
+    job = toolkit.JobSpec(name="probe", module="train", secrets={"TOKEN": None})
+    environ = {**fake_slurm.install(tmp_path, nodes=1), "TOKEN": secret}
+    script = toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s")))
+    run_dir = tmp_path / "run"
+    argv = ["bash", "-s", str(run_dir)]
+    subprocess.run(argv, input=script, env=environ, capture_output=True, text=True, check=False)
+    assert (run_dir / "logs/attempt-0/reason").read_text() == reason
+
+
+# ---- Nodes
+
+
+def fail_on_n2(job: Job) -> str:
+    """Let a second attempt fail first on n2; return its reason."""
+    job.attempt = 1
+    job.had(0, "retryable", step=10, failing="n2")
+    (job.folder(1) / "nodes").write_text("n1\nn2\n")
+    (job.folder(1) / "failed-0").write_text("100.9\tn1\n")
+    (job.folder(1) / "failed-1").write_text("100.5\tn2\n")
+    job.told(status="retryable", attempt=1, step=20, rank=1, reason="x")
+    assert job.conclude(1) == 1
+    return job.reason.removeprefix("retryable: rank 1: x; queued again")
+
+
+@pytest.mark.parametrize(("excluded", "all_of_them"), [("(null)", "n2"), ("n4", "n4,n2")])
+def test_a_node_that_failed_first_twice_is_excluded(
+    job: Job, excluded: str, all_of_them: str
+) -> None:
+    job.environ["EXCLUDED"] = excluded
+    assert fail_on_n2(job) == "; without n2, where two attempts have failed first"
+    assert job.asked == ["requeue 7", f"update jobid=7 excnodelist={all_of_them}"]
+
+
+@pytest.mark.parametrize("up", ["n1:mix n2:mix", "n1:mix n2:mix n3:idle* n4:drain"])
+def test_a_node_that_the_job_needs_is_not_excluded(job: Job, up: str) -> None:
+    job.environ["UP"] = up
+    assert fail_on_n2(job) == (
+        "; not without n2, where two attempts have failed first: too few nodes would be left"
+    )
+    assert job.asked == ["requeue 7"]
+
+
+def test_a_node_that_is_excluded_already_is_not_told_again(job: Job) -> None:
+    job.environ["EXCLUDED"] = "n2,n4"
+    assert fail_on_n2(job) == ""
+    assert job.asked == ["requeue 7"]
+
+
+FAILURE = """
+[0]:
+  time      : 2026-11-21_01:30:{}
+  host      : {}
+  rank      : 1 (local_rank: 0)
+  exitcode  : {} (pid: 337)
+  error_file: <N/A>
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("22", "n1.site", 1), ("12", "n2.site", 1)), (("12", "n1", 1), ("12", "n2", -9))],
+)
+def test_torchruns_reports_say_who_failed_first(
+    job: Job, first: tuple[str, str, int], second: tuple[str, str, int]
+) -> None:
+    (job.folder(0) / "nodes").write_text("n1\nn2\n")
+    (job.folder(0) / "failed-0").write_text("100.9\tn1\n")
+    job.told(status="retryable", attempt=0, step=20, rank=1, reason="x")
+    assert job.conclude(1, printed=FAILURE.format(*first) + FAILURE.format(*second)) == 1
+    assert (job.folder(0) / "failing_node").read_text() == "n2\n"
+
+
+def test_a_node_that_slurm_calls_down_is_the_failing_one(job: Job) -> None:
+    job.environ |= {"DOWN": "n2", "RESTARTS": "1"}
+    (job.folder(0) / "failed-0").write_text("100.5\tn1\n")
+    assert job.conclude(1, stopping="terminated") == 1
+    assert job.reason == "node_failure: down: n2; queued again"
+    assert (job.folder(0) / "failing_node").read_text() == "n2\n"
+
+
+@pytest.mark.parametrize(
+    ("down", "reason", "failing"),
+    [
+        ("n2", "lost: the batch script was killed without a word; down: n2", "n2"),
+        ("", "lost: the batch script was killed without a word", "n1"),
+    ],
+)
+def test_the_next_attempt_says_what_became_of_a_lost_one(
+    job: Job, down: str, reason: str, failing: str
+) -> None:
+    job.attempt = 1
+    job.environ["DOWN"] = down
+    (job.folder(0) / "nodes").write_text("n1\nn2\n")
+    job.told(status="running", attempt=0, step=50, rank=None, reason="x")
+    assert job.run("begin") == 0
+    before = job.folder(0)
+    assert (before / "reason").read_text() == f"{reason}\n"
+    assert (before / "failing_node").read_text() == f"{failing}\n"
+    assert (before / "step").read_text() == "50\n"
+
+
+@pytest.mark.parametrize(
+    ("failures", "step", "status", "reason"),
+    [
+        (2, 10, 0, ""),
+        (3, 10, 1, "gave_up: gave up after 2 requeues"),
+        (3, 0, 93, "no_progress: no step beyond 0 in 3 attempts (retries.no_progress)"),
+    ],
+)
+def test_a_job_that_slurm_queued_again_beyond_its_limits_ends_at_its_start(
+    job: Job, failures: int, step: int, status: int, reason: str
+) -> None:
+    job.attempt = failures
+    for attempt in range(failures):
+        job.had(attempt, "node_failure", step=step * (attempt + 1))
+    assert job.run("begin") == status
+    assert not reason or job.reason == reason

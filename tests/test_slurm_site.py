@@ -1,0 +1,150 @@
+"""`toolkit check --server`: what a site says of itself beside what a plan believes."""
+
+import doctest
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import toolkit
+from toolkit.cli import cli
+from toolkit.errors import LauncherError, ProfileError
+from toolkit.launchers import slurm_site
+from toolkit.launchers.slurm import SlurmLauncher
+
+# Recorded from Slurm 22.05.8, shortened.
+CONFIG = """\
+Configuration data as of 2026-11-21T01:16:06
+ClusterName             = sandbox
+Epilog                  = (null)
+JobSubmitPlugins        = \n\
+KillWait                = 30 sec
+PreemptMode             = REQUEUE
+SLURM_VERSION           = 22.05.8
+"""
+SINFO = (
+    "main*|2-01:00:00|n/a|1-infinite|2|up\nlow|30:00|1:00|1|2|drain\nhigh|4:00:00|5:00|1-4|9|up\n"
+)
+REFUSED = "/usr/bin/sbatch: unrecognized option '--segment=4'\nTry \"sbatch --help\" for more\n"
+
+
+class Site:
+    """Answers as a login node would."""
+
+    def __init__(self, *, config: str = CONFIG, sinfo: str = SINFO, status: int = 0) -> None:
+        self.answers = {"scontrol": config, "sinfo": sinfo}
+        self.status = status
+        self.asked: list[list[str]] = []
+
+    def __call__(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        self.asked.append(list(argv))
+        if argv[0] == "sbatch":
+            assert argv[-1] == "--usage", "it would submit"
+            unknown = any(word.startswith("--segment") for word in argv)
+            return subprocess.CompletedProcess(argv, int(unknown), "", REFUSED if unknown else "")
+        return subprocess.CompletedProcess(argv, self.status, self.answers[argv[0]], "")
+
+
+def findings(site: Site, profile: dict[str, Any] | None = None, **job: Any) -> list[str]:
+    keys = {"name": "s", "kill_wait": "30s"} | (profile or {})
+    made = toolkit.SlurmProfile.model_validate(keys)
+    spec = toolkit.JobSpec.model_validate({"name": "probe", "module": "train", **job})
+    found = SlurmLauncher(made, command=site).findings(toolkit.plan(spec, made))
+    return [str(problem) for problem in found]
+
+
+def test_a_plan_that_fits_its_site_finds_nothing_and_submits_nothing() -> None:
+    site = Site()
+    assert findings(site, resources={"nnodes": 2}, time_limit="2d") == []
+    parsed = {argv[1].partition("=")[0] for argv in site.asked if argv[0] == "sbatch"}
+    assert {"--nodes", "--time", "--signal", "--output", "--no-requeue"} <= parsed
+
+
+@pytest.mark.parametrize(
+    ("profile", "job", "found"),
+    [
+        ({"kill_wait": "15m"}, {}, [
+            "scontrol show config: KillWait is 30s, and profile 's' says 15m; write kill_wait: 30s"
+        ]),
+        ({"partition": "mian"}, {}, [
+            "sinfo: there is no partition 'mian'; there are high, low, main"
+        ]),
+        ({}, {"time_limit": "3d"}, [
+            "sinfo: time_limit 3d exceeds MaxTime 2d1h of partition 'main'; write time_limit: 2d1h "
+            "and let retries.requeue go on from there"
+        ]),
+        ({"partition": "high"}, {"stop": {"grace": "5m"}}, [
+            "sinfo: partition 'high' gives 5m where a job names no time, and the end of a run "
+            "alone takes 6m30s; set time_limit"
+        ]),
+        ({"partition": "high"}, {"resources": {"nnodes": 5}, "time_limit": "1h"}, [
+            "sinfo: nnodes 5 exceeds the 4 nodes for one job (MaxNodes) of partition 'high'; ask "
+            "for fewer, or name another partition"
+        ]),
+        ({}, {"resources": {"nnodes": 3}}, [
+            "sinfo: nnodes 3 exceeds the 2 nodes of partition 'main'; ask for fewer, or name "
+            "another partition"
+        ]),
+        ({"partition": "low"}, {"time_limit": "10m"}, [
+            "sinfo: partition 'low' is drain; jobs wait until it is up"
+        ]),
+        ({}, {"sbatch": {"partition": "low,main"}}, []),
+        ({}, {"sbatch": {"segment": 4}}, [
+            "--segment: this site's sbatch refuses it: unrecognized option '--segment=4'; leave it "
+            "out, or ask for its version"
+        ]),
+    ],
+)  # fmt: skip
+def test_what_the_site_contradicts_is_told_with_the_way_out(
+    profile: dict[str, Any], job: dict[str, Any], found: list[str]
+) -> None:
+    assert findings(Site(), profile, **job) == found
+
+
+def test_a_site_that_cancels_what_it_preempts_is_told() -> None:
+    site = Site(config=CONFIG.replace("REQUEUE", "GANG,CANCEL").replace("22.05.8", "20.11.9"))
+    assert findings(site) == [
+        "scontrol show config: SLURM_VERSION is 20.11.9, and the script is tried with 22.05 and "
+        "later; try a requeue before you rely on it"
+    ]
+    found = findings(site, retries={"requeue": 1})
+    assert found[0].startswith("scontrol show config: PreemptMode is GANG,CANCEL: a preempted job")
+
+
+def test_a_site_without_a_default_partition_wants_one_named() -> None:
+    site = Site(sinfo=SINFO.replace("*", ""))
+    assert findings(site) == [
+        "sinfo: no partition is the default one; name one of high, low, main in the profile"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("site", "message"),
+    [
+        (Site(config="ClusterName = x\n"), "scontrol show config says nothing of KillWait"),
+        (Site(sinfo="main*|soon|n/a|1|2|up\n"), "sinfo's answer cannot be understood: 'main"),
+        (Site(sinfo="main*\n"), "sinfo's answer cannot be understood: 'main"),
+        (Site(status=1), "scontrol refused"),
+    ],
+)
+def test_an_answer_that_cannot_be_understood_is_no_verdict(site: Site, message: str) -> None:
+    with pytest.raises(LauncherError, match=message):
+        findings(site)
+
+
+def test_only_slurm_sites_are_asked() -> None:
+    job = toolkit.JobSpec(name="probe", module="train")
+    with pytest.raises(ProfileError, match="profile 'l' is no Slurm site; only those can be asked"):
+        toolkit.ask_site(job, to=toolkit.LocalProfile(name="l"))
+
+
+def test_the_command_wants_a_profile_to_ask() -> None:
+    done = CliRunner().invoke(cli, ["check", "jobs/digits.yaml", "--server"])
+    assert done.exit_code == 2
+    assert "--server asks the site of a profile; name one with --to" in done.output
+
+
+def test_the_examples_in_docstrings_are_true() -> None:
+    assert doctest.testmod(slurm_site).failed == 0

@@ -1,0 +1,138 @@
+"""Templates of a site: ours extended or replaced, and every slip told with its line."""
+
+import difflib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT, TOOLKIT
+from toolkit.errors import RenderError
+
+PAGE = (ROOT / "docs/how-to/templates.md").read_text()
+BLOCKS = ("head", "environment", "launch", "after")
+TEMPLATES = {
+    "slurm": "slurm/train.sbatch.j2",
+    "local": "local/run.sh.j2",
+    "kubernetes": "kubernetes/pytorchjob.yaml.j2",
+}
+
+
+def example(language: str) -> str:
+    found: list[str] = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return found[0]
+
+
+def write(folder: Path, text: str, *, kind: str = "slurm") -> toolkit.Profile:
+    """Write a template and the profile that names its folder."""
+    path = folder / "templates" / TEMPLATES[kind]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    profile = folder / "site.yaml"
+    profile.write_text(f"kind: {kind}\ntemplates_dir: templates\n")
+    return toolkit.load_profile(str(profile))
+
+
+def rendered(profile: toolkit.Profile) -> str:
+    job = toolkit.JobSpec(name="probe", module="train", image="i")
+    return toolkit.render(toolkit.plan(job, profile))
+
+
+def test_the_example_of_the_page_extends_the_script(tmp_path: Path) -> None:
+    profile = write(tmp_path, example("jinja"))
+    plain = rendered(profile.model_copy(update={"templates_dir": None})).splitlines()
+    lines = rendered(profile).splitlines()
+    changes = difflib.unified_diff(plain, lines, n=0, lineterm="")
+    assert [line for line in changes if not line.startswith(("---", "+++", "@@"))] == [
+        "+#SBATCH --comment='probe by site'",
+        "+# ---- Data on the node's own disk",
+        "+for folder in /data/digits '/data/it'\"'\"'s here'; do",
+        '+  srun --export=ALL --ntasks-per-node=1 rsync -a "$folder" /local/',
+        "+done",
+        '+[ "$status" -ne 0 ] || cp -r "$run_dir/checkpoints" /archive',
+    ]
+    subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, check=True)
+
+
+def test_the_profile_of_the_page_is_one(tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text(example("yaml"))
+    profile = toolkit.load_profile(str(tmp_path / "site.yaml"))
+    assert profile.templates_dir == str(tmp_path / "templates")
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_extended_by_nothing_our_template_renders_the_same(kind: str, tmp_path: Path) -> None:
+    text = f'{{% extends "toolkit/{TEMPLATES[kind]}" %}}\n'
+    for block in BLOCKS:
+        text += f"{{% block {block} %}}\n{{{{ super() }}}}{{% endblock %}}\n"
+    profile = write(tmp_path, text, kind=kind)
+    assert rendered(profile) == rendered(profile.model_copy(update={"templates_dir": None}))
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_template_may_replace_ours(kind: str, tmp_path: Path) -> None:
+    profile = write(tmp_path, "{{ job.name | sh }} {{ profile.kind }}\n", kind=kind)
+    assert rendered(profile) == f"probe {kind}\n"
+    profile = write(tmp_path, "changed, and a good deal longer\n", kind=kind)
+    assert rendered(profile) == "changed, and a good deal longer\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("a\n{{ jobb.name }}\n", 2, "'jobb' is undefined; templates know plan, job, profile, "
+         "version"),
+        ("{{ job.nmae }}\n", 1, "'toolkit.spec.JobSpec object' has no attribute 'nmae'; templates "
+         "know plan, job, profile, version"),
+        ("a\nb\n{% if %}\n", 3, "Expected an expression, got 'end of statement block'"),
+        ("{{ job.name | quote }}\n", 1, "No filter named 'quote'."),
+        ("\n{% include 'other.j2' %}\n", 2, "there is no template 'other.j2'; the toolkit's own is "
+         "'toolkit/slurm/train.sbatch.j2'"),
+        ("{% extends 'slurm/base.j2' %}\n", 1, "there is no template 'slurm/base.j2'; the "
+         "toolkit's own is 'toolkit/slurm/train.sbatch.j2'"),
+        ("{{ 1 / 0 }}\n", 1, "ZeroDivisionError: division by zero"),
+        ('\n\n{{ "a\\nb" | sbatch }}\n', 3, "'a\\nb' holds a control character, which no #SBATCH "
+         "line can hold"),
+        ('{{ "a\\nb" | sh_line }}\n', 1, "'a\\nb' holds a control character; write one line of "
+         "bash per item"),
+        ('{% extends "toolkit/slurm/train.sbatch.j2" %}\n{% block after %}\n{{ x }}{% endblock %}',
+         3, "'x' is undefined; templates know plan, job, profile, version"),
+    ],
+)  # fmt: skip
+def test_every_slip_is_told_with_its_line(
+    text: str, line: int, message: str, tmp_path: Path
+) -> None:
+    profile = write(tmp_path, text)
+    with pytest.raises(RenderError) as caught:
+        rendered(profile)
+    assert str(caught.value) == f"{tmp_path}/templates/slurm/train.sbatch.j2:{line}: {message}"
+
+
+def test_a_folder_without_the_template_is_refused(tmp_path: Path) -> None:
+    profile = write(tmp_path, "x", kind="local").model_copy(update={"name": "s"})
+    slurm = toolkit.SlurmProfile(name="s", templates_dir=profile.templates_dir)
+    with pytest.raises(RenderError, match=r"templates' holds no slurm/train.sbatch.j2; write that"):
+        rendered(slurm)
+    nowhere = toolkit.SlurmProfile(name="s", templates_dir=str(tmp_path / "nowhere"))
+    with pytest.raises(RenderError, match="nowhere' is no folder; write that template, or leave"):
+        rendered(nowhere)
+
+
+def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
+    write(tmp_path, "\n{{ jobb }}\n")
+    (tmp_path / "job.yaml").write_text("name: a\nmodule: m\n")
+    for command in ("check", "render"):
+        done = subprocess.run(
+            [TOOLKIT, command, "job.yaml", "--to=./site.yaml"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            f"{tmp_path}/templates/slurm/train.sbatch.j2:2: 'jobb' is undefined; "
+            "templates know plan, job, profile, version\n"
+        )

@@ -1,0 +1,182 @@
+"""What looks like a secret, and how it is kept out of files, messages and logs.
+
+Pure. Nothing here ever puts more than the first three characters of a secret into a message.
+"""
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+__all__ = [
+    "WAY_OUT",
+    "conceal",
+    "is_telling",
+    "kind_of",
+    "leaks",
+    "redact",
+    "values_of",
+]
+
+SHOWN = 3
+"""How many characters of a token may be shown: enough to know which one is meant."""
+
+REDACTED_FROM = 6
+"""The shortest value that is replaced in logs; a shorter one would take half of the log with it."""
+
+LINE_FROM = 16
+"""The shortest line of a longer secret that is replaced by itself."""
+
+WAY_OUT = (
+    "a secret is never written down; name it under 'secrets' and export it where you submit, "
+    "or give the file that holds it: secrets: {NAME: {file: ~/.secrets/name}}"
+)
+
+_SHAPES = {
+    "a Hugging Face token": r"hf_[A-Za-z0-9]{16,}",
+    "a GitHub token": r"gh[pousr]_[A-Za-z0-9]{16,}|github_pat_[A-Za-z0-9_]{16,}",
+    "a GitLab token": r"glpat-[A-Za-z0-9_-]{16,}",
+    "an AWS access key": r"A[KS]IA[0-9A-Z]{16}(?![0-9A-Za-z])",
+    "a Google API key": r"AIza[0-9A-Za-z_-]{35}",
+    # Words joined by '-' also begin with sk-: scikit's models do.
+    "an API key": r"sk-(?:proj|svcacct|admin|ant|or|lf)-[A-Za-z0-9_-]{16,}|sk-[A-Za-z0-9]{20,}",
+    "a Slack token": r"xox[abeoprs]-[A-Za-z0-9-]{10,}",
+    "a JSON Web Token": r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",
+    "a private key": r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----(?s:.*)",
+}
+_TOKEN = re.compile("|".join(f"(?<![A-Za-z0-9])(?:{shape})" for shape in _SHAPES.values()))
+
+_HOLDS = re.compile(
+    r"(TOKEN|SECRETS?|PASSW(OR)?D|PASSPHRASE|APIKEY|CREDENTIALS?)$"
+    r"|^(API|SECRET|ACCESS|PRIVATE|AUTH|SIGNING|ENCRYPTION)_KEY$"
+)
+"""Words of a name that say: my value is a secret."""
+
+_DESCRIBES = re.compile(
+    "FILE|PATH|DIR|FOLDER|NAME|IDS?|IDX|INDEX|URL|URI|TYPE|LEN|LENGTH|COUNT|LIMIT|SIZE|DIM|RATE|TTL"
+    "|WEIGHT|LOSS|MODE|PER|NUM|MAX|MIN|DROPOUT|PARALLELISM|ENABLED|DISABLE|REQUIRED|EXPIRY|TIMEOUT"
+    "|PAD|BOS|EOS|UNK|MASK|CLS|SEP|STOP|START|END|SPECIAL|IMAGE|NEXT|FIRST|LAST|PROVIDER|CLASS"
+)
+"""Words that say: I only describe a secret, or a token of a language model."""
+
+_SWITCH = re.compile(r"(?i:true|false|yes|no|on|off|none|null|auto|default|[01])")
+_NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]+)?")
+_REFERENCE = re.compile(
+    r"[~/$<\[{%]|\.{1,2}/|[a-z][a-z0-9+.-]*://(?![^/]*:[^/]*@)|(file|vault|env):"
+)
+"""How a path, a variable, a placeholder or a reference begins."""
+
+_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/=_.-]{16,}")
+_HEX = re.compile(r"[0-9a-f]{32,64}|[0-9A-F]{32,64}")
+_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:(?!\$)[^/\s@]+@")
+
+
+def is_telling(name: str) -> bool:
+    """Whether a variable or option of this name holds a secret.
+
+    >>> [is_telling(n) for n in ("HF_TOKEN", "db-password", "OPENAI_API_KEY", "MY_SECRET_VALUE")]
+    [True, True, True, True]
+    >>> [is_telling(n) for n in ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "PAD_TOKEN", "TOKEN_FILE")]
+    [False, False, False, False]
+    """
+    words = _words(name)
+    pairs = [f"{one}_{two}" for one, two in itertools.pairwise(words)]
+    if any(_DESCRIBES.fullmatch(word) for word in words):
+        return False
+    return any(_HOLDS.search(word) for word in (*words, *pairs))
+
+
+def _words(name: str) -> list[str]:
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return [word for word in re.split(r"[^A-Z0-9]+", spaced.upper()) if word]
+
+
+def kind_of(value: str, *, name: str = "") -> str | None:
+    """Say what kind of secret `value` looks like, in a variable or option called `name`.
+
+    >>> kind_of("hf_" + "a1" * 17), kind_of("hunter2", name="DB_PASSWORD"), kind_of("hunter2")
+    ('a Hugging Face token (hf_…)', 'a value for DB_PASSWORD', None)
+    """
+    for kind, shape in _SHAPES.items():
+        if found := re.search(f"(?<![A-Za-z0-9])(?:{shape})", value):
+            return f"{kind} ({found[0][:SHOWN]}…)"
+    if _WITH_PASSWORD.match(value):
+        return "an address with its password"
+    keyed = _words(name)[-1:] in (["KEY"], ["TOKEN"]) and _HEX.fullmatch(value) is not None
+    if keyed or (is_telling(name) and _is_literal(value, name)):
+        return f"a value for {name}"
+    return None
+
+
+def _is_literal(value: str, name: str) -> bool:
+    """Whether a value stands for itself: no path, reference, switch or count."""
+    if not value.strip() or _SWITCH.fullmatch(value) or _REFERENCE.match(value):
+        return False
+    return not ("TOKEN" in name.upper() and _NUMBER.fullmatch(value))
+
+
+def leaks(place: str, value: str, *, name: str = "") -> Iterator[str]:
+    """Yield what is wrong with a value at `place`; the value itself is not in it."""
+    if kind := kind_of(value, name=name):
+        yield f"{place} holds what looks like {kind}; {WAY_OUT}"
+
+
+def leaks_of_words(place: str, words: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yield the position and the reason of every argument that holds a secret.
+
+    `--api-key VALUE`, `--api-key=VALUE` and `key.api_key=VALUE` count as names with values.
+    """
+    before = ""
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if equals and re.fullmatch(r"[-\w.]+", name):
+            name = name.lstrip("-").rpartition(".")[2]
+        else:
+            name, value = before, word
+        # `--hub-token KIND` may be a choice, so a word must look random to be a token.
+        random = "TOKEN" not in name.upper() or _RANDOM.fullmatch(value)
+        for reason in leaks(f"{place}[{index}]", value, name=name if random else ""):
+            yield index, reason
+        before = word.lstrip("-") if word.startswith("--") and not equals else ""
+
+
+def leaks_of_mapping(place: str, entries: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield the key and the reason of every entry that holds a secret."""
+    for name, value in entries.items():
+        if isinstance(value, str):
+            yield from ((name, reason) for reason in leaks(f"{place}.{name}", value, name=name))
+
+
+def conceal(text: str, hidden: Iterable[str] = ()) -> str:
+    """Return a message without the tokens in it, and without what is `hidden`.
+
+    >>> conceal("must be a list, not 'ghp_0123456789abcdefghij'")
+    "must be a list, not 'ghp***'"
+    """
+    for value in sorted(hidden, key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", "***", text) if value else text
+    return _TOKEN.sub(lambda found: f"{found[0][:SHOWN]}***", text)
+
+
+def values_of(known: Mapping[str, str], names: Collection[str] = ()) -> list[tuple[str, str]]:
+    """Return the names and values of secrets among `known` variables, the longest value first.
+
+    Those of `names` are secrets, and those that look like one. A value of several lines counts
+    line by line, as a log shows it.
+    """
+    found = []
+    for name, value in known.items():
+        if name in names or kind_of(value, name=name):
+            lines = [line for line in value.splitlines() if len(line) >= LINE_FROM]
+            found += [(name, part) for part in (value, *lines) if len(part) >= REDACTED_FROM]
+    return sorted(found, key=lambda entry: len(entry[1]), reverse=True)
+
+
+def redact(text: str, secrets: Iterable[tuple[str, str]]) -> str:
+    """Replace every value of `secrets` by `***NAME***`.
+
+    >>> redact("login with s3cr3t-x", [("HF_TOKEN", "s3cr3t-x")])
+    'login with ***HF_TOKEN***'
+    """
+    for name, value in secrets:
+        text = text.replace(value, f"***{name}***")
+    return text
