@@ -30,6 +30,9 @@ def fail(
     progress: Progress | None,
 ) -> int:
     """Record a failure and say it; give the exit status."""
+    # With the frames of its traceback, and what they hold. To free what DDP has given to gloo may
+    # wait for ever: a thread that still has it waits for Python's lock meanwhile.
+    _kept.append(error)
     place = directory.place
     if place.world_size > 1 and is_collateral(error) and not is_ours_alone(error):
         text = lost(error, progress)
@@ -68,6 +71,9 @@ def is_ours_alone(error: BaseException) -> bool:
     with suppress(Exception):
         return part_of(error).alone
     return False
+
+
+_kept: list[BaseException] = []
 
 
 def lost(error: BaseException, progress: Progress | None) -> str:

@@ -23,14 +23,14 @@ class Journal:
         # Its length if nobody else has written since we did.
         self._length = -1
 
-    def append(self, *lines: str) -> None:
-        """Write lines.
+    def append(self, *lines: str, create: bool = True) -> None:
+        """Write lines; `create`: make the file if it is missing.
 
         Raises:
             OSError: it could not be written.
         """
         now = time.monotonic()
-        handle, length = self._open(now)
+        handle, length = self._open(now, create=create)
         if length != self._length and length and os.pread(handle, 1, length - 1) != b"\n":
             # A killed writer left a torn line: end it, so that only that one is lost.
             lines = ("", *lines)
@@ -55,7 +55,7 @@ class Journal:
 
     __del__ = close
 
-    def _open(self, now: float) -> tuple[int, int]:
+    def _open(self, now: float, *, create: bool) -> tuple[int, int]:
         """Give the open file, and how long it is."""
         if self._handle is not None:
             status = os.fstat(self._handle)
@@ -63,7 +63,7 @@ class Journal:
             if now - self._opened <= OPEN_S and status.st_nlink:
                 return self._handle, status.st_size
             self.close()
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         self._handle = os.open(self.path, flags, 0o666)
         self._opened, self._length = now, -1
         return self._handle, os.fstat(self._handle).st_size

@@ -44,8 +44,8 @@ class MetricsLog:
         elif len(self._waiting) == 1:
             self._see_to_it()
 
-    def flush(self) -> None:
-        """Write what waits.
+    def flush(self, *, create: bool = True) -> None:
+        """Write what waits; `create`: make the file if it is missing.
 
         Raises:
             OSError: it could not be written.
@@ -56,7 +56,8 @@ class MetricsLog:
                 return
             self._written = time.time()
             self._journal.append(
-                *(dump_numbers({**self._head, "time": when, **record}) for when, record in waiting)
+                *(dump_numbers({**self._head, "time": when, **record}) for when, record in waiting),
+                create=create,
             )
 
     def _see_to_it(self) -> None:
@@ -70,6 +71,7 @@ class MetricsLog:
         while self._held_back.wait():
             self._held_back.clear()
             time.sleep(TOGETHER_S)
-            # The training's own next line says what is wrong.
+            # The training's own next line says what is wrong. Who removes the directory meanwhile
+            # shall not find it in use again.
             with suppress(OSError):
-                self.flush()
+                self.flush(create=False)
