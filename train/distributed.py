@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from train.checks import backend_problem
 from train.config import Config
 from train.environment import Place
 from train.errors import PeerError, TrainError, UsageError
 from train.layout import ALONE
-from train.meeting import meet
+from train.meeting import keys_of_this_try, meet
 
 Value = TypeVar("Value")
 
@@ -159,8 +159,7 @@ def agree_on_device(store: Store, place: Place, device: torch.device) -> None:
         UsageError: on all ranks; names the hosts whose ranks have no GPU, while others have.
         PeerError: not all ranks have come.
     """
-    # A store may outlive a restart.
-    store = PrefixStore(f"train/device/{place.restart}", store)
+    store = keys_of_this_try("device", place, store)
     store.set(str(place.rank), json.dumps([device.type, socket.gethostname(), place.local_rank]))
     keys = [str(rank) for rank in range(place.world_size)]
     try:

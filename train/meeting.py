@@ -58,6 +58,17 @@ def meet(place: Place, init_method: str, timeout: timedelta) -> Iterator[Store]:
             _leave(store, place)
 
 
+def keys_of_this_try(purpose: str, place: Place, store: Store) -> Store:
+    """Keep our keys apart from those of the try before, if it has had the same store.
+
+    Only torchrun's shared store outlives a restart. Elsewhere the number of the restart must not be
+    part of a key: torchrun's agents count for themselves, and after a failure one may count a
+    restart where another has only seen that ranks come and go.
+    """
+    restart = place.restart if os.environ.get(AGENT_STORE) == "True" else 0
+    return PrefixStore(f"train/{purpose}/{restart}", store)
+
+
 def _served(url: str, timeout: timedelta, where: str) -> Store:
     """Reach the store of an address; rank 0 serves it.
 

@@ -301,3 +301,28 @@ def test_runs_are_started_by_hand_and_by_torchrun_at_a_place_of_their_choice(
     starts = [event for event in run.events() if event["event"] == "start"]
     assert [event["world_size"] for event in starts] == [2, 2]
     assert sorted(run.losses()) == [1, 2, 3, 4]
+
+
+def test_ranks_meet_whose_torchruns_count_restarts_differently(
+    start: Start, tmp_path: Path
+) -> None:
+    """After a failure the one counts a restart, the other has only seen that ranks come and go."""
+    port = free_port()
+    runs = [
+        start.single(
+            "--task=digits",
+            "--steps=2",
+            "--timeout-s=60",
+            run_dir=tmp_path / "run",
+            RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_RESTART_COUNT=str(rank),
+            TORCHELASTIC_USE_AGENT_STORE="False",
+        )
+        for rank in (0, 1)
+    ]
+    for run in runs:
+        run.finish()
+    assert runs[0].outcome()["status"] == "done"

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import rpc
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.futures import Future
 
 from train.distributed import Group
 from train.errors import PeerError
+from train.meeting import keys_of_this_try
 from train.parameter_server.server import Gradient, Server, Stretch, Work
 
 # This process's own, when it is rank 0: calls name a function, not an object.
@@ -136,8 +137,8 @@ def _meeting_place(group: Group) -> str:
     def meet(url: str, **unused: object) -> Iterator[tuple[Store, int, int]]:
         world = dist.group.WORLD
         assert world is not None, "a parameter server has trainers"
-        # A store may outlive a restart, and hold the addresses of the dead.
-        store = PrefixStore(f"train/rpc/{group.place.restart}", world.get_group_store())
+        # What an earlier try has left there are the addresses of the dead.
+        store = keys_of_this_try("rpc", group.place, world.get_group_store())
         yield store, group.place.rank, group.place.world_size
 
     # Once per process; tests connect more often.
