@@ -317,10 +317,11 @@ def test_without_requeues_nothing_is_queued_again(job: Job) -> None:
 def test_the_rendered_script_leaves_a_reason(tmp_path: Path, secret: str, reason: str) -> None:
     job = toolkit.JobSpec(name="probe", module="train", secrets={"TOKEN": None})
     environ = {**fake_slurm.install(tmp_path, nodes=1), "TOKEN": secret}
-    script = toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s")))
+    script = tmp_path / "script.sh"
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
     run_dir = tmp_path / "run"
-    argv = ["bash", "-s", str(run_dir)]
-    subprocess.run(argv, input=script, env=environ, capture_output=True, text=True, check=False)
+    argv = ["bash", str(script), str(run_dir)]
+    subprocess.run(argv, env=environ, capture_output=True, check=False)
     assert (run_dir / "logs/attempt-0/reason").read_text() == reason
 
 

@@ -49,6 +49,7 @@ def test_every_key_at_every_level_is_described() -> None:
         ".command",
         ".args",
         ".image",
+        ".workdir",
         ".resources",
         ".time_limit",
         ".env",

@@ -338,3 +338,25 @@ def test_without_a_controller_the_message_names_the_way_out(
 
 def _processes(cluster: Cluster) -> str:
     return "".join(line for line in cluster("ps").splitlines() if "train" in line)
+
+
+def test_what_srun_cannot_start_on_a_node_is_tried_again_in_the_same_job(
+    cluster: Cluster, site: Site, tmp_path: Path, until: Until
+) -> None:
+    go = tmp_path / "go"
+    profile = site.profile.model_copy(
+        update={"prolog": ("srun --ntasks=1 true", f"while [ ! -e {go} ]; do sleep 0.1; done")}
+    )
+    job = toolkit.load(ROOT / "jobs/digits.yaml", ["args.3=1", "retries.requeue=0"])
+    run = SlurmLauncher(profile, command=site.launcher._command).submit(toolkit.plan(job, profile))
+    until(lambda: run.status().state is toolkit.RunState.RUNNING, "the job has its nodes")
+    _, last = nodes_of(cluster, run)
+    cluster("cut", last)
+    try:
+        go.touch()
+        until(lambda: f"srun has not reached {last}" in output(run), "srun has failed")
+    finally:
+        cluster("heal", last)
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
+    assert run.run_dir is not None
+    assert not (run.run_dir / "logs/attempt-1").exists()

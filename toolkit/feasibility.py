@@ -63,6 +63,8 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
             found += _secrets_lost(job)
             found += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
         case SlurmProfile():
+            if profile.runtime != "bare":
+                found += _image_missing(job, profile)
             found += _secrets_lost(job)
             found += _stop_too_long(
                 job,
@@ -125,7 +127,8 @@ def _does_not_fit(job: JobSpec, profile: Profile) -> list[str]:
 
 def _mount_problems(job: JobSpec, profile: Profile) -> list[str]:
     found: list[str] = []
-    targets = [mount.target.rstrip("/") for mount in job.mounts]
+    site = profile.mounts if isinstance(profile, SlurmProfile) else ()
+    targets = [mount.target.rstrip("/") for mount in (*site, *job.mounts)]
     if twice := sorted({target for target in targets if targets.count(target) > 1}):
         found.append(f"two mounts have the target {twice[0]!r}")
     for index, mount in enumerate(job.mounts):
@@ -144,6 +147,12 @@ def _mount_problems(job: JobSpec, profile: Profile) -> list[str]:
                 )
         elif claim:
             found.append(f"{place}: {mount.source!r} exists only on Kubernetes; write a path")
+        elif isinstance(profile, SlurmProfile) and profile.runtime != "bare":
+            if wrong := sorted(set(",:") & set(mount.source + mount.target)):
+                found.append(
+                    f"{place}: {profile.runtime} takes no {wrong[0]!r} in a path; make a link "
+                    "without it"
+                )
         elif mount.source != mount.target:
             found.append(
                 f"{place}: profile {profile.name!r} runs without containers, so {mount.source!r} "
@@ -175,6 +184,12 @@ def cpus_of(job: JobSpec) -> int:
     return job.resources.cpus_per_node or job.resources.nproc_per_node
 
 
+def _image_missing(job: JobSpec, profile: Profile) -> list[str]:
+    if job.image is not None:
+        return []
+    return [f"profile {profile.name!r} runs containers; the job needs the key 'image'"]
+
+
 def _kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str) -> list[str]:
     found = [
         f"secrets: {name!r} is in a file, which no pod sees; write {{secret: …, key: …}} for "
@@ -182,8 +197,7 @@ def _kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str
         for name, place in job.secrets.items()
         if place is not None and place.file is not None
     ]
-    if job.image is None:
-        found.append(f"profile {profile.name!r} runs containers; the job needs the key 'image'")
+    found += _image_missing(job, profile)
     if profile.secret is None:
         found += (
             f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or the "

@@ -4,6 +4,7 @@ Pure: no clock, environment, network or scheduler. What cannot work is refused h
 arithmetic in the message; templates only place what is decided here.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import overload
@@ -103,6 +104,15 @@ class SlurmPlan(LaunchPlan):
     join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
     """How long nodes wait for each other."""
 
+    image: str | None = None
+    """The container image as the site's runtime names it; None without containers."""
+
+    mounts: tuple[str, ...] = ()
+    """What the container sees beside the run directory: `SOURCE:TARGET` or `SOURCE:TARGET:ro`."""
+
+    shm: str = "0"
+    """Size of the container's /dev/shm for podman; 0 is no limit of its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesPlan(LaunchPlan):
@@ -191,10 +201,10 @@ def _env(job: JobSpec, profile: Profile) -> dict[str, str]:
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         "PET_SHUTDOWN_TIMEOUT": str(job.stop.grace_s),
     }
-    if isinstance(profile, KubernetesProfile):
-        # The root file system is read-only and the user has no home of its own.
+    if _in_container(profile):
+        # The root file system may be read-only, and the user has no home of its own there.
         env |= {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor"}
-    else:  # there, each pod has a log of its own
+    if not isinstance(profile, KubernetesProfile):  # there, each pod has a log of its own
         env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
     if job.resources.cpus_per_node or job.resources.nproc_per_node > 1:
         threads = max(1, cpus_of(job) // job.resources.nproc_per_node)
@@ -259,7 +269,37 @@ def _slurm(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
         secrets=job.secrets,
         notes=tuple(notes),
         sbatch=tuple((option, value or None) for option, value in sbatch if value is not None),
+        image=image_for(profile.runtime, job.image or "") if _in_container(profile) else None,
+        mounts=tuple(
+            f"{mount.source}:{mount.target}" + (":ro" if mount.read_only else "")
+            for mount in (*profile.mounts, *job.mounts)
+        ),
+        shm=str(need.shm_bytes or 0),
     )
+
+
+def _in_container(profile: Profile) -> bool:
+    if isinstance(profile, SlurmProfile):
+        return profile.runtime != "bare"
+    return isinstance(profile, KubernetesProfile)
+
+
+def image_for(runtime: str, image: str) -> str:
+    """Return how a runtime writes an image; a path is a file that holds it.
+
+    >>> image_for("pyxis", "nvcr.io/nvidia/pytorch:25.01"), image_for("pyxis", "ubuntu:24.04")
+    ('nvcr.io#nvidia/pytorch:25.01', 'ubuntu:24.04')
+    >>> image_for("apptainer", "ubuntu:24.04"), image_for("podman", "/images/train.tar")
+    ('docker://ubuntu:24.04', 'docker-archive:/images/train.tar')
+    """
+    if image.startswith("/"):
+        return f"docker-archive:{image}" if runtime == "podman" else image
+    if runtime == "apptainer":
+        return f"docker://{image}"
+    registry, slash, rest = image.partition("/")
+    if runtime == "pyxis" and slash and re.search("[.:]|^localhost$", registry):
+        return f"{registry}#{rest}"
+    return image
 
 
 def _site_options(profile: SlurmProfile) -> dict[str, SbatchValue]:

@@ -22,6 +22,7 @@ from toolkit.fields import (
     matching,
 )
 from toolkit.sbatch_options import SbatchOptions
+from toolkit.spec import Mount
 from toolkit.validation import FrozenModel, Text, nearest, validate
 
 __all__ = [
@@ -144,6 +145,16 @@ class SlurmProfile(_SiteProfile):
     sbatch: SbatchOptions = Field(default={})
     """More options of sbatch for every job, by their long names; a job's own win."""
 
+    runtime: Literal["bare", "pyxis", "apptainer", "podman"] = "bare"
+    """How workers run: `bare` in the profile's modules and venv, the others in the job's `image`.
+    See [containers](../how-to/containers.md)."""
+
+    container_options: tuple[Text, ...] = ()
+    """More options of srun (pyxis), `apptainer exec` or `podman run`, one per item."""
+
+    mounts: tuple[Mount, ...] = ()
+    """Folders that every job's container sees, beside the run directory and the job's own."""
+
     prolog: tuple[ShellLine, ...] = ()
     """Lines of bash that the site wants before the environment is made, as they are: unset what
     login shells leak, source what defines `module`. A line that fails stops the job."""
@@ -170,6 +181,17 @@ class SlurmProfile(_SiteProfile):
             for key in ("partition", "account", "qos", "switches", "exclusive", "licenses")
             if isinstance(options, dict) and key in options and given.get(key)
         ]
+        runtime = given.get("runtime") or "bare"
+        found += (
+            f"{key} without containers; write runtime: pyxis, apptainer or podman"
+            for key in ("container_options", "mounts")
+            if runtime == "bare" and given.get(key)
+        )
+        if runtime != "bare" and given.get("venv"):
+            found.append(
+                f"venv with runtime {runtime!r}: no container sees it; install into the image, or "
+                "write runtime: bare"
+            )
         if given.get("gpus_flag") == "gpus-per-task" and given.get("gpu_type"):
             found.append(
                 "gpus_flag 'gpus-per-task' with a gpu_type: Slurm 22.05 leaves "

@@ -191,6 +191,10 @@ class JobSpec(FrozenModel):
     image: Image | None = None
     """The container image, where the profile runs containers."""
 
+    workdir: AbsolutePath | None = None
+    """The folder in which the workers start; where it is left out, the image's own, or the submit
+    folder where there are no containers."""
+
     resources: Resources = Field(default_factory=Resources)
     """What the job needs."""
 

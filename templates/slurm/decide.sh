@@ -12,6 +12,19 @@ told() {  # KEY: its value in outcome.json, or nothing
 
 printed() { tail -c "+$((log_from + 1))" "$log"; }  # this attempt's part of the log
 
+not_reached() {  # STATUS: whether srun could not start a node's task, so that no rank has trained
+  # Its status is then the error's number modulo 256: 1001 to 1004, a node's slurmd did not answer.
+  case $1 in 233 | 234 | 235 | 236) [ -n "$(unreached)" ] ;; *) false ;; esac
+}
+
+unreached() {  # nodes whose task has not begun; needs those of the attempt in their order
+  local n=0 node
+  while read -r node; do
+    [ -e "$logs/began-$n" ] || echo "$node"
+    n=$((n + 1))
+  done <"$logs/nodes"
+}
+
 logged() { grep -qE "$1" <(printed); }  # PATTERN
 
 down_nodes() { sinfo -h -N -n "$1" -t down,no_respond -o %N 2>/dev/null | sort -u || true; }  # NODES
@@ -48,6 +61,9 @@ judge() {  # sets word and why: how this attempt ended
     word=preempted
   elif [ -z "$says" ] && [[ $code =~ ^(2|126|127)$ ]]; then
     word=fatal why="exit status $code: another start would end like this one"
+  elif not_reached "$status"; then
+    word=retryable why="srun could not start on $(unreached | paste -sd ' ') (exit status $status)"
+    unreached | head -n 1 >"$logs/failing_node"
   else
     word=retryable
     [ -n "$says" ] || why="exit status $status without a word in outcome.json"

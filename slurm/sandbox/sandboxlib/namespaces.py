@@ -99,11 +99,16 @@ def wire_controller(controller: Process) -> None:
 
 
 def wire_node(controller: Process, node: Process, name: str) -> None:
-    """Pull a cable from the switch to a node; its end at the switch has the node's name."""
+    """Pull a cable from the switch to a node; its end at the switch has the node's name.
+
+    Like a real card, the node's keeps its hardware address when the power goes: to the other nodes,
+    which remember it for a while, a new one would be a node that does not answer.
+    """
+    card = "02:00:" + ":".join(f"{int(part):02x}" for part in address(name).split("."))
     _ip(
         controller,
         [
-            f"link add {name} type veth peer name eth0 netns {node.pid}",
+            f"link add {name} type veth peer name eth0 address {card} netns {node.pid}",
             f"link set {name} master {BRIDGE} up",
         ],
     )
