@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench bench-train-loop bench-checkpoint bench-language clean
+.PHONY: help install image run test test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench bench-train-loop bench-checkpoint bench-language bench-slurm clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,6 +11,7 @@ JOB ?= jobs/digits.yaml
 PROFILE ?= slurm
 NODES ?= 4
 ARGS ?=
+BASE ?=
 
 help:  ## Show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
@@ -23,6 +24,9 @@ install: .venv/installed  ## Make .venv with everything pinned
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[kubernetes,train,dev]'
 	@touch $@
+
+image: install  ## Build localhost/train:latest from train/; BASE=IMAGE for another base than Debian
+	@$(BIN)/python train/build-image $(BASE)
 
 run: install  ## Train JOB on this machine
 	@$(BIN)/toolkit run $(JOB) $(ARGS)
@@ -62,6 +66,9 @@ bench-train-loop: install  ## Measure the training loop beside bare ones, Lightn
 
 bench-checkpoint: install  ## Measure how long a checkpoint stops the training
 	@$(BIN)/python -m benchmarks.checkpoint $(ARGS)
+
+bench-slurm: install  ## Measure submitting and planning beside scripts by hand, on a sandbox
+	@$(BIN)/python -m benchmarks.slurm $(ARGS)
 
 bench-language: install  ## Measure tokens/s and MFU beside a bare loop; on a GPU if there is one
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.language_model $(ARGS)

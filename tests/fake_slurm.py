@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,9 +75,11 @@ def install(folder: Path, *, nodes: int) -> dict[str, str]:
     }
 
 
-def execute(script: str, folder: Path, *, nodes: int, run_dir: Path) -> list[Seen]:
+def execute(
+    script: str, folder: Path, *, nodes: int, run_dir: Path, more: Mapping[str, str] | None = None
+) -> list[Seen]:
     """Run a rendered script under bash and return what each torchrun saw, in node order."""
-    environ = install(folder, nodes=nodes)
+    environ = install(folder, nodes=nodes) | dict(more or {})
     for old in (folder / "dumps").iterdir():
         old.unlink()
     path = folder / "script.sh"

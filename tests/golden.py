@@ -13,8 +13,15 @@ ROOT = Path(__file__).parent.parent
 
 EXAMPLES = {
     "slurm/examples/digits.sbatch": ("jobs/digits.yaml", "slurm/profiles/slurm.yaml"),
+    "slurm/examples/sweep.sbatch": ("jobs/sweep.yaml", "slurm/profiles/slurm.yaml"),
     "slurm/examples/chars.sbatch": ("jobs/chars.yaml", "slurm/profiles/slurm.yaml"),
     "slurm/examples/llm-on-a100.sbatch": ("tests/jobs/llm.yaml", "tests/profiles/a100.yaml"),
+    "slurm/examples/digits-in-podman.sbatch": ("jobs/digits.yaml", "slurm/profiles/podman.yaml"),
+    "slurm/examples/llm-in-pyxis.sbatch": ("tests/jobs/llm.yaml", "tests/profiles/pyxis.yaml"),
+    "slurm/examples/llm-in-apptainer.sbatch": (
+        "tests/jobs/llm.yaml",
+        "tests/profiles/apptainer.yaml",
+    ),
     "k8s/examples/digits.yaml": ("jobs/digits.yaml", "k8s/profiles/k8s.yaml"),
     "k8s/examples/chars.yaml": ("jobs/chars.yaml", "k8s/profiles/k8s.yaml"),
     "k8s/examples/llm-on-gpus.yaml": ("tests/jobs/llm.yaml", "tests/profiles/gpu-cluster.yaml"),

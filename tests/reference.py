@@ -8,12 +8,22 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from toolkit import profile, spec
+from toolkit import dependencies, profile, schema, spec, sweeps
 from toolkit.quantities import format_duration
 from toolkit.validation import FrozenModel
 from train import commandline
 
-JOB = (spec.JobSpec, spec.Resources, spec.Stop, spec.Retries, spec.Mount, spec.Secret)
+JOB = (
+    spec.JobSpec,
+    spec.Resources,
+    spec.NodeRange,
+    spec.Stop,
+    spec.Retries,
+    spec.Mount,
+    spec.Secret,
+    sweeps.Sweep,
+    dependencies.Dependency,
+)
 PROFILES = (
     profile.LocalProfile,
     profile.SlurmProfile,
@@ -37,7 +47,7 @@ def _table(model: type[FrozenModel]) -> Iterator[str]:
     documented: dict[str, str] = {}
     for owner in reversed(model.__mro__):
         if issubclass(owner, FrozenModel) and owner is not FrozenModel:
-            documented |= spec.field_docstrings(owner)
+            documented |= schema.field_docstrings(owner)
     for name, field in model.model_fields.items():
         key = field.alias or name
         text = documented[name].replace("|", "\\|").replace("\n", " ")

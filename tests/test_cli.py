@@ -20,6 +20,7 @@ COMMANDS = [
     "check",
     "render",
     "submit",
+    "resubmit",
     "run",
     "list",
     "status",

@@ -17,6 +17,7 @@ _PRELUDE = """
 set -euo pipefail
 say() { echo "$*"; }
 run_dir=$1 attempt=$2 restarts=$2 stopping=$3 nnodes=2 failure_limit=$4 idle_limit=3
+since=0 mode= run_job=7
 logs=$run_dir/logs/attempt-$attempt
 source "$5"
 """
@@ -286,7 +287,7 @@ def test_attempts_of_an_earlier_job_in_the_same_directory_do_not_count(job: Job)
     for attempt in range(5):
         job.had(attempt, "retryable", step=57)
     job.told(status="retryable", attempt=5, step=57, rank=0, reason="x")
-    assert job.run("restarts=0; conclude 1") == 1
+    assert job.run("since=5; conclude 1") == 1
     assert job.asked == AGAIN
 
 

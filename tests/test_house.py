@@ -20,13 +20,18 @@ ORDER = [
     "validation",
     "fields",
     "sbatch_options",
+    "sweeps",
+    "dependencies",
     "spec",
+    "schema",
     "profile",
+    "containers",
     "feasibility",
     "planning",
     "rendering",
     "launchers",
     "runs",
+    "summaries",
     "cli",
 ]
 """A module imports only what stands to its left."""

@@ -174,6 +174,14 @@ def test_a_secret_is_named_and_its_value_is_nowhere() -> None:
     assert (env["HF_TOKEN"], env["WANDB"]) == ("s3cr3t", "k3y")
 
 
+def test_a_range_of_nodes_is_the_operators_elasticity() -> None:
+    job = {"resources": {"nnodes": {"min": 2, "max": 4}}, "retries": {"in_job": 3}}
+    spec = read(manifest(job, {}))["spec"]
+    policy = spec["elasticPolicy"]
+    assert (policy["minReplicas"], policy["maxReplicas"], policy["maxRestarts"]) == (2, 4, 3)
+    assert spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == 4
+
+
 @pytest.mark.parametrize("requeue", [0, 1, 4])
 def test_the_backoff_limit_allows_one_restart_of_every_pod_per_incident(requeue: int) -> None:
     job = {"resources": {"nnodes": 3}, "retries": {"requeue": requeue}}

@@ -608,3 +608,58 @@ def test_a_thousand_renders_in_one_process_are_the_same_and_cheap(kind: str) -> 
     started = time.process_time()
     assert {render(plan(spec, profile)) for _ in range(1000)} == {first}
     assert time.process_time() - started < 2
+
+
+# ---- A number of nodes that may change
+
+RANGE = {"nnodes": {"min": 2, "max": 4}}
+
+
+def test_a_range_of_nodes_is_left_to_torchrun_and_to_the_scheduler() -> None:
+    spec = job(resources=RANGE, retries={"in_job": 3})
+    for kind in ("local", "slurm"):
+        assert "--nnodes=2:4" in plan(spec, site(kind)).torchrun
+    options = dict(plan(spec, SlurmProfile(name="s")).sbatch)
+    assert options["nodes"] == "2-4"
+    assert "no-kill" in options
+    # Slurm 22.05 gives the fewest nodes of a range where --ntasks-per-node is given.
+    assert "ntasks-per-node" not in options
+    assert len(plan(spec, LocalProfile(name="l")).visible_devices) == 4
+
+
+def test_who_joins_asks_for_one_node_and_never_comes_again() -> None:
+    spec = job(resources=RANGE | {"gpus_per_node": 8}, retries={"in_job": 3, "requeue": 2})
+    made = plan(spec, SlurmProfile(name="s", partition="gpu", gpu_type="h100"))
+    assert made.join_sbatch == (
+        ("job-name", "digits-join"),
+        ("nodes", "1"),
+        ("cpus-per-task", "1"),
+        ("gpus-per-node", "h100:8"),
+        ("partition", "gpu"),
+        ("open-mode", "append"),
+        ("no-requeue", None),
+    )
+
+
+def test_the_same_few_and_many_are_a_plain_number() -> None:
+    spec = job(resources={"nnodes": {"min": 3, "max": 3}})
+    assert plan(spec, site("slurm")).torchrun[0] == "--nnodes=3"
+    assert dict(plan(spec, SlurmProfile(name="s")).sbatch)["nodes"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("keys", "profile", "reason"),
+    [
+        ({}, {}, "nnodes with min and max needs retries.in_job: without it, no rank starts again "
+         "after a node is lost or has come"),
+        ({"retries": {"in_job": 1}}, {"gpus_flag": "gpus-per-task"},
+         "nnodes with min and max cannot be had by gpus-per-task, since Slurm chooses how many "
+         "tasks there are; write gpus_flag: gres"),
+    ],
+)  # fmt: skip
+def test_what_a_range_of_nodes_needs(
+    keys: dict[str, Any], profile: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(job(resources=RANGE, **keys), SlurmProfile(name="s", **profile))
+    assert str(caught.value) == reason

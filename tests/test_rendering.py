@@ -259,10 +259,18 @@ def scripts() -> dict[str, str]:
     )
     for runtime in ("apptainer", "podman", "pyxis"):
         profile = toolkit.SlurmProfile(
-            name="s", runtime=runtime, mounts=({"source": "/a b", "target": "/b"},)
+            name="s", runtime=runtime, mounts=({"source": "/a.b", "target": "/b"},)
         )
-        contained = toolkit.load(ROOT / "jobs/digits.yaml", ["workdir=/w", "secrets=[TOKEN]"])
+        more = ["workdir=/w", "secrets=[TOKEN]", "image=r.io/t:1"]
+        contained = toolkit.load(ROOT / "jobs/digits.yaml", more)
         found[runtime] = toolkit.render(toolkit.plan(contained, profile))
+    elastic = ["resources.nnodes={min: 2, max: 3}", "retries.in_job=2"]
+    found["elastic"] = toolkit.render(
+        toolkit.plan(
+            toolkit.load(ROOT / "jobs/digits.yaml", elastic),
+            toolkit.SlurmProfile(name="s", runtime="podman", prolog=("unset X",)),
+        )
+    )
     filed = toolkit.JobSpec(
         name="filed", module="train", secrets={"KEY": {"file": "~/a 'b/key"}, "TOKEN": None}
     )

@@ -122,8 +122,8 @@ def refusal(folder: Path, line: str, *, kind: str = "job") -> str:
         ("{mail_type: x}", "sbatch.mail_type: 'mail_type' is written 'mail-type' here, as in "
          "sbatch's manual"),
         ("{nodes: 2}", "sbatch.nodes: 'nodes' is not yours to set: set resources.nnodes"),
-        ("{array: 1-4}", "sbatch.array: 'array' is not yours to set: a run has its own run "
-         "directory; submit the job once per run"),
+        ("{array: 1-4}", "sbatch.array: 'array' is not yours to set: set 'sweep', whose points are "
+         "the tasks of an array"),
         ("{comment: [a, b]}", "sbatch.comment: an option has one value, not a list; write it as "
          'Slurm does, like "a,b"'),
         ("{comment: {a: b}}", "sbatch.comment: an option has one value, not a mapping; write it "

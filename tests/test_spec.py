@@ -18,7 +18,7 @@ from toolkit.documents import read_document, write_document
 from toolkit.errors import InputError, SpecError
 from toolkit.fields import RESERVED_NAMES
 from toolkit.quantities import format_duration, format_size
-from toolkit.spec import JobSpec, Mount, Resources, Retries, Secret, Stop
+from toolkit.spec import JobSpec, Mount, NodeRange, Resources, Retries, Secret, Stop
 from toolkit.validation import validate
 
 ROOT = Path(__file__).parent.parent
@@ -351,12 +351,33 @@ def test_a_word_that_is_no_number_to_every_yaml_is_refused_as_a_number(word: str
     )
 
 
-@pytest.mark.parametrize("word", ["true", "2.0", ".inf", "'2'", "two", "[2]", "{a: 2}", "", "~"])
+@pytest.mark.parametrize("word", ["true", "2.0", ".inf", "'2'", "two", "[2]", "", "~"])
 def test_only_whole_numbers_are_numbers(word: str) -> None:
-    shown = {"[2]": "a list", "{a: 2}": "a mapping", "two": "'two'", "": "nothing"}.get(word, word)
+    shown = {"[2]": "a list", "two": "'two'", "": "nothing"}.get(word, word)
     assert of_job(f"resources: {{nnodes: {word}}}") == (
         f"job.yaml:3: resources.nnodes: must be a whole number, not {shown}"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{min: 4, max: 2}", "resources.nnodes: min 4 is more than max 2"),
+        ("{min: 0, max: 2}", "resources.nnodes.min: must be at least 1, not 0"),
+        ("{min: '1', max: 2}", "resources.nnodes.min: must be a whole number, not '1'"),
+        ("{max: 2}", "the key 'resources.nnodes.min' is missing"),
+        ("{min: 1, max: 2, mx: 3}",
+         "unknown key 'mx' under 'resources.nnodes'; did you mean 'max'?"),
+    ],
+)  # fmt: skip
+def test_a_range_of_nodes_has_two_ends(text: str, message: str) -> None:
+    assert of_job(f"resources: {{nnodes: {text}}}") == f"job.yaml:3: {message}"
+
+
+def test_a_range_of_nodes_is_written_as_it_was_read() -> None:
+    made = read("name: a\nmodule: m\nresources: {nnodes: {min: 2, max: 4}}\n")
+    assert made.resources == Resources(nnodes=NodeRange(min=2, max=4))
+    assert made.as_written()["resources"] == {"nnodes": {"min": 2, "max": 4}}
 
 
 def test_hexadecimal_numbers_are_numbers() -> None:
@@ -419,7 +440,8 @@ def test_wrong_types_are_refused_at_every_level(more: str, message: str) -> None
          "unknown key 'shm_bytes' under 'resources'; valid are nnodes, nproc_per_node, "
          "gpus_per_node, cpus_per_node, memory, shm"),
         ('"\\0": x', "unknown key '\\x00'; valid are name, module, script, command, args, image, "
-         "workdir, resources, time_limit, env, stop, retries, secrets, sbatch, mounts"),
+         "workdir, resources, time_limit, env, stop, retries, secrets, sbatch, mounts, sweep, "
+         "after"),
     ],
 )  # fmt: skip
 def test_unknown_keys_are_refused_at_every_level(more: str, message: str) -> None:

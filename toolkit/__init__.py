@@ -34,8 +34,9 @@ if TYPE_CHECKING:
         load_profile,
     )
     from toolkit.rendering import render
-    from toolkit.runs import ask_site, list_runs, open_run, submit
-    from toolkit.spec import JobSpec, json_schema, load
+    from toolkit.runs import ask_site, list_runs, open_run, resubmit, submit
+    from toolkit.schema import json_schema
+    from toolkit.spec import JobSpec, load
 
 __version__ = "0.1.0"
 
@@ -64,13 +65,14 @@ _HOME = {
     "SpecError": "errors",
     "ToolkitError": "errors",
     "ask_site": "runs",
-    "json_schema": "spec",
+    "json_schema": "schema",
     "list_runs": "runs",
     "load": "spec",
     "load_profile": "profile",
     "open_run": "runs",
     "plan": "planning",
     "render": "rendering",
+    "resubmit": "runs",
     "submit": "runs",
 }
 
@@ -106,6 +108,7 @@ __all__ = [
     "open_run",
     "plan",
     "render",
+    "resubmit",
     "submit",
 ]
 

@@ -10,9 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -33,6 +31,13 @@ SET = click.option(
 )
 TO = click.option("--to", required=True, metavar="PROFILE", help="A profile's name or file.")
 FOLLOW = click.option("--follow", "-f", is_flag=True, help="Show the log until the run has ended.")
+CHAIN = click.option(
+    "--chain",
+    type=click.IntRange(1, 1000),
+    default=1,
+    metavar="N",
+    help="Let N jobs take turns, each going on where the one before has ended (Slurm).",
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -85,8 +90,10 @@ def check(job: Path, overrides: tuple[str, ...], to: tuple[str, ...], server: bo
     if found := [str(p) for name in to if server for p in toolkit.ask_site(spec, to=name)]:
         raise LauncherError("\n".join(found))
     need = spec.resources
+    nodes = f"{need.min_nodes} to {need.max_nodes}" if need.elastic else need.max_nodes
     where = f" for {', '.join(to)}" if to else ""
-    click.echo(f"{job}: fine{where}: {need.nnodes} x {need.nproc_per_node} processes")
+    points = f", at {len(spec.points)} points" if spec.points else ""
+    click.echo(f"{job}: fine{where}: {nodes} x {need.nproc_per_node} processes{points}")
 
 
 @cli.command(epilog=_example("toolkit render jobs/digits.yaml --to slurm | less"))
@@ -103,15 +110,44 @@ def render(job: Path, overrides: tuple[str, ...], to: str) -> None:
 @JOB
 @SET
 @TO
+@click.option(
+    "--after",
+    metavar="RUN[:ok|any|fail]",
+    multiple=True,
+    help="Wait until that run has succeeded, ended or failed (Slurm). May be repeated.",
+)
+@CHAIN
 @FOLLOW
-def submit(job: Path, overrides: tuple[str, ...], to: str, follow: bool) -> None:
-    """Start a new run and print its URI."""
+def submit(
+    job: Path,
+    overrides: tuple[str, ...],
+    to: str,
+    after: tuple[str, ...],
+    chain: int,
+    follow: bool,
+) -> None:
+    """Start a new run, or all points of a sweep, and print its URI."""
     spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
     _note(toolkit.plan(spec, profile).notes)
-    run = toolkit.submit(spec, to=profile)
+    run = toolkit.submit(spec, to=profile, after=after, chain=chain)
     click.echo(run.uri)
     if follow:
         _follow_and_exit(run)
+
+
+@cli.command(epilog=_example("toolkit resubmit slurm://sandbox/1234"))
+@RUN
+@CHAIN
+@FOLLOW
+def resubmit(run: str, chain: int, follow: bool) -> None:
+    """Let a run that has ended go on; of a sweep, the points that did not succeed.
+
+    The same script goes on in the same run directory, from the newest checkpoint.
+    """
+    opened = toolkit.resubmit(run, chain=chain)
+    click.echo(opened.uri)
+    if follow:
+        _follow_and_exit(opened)
 
 
 @cli.command(name="run", epilog=_example("toolkit run jobs/digits.yaml --set resources.nnodes=4"))
@@ -151,7 +187,9 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
 )
 def list_runs(as_json: bool, last: int) -> None:
     """List the runs that were submitted from here, the newest last."""
-    rows = [_summary(run) for run in list(toolkit.list_runs())[-last:]]
+    from toolkit import summaries
+
+    rows = [summaries.short(run) for run in list(toolkit.list_runs())[-last:]]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     elif not rows:
@@ -170,21 +208,20 @@ def list_runs(as_json: bool, last: int) -> None:
 @JSON
 def status(run: str, as_json: bool) -> None:
     """Say where a run stands, and why."""
-    summary = _summary(toolkit.open_run(run))
+    from toolkit import summaries
+
+    found = summaries.whole(toolkit.open_run(run))
     if as_json:
-        click.echo(json.dumps(summary, indent=2))
-        return
-    for key, value in summary.items():
-        if value not in (None, ""):
-            shown = _figures(value) if isinstance(value, dict) else value
-            click.echo(f"{key + ':':<10} {shown}")
+        click.echo(json.dumps(found, indent=2))
+    else:
+        _echo_lines(summaries.lines(found))
 
 
 @cli.command(epilog=_example("toolkit logs digits-1120-174558-k3f9 --follow"))
 @RUN
 @FOLLOW
 def logs(run: str, follow: bool) -> None:
-    """Print what a run has printed."""
+    """Print what a run has printed; of a sweep, name a point: RUN_7, or RUN/NAME."""
     _echo_lines(toolkit.open_run(run).logs(follow=follow))
 
 
@@ -224,36 +261,6 @@ def schema() -> None:
     click.echo(json.dumps(toolkit.json_schema(), indent=2, ensure_ascii=False))
 
 
-def _summary(run: toolkit.Run) -> dict[str, Any]:
-    from toolkit.launchers import rundir
-
-    try:
-        found = run.status()
-    except LauncherError as error:  # one place that is away must not hide the others
-        found = toolkit.RunStatus(state=toolkit.RunState.UNKNOWN, reason=str(error))
-    metrics = rundir.last_metrics(run.run_dir) if run.run_dir else None
-    reason = secrecy.redact(found.reason, rundir.secrets_of(run.run_dir))
-    created = datetime.fromtimestamp(run.record.created).astimezone()
-    return {
-        "uri": run.uri,
-        "name": run.name,
-        "state": found.state.upper(),
-        "reason": reason,
-        "created": created.isoformat(timespec="seconds"),
-        "run_dir": str(run.run_dir) if run.run_dir else None,
-        "metrics": metrics,
-    }
-
-
-def _figures(metrics: dict[str, Any]) -> str:
-    hidden = ("version", "time", "attempt", "restart")
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in metrics.items()
-        if key not in hidden
-    )
-
-
 def _note(notes: tuple[str, ...]) -> None:
     for note in notes:
         click.echo(f"note: {note}", err=True)
@@ -279,6 +286,21 @@ def _echo_pending(run: toolkit.Run) -> None:
         time.sleep(pause_s)
 
 
+def _echo_states(run: toolkit.Run) -> None:
+    """Say how many points of a sweep are in which state, each time it changes, until the end."""
+    from toolkit.launchers.base import pauses
+
+    shown = ""
+    for pause_s in pauses():
+        found = run.status()
+        if found.reason != shown:
+            shown = found.reason
+            click.echo(f"{run.name}: {shown}", err=True)
+        if found.state.final or found.lost:
+            return
+        time.sleep(pause_s)
+
+
 @contextlib.contextmanager
 def _signals_cancel(run: toolkit.Run) -> Iterator[None]:
     """Let Ctrl-C, a closed terminal and `kill` stop the run; what it prints is still shown."""
@@ -299,8 +321,11 @@ def _signals_cancel(run: toolkit.Run) -> Iterator[None]:
 
 def _follow_and_exit(run: toolkit.Run) -> None:
     try:
-        _echo_pending(run)
-        _echo_lines(run.logs(follow=True))
+        if run.points:
+            _echo_states(run)
+        else:
+            _echo_pending(run)
+            _echo_lines(run.logs(follow=True))
     except KeyboardInterrupt:
         click.echo(
             f"\n{run.uri} goes on; `toolkit logs -f {run.name}` follows it again, "

@@ -3,6 +3,7 @@
 Pure, like planning, which asks here first.
 """
 
+from toolkit.containers import refusals_of_containers
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile, leaks_of
 from toolkit.quantities import format_duration, format_size
 from toolkit.spec import JobSpec, leaked_secrets
@@ -23,6 +24,7 @@ POD_MARGIN_S = 15
 
 SCRIPT_VARIABLES = frozenset(
     {
+        *("before", "entry", "mode", "point", "run_job", "since", "variables"),
         *(
             "attempt",
             "devices",
@@ -56,7 +58,15 @@ KUBERNETES_NAME_MAX = 63
 
 def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
     """Return why `job` cannot work with `profile`, each reason in a sentence; none if it can."""
+    if job.points:
+        return [*_sweep_problems(job, profile), *_of_the_points(job, profile, run_name=run_name)]
     found = [*_does_not_fit(job, profile), *_mount_problems(job, profile)]
+    found += _elastic_problems(job, profile)
+    if job.after and not isinstance(profile, SlurmProfile):
+        found.append(
+            f"after: only Slurm lets a job wait for another; profile {profile.name!r} is of "
+            "another kind; write `toolkit wait RUN && toolkit submit …`, or leave it out"
+        )
     found += (reason for _, reason in (*leaked_secrets(job), *leaks_of(profile)))
     match profile:
         case LocalProfile():
@@ -65,6 +75,7 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
         case SlurmProfile():
             if profile.runtime != "bare":
                 found += _image_missing(job, profile)
+                found += refusals_of_containers(job, profile)
             found += _secrets_lost(job)
             found += _stop_too_long(
                 job,
@@ -85,6 +96,31 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
             )
             found += _kubernetes_problems(job, profile, run_name)
     return found
+
+
+def _sweep_problems(job: JobSpec, profile: Profile) -> list[str]:
+    if not isinstance(profile, SlurmProfile):
+        return [
+            f"sweep: its points are one job array of Slurm, and profile {profile.name!r} is of "
+            "another kind; submit them one by one: `--set sweep=null` and the values of a point"
+        ]
+    if job.resources.elastic:
+        return ["sweep: nnodes with min and max is for single runs; write one number of nodes"]
+    return []
+
+
+def _of_the_points(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
+    """Return the reasons of all points; one that all have in common is told once."""
+    reasons: dict[str, list[int]] = {}
+    for point in job.points:
+        for reason in refusals(job.at(point), profile, run_name=run_name):
+            reasons.setdefault(reason, []).append(point.index)  # its name may hold a secret
+    return [
+        reason
+        if len(points) == len(job.points)
+        else f"point {points[0]}{f' and {len(points) - 1} more' if points[1:] else ''}: {reason}"
+        for reason, points in reasons.items()
+    ]
 
 
 def warning_lead_s(job: JobSpec) -> int:
@@ -125,6 +161,23 @@ def _does_not_fit(job: JobSpec, profile: Profile) -> list[str]:
     return found
 
 
+def _elastic_problems(job: JobSpec, profile: Profile) -> list[str]:
+    if not job.resources.elastic:
+        return []
+    found = []
+    if not job.retries.in_job:
+        found.append(
+            "nnodes with min and max needs retries.in_job: without it, no rank starts again after "
+            "a node is lost or has come"
+        )
+    if isinstance(profile, SlurmProfile) and profile.gpus_flag == "gpus-per-task":
+        found.append(
+            "nnodes with min and max cannot be had by gpus-per-task, since Slurm chooses how many "
+            "tasks there are; write gpus_flag: gres"
+        )
+    return found
+
+
 def _mount_problems(job: JobSpec, profile: Profile) -> list[str]:
     found: list[str] = []
     site = profile.mounts if isinstance(profile, SlurmProfile) else ()
@@ -145,14 +198,10 @@ def _mount_problems(job: JobSpec, profile: Profile) -> list[str]:
                     f"{place}: Pod Security {profile.pod_security!r} of profile {profile.name!r} "
                     f"allows no folder of the node ({mount.source!r}); write claim:NAME"
                 )
+        elif isinstance(profile, SlurmProfile) and profile.runtime != "bare":
+            continue  # refusals_of_containers looks at the site's, too
         elif claim:
             found.append(f"{place}: {mount.source!r} exists only on Kubernetes; write a path")
-        elif isinstance(profile, SlurmProfile) and profile.runtime != "bare":
-            if wrong := sorted(set(",:") & set(mount.source + mount.target)):
-                found.append(
-                    f"{place}: {profile.runtime} takes no {wrong[0]!r} in a path; make a link "
-                    "without it"
-                )
         elif mount.source != mount.target:
             found.append(
                 f"{place}: profile {profile.name!r} runs without containers, so {mount.source!r} "
@@ -205,7 +254,7 @@ def _kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str
             for name, place in job.secrets.items()
             if place is None
         )
-    longest = f"{run_name}-worker-{job.resources.nnodes - 1}"
+    longest = f"{run_name}-worker-{job.resources.max_nodes - 1}"
     if len(longest) > KUBERNETES_NAME_MAX:
         found.append(
             f"the pod name {longest!r} has {len(longest)} characters, more than "

@@ -5,10 +5,11 @@ arithmetic in the message; templates only place what is decided here.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import overload
 
+from toolkit.containers import image_for, mounts_for
 from toolkit.errors import PlanError, Problem
 from toolkit.feasibility import POD_MARGIN_S, REQUEUE_MARGIN_S, cpus_of, refusals, warning_lead_s
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
@@ -20,6 +21,7 @@ from toolkit.quantities import (
 )
 from toolkit.sbatch_options import SbatchValue, merged
 from toolkit.spec import JobSpec, Secret
+from toolkit.sweeps import Point, Sweep
 
 __all__ = ["KubernetesPlan", "LaunchPlan", "LocalPlan", "SlurmPlan", "plan"]
 
@@ -98,11 +100,22 @@ class SlurmPlan(LaunchPlan):
     sbatch: tuple[tuple[str, str | None], ...]
     """Options of sbatch, in order."""
 
+    @property
+    def join_sbatch(self) -> tuple[tuple[str, str | None], ...]:
+        """Options of a job of one more node for an elastic run, which nothing queues again."""
+        own = {"job-name": f"{self.job.name}-join", "nodes": "1"}
+        left_out = ("no-kill", "requeue", "signal", "output", "dependency", "array")
+        kept = ((name, value) for name, value in self.sbatch if name not in left_out)
+        return (*((name, own.get(name, value)) for name, value in kept), ("no-requeue", None))
+
     ports: tuple[int, int] = RENDEZVOUS_PORTS
     """First port that the rendezvous may use, and how many."""
 
     join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
     """How long nodes wait for each other."""
+
+    points: tuple[Point, ...] = ()
+    """The points of a sweep, each a task of the job array; none without one."""
 
     image: str | None = None
     """The container image as the site's runtime names it; None without containers."""
@@ -182,8 +195,10 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
 
 def _torchrun(job: JobSpec) -> tuple[str, ...]:
     """Return the options of torchrun that are the same on every node of every site."""
+    need = job.resources
+    nnodes = f"{need.min_nodes}:{need.max_nodes}" if need.elastic else need.max_nodes
     return (
-        f"--nnodes={job.resources.nnodes}",
+        f"--nnodes={nnodes}",
         f"--nproc-per-node={job.resources.nproc_per_node}",
         f"--max-restarts={job.retries.in_job}",
         "--rdzv-backend=c10d",
@@ -219,7 +234,7 @@ def _env(job: JobSpec, profile: Profile) -> dict[str, str]:
 def _local(job: JobSpec, profile: LocalProfile) -> LocalPlan:
     gpus = job.resources.gpus_per_node
     devices = tuple(
-        tuple(range(node * gpus, (node + 1) * gpus)) for node in range(job.resources.nnodes)
+        tuple(range(node * gpus, (node + 1) * gpus)) for node in range(job.resources.max_nodes)
     )
     return LocalPlan(
         job=job,
@@ -232,7 +247,7 @@ def _local(job: JobSpec, profile: LocalProfile) -> LocalPlan:
 
 
 def _slurm(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
-    need = job.resources
+    need, points = job.resources, job.points
     chosen = merged([_site_options(profile), profile.sbatch, job.sbatch])
     gpus = ":".join(filter(None, [profile.gpu_type, str(need.gpus_per_node)]))
     if need.gpus_per_node and profile.gpus_flag == "gres":
@@ -242,8 +257,9 @@ def _slurm(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
         gpu_option = (profile.gpus_flag, gpus)
     sbatch: list[tuple[str, str | None]] = [
         ("job-name", job.name),
-        ("nodes", str(need.nnodes)),
-        ("ntasks-per-node", "1"),
+        # With --ntasks-per-node, Slurm gives the fewest nodes of a range; without, as many as are free.
+        ("nodes", f"{need.min_nodes}-{need.max_nodes}" if need.elastic else str(need.max_nodes)),
+        ("no-kill", "") if need.elastic else ("ntasks-per-node", "1"),
         ("cpus-per-task", str(cpus_of(job))),
         ("mem", slurm_megabytes(need.memory_bytes) if need.memory_bytes else None),
         *([gpu_option] if need.gpus_per_node else []),
@@ -252,7 +268,8 @@ def _slurm(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
         ("signal", f"B:USR1@{warning_lead_s(job)}"),
         ("requeue" if job.retries.requeue else "no-requeue", ""),
         ("open-mode", "append"),
-        ("output", f"{job.name}-%j.out"),
+        ("output", f"{job.name}-%A_%a.out" if points else f"{job.name}-%j.out"),
+        *([("array", array_of(range(len(points)), job.sweep))] if points and job.sweep else []),
     ]
     notes = []
     if job.stop.grace_s > profile.kill_wait_s:
@@ -270,36 +287,32 @@ def _slurm(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
         notes=tuple(notes),
         sbatch=tuple((option, value or None) for option, value in sbatch if value is not None),
         image=image_for(profile.runtime, job.image or "") if _in_container(profile) else None,
-        mounts=tuple(
-            f"{mount.source}:{mount.target}" + (":ro" if mount.read_only else "")
-            for mount in (*profile.mounts, *job.mounts)
-        ),
+        mounts=mounts_for(job, profile),
         shm=str(need.shm_bytes or 0),
+        points=points,
     )
+
+
+def array_of(indices: Iterable[int], sweep: Sweep) -> str:
+    """Return the tasks of a job array as sbatch takes them, in ranges, and how many run at a time.
+
+    >>> array_of([0, 1, 2, 7, 9, 10], Sweep.model_construct(max_running=8))
+    '0-2,7,9-10%8'
+    """
+    ranges: list[list[int]] = []
+    for index in sorted(indices):
+        if ranges and ranges[-1][1] == index - 1:
+            ranges[-1][1] = index
+        else:
+            ranges.append([index, index])
+    text = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)
+    return text + (f"%{sweep.max_running}" if sweep.max_running else "")
 
 
 def _in_container(profile: Profile) -> bool:
     if isinstance(profile, SlurmProfile):
         return profile.runtime != "bare"
     return isinstance(profile, KubernetesProfile)
-
-
-def image_for(runtime: str, image: str) -> str:
-    """Return how a runtime writes an image; a path is a file that holds it.
-
-    >>> image_for("pyxis", "nvcr.io/nvidia/pytorch:25.01"), image_for("pyxis", "ubuntu:24.04")
-    ('nvcr.io#nvidia/pytorch:25.01', 'ubuntu:24.04')
-    >>> image_for("apptainer", "ubuntu:24.04"), image_for("podman", "/images/train.tar")
-    ('docker://ubuntu:24.04', 'docker-archive:/images/train.tar')
-    """
-    if image.startswith("/"):
-        return f"docker-archive:{image}" if runtime == "podman" else image
-    if runtime == "apptainer":
-        return f"docker://{image}"
-    registry, slash, rest = image.partition("/")
-    if runtime == "pyxis" and slash and re.search("[.:]|^localhost$", registry):
-        return f"{registry}#{rest}"
-    return image
 
 
 def _site_options(profile: SlurmProfile) -> dict[str, SbatchValue]:
@@ -351,6 +364,6 @@ def _kubernetes(
         grace_s=job.stop.grace_s + POD_MARGIN_S,
         restart_policy="OnFailure" if job.retries.requeue else "Never",
         # The operator adds up the restarts of all pods, and one incident restarts each of them.
-        backoff_limit=job.retries.requeue * need.nnodes + 1 if job.retries.requeue else None,
+        backoff_limit=job.retries.requeue * need.max_nodes + 1 if job.retries.requeue else None,
         image=job.image,
     )

@@ -328,6 +328,9 @@ def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:
     if isinstance(profile, SlurmProfile):
         for name, why in secrecy.leaks_of_mapping("sbatch", profile.sbatch):
             found.append((("sbatch", name), why))
+        options = profile.container_options
+        for index, why in secrecy.leaks_of_words("container_options", options):
+            found.append((("container_options", index), why))
         for key, lines in (("prolog", profile.prolog), ("epilog", profile.epilog)):
             for index, line in enumerate(lines):
                 words = re.sub("[\"']", "", line).replace(";", " ").split()

@@ -1,15 +1,16 @@
 """Runs, wherever they are: submit a job, open a run again, list them all."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.errors import LauncherError, Problem, ProfileError
+from toolkit.dependencies import Dependency, parse_dependency
+from toolkit.errors import LauncherError, PlanError, Problem, ProfileError
 from toolkit.launchers import registry
 from toolkit.launchers.base import Launcher, Run
-from toolkit.planning import plan
+from toolkit.planning import SlurmPlan, plan
 from toolkit.profile import (
     KubernetesProfile,
     LocalProfile,
@@ -19,15 +20,23 @@ from toolkit.profile import (
 )
 from toolkit.spec import JobSpec
 
-__all__ = ["ask_site", "list_runs", "open_run", "submit"]
+__all__ = ["ask_site", "list_runs", "open_run", "resubmit", "submit"]
 
 
-def submit(job: JobSpec, *, to: str | Profile) -> Run:
-    """Start a new run of `job`.
+def submit(
+    job: JobSpec,
+    *,
+    to: str | Profile,
+    after: Sequence[str | Dependency] = (),
+    chain: int = 1,
+) -> Run:
+    """Start a new run of `job`, or of all the points of its sweep.
 
     Args:
         job: What to run.
         to: The profile, its name, or the path of its file.
+        after: Runs that it waits for, besides those of the job file: `RUN`, `RUN:any`, `RUN:fail`.
+        chain: How many jobs take turns at it, each going on where the one before has ended.
 
     Raises:
         ProfileError: no such profile.
@@ -35,7 +44,33 @@ def submit(job: JobSpec, *, to: str | Profile) -> Run:
         LauncherError: the scheduler refused, or cannot be reached.
     """
     profile = load_profile(to) if isinstance(to, str) else to
-    return launcher_for(profile).submit(plan(job, profile))
+    made = plan(job, profile)
+    if not after and chain == 1:
+        return launcher_for(profile).submit(made)
+    if not isinstance(made, SlurmPlan):
+        raise PlanError(
+            f"after and chain are Slurm's, and profile {profile.name!r} is of another kind; "
+            "write `toolkit wait RUN && toolkit submit …`"
+        )
+    from toolkit.launchers.slurm import SlurmLauncher
+
+    wanted = [parse_dependency(item) if isinstance(item, str) else item for item in after]
+    return SlurmLauncher(made.profile).submit(made, after=wanted, chain=chain)
+
+
+def resubmit(run: str | Run, *, chain: int = 1) -> Run:
+    """Let a run that has ended go on from its checkpoints; of a sweep, what did not succeed.
+
+    Args:
+        run: The run, or its URI, name or run directory.
+        chain: How many jobs take turns at it.
+
+    Raises:
+        RunNotFound: there is none.
+        LauncherError: it has succeeded or not ended, or the place refused.
+    """
+    opened = open_run(run) if isinstance(run, str) else run
+    return launcher_for(_stored_profile(opened.record)).resubmit(opened, chain=chain)
 
 
 def ask_site(job: JobSpec, *, to: str | Profile) -> list[Problem]:
@@ -61,10 +96,13 @@ def ask_site(job: JobSpec, *, to: str | Profile) -> list[Problem]:
 def open_run(name: str, *, environ: Mapping[str, str] = os.environ) -> Run:
     """Return the handle of a run by its URI, its name, or its run directory.
 
+    That of a sweep's point is `RUN_7`, or `RUN/NAME` with the point's name.
+
     Raises:
         RunNotFound: there is none.
     """
-    return _open(registry.find(name, environ=environ))
+    record, point = registry.find_point(name, environ=environ)
+    return _open(record) if point is None else _open(record).point(point)
 
 
 def list_runs(*, environ: Mapping[str, str] = os.environ) -> Iterator[Run]:

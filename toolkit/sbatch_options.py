@@ -50,17 +50,15 @@ _MEMORY = "set resources.memory"
 _GPUS = "set resources.gpus_per_node, and gpus_flag in the profile for how they are asked for"
 _LOG = "the log belongs to the run directory, and goes on after a requeue"
 _WAITS = "the toolkit reads sbatch's answer; `toolkit submit --follow` waits"
-_ALONE = "a run has its own run directory; submit the job once per run"
 _USER = "jobs are yours; submit as the user who shall own them"
 
 DECIDED = {
-    "array": _ALONE,
+    "array": "set 'sweep', whose points are the tasks of an array",
     "chdir": "relative paths are below the submit folder; write absolute ones",
     "clusters": "the toolkit asks one cluster about its jobs; submit on a login node of the other",
     "cpus-per-gpu": _CPUS,
     "cpus-per-task": _CPUS,
-    "dependency": "a run is submitted by itself; render the script and use "
-    "`sbatch --dependency=… FILE`",
+    "dependency": "set 'after', or use `toolkit submit --after RUN`",
     "error": _LOG,
     "export": "the script needs the environment it is submitted in; use 'env' and 'secrets'",
     "export-file": "the script needs the environment it is submitted in; use 'env' and 'secrets'",

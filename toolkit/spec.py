@@ -3,9 +3,8 @@
 A `JobSpec` is portable: nothing in it names a site. Where it runs is the profile's business.
 """
 
-import ast
+import contextlib
 import hashlib
-import inspect
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,19 +12,20 @@ from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
+    Discriminator,
     Field,
     Strict,
+    Tag,
+    ValidationError,
 )
 from pydantic_core import PydanticCustomError
 
 from toolkit import secrecy
+from toolkit.dependencies import After
 from toolkit.documents import Ambiguous, Document, KeyPath, read_document, read_text
 from toolkit.errors import InputError, Problem, SpecError
 from toolkit.fields import (
-    ENV_NAME,
-    RESERVED_NAMES,
     AbsolutePath,
     Duration,
     EnvName,
@@ -43,28 +43,54 @@ from toolkit.fields import (
     program_first,
     schema_extra,
 )
-from toolkit.sbatch_options import SbatchOptions, options_schema
+from toolkit.sbatch_options import SbatchOptions
+from toolkit.sweeps import Point, Sweep, expand, leaks, misread
 from toolkit.validation import FrozenModel, Text, override, validate
 
 __all__ = [
     "JobSpec",
     "Mount",
+    "NodeRange",
     "Resources",
     "Retries",
     "Secret",
     "Stop",
-    "field_docstrings",
-    "json_schema",
     "leaked_secrets",
     "load",
 ]
 
 
+class NodeRange(FrozenModel):
+    """How few nodes a job goes on with, and how many it takes where it can have them."""
+
+    min: PositiveInt
+    """With fewer, the run waits for another node, and is queued again after ten minutes."""
+
+    max: PositiveInt
+    """As many as are free when the job starts; on Slurm, others join later."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        few, many = given.get("min"), given.get("max")
+        if isinstance(few, int) and isinstance(many, int) and few > many:
+            return [f"min {few} is more than max {many}"]
+        return []
+
+
+def _kind_of_nnodes(value: object) -> str:
+    return "[range]" if isinstance(value, dict | NodeRange) else "[count]"
+
+
 class Resources(FrozenModel):
     """What one job asks of the machines; all but `nnodes` counts per node."""
 
-    nnodes: PositiveInt = 1
-    """Nodes; one torchrun starts on each."""
+    nnodes: Annotated[
+        Annotated[PositiveInt, Tag("[count]")] | Annotated[NodeRange, Tag("[range]")],
+        Discriminator(_kind_of_nnodes),
+    ] = 1
+    """Nodes; one torchrun starts on each. `{min: 2, max: 4}` goes on when nodes are lost. See
+    [elasticity](../how-to/elasticity.md)."""
 
     nproc_per_node: PositiveInt = 1
     """Workers that torchrun starts on each node, usually one per GPU."""
@@ -80,6 +106,21 @@ class Resources(FrozenModel):
 
     shm_bytes: Size | None = Field(default=None, alias="shm")
     """Shared memory for data loaders; part of `memory`. Containers have 64 MiB by default."""
+
+    @property
+    def min_nodes(self) -> int:
+        """The fewest nodes to run on."""
+        return self.nnodes.min if isinstance(self.nnodes, NodeRange) else self.nnodes
+
+    @property
+    def max_nodes(self) -> int:
+        """The most nodes to run on."""
+        return self.nnodes.max if isinstance(self.nnodes, NodeRange) else self.nnodes
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of nodes may change while the job runs."""
+        return self.min_nodes < self.max_nodes
 
 
 class Stop(FrozenModel):
@@ -223,6 +264,12 @@ class JobSpec(FrozenModel):
     mounts: tuple[Mount, ...] = ()
     """Folders from outside."""
 
+    sweep: Sweep | None = None
+    """Many runs of this job, each with other arguments or variables; on Slurm."""
+
+    after: After = ()
+    """Runs of the same cluster to wait for; on Slurm. A name alone means that it must succeed."""
+
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
         """Return what keys say against each other."""
@@ -250,17 +297,48 @@ class JobSpec(FrozenModel):
                 f"{name!r} stands under env and under secrets; keep one"
                 for name in sorted({str(name) for name in secrets} & set(env))
             )
+        sweep, args = given.get("sweep"), given.get("args", ())
+        if isinstance(sweep, dict):  # as a file holds it
+            with contextlib.suppress(ValidationError):
+                sweep = Sweep.model_validate(sweep)
+        if isinstance(sweep, Sweep) and isinstance(args, tuple):
+            try:
+                points = expand(sweep, args)
+            except ValueError as error:
+                return [*found, str(error)]
+            swept = {name for point in points for name in point.env}
+            found += (
+                f"{name!r} stands under sweep and under secrets; keep one"
+                for name in sorted(
+                    swept & set(secrets if isinstance(secrets, dict | tuple) else ())
+                )
+            )
         return found
 
     @property
-    def entry(self) -> tuple[str, ...]:
-        """What follows torchrun's own options: the module, script or command with `args`."""
+    def points(self) -> tuple[Point, ...]:
+        """The points of the sweep; none without one."""
+        return () if self.sweep is None else expand(self.sweep, self.args)
+
+    def at(self, point: Point) -> "JobSpec":
+        """Return the plain job of a point."""
+        changes = {"sweep": None, "args": point.args, "env": {**self.env, **point.env}}
+        return self.model_copy(update=changes)
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What follows torchrun's own options: the module, script or command."""
         if self.module is not None:
-            return ("-m", self.module, *self.args)
+            return ("-m", self.module)
         if self.script is not None:
-            return (self.script, *self.args)
+            return (self.script,)
         assert self.command is not None
-        return ("--no-python", *self.command, *self.args)
+        return ("--no-python", *self.command)
+
+    @property
+    def entry(self) -> tuple[str, ...]:
+        """The program with its arguments."""
+        return (*self.program, *self.args)
 
     @property
     def digest(self) -> str:
@@ -285,8 +363,8 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
     """
     document = override(_document(Path(path)), overrides, JobSpec)
     job = validate(JobSpec, document, SpecError)
-    if leaks := leaked_secrets(job):
-        raise SpecError([Problem(place=document.place(at), message=reason) for at, reason in leaks])
+    if found := [*leaked_secrets(job), *misread(document)]:
+        raise SpecError([Problem(place=document.place(at), message=reason) for at, reason in found])
     return job
 
 
@@ -296,9 +374,9 @@ def leaked_secrets(job: JobSpec) -> list[tuple[KeyPath, str]]:
     for key, words in (("command", job.command or ()), ("args", job.args)):
         found += (((key, at), reason) for at, reason in secrecy.leaks_of_words(key, words))
     for key, entries in (("env", job.env), ("sbatch", job.sbatch)):
-        leaks = secrecy.leaks_of_mapping(key, entries)
-        found += (((key, name), reason) for name, reason in leaks)
-    return found
+        named = secrecy.leaks_of_mapping(key, entries)
+        found += (((key, name), reason) for name, reason in named)
+    return [*found, *(leaks(job.sweep) if job.sweep else ())]
 
 
 def _document(path: Path) -> Document:
@@ -306,63 +384,3 @@ def _document(path: Path) -> Document:
         return read_document(read_text(path), str(path))
     except InputError as error:
         raise SpecError(error.problems) from None
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the job file; descriptions are the docstrings of the fields."""
-    schema = JobSpec.model_json_schema(by_alias=True)
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-    known = {"type": "string", "pattern": f"^(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}$"}
-    place = {"anyOf": [{"$ref": "#/$defs/Secret"}, {"type": "null"}]}
-    schema["properties"] |= {
-        "env": {
-            "type": "object",
-            "propertyNames": known,
-            "additionalProperties": {"type": "string"},
-            "default": {},
-        },
-        "secrets": {
-            "anyOf": [
-                {"type": "array", "items": known, "uniqueItems": True},
-                {"type": "object", "propertyNames": known, "additionalProperties": place},
-            ],
-            "default": {},
-        },
-        "sbatch": options_schema(),
-    }
-    schema["$defs"]["Secret"]["oneOf"] = [
-        {
-            "required": list(needed),
-            "properties": {key: {"not": {"type": "null"}} for key in needed}
-            | {key: {"type": "null"} for key in left_out},
-        }
-        for needed, left_out in ((("secret", "key"), ("file",)), (("file",), ("secret", "key")))
-    ]
-    for model in (JobSpec, Resources, Stop, Retries, Mount, Secret):
-        part = schema if model is JobSpec else schema["$defs"][model.__name__]
-        for name, text in field_docstrings(model).items():
-            alias = model.model_fields[name].alias or name
-            # Beside a $ref, a description must not replace what the reference says.
-            part["properties"][alias]["description"] = text
-            part["properties"][alias].pop("title", None)
-    schema["oneOf"] = [
-        {"required": [key], "properties": {key: {"not": {"type": "null"}}}}
-        for key in ("module", "script", "command")
-    ]
-    return schema
-
-
-def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Read the string below each field from the source; pydantic would do it at every import."""
-    (tree,) = ast.parse(inspect.getsource(model)).body
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for field, below in zip(tree.body, tree.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        ):
-            found[field.target.id] = inspect.cleandoc(str(below.value.value))
-    return found

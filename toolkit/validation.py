@@ -150,12 +150,16 @@ def _by_line(problem: Problem) -> tuple[str, int]:
 
 
 def _problem(model: type[BaseModel], document: Document, error: Any) -> Problem:
-    path: KeyPath = tuple(part for part in error["loc"] if part != "[key]")
+    path: KeyPath = tuple(part for part in error["loc"] if part not in _NOT_WRITTEN)
     written = document.written.get(path)
     message = _message(model, path, error, written)
     is_value = "[key]" not in error["loc"] and _is_secret(path)
     known = [written or "", str(error["input"])] if is_value else []
     return Problem(place=document.place(path), message=conceal(message, known))
+
+
+_NOT_WRITTEN = ("[key]", "[count]", "[range]")
+"""What pydantic puts into a place that stands in no file: what part of a pair, which alternative."""
 
 
 def _is_secret(path: KeyPath) -> bool:
@@ -183,6 +187,8 @@ def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | N
             return f'{name}: nothing is written here; write "" for an empty string'
         if written is not None:
             return f'{name}: {written} is not a string to YAML; write "{written}"'
+    if kind == "too_short":
+        return f"{name}: the list is empty"
     if kind == "greater_than_equal":
         return f"{name}: must be at least {context['ge']}, not {written or value}"
     wanted = _WANTED.get(kind)

@@ -20,6 +20,17 @@ mount -t tmpfs -o mode=0755 tmpfs "$run"
 if [ "$role" = node ]; then
     mount -t proc proc /proc
     : >"$run/node"
+    # What a power cut erases, and two machines never share: podman keeps its locks there.
+    mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+    if [ -d "$dir/etc/containers/$name" ]; then
+        mount --bind "$dir/etc/containers/$name" /etc/containers
+        for part in containers libpod crun runc; do
+            mkdir -p "/run/$part"
+            mount -t tmpfs -o mode=0755 tmpfs "/run/$part"
+        done
+        # crun takes the hierarchy of both versions for one it does not know.
+        ! mountpoint -q /sys/fs/cgroup/unified || umount /sys/fs/cgroup/unified
+    fi
 fi
 echo "$pid" >&3
 exec 3>&-

@@ -3,7 +3,7 @@
 log=$(readlink "/proc/$$/fd/2") || true  # the job's log; torchrun reports in it
 [ -f "$log" ] || log=/dev/null
 log_from=$(stat -c %s "$log")
-word='' why='' status=1 queued=''
+word='' why='' status=1 queued='' full=''
 
 told() {  # KEY: its value in outcome.json, or nothing
   grep -oE "\"$1\": *(\"([^\"\\]|\\\\.)*\"|[^,}]*)" "$run_dir/outcome.json" 2>/dev/null |
@@ -29,28 +29,34 @@ logged() { grep -qE "$1" <(printed); }  # PATTERN
 
 down_nodes() { sinfo -h -N -n "$1" -t down,no_respond -o %N 2>/dev/null | sort -u || true; }  # NODES
 
-note() { echo "$word: ${why:+$why; }$1" >"$logs/reason"; }  # DECISION
+fenced() { [ -e "$run_dir/logs/attempt-$((attempt + 1))" ]; }  # a cut cable had Slurm start another
+
+note() { fenced || echo "$word: ${why:+$why; }$1" >"$logs/reason"; }  # DECISION
 
 end() {  # STATUS DECISION
   note "$2"
-  say "attempt $attempt ended: $(cat "$logs/reason")"
+  say "attempt $attempt ended: $word: ${why:+$why; }$2"
   exit "$1"
 }
 
 judge() {  # sets word and why: how this attempt ended
-  local says='' rank code=$status
+  local says='' rank where code=$status
   if [ "$(told attempt)" = "$attempt" ]; then
     says=$(told status) rank=$(told rank) why=$(told reason)
     why=${rank:+rank $rank: }$why
   fi
   case $says:$status in done:* | :0 | running:0) word='done' why=''; return ;; esac
+  if fenced; then
+    word=fenced why="attempt $((attempt + 1)) has taken over"
+    return
+  fi
   ! logged '^ *exitcode +: 2( |$)' || code=2
   if logged '^ *exitcode +: 93( |$)'; then
     word=no_progress why="a worker exited with status 93${why:+ ($why)}"
   elif [ "$says" = fatal ]; then
     word=fatal
-  elif logged 'oom[-_]kill event'; then
-    word=fatal why="out of memory: the kernel killed a process"
+  elif [ -n "$full" ] && [ "$says" != preempted ]; then
+    word=fatal why="no space is left for $run_dir"
   elif [ "$stopping" = cancelled ]; then
     word=cancelled why="by toolkit cancel"
   elif [ "$stopping" = terminated ]; then
@@ -59,6 +65,10 @@ judge() {  # sets word and why: how this attempt ended
     word=walltime why="out of time"
   elif [ "$says" = preempted ]; then
     word=preempted
+  elif where=$(out_of_memory) || logged 'oom[-_]kill event'; then
+    word=fatal why="out of memory: the kernel killed a process${where:+ on $where}"
+  elif [ -z "$says" ] && read -r word why < <(cat "$logs"/cannot-* 2>/dev/null); then
+    [ "$word" = fatal ] || echo "${why%%:*}" >"$logs/failing_node"  # by node.sh, of its container
   elif [ -z "$says" ] && [[ $code =~ ^(2|126|127)$ ]]; then
     word=fatal why="exit status $code: another start would end like this one"
   elif not_reached "$status"; then
@@ -72,6 +82,10 @@ judge() {  # sets word and why: how this attempt ended
   fi
 }
 
+out_of_memory() {  # names the nodes that have counted kills; Slurm itself may not watch memory
+  cat "$logs"/oom-* 2>/dev/null | sort -u | paste -sd ' '
+}
+
 first_to_fail() {  # by torchrun's reports, killed before failed; else whose torchrun ended first
   local reports
   reports=$(printed | grep -E '^ +(time|host|exitcode) +:' | sed -E 's/^[^:]*: *//' | paste - - -) ||
@@ -81,8 +95,7 @@ first_to_fail() {  # by torchrun's reports, killed before failed; else whose tor
 
 terminated() {  # Slurm ends the job (TERM): because of a node, for another job, or by scancel?
   local down
-  [[ $(scontrol -o show job "$SLURM_JOB_ID" 2>/dev/null) =~ \ Restarts=([0-9]+) ]] || true
-  [ "${BASH_REMATCH[1]:-0}" -le "$restarts" ] || queued=yes
+  ! slurm_has_queued_it || queued=yes
   down=$(down_nodes "$SLURM_JOB_NODELIST")
   if [ -n "$down" ]; then
     word=node_failure why="down: ${down//$'\n'/ }"
@@ -94,8 +107,13 @@ terminated() {  # Slurm ends the job (TERM): because of a node, for another job,
   fi
 }
 
-count() {  # over this job's attempts; sets failures, idle (in a row without a new step) and best
-  local n=$((attempt - restarts)) was step
+slurm_has_queued_it() {  # for a start after this one
+  [[ $(scontrol -o show job "$run_job" 2>/dev/null) =~ \ Restarts=([0-9]+) ]] &&
+    [ "${BASH_REMATCH[1]}" -gt "$restarts" ]
+}
+
+count() {  # over this job's or chain's attempts; sets failures, idle (in a row, no new step) and best
+  local n=$since was step
   [ "$n" -ge 0 ] || n=0
   best=$(cat "$run_dir/logs/attempt-$((n - 1))/step" 2>/dev/null) || best=0
   failures=0 idle=0
@@ -120,22 +138,25 @@ stop_if_spent() {
     end 93 "no step beyond $best in $idle attempts (retries.no_progress)"
   fi
   word=${word:-gave_up}
-  [ "$failures" -le "$failure_limit" ] || end "$status" "gave up after $failure_limit requeues"
+  [ "$failure_limit" -eq 0 ] || [ "$failures" -le "$failure_limit" ] ||
+    end "$status" "gave up after $failure_limit requeues"
 }
 
 conclude() {  # STATUS of the step: ends this attempt, and queues the job again or not
   status=$1
+  head -c 4096 /dev/zero 2>/dev/null >"$logs/reserve.full" || full=yes
+  rm -f "$logs/reserve" "$logs/reserve.full"  # so that there is room for a reason
   judge
   [ "$status" -ne 0 ] || [ "$word" = 'done' ] || status=1
   note "deciding"
   # An attempt that was preempted before it began says nothing of progress.
-  if [ "$word" != preempted ] || [ "$(told attempt)" = "$attempt" ]; then
+  if [[ $word != @(preempted|fenced) ]] || [ "$(told attempt)" = "$attempt" ]; then
     told step | grep . >"$logs/step" || rm "$logs/step"
   fi
   case $word in
     'done') end 0 "all steps made" ;;
     no_progress) end 93 "not queued again" ;;
-    fatal | cancelled) end "$status" "not queued again" ;;
+    fatal | cancelled | fenced) end "$status" "not queued again" ;;
   esac
   [ "$failure_limit" -gt 0 ] || end "$status" "not queued again (retries.requeue is 0)"
   if [ -z "$queued" ]; then
@@ -148,13 +169,20 @@ conclude() {  # STATUS of the step: ends this attempt, and queues the job again 
 queue_again() {
   note "queued again"
   trap '' TERM  # what the requeue sends this script
-  scontrol requeue "$SLURM_JOB_ID" || end "$status" "scontrol refused to queue it again"
+  # A controller that does not answer is being restarted: try again for ten minutes. Behind a cut
+  # cable, Slurm has made another start of this job meanwhile, which must not be queued again.
+  local answers='' until_s=$((SECONDS + 600))
+  until slurm_has_queued_it || scontrol requeue "$run_job"; do
+    [ -z "$answers" ] && [ "$SECONDS" -lt "$until_s" ] && ! fenced ||
+      end "$status" "scontrol could not queue it again"
+    if scontrol ping >/dev/null 2>&1; then answers=yes; else sleep 5; fi
+  done
 }
 
 exclude() {  # keeps a job that waits off nodes on which two of its attempts have failed first
   local bad before='' left
   bad=$(cat "$run_dir"/logs/attempt-*/failing_node 2>/dev/null | sort | uniq -d)
-  [[ $(scontrol -o show job "$SLURM_JOB_ID" 2>/dev/null) =~ \ ExcNodeList=([^\ \(]+) ]] &&
+  [[ $(scontrol -o show job "$run_job" 2>/dev/null) =~ \ ExcNodeList=([^\ \(]+) ]] &&
     before=$(scontrol show hostnames "${BASH_REMATCH[1]}")
   bad=$(grep -vxF "${before:- }" <<<"$bad") || return 0
   [ -n "$bad" ] || return 0
@@ -163,14 +191,16 @@ exclude() {  # keeps a job that waits off nodes on which two of its attempts hav
   bad=${bad//$'\n'/,}
   if [ "${left:-0}" -lt "$nnodes" ]; then
     echo "; not without $bad, where two attempts have failed first: too few nodes would be left"
-  elif scontrol update jobid="$SLURM_JOB_ID" excnodelist="${before:+${before//$'\n'/,},}$bad" >&2; then
+  elif scontrol update jobid="$run_job" excnodelist="${before:+${before//$'\n'/,},}$bad" >&2; then
     echo "; without $bad, where two attempts have failed first"
   fi
 }
 
 begin() {  # finishes the reason of an attempt that could not; stops a job that has spent its starts
   local before=$run_dir/logs/attempt-$((attempt - 1)) down
-  [ "$restarts" -gt 0 ] && [ -d "$before" ] || return 0
+  head -c 65536 /dev/zero >"$logs/reserve"  # for the last words of an attempt that fills the disk
+  rm -f "$before/reserve"
+  { [ "$restarts" -gt 0 ] || [ "$mode" = chain ]; } && [ -d "$before" ] || return 0
   if [ ! -e "$before/reason" ]; then
     # Its script died without a word, and with it the first node, unless Slurm knows another one.
     down=$(down_nodes "$(paste -sd , "$before/nodes")")
@@ -178,5 +208,5 @@ begin() {  # finishes the reason of an attempt that could not; stops a job that 
     echo "${down:-$(head -n 1 "$before/nodes")}" >"$before/failing_node"
     told step | grep . >"$before/step" || rm "$before/step"
   fi
-  [ "$failure_limit" -eq 0 ] || stop_if_spent
+  if [ "$failure_limit" -gt 0 ] || [ "$mode" = chain ]; then stop_if_spent; fi
 }

@@ -4,7 +4,7 @@ import abc
 import enum
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -97,6 +97,32 @@ class Run(abc.ABC):
         """The run directory, where this machine can see it."""
         return self.record.run_dir
 
+    @property
+    def settings(self) -> Mapping[str, str | bool]:
+        """What a point of a sweep sets, by the keys of the sweep."""
+        return {}
+
+    @property
+    def points(self) -> "Sequence[Run]":
+        """The points of a sweep, each a run of its own; none where it is no sweep."""
+        return ()
+
+    def point(self, key: str) -> "Run":
+        """Return a point by its number or its name.
+
+        Raises:
+            RunNotFound: there is none.
+        """
+        raise RunNotFound(f"no point {key!r}: {self.uri} is no sweep")
+
+    def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
+        """Return the status of a sweep from those of its points."""
+        raise LauncherError(f"{self.uri} is no sweep")
+
+    def statuses(self) -> list[RunStatus]:
+        """Ask where each point stands, all at once."""
+        return [point.status() for point in self.points]
+
     @abc.abstractmethod
     def status(self) -> RunStatus:
         """Ask where the run stands."""
@@ -144,6 +170,14 @@ class Launcher(abc.ABC, Generic[PlanT]):
     @abc.abstractmethod
     def open(self, record: RunRecord) -> Run:
         """Return the handle of a run that was submitted before, by whatever process."""
+
+    def resubmit(self, run: Run, *, chain: int = 1) -> Run:
+        """Let a run that has ended go on from its checkpoints; of a sweep, what did not succeed.
+
+        Raises:
+            LauncherError: it has succeeded or not ended, or the place cannot do this.
+        """
+        raise LauncherError(f"{run.uri} cannot go on by itself; only runs on Slurm can")
 
 
 def pauses() -> Iterator[float]:

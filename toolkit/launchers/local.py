@@ -139,10 +139,10 @@ class LocalLauncher(Launcher[LocalPlan]):
     def submit(self, plan: LocalPlan) -> LocalRun:
         """Start a new run and return at once."""
         need = plan.job.resources
-        wanted, there = need.nnodes * need.gpus_per_node, self._gpus()
+        wanted, there = need.max_nodes * need.gpus_per_node, self._gpus()
         if wanted > there:
             raise LauncherError(
-                f"{need.nnodes} nodes with {need.gpus_per_node} GPUs make {wanted}, and this "
+                f"{need.max_nodes} nodes with {need.gpus_per_node} GPUs make {wanted}, and this "
                 f"machine has {there}; --set resources.gpus_per_node=0 trains on its CPUs"
             )
         require_secrets(plan, self._environ)

@@ -15,7 +15,16 @@ from typing import Any
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.profile import Profile
 
-__all__ = ["RunRecord", "check", "find", "is_cancelled", "mark_cancelled", "records", "remember"]
+__all__ = [
+    "RunRecord",
+    "check",
+    "find",
+    "find_point",
+    "is_cancelled",
+    "mark_cancelled",
+    "records",
+    "remember",
+]
 
 _VERSION = 1
 
@@ -128,6 +137,26 @@ def find(name: str, *, environ: Mapping[str, str] = os.environ) -> RunRecord:
     latest = ", ".join(run.name for run in known[-3:])
     hint = f"the latest are {latest}" if latest else "nothing was submitted from here yet"
     raise RunNotFound(f"no run {name!r}; {hint} (see `toolkit list`)")
+
+
+def find_point(
+    name: str, *, environ: Mapping[str, str] = os.environ
+) -> tuple[RunRecord, str | None]:
+    """Return a run, or a sweep and which of its points: `RUN_7`, or `RUN/NAME` of the point.
+
+    Raises:
+        RunNotFound: there is none.
+    """
+    try:
+        return find(name, environ=environ), None
+    except RunNotFound:
+        whole = name.rstrip("/")
+        for separator in ("_", "/"):
+            sweep, found, point = whole.rpartition(separator)
+            if found and (separator == "/" or point.isdecimal()):
+                with contextlib.suppress(RunNotFound):
+                    return find(sweep, environ=environ), point
+        raise
 
 
 def mark_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:

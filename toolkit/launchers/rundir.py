@@ -19,6 +19,8 @@ from toolkit.spec import JobSpec
 __all__ = [
     "cancel_requested",
     "ended_status",
+    "has_attempts",
+    "is_over",
     "last_metrics",
     "last_reason",
     "make",
@@ -26,6 +28,7 @@ __all__ = [
     "redacted",
     "request_cancel",
     "secrets_of",
+    "withdraw_cancel",
     "write_inputs",
 ]
 
@@ -44,6 +47,9 @@ _WORDS = {
     "no_progress": RunState.FAILED,
 }
 """What the first word of an attempt's reason knows better than the outcome."""
+
+_OVER = ("done", "fatal", "cancelled", "no_progress", "gave_up")
+"""First words after which the next job of a chain ends at once; as in train.sbatch.j2."""
 
 
 def make(parent: Path, name: str) -> Path:
@@ -83,6 +89,8 @@ def secrets_of(
     run_dir: Path | None, environ: Mapping[str, str] = os.environ
 ) -> list[tuple[str, str]]:
     """Return the secrets of a run whose values are known here, by variable or file."""
+    if run_dir is not None and not (run_dir / "job.yaml").exists():
+        run_dir = run_dir.parent  # a point of a sweep
     try:
         data = run_dir and read_document(read_text(run_dir / "job.yaml"), "job.yaml").data
     except InputError:
@@ -134,6 +142,12 @@ def request_cancel(run_dir: Path) -> None:
         (run_dir / _CANCEL).touch()
 
 
+def withdraw_cancel(run_dir: Path) -> None:
+    """Take the mark back, since the run is to go on."""
+    with contextlib.suppress(OSError):
+        (run_dir / _CANCEL).unlink(missing_ok=True)
+
+
 def cancel_requested(run_dir: Path) -> bool:
     """Whether somebody asked the run to stop."""
     return (run_dir / _CANCEL).exists()
@@ -159,6 +173,17 @@ def ended_status(run_dir: Path) -> RunStatus:
     if state is not RunState.SUCCEEDED and cancel_requested(run_dir):
         return RunStatus(state=RunState.CANCELLED, reason=reason)
     return RunStatus(state=state, reason="" if state is RunState.SUCCEEDED else reason)
+
+
+def has_attempts(run_dir: Path) -> bool:
+    """Whether it has ever started."""
+    return bool(_attempts(run_dir))
+
+
+def is_over(run_dir: Path) -> bool:
+    """Whether the newest attempt has ended for good, whatever jobs of a chain still wait."""
+    attempts = _attempts(run_dir)
+    return bool(attempts) and _reason(attempts[-1]).partition(":")[0] in _OVER
 
 
 def last_reason(run_dir: Path) -> str:

@@ -1,182 +1,26 @@
-"""Runs on a Slurm cluster, with or without accounting."""
+"""Submits to a Slurm cluster, with or without accounting."""
 
 import os
 import re
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toolkit.errors import LauncherError, Problem, SchedulerMissing
+from toolkit.dependencies import Dependency
+from toolkit.errors import LauncherError, Problem
 from toolkit.launchers import registry, rundir
-from toolkit.launchers.base import (
-    Launcher,
-    Run,
-    RunState,
-    RunStatus,
-    follow_files,
-    new_run_name,
-    require_secrets,
-)
+from toolkit.launchers.base import Launcher, Run, new_run_name, require_secrets
+from toolkit.launchers.slurm_jobs import SlurmJob, send, write_jobs, write_points
+from toolkit.launchers.slurm_queue import Command, refused, run_command
+from toolkit.launchers.slurm_run import SlurmRun
 from toolkit.launchers.slurm_site import site_findings
-from toolkit.launchers.torchrun_log import without_stop_traces
-from toolkit.planning import SlurmPlan
+from toolkit.launchers.slurm_sweep import SlurmPoint, SlurmSweep
+from toolkit.planning import SlurmPlan, array_of, plan
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import render
+from toolkit.spec import load
 
 __all__ = ["Command", "SlurmLauncher", "SlurmRun"]
-
-Command = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
-"""Runs a command of Slurm and returns what it printed; tests pass their own."""
-
-_NO_CLUSTER = (
-    "`make sandbox-up` starts a cluster on this machine (then `make submit-slurm`, or "
-    '`eval "$(slurm/sandbox/sandbox env)"` in this shell); `--to` names another profile'
-)
-
-_UNREACHABLE = re.compile(
-    "Unable to contact|Could not establish a configuration|Unable to process configuration"
-    "|the sandbox in .* is down"
-)
-"""What Slurm's commands (and the sandbox's) say when there is no cluster to talk to."""
-
-_ASK_EVERY_S = 3.0
-"""How often a follower asks whether the job has ended; clusters limit requests."""
-
-_STATES = {
-    "BOOT_FAIL": RunState.FAILED,
-    "CANCELLED": RunState.CANCELLED,
-    "COMPLETED": RunState.SUCCEEDED,
-    "COMPLETING": RunState.RUNNING,
-    "CONFIGURING": RunState.PENDING,
-    "DEADLINE": RunState.FAILED,
-    "FAILED": RunState.FAILED,
-    "NODE_FAIL": RunState.FAILED,
-    "OUT_OF_MEMORY": RunState.FAILED,
-    "PENDING": RunState.PENDING,
-    "PREEMPTED": RunState.PREEMPTED,
-    "REQUEUED": RunState.PENDING,
-    "REQUEUE_FED": RunState.PENDING,
-    "REQUEUE_HOLD": RunState.PENDING,
-    "RESIZING": RunState.RUNNING,
-    "RUNNING": RunState.RUNNING,
-    "SIGNALING": RunState.RUNNING,
-    "SPECIAL_EXIT": RunState.PENDING,
-    "STAGE_OUT": RunState.RUNNING,
-    "STOPPED": RunState.RUNNING,
-    "SUSPENDED": RunState.RUNNING,
-    "TIMEOUT": RunState.PREEMPTED,
-}
-"""Slurm's job states (squeue manual, JOB STATE CODES); what is not here is UNKNOWN."""
-
-
-def _run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    if shutil.which(argv[0]) is None:
-        raise SchedulerMissing(f"no Slurm here: {argv[0]} is not in PATH. {_NO_CLUSTER}")
-    return subprocess.run(argv, capture_output=True, text=True, check=False)
-
-
-class SlurmRun(Run):
-    """A job of a Slurm cluster."""
-
-    def __init__(self, record: registry.RunRecord, command: Command) -> None:
-        super().__init__(record)
-        self._command = command
-        self.job_id = record.uri.rpartition("/")[2]
-
-    def status(self) -> RunStatus:
-        """Ask squeue, then scontrol; when both have forgotten the job, read what it left behind."""
-        try:
-            queue = self._command(
-                ["squeue", "-h", "-t", "all", "-j", self.job_id, "-o", "%T|%r|%o"]
-            )
-        except SchedulerMissing as error:
-            return self._unreachable(str(error))
-        if queue.returncode == 0 and "|" in queue.stdout:
-            word, reason, command = queue.stdout.splitlines()[0].split("|", 2)
-            if self._is_ours(command):
-                return self._judge(word, reason)
-            return self._left_behind()
-        if queue.returncode != 0 and "Invalid job id" not in queue.stderr:
-            return self._unreachable(_first_line(queue.stderr))
-        shown = self._command(["scontrol", "-o", "show", "job", self.job_id]).stdout
-        if (match := re.search(r"\bJobState=(\S+)", shown)) and self._is_ours(shown):
-            found = re.search(r"\bReason=(\S+)", shown)
-            return self._judge(match[1], found[1] if found else "")
-        return self._left_behind()
-
-    def _is_ours(self, command: str) -> bool:
-        """Whether a job of this id is this run: other clusters, and later years, use ids again."""
-        return self.run_dir is None or str(self.run_dir) in command
-
-    def _left_behind(self) -> RunStatus:
-        if self.run_dir is None or not self.run_dir.is_dir():
-            reason = "Slurm does not know the job, and its run directory is not here"
-            return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
-        return rundir.ended_status(self.run_dir)
-
-    def _unreachable(self, reason: str) -> RunStatus:
-        """Believe an end that nothing can follow; otherwise the job may be queued again."""
-        if self.run_dir is not None:
-            found = rundir.ended_status(self.run_dir)
-            said = rundir.outcome(self.run_dir) or {}
-            if found.state is RunState.SUCCEEDED or said.get("status") == "fatal":
-                return found
-        return RunStatus(state=RunState.UNKNOWN, reason=reason)
-
-    def _judge(self, word: str, reason: str) -> RunStatus:
-        """Put Slurm's word together with what the training said of its end."""
-        state = _STATES.get(word, RunState.UNKNOWN)
-        reason = "" if reason == "None" else reason
-        if state is RunState.UNKNOWN:
-            return RunStatus(state=state, reason=f"Slurm says {word}")
-        if state is RunState.PENDING and self.run_dir is not None:
-            words = [reason, rundir.last_reason(self.run_dir)]
-            return RunStatus(state=state, reason="; last attempt: ".join(filter(None, words)))
-        if state is RunState.FAILED and self.run_dir is not None:
-            said = rundir.ended_status(self.run_dir)
-            if said.state in (RunState.PREEMPTED, RunState.CANCELLED):
-                return said
-            if said.state is RunState.FAILED:
-                words = [word, reason, said.reason]
-                return RunStatus(state=said.state, reason=": ".join(filter(None, words)))
-        return RunStatus(state=state, reason=reason if state is not RunState.SUCCEEDED else "")
-
-    def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Yield what the job has printed, all its attempts."""
-        if self.run_dir is None:
-            raise LauncherError(f"{self.uri} was not submitted from here; its log is unknown")
-        log = self.run_dir / "logs" / "job.log"
-        lines = follow_files(
-            lambda: [log],
-            ended=lambda: not follow or self._ended(),
-            pause_s=0.5,
-            ask_every_s=_ASK_EVERY_S,
-        )
-        return rundir.redacted(without_stop_traces(lines), self.run_dir)
-
-    def _ended(self) -> bool:
-        status = self.status()
-        return status.state.final or status.lost
-
-    def cancel(self) -> None:
-        """Ask the batch script to stop the job within `stop.grace`; asked twice, end it at once."""
-        status = self.status()
-        if status.state.final or status.lost:
-            return
-        if status.state is RunState.UNKNOWN:
-            raise LauncherError(f"{self.uri} cannot be cancelled: {status.reason}")
-        known = self.run_dir is not None and self.run_dir.is_dir()
-        gently = known and status.state is RunState.RUNNING
-        if gently and self.run_dir is not None and not rundir.cancel_requested(self.run_dir):
-            # The script answers USR2; plain scancel would leave the ranks KillWait only.
-            done = self._command(["scancel", "--batch", "--signal=USR2", self.job_id])
-        else:
-            done = self._command(["scancel", self.job_id])
-        if done.returncode != 0 and not re.search("Invalid job id|already complet", done.stderr):
-            raise LauncherError(f"scancel refused {self.uri}: {_first_line(done.stderr)}")
-        if known and self.run_dir is not None:
-            rundir.request_cancel(self.run_dir)
 
 
 class SlurmLauncher(Launcher[SlurmPlan]):
@@ -186,7 +30,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         self,
         profile: SlurmProfile,
         *,
-        command: Command = _run_command,
+        command: Command = run_command,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Prepare to submit.
@@ -200,36 +44,97 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         self._command = command
         self._environ = environ
 
-    def submit(self, plan: SlurmPlan) -> SlurmRun:
-        """Queue a new job; the script is the one that `render` shows, byte for byte."""
+    def submit(
+        self, plan: SlurmPlan, *, after: Sequence[Dependency] = (), chain: int = 1
+    ) -> SlurmRun:
+        """Queue a new job; the script is the one that `render` shows, byte for byte.
+
+        Args:
+            plan: What to submit.
+            after: Runs that it waits for, besides those of the job file.
+            chain: How many jobs take turns at it, each going on where the one before has ended.
+
+        Raises:
+            LauncherError: the site refused, or cannot be reached.
+        """
+        _refuse_chain(chain, sweep=bool(plan.points))
         cluster = self._cluster()
         require_secrets(plan, self._environ)
         self._require_venv()
         registry.check(environ=self._environ)
+        waits = self._conditions([*plan.job.after, *after], cluster)
         name = new_run_name(plan.job.name)
         run_dir = rundir.make(Path(self._profile.runs_dir), name)
         script = rundir.write_inputs(
             run_dir, plan.job, script=render(plan), file_name=f"{plan.job.name}.sbatch"
         )
-        log = str(run_dir / "logs" / "job.log").replace("%", "%%")  # sbatch replaces %j and others
-        argv = ["sbatch", "--parsable", f"--output={log}", str(script), str(run_dir)]
+        modes = ["", *["chain"] * (chain - 1)]
+        jobs = [SlurmJob(job_id="", mode=m, after=waits, folder=str(Path.cwd())) for m in modes]
         try:
-            answer = self._command(argv)
-            match = re.fullmatch(r"(\d+)(;.*)?", answer.stdout.strip())
-            if answer.returncode != 0 or match is None:
-                raise _refused("sbatch", answer)
+            if plan.points:
+                write_points(run_dir, plan.points)
+            log = _log_of(run_dir, sweep=bool(plan.points))
+            sent = send(self._command, script, run_dir, log=log, jobs=jobs)
         except LauncherError:
-            shutil.rmtree(run_dir)  # we made it, and nothing has run in it
+            # We made it. Nothing has run in it, unless the first job of a chain was quick.
+            shutil.rmtree(run_dir, ignore_errors=chain > 1)
             raise
         record = registry.remember(
-            uri=f"slurm://{cluster}/{match[1]}",
+            uri=f"slurm://{cluster}/{sent[0].job_id}",
             name=name,
             job=plan.job.name,
             profile=self._profile,
             run_dir=run_dir,
             environ=self._environ,
         )
-        return SlurmRun(record, self._command)
+        write_jobs(run_dir, sent)
+        return self.open(record)
+
+    def resubmit(self, run: Run, *, chain: int = 1) -> Run:
+        """Queue a run again that has ended; of a sweep, the points that did not succeed.
+
+        The script is the one that was submitted, and it goes on from the newest checkpoints.
+
+        Raises:
+            LauncherError: it has succeeded or not ended, or the site refused.
+        """
+        assert isinstance(run, SlurmRun)
+        whole = run.sweep if isinstance(run, SlurmPoint) else run
+        sweep = whole if isinstance(whole, SlurmSweep) else None
+        _refuse_chain(chain, sweep=sweep is not None)
+        run_dir = whole.run_dir
+        script = (run_dir or Path()) / f"{run.record.job}.sbatch"
+        if run_dir is None or not script.is_file():
+            raise LauncherError(f"{run.uri}: {script} is not here, so it cannot be submitted again")
+        self._cluster()
+        points = run.unfinished()
+        made = plan(load(run_dir / "job.yaml"), self._profile)
+        require_secrets(made, self._environ)
+        last = whole.jobs[-1]
+        again = SlurmJob(
+            job_id="",
+            mode="continue",
+            points=None if points is None else tuple(points),
+            folder=last.folder or str(Path.cwd()),
+        )
+        links = [SlurmJob(job_id="", mode="chain", folder=again.folder)] * (chain - 1)
+        array = None
+        if sweep is not None and points is not None and made.job.sweep is not None:
+            array = array_of(points, made.job.sweep)
+        marked = rundir.cancel_requested(run_dir)
+        if sweep is not None and points is not None:
+            sweep.withdraw_cancel(points)
+        rundir.withdraw_cancel(run_dir)
+        try:
+            log = _log_of(run_dir, sweep=sweep is not None)
+            jobs = [again, *links]
+            sent = send(self._command, script, run_dir, log=log, jobs=jobs, array=array)
+        except LauncherError:
+            if marked:
+                rundir.request_cancel(run_dir)
+            raise
+        write_jobs(run_dir, sent)
+        return run
 
     def findings(self, plan: SlurmPlan) -> list[Problem]:
         """Compare the plan with what the site says of itself."""
@@ -237,8 +142,25 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         return site_findings(plan, self._command)
 
     def open(self, record: registry.RunRecord) -> SlurmRun:
-        """Return the handle of an earlier job."""
-        return SlurmRun(record, self._command)
+        """Return the handle of an earlier job, or sweep."""
+        sweep = SlurmSweep(record, self._command)
+        return sweep if sweep.points else SlurmRun(record, self._command)
+
+    def _conditions(self, after: Sequence[Dependency], cluster: str) -> str:
+        """Return what sbatch is told to wait for; empty where all of it has ended well."""
+        found: list[str] = []
+        for dependency in after:
+            record, point = registry.find_point(dependency.run, environ=self._environ)
+            if not record.uri.startswith(f"slurm://{cluster}/"):
+                raise LauncherError(
+                    f"after {record.uri}: it is not of cluster {cluster!r}, whose jobs can wait "
+                    f"only for each other; `toolkit wait {record.name}` and submit then"
+                )
+            run: Run = self.open(record)
+            run = run if point is None else run.point(point)
+            assert isinstance(run, SlurmRun)
+            found += run.conditions(dependency.wish)
+        return ",".join(dict.fromkeys(found))
 
     def _require_venv(self) -> None:
         """Refuse a relative virtual environment that is not below the submit folder."""
@@ -254,16 +176,19 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         answer = self._command(["scontrol", "show", "config"])
         match = re.search(r"^ClusterName\s*=\s*(\S+)", answer.stdout, re.MULTILINE)
         if answer.returncode != 0 or match is None:
-            raise _refused("scontrol", answer)
+            raise refused("scontrol", answer)
         return match[1]
 
 
-def _refused(program: str, answer: "subprocess.CompletedProcess[str]") -> LauncherError:
-    text = (answer.stderr + answer.stdout).strip()
-    if _UNREACHABLE.search(text):
-        return SchedulerMissing(f"no Slurm controller answers: {_first_line(text)}. {_NO_CLUSTER}")
-    return LauncherError(f"{program} refused: {text or f'exit status {answer.returncode}'}")
+def _refuse_chain(chain: int, *, sweep: bool) -> None:
+    if chain > 1 and sweep:
+        raise LauncherError(
+            "--chain is for a single run, and this is a sweep; let its points queue themselves "
+            "again (retries.requeue), or `toolkit resubmit` those that are out of time"
+        )
 
 
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+def _log_of(run_dir: Path, *, sweep: bool) -> str:
+    """Return where the jobs print, as sbatch wants it; of a sweep, each point in a file."""
+    folder = str(run_dir / "logs").replace("%", "%%")  # sbatch replaces %j and others
+    return f"{folder}/%a.log" if sweep else f"{folder}/job.log"

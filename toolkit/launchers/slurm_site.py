@@ -16,12 +16,12 @@ OLDEST = (22, 5)
 """The oldest Slurm that the rendered scripts are tried with."""
 
 _CONFIG = "scontrol show config"
-_SINFO = ("sinfo", "-h", "-o", "%P|%l|%L|%s|%D|%a")
+_PARTITIONS = "scontrol show partition"  # sinfo leaves out cloud nodes that are not started
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Partition:
-    """A line of sinfo; None stands for no limit."""
+    """What limits a partition's jobs; None stands for no limit."""
 
     name: str
     is_default: bool
@@ -37,14 +37,14 @@ def site_findings(
 ) -> list[Problem]:
     """Return where the site contradicts the plan, each with the reason and the way out.
 
-    Submits nothing: it reads `scontrol show config` and `sinfo`, and has sbatch parse the options
+    Submits nothing: it reads the configuration and the partitions, and has sbatch parse the options
     with `--usage`, which ends it before it looks for a script.
 
     Raises:
         LauncherError: the site gives no answer, or one that cannot be understood.
     """
     config = _config(_answer(command, _CONFIG.split()))
-    partitions = _partitions(_answer(command, _SINFO))
+    partitions = _partitions(_answer(command, [*_PARTITIONS.split(), "--oneliner"]))
     return [
         *_config_findings(plan, config),
         *_partition_findings(plan, partitions),
@@ -84,6 +84,12 @@ def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> list[Problem]:
             f"PreemptMode is {config['PreemptMode']}: a preempted job is cancelled and not queued "
             "again; after a preemption submit the script again with `sbatch FILE RUN_DIR continue`"
         )
+    most = config.get("MaxArraySize", "")
+    if most.isdecimal() and len(plan.points) > int(most):
+        found.append(
+            f"{len(plan.points)} points exceed MaxArraySize {most}, which is how many tasks an "
+            "array may have; make several sweeps of it"
+        )
     version = re.match(r"(\d+)\.(\d+)", config["SLURM_VERSION"])
     if version is not None and (int(version[1]), int(version[2])) < OLDEST:
         found.append(
@@ -96,31 +102,31 @@ def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> list[Problem]:
 def _partitions(text: str) -> list[_Partition]:
     found = []
     for line in text.splitlines():
+        said = dict(word.partition("=")[::2] for word in line.split())
         try:
-            name, longest, default, size, nodes, state = line.split("|")
             found.append(
                 _Partition(
-                    name=name.rstrip("*"),
-                    is_default=name.endswith("*"),
-                    longest_s=_seconds(longest),
-                    default_s=_seconds(default),
-                    most_nodes=_count(size.rpartition("-")[2]),
-                    nodes=int(nodes),
-                    state=state,
+                    name=said["PartitionName"],
+                    is_default=said["Default"] == "YES",
+                    longest_s=_seconds(said["MaxTime"]),
+                    default_s=_seconds(said["DefaultTime"]),
+                    most_nodes=None if said["MaxNodes"] == "UNLIMITED" else int(said["MaxNodes"]),
+                    nodes=int(said["TotalNodes"]),
+                    state=said["State"],
                 )
             )
-        except ValueError:
-            raise LauncherError(f"sinfo's answer cannot be understood: {line!r}") from None
+        except (KeyError, ValueError):
+            raise LauncherError(f"{_PARTITIONS}: cannot be understood: {line!r}") from None
     return found
 
 
 def _seconds(text: str) -> int | None:
-    """Return the seconds of `30:00`, `4:00:00` or `2-00:00:00`; None for no limit.
+    """Return the seconds of `00:30:00` or `2-00:00:00`; None for no limit.
 
-    >>> _seconds("30:00"), _seconds("4:00:00"), _seconds("2-00:00:01"), _seconds("infinite")
-    (1800, 14400, 172801, None)
+    >>> _seconds("00:30:00"), _seconds("2-00:00:01"), _seconds("UNLIMITED"), _seconds("NONE")
+    (1800, 172801, None, None)
     """
-    if text in ("infinite", "n/a", "UNLIMITED"):
+    if text in ("UNLIMITED", "NONE"):
         return None
     days, _, clock = text.rpartition("-")
     seconds = 0
@@ -129,33 +135,29 @@ def _seconds(text: str) -> int | None:
     return int(days or 0) * 86400 + seconds
 
 
-def _count(text: str) -> int | None:
-    return None if text in ("infinite", "UNLIMITED") else int(text)
-
-
 def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[Problem]:
     wanted = dict(plan.sbatch).get("partition")
     names = wanted.split(",") if wanted else [p.name for p in partitions if p.is_default]
     there = ", ".join(sorted({p.name for p in partitions})) or "none"
     if not names:
         message = f"no partition is the default one; name one of {there} in the profile"
-        return [Problem(place="sinfo", message=message)]
+        return [Problem(place=_PARTITIONS, message=message)]
     reasons = []
+    known = {partition.name: partition for partition in partitions}
     for name in names:
-        rows = [partition for partition in partitions if partition.name == name]
         found = [f"there is no partition {name!r}; there are {there}"]
-        if rows:
-            found = list(_too_much(plan, rows[0], nodes=sum(row.nodes for row in rows)))
+        if name in known:
+            found = _too_much(plan, known[name])
         if not found:
             return []  # Slurm takes the first one that can
         reasons += found
-    return [Problem(place="sinfo", message=message) for message in reasons]
+    return [Problem(place=_PARTITIONS, message=message) for message in reasons]
 
 
-def _too_much(plan: SlurmPlan, partition: _Partition, *, nodes: int) -> list[str]:
+def _too_much(plan: SlurmPlan, partition: _Partition) -> list[str]:
     job, name = plan.job, partition.name
     found = []
-    if partition.state != "up":
+    if partition.state != "UP":
         found.append(f"partition {name!r} is {partition.state}; jobs wait until it is up")
     limit_s, longest_s = job.time_limit_s, partition.longest_s
     if limit_s and longest_s is not None and limit_s > longest_s:
@@ -171,11 +173,12 @@ def _too_much(plan: SlurmPlan, partition: _Partition, *, nodes: int) -> list[str
             f"partition {name!r} gives {format_duration(given_s)} where a job names no time, and "
             f"the end of a run alone takes {format_duration(needed_s)}; set time_limit"
         )
+    nodes = partition.nodes
     most = min(nodes, nodes if partition.most_nodes is None else partition.most_nodes)
-    if job.resources.nnodes > most:
+    if job.resources.min_nodes > most:
         what = "nodes" if most == nodes else "nodes for one job (MaxNodes)"
         found.append(
-            f"nnodes {job.resources.nnodes} exceeds the {most} {what} of partition {name!r}; "
+            f"nnodes {job.resources.min_nodes} exceeds the {most} {what} of partition {name!r}; "
             "ask for fewer, or name another partition"
         )
     return found

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from . import cluster, config, namespaces, packages
+from . import cluster, config, daemons, namespaces, packages
 from .errors import SandboxError
 from .state import CONTROLLER, Shape, StateDir
 
@@ -53,6 +53,7 @@ def _up(arguments: argparse.Namespace, state: StateDir) -> int:
         kill_wait=arguments.kill_wait,
         min_job_age=arguments.min_job_age,
         accounting=arguments.accounting,
+        cloud=arguments.cloud,
     )
     print(cluster.up(state, shape, str(SANDBOX)))
     return 0
@@ -141,6 +142,16 @@ def _heal(arguments: argparse.Namespace, state: StateDir) -> int:
     return 0
 
 
+def _stop(arguments: argparse.Namespace, state: StateDir) -> int:
+    print(daemons.stop(state, arguments.daemon, kill=arguments.kill))
+    return 0
+
+
+def _start(arguments: argparse.Namespace, state: StateDir) -> int:
+    print(daemons.start(state, arguments.daemon))
+    return 0
+
+
 def _ps(arguments: argparse.Namespace, state: StateDir) -> int:
     entries = cluster.living(state, arguments.node, daemons=arguments.all)
     if arguments.json:
@@ -208,6 +219,10 @@ def _parser() -> argparse.ArgumentParser:
         help="MinJobAge: seconds for which scontrol remembers a job (%(default)s)",
     )  # fmt: skip
     sub.add_argument("--accounting", action="store_true", help="slurmdbd and MariaDB, for sacct")
+    sub.add_argument(
+        "--cloud", type=number(0, 65000), default=0, metavar="N",
+        help="partition `cloud` of so many nodes that never start, to plan for (%(default)s)",
+    )  # fmt: skip
 
     command("down", _down, "end everything, keep the logs", "sandbox down")
     command("env", _env, "print what makes a shell a login node", 'eval "$(sandbox env)"')
@@ -229,6 +244,13 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("node")
         if name != "power-on":
             sub.add_argument("--wait", action="store_true", help="until Slurm has noticed")
+
+    sub = command("stop", _stop, "end a daemon of the controller", "sandbox stop slurmctld")
+    sub.add_argument("daemon", choices=daemons.READY)
+    sub.add_argument("--kill", action="store_true", help="at once, as a crash does")
+
+    sub = command("start", _start, "start such a daemon again", "sandbox start slurmctld")
+    sub.add_argument("daemon", choices=daemons.READY)
 
     sub = command("ps", _ps, "list the processes that jobs have on the nodes", "sandbox ps node2")
     sub.add_argument("node", nargs="?")

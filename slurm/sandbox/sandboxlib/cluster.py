@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 
-from . import config, namespaces, packages, processes
+from . import config, containers, namespaces, packages, processes
 from .errors import SandboxError
 from .namespaces import wait_until
 from .state import CONTROLLER, Record, Shape, StateDir, boot_id
@@ -108,6 +108,7 @@ def _already_up(state: StateDir, record: Record, shape: Shape) -> str:
 def _start(state: StateDir, shape: Shape, sandbox: str) -> None:
     state.create()
     config.write_all(shape, state)
+    containers.write_all(state, shape.node_names)
     boots: list[namespaces.Boot] = []
     try:
         boots += [namespaces.Boot(CONTROLLER, state, accounting=shape.accounting)]

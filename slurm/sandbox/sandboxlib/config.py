@@ -57,6 +57,9 @@ def slurm_conf(shape: Shape, state: StateDir, job_id: int) -> str:
     """Text of slurm.conf: a site with short delays, no enforcement and preemption by partition."""
     nodes = f"node[1-{shape.nodes}]"
     gres = f" Gres=gpu:h100:{shape.gpus}" if shape.gpus else ""
+    kind = (
+        f"Sockets=1 CoresPerSocket={shape.cpus} ThreadsPerCore=1 RealMemory={shape.memory}{gres}"
+    )
     lines = [
         "ClusterName=sandbox",
         f"SlurmctldHost={CONTROLLER}",
@@ -99,13 +102,22 @@ def slurm_conf(shape: Shape, state: StateDir, job_id: int) -> str:
         "SchedulerParameters=bf_interval=2,batch_sched_delay=1,sched_interval=5,sched_min_interval=0",
         f"DefMemPerCPU={shape.memory // shape.cpus}",
         *(["GresTypes=gpu"] if shape.gpus else []),
-        f"NodeName={nodes} Sockets=1 CoresPerSocket={shape.cpus} ThreadsPerCore=1"
-        f" RealMemory={shape.memory}{gres} State=UNKNOWN",
+        f"NodeName={nodes} {kind} State=UNKNOWN",
         # `high` takes nodes from `low`; `main` neither takes nor gives.
-        "PartitionName=main Nodes=ALL Default=YES PriorityTier=1 PreemptMode=OFF State=UP",
-        "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE State=UP",
-        "PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP",
+        f"PartitionName=main Nodes={nodes} Default=YES PriorityTier=1 PreemptMode=OFF State=UP",
+        f"PartitionName=low Nodes={nodes} PriorityTier=1 PreemptMode=REQUEUE State=UP",
+        f"PartitionName=high Nodes={nodes} PriorityTier=10 PreemptMode=OFF State=UP",
     ]
+    if shape.cloud:
+        lines += [
+            f"NodeName=cloud[1-{shape.cloud}] {kind} State=CLOUD",
+            f"PartitionName=cloud Nodes=cloud[1-{shape.cloud}] State=UP",
+            # Slurm takes cloud nodes only where it knows how they are started.
+            "ResumeProgram=/bin/false",
+            "SuspendProgram=/bin/true",
+            "SuspendTime=3600",
+            f"SuspendExcNodes={nodes}",
+        ]
     if shape.accounting:
         lines += [
             "AccountingStorageType=accounting_storage/slurmdbd",

@@ -47,7 +47,8 @@ def _row(pid: int) -> _Row | None:
         pid=pid,
         parent=int(fields["PPid"]),
         name=name,
-        inner_pid=int(fields["NSpid"].split()[-1]),
+        # Ours, the node's, and in a container the container's.
+        inner_pid=int(fields["NSpid"].split()[:2][-1]),
         namespace=namespace,
         command=command.decode(errors="replace") or f"[{name}]",
     )

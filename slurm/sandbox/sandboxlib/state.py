@@ -31,6 +31,8 @@ class Shape:
     min_job_age: int
     """Seconds for which the controller remembers a finished job."""
     accounting: bool
+    cloud: int = 0
+    """Nodes that Slurm counts on and that nobody has started, in a partition of their own."""
 
     @property
     def node_names(self) -> list[str]:
@@ -96,12 +98,13 @@ class StateDir:
     the sandbox is down, rather than talk to another cluster.
     """
 
-    PARTS = ("dev", "etc", "mariadb", "state")
+    PARTS = ("containers", "dev", "etc", "mariadb", "state")
 
     def __init__(self, path: Path) -> None:
         """Take any path; `require_usable` tells whether a cluster can start in it."""
         self.path = path.resolve()
         self.bin = self.path / "bin"
+        self.containers = self.path / "containers"
         self.dev = self.path / "dev"
         self.etc = self.path / "etc"
         self.logs = self.path / "logs"

@@ -3,12 +3,14 @@
 import doctest
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 import toolkit
+from tests.conftest import SANDBOX, Cluster
 from toolkit.cli import cli
 from toolkit.errors import LauncherError, ProfileError
 from toolkit.launchers import slurm_site
@@ -24,17 +26,24 @@ KillWait                = 30 sec
 PreemptMode             = REQUEUE
 SLURM_VERSION           = 22.05.8
 """
-SINFO = (
-    "main*|2-01:00:00|n/a|1-infinite|2|up\nlow|30:00|1:00|1|2|drain\nhigh|4:00:00|5:00|1-4|9|up\n"
-)
+PARTITIONS = """\
+PartitionName=main AllowQos=ALL Default=YES DefaultTime=NONE MaxNodes=UNLIMITED \
+MaxTime=2-01:00:00 Nodes=node[1-2] State=UP TotalCPUs=16 TotalNodes=2 JobDefaults=(null)
+PartitionName=low AllowQos=ALL Default=NO DefaultTime=00:01:00 MaxNodes=1 \
+MaxTime=00:30:00 Nodes=node[1-2] State=DRAIN TotalCPUs=16 TotalNodes=2 JobDefaults=(null)
+PartitionName=high AllowQos=ALL Default=NO DefaultTime=00:05:00 MaxNodes=4 \
+MaxTime=04:00:00 Nodes=node[1-9] State=UP TotalCPUs=72 TotalNodes=9 JobDefaults=(null)
+"""
 REFUSED = "/usr/bin/sbatch: unrecognized option '--segment=4'\nTry \"sbatch --help\" for more\n"
 
 
 class Site:
     """Answers as a login node would."""
 
-    def __init__(self, *, config: str = CONFIG, sinfo: str = SINFO, status: int = 0) -> None:
-        self.answers = {"scontrol": config, "sinfo": sinfo}
+    def __init__(
+        self, *, config: str = CONFIG, partitions: str = PARTITIONS, status: int = 0
+    ) -> None:
+        self.answers = {"config": config, "partition": partitions}
         self.status = status
         self.asked: list[list[str]] = []
 
@@ -44,7 +53,7 @@ class Site:
             assert argv[-1] == "--usage", "it would submit"
             unknown = any(word.startswith("--segment") for word in argv)
             return subprocess.CompletedProcess(argv, int(unknown), "", REFUSED if unknown else "")
-        return subprocess.CompletedProcess(argv, self.status, self.answers[argv[0]], "")
+        return subprocess.CompletedProcess(argv, self.status, self.answers[argv[2]], "")
 
 
 def findings(site: Site, profile: dict[str, Any] | None = None, **job: Any) -> list[str]:
@@ -69,26 +78,30 @@ def test_a_plan_that_fits_its_site_finds_nothing_and_submits_nothing() -> None:
             "scontrol show config: KillWait is 30s, and profile 's' says 15m; write kill_wait: 30s"
         ]),
         ({"partition": "mian"}, {}, [
-            "sinfo: there is no partition 'mian'; there are high, low, main"
+            "scontrol show partition: there is no partition 'mian'; there are high, low, main"
         ]),
         ({}, {"time_limit": "3d"}, [
-            "sinfo: time_limit 3d exceeds MaxTime 2d1h of partition 'main'; write time_limit: 2d1h "
+            "scontrol show partition: "
+            "time_limit 3d exceeds MaxTime 2d1h of partition 'main'; write time_limit: 2d1h "
             "and let retries.requeue go on from there"
         ]),
         ({"partition": "high"}, {"stop": {"grace": "5m"}}, [
-            "sinfo: partition 'high' gives 5m where a job names no time, and the end of a run "
+            "scontrol show partition: "
+            "partition 'high' gives 5m where a job names no time, and the end of a run "
             "alone takes 6m30s; set time_limit"
         ]),
         ({"partition": "high"}, {"resources": {"nnodes": 5}, "time_limit": "1h"}, [
-            "sinfo: nnodes 5 exceeds the 4 nodes for one job (MaxNodes) of partition 'high'; ask "
+            "scontrol show partition: "
+            "nnodes 5 exceeds the 4 nodes for one job (MaxNodes) of partition 'high'; ask "
             "for fewer, or name another partition"
         ]),
         ({}, {"resources": {"nnodes": 3}}, [
-            "sinfo: nnodes 3 exceeds the 2 nodes of partition 'main'; ask for fewer, or name "
+            "scontrol show partition: "
+            "nnodes 3 exceeds the 2 nodes of partition 'main'; ask for fewer, or name "
             "another partition"
         ]),
         ({"partition": "low"}, {"time_limit": "10m"}, [
-            "sinfo: partition 'low' is drain; jobs wait until it is up"
+            "scontrol show partition: partition 'low' is DRAIN; jobs wait until it is up"
         ]),
         ({}, {"sbatch": {"partition": "low,main"}}, []),
         ({}, {"sbatch": {"segment": 4}}, [
@@ -114,9 +127,10 @@ def test_a_site_that_cancels_what_it_preempts_is_told() -> None:
 
 
 def test_a_site_without_a_default_partition_wants_one_named() -> None:
-    site = Site(sinfo=SINFO.replace("*", ""))
+    site = Site(partitions=PARTITIONS.replace("=YES", "=NO"))
     assert findings(site) == [
-        "sinfo: no partition is the default one; name one of high, low, main in the profile"
+        "scontrol show partition: "
+        "no partition is the default one; name one of high, low, main in the profile"
     ]
 
 
@@ -124,8 +138,8 @@ def test_a_site_without_a_default_partition_wants_one_named() -> None:
     ("site", "message"),
     [
         (Site(config="ClusterName = x\n"), "scontrol show config says nothing of KillWait"),
-        (Site(sinfo="main*|soon|n/a|1|2|up\n"), "sinfo's answer cannot be understood: 'main"),
-        (Site(sinfo="main*\n"), "sinfo's answer cannot be understood: 'main"),
+        (Site(partitions=PARTITIONS.replace("2-01", "soon")), "cannot be understood: 'Part"),
+        (Site(partitions="PartitionName=main\n"), "cannot be understood: 'PartitionName=main"),
         (Site(status=1), "scontrol refused"),
     ],
 )
@@ -148,3 +162,38 @@ def test_the_command_wants_a_profile_to_ask() -> None:
 
 def test_the_examples_in_docstrings_are_true() -> None:
     assert doctest.testmod(slurm_site).failed == 0
+
+
+@pytest.mark.slurm
+@pytest.mark.usefixtures("cluster")  # where Slurm cannot run, that one says so
+def test_nodes_of_the_cloud_count_before_they_are_started(tmp_path: Path) -> None:
+    state = tmp_path / "sandbox"
+    subprocess.run([SANDBOX, "up", "--nodes=1", "--cloud=10000", "--dir", state], check=True)
+    try:
+        login = Cluster(state)
+        made = toolkit.SlurmProfile(name="s", partition="cloud", runs_dir=str(tmp_path))
+
+        def command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+            return subprocess.run(
+                argv, env=login.environ, capture_output=True, text=True, check=False
+            )
+
+        def asked(nnodes: int) -> tuple[str, list[str]]:
+            need = {"nnodes": nnodes}
+            spec = toolkit.JobSpec.model_validate({"name": "p", "module": "m", "resources": need})
+            fits = toolkit.plan(spec, made)
+            script = tmp_path / "script"
+            script.write_text(toolkit.render(fits))
+            found = SlurmLauncher(made, command=command).findings(fits)
+            said = command(["sbatch", "--test-only", str(script)]).stderr
+            return said, [str(finding) for finding in found]
+
+        said, found = asked(10_000)
+        assert "using 10000 processors on nodes cloud[1-10000]" in said
+        assert found == []
+        said, found = asked(10_001)
+        assert "Requested node configuration is not available" in said
+        assert len(found) == 1
+        assert "nnodes 10001 exceeds the 10000 nodes of partition 'cloud'" in found[0]
+    finally:
+        subprocess.run([SANDBOX, "down", "--dir", state], check=True)

@@ -1,0 +1,54 @@
+"""A limit of memory for a node of the sandbox, by the machine's own cgroups of either version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Cluster
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+@contextmanager
+def limited(cluster: Cluster, node: str, limit_bytes: int) -> Iterator[None]:
+    """Limit what the jobs of a node use: their processes are children of its slurmd."""
+    (slurmd,) = (
+        process["pid"]
+        for process in json.loads(cluster("ps", node, "--all", "--json"))
+        if process["command"].split()[0].endswith("slurmd")
+    )
+    before = _group_of(slurmd)
+    name = "memory.max" if before.is_relative_to(ROOT) and _version_2() else "memory.limit_in_bytes"
+    # In version 2 a group with processes cannot have limited children, but the root can.
+    group = (ROOT if _version_2() else before) / f"chaos-{slurmd}"
+    try:
+        group.mkdir()
+        (group / name).write_text(str(limit_bytes))
+    except OSError as error:
+        pytest.skip(f"memory cannot be limited here: {error}")
+    try:
+        (group / "cgroup.procs").write_text(str(slurmd))
+        yield
+    finally:
+        for process in (group / "cgroup.procs").read_text().split():
+            (before / "cgroup.procs").write_text(process)
+        group.rmdir()
+
+
+def _version_2() -> bool:
+    return (ROOT / "cgroup.controllers").exists()
+
+
+def _group_of(pid: int) -> Path:
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, kinds, path = line.split(":", 2)
+        if _version_2() and not kinds:
+            return ROOT / path.lstrip("/")
+        if kinds == "memory":
+            return ROOT / "memory" / path.lstrip("/")
+    pytest.skip("memory cannot be limited here: no cgroups")

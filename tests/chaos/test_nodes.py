@@ -1,0 +1,68 @@
+"""Nodes that lose their power, and nodes that only lose their cable and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.frame import Trial, submit, unharmed
+from tests.conftest import Cluster, Until
+from tests.slurm_site import Site, nodes_of
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def node2(cluster: Cluster) -> Iterator[str]:
+    """Give a node that may be harmed; put it back to work at the end."""
+    yield "node2"
+    cluster("power-on", "node2")
+    cluster("heal", "node2", "--wait")
+
+
+@pytest.mark.usefixtures("site")
+def test_a_node_without_power_costs_its_jobs_a_start_whether_it_was_their_first_or_their_last(
+    cluster: Cluster, site: Site, reference: Trial, until: Until, node2: str
+) -> None:
+    last = submit(site)
+    first = submit(site, "sbatch.exclude=node1")
+    for trial in (last, first):
+        until(trial.saved, "a first checkpoint")
+    assert nodes_of(cluster, last.run) == ["node1", node2]
+    assert nodes_of(cluster, first.run) == [node2, "node3"]
+    cluster("power-off", node2)
+    for trial in (last, first):
+        until(lambda trial=trial: trial.events("resume", attempt=1), "it runs elsewhere")
+        unharmed(trial, reference, until)
+        assert (trial.attempt(0) / "failing_node").read_text() == f"{node2}\n"
+    assert last.reasons()[0] == f"node_failure: down: {node2}; queued again"
+    assert first.reasons()[0] == f"lost: the batch script was killed without a word; down: {node2}"
+
+
+def test_a_node_without_a_cable_trains_on_and_harms_nothing(
+    cluster: Cluster, site: Site, reference: Trial, until: Until, node2: str
+) -> None:
+    """Split brain: `alone` has all its ranks behind the cut cable, `torn` one of two."""
+    torn = submit(site, pace=0.15)
+    alone = submit(
+        site,
+        *("resources.nnodes=1", "resources.nproc_per_node=2", "sbatch.exclude=node1"),
+        pace=0.15,
+    )
+    for trial in (torn, alone):
+        until(trial.saved, "a first checkpoint")
+    assert nodes_of(cluster, torn.run) == ["node1", node2]
+    assert nodes_of(cluster, alone.run) == [node2]
+    cluster("cut", node2)
+    until(lambda: alone.events("resume", attempt=1), "it runs elsewhere, too")
+    assert nodes_of(cluster, alone.run) == ["node3"]
+    taken_over = alone.events("resume", attempt=1)[0]["time"]
+    assert any(e["time"] > taken_over - 5 for e in alone.events("checkpoint", attempt=0))
+    until(lambda: alone.reasons()[0].startswith("lost: "), "its loss is noted")
+    until(lambda: not alone.processes_of(attempt=0), "the fenced copy has ended by itself")
+    cluster("heal", node2, "--wait")
+    for trial in (torn, alone):
+        until(lambda trial=trial: trial.events("resume", attempt=1), "it runs elsewhere")
+        unharmed(trial, reference, until)
+        assert len(trial.reasons()) == 2, trial.reasons()

@@ -1,0 +1,98 @@
+"""A scheduler that is away, that needs the nodes for others, or that is told to end a run."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+import toolkit
+from tests.chaos.frame import STEPS, Trial, consistent, go_on, submit, unharmed
+from tests.conftest import Cluster, Until
+from tests.slurm_site import Site, failure
+
+pytestmark = pytest.mark.slurm
+
+
+def test_the_controller_is_away_when_a_rank_dies_and_when_the_job_ends(
+    cluster: Cluster, site: Site, reference: Trial, until: Until
+) -> None:
+    trial = submit(site)
+    until(trial.saved, "a first checkpoint")
+    cluster("stop", "slurmctld")
+    try:
+        trial.kill_rank(1)
+        until(lambda: trial.reasons()[0].endswith("; queued again"), "it wants to be queued again")
+        assert trial.processes(), "its script waits for the controller"
+    finally:
+        cluster("start", "slurmctld")
+    until(lambda: trial.saved(attempt=1), "it is started again, and trains")
+    cluster("stop", "slurmctld", "--kill")
+    trial.pace(0)
+    until(lambda: trial.reasons()[1].startswith("done"), "it ends meanwhile")
+    cluster("start", "slurmctld")
+    unharmed(trial, reference, until)
+    assert len(trial.reasons()) == 2
+
+
+def test_preemption_and_walltime_cost_a_run_nothing_but_time(
+    cluster: Cluster, site: Site, reference: Trial, until: Until
+) -> None:
+    trial = submit(site, "stop.grace=60s", "time_limit=5m", "retries.requeue=1", partition="low")
+    until(trial.saved, "a first checkpoint")
+    urgent = cluster.slurm(
+        *("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive"),
+        *("--output=/dev/null", "--wrap=sleep 1"),
+    ).strip()
+    until(lambda: trial.saved(attempt=1), "it goes on after the urgent job")
+    assert trial.reasons()[0] == "preempted: Slurm has taken the nodes; queued again"
+    assert "JobState=COMPLETED" in cluster.slurm("scontrol", "show", "job", urgent)
+    # The warning comes stop.grace + 30 s before the end, at Slurm's next look (every 30 s).
+    soon = subprocess.run(
+        ["date", "-d", "+80 sec", "+%FT%T"], capture_output=True, text=True, check=True
+    )
+    trial.pace(0.3)
+    cluster.slurm(
+        "scontrol", "update", f"jobid={trial.run.job_id}", f"EndTime={soon.stdout.strip()}"
+    )
+    until(lambda: trial.events("resume", attempt=2), "it goes on with new time")
+    assert trial.reasons()[1] == "walltime: out of time; queued again"
+    for attempt in (0, 1):
+        (stopped,) = trial.events("stopped", attempt)
+        (resumed,) = trial.events("resume", attempt + 1)
+        assert resumed["step"] == stopped["step"], "no step was lost"
+    unharmed(trial, reference, until)
+    assert len(trial.reasons()) == 3
+
+
+def test_scancel_at_any_moment_leaves_a_run_that_goes_on(
+    cluster: Cluster, site: Site, reference: Trial, until: Until
+) -> None:
+    trial = submit(site, pace=0.02, every=1)  # so that it is nearly always in a checkpoint
+    moments: dict[str, Callable[[int], object]] = {
+        "before it has a directory": lambda n: True,
+        "as it has its directory": lambda n: trial.attempt(n).exists(),
+        "as its ranks meet": lambda n: (trial.attempt(n) / "began-1").exists(),
+        "as they have met": lambda n: trial.events("start", n),
+        "in its first steps": lambda n: list(trial.folder.glob(f"{n}-*")),
+        "in a checkpoint": lambda n: list(trial.run_dir.glob(f"checkpoints/attempt-{n}/*.tmp")),
+        "at its end": lambda n: trial.steps() >= STEPS - 10,
+    }
+    for moment, reached in moments.items():
+        number = len(trial.reasons())
+        trial.pace(0.0 if moment == "at its end" else 0.02)
+        until(lambda reached=reached, number=number: reached(number), moment)
+        cluster.slurm("scancel", trial.run.job_id)
+        status = trial.run.wait(120)
+        assert status.state in (toolkit.RunState.CANCELLED, toolkit.RunState.SUCCEEDED), (
+            f"{moment}: {failure(trial.run)}"
+        )
+        until(lambda: not trial.processes(), f"{moment}: no process is left on any node")
+        consistent(trial)
+        if status.state is toolkit.RunState.CANCELLED:
+            assert all(trial.reasons()), f"{moment}: {trial.reasons()}"
+            words = {reason.partition(":")[0] for reason in trial.reasons()}
+            assert words <= {"cancelled", "done", "fatal"}, f"{moment}: {trial.reasons()}"
+        trial = go_on(trial, site)
+    unharmed(trial, reference, until)

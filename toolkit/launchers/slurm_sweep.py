@@ -1,0 +1,251 @@
+"""A sweep on Slurm: a job array, of which each task is a point with a run directory of its own."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from toolkit.errors import LauncherError, RunNotFound
+from toolkit.launchers import rundir
+from toolkit.launchers.base import RunState, RunStatus
+from toolkit.launchers.slurm_jobs import SlurmJob, read_points
+from toolkit.launchers.slurm_queue import Command, Row, judge
+from toolkit.launchers.slurm_run import CONDITIONS, SlurmRun
+
+__all__ = ["SlurmPoint", "SlurmSweep"]
+
+_SUMS = (
+    RunState.RUNNING,
+    RunState.PENDING,
+    RunState.UNKNOWN,
+    RunState.FAILED,
+    RunState.PREEMPTED,
+    RunState.CANCELLED,
+    RunState.SUCCEEDED,
+)
+"""The state of a sweep is the first of these that a point has."""
+
+
+class SlurmSweep(SlurmRun):
+    """All points of a sweep together."""
+
+    @cached_property
+    def points(self) -> "tuple[SlurmPoint, ...]":
+        """The points, each a run of its own."""
+        known = read_points(self.run_dir)
+        return tuple(
+            SlurmPoint(self, index, name, settings, self._command)
+            for index, (name, settings) in enumerate(known)
+        )
+
+    def point(self, key: str) -> "SlurmPoint":
+        """Return a point by its number or its name.
+
+        Raises:
+            RunNotFound: there is none.
+        """
+        for point in self.points:
+            if key == point.folder or (key.isdecimal() and int(key) == point.index):
+                return point
+        raise RunNotFound(
+            f"{self.uri} has no point {key!r}; it has 0 to {len(self.points) - 1}, as in "
+            f"{self.uri}_0 or {self.name}/{self.points[0].folder}"
+        )
+
+    def status(self) -> RunStatus:
+        """Return the state of the whole, and how many points are in which state as its reason."""
+        return self.sum_of(self.statuses())
+
+    def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
+        """Return the status of the whole from those of its points."""
+        counts = Counter(status.state for status in found)
+        state = next(state for state in _SUMS if counts[state])
+        shown = ", ".join(f"{counts[s]} {s.upper()}" for s in RunState if counts[s])
+        unknown = [status for status in found if status.state is RunState.UNKNOWN]
+        if state is RunState.UNKNOWN:
+            shown += f": {unknown[0].reason}"
+        lost = state is RunState.UNKNOWN and all(status.lost for status in unknown)
+        return RunStatus(state=state, reason=shown, lost=lost)
+
+    def statuses(self) -> list[RunStatus]:
+        """Ask where each point stands: one question to Slurm, and what the others left behind."""
+        try:
+            rows = self._rows(self.jobs)
+        except LauncherError as error:
+            return [point._unreachable(str(error)) for point in self.points]
+        newest = self._newest()
+        return [point.told(rows, newest[point.index]) for point in self.points]
+
+    def _newest(self) -> Mapping[int, SlurmJob]:
+        """Return the newest job of each point."""
+        jobs = self.jobs
+        return {
+            index: job
+            for job in jobs
+            for index in (range(len(self.points)) if job.points is None else job.points)
+        }
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """Refuse: each point has its own."""
+        raise LauncherError(
+            f"{self.uri} is a sweep, and each of its points has a log of its own; name one, like "
+            f"{self.uri}_0 or {self.name}/{self.points[0].folder}"
+        )
+
+    def _only_waiting(self, job_ids: list[str]) -> list[str]:
+        return ["--state=PENDING", *dict.fromkeys(i.partition("_")[0] for i in job_ids)]
+
+    def conditions(self, wish: str) -> list[str]:
+        """Return what sbatch must wait for, so that all points end as wished.
+
+        Raises:
+            LauncherError: one has ended otherwise, or nobody knows how.
+        """
+        found, newest = self.statuses(), self._newest()
+        live = [p for p, s in zip(self.points, found, strict=True) if not (s.state.final or s.lost)]
+        if wish == "ok":
+            for point, status in zip(self.points, found, strict=True):
+                if point not in live:
+                    point._met(wish, status)
+        elif not live:
+            return self._met(wish, self.sum_of(found))
+        jobs = list(dict.fromkeys(newest[point.index].job_id for point in live))
+        if len(self.jobs) == 1:
+            return [f"{CONDITIONS[wish]}:{job_id}" for job_id in jobs]
+        if wish == "fail":
+            raise LauncherError(
+                f"after {self.uri}: some of its points were submitted again, so Slurm cannot tell "
+                "whether one of them fails; wait for it with `toolkit wait`"
+            )
+        tasks = [f"{newest[point.index].job_id}_{point.index}" for point in live]
+        return [":".join([CONDITIONS[wish], *tasks])] if tasks else []
+
+    def unfinished(self) -> list[int]:
+        """Return the points that have ended without success.
+
+        Raises:
+            LauncherError: all have succeeded, or one has not ended.
+        """
+        found = self.statuses()
+        if live := [s for s in found if not (s.state.final or s.lost)]:
+            raise LauncherError(
+                f"{self.uri}: {len(live)} of {len(found)} points have not ended (the first is "
+                f"{live[0].state.upper()}: {live[0].reason or 'no reason'}); `toolkit wait` for "
+                f"them, or name one point that has ended, like {self.uri}_0"
+            )
+        again = [i for i, s in enumerate(found) if s.state is not RunState.SUCCEEDED]
+        if not again:
+            raise LauncherError(f"{self.uri}: all points have succeeded; there is nothing to do")
+        return again
+
+    def withdraw_cancel(self, points: list[int]) -> None:
+        """Take back that the sweep was cancelled, for these points; the others stay cancelled."""
+        assert self.run_dir is not None
+        whole = rundir.cancel_requested(self.run_dir)
+        for point in self.points:
+            folder = point.run_dir
+            if point.index in points:
+                rundir.withdraw_cancel(folder)
+            elif whole and not rundir.has_attempts(folder):
+                point.mark_cancelled()
+        rundir.withdraw_cancel(self.run_dir)
+
+
+class SlurmPoint(SlurmRun):
+    """A point of a sweep: a task of the array."""
+
+    def __init__(
+        self,
+        sweep: SlurmSweep,
+        index: int,
+        folder: str,
+        settings: Mapping[str, str | bool],
+        command: Command,
+    ) -> None:
+        assert sweep.run_dir is not None
+        self.sweep = sweep
+        self.index = index
+        self.folder = folder
+        self._settings = settings
+        record = replace(
+            sweep.record,
+            uri=f"{sweep.uri}_{index}",
+            name=f"{sweep.name}/{folder}",
+            run_dir=sweep.run_dir / folder,
+        )
+        super().__init__(record, command)
+
+    @property
+    def settings(self) -> Mapping[str, str | bool]:
+        """What the point sets."""
+        return self._settings
+
+    @property
+    def run_dir(self) -> Path:
+        """The point's own run directory."""
+        assert self.record.run_dir is not None
+        return self.record.run_dir
+
+    @property
+    def jobs(self) -> list[SlurmJob]:
+        """The newest task of this point."""
+        newest = self.sweep._newest()[self.index]
+        return [replace(newest, job_id=f"{newest.job_id}_{self.index}")]
+
+    def status(self) -> RunStatus:
+        """Ask squeue for this point alone."""
+        try:
+            rows = self._rows(self.jobs)
+        except LauncherError as error:
+            return self._unreachable(str(error))
+        return self.told(rows, self.sweep._newest()[self.index])
+
+    def told(self, rows: Mapping[str, Row], job: SlurmJob) -> RunStatus:
+        """Return where the point stands, by what Slurm says of all jobs and by what it left."""
+        row = rows.get(f"{job.job_id}_{self.index}")
+        if row is None and not rundir.has_attempts(self.run_dir):
+            row = rows.get(job.job_id)  # tasks that were cancelled before they started, together
+        return judge(row, self.run_dir, after=job.after) if row else self._left_behind()
+
+    def _left_behind(self) -> RunStatus:
+        if rundir.has_attempts(self.run_dir):
+            return rundir.ended_status(self.run_dir)
+        folders = (self.run_dir, self.record.run_dir.parent if self.record.run_dir else None)
+        if any(folder and rundir.cancel_requested(folder) for folder in folders):
+            return RunStatus(state=RunState.CANCELLED, reason="never started")
+        return super()._left_behind()
+
+    def _unreachable(self, reason: str) -> RunStatus:
+        if not rundir.has_attempts(self.run_dir):
+            return RunStatus(state=RunState.UNKNOWN, reason=reason)
+        return super()._unreachable(reason)
+
+    def _is_ours(self, command: str) -> bool:
+        return self.sweep._is_ours(command)
+
+    def _log(self) -> Path:
+        return self.run_dir.parent / "logs" / f"{self.index}.log"
+
+    def _inputs(self) -> Path | None:
+        return self.sweep.run_dir
+
+    def cancel(self) -> None:
+        """Ask this point to stop with a checkpoint, or never to start."""
+        self.run_dir.mkdir(exist_ok=True)
+        super().cancel()
+
+    def _ask_to_stop(self, job_ids: list[str]) -> None:
+        # While other tasks of the array wait, slurmctld signals this one and answers that it could
+        # not: scancel would signal it once more after 5 s, and again for a minute and a half.
+        self._scancel("--batch", "--signal=USR2", *job_ids, within_s=4)
+
+    def mark_cancelled(self) -> None:
+        """Leave a mark that this point was cancelled before it started."""
+        self.run_dir.mkdir(exist_ok=True)
+        rundir.request_cancel(self.run_dir)
+
+    def unfinished(self) -> list[int]:
+        """Return this point, if it has ended without success."""
+        super().unfinished()
+        return [self.index]
