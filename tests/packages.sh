@@ -26,8 +26,14 @@ fi
 
 missing=()
 command -v shellcheck >/dev/null || missing+=(shellcheck)
+if [ "$(id -u)" -eq 0 ]; then
+  # What builds the image and runs it on the sandbox's nodes.
+  for program in podman crun debootstrap; do
+    command -v "$program" >/dev/null || missing+=("$program")
+  done
+fi
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-  echo "left out: the tests on a real Slurm cluster and with a full disk, which need root on Debian" >&2
+  echo "left out: the tests on a real Slurm cluster, in containers and with a full disk, which need root on Debian" >&2
   [ ${#missing[@]} -eq 0 ] || echo "left out: the tests that need ${missing[*]}; please install it" >&2
   exit 0
 fi

@@ -27,6 +27,10 @@ echo "scontrol $*" >>"$CALLS"
 case "$*" in
 "-o show job"*) echo "JobId=7 Restarts=$RESTARTS ExcNodeList=$EXCLUDED NodeList=x" ;;
 "show hostnames"*) echo "$3" | tr , '\\n' ;;
+requeue* | ping)
+    [ "$(grep -c "$1" "$CALLS")" -gt "${AWAY:-0}" ] || exit 1
+    [ "$1$REFUSES" != requeueyes ]
+    ;;
 esac
 """
 
@@ -62,6 +66,8 @@ class Job:
             "SLURM_JOB_PARTITION": "p",
             "RESTARTS": "0",
             "EXCLUDED": "(null)",
+            "AWAY": "0",
+            "REFUSES": "",
             "UP": "n1:idle n2:mix n3:idle n4:alloc",
             "DOWN": "",
         }
@@ -324,6 +330,96 @@ def test_the_rendered_script_leaves_a_reason(tmp_path: Path, secret: str, reason
     argv = ["bash", str(script), str(run_dir)]
     subprocess.run(argv, env=environ, capture_output=True, check=False)
     assert (run_dir / "logs/attempt-0/reason").read_text() == reason
+
+
+def test_scancel_while_the_script_begins_is_no_success(tmp_path: Path) -> None:
+    environ = fake_slurm.install(tmp_path, nodes=1)
+    sed = tmp_path / "bin/sed"  # with which the script writes its helpers
+    sed.write_text(
+        '#!/bin/sh\nkill -TERM $PPID\nexec /usr/bin/env -S PATH=/usr/bin:/bin sed "$@"\n'
+    )
+    sed.chmod(0o755)
+    script = tmp_path / "script.sh"
+    job = toolkit.JobSpec(name="probe", module="train")
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
+    logs = tmp_path / "run/logs/attempt-0"
+    argv = ["bash", str(script), str(tmp_path / "run")]
+    subprocess.run(argv, env=environ, capture_output=True, check=False)
+    assert (logs / "reason").read_text() == "cancelled: by scancel; not queued again\n"
+    assert int((logs / "exit_status").read_text()) != 0
+
+
+# ---- A full disk, memory, a controller that is away, a later attempt
+
+
+def test_a_full_disk_is_told_though_the_outcome_could_not_be_written(job: Job) -> None:
+    job.told(status="running", attempt=0, step=50, rank=None, reason="x")
+    (job.folder(0) / "reserve.full").symlink_to("/dev/full")
+    assert job.conclude(1) == 1
+    assert job.reason == f"fatal: no space is left for {job.run_dir}; not queued again"
+    assert job.asked == []
+
+
+@pytest.mark.parametrize(
+    ("status", "stopping", "word"),
+    [("running", "", "fatal"), ("preempted", "walltime", "walltime"), ("done", "", "done")],
+)
+def test_out_of_memory_ends_a_job_that_has_not_ended_otherwise(
+    job: Job, status: str, stopping: str, word: str
+) -> None:
+    job.told(status=status, attempt=0, step=50, rank=None, reason="x")
+    (job.folder(0) / "oom-1").write_text("n2\n")
+    job.conclude(1, stopping=stopping)
+    assert job.reason.partition(":")[0] == word
+    assert ("the kernel killed a process on n2; not queued again" in job.reason) == (
+        word == "fatal"
+    )
+
+
+@pytest.mark.parametrize(
+    ("away", "refuses", "asked", "says"),
+    [
+        (2, "", ["requeue 7"] * 3, "queued again"),
+        (0, "yes", ["requeue 7"] * 2, "scontrol could not queue it again"),
+    ],
+)
+def test_a_controller_that_is_away_is_asked_again_and_one_that_refuses_is_not(
+    job: Job, away: int, refuses: str, asked: list[str], says: str
+) -> None:
+    job.environ |= {"AWAY": str(away), "REFUSES": refuses}
+    # It pings, and then waits, as long as nobody answers.
+    assert job.run("sleep() { :; }; conclude 1") == 1
+    assert job.reason.endswith(f"; {says}")
+    assert [line for line in job.asked if line != "ping"] == asked
+
+
+def test_an_attempt_that_another_one_has_followed_changes_nothing(job: Job) -> None:
+    """Behind a cut cable it went on while Slurm started the next one elsewhere."""
+    job.had(0, "lost", step=50)
+    job.folder(1)
+    job.told(status="running", attempt=1, step=60, rank=None, reason="x")
+    assert job.conclude(1) == 1
+    assert job.reason == "lost: so"
+    assert (job.folder(0) / "step").read_text() == "50\n"
+    assert job.asked == []
+    assert "fenced: attempt 1 has taken over; not queued again" in job.log.read_text()
+
+
+def test_a_job_that_slurm_has_queued_again_meanwhile_is_not_queued_again(job: Job) -> None:
+    job.environ["RESTARTS"] = "1"
+    assert job.conclude(1) == 1
+    assert job.asked == []
+
+
+def test_the_next_attempt_says_what_the_last_had_no_time_to_say(job: Job) -> None:
+    job.attempt = 1
+    job.environ["DOWN"] = "n2"
+    job.had(0, "terminated")
+    assert job.run("begin") == 0
+    assert (job.folder(0) / "reason").read_text() == (
+        "node_failure: down: n2; killed before it could say so\n"
+    )
+    assert (job.folder(0) / "failing_node").read_text() == "n2\n"
 
 
 # ---- Nodes

@@ -4,7 +4,6 @@ Pure: no clock, environment, network or scheduler. What cannot work is refused h
 arithmetic in the message; templates only place what is decided here.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import overload
@@ -257,7 +256,7 @@ def _slurm(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
         gpu_option = (profile.gpus_flag, gpus)
     sbatch: list[tuple[str, str | None]] = [
         ("job-name", job.name),
-        # With --ntasks-per-node, Slurm gives the fewest nodes of a range; without, as many as are free.
+        # Slurm gives the fewest nodes of a range where --ntasks-per-node is given.
         ("nodes", f"{need.min_nodes}-{need.max_nodes}" if need.elastic else str(need.max_nodes)),
         ("no-kill", "") if need.elastic else ("ntasks-per-node", "1"),
         ("cpus-per-task", str(cpus_of(job))),

@@ -159,7 +159,7 @@ def _problem(model: type[BaseModel], document: Document, error: Any) -> Problem:
 
 
 _NOT_WRITTEN = ("[key]", "[count]", "[range]")
-"""What pydantic puts into a place that stands in no file: what part of a pair, which alternative."""
+"""What pydantic puts into a place that stands in no file: part of a pair, or an alternative."""
 
 
 def _is_secret(path: KeyPath) -> bool:

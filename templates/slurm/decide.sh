@@ -144,7 +144,7 @@ stop_if_spent() {
 
 conclude() {  # STATUS of the step: ends this attempt, and queues the job again or not
   status=$1
-  head -c 4096 /dev/zero 2>/dev/null >"$logs/reserve.full" || full=yes
+  head -c 4K /dev/zero 2>/dev/null >"$logs/reserve.full" || full=yes
   rm -f "$logs/reserve" "$logs/reserve.full"  # so that there is room for a reason
   judge
   [ "$status" -ne 0 ] || [ "$word" = 'done' ] || status=1
@@ -173,8 +173,9 @@ queue_again() {
   # cable, Slurm has made another start of this job meanwhile, which must not be queued again.
   local answers='' until_s=$((SECONDS + 600))
   until slurm_has_queued_it || scontrol requeue "$run_job"; do
-    [ -z "$answers" ] && [ "$SECONDS" -lt "$until_s" ] && ! fenced ||
+    if [ -n "$answers" ] || [ "$SECONDS" -ge "$until_s" ] || fenced; then
       end "$status" "scontrol could not queue it again"
+    fi
     if scontrol ping >/dev/null 2>&1; then answers=yes; else sleep 5; fi
   done
 }
@@ -197,16 +198,24 @@ exclude() {  # keeps a job that waits off nodes on which two of its attempts hav
 }
 
 begin() {  # finishes the reason of an attempt that could not; stops a job that has spent its starts
-  local before=$run_dir/logs/attempt-$((attempt - 1)) down
+  local before=$run_dir/logs/attempt-$((attempt - 1)) down was
   head -c 65536 /dev/zero >"$logs/reserve"  # for the last words of an attempt that fills the disk
   rm -f "$before/reserve"
   { [ "$restarts" -gt 0 ] || [ "$mode" = chain ]; } && [ -d "$before" ] || return 0
-  if [ ! -e "$before/reason" ]; then
+  was=$(cat "$before/reason" 2>/dev/null) || true
+  case $was in '' | terminated:*)
     # Its script died without a word, and with it the first node, unless Slurm knows another one.
     down=$(down_nodes "$(paste -sd , "$before/nodes")")
-    echo "lost: the batch script was killed without a word${down:+; down: ${down//$'\n'/ }}" >"$before/reason"
-    echo "${down:-$(head -n 1 "$before/nodes")}" >"$before/failing_node"
+    if [ -z "$was" ]; then
+      echo "lost: the batch script was killed without a word${down:+; down: ${down//$'\n'/ }}" >"$before/reason"
+    elif [ -n "$down" ]; then
+      echo "node_failure: down: ${down//$'\n'/ }; killed before it could say so" >"$before/reason"
+    fi
+    if [ -z "$was" ] || [ -n "$down" ]; then
+      echo "${down:-$(head -n 1 "$before/nodes")}" >"$before/failing_node"
+    fi
     told step | grep . >"$before/step" || rm "$before/step"
-  fi
+    ;;
+  esac
   if [ "$failure_limit" -gt 0 ] || [ "$mode" = chain ]; then stop_if_spent; fi
 }

@@ -35,6 +35,11 @@ class Trial:
         assert self.run.run_dir is not None
         return self.run.run_dir
 
+    @property
+    def job_id(self) -> str:
+        """The newest of its jobs."""
+        return self.run.jobs[-1].job_id
+
     def pace(self, seconds_per_step: float) -> None:
         draft = self.folder / "pace.new"
         draft.write_text(f"{seconds_per_step}")
@@ -117,14 +122,9 @@ def submit(
 
 
 def go_on(trial: Trial, site: Site) -> Trial:
-    """Submit the run that has ended again, as a user does by hand; return its new handle."""
-    script = trial.run_dir / "counted.sbatch"
-    log = trial.run_dir / "logs" / "job.log"
-    argv = ["sbatch", "--parsable", f"--output={log}", str(script), str(trial.run_dir), "continue"]
-    job_id = site.cluster.slurm(*argv).strip()
-    uri = f"{trial.run.uri.rpartition('/')[0]}/{job_id}"
-    record = dataclasses.replace(trial.run.record, uri=uri)
-    return dataclasses.replace(trial, run=site.launcher.open(record))
+    """Submit a run that has ended again, as `toolkit resubmit` does."""
+    site.launcher.resubmit(trial.run)
+    return trial
 
 
 def unharmed(trial: Trial, reference: Trial, until: Callable[..., None]) -> None:

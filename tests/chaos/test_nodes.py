@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.frame import Trial, submit, unharmed
 from tests.conftest import Cluster, Until
-from tests.slurm_site import Site, nodes_of
+from tests.slurm_site import Site, nodes_of, output
 
 pytestmark = pytest.mark.slurm
 
@@ -61,8 +61,12 @@ def test_a_node_without_a_cable_trains_on_and_harms_nothing(
     assert any(e["time"] > taken_over - 5 for e in alone.events("checkpoint", attempt=0))
     until(lambda: alone.reasons()[0].startswith("lost: "), "its loss is noted")
     until(lambda: not alone.processes_of(attempt=0), "the fenced copy has ended by itself")
+    said = "attempt 0 ended: fenced: attempt 1 has taken over; not queued again"
+    until(lambda: said in output(alone.run), "so has its script, which knows why")
     cluster("heal", node2, "--wait")
     for trial in (torn, alone):
         until(lambda trial=trial: trial.events("resume", attempt=1), "it runs elsewhere")
         unharmed(trial, reference, until)
         assert len(trial.reasons()) == 2, trial.reasons()
+    assert alone.reasons()[0] == f"lost: the batch script was killed without a word; down: {node2}"
+    assert torn.reasons()[0].startswith(f"node_failure: down: {node2}"), torn.reasons()

@@ -278,7 +278,7 @@ def test_every_job_can_be_rendered_and_its_arguments_are_understood(job: str, pr
     shape = spec.resources
     place = Place(
         rank=0,
-        world_size=shape.nnodes * shape.nproc_per_node,
+        world_size=shape.max_nodes * shape.nproc_per_node,
         local_rank=0,
         local_world_size=shape.nproc_per_node,
         launched=True,

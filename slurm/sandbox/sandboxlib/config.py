@@ -57,9 +57,7 @@ def slurm_conf(shape: Shape, state: StateDir, job_id: int) -> str:
     """Text of slurm.conf: a site with short delays, no enforcement and preemption by partition."""
     nodes = f"node[1-{shape.nodes}]"
     gres = f" Gres=gpu:h100:{shape.gpus}" if shape.gpus else ""
-    kind = (
-        f"Sockets=1 CoresPerSocket={shape.cpus} ThreadsPerCore=1 RealMemory={shape.memory}{gres}"
-    )
+    kind = f"Sockets=1 CoresPerSocket={shape.cpus} ThreadsPerCore=1 RealMemory={shape.memory}{gres}"
     lines = [
         "ClusterName=sandbox",
         f"SlurmctldHost={CONTROLLER}",

@@ -39,7 +39,7 @@ def start(state: StateDir, daemon: str) -> str:
     with state.locked():
         record = state.require()
         if daemon == "slurmdbd" and not record.shape.accounting:
-            raise SandboxError("no slurmdbd here: it comes with `sandbox up --accounting`", status=2)
+            raise SandboxError("no slurmdbd here; `sandbox up --accounting` has one", status=2)
         if _running(record, daemon) is not None:
             return f"{daemon} is running already"
         argv = [*namespaces.enter(record.machines[CONTROLLER], pid=True), daemon]
