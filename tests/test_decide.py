@@ -352,6 +352,14 @@ def test_scancel_while_the_script_begins_is_no_success(tmp_path: Path) -> None:
 # ---- A full disk, memory, a controller that is away, a later attempt
 
 
+def test_programs_that_slurm_ends_with_the_script_are_no_full_disk(job: Job) -> None:
+    head = job.run_dir / "bin/head"
+    head.write_text('#!/bin/sh\n[ "$1" != -c ] || kill -TERM $$\nexec /usr/bin/head "$@"\n')
+    head.chmod(0o755)
+    assert job.conclude(1, stopping="terminated") == 1
+    assert job.reason == "cancelled: by scancel; not queued again"
+
+
 def test_a_full_disk_is_told_though_the_outcome_could_not_be_written(job: Job) -> None:
     job.told(status="running", attempt=0, step=50, rank=None, reason="x")
     (job.folder(0) / "reserve.full").symlink_to("/dev/full")

@@ -144,7 +144,8 @@ stop_if_spent() {
 
 conclude() {  # STATUS of the step: ends this attempt, and queues the job again or not
   status=$1
-  head -c 4K /dev/zero 2>/dev/null >"$logs/reserve.full" || full=yes
+  # By bash itself: another program may be ended by the TERM that Slurm sends to all of the script.
+  printf %5000s . 2>/dev/null >"$logs/reserve.full" || full=yes
   rm -f "$logs/reserve" "$logs/reserve.full"  # so that there is room for a reason
   judge
   [ "$status" -ne 0 ] || [ "$word" = 'done' ] || status=1
@@ -199,7 +200,7 @@ exclude() {  # keeps a job that waits off nodes on which two of its attempts hav
 
 begin() {  # finishes the reason of an attempt that could not; stops a job that has spent its starts
   local before=$run_dir/logs/attempt-$((attempt - 1)) down was
-  head -c 65536 /dev/zero >"$logs/reserve"  # for the last words of an attempt that fills the disk
+  printf %65536s . >"$logs/reserve"  # for the last words of an attempt that fills the disk
   rm -f "$before/reserve"
   { [ "$restarts" -gt 0 ] || [ "$mode" = chain ]; } && [ -d "$before" ] || return 0
   was=$(cat "$before/reason" 2>/dev/null) || true
