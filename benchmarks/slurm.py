@@ -3,8 +3,10 @@
 Run as `make bench-slurm`. A sandbox of its own is started. Three measurements:
 
 1. From the submitting command to the end of the first training step: `toolkit submit` beside
-   `sbatch` of a short script as a person would write it (srun, torchrun, the same training). They
-   take turns, and who is first in a round is second in the next.
+   `sbatch` of two scripts as a person would write them (srun, torchrun, the same training): one
+   that can do no more than start, and one whose ranks can also start again in the job, as ours
+   can, for which each start makes a store of its own. All take turns, and who is first in a round
+   is last in the next.
 2. A sweep of 1,000 points: how often sbatch is called, and how long `toolkit submit` takes, beside
    one `sbatch --array` by hand.
 3. A job of 10,000 nodes on a partition of as many cloud nodes: plan and render, and `sbatch
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,9 @@ args: {json.dumps(TRAINING)}
 resources: {{nnodes: 2, cpus_per_node: 1}}
 env: {{OMP_NUM_THREADS: "1"}}
 """
+RESTARTS = """\
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PYTHONUNBUFFERED=1
+export PET_MAX_RESTARTS=3 PET_TEE=3"""
 BY_HAND = f"""\
 #!/bin/bash
 #SBATCH --job-name=hand
@@ -48,6 +53,7 @@ BY_HAND = f"""\
 #SBATCH --cpus-per-task=1
 source {ROOT}/.venv/bin/activate
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=1 TRAIN_RUN_DIR=$1
+# restarts
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d \\
   --rdzv-endpoint="$head_node:$((61000 + SLURM_JOB_ID % 4000))" --rdzv-id="$SLURM_JOB_ID" \\
@@ -103,10 +109,10 @@ def up(folder: Path) -> Bench:
     return Bench(folder, environ | {"XDG_STATE_HOME": str(folder / "state")})
 
 
-def first_step_s(bench: Bench, submit: Callable[[Path], Sequence[str]], run_dir: Path) -> float:
+def first_step_s(bench: Bench, command: Sequence[str], run_dir: Path) -> float:
     """Return the seconds from the command to the end of the first step; waits for the job's end."""
     began_s = time.time()
-    bench.run(*submit(run_dir))
+    bench.run(*command)
     while bench.run("squeue", "-h", "-o", "%i").strip():
         time.sleep(0.2)
     (found,) = run_dir.parent.glob(f"{run_dir.name}*")
@@ -117,38 +123,38 @@ def first_step_s(bench: Bench, submit: Callable[[Path], Sequence[str]], run_dir:
 
 
 def to_first_step(bench: Bench, rounds: int) -> None:
-    """Measure the way to the first step, ours and by hand in turn."""
-    job, hand = bench.folder / "bench.yaml", bench.folder / "hand.sbatch"
-    profile = bench.profile("site")
+    """Measure the way to the first step: ours, and twice by hand, in turn."""
+    job, profile = bench.folder / "bench.yaml", bench.profile("site")
+    scripts = {"hand": "hand.sbatch", "hand, restarts": "restarts.sbatch"}
 
-    def ours(run_dir: Path) -> Sequence[str]:
-        profile_there = bench.profile(f"site-{run_dir.name}", runs_dir=str(run_dir.parent))
-        return (TOOLKIT, "submit", str(job), "--to", profile_there)
-
-    def by_hand(run_dir: Path) -> Sequence[str]:
-        return ("sbatch", f"--output={bench.folder}/%j.out", str(hand), str(run_dir))
+    def command(name: str, run_dir: Path) -> Sequence[str]:
+        if name in scripts:
+            output = f"--output={bench.folder}/%j.out"
+            return ("sbatch", output, str(bench.folder / scripts[name]), str(run_dir))
+        there = bench.profile(f"site-{run_dir.parent.name}", runs_dir=str(run_dir.parent))
+        return (TOOLKIT, "submit", str(job), "--to", there)
 
     bench.run(TOOLKIT, "check", job, "--to", profile, "--server")
-    found: dict[str, list[float]] = {"toolkit": [], "hand": []}
+    found: dict[str, list[float]] = {"toolkit": [], **{name: [] for name in scripts}}
     for count in range(rounds + 1):
-        both = [("toolkit", ours), ("hand", by_hand)]
-        for name, submit in both if count % 2 else reversed(both):
-            parent = bench.folder / "runs" / f"{name}-{count}"
-            parent.mkdir(parents=True)
-            seconds = first_step_s(bench, submit, parent / "bench")
+        for name in list(found) if count % 2 else reversed(found):
+            run_dir = bench.folder / "runs" / f"{name}-{count}" / "bench"
+            run_dir.parent.mkdir(parents=True)
+            seconds = first_step_s(bench, command(name, run_dir), run_dir)
             if count:  # the first round warms the caches
                 found[name].append(seconds)
-    ratios = [a / b for a, b in zip(found["toolkit"], found["hand"], strict=True)]
     for name, values in found.items():
         print(
             f"submit to first step, {name}: {statistics.median(values):.2f} s"
             f" (median of {rounds}; {min(values):.2f} to {max(values):.2f})"
         )
-    medians = statistics.median(found["toolkit"]) / statistics.median(found["hand"])
-    print(
-        f"toolkit / hand: {medians:.3f} of the medians, {statistics.median(ratios):.3f} median of"
-        f" the rounds' ratios (target {TARGET})"
-    )
+    for name in scripts:
+        medians = statistics.median(found["toolkit"]) / statistics.median(found[name])
+        ratios = [a / b for a, b in zip(found["toolkit"], found[name], strict=True)]
+        print(
+            f"toolkit / {name}: {medians:.3f} of the medians, {statistics.median(ratios):.3f}"
+            f" median of the rounds' ratios (target {TARGET})"
+        )
 
 
 def sweep(bench: Bench) -> None:
@@ -200,13 +206,14 @@ def planning(bench: Bench) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=11, help="counted rounds (default 11)")
+    parser.add_argument("--rounds", type=int, default=15, help="counted rounds (default 15)")
     rounds = parser.parse_args().rounds
     folder = Path(tempfile.mkdtemp(prefix="bench-slurm-"))
     try:
         bench = up(folder)
         (folder / "bench.yaml").write_text(JOB)
         (folder / "hand.sbatch").write_text(BY_HAND)
+        (folder / "restarts.sbatch").write_text(BY_HAND.replace("# restarts", RESTARTS))
         planning(bench)
         sweep(bench)
         to_first_step(bench, rounds)

@@ -1,0 +1,40 @@
+"""The program `toolkit`."""
+
+from __future__ import annotations  # naming a type must not import it
+
+import errno
+import os
+import sys
+
+import click
+
+from toolkit import secrecy
+from toolkit.cli.following import stop_writing
+from toolkit.cli.words import cli
+from toolkit.errors import ToolkitError
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is one message and an exit status."""
+    try:
+        # Not cli.main(), which would make a closed pipe a failure before we can look at it.
+        with cli.make_context("toolkit", sys.argv[1:]) as context:
+            cli.invoke(context)
+    except click.exceptions.Exit as end:
+        sys.exit(end.exit_code)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except ToolkitError as error:
+        said = secrecy.redact(str(error), secrecy.values_of(os.environ))
+        click.echo(secrecy.conceal(said), err=True)
+        sys.exit(error.exit_status)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        stop_writing()  # whoever read us has seen enough (`| head`) or closed the terminal
+        sys.exit(0)

@@ -1,0 +1,53 @@
+"""What the commands share: the group, its arguments and options."""
+
+from __future__ import annotations  # naming a type must not import it
+
+from pathlib import Path
+
+import click
+
+import toolkit
+
+__all__ = ["CHAIN", "FOLLOW", "JOB", "JSON", "RUN", "SET", "TO", "cli", "example"]
+
+JOB = click.argument("job", metavar="JOB.yaml", type=click.Path(path_type=Path))
+RUN = click.argument("run", metavar="RUN")
+SET = click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Set a key of the job file, like resources.nnodes=4. May be repeated.",
+)
+TO = click.option("--to", required=True, metavar="PROFILE", help="A profile's name or file.")
+FOLLOW = click.option("--follow", "-f", is_flag=True, help="Show the log until the run has ended.")
+CHAIN = click.option(
+    "--chain",
+    type=click.IntRange(1, 1000),
+    default=1,
+    metavar="N",
+    help="Let N jobs take turns, each going on where the one before has ended (Slurm).",
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class _Commands(click.Group):
+    """Commands in the order they were written."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def example(command: str) -> str:
+    """Return an epilog that click leaves as it is."""
+    return f"\b\nExample:\n  {command}"
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(toolkit.__version__, prog_name="toolkit")
+def cli() -> None:
+    """Run one PyTorch job file here, on Slurm, or on Kubernetes.
+
+    JOB.yaml says what to run, a PROFILE where: `local`, `slurm`, `k8s`, a file in slurm/profiles or
+    k8s/profiles, or one of your own. RUN is a run's URI, name, or run directory.
+    """
