@@ -22,7 +22,7 @@ install: .venv/installed  ## Make .venv with everything pinned
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make install PYTHON=python3.11")'
 	@echo "installing into .venv (about a minute)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[kubernetes,train,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[kubernetes,submitit,train,dev]'
 	@touch $@
 
 image: install  ## Build localhost/train:latest from train/; BASE=IMAGE for another base than Debian
