@@ -9,10 +9,12 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import FileStore
 from torch.distributed import DistNetworkError, DistStoreError
@@ -24,6 +26,8 @@ from train.errors import PeerError, UsageError
 
 # torchrun sets it for its workers; "True": all of them are clients of a store that torchrun serves.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+# How long to look often for a store that is not served yet; torch's client goes on from there.
+_KNOCK_S = 5.0
 # A FileStore that is freed may make its file anew: they live as long as the process.
 _kept: list[Store] = []
 
@@ -45,12 +49,15 @@ def meet(place: Place, init_method: str, timeout: timedelta) -> Iterator[Store]:
         # With it, rank 0 too would only knock at the port, which nobody serves.
         os.environ.pop(AGENT_STORE, None)
         url = f"{init_method}?rank={place.rank}&world_size={place.world_size}"
+        address = urlsplit(init_method)
+        await_server(address.hostname, address.port, place, timeout)
         store = _alone(_served(url, timeout, init_method), place, init_method)
         yield store
         _leave(store, place)
     else:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        store = _served(init_method, timeout, where)
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        await_server(host, port, place, timeout)
+        store = _served(init_method, timeout, f"{host}:{port}")
         yield store
         # Also under torchrun, where it says "False": told not to share its store, it lets rank 0
         # serve another.
@@ -67,6 +74,27 @@ def keys_of_this_try(purpose: str, place: Place, store: Store) -> Store:
     """
     restart = place.restart if os.environ.get(AGENT_STORE) == "True" else 0
     return PrefixStore(f"train/{purpose}/{restart}", store)
+
+
+def await_server(
+    host: str | None, port: str | int | None, place: Place, timeout: timedelta
+) -> None:
+    """Return as soon as rank 0 serves its store.
+
+    torch's own client, refused once, tries again only after a quarter of a second and then ever
+    later: of two ranks that start together, that was a twentieth of the way to the first step. What
+    is wrong with an address, or that nobody comes, is left for it to say.
+    """
+    deadline, pause_s = time.monotonic() + min(_KNOCK_S, timeout.total_seconds()), 0.02
+    while place.rank != 0 and host and port and time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), timeout=pause_s + 1).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.1, 0.2)
+        except (OSError, ValueError):
+            return
 
 
 def _served(url: str, timeout: timedelta, where: str) -> Store:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,7 +26,7 @@ from train.config import Config
 from train.distributed import device_and_backend, open_group
 from train.environment import Place
 from train.errors import UsageError, is_collateral
-from train.meeting import AGENT_STORE
+from train.meeting import AGENT_STORE, await_server
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -326,3 +327,27 @@ def test_ranks_meet_whose_torchruns_count_restarts_differently(
     for run in runs:
         run.finish()
     assert runs[0].outcome()["status"] == "done"
+
+
+def test_a_rank_that_comes_first_knocks_until_the_store_is_served() -> None:
+    first = Place(rank=1, world_size=2, launched=True)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # taken, and not listening: it refuses
+        host, port = server.getsockname()
+        come = threading.Timer(0.2, server.listen)
+        come.start()
+        await_server(host, port, first, timedelta(seconds=PATIENCE_S))
+        socket.create_connection((host, port)).close()
+        come.join()
+
+
+def test_rank_0_knocks_nowhere() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        place = Place(rank=0, world_size=2, launched=True)
+        host, port = server.getsockname()
+        await_server(host, port, place, timedelta(seconds=PATIENCE_S))
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
