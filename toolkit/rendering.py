@@ -26,7 +26,14 @@ import toolkit
 from toolkit.errors import Problem, RenderError
 from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
 
-__all__ = ["json_quote", "kubernetes_literal", "render", "sbatch_quote", "shell_quote"]
+__all__ = [
+    "json_quote",
+    "kubernetes_literal",
+    "page_environment",
+    "render",
+    "sbatch_quote",
+    "shell_quote",
+]
 
 _TEMPLATES: dict[type[LaunchPlan], str] = {
     KubernetesPlan: "kubernetes/pytorchjob.yaml.j2",
@@ -204,3 +211,15 @@ def _environment(folder: Path | None = None) -> Environment:
         "sh_words": lambda values: " ".join(map(shell_quote, values)),
     }
     return environment
+
+
+@functools.cache
+def page_environment() -> Environment:
+    """Return where the templates of notebooks come from; every value is escaped for HTML."""
+    return Environment(
+        loader=FileSystemLoader(_templates_folder()),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
+    )

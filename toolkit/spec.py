@@ -45,7 +45,7 @@ from toolkit.fields import (
 )
 from toolkit.sbatch_options import SbatchOptions
 from toolkit.sweeps import Point, Sweep, expand, leaks, misread
-from toolkit.validation import FrozenModel, Text, override, validate
+from toolkit.validation import FrozenModel, Text, assign, frozen, override, validate
 
 __all__ = [
     "JobSpec",
@@ -350,6 +350,19 @@ class JobSpec(FrozenModel):
         """Return the job as a job file holds it, without the keys left at their defaults."""
         return self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
+    def replace(self, **changes: Any) -> "JobSpec":
+        """Return the job with other values, checked like a file.
+
+        Keys are those of the job file, like `args` or `**{"resources.nnodes": 4}`; values are what
+        stands there, as Python has it: `"4h"`, `["--epochs", "3"]`, `{"min": 2, "max": 4}`; None
+        takes a key back to its default.
+
+        Raises:
+            SpecError: every problem of the changed job.
+        """
+        written = Document(data=frozen(self.as_written()), source=f"job {self.name!r}")
+        return _checked(assign(written, changes))
+
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
     """Read a job file.
@@ -361,7 +374,10 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
     Raises:
         SpecError: Every problem of the file and of the overrides.
     """
-    document = override(_document(Path(path)), overrides, JobSpec)
+    return _checked(override(_document(Path(path)), overrides, JobSpec))
+
+
+def _checked(document: Document) -> JobSpec:
     job = validate(JobSpec, document, SpecError)
     if found := [*leaked_secrets(job), *misread(document)]:
         raise SpecError([Problem(place=document.place(at), message=reason) for at, reason in found])

@@ -20,7 +20,7 @@ from toolkit.documents import Ambiguous, Document, KeyPath, read_document
 from toolkit.errors import InputError, Problem
 from toolkit.secrecy import conceal, is_telling
 
-__all__ = ["FrozenModel", "Text", "nearest", "override", "validate"]
+__all__ = ["FrozenModel", "Text", "assign", "frozen", "nearest", "override", "validate"]
 
 Model = TypeVar("Model", bound="FrozenModel")
 
@@ -102,6 +102,34 @@ def override(document: Document, assignments: Iterable[str], model: type[BaseMod
     return replace(document, data=data, places=places, written=shown, problems=tuple(problems))
 
 
+def assign(document: Document, changes: Mapping[str, Any]) -> Document:
+    """Return the document with `KEY.KEY` set to Python values; None takes a key out."""
+    data, problems = document.data, list(document.problems)
+    for dotted, value in changes.items():
+        path = tuple(int(p) if p.isdecimal() else p for p in dotted.split("."))
+        try:
+            data = _assign(data, path, _NOTHING if value is None else frozen(value))
+        except (TypeError, IndexError):
+            said = f"there is no {dotted!r} to set"
+            problems.append(Problem(place=document.source, message=said))
+    return replace(document, data=data, problems=tuple(problems))
+
+
+def frozen(value: Any) -> Any:
+    """Return a value as documents hold it: models as mappings of what they set, lists as tuples."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    if isinstance(value, Mapping):
+        return {key: frozen(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(map(frozen, value))
+    return value
+
+
+_NOTHING = object()
+"""Assigned to a key, it takes the key out."""
+
+
 def _assign(data: Any, path: KeyPath, value: Any) -> Any:
     """Return `data` with `value` at `path`; missing mappings are made, missing items are not."""
     if not path:
@@ -113,6 +141,8 @@ def _assign(data: Any, path: KeyPath, value: Any) -> Any:
         return tuple(items)
     if isinstance(data, dict | None) and isinstance(key, str):
         entries = dict(data or {})
+        if value is _NOTHING and not rest:
+            return {other: item for other, item in entries.items() if other != key}
         return entries | {key: _assign(entries.get(key), rest, value)}
     raise TypeError
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.launchers.registry import RunRecord
@@ -135,22 +135,76 @@ class Run(abc.ABC):
     def cancel(self) -> None:
         """Ask the run to stop with a checkpoint; does nothing where it has ended already."""
 
-    def wait(self, timeout_s: float | None = None) -> RunStatus:
-        """Return the status once the run has ended.
+    @property
+    def state(self) -> RunState:
+        """Where the run stands now; `status()` also says why."""
+        return self.status().state
+
+    def metrics(self) -> Any:
+        """Return what the run has measured, one row per step; of a sweep, of all its points.
+
+        A pandas DataFrame where pandas is installed, else a list of mappings. The columns are those
+        of `metrics.jsonl` (docs/reference/run-directory.md); a sweep's begin with `point` and what
+        each point sets.
 
         Raises:
-            TimeoutError: it has not, `timeout_s` seconds later.
+            LauncherError: the run directory cannot be seen from here.
+        """
+        from toolkit.launchers.metrics import read_metrics, table
+
+        if self.run_dir is None:
+            raise LauncherError(f"{self.uri}: its run directory cannot be seen from here")
+        if not self.points:
+            return table(read_metrics(self.run_dir))
+        known = ((point, point.run_dir or self.run_dir) for point in self.points)
+        return table(
+            [
+                {"point": point.name.rpartition("/")[2], **point.settings, **row}
+                for point, folder in known
+                for row in read_metrics(folder)
+            ]
+        )
+
+    def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> RunStatus:
+        """Return the status once the run has ended.
+
+        Args:
+            timeout_s: How long to wait.
+            progress: Whether to show how far it is; left out: in notebooks and terminals only.
+
+        Raises:
+            TimeoutError: it has not ended, `timeout_s` seconds later.
             RunNotFound: nobody can tell how it ended.
         """
+        from toolkit.launchers.notebook import Progress
+
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        shown = (
+            Progress(self) if (Progress.is_watched() if progress is None else progress) else None
+        )
         waits = pauses()
-        while not (status := self.status()).state.final:
-            if status.lost:
-                raise RunNotFound(f"{self.uri}: {status.reason}")
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"{self.uri} is still {status.state} after {timeout_s} s")
-            time.sleep(next(waits))
-        return status
+        try:
+            while True:
+                points = self.statuses() if self.points else []
+                status = self.sum_of(points) if self.points else self.status()
+                if shown:
+                    shown.show(status, points)
+                if status.state.final:
+                    return status
+                if status.lost:
+                    raise RunNotFound(f"{self.uri}: {status.reason}")
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"{self.uri} is still {status.state} after {timeout_s} s")
+                time.sleep(next(waits))
+        finally:
+            if shown:
+                shown.close()
+
+    def _repr_html_(self) -> str:
+        """Show the run in a notebook: its state, how far it is, and the curve of its loss."""
+        from toolkit.launchers.notebook import html_of
+
+        return html_of(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.uri!r})"

@@ -1,0 +1,62 @@
+"""The curves of a run: what `metrics.jsonl` holds, one row per step."""
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["read_metrics", "table"]
+
+Row = dict[str, Any]
+
+_NOT_SHOWN = ("version",)
+
+
+def read_metrics(run_dir: Path) -> list[Row]:
+    """Return one row per step, in the order of the steps; none where nothing was measured.
+
+    Training and evaluation records of a step make one row. Steps that were made again after a
+    failure count once: a new start voids what earlier ones have written from its first step on.
+    """
+    rows: dict[int, Row] = {}
+    newest = (0, 0)
+    for record in _records(run_dir / "metrics.jsonl"):
+        start = (_number(record, "attempt"), _number(record, "restart"))
+        step = _number(record, "step")
+        if start > newest:
+            newest = start
+            rows = {earlier: row for earlier, row in rows.items() if earlier < step}
+        known = {key: value for key, value in record.items() if key not in _NOT_SHOWN}
+        rows[step] = rows.get(step, {}) | known
+    return [rows[step] for step in sorted(rows)]
+
+
+def table(rows: Sequence[Row]) -> Any:
+    """Return rows as a pandas DataFrame where pandas is installed, else as they are."""
+    if importlib.util.find_spec("pandas") is None:
+        return list(rows)
+    import pandas
+
+    return pandas.DataFrame(list(rows))
+
+
+def _records(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError:
+        return []
+    found: list[Mapping[str, Any]] = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill, or just being written
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(record)
+    return found
+
+
+def _number(record: Mapping[str, Any], key: str) -> int:
+    value = record.get(key)
+    return value if isinstance(value, int) else 0
