@@ -1,6 +1,6 @@
 """What the toolkit costs on Slurm, beside scripts written by hand. Needs root, like the sandbox.
 
-Run as `make bench-slurm`. A sandbox of its own is started. Three measurements:
+Run as `make bench-slurm`. A sandbox of its own is started. Four measurements:
 
 1. From the submitting command to the end of the first training step: `toolkit submit` beside
    `sbatch` of two scripts as a person would write them (srun, torchrun, the same training): one
@@ -9,7 +9,9 @@ Run as `make bench-slurm`. A sandbox of its own is started. Three measurements:
    is last in the next.
 2. A sweep of 1,000 points: how often sbatch is called, and how long `toolkit submit` takes, beside
    one `sbatch --array` by hand.
-3. A job of 10,000 nodes on a partition of as many cloud nodes: plan and render, and `sbatch
+3. `toolkit submit`, beside `toolkit render | sbatch`: what it takes to make a run directory, to
+   remember the run, and to be able to find it again.
+4. A job of 10,000 nodes on a partition of as many cloud nodes: plan and render, and `sbatch
    --test-only` of the script, beside that of the one by hand.
 """
 
@@ -182,6 +184,27 @@ def sweep(bench: Bench) -> None:
     )
 
 
+def submitting(bench: Bench, rounds: int) -> None:
+    """Submit jobs that are held, and the same by way of a pipe, in turn."""
+    profile = bench.profile("held", sbatch={"hold": True})
+    ours = (TOOLKIT, "submit", bench.folder / "bench.yaml", "--to", profile)
+    pipe = f"{TOOLKIT} render {bench.folder}/bench.yaml --to {profile} | sbatch -o /dev/null"
+    cpu_s: dict[str, list[float]] = {"submit": [], "render | sbatch": []}
+    for count in range(rounds + 1):
+        for name in list(cpu_s) if count % 2 else reversed(cpu_s):
+            argv = ours if name == "submit" else ("bash", "-c", pipe)
+            _, spent_s = bench.spent(*argv)
+            if count:
+                cpu_s[name].append(spent_s)
+    bench.run("scancel", "--user", str(os.getuid()))
+    medians = {name: statistics.median(values) for name, values in cpu_s.items()}
+    print(
+        f"CPU time: toolkit submit {medians['submit']:.3f} s, render | sbatch "
+        f"{medians['render | sbatch']:.3f} s, ratio "
+        f"{medians['submit'] / medians['render | sbatch']:.3f}"
+    )
+
+
 def planning(bench: Bench) -> None:
     """Plan for very many nodes, and have the scheduler plan, too."""
     job, hand = bench.folder / "bench.yaml", bench.folder / "hand.sbatch"
@@ -216,6 +239,7 @@ def main() -> None:
         (folder / "restarts.sbatch").write_text(BY_HAND.replace("# restarts", RESTARTS))
         planning(bench)
         sweep(bench)
+        submitting(bench, rounds)
         to_first_step(bench, rounds)
     finally:
         subprocess.run([SANDBOX, "down", "--dir", folder / "sandbox"], check=True)

@@ -28,18 +28,31 @@ missing=()
 command -v shellcheck >/dev/null || missing+=(shellcheck)
 if [ "$(id -u)" -eq 0 ]; then
   # What builds the image and runs it on the sandbox's nodes.
-  for program in podman crun debootstrap; do
+  # rsync, and below a login node's sshd: how the tests reach a cluster from a laptop.
+  for program in podman crun debootstrap rsync; do
     command -v "$program" >/dev/null || missing+=("$program")
   done
+  command -v sshd >/dev/null || missing+=(openssh-server)
 fi
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-  echo "left out: the tests on a real Slurm cluster, in containers and with a full disk, which need root on Debian" >&2
+  echo "left out: the tests on a real Slurm cluster, in containers, by ssh and with a full disk, which need root on Debian" >&2
   [ ${#missing[@]} -eq 0 ] || echo "left out: the tests that need ${missing[*]}; please install it" >&2
   exit 0
 fi
+no_daemon() { # COMMAND: the tests start sshd themselves; this machine is to have none of its own
+  case " ${missing[*]} " in *" openssh-server "*) ;; *) return 0 ;; esac
+  [ ! -d /run/systemd/system ] || systemctl "$@" ssh.service ssh.socket >/dev/null 2>&1 || :
+}
 if [ ${#missing[@]} -gt 0 ]; then
   export DEBIAN_FRONTEND=noninteractive
+  no_daemon mask --runtime
   apt-get install -qq --no-install-recommends "${missing[@]}" >/dev/null 2>&1 ||
     { apt-get update -qq && apt-get install -qq --no-install-recommends "${missing[@]}" >/dev/null; }
+  no_daemon disable
+  no_daemon unmask --runtime
 fi
-"$(dirname "$0")/../slurm/sandbox/sandbox" install
+sandbox="$(dirname "$0")/../slurm/sandbox/sandbox"
+"$sandbox" install
+# A second version of Slurm, unpacked below the project.
+"$sandbox" fetch trixie "$(dirname "$0")/../.cache/slurm-trixie" >/dev/null ||
+  echo "left out: the tests on Slurm 24.11, whose packages could not be had" >&2

@@ -9,7 +9,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from toolkit import dependencies, profile, schema, spec, sweeps
+from toolkit.batch_scripts.checking import SCRIPT_RULES
 from toolkit.quantities import format_duration
+from toolkit.rules import JOB_RULES, SITE_RULES, Rule
 from toolkit.validation import FrozenModel
 from train import commandline
 
@@ -112,9 +114,34 @@ def flags() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def rules() -> str:
+    """Return the page of `toolkit check`: a table for each kind of rule."""
+    parts = [
+        "# Rules",
+        "Written by `make golden` from the rules themselves. How to use them, and what they do not "
+        "see: [check](../how-to/check.md).",
+    ]
+    sections: dict[str, tuple[str, tuple[Rule, ...]]] = {
+        "Batch scripts": ("`toolkit check FILE.sbatch`", SCRIPT_RULES),
+        "Job files with a profile": ("`toolkit check JOB.yaml --to PROFILE`", JOB_RULES),
+        "Sites": ("`--server`, for job files and, from site-account on, for scripts", SITE_RULES),
+    }
+    for title, (command, found) in sections.items():
+        rows = [
+            f'| <a id="{rule.id}"></a>`{rule.id}` | '
+            + " | ".join(text.replace("|", "\\|") for text in (rule.finds, rule.reason, rule.fix))
+            + " |"
+            for rule in found
+        ]
+        head = "| id | what it finds | why | the way out |\n|---|---|---|---|"
+        parts += [f"## {title}", command, "\n".join([head, *rows])]
+    return "\n\n".join(parts) + "\n"
+
+
 PAGES = {
     "docs/reference/job-file.md": page("The job file", "toolkit/spec.py", JOB),
     "docs/reference/profiles.md": page("Profiles", "toolkit/profile.py", PROFILES),
+    "docs/reference/rules.md": rules(),
     "docs/reference/train.md": flags(),
 }
 """Reference page: what it must hold."""

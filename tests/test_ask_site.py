@@ -41,14 +41,31 @@ class Site:
     """Answers as a login node would."""
 
     def __init__(
-        self, *, config: str = CONFIG, partitions: str = PARTITIONS, status: int = 0
+        self,
+        *,
+        config: str = CONFIG,
+        partitions: str = PARTITIONS,
+        status: int = 0,
+        refused: str = "",
+        associations: str | None = None,
     ) -> None:
         self.answers = {"config": config, "partition": partitions}
         self.status = status
+        self.refused = refused
+        self.associations = associations
         self.asked: list[list[str]] = []
 
     def __call__(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         self.asked.append(list(argv))
+        if argv[0] == "sh" and "--test-only" not in argv[2]:
+            return subprocess.run(argv, capture_output=True, text=True, check=False)
+        if argv[0] == "sh":
+            return subprocess.CompletedProcess(argv, bool(self.refused), "", self.refused)
+        if argv[0] == "id":
+            return subprocess.CompletedProcess(argv, 0, "ada\n", "")
+        if argv[0] == "sacctmgr":
+            known = self.associations
+            return subprocess.CompletedProcess(argv, known is None, known or "", "")
         if argv[0] == "sbatch":
             assert argv[-1] == "--usage", "it would submit"
             unknown = any(word.startswith("--segment") for word in argv)

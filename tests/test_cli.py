@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 TOOLKIT = Path(sys.executable).parent / "toolkit"
 JOB = "name: digits\nmodule: train\nimage: localhost/train:latest\n"
 COMMANDS = [
+    "init",
     "check",
     "render",
     "submit",
@@ -24,9 +25,9 @@ COMMANDS = [
     "run",
     "list",
     "status",
-    "logs",
     "cancel",
     "wait",
+    "logs",
     "schema",
 ]
 
@@ -173,14 +174,13 @@ def test_a_good_file_is_fine(program: Program) -> None:
 def test_check_gives_the_problems_of_every_profile(program: Program) -> None:
     argv = ["--set", "time_limit=10s", "--to", "local", "--to", "none", "--to", "k8s"]
     done = program("check", "job.yaml", *argv)
-    assert (done.returncode, done.stdout) == (2, "")
-    first, second, third = done.stderr.splitlines()
-    assert first == ("stop.grace 1m does not fit: stop.grace alone takes 1m, and time_limit is 10s")
-    assert second.startswith("no profile 'none'; valid are k8s, local, slurm (searched ")
-    assert third == (
-        "stop.grace 1m does not fit: stop.grace and 15s for torchrun to end takes 1m15s, "
-        "and time_limit is 10s"
-    )
+    assert done.returncode == 2
+    rule = "--set time_limit=10s: [stop-beyond-time-limit] stop.grace 1m does not fit: stop.grace "
+    assert done.stdout.splitlines() == [
+        f"{rule}alone takes 1m, and time_limit is 10s",
+        f"{rule}and 15s for torchrun to end takes 1m15s, and time_limit is 10s",
+    ]
+    assert done.stderr.startswith("no profile 'none'; valid are k8s, local, slurm (searched ")
 
 
 def test_set_reaches_the_job_and_leaves_the_file_alone(program: Program, tmp_path: Path) -> None:
@@ -232,8 +232,8 @@ def test_the_version_is_the_packages(program: Program) -> None:
         (["check", "job.yaml", "--too", "slurm"], "'--to'"),
         (["render", "job.yaml", "--st", "a=b", "--to", "slurm"], "'--set'"),
         (["list", "--jsn"], "'--json'"),
-        (["render", "job.yaml"], "'--to'"),
-        (["check"], "'JOB.yaml'"),
+        (["render", "job.yaml"], "--to"),
+        (["check"], "'FILE'"),
         (["status"], "'RUN'"),
         (["wait", "x", "--timeout", "soon"], "'--timeout'"),
     ],

@@ -538,3 +538,38 @@ def test_a_job_that_slurm_queued_again_beyond_its_limits_ends_at_its_start(
         job.had(attempt, "node_failure", step=step * (attempt + 1))
     assert job.run("begin") == status
     assert not reason or job.reason == reason
+
+
+# ---- One node's part
+
+
+@pytest.mark.parametrize("nnodes", [2, {"min": 1, "max": 2}])
+@pytest.mark.parametrize("stopping", [True, False])
+def test_a_stop_that_came_before_a_node_could_hear_it_is_heard(
+    nnodes: Any, stopping: bool, tmp_path: Path
+) -> None:
+    """srun drops a signal that comes before its tasks have begun; what is written down stays."""
+    job = toolkit.JobSpec.model_validate(
+        {
+            "name": "a",
+            "module": "m",
+            "resources": {"nnodes": nnodes},
+            "retries": {"in_job": 3},
+        }
+    )
+    script = toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s")))
+    text = script.partition("#==== node.sh\n")[2].partition("\n#==== ")[0]
+    (tmp_path / "node.sh").write_text(text)
+    if stopping:
+        (tmp_path / "stopping").write_text("cancelled\n")
+    names = ("SLURM_NODEID", "SLURM_STEP_ID", "SLURM_JOB_ID", "SLURMD_NODENAME")
+    done = subprocess.run(
+        ["bash", tmp_path / "node.sh", tmp_path, "touch", tmp_path / "trained"],
+        env={**os.environ, **dict.fromkeys(names, "0")},
+        check=False,
+    )
+    assert done.returncode == 0  # to srun no failed node, which would end the others
+    assert (tmp_path / "trained").exists() is not stopping
+    assert (tmp_path / "stopped-0").exists() is stopping
+    if stopping:
+        assert (tmp_path / "stopped-0").read_text() == "1\n"

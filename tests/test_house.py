@@ -20,17 +20,24 @@ ORDER = [
     "validation",
     "fields",
     "sbatch_options",
+    "rules",
+    "bash",
+    "batch_scripts",
     "sweeps",
     "dependencies",
     "spec",
     "schema",
     "profile",
+    "discovery",
+    "drafts",
     "containers",
     "feasibility",
     "planning",
     "rendering",
     "launchers",
     "runs",
+    "executors",
+    "checks",
     "summaries",
     "cli",
 ]
@@ -72,8 +79,11 @@ def test_every_room_has_its_place_in_the_order() -> None:
 
 
 def test_toolkit_and_train_do_not_know_each_other() -> None:
+    worker = ROOT / "toolkit/executors/worker.py"  # is copied into run directories, and runs there
     for path in python_files("toolkit"):
-        assert not {name.split(".")[0] for name in imports(path)} & {"torch", "train"}, path
+        late = path != worker
+        assert not {n.split(".")[0] for n in imports(path, late=late)} & {"torch", "train"}, path
+    assert not {name.split(".")[0] for name in imports(worker)} & {"toolkit", "train"}
     for path in python_files("train"):
         assert "toolkit" not in {name.split(".")[0] for name in imports(path)}, path
 
@@ -84,6 +94,12 @@ def test_kubernetes_is_imported_only_inside_its_launcher() -> None:
         if "kubernetes" in names:
             assert path.name.startswith("k8s")
             assert "kubernetes" not in {n.split(".")[0] for n in imports(path, late=False)}
+
+
+def test_submitit_is_imported_only_by_the_executors() -> None:
+    for path in python_files("toolkit"):
+        if "submitit" in {name.split(".")[0] for name in imports(path)}:
+            assert path.parent.name == "executors"
 
 
 @pytest.mark.parametrize(

@@ -595,6 +595,33 @@ def test_logs_that_may_not_be_read_are_an_error(site: Site, follow: bool) -> Non
         list(run.logs(follow=follow))
 
 
+@pytest.mark.parametrize("follow", [False, True])
+def test_torchruns_traceback_of_being_stopped_is_left_out_of_each_pods_lines(
+    site: Site, follow: bool
+) -> None:
+    run = site.submit(resources={"nnodes": 2})
+    site.server.run(run.name)
+    trace = ["Traceback (most recent call last):", "  File", "torch.distributed.elastic.x.y"]
+    for index, end in ((0, "SignalException: Process 7 got signal: 15"), (1, "Error: real")):
+        site.server.log(site.pod(run, index), "before", *trace[:2], f"{trace[2]}.{end}")
+    site.server.finish(run.name)
+    shown = [f"[worker-1] {line}" for line in (*trace[:2], f"{trace[2]}.Error: real")]
+    assert sorted(run.logs(follow=follow)) == sorted(
+        ["[worker-0] before", "[worker-1] before", *shown]
+    )
+    assert list(run.logs(follow=follow, grep="real$")) == shown[2:]
+
+
+def test_pods_do_not_tell_ranks_and_nothing_counts_their_starts(site: Site) -> None:
+    run = site.submit()
+    with pytest.raises(LauncherError, match=r"do not say their rank; --grep '\^\\\[worker-1"):
+        run.logs(ranks=[0])
+    with pytest.raises(LauncherError, match="nothing counts attempts; all are 0"):
+        run.logs(attempt=1)
+    assert list(run.logs(attempt=0)) == []
+    assert run.failure() is None
+
+
 # The fake server keeps the promises of the real one.
 
 

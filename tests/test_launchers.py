@@ -100,6 +100,7 @@ def test_cancel_stops_a_run_and_the_ranks_are_told(place: Place, until: Until) -
     assert run.status().state is toolkit.RunState.RUNNING
     run.cancel()
     assert run.wait(120).state is toolkit.RunState.CANCELLED
+    assert run.failure() is None
 
 
 def test_cancelling_what_has_ended_changes_nothing(place: Place) -> None:

@@ -260,3 +260,34 @@ def test_a_profile_arrives_as_it_was_written(tmp_path: Path) -> None:
         name="big", node=NodeFacts(gpus=8, cpus=96, **{"memory": "900GiB"}), qos="high"
     )
     assert profile.node.memory_bytes == 900 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("via: login1", "PATH:2: via: 'login1' cannot be used; write ssh HOST or ssh USER@HOST"),
+        ("via: ssh -p 22 login1", "PATH:2: via: 'ssh -p 22 login1' cannot be used"),
+        ("via: ssh -oProxyCommand=x", "PATH:2: via: 'ssh -oProxyCommand=x' cannot be used"),
+        ("via: ssh a\nremote_dir: work", "PATH:3: remote_dir: 'work' cannot be used; write /PATH"),
+        ("remote_dir: /work", "PATH: remote_dir without via"),
+    ],
+)
+def test_a_login_node_is_named_as_ssh_knows_it(tmp_path: Path, lines: str, message: str) -> None:
+    path = write(tmp_path, "far", f"kind: slurm\n{lines}\n")
+    said = refusal(path).replace(str(path), "PATH")
+    assert message in said.replace("PATH:1:", "PATH:")
+
+
+@pytest.mark.parametrize("host", ["login1", "me@login-1.site.example"])
+def test_relative_paths_of_a_far_profile_are_below_its_folder_there(
+    tmp_path: Path, host: str
+) -> None:
+    path = write(tmp_path, "far", f"kind: slurm\nvia: ssh {host}\nvenv: my venv\n")
+    profile = load_profile(str(path))
+    assert isinstance(profile, SlurmProfile)
+    assert profile.host == host
+    script = toolkit.render(toolkit.plan(toolkit.load(ROOT / "jobs/digits.yaml"), profile))
+    assert "\nsource ~/'torch-deploy-toolkit/my venv/bin/activate'\n" in script
+    assert "run_dir=~/torch-deploy-toolkit/runs/digits-$SLURM_JOB_ID\n" in script
+    moved = profile.model_copy(update={"remote_dir": "/work/me/", "runs_dir": "/scratch"})
+    assert (moved.below("x"), moved.below(moved.runs_dir)) == ("/work/me/x", "/scratch")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import toolkit
-from tests.conftest import ROOT, TOOLKIT
+from tests.conftest import ROOT, TOOLKIT, Cluster
 from toolkit.cli import cli
 
 README = (ROOT / "README.md").read_text()
@@ -69,22 +69,24 @@ def test_the_readme_shows_real_messages(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, shown)
 
 
-def test_the_readme_python_runs(tmp_path: Path) -> None:
+@pytest.mark.slurm
+def test_the_readme_python_runs(cluster: Cluster, tmp_path: Path) -> None:
     code = next(text for kind, text in BLOCKS if kind == "python").replace(
-        '["resources.nnodes=4"]', '["resources.nnodes=1", "args.3=1"]'
+        '"resources.nnodes": 4', '"resources.nnodes": 2, "args.3": "1"'
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"{code}\nprint(run.run_dir)"],
         cwd=ROOT,
-        env={**os.environ, "HOME": str(tmp_path)},
+        env={**cluster.environ, "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert re.fullmatch(r"local://digits-\S+ succeeded", last)
-    subprocess.run(["rm", "-r", ROOT / "runs" / last.split()[0].partition("//")[2]], check=True)
+    state, *lines, run_dir = done.stdout.splitlines()
+    assert state == "succeeded"
+    assert lines[-1].startswith("[rank 0] done: step ")
+    subprocess.run(["rm", "-r", run_dir], check=True)
 
 
 def test_every_link_of_the_documents_leads_somewhere() -> None:

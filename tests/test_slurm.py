@@ -149,6 +149,8 @@ def test_a_cancelled_run_goes_on_when_it_is_told_to(
     until(lambda: events(run, "resume"), "it goes on")
     (resumed,) = events(run, "resume")
     assert (resumed["attempt"], resumed["step"]) == (1, events(run, "stopped")[0]["step"])
+    assert "digits: attempt 1 on node" in output(run)  # though its job prints elsewhere
+    assert next(run.logs(attempt=1)).startswith("digits: attempt 1 on node")
 
 
 def test_a_job_id_that_is_another_jobs_is_never_cancelled(site: Site, until: Until) -> None:

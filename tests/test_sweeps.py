@@ -163,10 +163,10 @@ def test_every_point_reaches_torchrun_byte_for_byte(tmp_path: Path) -> None:
 # ---- What Slurm says
 
 ROWS = """\
-77_2|PENDING|JobArrayTaskLimit|/r/probe-1/probe.sbatch /r/probe-1
-77_1|RUNNING|None|/r/probe-1/probe.sbatch /r/probe-1
-78_0|FAILED|NonZeroExitCode|/r/probe-1/probe.sbatch /r/probe-1 continue
-77|CANCELLED|JobArrayTaskLimit|/r/probe-1/probe.sbatch /r/probe-1
+==job|77_2|PENDING|N/A|JobArrayTaskLimit|/r/probe-1/probe.sbatch /r/probe-1
+==job|77_1|RUNNING|2026-11-21T20:00:00|None|/r/probe-1/probe.sbatch /r/probe-1
+==job|78_0|FAILED|2026-11-21T20:00:09|NonZeroExitCode|/r/probe-1/probe.sbatch /r/probe-1 continue
+==job|77|CANCELLED|2026-11-21T20:00:07|JobArrayTaskLimit|/r/probe-1/probe.sbatch /r/probe-1
 """
 """As Slurm 22.05 says it; the last row stands for tasks that were cancelled before they started."""
 
@@ -205,9 +205,7 @@ def test_one_question_tells_where_all_points_stand(tmp_path: Path) -> None:
     (done / "outcome.json").write_text('{"status": "done", "attempt": 0}')
     (done / "metrics.jsonl").write_text('{"step": 7, "loss": 0.25}\n')
     found = summaries.whole(sweep)
-    assert asked == [
-        ["squeue", "-h", "-r", "-t", "all", "-j", "77,78", "-o", "%i|%T|%r|%o"],
-    ]
+    assert [argv[0] for argv in asked] == ["squeue"]
     assert list(summaries.lines(found))[2:] == [
         "state:     RUNNING",
         "reason:    1 PENDING, 1 RUNNING, 1 SUCCEEDED, 1 FAILED, 1 CANCELLED",
@@ -215,7 +213,7 @@ def test_one_question_tells_where_all_points_stand(tmp_path: Path) -> None:
         f"run_dir:   {sweep.run_dir}",
         "0000-a=0  FAILED     NonZeroExitCode",
         "0001-a=1  RUNNING",
-        "0002-a=2  PENDING    JobArrayTaskLimit",
+        "0002-a=2  PENDING    JobArrayTaskLimit: as many points run as may run at once",
         "0003-a=3  CANCELLED  never started",
         "0004-a=4  SUCCEEDED  step 7, loss 0.25",
     ]
@@ -296,6 +294,7 @@ def test_only_the_point_that_failed_is_submitted_again(site: Site, tmp_path: Pat
         sweep={"grid": {"--lr": ["0.03", "0.01"], "env.KIND": ["good", "bad"]}, "max_running": 2},
     )
     sweep = site.launcher.submit(toolkit.plan(spec, site.profile))
+    followed = list(sweep.logs(follow=True))
     status = sweep.wait(300)
     # The last task of an array has the array's own id: its requeue must not take the others along.
     assert states(sweep) == ["SUCCEEDED", "FAILED", "SUCCEEDED", "SUCCEEDED"]
@@ -304,6 +303,9 @@ def test_only_the_point_that_failed_is_submitted_again(site: Site, tmp_path: Pat
     failed = sweep.point("0001-lr=0.03-kind=bad")
     assert "fatal: exit status 2" in failed.status().reason
     assert states(forgotten(sweep, site)) == states(sweep)
+    assert sorted(followed) == sorted(sweep.logs())
+    (failure,) = [point.failure() for point in sweep.points if point.failure()]
+    assert str(failure).endswith(": exit status 2")
 
     (tmp_path / "mended").touch()
     assert open_run(f"{sweep.name}/0001-lr=0.03-kind=bad").uri == f"{sweep.uri}_1"
@@ -312,6 +314,10 @@ def test_only_the_point_that_failed_is_submitted_again(site: Site, tmp_path: Pat
     assert attempts(sweep) == [1, 2, 1, 2]
     assert [job.points for job in sweep.jobs] == [None, (1,)]
     assert "test_accuracy" in "\n".join(sweep.point("1").logs())
+    ends = [
+        line.split("]")[0][1:] for line in sweep.logs(grep=r"step \d+/\d+, epoch 1: .*accuracy")
+    ]
+    assert ends == [point.name.rpartition("/")[2] for point in sweep.points]
     assert states(forgotten(sweep, site)) == ["SUCCEEDED"] * 4
     with pytest.raises(toolkit.LauncherError, match="all points have succeeded"):
         site.launcher.resubmit(sweep)

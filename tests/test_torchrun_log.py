@@ -1,6 +1,8 @@
-"""What people see of torchrun's way to stop."""
+"""What people see of torchrun's way to stop, and what its reports and tracebacks say."""
 
-from toolkit.launchers.torchrun_log import without_stop_traces
+import pytest
+
+from toolkit.launchers.torchrun_log import last_trace, read_reports, without_stop_traces
 
 STOPPED = """\
 Traceback (most recent call last):
@@ -48,3 +50,91 @@ def test_every_other_traceback_stays_whole() -> None:
     assert shown(f"before\n{FAILED}\nafter") == f"before\n{FAILED}\nafter"
     ranks = "[rank 1] Traceback (most recent call last):\n[rank 1]   File\n  indented\n\nend"
     assert shown(ranks) == ranks
+
+
+def report(host: str, rank: int, exitcode: str) -> list[str]:
+    return [
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  time      : 2026-11-21_23:47:20",
+        f"  host      : {host}.example.org",
+        f"  rank      : {rank} (local_rank: {rank % 2})",
+        f"  exitcode  : {exitcode} (pid: 26749)  (SIGKILL)",
+        "  error_file: <N/A>",
+        "  traceback : Signal 9 (SIGKILL) received by PID 26749",
+    ]
+
+
+def test_reports_of_two_nodes_that_are_mixed_are_told_apart() -> None:
+    both = zip(report("node1", 0, "-9"), report("node2", 3, "1"), strict=True)
+    found = read_reports(["before", *(line for pair in both for line in pair)])
+    shown = [(said.host, said.rank, said.local_rank, said.exitcode) for said in found]
+    assert shown == [("node1", 0, 0, -9), ("node2", 3, 1, 1)]
+    assert read_reports(report("node1", 0, "-9")[:-3]) == []  # torn
+    assert read_reports(["  time      : soon", *report("node1", 0, "-9")[3:]]) == []
+
+
+FRAMES = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()"]
+CHAINED = [
+    *FRAMES,
+    "KeyError: 'x'",
+    "",
+    "During handling of the above exception, another exception occurred:",
+    "",
+    *FRAMES,
+    "ValueError: y",
+    "with more to say",
+]
+GROUP = [
+    "  + Exception Group Traceback (most recent call last):",
+    '  |   File "a.py", line 1, in <module>',
+    "  | ExceptionGroup: two (1 sub-exception)",
+    "  +-+---------------- 1 ----------------",
+    "    | Traceback (most recent call last):",
+    "    | ValueError: a",
+    "    +------------------------------------",
+]
+FATAL = [
+    "Fatal Python error: Segmentation fault",
+    "",
+    "Current thread 0x1 (most recent call first):",
+]
+
+
+@pytest.mark.parametrize(
+    ("printed", "message", "lines", "rank", "at_end"),
+    [
+        (CHAINED, "ValueError: y", CHAINED, None, True),
+        (
+            [*FRAMES, "KeyError: 1", "caught it", *FRAMES, "Error"],
+            "Error",
+            [*FRAMES, "Error"],
+            None,
+            True,
+        ),
+        ([f"[rank3]: {line}" for line in CHAINED if line], "ValueError: y", None, 3, True),
+        (["[rank3]: " + FRAMES[0], "[rank3]: X: y", "bye"], "X: y", [FRAMES[0], "X: y"], 3, False),
+        (
+            [*FRAMES, "X: y", "[rank1]:[W1121 x.cpp:1] Warning"],
+            "X: y",
+            [*FRAMES, "X: y"],
+            1,
+            True,
+        ),
+        (GROUP, "ExceptionGroup: two (1 sub-exception)", GROUP, None, True),
+        (FATAL, FATAL[0], FATAL, None, True),
+    ],
+    ids=["chained", "the last", "by torch", "goes on", "noise", "group", "fatal"],
+)
+def test_the_last_traceback_is_found_whole(
+    printed: list[str], message: str, lines: list[str] | None, rank: int | None, at_end: bool
+) -> None:
+    found = last_trace(["before", *printed])
+    assert found is not None
+    assert (found.message, found.rank, found.at_end) == (message, rank, at_end)
+    assert lines is None or list(found.lines) == lines
+
+
+def test_what_is_no_traceback_is_none() -> None:
+    assert last_trace([]) is None
+    assert last_trace(["SyntaxError: of somebody else", "  Traceback in prose"]) is None

@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from toolkit.checks import Finding, check
     from toolkit.errors import (
         InputError,
         LauncherError,
@@ -24,23 +25,29 @@ if TYPE_CHECKING:
         SpecError,
         ToolkitError,
     )
+    from toolkit.executors import DebugExecutor, LocalExecutor, SlurmExecutor, attach
     from toolkit.launchers.base import Launcher, Run, RunState, RunStatus
+    from toolkit.launchers.failures import Failure
     from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan, plan
     from toolkit.profile import (
         KubernetesProfile,
         LocalProfile,
         Profile,
         SlurmProfile,
+        default_profile,
         load_profile,
     )
     from toolkit.rendering import render
-    from toolkit.runs import ask_site, list_runs, open_run, resubmit, submit
+    from toolkit.runs import ask_site, list_runs, open_run, resubmit, statuses, submit, wait
     from toolkit.schema import json_schema
     from toolkit.spec import JobSpec, load
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "DebugExecutor": "executors",
+    "Failure": "launchers.failures",
+    "Finding": "checks",
     "InputError": "errors",
     "JobSpec": "spec",
     "KubernetesPlan": "planning",
@@ -48,6 +55,7 @@ _HOME = {
     "LaunchPlan": "planning",
     "Launcher": "launchers.base",
     "LauncherError": "errors",
+    "LocalExecutor": "executors",
     "LocalPlan": "planning",
     "LocalProfile": "profile",
     "PlanError": "errors",
@@ -60,11 +68,15 @@ _HOME = {
     "RunState": "launchers.base",
     "RunStatus": "launchers.base",
     "SchedulerMissing": "errors",
+    "SlurmExecutor": "executors",
     "SlurmPlan": "planning",
     "SlurmProfile": "profile",
     "SpecError": "errors",
     "ToolkitError": "errors",
     "ask_site": "runs",
+    "attach": "executors",
+    "check": "checks",
+    "default_profile": "profile",
     "json_schema": "schema",
     "list_runs": "runs",
     "load": "spec",
@@ -73,10 +85,15 @@ _HOME = {
     "plan": "planning",
     "render": "rendering",
     "resubmit": "runs",
+    "statuses": "runs",
     "submit": "runs",
+    "wait": "runs",
 }
 
 __all__ = [
+    "DebugExecutor",
+    "Failure",
+    "Finding",
     "InputError",
     "JobSpec",
     "KubernetesPlan",
@@ -84,6 +101,7 @@ __all__ = [
     "LaunchPlan",
     "Launcher",
     "LauncherError",
+    "LocalExecutor",
     "LocalPlan",
     "LocalProfile",
     "PlanError",
@@ -96,11 +114,15 @@ __all__ = [
     "RunState",
     "RunStatus",
     "SchedulerMissing",
+    "SlurmExecutor",
     "SlurmPlan",
     "SlurmProfile",
     "SpecError",
     "ToolkitError",
     "ask_site",
+    "attach",
+    "check",
+    "default_profile",
     "json_schema",
     "list_runs",
     "load",
@@ -109,7 +131,9 @@ __all__ = [
     "plan",
     "render",
     "resubmit",
+    "statuses",
     "submit",
+    "wait",
 ]
 
 

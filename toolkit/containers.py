@@ -6,6 +6,7 @@ Pure. The flags are those of pyxis' args.c, of `apptainer exec --help` and of po
 import re
 from pathlib import PurePosixPath
 
+from toolkit.errors import Problem
 from toolkit.profile import SlurmProfile
 from toolkit.spec import JobSpec, Mount
 
@@ -68,22 +69,28 @@ def mounts_for(job: JobSpec, profile: SlurmProfile) -> tuple[str, ...]:
     )
 
 
-def refusals_of_containers(job: JobSpec, profile: SlurmProfile) -> list[str]:
+def refusals_of_containers(job: JobSpec, profile: SlurmProfile) -> list[Problem]:
     """Return why the site's runtime cannot run this job's container; none if it can."""
     runtime = profile.runtime
-    found = _image_problems(job.image or "", runtime)
-    for key, mounts in (
+    found = [
+        Problem(rule="image-of-another-runtime", message=why, key=("image",))
+        for why in _image_problems(job.image or "", runtime)
+    ]
+    for place, mounts in (
         (f"profile {profile.name!r}: mounts", profile.mounts),
         ("mounts", job.mounts),
     ):
         for index, mount in enumerate(mounts):
-            found += (f"{key}[{index}]: {why}" for why in _mount_problems(mount, runtime))
+            key = ("mounts", index) if place == "mounts" else ()
+            for rule, why in _mount_problems(mount, runtime):
+                found.append(Problem(rule=rule, message=f"{place}[{index}]: {why}", key=key))
     for index, option in enumerate(profile.container_options):
         if (name := option.partition("=")[0]) in _OURS[runtime]:
-            found.append(
+            message = (
                 f"profile {profile.name!r}: container_options[{index}]: {name} is set by the "
                 "script, which needs it as it is; leave it out"
             )
+            found.append(Problem(rule="container-option-taken", message=message))
     return found
 
 
@@ -101,16 +108,17 @@ def _image_problems(image: str, runtime: str) -> list[str]:
     return []
 
 
-def _mount_problems(mount: Mount, runtime: str) -> list[str]:
+def _mount_problems(mount: Mount, runtime: str) -> list[tuple[str, str]]:
     if mount.claim is not None:
-        return [f"{mount.source!r} exists only on Kubernetes; write a path"]
+        return [("mount-elsewhere", f"{mount.source!r} exists only on Kubernetes; write a path")]
     # Pyxis writes them to a fstab as they are (NVIDIA/pyxis, issue 133).
     never = ",:" + (" \t" if runtime == "pyxis" else "")
     found = [
-        f"{runtime} takes no {sign!r} in a path; make a link without it"
+        ("mount-unwritable", f"{runtime} takes no {sign!r} in a path; make a link without it")
         for sign in never
         if sign in mount.source + mount.target
     ]
     if mount.target.rstrip("/") in _NEVER_TARGETS:
-        found.append(f"{mount.target!r} is the container's own; choose another target")
+        why = f"{mount.target!r} is the container's own; choose another target"
+        found.append(("mount-target-taken", why))
     return found

@@ -49,6 +49,12 @@ class Problem:
     place: str | None = None
     """Where: `FILE:LINE`, or the option of the command line."""
 
+    rule: str | None = None
+    """The id of the rule that found it; None where a file simply cannot be used."""
+
+    key: tuple[str | int, ...] = ()
+    """The key of the job file that it is about, from the top; empty for none of them."""
+
     def __str__(self) -> str:
         return f"{self.place}: {self.message}" if self.place else self.message
 

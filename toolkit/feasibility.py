@@ -3,7 +3,11 @@
 Pure, like planning, which asks here first.
 """
 
+from dataclasses import replace
+
 from toolkit.containers import refusals_of_containers
+from toolkit.documents import KeyPath
+from toolkit.errors import Problem
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile, leaks_of
 from toolkit.quantities import format_duration, format_size
 from toolkit.spec import JobSpec, leaked_secrets
@@ -55,19 +59,27 @@ SCRIPT_VARIABLES = frozenset(
 KUBERNETES_NAME_MAX = 63
 """Pods carry the run's name and a suffix; RFC 1035 allows 63 characters."""
 
+_GRACE: KeyPath = ("stop", "grace")
+_NNODES: KeyPath = ("resources", "nnodes")
 
-def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
+
+def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
     """Return why `job` cannot work with `profile`, each reason in a sentence; none if it can."""
     if job.points:
         return [*_sweep_problems(job, profile), *_of_the_points(job, profile, run_name=run_name)]
     found = [*_does_not_fit(job, profile), *_mount_problems(job, profile)]
     found += _elastic_problems(job, profile)
     if job.after and not isinstance(profile, SlurmProfile):
-        found.append(
+        found += _no(
+            "after-elsewhere",
             f"after: only Slurm lets a job wait for another; profile {profile.name!r} is of "
-            "another kind; write `toolkit wait RUN && toolkit submit …`, or leave it out"
+            "another kind; write `toolkit wait RUN && toolkit submit …`, or leave it out",
+            "after",
         )
-    found += (reason for _, reason in (*leaked_secrets(job), *leaks_of(profile)))
+    for key, reason in leaked_secrets(job):
+        found += _no("secret-in-job", reason, *key)
+    for _, reason in leaks_of(profile):
+        found += _no("secret-in-job", reason)
     match profile:
         case LocalProfile():
             found += _secrets_lost(job)
@@ -84,9 +96,12 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
                 "that Slurm warns early",
             )
             if warning_lead_s(job) > SIGNAL_MAX_S:
-                found.append(
+                found += _no(
+                    "stop-beyond-signal",
                     f"stop.grace {format_duration(job.stop.grace_s)} is too long: Slurm warns at "
-                    f"most {SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the requeue"
+                    f"most {SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the "
+                    "requeue",
+                    *_GRACE,
                 )
         case KubernetesProfile():
             found += _stop_too_long(
@@ -98,29 +113,40 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
     return found
 
 
-def _sweep_problems(job: JobSpec, profile: Profile) -> list[str]:
+def _no(rule: str, message: str, *key: str | int) -> list[Problem]:
+    return [Problem(rule=rule, message=message, key=key)]
+
+
+def _sweep_problems(job: JobSpec, profile: Profile) -> list[Problem]:
     if not isinstance(profile, SlurmProfile):
-        return [
+        return _no(
+            "sweep-elsewhere",
             f"sweep: its points are one job array of Slurm, and profile {profile.name!r} is of "
-            "another kind; submit them one by one: `--set sweep=null` and the values of a point"
-        ]
+            "another kind; submit them one by one: `--set sweep=null` and the values of a point",
+            "sweep",
+        )
     if job.resources.elastic:
-        return ["sweep: nnodes with min and max is for single runs; write one number of nodes"]
+        return _no(
+            "sweep-elastic",
+            "sweep: nnodes with min and max is for single runs; write one number of nodes",
+            *_NNODES,
+        )
     return []
 
 
-def _of_the_points(job: JobSpec, profile: Profile, *, run_name: str) -> list[str]:
+def _of_the_points(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
     """Return the reasons of all points; one that all have in common is told once."""
-    reasons: dict[str, list[int]] = {}
+    reasons: dict[Problem, list[int]] = {}
     for point in job.points:
         for reason in refusals(job.at(point), profile, run_name=run_name):
             reasons.setdefault(reason, []).append(point.index)  # its name may hold a secret
-    return [
-        reason
-        if len(points) == len(job.points)
-        else f"point {points[0]}{f' and {len(points) - 1} more' if points[1:] else ''}: {reason}"
-        for reason, points in reasons.items()
-    ]
+    found = []
+    for reason, points in reasons.items():
+        if len(points) < len(job.points):
+            which = f"point {points[0]}{f' and {len(points) - 1} more' if points[1:] else ''}"
+            reason = replace(reason, message=f"{which}: {reason.message}", key=("sweep",))
+        found.append(reason)
+    return found
 
 
 def warning_lead_s(job: JobSpec) -> int:
@@ -128,104 +154,142 @@ def warning_lead_s(job: JobSpec) -> int:
     return job.stop.grace_s + REQUEUE_MARGIN_S
 
 
-def _does_not_fit(job: JobSpec, profile: Profile) -> list[str]:
+def _does_not_fit(job: JobSpec, profile: Profile) -> list[Problem]:
     """Compare what a node needs with what it has."""
     need, node = job.resources, profile.node
-    found = []
+    found: list[Problem] = []
     if node.gpus is not None:
         has = f"the {node.gpus} GPUs per node of profile {profile.name!r}"
         if need.gpus_per_node > node.gpus:
-            found.append(f"gpus_per_node {need.gpus_per_node} exceeds {has}")
+            found += _no(
+                "gpus-exceed-node",
+                f"gpus_per_node {need.gpus_per_node} exceeds {has}",
+                *("resources", "gpus_per_node"),
+            )
         elif node.gpus and need.gpus_per_node and need.nproc_per_node > node.gpus:
-            found.append(f"nproc_per_node {need.nproc_per_node} exceeds {has}")
+            found += _no(
+                "workers-exceed-gpus",
+                f"nproc_per_node {need.nproc_per_node} exceeds {has}",
+                *("resources", "nproc_per_node"),
+            )
     if not found and 0 < need.gpus_per_node < need.nproc_per_node:
-        found.append(
+        found += _no(
+            "workers-exceed-gpus",
             f"nproc_per_node {need.nproc_per_node} exceeds gpus_per_node {need.gpus_per_node}; "
-            "each worker needs a GPU of its own"
+            "each worker needs a GPU of its own",
+            *("resources", "nproc_per_node"),
         )
     if node.cpus is not None and (cpus := cpus_of(job)) > node.cpus:
-        found.append(
+        found += _no(
+            "cpus-exceed-node",
             f"cpus_per_node {cpus} exceeds the {node.cpus} CPUs per node of "
-            f"profile {profile.name!r}"
+            f"profile {profile.name!r}",
+            *("resources", "cpus_per_node"),
         )
     if node.memory_bytes is not None and (need.memory_bytes or 0) > node.memory_bytes:
-        found.append(
+        found += _no(
+            "memory-exceeds-node",
             f"memory {format_size(need.memory_bytes or 0)} exceeds the "
-            f"{format_size(node.memory_bytes)} per node of profile {profile.name!r}"
+            f"{format_size(node.memory_bytes)} per node of profile {profile.name!r}",
+            *("resources", "memory"),
         )
     if need.memory_bytes and need.shm_bytes and need.shm_bytes >= need.memory_bytes:
-        found.append(
+        found += _no(
+            "shm-exceeds-memory",
             f"shm {format_size(need.shm_bytes)} leaves nothing of memory "
-            f"{format_size(need.memory_bytes)}, which it is part of"
+            f"{format_size(need.memory_bytes)}, which it is part of",
+            *("resources", "shm"),
         )
     return found
 
 
-def _elastic_problems(job: JobSpec, profile: Profile) -> list[str]:
+def _elastic_problems(job: JobSpec, profile: Profile) -> list[Problem]:
     if not job.resources.elastic:
         return []
-    found = []
+    found: list[Problem] = []
     if not job.retries.in_job:
-        found.append(
+        found += _no(
+            "elastic-without-restarts",
             "nnodes with min and max needs retries.in_job: without it, no rank starts again after "
-            "a node is lost or has come"
+            "a node is lost or has come",
+            *_NNODES,
         )
     if isinstance(profile, SlurmProfile) and profile.gpus_flag == "gpus-per-task":
-        found.append(
+        found += _no(
+            "elastic-gpus-per-task",
             "nnodes with min and max cannot be had by gpus-per-task, since Slurm chooses how many "
-            "tasks there are; write gpus_flag: gres"
+            "tasks there are; write gpus_flag: gres",
+            *_NNODES,
         )
     return found
 
 
-def _mount_problems(job: JobSpec, profile: Profile) -> list[str]:
-    found: list[str] = []
+def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
+    found: list[Problem] = []
     site = profile.mounts if isinstance(profile, SlurmProfile) else ()
     targets = [mount.target.rstrip("/") for mount in (*site, *job.mounts)]
     if twice := sorted({target for target in targets if targets.count(target) > 1}):
-        found.append(f"two mounts have the target {twice[0]!r}")
+        found += _no("mount-target-taken", f"two mounts have the target {twice[0]!r}", "mounts")
     for index, mount in enumerate(job.mounts):
         place = f"mounts[{index}]"
+        key = ("mounts", index)
         claim = mount.claim is not None
         if isinstance(profile, KubernetesProfile):
             taken = ("/tmp", "/dev/shm", profile.runs_dir.rstrip("/"))
             if mount.target.rstrip("/") in taken:
-                found.append(
-                    f"{place}: {mount.target!r} is taken; every pod has its own {', '.join(taken)}"
+                found += _no(
+                    "mount-target-taken",
+                    f"{place}: {mount.target!r} is taken; every pod has its own {', '.join(taken)}",
+                    *key,
                 )
             if not claim and profile.pod_security != "privileged":
-                found.append(
+                found += _no(
+                    "mount-forbidden",
                     f"{place}: Pod Security {profile.pod_security!r} of profile {profile.name!r} "
-                    f"allows no folder of the node ({mount.source!r}); write claim:NAME"
+                    f"allows no folder of the node ({mount.source!r}); write claim:NAME",
+                    *key,
                 )
         elif isinstance(profile, SlurmProfile) and profile.runtime != "bare":
             continue  # refusals_of_containers looks at the site's, too
         elif claim:
-            found.append(f"{place}: {mount.source!r} exists only on Kubernetes; write a path")
+            found += _no(
+                "mount-elsewhere",
+                f"{place}: {mount.source!r} exists only on Kubernetes; write a path",
+                *key,
+            )
         elif mount.source != mount.target:
-            found.append(
+            found += _no(
+                "mount-without-container",
                 f"{place}: profile {profile.name!r} runs without containers, so {mount.source!r} "
-                f"cannot appear at {mount.target!r}; make source and target equal"
+                f"cannot appear at {mount.target!r}; make source and target equal",
+                *key,
             )
     return found
 
 
-def _secrets_lost(job: JobSpec) -> list[str]:
+def _secrets_lost(job: JobSpec) -> list[Problem]:
     """Find secrets that a rendered script would overwrite with a variable of its own."""
     return [
-        f"secrets: {name!r} is a variable of the rendered script; use capital letters"
+        problem
         for name in job.secrets
         if name in SCRIPT_VARIABLES
+        for problem in _no(
+            "secret-overwritten",
+            f"secrets: {name!r} is a variable of the rendered script; use capital letters",
+            *("secrets", name),
+        )
     ]
 
 
-def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> list[str]:
+def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> list[Problem]:
     if job.time_limit_s is None or needed_s < job.time_limit_s:
         return []
-    return [
+    return _no(
+        "stop-beyond-time-limit",
         f"stop.grace {format_duration(job.stop.grace_s)} does not fit: {what} takes "
-        f"{format_duration(needed_s)}, and time_limit is {format_duration(job.time_limit_s)}"
-    ]
+        f"{format_duration(needed_s)}, and time_limit is {format_duration(job.time_limit_s)}",
+        "time_limit",
+    )
 
 
 def cpus_of(job: JobSpec) -> int:
@@ -233,31 +297,41 @@ def cpus_of(job: JobSpec) -> int:
     return job.resources.cpus_per_node or job.resources.nproc_per_node
 
 
-def _image_missing(job: JobSpec, profile: Profile) -> list[str]:
+def _image_missing(job: JobSpec, profile: Profile) -> list[Problem]:
     if job.image is not None:
         return []
-    return [f"profile {profile.name!r} runs containers; the job needs the key 'image'"]
+    return _no(
+        "image-missing",
+        f"profile {profile.name!r} runs containers; the job needs the key 'image'",
+        "image",
+    )
 
 
-def _kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str) -> list[str]:
-    found = [
-        f"secrets: {name!r} is in a file, which no pod sees; write {{secret: …, key: …}} for "
-        f"profile {profile.name!r}"
-        for name, place in job.secrets.items()
-        if place is not None and place.file is not None
-    ]
+def _kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str) -> list[Problem]:
+    found: list[Problem] = []
+    for name, place in job.secrets.items():
+        if place is not None and place.file is not None:
+            found += _no(
+                "secret-not-in-cluster",
+                f"secrets: {name!r} is in a file, which no pod sees; write {{secret: …, key: …}} "
+                f"for profile {profile.name!r}",
+                *("secrets", name),
+            )
     found += _image_missing(job, profile)
-    if profile.secret is None:
-        found += (
-            f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or the "
-            f"key 'secret' in profile {profile.name!r}"
-            for name, place in job.secrets.items()
-            if place is None
-        )
+    for name, place in job.secrets.items() if profile.secret is None else ():
+        if place is None:
+            found += _no(
+                "secret-not-in-cluster",
+                f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or "
+                f"the key 'secret' in profile {profile.name!r}",
+                *("secrets", name),
+            )
     longest = f"{run_name}-worker-{job.resources.max_nodes - 1}"
     if len(longest) > KUBERNETES_NAME_MAX:
-        found.append(
+        found += _no(
+            "name-too-long",
             f"the pod name {longest!r} has {len(longest)} characters, more than "
-            f"{KUBERNETES_NAME_MAX}; shorten 'name'"
+            f"{KUBERNETES_NAME_MAX}; shorten 'name'",
+            "name",
         )
     return found

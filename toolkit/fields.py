@@ -19,10 +19,12 @@ from toolkit.validation import Text
 
 __all__ = [
     "ENV_NAME",
+    "IN_RUN_DIR",
     "RESERVED_NAMES",
     "AbsolutePath",
     "Duration",
     "EnvName",
+    "HomePath",
     "Image",
     "JobName",
     "ModuleName",
@@ -34,6 +36,7 @@ __all__ = [
     "SecretKey",
     "SecretName",
     "Size",
+    "Via",
     "matching",
     "program_first",
     "schema_extra",
@@ -45,6 +48,10 @@ RESERVED_NAMES = re.compile(
     "|SLURM_.*"
 )
 """Variables that torchrun, the scheduler or the toolkit set: a job cannot choose them."""
+
+
+IN_RUN_DIR = "$TRAIN_RUN_DIR/"
+"""The beginning of a script that lies in the run directory, whose name only the place knows."""
 
 
 def _from_text(parse: Callable[[str], int]) -> Callable[[object], int]:
@@ -133,6 +140,18 @@ SecretName = Annotated[
 ]
 SecretKey = Annotated[Text, *matching("[-._a-zA-Z0-9]+", "use letters, digits, '-', '_' and '.'")]
 SecretFile = Annotated[Text, *matching(r"(/|~/)[^\r\n]+", "write an absolute path, or ~/PATH")]
+HomePath = Annotated[Text, *matching(r"(/|~/[^/]).*", "write /PATH, or ~/PATH for your home there")]
+"""A folder on another machine."""
+
+Via = Annotated[
+    Text,
+    *matching(
+        r"ssh (\w[\w.+-]*@)?\w[\w.-]*",
+        "write ssh HOST or ssh USER@HOST; what else ssh needs to know stands in ~/.ssh/config",
+    ),
+]
+"""How a login node is reached."""
+
 Image = Annotated[Text, *matching(r"\S+", "write it like registry/name:tag")]
 
 

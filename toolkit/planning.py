@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import overload
 
 from toolkit.containers import image_for, mounts_for
-from toolkit.errors import PlanError, Problem
+from toolkit.errors import PlanError
 from toolkit.feasibility import POD_MARGIN_S, REQUEUE_MARGIN_S, cpus_of, refusals, warning_lead_s
+from toolkit.fields import IN_RUN_DIR
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 from toolkit.quantities import (
     format_duration,
@@ -68,6 +69,11 @@ class LaunchPlan:
     def entry(self) -> tuple[str, ...]:
         """What torchrun starts, and its arguments."""
         return self.job.entry
+
+    @property
+    def carried(self) -> bool:
+        """Whether what the workers run lies in the run directory, where the toolkit has put it."""
+        return _carried(self.job)
 
     @property
     def stop_timeout_s(self) -> int:
@@ -181,7 +187,7 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
     """
     name = run_name or job.name
     if problems := refusals(job, profile, run_name=name):
-        raise PlanError([Problem(message=message) for message in problems])
+        raise PlanError(problems)
     match profile:
         case LocalProfile():
             return _local(job, profile)
@@ -190,6 +196,10 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
         case KubernetesProfile():
             # Rendered without a name, the same job is the same run, and another job is another.
             return _kubernetes(job, profile, name, run_name or f"{job.name}-{job.digest}")
+
+
+def _carried(job: JobSpec) -> bool:
+    return job.script is not None and job.script.startswith(IN_RUN_DIR)
 
 
 def _torchrun(job: JobSpec) -> tuple[str, ...]:
@@ -201,6 +211,8 @@ def _torchrun(job: JobSpec) -> tuple[str, ...]:
         f"--nproc-per-node={job.resources.nproc_per_node}",
         f"--max-restarts={job.retries.in_job}",
         "--rdzv-backend=c10d",
+        # torchrun has imported torch already, which takes each worker seconds.
+        *(("--start-method=fork", "--run-path") if _carried(job) else ()),
     )
 
 

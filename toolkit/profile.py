@@ -15,10 +15,12 @@ from toolkit.fields import (
     AbsolutePath,
     Duration,
     EnvName,
+    HomePath,
     NaturalInt,
     PositiveInt,
     SecretName,
     Size,
+    Via,
     matching,
 )
 from toolkit.sbatch_options import SbatchOptions
@@ -32,6 +34,8 @@ __all__ = [
     "Profile",
     "SlurmProfile",
     "Switches",
+    "configuration_folder",
+    "default_profile",
     "leaks_of",
     "load_profile",
     "profile_names",
@@ -49,6 +53,8 @@ FolderPath = Annotated[Text, AfterValidator(_no_home_sign)]
 ShellLine = Annotated[
     Text, *matching(r"[^\x00-\x08\x0a-\x1f\x7f]*", "write one line of bash per item")
 ]
+
+REMOTE_DIR = "~/torch-deploy-toolkit"
 
 
 class NodeFacts(FrozenModel):
@@ -112,7 +118,19 @@ class SlurmProfile(_SiteProfile):
     """What the profile is for."""
 
     runs_dir: FolderPath = "runs"
-    """Where run directories are made, on a file system that all nodes share."""
+    """Where run directories are made, on a file system that all nodes share; a relative path is
+    below the current folder, or below `remote_dir`."""
+
+    via: Via | None = None
+    """`ssh HOST`: Slurm's commands run there, on a login node, and the code is brought there. See
+    [from a laptop](../how-to/laptop.md)."""
+
+    remote_dir: HomePath = REMOTE_DIR
+    """With `via`: the folder on the login node below which relative paths of this profile lie; all
+    nodes share it."""
+
+    code_limit_bytes: Size | None = Field(default=None, alias="code_limit")
+    """With `via`: the most code that is brought there; 1GiB where it is left out."""
 
     partition: Word | None = None
     """The partition; the cluster's default where it is left out."""
@@ -170,7 +188,22 @@ class SlurmProfile(_SiteProfile):
     """Environment modules to load, in order."""
 
     venv: FolderPath | None = None
-    """The virtual environment to activate; a relative path is below the submit folder."""
+    """The virtual environment to activate; a relative path is below the submit folder, or below
+    `remote_dir`."""
+
+    @property
+    def host(self) -> str:
+        """The login node as ssh knows it; empty without `via`."""
+        return (self.via or "").partition(" ")[2]
+
+    def below(self, path: str) -> str:
+        """Return a path of this profile as the login node knows it.
+
+        >>> SlurmProfile(via="ssh login1").below("runs"), SlurmProfile().below("runs")
+        ('~/torch-deploy-toolkit/runs', 'runs')
+        """
+        beneath = self.via is not None and not path.startswith("/")
+        return f"{self.remote_dir.rstrip('/')}/{path}" if beneath else path
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -181,6 +214,8 @@ class SlurmProfile(_SiteProfile):
             for key in ("partition", "account", "qos", "switches", "exclusive", "licenses")
             if isinstance(options, dict) and key in options and given.get(key)
         ]
+        if not given.get("via") and given.get("remote_dir", REMOTE_DIR) != REMOTE_DIR:
+            found.append("remote_dir without via: it is for a login node that is reached by ssh")
         runtime = given.get("runtime") or "bare"
         found += (
             f"{key} without containers; write runtime: pyxis, apptainer or podman"
@@ -288,6 +323,28 @@ def profile_names(
     return sorted({path.stem for path in files} | set(_BUILT_IN))
 
 
+def default_profile(*, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the file of the profile that is used where none is named; None where there is none.
+
+    The file `default` in the user's configuration folder holds its path, below that folder or
+    absolute; `toolkit init` writes it.
+    """
+    folder = configuration_folder(environ)
+    try:
+        named = (folder / "default").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{folder / 'default'} cannot be read: {error}") from None
+    return str(folder / named)
+
+
+def configuration_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the user's configuration folder of the toolkit."""
+    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
+    return Path(home) / "torch-deploy-toolkit"
+
+
 def _folders(folder: Path, environ: Mapping[str, str]) -> Iterator[Path]:
     """Yield where profiles may lie, first come first."""
     for above in (folder, *folder.parents):
@@ -295,8 +352,7 @@ def _folders(folder: Path, environ: Mapping[str, str]) -> Iterator[Path]:
         if places:
             yield from places
             break
-    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
-    yield Path(home) / "torch-deploy-toolkit" / "profiles"
+    yield configuration_folder(environ) / "profiles"
 
 
 def _read(path: Path) -> Profile:

@@ -24,6 +24,7 @@ from jinja2 import (
 
 import toolkit
 from toolkit.errors import Problem, RenderError
+from toolkit.fields import IN_RUN_DIR
 from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
 
 __all__ = [
@@ -86,6 +87,18 @@ def path_quote(path: str) -> str:
     ("~/'my keys/wandb'", '/etc/key')
     """
     return "~/" + shell_quote(path[2:]) if path.startswith("~/") else shell_quote(path)
+
+
+def entry_words(words: Iterable[str]) -> str:
+    r"""Quote what torchrun starts; what lies in the run directory is found where the script runs.
+
+    >>> entry_words(["-m", "train"]), entry_words(["$TRAIN_RUN_DIR/my file.py", "--x"])
+    ('-m train', '"$run_dir"/\'my file.py\' --x')
+    """
+    first, *others = words
+    quoted = shell_quote(first.removeprefix(IN_RUN_DIR))
+    where = '"$run_dir"/' if first.startswith(IN_RUN_DIR) else ""
+    return " ".join([where + quoted, *map(shell_quote, others)])
 
 
 def shell_line(value: str) -> str:
@@ -206,6 +219,7 @@ def _environment(folder: Path | None = None) -> Environment:
         "literal": kubernetes_literal,
         "sbatch": sbatch_quote,
         "sh": shell_quote,
+        "sh_entry": entry_words,
         "sh_line": shell_line,
         "sh_path": path_quote,
         "sh_words": lambda values: " ".join(map(shell_quote, values)),

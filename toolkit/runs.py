@@ -1,7 +1,10 @@
 """Runs, wherever they are: submit a job, open a run again, list them all."""
 
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,7 +12,7 @@ from pydantic import ValidationError
 from toolkit.dependencies import Dependency, parse_dependency
 from toolkit.errors import LauncherError, PlanError, Problem, ProfileError
 from toolkit.launchers import registry
-from toolkit.launchers.base import Launcher, Run
+from toolkit.launchers.base import Launcher, Run, RunStatus, pauses
 from toolkit.planning import SlurmPlan, plan
 from toolkit.profile import (
     KubernetesProfile,
@@ -20,7 +23,7 @@ from toolkit.profile import (
 )
 from toolkit.spec import JobSpec
 
-__all__ = ["ask_site", "list_runs", "open_run", "resubmit", "submit"]
+__all__ = ["ask_site", "list_runs", "open_run", "resubmit", "statuses", "submit", "wait"]
 
 
 def submit(
@@ -105,9 +108,76 @@ def open_run(name: str, *, environ: Mapping[str, str] = os.environ) -> Run:
     return _open(record) if point is None else _open(record).point(point)
 
 
-def list_runs(*, environ: Mapping[str, str] = os.environ) -> Iterator[Run]:
-    """Yield the handles of every run that was submitted, oldest first."""
-    return map(_open, registry.records(environ=environ))
+def list_runs(
+    *, job: str | None = None, last: int | None = None, environ: Mapping[str, str] = os.environ
+) -> Iterator[Run]:
+    """Yield the handles of the runs that were submitted, oldest first.
+
+    Args:
+        job: The name of the job whose runs are wanted; those of all where it is None.
+        last: How many of the newest are wanted; all where it is None.
+        environ: Where the user's list of runs is looked for.
+    """
+    wanted = (r for r in registry.records(environ=environ) if job is None or r.job == job)
+    launchers: dict[str, Launcher[Any]] = {}
+    for record in wanted if last is None else deque(wanted, maxlen=last):
+        key = json.dumps(record.profile)  # there are many runs, and few profiles
+        if key not in launchers:
+            launchers[key] = launcher_for(_stored_profile(record))
+        yield launchers[key].open(record)
+
+
+def statuses(runs: Iterable[Run]) -> list[RunStatus]:
+    """Ask where runs stand: of Slurm by one question for all of them, seconds old at most.
+
+    Runs of a place that does not answer are UNKNOWN, with the reason; the others are not touched.
+    """
+    asked = list(runs)
+    places: dict[Hashable, list[int]] = {}
+    for index, run in enumerate(asked):
+        places.setdefault(run.place, []).append(index)
+    found: dict[int, RunStatus] = {}
+    for indices in places.values():
+        together = [asked[index] for index in indices]
+        found |= zip(indices, together[0].statuses_of(together), strict=True)
+    return [found[index] for index in range(len(asked))]
+
+
+def wait(
+    runs: Iterable[Run],
+    timeout_s: float | None = None,
+    *,
+    on_end: Callable[[Run, RunStatus], object] = lambda run, status: None,
+) -> list[RunStatus]:
+    """Return the statuses of runs once all have ended, or nobody will ever know how they did.
+
+    Args:
+        runs: The runs; all that still go on are asked about at once, ever more seldom.
+        timeout_s: How long to wait.
+        on_end: Called for each run when it has ended.
+
+    Raises:
+        TimeoutError: one has not ended, `timeout_s` seconds later.
+    """
+    watched = list(runs)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    ended: dict[int, RunStatus] = {}
+    for pause_s in pauses():
+        waiting = [index for index in range(len(watched)) if index not in ended]
+        for index, status in zip(
+            waiting, statuses(watched[index] for index in waiting), strict=True
+        ):
+            if status.state.final or status.lost:
+                ended[index] = status
+                on_end(watched[index], status)
+        still = [run.uri for index, run in enumerate(watched) if index not in ended]
+        if not still:
+            break
+        if deadline is not None and time.monotonic() > deadline:
+            shown = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if still[3:] else "")
+            raise TimeoutError(f"not ended after {timeout_s:g} s: {shown}")
+        time.sleep(pause_s)
+    return [ended[index] for index in range(len(watched))]
 
 
 def _open(record: registry.RunRecord) -> Run:

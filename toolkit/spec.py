@@ -214,7 +214,8 @@ class JobSpec(FrozenModel):
     """The Python module that every worker runs, as after `python -m`."""
 
     script: Program | None = None
-    """The Python file that every worker runs; a relative path is below the submit folder."""
+    """The Python file that every worker runs; a relative path is below the submit folder, and
+    `$TRAIN_RUN_DIR/FILE` in the run directory: torchrun forks those workers from itself."""
 
     command: (
         Annotated[

@@ -1,31 +1,45 @@
 """Where a run stands, in figures and lines for people."""
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
 from toolkit import secrecy
-from toolkit.errors import LauncherError
 from toolkit.launchers import rundir
 from toolkit.launchers.base import Run, RunState, RunStatus
+from toolkit.runs import statuses
 
-__all__ = ["lines", "short", "whole"]
+__all__ = ["lines", "listed", "whole"]
 
 
-def short(run: Run) -> dict[str, Any]:
-    """Return what `toolkit list` says of a run; `toolkit status` says more of a sweep."""
-    try:
-        found = run.status()
-    except LauncherError as error:  # one place that is away must not hide the others
-        found = RunStatus(state=RunState.UNKNOWN, reason=str(error))
-    return _summary(run, found)
+def listed(
+    runs: Iterable[Run], *, states: Iterable[RunState] = (), metrics: bool = True
+) -> list[dict[str, Any]]:
+    """Return what `toolkit list` says of runs; `toolkit status` says more of a sweep.
+
+    Args:
+        runs: The runs; one question is asked for all of them.
+        states: The states of which runs are wanted; all where it is empty.
+        metrics: Whether the newest metrics are wanted, which have to be read for each.
+    """
+    asked, wanted, environ = list(runs), set(states), dict(os.environ)
+    pairs = zip(asked, statuses(asked), strict=True)
+    return [
+        _summary(run, found, metrics=metrics, environ=environ)
+        for run, found in pairs
+        if not wanted or found.state in wanted
+    ]
 
 
 def whole(run: Run) -> dict[str, Any]:
     """Return what `toolkit status` says: of a sweep, each point, all by one question."""
     if not run.points:
-        return short(run)
-    statuses = run.statuses()
+        found = _summary(run, run.status())
+        failed = run.failure() if found["state"] == RunState.FAILED.upper() else None
+        return found | {"failure": {"summary": str(failed), **asdict(failed)} if failed else None}
+    found_of = run.statuses()
     secrets = rundir.secrets_of(run.run_dir)
     points = [
         {
@@ -37,28 +51,38 @@ def whole(run: Run) -> dict[str, Any]:
             "run_dir": str(point.run_dir),
             "metrics": rundir.last_metrics(point.run_dir) if point.run_dir else None,
         }
-        for point, found in zip(run.points, statuses, strict=True)
+        for point, found in zip(run.points, found_of, strict=True)
     ]
-    return _summary(run, run.sum_of(statuses)) | {"points": points}
+    return _summary(run, run.sum_of(found_of)) | {"points": points}
 
 
-def _summary(run: Run, found: RunStatus) -> dict[str, Any]:
+def _summary(
+    run: Run,
+    found: RunStatus,
+    *,
+    metrics: bool = True,
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, Any]:
     created = datetime.fromtimestamp(run.record.created).astimezone()
+    reason, folder = found.reason, run.run_dir
     return {
         "uri": run.uri,
         "name": run.name,
         "state": found.state.upper(),
-        "reason": secrecy.redact(found.reason, rundir.secrets_of(run.run_dir)),
+        "reason": secrecy.redact(reason, rundir.secrets_of(folder, environ)) if reason else "",
+        "expected_start": found.expected_start or None,
         "created": created.isoformat(timespec="seconds"),
-        "run_dir": str(run.run_dir) if run.run_dir else None,
-        "metrics": rundir.last_metrics(run.run_dir) if run.run_dir else None,
-    }
+        "run_dir": str(folder) if folder else None,
+        "metrics": rundir.last_metrics(folder) if folder and metrics else None,
+    } | ({"remote": run.record.remote} if run.record.remote else {})
 
 
 def lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield a summary as `toolkit status` prints it."""
     for key, value in summary.items():
-        if key != "points" and value not in (None, ""):
+        if key == "failure" and value:
+            yield f"first failure: {value['summary']}"
+        elif key not in ("points", "expected_start") and value not in (None, ""):
             shown = _figures(value) if isinstance(value, dict) else value
             yield f"{key + ':':<10} {shown}"
     points = summary.get("points", [])

@@ -1,10 +1,10 @@
 #!/bin/bash
-# PID 1 of one machine of the sandbox: init.sh controller|node NAME STATE_DIRECTORY [accounting]
+# PID 1 of one machine of the sandbox: init.sh controller|node NAME STATE_DIRECTORY [accounting|"" [SLURM]]
 #
 # `sandbox up` holds the other end of stdin: it reads this process's pid from stdout, wires the network and
 # then says "go". When it dies before that, stdin ends and so does this machine: nothing can be left behind.
 set -eu
-role=$1 name=$2 dir=$3 accounting=${4:-}
+role=$1 name=$2 dir=$3 accounting=${4:-} slurm=${5:-}
 run=/run/slurm-sandbox
 
 # /proc is still the real machine's here, so this is the pid as the outside sees it.
@@ -12,6 +12,13 @@ read -r pid _ </proc/self/stat
 
 exec 3>&1 >>"$dir/logs/$name.log" 2>&1
 echo "$name" >/proc/sys/kernel/hostname
+# Another Slurm with the C library that it needs: what the machine has runs with a newer one, too.
+if [ -n "$slurm" ]; then
+    mount -t overlay -o "lowerdir=$slurm/usr:/usr" overlay /usr
+    for plugins in "$slurm"/usr/lib/*/slurm-wlm; do # none of the machine's own among them
+        mount --bind "$plugins" "${plugins#"$slurm"}"
+    done
+fi
 mount --bind "$dir/etc/hosts" /etc/hosts
 # Where Slurm looks without SLURM_CONF, as in a job under --export=NONE.
 if [ -d /etc/slurm ]; then mount --bind "$dir/etc" /etc/slurm; fi

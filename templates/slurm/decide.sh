@@ -1,8 +1,9 @@
 # ---- How an attempt ended, and what follows: by outcome.json, since torchrun exits 1 for everything.
-# Each attempt leaves in its folder: nodes, step (its last), reason, failing_node, exit_status.
+# Each attempt leaves in its folder: log, nodes, step (its last), reason, failing_node, exit_status.
 log=$(readlink "/proc/$$/fd/2") || true  # the job's log; torchrun reports in it
 [ -f "$log" ] || log=/dev/null
 log_from=$(stat -c %s "$log")
+echo "$log_from $log" >"$logs/log"  # where this attempt's lines begin, and in which file
 word='' why='' status=1 queued='' full=''
 
 told() {  # KEY: its value in outcome.json, or nothing

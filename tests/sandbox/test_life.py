@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,3 +193,56 @@ def test_accounting_makes_sacct_answer(fresh: Sandbox) -> None:
     state, code, resources = fresh.slurm("sacct", *argv).stdout.strip().split("|")
     assert (state, code) == ("FAILED", "3:0")
     assert "gres/gpu=1" in resources
+
+
+def test_another_slurm_can_be_laid_over_the_machines_own(fresh: Sandbox) -> None:
+    folder = Path(__file__).parents[2] / ".cache/slurm-trixie"
+    if not folder.is_dir():
+        reason = f"no second Slurm: {SANDBOX} fetch trixie {folder}"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    before = subprocess.run(["/usr/bin/squeue", "--version"], capture_output=True).stdout
+    assert fresh.run("fetch", "trixie", str(folder)).stdout == f"{folder} is there\n"
+    fresh.run("up", *SMALL, "--slurm", str(folder))
+    assert fresh.slurm("sinfo", "--version").stdout.startswith("slurm-wlm 24.11")
+    job = fresh.submit("#!/bin/sh\nsqueue --version; python3 --version; srun -N2 hostname\n", "-N2")
+    fresh.wait_job(job, "COMPLETED")
+    output = fresh.output(job)
+    assert output.startswith("slurm-wlm 24.11")
+    assert sorted(output.split()[-2:]) == ["node1", "node2"]
+    # Back after a power cut with the same Slurm; the machine itself keeps its own.
+    fresh.run("power-off", "node2")
+    fresh.run("power-on", "node2")
+    assert "Version=24.11" in fresh.slurm("scontrol", "show", "node", "node2").stdout
+    assert subprocess.run(["/usr/bin/squeue", "--version"], capture_output=True).stdout == before
+
+
+@pytest.mark.parametrize("name", ["nothing", "a:b"])
+def test_a_folder_without_another_slurm_is_refused(fresh: Sandbox, name: str) -> None:
+    folder = fresh.work / name
+    if name != "nothing":
+        (folder / "usr").mkdir(parents=True)
+    done = fresh.run("up", *SMALL, "--slurm", str(folder), check=False)
+    assert done.returncode == 2
+    assert str(folder) in done.stderr
+
+
+def test_sources_of_another_suite_keep_the_mirror_and_leave_out_others() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from sandboxlib import versions as v\n"
+        "v.codename = lambda: 'old'\n"
+        "print(v.other_suite('deb [a=b] http://m/d old main\\ndeb http://m/s old-sec main\\n'\n"
+        "                    '# deb http://x old main\\n', 'new', deb822=False), end='')\n"
+        "print(v.other_suite('Types: deb\\nURIs: http://m\\nSuites: old old-updates\\n\\n'\n"
+        "                    'Types: deb\\nURIs: http://o\\nSuites: stable', 'new', deb822=True))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(SANDBOX.parent)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == (
+        "deb [a=b] http://m/d new main\nTypes: deb\nURIs: http://m\nSuites: new\n"
+    )

@@ -65,11 +65,13 @@ def test_check_asks_the_site_and_submits_nothing(sandbox: Sandbox) -> None:
     argv = ["job.yaml", "--server", "--to=./bad.yaml", "--set=sbatch.distribution=plane"]
     done = check(sandbox, *argv)
     assert done.returncode == 1
-    assert [line for line in done.stderr.splitlines() if not line.startswith("note:")] == [
-        "scontrol show config: KillWait is 5s, and profile 'bad' says 30s; write kill_wait: 5s",
-        "scontrol show partition: there is no partition 'hihg'; there are high, low, main",
-        "--distribution: this site's sbatch refuses it: Invalid plane size or size not specified; "
-        "leave it out, or ask for its version",
+    assert done.stdout.splitlines() == [
+        "scontrol show config: [site-kill-wait] KillWait is 5s, and profile 'bad' says 30s; write "
+        "kill_wait: 5s",
+        "scontrol show partition: [site-partition] there is no partition 'hihg'; there are high, "
+        "low, main",
+        "--distribution: [site-option] this site's sbatch refuses it: Invalid plane size or size "
+        "not specified; leave it out, or ask for its version",
     ]
     assert sandbox.slurm("squeue", "-h").stdout == ""
 

@@ -3,18 +3,21 @@
 from __future__ import annotations  # naming a type must not import it
 
 import json
+import sys
 
 import click
 
 import toolkit
-from toolkit.cli.following import echo_lines, report_and_exit
-from toolkit.cli.words import FOLLOW, JSON, RUN, cli, example
+from toolkit.cli.following import echo_lines, report, report_and_exit
+from toolkit.cli.words import JSON, RUN, RUNS, cli, example
 from toolkit.errors import LauncherError
 
-__all__ = ["cancel", "list_runs", "logs", "status", "wait"]
+__all__ = ["cancel", "list_runs", "status", "wait"]
+
+_STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED", "UNKNOWN")
 
 
-@cli.command(name="list", epilog=example("toolkit list --json"))
+@cli.command(name="list", epilog=example("toolkit list --state RUNNING --json"))
 @JSON
 @click.option(
     "--last",
@@ -24,22 +27,36 @@ __all__ = ["cancel", "list_runs", "logs", "status", "wait"]
     metavar="N",
     help="How many runs.",
 )
-def list_runs(as_json: bool, last: int) -> None:
+@click.option("--job", metavar="NAME", help="Only runs of the job with this name.")
+@click.option(
+    "--state",
+    "states",
+    type=click.Choice(_STATES, case_sensitive=False),
+    multiple=True,
+    help="Only runs in this state. May be repeated.",
+)
+def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]) -> None:
     """List the runs that were submitted from here, the newest last."""
     from toolkit import summaries
 
-    rows = [summaries.short(run) for run in list(toolkit.list_runs())[-last:]]
+    # Which runs are in a state is known only when all of them have been asked.
+    runs = toolkit.list_runs(job=job, last=None if states else last)
+    wanted = [toolkit.RunState(state.lower()) for state in states]
+    rows = summaries.listed(runs, states=wanted, metrics=as_json)[-last:]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
+    elif not rows and (job or states):
+        click.echo("no such runs; `toolkit list` shows the newest of all")
     elif not rows:
         click.echo("no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one")
     else:
         width = max(len(row["uri"]) for row in rows)
-        for row in rows:
-            click.echo(
-                f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  "
-                f"{row['reason'].partition(chr(10))[0]}".rstrip()
-            )
+        lines = (
+            f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  "
+            f"{row['reason'].partition(chr(10))[0]}".rstrip()
+            for row in rows
+        )
+        click.echo("\n".join(lines))
 
 
 @cli.command(epilog=example("toolkit status slurm://sandbox/1234 --json"))
@@ -56,39 +73,52 @@ def status(run: str, as_json: bool) -> None:
         echo_lines(summaries.lines(found))
 
 
-@cli.command(epilog=example("toolkit logs digits-1120-174558-k3f9 --follow"))
-@RUN
-@FOLLOW
-def logs(run: str, follow: bool) -> None:
-    """Print what a run has printed; of a sweep, name a point: RUN_7, or RUN/NAME."""
-    echo_lines(toolkit.open_run(run).logs(follow=follow))
-
-
 @cli.command(epilog=example("toolkit cancel slurm://sandbox/1234"))
-@RUN
-def cancel(run: str) -> None:
-    """Ask a run to stop, with a checkpoint."""
-    opened = toolkit.open_run(run)
-    if opened.status().state.final:
-        click.echo(f"{opened.uri} has ended already", err=True)
-        return
-    opened.cancel()
-    click.echo(
-        f"{opened.uri} is asked to stop; `toolkit wait {opened.name}` waits for it", err=True
-    )
+@RUNS
+@JSON
+def cancel(names: tuple[str, ...], as_json: bool) -> None:
+    """Ask runs to stop, with a checkpoint."""
+    runs = [toolkit.open_run(name) for name in names]  # all are known, or none is touched
+    rows = []
+    for run, found in zip(runs, toolkit.statuses(runs), strict=True):
+        error = None
+        if not found.state.final:
+            try:
+                run.cancel()
+            except LauncherError as refused:  # one that refuses must not keep the others running
+                error = str(refused)
+        said = (
+            f"{run.uri} has ended already"
+            if found.state.final
+            else error or f"{run.uri} is asked to stop; `toolkit wait {run.name}` waits for it"
+        )
+        click.echo(said, err=True)
+        asked = not found.state.final and error is None
+        rows.append({"uri": run.uri, "name": run.name, "asked": asked, "error": error})
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    sys.exit(1 if any(row["error"] for row in rows) else 0)
 
 
 @cli.command(epilog=example("toolkit wait digits-1120-174558-k3f9 && echo trained"))
-@RUN
+@RUNS
 @click.option("--timeout", type=float, metavar="SECONDS", help="Give up after this long.")
-def wait(run: str, timeout: float | None) -> None:
-    """Wait until a run has ended; exit status 0 if it succeeded."""
-    opened = toolkit.open_run(run)
-    found = opened.status()
-    if found.state is toolkit.RunState.UNKNOWN and not found.lost:
-        click.echo(f"{opened.name}: UNKNOWN ({found.reason}); waiting for an answer", err=True)
+@JSON
+def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
+    """Wait until runs have ended; exit status 0 if all of them succeeded."""
+    runs = [toolkit.open_run(name) for name in names]
+    for run, found in zip(runs, toolkit.statuses(runs), strict=True):
+        if found.state is toolkit.RunState.UNKNOWN and not found.lost:
+            click.echo(f"{run.name}: UNKNOWN ({found.reason}); waiting for an answer", err=True)
     try:
-        opened.wait(timeout)
+        if len(runs) == 1 and not as_json:
+            runs[0].wait(timeout)
+            report_and_exit(runs[0])
+        ended = toolkit.wait(runs, timeout, on_end=report)
     except TimeoutError as error:
         raise LauncherError(str(error)) from None
-    report_and_exit(opened)
+    if as_json:
+        from toolkit import summaries
+
+        click.echo(json.dumps(summaries.listed(runs), indent=2))
+    sys.exit(0 if all(found.state is toolkit.RunState.SUCCEEDED for found in ended) else 1)

@@ -2,46 +2,76 @@
 
 from __future__ import annotations  # naming a type must not import it
 
+import json
+import os
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 import toolkit
+from toolkit import secrecy
 from toolkit.cli.following import note
-from toolkit.cli.words import JOB, SET, cli, example
-from toolkit.errors import InputError, LauncherError
+from toolkit.cli.words import JSON, SET, cli, example
+from toolkit.errors import InputError
 
 __all__ = ["check"]
 
 
-@cli.command(epilog=example("toolkit check jobs/digits.yaml --to slurm"))
-@JOB
+@cli.command(epilog=example("toolkit check train.sbatch"))
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @SET
 @click.option("--to", multiple=True, metavar="PROFILE", help="Check that it works there, too.")
 @click.option("--server", is_flag=True, help="Ask the Slurm site, too; submits nothing.")
-def check(job: Path, overrides: tuple[str, ...], to: tuple[str, ...], server: bool) -> None:
-    """Say everything that is wrong with a job file.
+@JSON
+def check(
+    file: Path, overrides: tuple[str, ...], to: tuple[str, ...], server: bool, as_json: bool
+) -> None:
+    """Say everything that is wrong with a job file, or with a batch script of your own.
 
-    Exit status 2 if the files are wrong, 1 if the site contradicts them.
+    Exit status 0 if nothing is, 1 if a rule or the site finds something, 2 if the file cannot be
+    read or is no job.
     """
-    spec = toolkit.load(job, overrides)
-    if server and not to:
+    from toolkit import checks
+
+    script = checks.is_script(file)
+    if script and (to or overrides):
+        raise click.UsageError("a batch script names its site itself; --to and --set are for jobs")
+    if not script and not to and (default := toolkit.default_profile()) is not None:
+        to = (default,)
+    if server and not script and not to:
         raise click.UsageError("--server asks the site of a profile; name one with --to")
-    problems: list[toolkit.Problem] = []
+    try:
+        found = toolkit.check(file, overrides, to=to, server=server)
+    except InputError as error:
+        found = [checks.finding(problem) for problem in error.problems]
+    unusable = any(finding.rule is None for finding in found)
+    if as_json:
+        text = json.dumps([asdict(finding) for finding in found], indent=2, ensure_ascii=False)
+        click.echo(_without_secrets(text))
+    else:
+        for finding in found:
+            click.echo(_without_secrets(str(finding)), err=finding.rule is None)
+    if found:
+        sys.exit(2 if unusable else 1)
+    if not as_json:
+        _say_fine(file, overrides, to, script=script)
+
+
+def _without_secrets(text: str) -> str:
+    return secrecy.conceal(secrecy.redact(text, secrecy.values_of(os.environ)))
+
+
+def _say_fine(file: Path, overrides: tuple[str, ...], to: tuple[str, ...], *, script: bool) -> None:
+    if script:
+        click.echo(f"{file}: fine")
+        return
+    spec = toolkit.load(file, overrides)
     for name in to:
-        try:
-            made = toolkit.plan(spec, toolkit.load_profile(name))
-            toolkit.render(made)
-        except InputError as error:
-            problems += error.problems
-        else:
-            note(made.notes)
-    if problems:
-        raise InputError(problems)
-    if found := [str(p) for name in to if server for p in toolkit.ask_site(spec, to=name)]:
-        raise LauncherError("\n".join(found))
+        note(toolkit.plan(spec, toolkit.load_profile(name)).notes)
     need = spec.resources
     nodes = f"{need.min_nodes} to {need.max_nodes}" if need.elastic else need.max_nodes
     where = f" for {', '.join(to)}" if to else ""
     points = f", at {len(spec.points)} points" if spec.points else ""
-    click.echo(f"{job}: fine{where}: {nodes} x {need.nproc_per_node} processes{points}")
+    click.echo(f"{file}: fine{where}: {nodes} x {need.nproc_per_node} processes{points}")

@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import click
 
@@ -15,13 +16,19 @@ import toolkit
 from toolkit import secrecy
 
 __all__ = [
+    "echo_failure",
     "echo_lines",
     "follow_and_exit",
+    "follow_lines",
     "note",
+    "report",
     "report_and_exit",
     "signals_cancel",
     "stop_writing",
 ]
+
+_MOST_POINTS = 20
+"""How many failed points of a sweep are named one by one."""
 
 
 def note(notes: tuple[str, ...]) -> None:
@@ -36,31 +43,67 @@ def echo_lines(lines: Iterator[str]) -> None:
         click.echo(line)
 
 
-def echo_pending(run: toolkit.Run) -> None:
-    """Say why a run has not started, each time the reason changes, until it has."""
-    from toolkit.launchers.base import pauses
-
+def tell_waiting(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
+    """Return what says why a run waits, or that nobody knows, each time that changes."""
     shown = ""
-    for pause_s in pauses():
-        found = run.status()
-        if found.state is not toolkit.RunState.PENDING:
-            return
+
+    def tell(found: toolkit.RunStatus) -> None:
+        nonlocal shown
+        waits = found.state in (toolkit.RunState.PENDING, toolkit.RunState.UNKNOWN)
+        said = f"{found.state.upper()} ({found.reason})" if waits else ""
+        if said and said != shown:
+            _say(run, f"{run.name}: {said}")
+        shown = said
+
+    return tell
+
+
+def tell_states(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
+    """Return what says how many points of a sweep are in which state, each time it changes."""
+    shown = ""
+
+    def tell(found: toolkit.RunStatus) -> None:
+        nonlocal shown
         if found.reason != shown:
             shown = found.reason
-            click.echo(f"{run.name}: PENDING ({shown})", err=True)
-        time.sleep(pause_s)
+            _say(run, f"{run.name}: {shown}")
+
+    return tell
 
 
-def echo_states(run: toolkit.Run) -> None:
-    """Say how many points of a sweep are in which state, each time it changes, until the end."""
+def follow_lines(run: toolkit.Run, **view: Any) -> Iterator[str]:
+    """Yield what a run prints until it has ended, and say meanwhile what it waits for.
+
+    Args:
+        run: The run.
+        view: Which lines are wanted, as `Run.logs` takes it.
+    """
+    tell = tell_states(run) if run.points else tell_waiting(run)
+    return run.logs(follow=True, on_status=tell, **view)
+
+
+def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
+    """Say what failed first, with its traceback; of a sweep, a line for each point that failed."""
+    if not run.points:
+        for line in failure.lines() if (failure := run.failure(attempt=attempt)) else ():
+            click.echo(line, err=True)
+        return
+    failed = ((point.name, point.failure(attempt=attempt)) for point in run.points)
+    said = [f"{name}: first failure: {failure}" for name, failure in failed if failure]
+    for line in said[:_MOST_POINTS]:
+        click.echo(line, err=True)
+    if len(said) > _MOST_POINTS:
+        click.echo(f"{len(said) - _MOST_POINTS} more points have failed", err=True)
+
+
+def _echo_states(run: toolkit.Run) -> None:
+    """Say where the points of a sweep stand, each time it changes, until all have ended."""
     from toolkit.launchers.base import pauses
 
-    shown = ""
+    tell = tell_states(run)
     for pause_s in pauses():
         found = run.status()
-        if found.reason != shown:
-            shown = found.reason
-            click.echo(f"{run.name}: {shown}", err=True)
+        tell(found)
         if found.state.final or found.lost:
             return
         time.sleep(pause_s)
@@ -88,10 +131,9 @@ def follow_and_exit(run: toolkit.Run) -> None:
     """Show a run until it has ended, and end as it did; Ctrl-C leaves it alone."""
     try:
         if run.points:
-            echo_states(run)
+            _echo_states(run)
         else:
-            echo_pending(run)
-            echo_lines(run.logs(follow=True))
+            echo_lines(follow_lines(run))
     except KeyboardInterrupt:
         click.echo(
             f"\n{run.uri} goes on; `toolkit logs -f {run.name}` follows it again, "
@@ -103,15 +145,25 @@ def follow_and_exit(run: toolkit.Run) -> None:
 
 
 def report_and_exit(run: toolkit.Run) -> None:
-    """Wait for a run, say how it ended, and end with 0 if it has succeeded."""
-    from toolkit.launchers import rundir
-
+    """Wait for a run, say how it ended and what failed, and end with 0 if it has succeeded."""
     found = run.wait()
+    report(run, found)
+    sys.exit(0 if found.state is toolkit.RunState.SUCCEEDED else 1)
+
+
+def report(run: toolkit.Run, found: toolkit.RunStatus) -> None:
+    """Say how a run ended, and what failed."""
+    if found.state is toolkit.RunState.FAILED:
+        echo_failure(run)
     where = f"; run directory {run.run_dir}" if run.run_dir else ""
     reason = f" ({found.reason})" if found.reason else ""
-    said = f"{run.name}: {found.state.upper()}{reason}{where}"
-    click.echo(secrecy.redact(said, rundir.secrets_of(run.run_dir)), err=True)
-    sys.exit(0 if found.state is toolkit.RunState.SUCCEEDED else 1)
+    _say(run, f"{run.name}: {found.state.upper()}{reason}{where}")
+
+
+def _say(run: toolkit.Run, text: str) -> None:
+    from toolkit.launchers import rundir
+
+    click.echo(secrecy.redact(text, rundir.secrets_of(run.run_dir)), err=True)
 
 
 def stop_writing() -> None:

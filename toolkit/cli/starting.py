@@ -11,6 +11,7 @@ import toolkit
 from toolkit.cli.following import (
     echo_lines,
     follow_and_exit,
+    follow_lines,
     note,
     report_and_exit,
     signals_cancel,
@@ -92,7 +93,7 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
     with signals_cancel(run):
         click.echo(f"{run.uri}: run directory {run.run_dir}", err=True)
         try:
-            echo_lines(run.logs(follow=True))
+            echo_lines(follow_lines(run))
         except OSError:  # nobody reads us any more, so nobody wants the run
             run.cancel()
             run.wait()

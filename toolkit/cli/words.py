@@ -8,10 +8,11 @@ import click
 
 import toolkit
 
-__all__ = ["CHAIN", "FOLLOW", "JOB", "JSON", "RUN", "SET", "TO", "cli", "example"]
+__all__ = ["CHAIN", "FOLLOW", "JOB", "JSON", "RUN", "RUNS", "SET", "TO", "cli", "example"]
 
 JOB = click.argument("job", metavar="JOB.yaml", type=click.Path(path_type=Path))
 RUN = click.argument("run", metavar="RUN")
+RUNS = click.argument("names", metavar="RUN...", nargs=-1, required=True)
 SET = click.option(
     "--set",
     "overrides",
@@ -19,7 +20,24 @@ SET = click.option(
     multiple=True,
     help="Set a key of the job file, like resources.nnodes=4. May be repeated.",
 )
-TO = click.option("--to", required=True, metavar="PROFILE", help="A profile's name or file.")
+
+
+def _or_default(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    if value is None and (value := toolkit.default_profile()) is None:
+        raise toolkit.ProfileError(
+            "no profile is named, and there is no default one; `toolkit init` looks around and "
+            "writes it, or name one with --to"
+        )
+    return value
+
+
+TO = click.option(
+    "--to",
+    metavar="PROFILE",
+    callback=_or_default,
+    help="A profile's name or file; the default one, which `toolkit init` makes, where it is left "
+    "out.",
+)
 FOLLOW = click.option("--follow", "-f", is_flag=True, help="Show the log until the run has ended.")
 CHAIN = click.option(
     "--chain",

@@ -4,22 +4,25 @@ import abc
 import enum
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.launchers.registry import RunRecord
+from toolkit.launchers.run_logs import LogView
 from toolkit.planning import LaunchPlan
+
+if TYPE_CHECKING:
+    from toolkit.launchers.failures import Failure
 
 __all__ = [
     "Launcher",
     "Run",
     "RunState",
     "RunStatus",
-    "follow_files",
     "new_run_name",
     "pauses",
     "require_secrets",
@@ -75,6 +78,9 @@ class RunStatus:
     lost: bool = False
     """Whether nobody will ever know more: the run is forgotten, and it left nothing behind."""
 
+    expected_start: str = ""
+    """When the scheduler expects to start it, as it says: local time there, or empty."""
+
 
 class Run(abc.ABC):
     """A run that was submitted; a handle that another process can open again from `uri`."""
@@ -127,9 +133,71 @@ class Run(abc.ABC):
     def status(self) -> RunStatus:
         """Ask where the run stands."""
 
+    @property
+    def place(self) -> Hashable:
+        """Who is asked: runs of which this is equal can be asked about by one question."""
+        return type(self)
+
+    def statuses_of(self, runs: "Sequence[Run]") -> list[RunStatus]:
+        """Ask where runs of this place stand, at once where it can; UNKNOWN where it refuses."""
+
+        def told(run: Run) -> RunStatus:
+            try:
+                return run.status()
+            except LauncherError as error:
+                return RunStatus(state=RunState.UNKNOWN, reason=str(error))
+
+        return [told(run) for run in runs]
+
+    def logs(
+        self,
+        *,
+        follow: bool = False,
+        ranks: Collection[int] = (),
+        attempt: int | None = None,
+        grep: str | None = None,
+        on_status: Callable[[RunStatus], object] = lambda _: None,
+    ) -> Iterator[str]:
+        """Yield the lines that the run has printed, of all nodes and ranks; secrets are left out.
+
+        Args:
+            follow: Whether to go on until the run has ended, over requeues, too.
+            ranks: The ranks whose lines are wanted; all lines where it is empty.
+            attempt: The attempt whose lines are wanted; those of all where it is None.
+            grep: A regular expression that a line must hold somewhere.
+            on_status: Called with the status whenever a follower has asked for it.
+
+        Raises:
+            InputError: there is no such attempt, or `grep` is no regular expression.
+            LauncherError: the log cannot be read from here, or not by rank.
+        """
+        view = LogView.of(follow=follow, ranks=ranks, attempt=attempt, grep=grep)
+        return view.grepped(self._redacted(self._lines(view, on_status)))
+
     @abc.abstractmethod
-    def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Yield the lines that the run has printed; with `follow`, until it has ended."""
+    def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
+        """Yield the lines of the view's attempt and ranks, without torchrun's stop traces."""
+
+    def _redacted(self, lines: Iterator[str]) -> Iterator[str]:
+        from toolkit.launchers import rundir
+
+        return rundir.redacted(lines, self.run_dir)
+
+    def failure(self, *, attempt: int | None = None) -> "Failure | None":
+        """Return what failed first in an attempt; None where nothing did, or nothing tells.
+
+        It is read from the run directory; no scheduler is asked.
+
+        Args:
+            attempt: Which one; the newest where it is None.
+        """
+        from toolkit.launchers import rundir
+        from toolkit.launchers.failures import first_failure
+
+        if self.run_dir is None:
+            return None
+        found = first_failure(self.run_dir, attempt)
+        return found and found.redacted(rundir.secrets_of(self.run_dir))
 
     @abc.abstractmethod
     def cancel(self) -> None:
@@ -263,46 +331,3 @@ def require_secrets(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         path = Path(environ.get("HOME", "/"), written[2:]) if at_home else Path(written)
         if path.is_file() and path.stat().st_mode & 0o077:
             raise LauncherError(f"secret {name}: others may read {path}; chmod 600 it")
-
-
-def follow_files(
-    find: Callable[[], list[Path]],
-    *,
-    ended: Callable[[], bool],
-    pause_s: float = 0.2,
-    ask_every_s: float = 0.0,
-) -> Iterator[str]:
-    """Yield the lines of growing files as they come, until `ended` and all is read.
-
-    Args:
-        find: The files to read, asked again and again since new ones appear.
-        ended: Whether nothing more will be written.
-        pause_s: How long to wait when there is nothing new.
-        ask_every_s: How long to wait at least between two questions whether it has ended.
-    """
-    read: dict[Path, int] = {}
-    rest: dict[Path, bytes] = {}
-    asked = float("-inf")
-    while True:
-        last_round = False
-        if (now := time.monotonic()) >= asked + ask_every_s:
-            last_round = ended()  # asked first: what was written before the end is still read
-            asked = now
-        found = False
-        for path in find():
-            try:
-                with path.open("rb") as file:
-                    file.seek(read.get(path, 0))
-                    chunk = file.read()
-            except FileNotFoundError:
-                continue
-            read[path] = read.get(path, 0) + len(chunk)
-            *lines, rest[path] = (rest.get(path, b"") + chunk).split(b"\n")
-            for line in lines:
-                found = True
-                yield line.decode(errors="replace")
-        if last_round:
-            yield from (line.decode(errors="replace") for line in rest.values() if line)
-            return
-        if not found:
-            time.sleep(pause_s)

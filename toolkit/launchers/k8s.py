@@ -13,6 +13,7 @@ from toolkit.launchers.base import Launcher, Run, RunState, RunStatus, new_run_n
 from toolkit.launchers.k8s_api import Away, Cluster
 from toolkit.launchers.k8s_logs import read_lines
 from toolkit.launchers.k8s_status import judge, stuck_object
+from toolkit.launchers.run_logs import LogView
 from toolkit.planning import KubernetesPlan
 from toolkit.planning import plan as make_plan
 from toolkit.profile import KubernetesProfile
@@ -52,19 +53,35 @@ class KubernetesRun(Run):
         except Away as error:
             return RunStatus(state=RunState.UNKNOWN, reason=str(error))
 
-    def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Yield the lines of all pods, each told by its pod's name where there is more than one."""
+    def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
+        """Yield the lines of all pods, each told by its pod's name where there is more than one.
+
+        Raises:
+            LauncherError: lines of certain ranks or of a later attempt are wanted.
+        """
+        if view.ranks:
+            raise LauncherError(
+                f"{self.uri}: lines of pods do not say their rank; "
+                r"--grep '^\[worker-1\]' shows those of a pod"
+            )
+        if view.attempt:
+            raise LauncherError(f"{self.uri}: on Kubernetes nothing counts attempts; all are 0")
+        return self._read(view, on_status)
+
+    def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         job = self._cluster.job(self._object)
         if job is None:
             raise RunNotFound(f"the PyTorchJob of {self.uri} is gone, and its log with its pods")
         workers = job["spec"]["pytorchReplicaSpecs"]["Worker"].get("replicas", 1)
-        lines = read_lines(
+        yield from read_lines(
             self._cluster,
             self._object,
             prefixed=workers > 1,
-            ended=self._nothing_more if follow else None,
+            ended=(lambda: self._nothing_more(on_status)) if view.follow else None,
         )
-        yield from rundir.redacted(lines, self.run_dir, self._environ)
+
+    def _redacted(self, lines: Iterator[str]) -> Iterator[str]:
+        return rundir.redacted(lines, self.run_dir, self._environ)
 
     def cancel(self) -> None:
         """Delete the PyTorchJob; its pods get SIGTERM and their grace period."""
@@ -92,8 +109,10 @@ class KubernetesRun(Run):
             pass  # who may not see pods or events is still told the state
         return pods, warnings
 
-    def _nothing_more(self) -> bool:
-        return self.status().state.final or self._is_gone()
+    def _nothing_more(self, on_status: Callable[[RunStatus], object]) -> bool:
+        found = self.status()
+        on_status(found)
+        return found.state.final or self._is_gone()
 
     def _is_gone(self) -> bool:
         try:

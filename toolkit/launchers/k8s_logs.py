@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from toolkit.errors import LauncherError
 from toolkit.launchers.k8s_api import Away, Cluster, Missing
 from toolkit.launchers.k8s_status import short_name
+from toolkit.launchers.torchrun_log import StopTraces
 
 __all__ = ["read_lines"]
 
@@ -55,7 +56,8 @@ def read_lines(
                         continue
                     for start in _starts_of(pod):
                         with contextlib.suppress(Missing):
-                            yield from log.read(cluster, start, follow=False)
+                            yield from log.shown(log.read(cluster, start, follow=False))
+                        yield from log.rest()
             look_again = time.monotonic() + _POLL_S
             while any(log.active for log in logs.values()) or not lines.empty() or not last_round:
                 with contextlib.suppress(queue.Empty):
@@ -97,6 +99,7 @@ class _PodLog:
     thread: threading.Thread | None = None
     response: Any = None
     stopping: threading.Event = field(default_factory=threading.Event)
+    traces: StopTraces = field(default_factory=StopTraces)
 
     @property
     def active(self) -> bool:
@@ -111,11 +114,13 @@ class _PodLog:
 
         def work() -> None:
             try:
-                for line in self.read(cluster, start, follow=True):
+                for line in self.shown(self.read(cluster, start, follow=True)):
                     lines.put(line)
                 # Of one that was running, a connection that closed early looks the same: ask again.
                 if not start.running:
                     self.complete.add(start.container_id)
+                    for line in self.rest():
+                        lines.put(line)
             except Away:
                 pass  # the next round tries again
             except Missing:
@@ -144,7 +149,16 @@ class _PodLog:
                         continue
                 self.same_stamp = self.same_stamp + 1 if stamp == self.stamp else 1
                 self.stamp = stamp
-                yield self.prefix + text.decode(errors="replace")
+                yield text.decode(errors="replace")
+
+    def shown(self, lines: Iterator[str]) -> Iterator[str]:
+        """Yield what people see of these lines."""
+        for line in lines:
+            yield from (self.prefix + one for one in self.traces.take(line))
+
+    def rest(self) -> Iterator[str]:
+        """Yield what was held back, since the container has come to its end."""
+        yield from (self.prefix + one for one in self.traces.rest())
 
     def stop(self) -> None:
         """Make a blocked reader return, and wait for it."""

@@ -20,9 +20,16 @@ from toolkit.launchers.base import (
     Run,
     RunState,
     RunStatus,
-    follow_files,
     new_run_name,
     require_secrets,
+)
+from toolkit.launchers.run_logs import (
+    LogView,
+    Span,
+    all_spans,
+    attempt_spans,
+    follow_files,
+    refuse_attempt,
 )
 from toolkit.launchers.torchrun_log import without_stop_traces
 from toolkit.planning import LocalPlan
@@ -76,13 +83,22 @@ class LocalRun(Run):
             return RunStatus(state=status.state, reason=refused)
         return status
 
-    def logs(self, *, follow: bool = False) -> Iterator[str]:
+    def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         """Yield the lines of all nodes, each as it comes."""
+        refuse_attempt(self.run_dir, view)
         lines = follow_files(
-            self._log_files,
-            ended=lambda: not follow or self._supervisor() is None,
+            lambda: self._spans(view),
+            ended=lambda: not view.follow or self._supervisor() is None,
         )
-        return rundir.redacted(without_stop_traces(lines), self.run_dir)
+        return view.of_ranks(without_stop_traces(lines))
+
+    def _spans(self, view: LogView) -> list[Span]:
+        launcher_log = self.run_dir / "logs" / _LAUNCHER_LOG
+        if view.attempt is None:
+            return all_spans(self.run_dir, launcher_log)
+        # The supervisor has started the first attempt only; people go on by hand.
+        first = [] if view.attempt else [Span(path=launcher_log)]
+        return [*first, *attempt_spans(self.run_dir, view.attempt)]
 
     def cancel(self) -> None:
         """Ask the supervisor to stop the run with a checkpoint."""
@@ -90,10 +106,6 @@ class LocalRun(Run):
             rundir.request_cancel(self.run_dir)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-
-    def _log_files(self) -> list[Path]:
-        logs = self.run_dir / "logs"
-        return [logs / _LAUNCHER_LOG, *sorted(logs.glob("attempt-*/node-*.log"))]
 
     def _supervisor(self) -> int | None:
         """Return the supervisor's process id while it lives; 0 in the instant before it is known.
@@ -136,8 +148,8 @@ class LocalLauncher(Launcher[LocalPlan]):
         self._gpus = gpus
         self._tied = tied
 
-    def submit(self, plan: LocalPlan) -> LocalRun:
-        """Start a new run and return at once."""
+    def submit(self, plan: LocalPlan, *, files: Mapping[str, bytes] = {}) -> LocalRun:
+        """Start a new run, which finds `files` in its run directory, and return at once."""
         need = plan.job.resources
         wanted, there = need.max_nodes * need.gpus_per_node, self._gpus()
         if wanted > there:
@@ -146,13 +158,14 @@ class LocalLauncher(Launcher[LocalPlan]):
                 f"machine has {there}; --set resources.gpus_per_node=0 trains on its CPUs"
             )
         require_secrets(plan, self._environ)
-        if (script := plan.job.script) is not None and not Path(script).is_file():
+        script = None if plan.carried else plan.job.script
+        if script is not None and not Path(script).is_file():
             raise LauncherError(f"script {script!r} is not below {Path.cwd()}, where it would run")
         registry.check(environ=self._environ)
         name = new_run_name(plan.job.name)
         run_dir = rundir.make(Path(self._profile.runs_dir), name)
-        rundir.write_inputs(run_dir, plan.job, script=render(plan), file_name=_SCRIPT)
-        self._start(run_dir, stop_timeout_s=plan.stop_timeout_s, time_limit_s=plan.job.time_limit_s)
+        rundir.write_inputs(run_dir, plan.job, script=render(plan), file_name=_SCRIPT, files=files)
+        self._start(run_dir, plan)
         record = registry.remember(
             uri=f"local://{name}",
             name=name,
@@ -167,16 +180,19 @@ class LocalLauncher(Launcher[LocalPlan]):
         """Return the handle of an earlier run."""
         return LocalRun(record)
 
-    def _start(self, run_dir: Path, *, stop_timeout_s: int, time_limit_s: int | None) -> None:
+    def _start(self, run_dir: Path, plan: LocalPlan) -> None:
         try:
-            self._supervise(run_dir, stop_timeout_s=stop_timeout_s, time_limit_s=time_limit_s)
+            self._supervise(run_dir, plan)
         except OSError as error:
             raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
 
-    def _supervise(self, run_dir: Path, *, stop_timeout_s: int, time_limit_s: int | None) -> None:
+    def _supervise(self, run_dir: Path, plan: LocalPlan) -> None:
         """Start the supervisor, which holds the lock from its first instant on."""
         tied = [f"--tied-to={os.getpid()}"] if self._tied else []
-        limit = [] if time_limit_s is None else [f"--time-limit={time_limit_s}"]
+        limit_s = plan.job.time_limit_s
+        limit = [] if limit_s is None else [f"--time-limit={limit_s}"]
+        if plan.carried:  # a call of a function, which submitit, too, starts again here
+            limit.append(f"--requeue={plan.job.retries.requeue}")
         # torchrun lies beside the Python that runs us, whether or not its folder is in PATH.
         path = f"{Path(sys.executable).parent}{os.pathsep}{self._environ.get('PATH', os.defpath)}"
         with (
@@ -190,7 +206,7 @@ class LocalLauncher(Launcher[LocalPlan]):
             child = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "toolkit.launchers.supervisor", *tied, *limit),
-                    f"--stop-timeout={stop_timeout_s}",
+                    f"--stop-timeout={plan.stop_timeout_s}",
                     str(run_dir / _SCRIPT),
                     str(run_dir),
                 ],

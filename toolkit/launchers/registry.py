@@ -13,17 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import LauncherError, RunNotFound
+from toolkit.launchers import intents
 from toolkit.profile import Profile
 
 __all__ = [
     "RunRecord",
+    "add",
     "check",
     "find",
     "find_point",
+    "intents_folder",
     "is_cancelled",
     "mark_cancelled",
+    "parse",
     "records",
     "remember",
+    "state_folder",
 ]
 
 _VERSION = 1
@@ -49,12 +54,41 @@ class RunRecord:
     """When it was submitted, in seconds since 1970."""
 
     run_dir: Path | None = None
-    """The run directory, where this machine can see it."""
+    """The run directory, where this machine can see it; the mirror of one that is on a host."""
+
+    remote_dir: str | None = None
+    """The run directory's path on that host; None where this machine sees the directory itself."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is only known that it was to be submitted: nobody has said an id."""
+        return self.uri.endswith(f"/{self.name}") and self.uri.startswith("slurm://")
+
+    @property
+    def remote(self) -> str:
+        """`HOST:PATH` of a run directory that is on another host; else empty."""
+        host = str(self.profile.get("via") or "").partition(" ")[2]
+        return f"{host}:{self.remote_dir}" if self.remote_dir else ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is written down; what a machine without mirrors does not know is left out."""
+        known = asdict(self) | {"version": _VERSION, "run_dir": self.run_dir and str(self.run_dir)}
+        return {k: v for k, v in known.items() if k != "remote_dir" or v is not None}
+
+
+def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for what is remembered between two calls."""
+    state = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '')}/.local/state"
+    return Path(state) / "torch-deploy-toolkit"
+
+
+def intents_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for submissions that have begun."""
+    return state_folder(environ) / "submitting"
 
 
 def _file(environ: Mapping[str, str]) -> Path:
-    state = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '')}/.local/state"
-    return Path(state) / "torch-deploy-toolkit" / "runs.jsonl"
+    return state_folder(environ) / "runs.jsonl"
 
 
 def check(*, environ: Mapping[str, str] = os.environ) -> None:
@@ -80,6 +114,7 @@ def remember(
     job: str,
     profile: Profile,
     run_dir: Path | None = None,
+    remote_dir: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> RunRecord:
     """Record a run that was submitted just now, in the user's list and in its run directory.
@@ -94,9 +129,18 @@ def remember(
         profile=profile.model_dump(mode="json", by_alias=True),
         created=time.time(),
         run_dir=run_dir,
+        remote_dir=remote_dir,
     )
-    known = asdict(run) | {"version": _VERSION, "run_dir": run.run_dir and str(run.run_dir)}
-    line = json.dumps(known) + "\n"
+    return add(run, environ=environ)
+
+
+def add(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> RunRecord:
+    """Record a run, in the user's list and in its run directory.
+
+    Raises:
+        LauncherError: nothing can be written there.
+    """
+    line = json.dumps(run.as_json()) + "\n"
     path = _file(environ)
     try:
         # The user's list first: it may lie on another disk than a run directory that is full.
@@ -111,14 +155,19 @@ def remember(
 
 
 def records(*, environ: Mapping[str, str] = os.environ) -> Iterator[RunRecord]:
-    """Yield every run that was submitted, oldest first, and pass over lines that are no record."""
-    try:
-        lines = _file(environ).read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        if (run := _parse(line)) is not None:
-            yield run
+    """Yield every run that was submitted, oldest first, and pass over lines that are no record.
+
+    Last come those whose submission was cut short, of which nobody knows yet what became.
+    """
+    # First: what is finished meanwhile is then among the lines, if not among these.
+    cut_short = [parse(data.get("record")) for data in intents.orphans(intents_folder(environ))]
+    names = set()
+    with contextlib.suppress(OSError):
+        for line in _file(environ).read_text().splitlines():
+            if (run := _parse(line)) is not None:
+                names.add(run.name)
+                yield run
+    yield from (run for run in cut_short if run is not None and run.name not in names)
 
 
 def find(name: str, *, environ: Mapping[str, str] = os.environ) -> RunRecord:
@@ -129,7 +178,7 @@ def find(name: str, *, environ: Mapping[str, str] = os.environ) -> RunRecord:
     """
     known = list(records(environ=environ))
     for run in reversed(known):
-        if name in (run.uri, run.name):
+        if name in (run.uri, run.name) or (name and name in (run.remote, run.remote_dir)):
             return run
     with contextlib.suppress(OSError, ValueError):  # a name need not be a possible path
         if (found := _parse((Path(name) / "launch.json").read_text())) is not None:
@@ -182,10 +231,18 @@ def _cancelled(environ: Mapping[str, str]) -> Path:
 
 def _parse(line: str) -> RunRecord | None:
     try:
-        known = json.loads(line)
+        return parse(json.loads(line))
+    except ValueError:
+        return None
+
+
+def parse(data: Any) -> RunRecord | None:
+    """Return a record that `as_json` has written; None for anything else."""
+    try:
+        known = dict(data)
         if known.pop("version") != _VERSION:
             return None
         run_dir = known.pop("run_dir")
         return RunRecord(**known, run_dir=Path(run_dir) if run_dir else None)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return None

@@ -4,6 +4,7 @@ What a training script does not write (outcome, metrics) is simply missing from 
 """
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -14,10 +15,12 @@ from toolkit import secrecy
 from toolkit.documents import read_document, read_text, write_document
 from toolkit.errors import InputError, LauncherError
 from toolkit.launchers.base import RunState, RunStatus
+from toolkit.launchers.run_logs import attempt_folders
 from toolkit.spec import JobSpec
 
 __all__ = [
     "cancel_requested",
+    "changed_at",
     "ended_status",
     "has_attempts",
     "is_over",
@@ -70,8 +73,22 @@ def make(parent: Path, name: str) -> Path:
     return run_dir
 
 
-def write_inputs(run_dir: Path, job: JobSpec, *, script: str, file_name: str) -> Path:
+def write_inputs(
+    run_dir: Path,
+    job: JobSpec,
+    *,
+    script: str,
+    file_name: str,
+    files: Mapping[str, bytes] = {},
+) -> Path:
     """Write the resolved job file and the rendered script; return the script's path.
+
+    Args:
+        run_dir: Where.
+        job: The job.
+        script: The rendered script.
+        file_name: What it is called there.
+        files: What else the job finds there, by its path below the run directory.
 
     Raises:
         LauncherError: they cannot be written.
@@ -80,6 +97,9 @@ def write_inputs(run_dir: Path, job: JobSpec, *, script: str, file_name: str) ->
     try:
         (run_dir / "job.yaml").write_text(resolved)
         (run_dir / file_name).write_text(script)
+        for name, content in files.items():
+            (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            (run_dir / name).write_bytes(content)
     except OSError as error:
         raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
     return run_dir / file_name
@@ -92,16 +112,25 @@ def secrets_of(
     if run_dir is not None and not (run_dir / "job.yaml").exists():
         run_dir = run_dir.parent  # a point of a sweep
     try:
-        data = run_dir and read_document(read_text(run_dir / "job.yaml"), "job.yaml").data
+        text = read_text(run_dir / "job.yaml") if run_dir else ""
+        data = read_document(text, "job.yaml").data if "secrets" in text else None
     except InputError:
         data = None
     places = data.get("secrets") if isinstance(data, dict) else None
+    if not places:
+        return list(_secrets_among(tuple(environ.items())))
     known = dict(environ)
     for name, place in places.items() if isinstance(places, dict) else ():
         if isinstance(place, dict) and (file := place.get("file")):
             with contextlib.suppress(OSError, UnicodeDecodeError, RuntimeError):
                 known[name] = Path(file).expanduser().read_text().rstrip("\n")
     return secrecy.values_of(known, names=places or ())
+
+
+@functools.lru_cache(maxsize=4)
+def _secrets_among(variables: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Return which variables are secrets; asked for each run of a list, and the same for all."""
+    return tuple(secrecy.values_of(dict(variables)))
 
 
 def redacted(
@@ -115,7 +144,7 @@ def redacted(
 
 def outcome(run_dir: Path) -> Mapping[str, Any] | None:
     """Return what the training said of its end, or None where it said nothing."""
-    return _json_object(run_dir / "outcome.json")
+    return _json_object(f"{run_dir}/outcome.json")
 
 
 def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
@@ -150,13 +179,13 @@ def withdraw_cancel(run_dir: Path) -> None:
 
 def cancel_requested(run_dir: Path) -> bool:
     """Whether somebody asked the run to stop."""
-    return (run_dir / _CANCEL).exists()
+    return os.path.exists(f"{run_dir}/{_CANCEL}")  # noqa: PTH110  # asked for each of many runs
 
 
 def ended_status(run_dir: Path) -> RunStatus:
     """Return how a run ended that is not running any more, from what it left behind."""
     said = outcome(run_dir) or {}
-    attempts = _attempts(run_dir)
+    attempts = attempt_folders(run_dir)
     if attempts and said.get("attempt") != int(attempts[-1].name.split("-")[1]):
         said = {}  # an earlier attempt's; the newest one never came to say anything
     state = _OUTCOMES.get(str(said.get("status")))
@@ -175,20 +204,33 @@ def ended_status(run_dir: Path) -> RunStatus:
     return RunStatus(state=state, reason="" if state is RunState.SUCCEEDED else reason)
 
 
+def changed_at(run_dir: Path) -> float:
+    """Return when something happened here that tells of a start, an end or a cancellation."""
+    places = [run_dir / name for name in ("logs", "jobs.jsonl", "outcome.json", _CANCEL)]
+    return max(map(_modified, [*places, *attempt_folders(run_dir)[-1:]]))
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def has_attempts(run_dir: Path) -> bool:
     """Whether it has ever started."""
-    return bool(_attempts(run_dir))
+    return bool(attempt_folders(run_dir))
 
 
 def is_over(run_dir: Path) -> bool:
     """Whether the newest attempt has ended for good, whatever jobs of a chain still wait."""
-    attempts = _attempts(run_dir)
+    attempts = attempt_folders(run_dir)
     return bool(attempts) and _reason(attempts[-1]).partition(":")[0] in _OVER
 
 
 def last_reason(run_dir: Path) -> str:
     """Return why the newest attempt that says so has ended, and what was decided; else ""."""
-    return next(filter(None, map(_reason, reversed(_attempts(run_dir)))), "")
+    return next(filter(None, map(_reason, reversed(attempt_folders(run_dir)))), "")
 
 
 def _reason(attempt: Path) -> str:
@@ -200,7 +242,7 @@ def _reason(attempt: Path) -> str:
 
 def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     """Go by the exit status of the newest attempt, where the training wrote no outcome."""
-    attempts = _attempts(run_dir)
+    attempts = attempt_folders(run_dir)
     try:
         status = int((attempts[-1] / "exit_status").read_text())
     except (IndexError, OSError, ValueError):
@@ -211,14 +253,10 @@ def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     return RunState.FAILED, f"exit status {status}; see {attempts[-1]}"
 
 
-def _attempts(run_dir: Path) -> list[Path]:
-    """Return the log folders of the attempts, oldest first."""
-    return sorted(run_dir.glob("logs/attempt-*"), key=lambda path: int(path.name.split("-")[1]))
-
-
-def _json_object(path: Path) -> Mapping[str, Any] | None:
+def _json_object(path: str) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(path.read_text())
+        with open(path, "rb") as file:  # noqa: PTH123  # asked for each run of a long list
+            found = json.loads(file.read())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

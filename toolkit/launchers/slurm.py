@@ -1,19 +1,26 @@
 """Submits to a Slurm cluster, with or without accounting."""
 
+import json
 import os
 import re
-import shutil
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.dependencies import Dependency
 from toolkit.errors import LauncherError, Problem
-from toolkit.launchers import registry, rundir
+from toolkit.launchers import intents, registry, rundir
 from toolkit.launchers.base import Launcher, Run, new_run_name, require_secrets
-from toolkit.launchers.slurm_jobs import SlurmJob, send, write_jobs, write_points
+from toolkit.launchers.slurm_begun import SETTLED_S, BegunRun
+from toolkit.launchers.slurm_cache import Queue, Snapshot, place_of_answers
+from toolkit.launchers.slurm_jobs import SlurmJob, as_lines, write_jobs, write_points
+from toolkit.launchers.slurm_login import Folder, Here, Login
 from toolkit.launchers.slurm_queue import Command, refused, run_command
+from toolkit.launchers.slurm_remote import There
 from toolkit.launchers.slurm_run import SlurmRun
 from toolkit.launchers.slurm_site import site_findings
+from toolkit.launchers.slurm_submission import Order, Unclear, exported, find, new_token, send
 from toolkit.launchers.slurm_sweep import SlurmPoint, SlurmSweep
 from toolkit.planning import SlurmPlan, array_of, plan
 from toolkit.profile import SlurmProfile
@@ -30,22 +37,37 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         self,
         profile: SlurmProfile,
         *,
-        command: Command = run_command,
+        command: Command | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Prepare to submit.
 
         Args:
             profile: The site.
-            command: How Slurm's commands are run.
+            command: How Slurm's commands are run; here, or as the profile's `via` says, without it.
             environ: Where the user's list of runs is looked for.
         """
         self._profile = profile
-        self._command = command
         self._environ = environ
+        self._intents = registry.intents_folder(environ)
+        self._login: Login
+        shared = None
+        if profile.via is not None and command is None:
+            self._login = There.of(profile, environ)
+            shared = place_of_answers(environ, host=profile.host)
+        else:
+            self._login = Here(profile, command or run_command)
+            shared = place_of_answers(environ) if command in (None, run_command) else None
+        self._command = self._login.command
+        self._queue = _Queue(self._login, file=shared)
 
     def submit(
-        self, plan: SlurmPlan, *, after: Sequence[Dependency] = (), chain: int = 1
+        self,
+        plan: SlurmPlan,
+        *,
+        after: Sequence[Dependency] = (),
+        chain: int = 1,
+        files: Mapping[str, bytes] = {},
     ) -> SlurmRun:
         """Queue a new job; the script is the one that `render` shows, byte for byte.
 
@@ -53,6 +75,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             plan: What to submit.
             after: Runs that it waits for, besides those of the job file.
             chain: How many jobs take turns at it, each going on where the one before has ended.
+            files: What the job finds in its run directory, by path.
 
         Raises:
             LauncherError: the site refused, or cannot be reached.
@@ -60,35 +83,78 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         _refuse_chain(chain, sweep=bool(plan.points))
         cluster = self._cluster()
         require_secrets(plan, self._environ)
-        self._require_venv()
         registry.check(environ=self._environ)
         waits = self._conditions([*plan.job.after, *after], cluster)
         name = new_run_name(plan.job.name)
-        run_dir = rundir.make(Path(self._profile.runs_dir), name)
-        script = rundir.write_inputs(
-            run_dir, plan.job, script=render(plan), file_name=f"{plan.job.name}.sbatch"
-        )
-        modes = ["", *["chain"] * (chain - 1)]
-        jobs = [SlurmJob(job_id="", mode=m, after=waits, folder=str(Path.cwd())) for m in modes]
+        folder = self._login.make(name)
         try:
+            script = rundir.write_inputs(
+                folder.here,
+                plan.job,
+                script=render(plan),
+                file_name=f"{plan.job.name}.sbatch",
+                files=files,
+            )
             if plan.points:
-                write_points(run_dir, plan.points)
-            log = _log_of(run_dir, sweep=bool(plan.points))
-            sent = send(self._command, script, run_dir, log=log, jobs=jobs)
+                write_points(folder.here, plan.points)
+            self._login.bring(folder)
         except LauncherError:
-            # We made it. Nothing has run in it, unless the first job of a chain was quick.
-            shutil.rmtree(run_dir, ignore_errors=chain > 1)
+            self._login.discard(folder, begun=False)
             raise
-        record = registry.remember(
-            uri=f"slurm://{cluster}/{sent[0].job_id}",
+        modes = ["", *["chain"] * (chain - 1)]
+        order = Order(
+            folder=folder,
+            script=f"{folder.there}/{script.name}",
+            log=_log_of(folder, sweep=bool(plan.points)),
+            jobs=tuple(
+                SlurmJob(job_id="", mode=m, after=waits, folder=folder.start) for m in modes
+            ),
+            token=new_token(),
+        )
+        record = registry.RunRecord(
+            uri=f"slurm://{cluster}/{name}",
             name=name,
             job=plan.job.name,
-            profile=self._profile,
-            run_dir=run_dir,
-            environ=self._environ,
+            profile=self._profile.model_dump(mode="json", by_alias=True),
+            created=time.time(),
+            run_dir=folder.here,
+            remote_dir=folder.there if self._login.remote else None,
         )
-        write_jobs(run_dir, sent)
-        return self.open(record)
+        with self._begin(record, order) as intent:
+            try:
+                sent = send(self._login, order, secrets=exported(plan, self._environ))
+            except Unclear:
+                raise
+            except LauncherError:
+                # We made it. Nothing has run in it, unless the first job of a chain was quick.
+                self._login.discard(folder, begun=chain > 1)
+                intent.done()
+                raise
+            return self._submitted(record, order, sent, intent)
+
+    def _begin(self, record: registry.RunRecord, order: Order) -> intents.Intent:
+        """Write down what is to be submitted, so that it is found again whatever becomes of us."""
+        data = {"record": record.as_json(), "order": order.as_json()}
+        return intents.begin(self._intents, record.name, data)
+
+    def _submitted(
+        self,
+        record: registry.RunRecord,
+        order: Order,
+        sent: Sequence[SlurmJob],
+        intent: intents.Intent,
+    ) -> SlurmRun:
+        """Write down what is submitted, in the user's list and in the run directory."""
+        if record.begun:
+            uri = f"{record.uri.removesuffix(record.name)}{sent[0].job_id}"
+            record = registry.add(replace(record, uri=uri), environ=self._environ)
+        new = self._login.remote and not order.known
+        launch = json.dumps(self._login.as_there(record).as_json()) if new else ""
+        self._login.keep(order.folder, jobs=as_lines(sent), launch=launch)
+        write_jobs(order.folder.here, sent)
+        intent.done()
+        self._queue.forget()
+        return self._opened(record)
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
         """Queue a run again that has ended; of a sweep, the points that did not succeed.
@@ -99,6 +165,8 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             LauncherError: it has succeeded or not ended, or the site refused.
         """
         assert isinstance(run, SlurmRun)
+        if isinstance(run, BegunRun):
+            return self._finish(run, chain)
         whole = run.sweep if isinstance(run, SlurmPoint) else run
         sweep = whole if isinstance(whole, SlurmSweep) else None
         _refuse_chain(chain, sweep=sweep is not None)
@@ -110,31 +178,58 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         points = run.unfinished()
         made = plan(load(run_dir / "job.yaml"), self._profile)
         require_secrets(made, self._environ)
-        last = whole.jobs[-1]
+        jobs = whole.jobs
         again = SlurmJob(
             job_id="",
             mode="continue",
             points=None if points is None else tuple(points),
-            folder=last.folder or str(Path.cwd()),
+            folder=jobs[-1].folder or self._login.cwd,
         )
         links = [SlurmJob(job_id="", mode="chain", folder=again.folder)] * (chain - 1)
         array = None
         if sweep is not None and points is not None and made.job.sweep is not None:
             array = array_of(points, made.job.sweep)
+        there = whole.record.remote_dir or str(run_dir)
+        folder = Folder(here=run_dir, there=there, start=again.folder)
+        order = Order(
+            folder=folder,
+            script=f"{there}/{script.name}",
+            log=_log_of(folder, sweep=sweep is not None),
+            jobs=(again, *links),
+            token=new_token(),
+            known=tuple(job.job_id for job in jobs),
+            array=array,
+        )
         marked = rundir.cancel_requested(run_dir)
-        if sweep is not None and points is not None:
-            sweep.withdraw_cancel(points)
-        rundir.withdraw_cancel(run_dir)
-        try:
-            log = _log_of(run_dir, sweep=sweep is not None)
-            jobs = [again, *links]
-            sent = send(self._command, script, run_dir, log=log, jobs=jobs, array=array)
-        except LauncherError:
-            if marked:
-                rundir.request_cancel(run_dir)
-            raise
-        write_jobs(run_dir, sent)
+        with self._begin(whole.record, order) as intent:
+            if sweep is not None and points is not None:
+                sweep.withdraw_cancel(points)
+            self._login.withdraw_cancel(whole.record)
+            try:
+                sent = send(self._login, order, secrets=exported(made, self._environ))
+            except Unclear:
+                raise
+            except LauncherError:
+                if marked:
+                    self._login.request_cancel(whole.record)
+                intent.done()
+                raise
+            self._submitted(whole.record, order, sent, intent)
         return run
+
+    def _finish(self, run: BegunRun, chain: int) -> SlurmRun:
+        """Submit what was begun and cut short, unless Slurm has got it after all."""
+        _refuse_chain(chain, sweep=chain > 1)
+        intent = intents.take(self._intents, run.name)
+        if intent is None:
+            raise LauncherError(f"{run.name} is being submitted by another process just now")
+        with intent:
+            order = _order_of(intent, run.record)
+            made = plan(load(order.folder.here / "job.yaml"), self._profile)
+            require_secrets(made, self._environ)
+            secrets = exported(made, self._environ)
+            sent = send(self._login, order, secrets=secrets, begun=True)
+            return self._submitted(run.record, order, sent, intent)
 
     def findings(self, plan: SlurmPlan) -> list[Problem]:
         """Compare the plan with what the site says of itself."""
@@ -143,8 +238,34 @@ class SlurmLauncher(Launcher[SlurmPlan]):
 
     def open(self, record: registry.RunRecord) -> SlurmRun:
         """Return the handle of an earlier job, or sweep."""
-        sweep = SlurmSweep(record, self._command)
-        return sweep if sweep.points else SlurmRun(record, self._command)
+        intent = intents.take(self._intents, record.name)
+        if intent is None:
+            return self._opened(record)
+        with intent:
+            return self._recovered(record, intent)
+
+    def _opened(self, record: registry.RunRecord) -> SlurmRun:
+        run: SlurmRun = SlurmSweep(record, self._command, self._queue, self._login)
+        if not run.points:
+            run = SlurmRun(record, self._command, self._queue, self._login)
+        self._login.watch(run)
+        return run
+
+    def _recovered(self, record: registry.RunRecord, intent: intents.Intent) -> SlurmRun:
+        """Return a run whose submission was cut short, with the jobs that Slurm has of it."""
+        try:
+            order = _order_of(intent, record)
+            self._queue.require(record.uri.split("/")[2])
+            if sent := find(self._login, order):
+                return self._submitted(record, order, sent, intent)
+            why = ""
+        except LauncherError as error:
+            why = str(error)
+        if record.begun:
+            return BegunRun(record, self._command, self._queue, self._login, why=why)
+        if not why and time.time() > intent.begun + SETTLED_S:
+            intent.done()  # it has never been submitted again
+        return self._opened(record)
 
     def _conditions(self, after: Sequence[Dependency], cluster: str) -> str:
         """Return what sbatch is told to wait for; empty where all of it has ended well."""
@@ -162,15 +283,6 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             found += run.conditions(dependency.wish)
         return ",".join(dict.fromkeys(found))
 
-    def _require_venv(self) -> None:
-        """Refuse a relative virtual environment that is not below the submit folder."""
-        venv = Path(self._profile.venv or "/")
-        if not venv.is_absolute() and not (venv / "bin/activate").is_file():
-            raise LauncherError(
-                f"venv {str(venv)!r} of profile {self._profile.name!r} is not below {Path.cwd()}; "
-                "submit from the project's folder, or write an absolute path into the profile"
-            )
-
     def _cluster(self) -> str:
         """Return the cluster's name; asking also shows whether there is a cluster."""
         answer = self._command(["scontrol", "show", "config"])
@@ -178,6 +290,22 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         if answer.returncode != 0 or match is None:
             raise refused("scontrol", answer)
         return match[1]
+
+
+class _Queue(Queue):
+    """Answers together with what the open runs of the same login node have written until then."""
+
+    def __init__(self, login: Login, *, file: Path | None) -> None:
+        super().__init__(login.command, file=file)
+        self._login = login
+
+    def look(
+        self, *, max_age_s: float = 0.0, changed: float = 0.0, patient: bool = True
+    ) -> Snapshot:
+        """Return the user's jobs; what they have left behind is not older than that."""
+        seen = super().look(max_age_s=max_age_s, changed=changed, patient=patient)
+        self._login.fetch(seen.asked)
+        return seen
 
 
 def _refuse_chain(chain: int, *, sweep: bool) -> None:
@@ -188,7 +316,22 @@ def _refuse_chain(chain: int, *, sweep: bool) -> None:
         )
 
 
-def _log_of(run_dir: Path, *, sweep: bool) -> str:
+def _log_of(folder: Folder, *, sweep: bool) -> str:
     """Return where the jobs print, as sbatch wants it; of a sweep, each point in a file."""
-    folder = str(run_dir / "logs").replace("%", "%%")  # sbatch replaces %j and others
-    return f"{folder}/%a.log" if sweep else f"{folder}/job.log"
+    logs = f"{folder.there}/logs".replace("%", "%%")  # sbatch replaces %j and others
+    return f"{logs}/%a.log" if sweep else f"{logs}/job.log"
+
+
+def _order_of(intent: intents.Intent, record: registry.RunRecord) -> Order:
+    """Return what was written down.
+
+    Raises:
+        LauncherError: another version has written it.
+    """
+    try:
+        return Order.of_json(intent.data["order"])
+    except (KeyError, TypeError, ValueError):
+        raise LauncherError(
+            f"{record.name}: its submission was cut short, and what was written "
+            "down of it cannot be read by this version"
+        ) from None

@@ -6,16 +6,14 @@ knows them all.
 
 import contextlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from toolkit.errors import LauncherError
-from toolkit.launchers.slurm_queue import Command, refused
 from toolkit.sweeps import Point
 
-__all__ = ["SlurmJob", "read_jobs", "read_points", "send", "write_jobs", "write_points"]
+__all__ = ["SlurmJob", "as_lines", "read_jobs", "read_points", "write_jobs", "write_points"]
 
 _JOBS, _POINTS = "jobs.jsonl", "points.jsonl"
 _VERSION = 1
@@ -53,13 +51,19 @@ def read_jobs(run_dir: Path | None) -> list[SlurmJob]:
     return found
 
 
+def as_lines(jobs: Iterable[SlurmJob]) -> list[str]:
+    """Return jobs as they stand in the file."""
+    return [json.dumps({"version": _VERSION, **asdict(job)}) for job in jobs]
+
+
 def write_jobs(run_dir: Path, jobs: Iterable[SlurmJob]) -> None:
-    """Add jobs to those of a run.
+    """Add jobs to those of a run, except those that it knows.
 
     Raises:
         LauncherError: they cannot be written.
     """
-    lines = [json.dumps({"version": _VERSION, **asdict(job)}) + "\n" for job in jobs]
+    known = {job.job_id for job in read_jobs(run_dir)}
+    lines = [f"{line}\n" for line in as_lines(job for job in jobs if job.job_id not in known)]
     try:
         with (run_dir / _JOBS).open("a") as file:
             file.write("".join(lines))
@@ -95,51 +99,9 @@ def read_points(run_dir: Path | None) -> list[tuple[str, dict[str, str | bool]]]
 
 def _lines(run_dir: Path | None, name: str) -> list[str]:
     try:
-        return [] if run_dir is None else (run_dir / name).read_text().splitlines()
+        if run_dir is None:
+            return []
+        with open(f"{run_dir}/{name}") as file:  # noqa: PTH123  # asked for each run of a long list
+            return file.read().splitlines()
     except OSError:
         return []
-
-
-def send(
-    command: Command,
-    script: Path,
-    run_dir: Path,
-    *,
-    log: str,
-    jobs: Sequence[SlurmJob],
-    array: str | None = None,
-) -> list[SlurmJob]:
-    """Submit one job, or a chain of them in which each waits for the one before.
-
-    Args:
-        command: How Slurm's commands are run.
-        script: The batch script.
-        run_dir: Its first argument.
-        log: Where it prints, as sbatch wants it.
-        jobs: What to submit; their ids are not known yet.
-        array: The tasks of a sweep, where they are not all of the script's.
-
-    Raises:
-        LauncherError: sbatch refused one of them; those before it are cancelled.
-    """
-    sent: list[SlurmJob] = []
-    for job in jobs:
-        waits = [job.after] if job.after else []
-        waits += [f"afterany:{sent[-1].job_id}"] if sent else []
-        options = [f"--output={log}"]
-        if job.folder != str(Path.cwd()):
-            options.append(f"--chdir={job.folder}")
-        if waits:
-            options += [f"--dependency={','.join(waits)}", "--kill-on-invalid-dep=yes"]
-        if array is not None:
-            options.append(f"--array={array}")
-        words = [job.mode] if job.mode else []
-        answer = command(["sbatch", "--parsable", *options, str(script), str(run_dir), *words])
-        match = re.fullmatch(r"(\d+)(;.*)?", answer.stdout.strip())
-        if answer.returncode != 0 or match is None:
-            if sent:
-                command(["scancel", *(job.job_id for job in sent)])
-            raise refused("sbatch", answer)
-        known = asdict(job) | {"job_id": match[1], "after": ",".join(waits)}
-        sent.append(SlurmJob(**known))
-    return sent

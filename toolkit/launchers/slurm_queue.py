@@ -1,17 +1,29 @@
 """What Slurm says of its jobs, and what that means."""
 
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.launchers import rundir
 from toolkit.launchers.base import RunState, RunStatus
+from toolkit.launchers.slurm_reasons import expected, in_words
 
-__all__ = ["Command", "Row", "ask", "first_line", "judge", "refused", "run_command"]
+__all__ = [
+    "Command",
+    "Row",
+    "ask_jobs",
+    "ask_mine",
+    "first_line",
+    "is_busy",
+    "judge",
+    "refused",
+    "run_command",
+]
 
 Command = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 """Runs a command of Slurm and returns what it printed; tests pass their own."""
@@ -26,6 +38,20 @@ _UNREACHABLE = re.compile(
     "|the sandbox in .* is down"
 )
 """What Slurm's commands (and the sandbox's) say when there is no cluster to talk to."""
+
+_BUSY = re.compile(
+    "Socket timed out|Rate limit exceeded|[Tt]emporarily un|Slurm is busy|Zero Bytes"
+    r"|\((receive|send) failure\)"
+)
+"""What they say when the controller has more to do than it can (Slurm, slurm_errno.c)."""
+
+_FORMAT = "==job|%i|%T|%S|%r|%o"
+_ROW = re.compile(r"==job\|(\d+[^|]*)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)")
+"""Text, since Slurm's JSON is another in every version. What people write comes last, and a line
+that does not begin like a job belongs to the command above it: arguments may hold newlines."""
+
+_IDS_PER_QUESTION = 5000
+"""The kernel takes no argument above 128 KiB."""
 
 _STATES = {
     "BOOT_FAIL": RunState.FAILED,
@@ -68,12 +94,31 @@ class Row:
     """Why it waits or has ended; empty for none."""
 
     command: str
-    """The script and its arguments."""
+    """The script and, before Slurm 24.11, its arguments."""
+
+    start: str = ""
+    """When it has started or is expected to, in the cluster's local time; empty for unknown."""
 
     @property
     def state(self) -> RunState:
         """What the state means by itself."""
         return _STATES.get(self.word, RunState.UNKNOWN)
+
+    @property
+    def whole(self) -> str:
+        """The id of the job, or of the array that this is a task of."""
+        return self.job_id.partition("_")[0]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it may be a start that goes on with a run; from 24.11 on no argument is shown."""
+        return self.command == self.script or self.command.endswith((" continue", " chain"))
+
+    @property
+    def script(self) -> str:
+        """The path of the batch script, which may hold blanks."""
+        found = re.match(r"(.*?\.sbatch)(\s|$)", self.command, re.DOTALL)
+        return found[1] if found else self.command.partition(" ")[0]
 
 
 def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
@@ -84,31 +129,62 @@ def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     """
     if shutil.which(argv[0]) is None:
         raise SchedulerMissing(f"no Slurm here: {argv[0]} is not in PATH. {_NO_CLUSTER}")
-    return subprocess.run(argv, capture_output=True, text=True, check=False)
+    # What people set for their own listings (SQUEUE_PARTITION, …) would hide jobs from us.
+    hidden = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    return subprocess.run(
+        argv, env=environ, capture_output=True, text=True, errors="replace", check=False
+    )
 
 
-def ask(command: Command, job_ids: Iterable[str]) -> list[Row]:
-    """Return what Slurm still knows of these jobs, each task of an array by itself; one query.
+def ask_mine(command: Command) -> list[Row]:
+    """Return all jobs of this user that Slurm still knows, each task of an array by itself.
+
+    One question, and a cheap one whatever the number of runs: for a list of job ids squeue would
+    fetch the jobs of all users.
 
     Raises:
         LauncherError: nobody answers.
     """
-    wanted = ",".join(dict.fromkeys(job_ids))
-    done = command(["squeue", "-h", "-r", "-t", "all", "-j", wanted, "-o", "%i|%T|%r|%o"])
+    return _ask(command, "--me")
+
+
+def ask_jobs(command: Command, job_ids: Iterable[str]) -> list[Row]:
+    """Return what Slurm still knows of these jobs, whoever submitted them.
+
+    Raises:
+        LauncherError: nobody answers.
+    """
+    wanted = list(dict.fromkeys(job_ids))
+    parts = range(0, len(wanted), _IDS_PER_QUESTION)
+    each = (wanted[i : i + _IDS_PER_QUESTION] for i in parts)
+    return [row for part in each for row in _ask(command, "-j", ",".join(part))]
+
+
+def _ask(command: Command, *who: str) -> list[Row]:
+    # -a: the jobs of hidden partitions, too.
+    done = command(["squeue", "-h", "-a", "-r", "-t", "all", *who, "-o", _FORMAT])
     if done.returncode != 0:
         if "Invalid job id" in done.stderr:
             return []
-        raise LauncherError(first_line(done.stderr))
-    rows = (line.split("|", 3) for line in done.stdout.splitlines() if line.count("|") >= 3)
-    return [
-        Row(
-            job_id=job_id,
-            word=word,
-            reason="" if reason == "None" else reason,
-            command=argv,
-        )
-        for job_id, word, reason, argv in rows
-    ]
+        raise LauncherError(first_line(done.stderr) or f"squeue: exit status {done.returncode}")
+    return list(_rows(done.stdout))
+
+
+def _rows(text: str) -> Iterator[Row]:
+    row = None
+    for line in text.split("\n"):
+        if found := _ROW.fullmatch(line):
+            if row:
+                yield row
+            job_id, word, start, reason, argv = found.groups()
+            start = "" if start == "N/A" else start
+            reason = "" if reason == "None" else reason
+            row = Row(job_id=job_id, word=word, start=start, reason=reason, command=argv)
+        elif row and line:
+            row = replace(row, command=f"{row.command}\n{line}")
+    if row:
+        yield row
 
 
 def judge(row: Row, run_dir: Path | None, *, after: str = "") -> RunStatus:
@@ -127,9 +203,14 @@ def judge(row: Row, run_dir: Path | None, *, after: str = "") -> RunStatus:
         reason = f"{never}: {after}"
     elif state is RunState.CANCELLED and run_dir is not None and not rundir.has_attempts(run_dir):
         reason = "never started"  # Slurm still says what it waited for
-    if state is RunState.PENDING and run_dir is not None:
-        words = [reason, rundir.last_reason(run_dir)]
-        return RunStatus(state=state, reason="; last attempt: ".join(filter(None, words)))
+    elif state is RunState.PENDING:
+        reason = in_words(reason)
+    if state is RunState.PENDING:
+        last = rundir.last_reason(run_dir) if run_dir is not None else ""
+        words = [reason, expected(row.start), last and f"last attempt: {last}"]
+        return RunStatus(
+            state=state, reason="; ".join(filter(None, words)), expected_start=row.start
+        )
     if state is RunState.FAILED and run_dir is not None and run_dir.is_dir():
         said = rundir.ended_status(run_dir)
         if said.state in (RunState.PREEMPTED, RunState.CANCELLED):
@@ -151,6 +232,11 @@ def refused(program: str, answer: "subprocess.CompletedProcess[str]") -> Launche
             "`scontrol show config | grep MaxArraySize`"
         )
     return LauncherError(f"{program} refused: {text or f'exit status {answer.returncode}'}")
+
+
+def is_busy(text: str) -> bool:
+    """Whether a controller says that it has too much to do, so that asking again makes it worse."""
+    return bool(_BUSY.search(text))
 
 
 def first_line(text: str) -> str:

@@ -1,7 +1,8 @@
 """A sweep on Slurm: a job array, of which each task is a point with a run directory of its own."""
 
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -9,9 +10,15 @@ from pathlib import Path
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.launchers import rundir
 from toolkit.launchers.base import RunState, RunStatus
+from toolkit.launchers.run_logs import LogView
+from toolkit.launchers.slurm_cache import Queue, Snapshot
 from toolkit.launchers.slurm_jobs import SlurmJob, read_points
+from toolkit.launchers.slurm_login import Login
+from toolkit.launchers.slurm_many import STATUS_AGE_S, statuses_of_parts
 from toolkit.launchers.slurm_queue import Command, Row, judge
 from toolkit.launchers.slurm_run import CONDITIONS, SlurmRun
+from toolkit.launchers.sweep_logs import follow_points
+from toolkit.launchers.sweep_logs import read_points as read_lines_of
 
 __all__ = ["SlurmPoint", "SlurmSweep"]
 
@@ -33,9 +40,9 @@ class SlurmSweep(SlurmRun):
     @cached_property
     def points(self) -> "tuple[SlurmPoint, ...]":
         """The points, each a run of its own."""
-        known = read_points(self.run_dir)
+        known = read_points(self.record.run_dir)
         return tuple(
-            SlurmPoint(self, index, name, settings, self._command)
+            SlurmPoint(self, index, name, settings, self._command, self._queue, self._login)
             for index, (name, settings) in enumerate(known)
         )
 
@@ -53,9 +60,10 @@ class SlurmSweep(SlurmRun):
             f"{self.uri}_0 or {self.name}/{self.points[0].folder}"
         )
 
-    def status(self) -> RunStatus:
-        """Return the state of the whole, and how many points are in which state as its reason."""
-        return self.sum_of(self.statuses())
+    @property
+    def parts(self) -> "Sequence[SlurmPoint]":
+        """The points."""
+        return self.points
 
     def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
         """Return the status of the whole from those of its points."""
@@ -70,28 +78,32 @@ class SlurmSweep(SlurmRun):
 
     def statuses(self) -> list[RunStatus]:
         """Ask where each point stands: one question to Slurm, and what the others left behind."""
-        try:
-            rows = self._rows(self.jobs)
-        except LauncherError as error:
-            return [point._unreachable(str(error)) for point in self.points]
-        newest = self._newest()
-        return [point.told(rows, newest[point.index]) for point in self.points]
+        changed = self._changed()
+        (found,) = statuses_of_parts(self._queue, [self], max_age_s=STATUS_AGE_S, changed=changed)
+        return found
 
-    def _newest(self) -> Mapping[int, SlurmJob]:
-        """Return the newest job of each point."""
-        jobs = self.jobs
+    def told(self, seen: Snapshot) -> "Sequence[RunStatus | None]":
+        """Return where each point stands by what Slurm says, and by what it has left behind."""
+        rows = self._rows_in(seen)
+        newest = self.newest(rows)
+        return [point.told_by(rows, newest[point.index], seen) for point in self.points]
+
+    def newest(self, rows: Mapping[str, Row]) -> Mapping[int, SlurmJob]:
+        """Return the newest job of each point, those that people have submitted included."""
+        jobs = self._jobs_of(rows) or self.jobs
         return {
             index: job
             for job in jobs
             for index in (range(len(self.points)) if job.points is None else job.points)
         }
 
-    def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Refuse: each point has its own."""
-        raise LauncherError(
-            f"{self.uri} is a sweep, and each of its points has a log of its own; name one, like "
-            f"{self.uri}_0 or {self.name}/{self.points[0].folder}"
-        )
+    def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
+        """Yield what the points have printed, each line after its point's name."""
+        self._login.fetch(time.time())
+        spans = {point.uri: point._spans for point in self.points}
+        if view.follow:
+            return follow_points(self, view, lambda point, v: spans[point.uri](v), on_status)
+        return read_lines_of(self.points, view, lambda point, v: spans[point.uri](v))
 
     def _only_waiting(self, job_ids: list[str]) -> list[str]:
         return ["--state=PENDING", *dict.fromkeys(i.partition("_")[0] for i in job_ids)]
@@ -102,7 +114,7 @@ class SlurmSweep(SlurmRun):
         Raises:
             LauncherError: one has ended otherwise, or nobody knows how.
         """
-        found, newest = self.statuses(), self._newest()
+        found, newest = self.statuses(), self.newest({})
         live = [p for p, s in zip(self.points, found, strict=True) if not (s.state.final or s.lost)]
         if wish == "ok":
             for point, status in zip(self.points, found, strict=True):
@@ -146,10 +158,10 @@ class SlurmSweep(SlurmRun):
         for point in self.points:
             folder = point.run_dir
             if point.index in points:
-                rundir.withdraw_cancel(folder)
+                self._login.withdraw_cancel(point.record)
             elif whole and not rundir.has_attempts(folder):
-                point.mark_cancelled()
-        rundir.withdraw_cancel(self.run_dir)
+                self._login.request_cancel(point.record)
+        self._login.withdraw_cancel(self.record)
 
 
 class SlurmPoint(SlurmRun):
@@ -162,19 +174,23 @@ class SlurmPoint(SlurmRun):
         folder: str,
         settings: Mapping[str, str | bool],
         command: Command,
+        queue: Queue,
+        login: Login,
     ) -> None:
-        assert sweep.run_dir is not None
+        whole = sweep.record
+        assert whole.run_dir is not None
         self.sweep = sweep
         self.index = index
         self.folder = folder
         self._settings = settings
         record = replace(
-            sweep.record,
-            uri=f"{sweep.uri}_{index}",
-            name=f"{sweep.name}/{folder}",
-            run_dir=sweep.run_dir / folder,
+            whole,
+            uri=f"{whole.uri}_{index}",
+            name=f"{whole.name}/{folder}",
+            run_dir=whole.run_dir / folder,
+            remote_dir=whole.remote_dir and f"{whole.remote_dir}/{folder}",
         )
-        super().__init__(record, command)
+        super().__init__(record, command, queue, login)
 
     @property
     def settings(self) -> Mapping[str, str | bool]:
@@ -184,29 +200,36 @@ class SlurmPoint(SlurmRun):
     @property
     def run_dir(self) -> Path:
         """The point's own run directory."""
-        assert self.record.run_dir is not None
-        return self.record.run_dir
+        found = super().run_dir
+        assert found is not None
+        return found
 
     @property
     def jobs(self) -> list[SlurmJob]:
         """The newest task of this point."""
-        newest = self.sweep._newest()[self.index]
+        newest = self.sweep.newest({})[self.index]
         return [replace(newest, job_id=f"{newest.job_id}_{self.index}")]
 
-    def status(self) -> RunStatus:
-        """Ask squeue for this point alone."""
-        try:
-            rows = self._rows(self.jobs)
-        except LauncherError as error:
-            return self._unreachable(str(error))
-        return self.told(rows, self.sweep._newest()[self.index])
+    def told(self, seen: Snapshot) -> "Sequence[RunStatus | None]":
+        """Return where this point stands."""
+        rows = self._rows_in(seen)
+        return (self.told_by(rows, self.sweep.newest(rows)[self.index], seen),)
 
-    def told(self, rows: Mapping[str, Row], job: SlurmJob) -> RunStatus:
+    def told_by(self, rows: Mapping[str, Row], job: SlurmJob, seen: Snapshot) -> RunStatus | None:
         """Return where the point stands, by what Slurm says of all jobs and by what it left."""
         row = rows.get(f"{job.job_id}_{self.index}")
         if row is None and not rundir.has_attempts(self.run_dir):
             row = rows.get(job.job_id)  # tasks that were cancelled before they started, together
-        return judge(row, self.run_dir, after=job.after) if row else self._left_behind()
+        return judge(row, self.run_dir, after=job.after) if row else self._forgotten(seen)
+
+    def _ids(self, job: SlurmJob) -> Sequence[str]:
+        whole = job.job_id.partition("_")[0]
+        return (job.job_id,) if rundir.has_attempts(self.run_dir) else (job.job_id, whole)
+
+    def _rows(self) -> dict[str, Row]:
+        rows = super()._rows()
+        job_id = self.sweep.newest(rows)[self.index].job_id
+        return {i: row for i, row in rows.items() if i == f"{job_id}_{self.index}"}
 
     def _left_behind(self) -> RunStatus:
         if rundir.has_attempts(self.run_dir):
@@ -216,19 +239,18 @@ class SlurmPoint(SlurmRun):
             return RunStatus(state=RunState.CANCELLED, reason="never started")
         return super()._left_behind()
 
-    def _unreachable(self, reason: str) -> RunStatus:
+    def unreachable(self, reason: str) -> RunStatus:
+        """Believe an end that nothing can follow."""
         if not rundir.has_attempts(self.run_dir):
             return RunStatus(state=RunState.UNKNOWN, reason=reason)
-        return super()._unreachable(reason)
+        return super().unreachable(reason)
 
-    def _is_ours(self, command: str) -> bool:
-        return self.sweep._is_ours(command)
+    @property
+    def _home(self) -> str | None:
+        return self.sweep._home
 
     def _log(self) -> Path:
         return self.run_dir.parent / "logs" / f"{self.index}.log"
-
-    def _inputs(self) -> Path | None:
-        return self.sweep.run_dir
 
     def cancel(self) -> None:
         """Ask this point to stop with a checkpoint, or never to start."""
@@ -239,11 +261,6 @@ class SlurmPoint(SlurmRun):
         # While other tasks of the array wait, slurmctld signals this one and answers that it could
         # not: scancel would signal it once more after 5 s, and again for a minute and a half.
         self._scancel("--batch", "--signal=USR2", *job_ids, within_s=4)
-
-    def mark_cancelled(self) -> None:
-        """Leave a mark that this point was cancelled before it started."""
-        self.run_dir.mkdir(exist_ok=True)
-        rundir.request_cancel(self.run_dir)
 
     def unfinished(self) -> list[int]:
         """Return this point, if it has ended without success."""

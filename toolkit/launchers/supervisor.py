@@ -7,6 +7,7 @@ becomes this process's child (`PR_SET_CHILD_SUBREAPER`), so that none can escape
 import argparse
 import contextlib
 import ctypes
+import json
 import math
 import os
 import signal
@@ -52,10 +53,40 @@ def _sweep() -> None:
             return
 
 
+def _newest(run_dir: str) -> Path:
+    """Return the folder of the newest attempt."""
+    found = Path(run_dir).glob("logs/attempt-*")
+    return max(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+def _can_go_on(run_dir: str) -> bool:
+    """Whether the newest attempt has stopped where another one can begin, and nobody is against."""
+    if (Path(run_dir) / "cancel_requested").exists():
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        said = json.loads((Path(run_dir) / "outcome.json").read_text())
+        newest = _newest(run_dir).name == f"attempt-{said['attempt']}"
+        return newest and said["status"] == "preempted"
+    return False
+
+
 def supervise(
-    script: str, run_dir: str, *, stop_timeout_s: float, time_limit_s: float = math.inf
+    script: str,
+    run_dir: str,
+    *,
+    stop_timeout_s: float,
+    time_limit_s: float = math.inf,
+    requeue: int = 0,
 ) -> int:
-    """Run `script` to its end and return its exit status."""
+    """Run `script` to its end and return its exit status.
+
+    Args:
+        script: What to run.
+        run_dir: Its first argument.
+        stop_timeout_s: How long it may take to stop.
+        time_limit_s: When it is asked to.
+        requeue: How often it starts again after that, if it can go on.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     asked: list[float] = []  # when we were asked to stop
 
@@ -67,12 +98,22 @@ def supervise(
         signal.signal(number, stop)
     child = subprocess.Popen(["bash", script, run_dir], preexec_fn=_die_with_parent)
     ends_at = time.monotonic() + time_limit_s
-    told = False
-    while (status := child.poll()) is None:
+    told = out_of_time = False
+    while (status := child.poll()) is None or (out_of_time and requeue and _can_go_on(run_dir)):
         now = time.monotonic()
+        if status is not None:
+            _sweep()
+            requeue, told, out_of_time, ends_at = requeue - 1, False, False, now + time_limit_s
+            asked.clear()
+            argv = ["bash", script, run_dir, "continue"]
+            child = subprocess.Popen(argv, preexec_fn=_die_with_parent)
+            continue
         if not asked and now > ends_at:
             print(f"time limit of {time_limit_s:.0f} s: stopping", flush=True)
             asked.append(now)
+            out_of_time = True
+            with contextlib.suppress(OSError, ValueError):
+                (_newest(run_dir) / "stopping").write_text("walltime\n")
         if asked and not told:
             child.terminate()
             told = True
@@ -90,6 +131,7 @@ def main() -> int:
     parser.add_argument("run_dir")
     parser.add_argument("--stop-timeout", type=float, default=60.0, help="seconds")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds")
+    parser.add_argument("--requeue", type=int, default=0, help="new starts after the time limit")
     parser.add_argument("--tied-to", type=int, help="stop when this parent ends")
     options = parser.parse_args()
     if options.tied_to:
@@ -101,6 +143,7 @@ def main() -> int:
         options.run_dir,
         stop_timeout_s=options.stop_timeout,
         time_limit_s=options.time_limit,
+        requeue=options.requeue,
     )
     left = Path(options.run_dir) / "logs" / "attempt-0"
     if not (left / "exit_status").exists():  # the script was killed, or refused to start

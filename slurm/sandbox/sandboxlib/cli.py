@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from . import cluster, config, daemons, namespaces, packages
+from . import cluster, config, daemons, namespaces, packages, versions
 from .errors import SandboxError
 from .state import CONTROLLER, Shape, StateDir
 
@@ -44,6 +44,11 @@ def _install(arguments: argparse.Namespace, _: StateDir) -> int:
     return 0
 
 
+def _fetch(arguments: argparse.Namespace, _: StateDir) -> int:
+    print(versions.fetch(arguments.suite, Path(arguments.folder)))
+    return 0
+
+
 def _up(arguments: argparse.Namespace, state: StateDir) -> int:
     shape = Shape(
         nodes=arguments.nodes,
@@ -54,6 +59,7 @@ def _up(arguments: argparse.Namespace, state: StateDir) -> int:
         min_job_age=arguments.min_job_age,
         accounting=arguments.accounting,
         cloud=arguments.cloud,
+        slurm=str(versions.require(Path(arguments.slurm))) if arguments.slurm else "",
     )
     print(cluster.up(state, shape, str(SANDBOX)))
     return 0
@@ -200,6 +206,15 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--accounting", action="store_true", help="slurmdbd and MariaDB, too")
 
     sub = command(
+        "fetch",
+        _fetch,
+        "unpack the Slurm of another Debian into a folder; installs nothing",
+        "sandbox fetch trixie .cache/slurm-trixie; sandbox up --slurm .cache/slurm-trixie",
+    )
+    sub.add_argument("suite", help="Debian's name of it, like trixie")
+    sub.add_argument("folder", help="where it is unpacked")
+
+    sub = command(
         "up", _up, "start a cluster, wait until its nodes are idle", "sandbox up --nodes 2 --gpus 0"
     )
     number = _at_least
@@ -223,6 +238,9 @@ def _parser() -> argparse.ArgumentParser:
         "--cloud", type=number(0, 65000), default=0, metavar="N",
         help="partition `cloud` of so many nodes that never start, to plan for (%(default)s)",
     )  # fmt: skip
+    sub.add_argument(
+        "--slurm", metavar="FOLDER", help="run the Slurm that `fetch` has unpacked there"
+    )
 
     command("down", _down, "end everything, keep the logs", "sandbox down")
     command("env", _env, "print what makes a shell a login node", 'eval "$(sandbox env)"')

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 
 from . import config, containers, namespaces, packages, processes
 from .errors import SandboxError
@@ -111,8 +112,9 @@ def _start(state: StateDir, shape: Shape, sandbox: str) -> None:
     containers.write_all(state, shape.node_names)
     boots: list[namespaces.Boot] = []
     try:
-        boots += [namespaces.Boot(CONTROLLER, state, accounting=shape.accounting)]
-        boots += [namespaces.Boot(name, state) for name in shape.node_names]
+        machine = partial(namespaces.Boot, state=state, slurm=shape.slurm)
+        boots += [machine(CONTROLLER, accounting=shape.accounting)]
+        boots += [machine(name) for name in shape.node_names]
         _boot(state, shape, sandbox, boots)
     except BaseException:
         for boot in boots:
@@ -208,7 +210,7 @@ def power_on(state: StateDir, name: str) -> str:
         controller = record.machines[CONTROLLER]
         namespaces.unwire(controller, name)
         began_s = int(time.time())
-        boot = namespaces.Boot(name, state)
+        boot = namespaces.Boot(name, state, slurm=record.shape.slurm)
         try:
             machine = boot.process()
             record = replace(record, machines=record.machines | {name: machine})

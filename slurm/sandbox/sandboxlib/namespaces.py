@@ -21,13 +21,15 @@ BRIDGE = "switch"
 class Boot:
     """A machine between power-on and the moment when its daemons may start."""
 
-    def __init__(self, name: str, state: StateDir, *, accounting: bool = False) -> None:
+    def __init__(
+        self, name: str, state: StateDir, *, accounting: bool = False, slurm: str = ""
+    ) -> None:
         """Start PID 1 of the machine; it waits until `go`, and ends when this process does."""
         Path(RUN).mkdir(parents=True, exist_ok=True)
         role = CONTROLLER if name == CONTROLLER else "node"
         argv = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--propagation", "slave"]
         argv += ["--", "bash", str(INIT), role, name, str(state.path)]
-        argv += ["accounting"] if accounting else []
+        argv += ["accounting" if accounting else "", slurm]
         self.name = name
         self._state = state
         # Nothing of the caller may stay open in a daemon: a pipe after `up` would never end.

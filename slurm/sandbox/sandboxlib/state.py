@@ -33,6 +33,8 @@ class Shape:
     accounting: bool
     cloud: int = 0
     """Nodes that Slurm counts on and that nobody has started, in a partition of their own."""
+    slurm: str = ""
+    """The folder of another Slurm, as `fetch` makes it; empty for the machine's own."""
 
     @property
     def node_names(self) -> list[str]:

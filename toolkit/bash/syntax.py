@@ -1,0 +1,202 @@
+"""What a bash script is made of."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+__all__ = [
+    "AndOr",
+    "Assignment",
+    "Command",
+    "Compound",
+    "Function",
+    "Node",
+    "Part",
+    "Pipeline",
+    "Redirection",
+    "Sequence",
+    "Span",
+    "Word",
+]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of text and the line on which it begins."""
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A piece of a word: literal text, or an expansion."""
+
+    kind: Literal["text", "variable", "command", "computed"]
+    """`computed` stands for arithmetic and for whatever else only a running shell can tell."""
+
+    text: str
+    """The literal text; a variable's name, with `[@]` for all of an array; else the source."""
+
+    line: int
+    """Where it stands."""
+
+    quoted: bool = False
+    """Whether quotes keep it in one word."""
+
+    operator: str = ""
+    """What follows a variable's name in its braces: `:-`, `%%`."""
+
+    argument: tuple["Part", ...] = ()
+    """What follows that."""
+
+    inner: "Sequence" = ()
+    """The commands of a substitution."""
+
+    @property
+    def shown(self) -> str:
+        """The part as somebody would write it in a message."""
+        if self.kind == "text":
+            return self.text
+        if self.kind == "variable":
+            plain = self.text.isidentifier() and not self.operator
+            rest = "".join(part.shown for part in self.argument)
+            return f"${self.text}" if plain else f"${{{self.text}{self.operator}{rest}}}"
+        return "$(…)" if self.kind == "command" else self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """A word before expansion."""
+
+    parts: tuple[Part, ...]
+    line: int
+
+    @property
+    def literal(self) -> str | None:
+        """The text, where nothing in it is expanded."""
+        if any(part.kind != "text" for part in self.parts):
+            return None
+        return "".join(part.text for part in self.parts)
+
+    @property
+    def bare(self) -> str:
+        """The text of a word without quotes, which alone may be a reserved one; else nothing."""
+        if len(self.parts) != 1 or self.parts[0].kind != "text" or self.parts[0].quoted:
+            return ""
+        return self.parts[0].text
+
+    @property
+    def shown(self) -> str:
+        """The word as somebody would write it in a message."""
+        return "".join(part.shown for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """`NAME=value`, `NAME+=value`, or `NAME=(…)`."""
+
+    name: str
+    added: bool
+    value: Word
+    items: tuple[Word, ...] | None
+    """The words of an array."""
+
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Redirection:
+    """`>file`, or the text of a here-document."""
+
+    operator: str
+    target: Word
+    body: tuple[Part, ...] = ()
+    """The text of a here-document, expanded where bash would."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A simple command."""
+
+    assignments: tuple[Assignment, ...]
+    words: tuple[Word, ...]
+    redirections: tuple[Redirection, ...]
+    line: int
+
+    @property
+    def name(self) -> str:
+        """The program, builtin or function, where the text tells."""
+        return (self.words[0].literal or "") if self.words else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compound:
+    """`if`, `while`, `until`, `for`, `case`, `{ }`, `( )`."""
+
+    kind: str
+    conditions: tuple["Sequence", ...]
+    """The commands whose exit status is asked."""
+
+    bodies: tuple["Sequence", ...]
+    words: tuple[Word, ...]
+    """What a loop goes over, or what `case` looks at."""
+
+    redirections: tuple[Redirection, ...]
+    line: int
+    variable: str = ""
+    """The variable of a `for` loop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """The definition of a function."""
+
+    name: str
+    body: "Compound | Command"
+    line: int
+
+
+Node = Command | Compound | Function
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Commands joined by `|`; most have one."""
+
+    nodes: tuple[Node, ...]
+    negated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AndOr:
+    """Pipelines joined by `&&` and `||`."""
+
+    pipelines: tuple[Pipeline, ...]
+    operators: tuple[str, ...]
+    """One less than there are pipelines."""
+
+    background: bool
+    line: int
+
+
+Sequence = tuple[AndOr, ...]
+
+
+def joined(parts: Iterable[Part]) -> Iterator[Part]:
+    """Join neighbours of literal text that stand on one line and are quoted alike."""
+    last: Part | None = None
+    for part in parts:
+        if last is not None and _one_text(last, part):
+            last = replace(last, text=last.text + part.text)
+            continue
+        if last is not None:
+            yield last
+        last = part
+    if last is not None:
+        yield last
+
+
+def _one_text(one: Part, other: Part) -> bool:
+    alike = one.kind == other.kind == "text" and one.quoted == other.quoted
+    return alike and one.line + one.text.count("\n") == other.line

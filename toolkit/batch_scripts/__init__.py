@@ -1,0 +1,1 @@
+"""Batch scripts that people have written: read, and held to rules."""

@@ -1,0 +1,56 @@
+"""Batch scripts held to the rules, all of them at once."""
+
+import re
+
+from toolkit.batch_scripts import asking, leaking, meeting, outcomes, steps, stopping
+from toolkit.batch_scripts.registry import CHECKS
+from toolkit.batch_scripts.scripts import BatchScript, read_batch_script
+from toolkit.batch_scripts.values import uncovered
+from toolkit.errors import InputError, Problem
+from toolkit.rules import Rule
+
+__all__ = ["SCRIPT_RULES", "check_script"]
+
+_MODULES = (asking, steps, meeting, stopping, outcomes, leaking)  # each brings its rules
+assert all(module.__all__ == [] for module in _MODULES)
+
+SCRIPT_RULES: tuple[Rule, ...] = tuple(rule for rule, _ in CHECKS.values())
+"""The rules for batch scripts."""
+
+_ALLOWED = re.compile(r"#.*\btoolkit: *allow +([\w, -]+)")
+
+
+def check_script(text: str, source: str) -> list[Problem]:
+    """Return what is wrong with a batch script, by line; each fault once.
+
+    A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
+
+    Raises:
+        InputError: its bash cannot be read.
+    """
+    if not text.strip():
+        raise InputError([Problem(place=source, message="the file is empty")])
+    script = read_batch_script(text, source)
+    allowed = _allowed(script)
+    found = []
+    for rule, check in CHECKS.values():
+        for fault in check(script):
+            if rule.id in allowed.get(fault.line, ()):
+                continue
+            place = f"{source}:{fault.line}"
+            message = f"{uncovered(fault.what)}; {fault.fix or rule.fix}"
+            found.append((fault.line, Problem(place=place, message=message, rule=rule.id)))
+    found.sort(key=lambda entry: entry[0])
+    return [problem for _, problem in dict.fromkeys(found)]
+
+
+def _allowed(script: BatchScript) -> dict[int, set[str]]:
+    """Return which rules are taken back on which lines."""
+    rows = script.text.splitlines()
+    found: dict[int, set[str]] = {}
+    for comment in script.comments:
+        if match := _ALLOWED.search(comment.text):
+            alone = rows[comment.line - 1].lstrip().startswith("#")
+            names = set(re.findall(r"[a-z][a-z-]+[a-z]", match[1]))
+            found.setdefault(comment.line + alone, set()).update(names)
+    return found

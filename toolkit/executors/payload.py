@@ -1,0 +1,137 @@
+"""A call in its run directory: what goes in, and what comes out. The same for every place.
+
+docs/reference/run-directory.md tells what the files are; worker.py is the other side.
+"""
+
+import json
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from toolkit.fields import IN_RUN_DIR
+from toolkit.launchers import rundir
+from toolkit.spec import JobSpec
+
+__all__ = ["SCRIPT", "Call", "Failure", "files_of"]
+
+FOLDER = "function"
+_VERSION = 1
+
+SCRIPT = f"{IN_RUN_DIR}{FOLDER}/worker.py"
+"""What torchrun starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a rank has failed."""
+
+    rank: int
+    """Which."""
+
+    host: str
+    """Where."""
+
+    time: float
+    """When, in seconds since 1970."""
+
+    echo: bool
+    """Whether it has only lost another rank, or has not met the others."""
+
+    trace: str
+    """The traceback."""
+
+
+def files_of(
+    job: JobSpec, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """Return what a run directory must hold before its job starts, by path."""
+    need = job.resources
+    facts = {
+        "version": _VERSION,
+        "ranks": need.max_nodes * need.nproc_per_node,
+        "gpus_per_node": need.gpus_per_node,
+        "restarts": job.retries.in_job,
+        "python": "{}.{}".format(*sys.version_info),
+    }
+    return {
+        f"{FOLDER}/call.json": json.dumps(facts).encode(),
+        f"{FOLDER}/call.pkl": cloudpickle.dumps((function, args, dict(kwargs))),
+        f"{FOLDER}/worker.py": (Path(__file__).parent / "worker.py").read_bytes(),
+    }
+
+
+class Call:
+    """A call that was submitted."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.folder = run_dir / FOLDER
+        facts = json.loads((self.folder / "call.json").read_text())
+        self.ranks: int = facts["ranks"]
+        self._restarts: int = facts["restarts"]
+
+    @staticmethod
+    def is_in(run_dir: Path | None) -> bool:
+        """Whether a run directory is that of a call."""
+        return run_dir is not None and (run_dir / FOLDER / "call.json").is_file()
+
+    @property
+    def submitted(self) -> Path:
+        """The function and its arguments, pickled."""
+        return self.folder / "call.pkl"
+
+    def parts(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Return the function and its arguments."""
+        function, args, kwargs = pickle.loads(self.submitted.read_bytes())
+        return function, args, kwargs
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt; 0 before the first."""
+        names = (path.name for path in self.run_dir.glob("logs/attempt-*"))
+        return max((int(name.removeprefix("attempt-")) for name in names), default=0)
+
+    def said(self) -> str:
+        """Return what the newest attempt says of its end, `done` or `fatal`; "" while it may go on.
+
+        Only what nothing can follow counts: the rest is the scheduler's to say.
+        """
+        outcome = rundir.outcome(self.run_dir) or {}
+        if outcome.get("attempt") != self.attempt:
+            return ""
+        status = outcome.get("status")
+        if status == "fatal" and outcome.get("restart", 0) < self._restarts:
+            return ""
+        return status if status in ("done", "fatal") else ""
+
+    def result(self, rank: int) -> Path:
+        """Return where a rank's result lies."""
+        return self.folder / f"attempt-{self.attempt}" / f"rank-{rank}.pkl"
+
+    def failures(self) -> list[Failure]:
+        """Return why ranks of the newest attempt have failed, the cause first."""
+        folder = self.folder / f"attempt-{self.attempt}"
+        found = [_failure(path) for path in folder.glob("rank-*.error.json")]
+        return sorted(found, key=lambda failure: (failure.echo, failure.time))
+
+    def streams(self, rank: int, name: str) -> list[Path]:
+        """Return the files of a rank's `stdout` or `stderr`, one for each attempt."""
+        folders = [self.folder / f"attempt-{n}" / f"logs-{rank}" for n in range(self.attempt + 1)]
+        files = (folder / f"{name}.log" for folder in folders)
+        return [path for path in files if path.is_file()]
+
+
+def _failure(path: Path) -> Failure:
+    extra = json.loads(path.read_text())["message"]["extraInfo"]
+    return Failure(
+        rank=extra["rank"],
+        host=extra["host"],
+        time=extra["time"],
+        echo=extra["echo"],
+        trace=extra["py_callstack"],
+    )

@@ -1,0 +1,400 @@
+"""One rank's part in the call of a function.
+
+The executors put this file into the run directory, and torchrun starts it there on every rank. So
+it imports nothing of the toolkit, and a job's environment needs torch and cloudpickle only. What it
+reads and writes: docs/reference/run-directory.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL: start again to go on
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+TOLD_WITHIN_S = 10.0
+"""A stop reaches all ranks within this time; what reaches only some is another rank's failure."""
+FILE_WITHIN_S = 60.0
+"""How long a file that was written on another machine may take to appear."""
+KNOCK_S = 5.0
+"""How long to look often for rank 0's store; torch's own client waits longer after each try."""
+ECHO_S = 10
+"""By so much a rank that has only lost another one dates its error too late, so that torchrun
+takes the cause for the first."""
+
+WEIGHTS = {"running": 0, "retryable": 1, "preempted": 1, "fatal": 2, "done": 3}
+ECHOES = (
+    *("connection closed by peer", "connection reset by peer", "connection refused"),
+    *("broken pipe", "timed out waiting", "wait timeout", "remote process exited"),
+    *("nccl communicator was aborted", "watchdog caught collective operation timeout"),
+)
+"""What gloo and NCCL say when the other side has gone."""
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class Place:
+    """Who this process is, as the launcher and torchrun have set it."""
+
+    def __init__(self) -> None:
+        """Read the environment."""
+        self.run_dir = Path(os.environ["TRAIN_RUN_DIR"])
+        self.attempt = int(os.environ["TRAIN_ATTEMPT"])
+        self.restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        self.function_dir = self.run_dir / "function"
+        self.attempt_dir = self.function_dir / f"attempt-{self.attempt}"
+
+
+class Notes:
+    """What this rank leaves in the run directory."""
+
+    def __init__(self, place: Place) -> None:
+        """Make the attempt's folder, and say where this rank's streams are."""
+        self._place = place
+        self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+        place.attempt_dir.mkdir(parents=True, exist_ok=True)
+        if self._error_file:
+            link = place.attempt_dir / f"logs-{place.rank}"
+            with contextlib.suppress(OSError):
+                link.unlink(missing_ok=True)
+                link.symlink_to(os.path.relpath(Path(self._error_file).parent, link.parent))
+
+    def result(self, value: Any) -> None:
+        """Write what the function has returned."""
+        try:
+            self.pickled(f"rank-{self._place.rank}.pkl", value)
+        except (TypeError, pickle.PicklingError) as error:
+            raise TypeError(f"the result cannot be pickled: {error}") from error
+
+    def pickled(self, name: str, value: Any) -> None:
+        """Write a value for another process."""
+        import cloudpickle  # the job's own
+
+        self.write(name, cloudpickle.dumps(value))
+
+    def failure(self, error: BaseException, *, echo: bool) -> None:
+        """Record why this rank has failed: for whoever waits, for torchrun and for the script."""
+        said, trace = f"{type(error).__name__}: {error}", trace_of(error)
+        print(trace, file=sys.stderr, end="", flush=True)
+        date = str(int(time.time()) + (ECHO_S if echo else 0))
+        extra = {"py_callstack": trace, "timestamp": date, "time": time.time(), "echo": echo}
+        extra |= {"rank": self._place.rank, "host": socket.gethostname()}
+        record = json.dumps({"message": {"message": said, "extraInfo": extra}})
+        if self._error_file:
+            with contextlib.suppress(OSError):
+                Path(self._error_file).write_text(record)
+        self.write(f"rank-{self._place.rank}.error.json", record.encode())
+        status, reason = "retryable" if echo else "fatal", said.partition("\n")[0]
+        self.outcome(status, reason, rank=self._place.rank)
+
+    def outcome(self, status: str, reason: str = "", *, rank: int | None = None) -> None:
+        """Say how the run stands, unless what is said weighs more."""
+        here = self._place
+        new = {"version": 1, "status": status, "attempt": here.attempt, "restart": here.restart}
+        new |= {"step": None, "steps": None, "samples_seen": 0, "rank": rank, "reason": reason}
+        new |= {"metrics": {}, "time": time.time()}
+        with (here.function_dir / "outcome.lock").open("w") as lock:
+            with contextlib.suppress(OSError):  # where there are no locks, the last one wins
+                fcntl.lockf(lock, fcntl.LOCK_EX)
+            if _weight(self._said()) < _weight(new):
+                _replace(here.run_dir / "outcome.json", json.dumps(new).encode())
+
+    def _said(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self._place.run_dir / "outcome.json").read_text())
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    def peer_has_failed(self) -> bool:
+        """Whether a rank of this start has said that it failed."""
+        said, here = self._said(), self._place
+        ours = (said.get("attempt"), said.get("restart")) == (here.attempt, here.restart)
+        return ours and said.get("status") == "fatal"
+
+    def out_of_time(self) -> bool:
+        """Whether the script stops this attempt since its time is over."""
+        stopping = self._place.run_dir / "logs" / f"attempt-{self._place.attempt}" / "stopping"
+        return stopping.is_file() and stopping.read_text() == "walltime\n"
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, whole or not at all, where no other attempt writes."""
+        _replace(self._place.attempt_dir / name, content)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    draft.write_bytes(content)
+    draft.replace(path)
+
+
+def _weight(outcome: dict[str, Any]) -> tuple[int, int, int]:
+    """Of two outcomes the heavier one stays: that of the later start, then what says more."""
+    status = WEIGHTS.get(str(outcome.get("status")), -1)
+    return outcome.get("attempt", -1), outcome.get("restart", -1), status
+
+
+class Stop:
+    """How this rank answers when the run is asked to stop.
+
+    Before the function is called, a signal ends the process at once: it may sit in C++, waiting for
+    a peer that the same signal has ended, where no handler of Python runs. From then on rank 0
+    makes the checkpoint, between two lines of the function, as with submitit. The others go on
+    meanwhile, since rank 0 may need them to come to its next line.
+    """
+
+    def __init__(self, place: Place, notes: Notes) -> None:
+        """Take over the signals."""
+        self._place = place
+        self._notes = notes
+        self._call: Call | None = None
+        self._channel: Any = None
+        self._answered = self._over = False
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), name="stop-watch", daemon=True).start()
+        for number in SIGNALS:
+            signal.signal(number, self._answer)
+
+    def agree(self, call: Call, channel: Any) -> None:
+        """From now on a stop is answered by all ranks together."""
+        self._channel, self._call = channel, call
+
+    def over(self) -> None:
+        """From now on there is nothing to stop: the process ends by itself."""
+        self._over = True
+
+    def _watch(self, reader: int) -> None:
+        while os.read(reader, 1)[0] not in SIGNALS:
+            pass
+        if self._over:
+            return
+        if self._call is None:
+            os._exit(EXIT_STOPPED)
+        try:
+            self._channel.add("told", 1)
+            if self._place.rank == 0:
+                return  # the main thread answers
+            if self._notes.peer_has_failed() or not self._all_told():
+                os._exit(1)
+            while not self._channel.check(["stopped"]):
+                time.sleep(0.1)
+        except Exception:
+            pass  # rank 0, which keeps the channel, has gone
+        os._exit(EXIT_STOPPED)
+
+    def _all_told(self) -> bool:
+        """Whether the stop has reached all ranks; where one has died, torchrun ends its peers."""
+        until_s, count = time.monotonic() + TOLD_WITHIN_S, self._channel.add
+        while count("told", 0) + count("left", 0) < self._place.world_size:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _answer(self, number: int, frame: FrameType | None) -> None:
+        if self._call is None or self._answered or self._over or self._place.rank != 0:
+            return
+        self._answered = True
+        try:
+            if self._notes.peer_has_failed():
+                leave(1)
+            status, why = "preempted", f"stopped by {signal.Signals(number).name}"
+            if not self._all_told():
+                status, why = "retryable", "another rank has gone"
+            done = self._checkpoint(self._call, frame)
+            self._notes.outcome(status, f"{why}; {done}")
+            self._channel.set("stopped", "")
+        except BaseException as error:
+            self._notes.failure(error, echo=False)
+            leave(1)
+        leave(EXIT_STOPPED)
+
+    def _checkpoint(self, call: Call, frame: FrameType | None) -> str:
+        """Let the function say what the next attempt shall call; return what was done."""
+        function, args, kwargs = call
+        own = getattr(function, "__submitit_checkpoint__", None)
+        checkpoint = own or getattr(function, "checkpoint", None)
+        if checkpoint is None:
+            if not self._notes.out_of_time():
+                return "without a method checkpoint, the call starts anew"
+            stood = "".join(traceback.format_stack(frame))
+            raise RuntimeError(
+                "Job not requeued because: timed-out and not checkpointable. Give the function a "
+                f"method checkpoint, or a longer time_limit. It stood here:\n{stood}"
+            )
+        following = checkpoint(*args, **kwargs)
+        if following is None:
+            raise RuntimeError("Job not requeued because: checkpoint function returned None.")
+        parts = (following.function, following.args, following.kwargs)
+        self._notes.pickled("next.pkl", parts)
+        return "checkpoint was called"
+
+
+def leave(status: int) -> None:
+    """End the process at once: destructors of a torn process group may wait for ever."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def trace_of(error: BaseException) -> str:
+    """Return the traceback, without the frames of this file that led to the function."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether an error says only that another rank has gone."""
+    names = {base.__name__ for base in type(error).__mro__}
+    if names & {"DistNetworkError", "DistStoreError", "DistBackendError"}:
+        return True
+    text = str(error).lower()
+    return isinstance(error, (RuntimeError, OSError)) and any(word in text for word in ECHOES)
+
+
+def meet(place: Place) -> tuple[Any, Any]:
+    """Return the store of all ranks, and a second way to it for the thread that watches."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch.distributed.rendezvous import rendezvous
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    until_s = time.monotonic() + KNOCK_S
+    while place.rank != 0 and time.monotonic() < until_s:
+        try:
+            socket.create_connection((host, port), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.02)
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=30)))
+    channel = TCPStore(host, port, wait_for_workers=False)
+    # Only a store that torchrun itself keeps outlives a restart.
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    prefix = f"function/{place.restart if kept else 0}"
+    return PrefixStore(prefix, store), PrefixStore(prefix, channel)
+
+
+def join_group(store: Any, *, rank: int, world_size: int, gpu: int | None) -> Callable[[], None]:
+    """Make the process group, of NCCL where this rank has a GPU; return how to leave it."""
+    import torch
+    from torch import distributed
+    from torch._C._distributed_c10d import HashStore
+
+    if distributed.is_initialized():
+        return lambda: None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    backend, store = "gloo" if gpu is None else "nccl", store or HashStore()
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    return lambda: distributed.destroy_process_group() if distributed.is_initialized() else None
+
+
+def gpu_of(place: Place, wanted: int) -> int | None:
+    """Return this rank's GPU; None where the job has asked for none."""
+    if not wanted:
+        return None
+    import torch
+
+    if (seen := torch.cuda.device_count()) < place.local_world_size:
+        raise RuntimeError(
+            f"the job has asked for {wanted} GPUs per node, and torch sees {seen} on "
+            f"{socket.gethostname()} for {place.local_world_size} ranks"
+        )
+    return place.local_rank
+
+
+def load(place: Place, store: Any, python: str) -> Call:
+    """Read what to call, once all ranks are here: what a checkpoint has left, or was submitted."""
+    if place.rank == 0:
+        older = [f"attempt-{number}/next.pkl" for number in range(place.attempt - 1, -1, -1)]
+        left = [name for name in older if (place.function_dir / name).exists()]
+        store.set("call", [*left, "call.pkl"][0])
+    path = place.function_dir / store.get("call").decode()
+    until_s = time.monotonic() + FILE_WITHIN_S
+    while not path.exists() and time.monotonic() < until_s:
+        time.sleep(0.1)
+    try:
+        call: Call = pickle.loads(path.read_bytes())
+    except Exception as error:
+        mine = "{}.{}".format(*sys.version_info)
+        raise RuntimeError(
+            f"{path}, pickled by Python {python}, cannot be read by Python {mine}: {error!r}"
+        ) from error
+    if store.add("here", 1) == place.world_size:
+        store.set("all here", "")
+    store.wait(["all here"], timedelta(days=1))
+    return call
+
+
+def tell_submitit(place: Place) -> None:
+    """Let `submitit.JobEnvironment()` find its ranks, where submitit is installed."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    job_id = os.environ.get("SLURM_JOB_ID", place.run_dir.name)
+    nodes, node = (n // place.local_world_size for n in (place.world_size, place.rank))
+    known = {"JOB_ID": f"{array}_{task}" if array else job_id, "JOB_NUM_NODES": nodes}
+    known |= {"NTASKS": place.world_size, "GLOBALID": place.rank}
+    known |= {"NODEID": node, "LOCALID": place.local_rank}
+    os.environ.update({f"SUBMITIT_LOCAL_{key}": str(value) for key, value in known.items()})
+    os.environ |= {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_FOLDER": str(place.function_dir)}
+
+
+def main() -> int:
+    """Call the function, and leave what becomes of it."""
+    sys.path[0] = os.getcwd()  # noqa: PTH109  # as after `python -m`; until now, torchrun's folder
+    atexit._clear()  # what torchrun has registered is torchrun's
+    place = Place()
+    notes = Notes(place)
+    stop = Stop(place, notes)
+    tell_submitit(place)
+    met = False
+    try:
+        facts = json.loads((place.function_dir / "call.json").read_text())
+        gpu = gpu_of(place, facts["gpus_per_node"])
+        store, channel = meet(place)
+        leave_group = join_group(store, rank=place.rank, world_size=place.world_size, gpu=gpu)
+        met = True
+        call = load(place, store, facts["python"])
+        if place.rank == 0:
+            notes.outcome("running")
+        stop.agree(call, channel)
+        notes.result(call[0](*call[1], **call[2]))
+        leave_group()
+        left = channel.add("left", 1)
+        while place.rank == 0 and left < place.world_size:  # it keeps the store, and can stop
+            time.sleep(0.02)
+            left = channel.add("left", 0)
+        stop.over()
+        if place.rank == 0:
+            notes.outcome("done")
+        atexit._run_exitfuncs()  # which forks leave out
+    except BaseException as error:
+        # What keeps ranks from meeting may pass: a node that is lost, a port that is taken.
+        lost = place.world_size > 1 and is_echo(error)
+        notes.failure(error, echo=lost or not met)
+        leave(1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""What a run has printed: from which files it is read, as they grow, and which lines are wanted.
+
+On Slurm one file holds what all jobs of a run print, and each attempt notes where its part begins
+(`logs/attempt-N/log`); on this machine each node of an attempt has a file (`node-K.log`). Both hold
+the lines of all ranks as torchrun passes them on: each begins with `[rank N] `.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.errors import InputError, LauncherError, Problem
+
+__all__ = [
+    "LogView",
+    "Span",
+    "Tail",
+    "all_spans",
+    "attempt_folders",
+    "attempt_spans",
+    "follow_files",
+    "refuse_attempt",
+]
+
+_CHUNK = 1 << 20
+_RANK = re.compile(r"\[rank (\d+)\] ")
+"""What torchrun puts before the lines of a rank: see TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogView:
+    """Which lines of a run are wanted."""
+
+    follow: bool = False
+    """Whether to go on until the run has ended."""
+
+    ranks: frozenset[int] = frozenset()
+    """The ranks whose lines are wanted; all lines where it is empty."""
+
+    attempt: int | None = None
+    """The attempt whose lines are wanted; those of all where it is None."""
+
+    pattern: re.Pattern[str] | None = None
+    """What a line must hold somewhere."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        follow: bool = False,
+        ranks: Collection[int] = (),
+        attempt: int | None = None,
+        grep: str | None = None,
+    ) -> "LogView":
+        """Return the view for what people ask.
+
+        Raises:
+            InputError: `grep` is no regular expression.
+        """
+        pattern = None
+        if grep is not None:
+            try:
+                pattern = re.compile(grep)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise InputError(
+                    [Problem(place=f"--grep {grep}", message=f"no regular expression: {error}")]
+                ) from None
+        return cls(follow=follow, ranks=frozenset(ranks), attempt=attempt, pattern=pattern)
+
+    def of_ranks(self, lines: Iterator[str]) -> Iterator[str]:
+        """Yield the lines of the ranks that are wanted."""
+        if not self.ranks:
+            return lines
+        return (
+            line for line in lines if (found := _RANK.match(line)) and int(found[1]) in self.ranks
+        )
+
+    def grepped(self, lines: Iterator[str]) -> Iterator[str]:
+        """Yield the lines that hold the pattern, as they are shown."""
+        pattern = self.pattern
+        return lines if pattern is None else (line for line in lines if pattern.search(line))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A part of a file."""
+
+    path: Path
+    """The file."""
+
+    start: int = 0
+    """Its first byte."""
+
+    end: int | None = None
+    """The byte behind its last one; None for the end of the file, which may grow."""
+
+
+@dataclass(kw_only=True)
+class Tail:
+    """How far a growing file has been read."""
+
+    offset: int = 0
+    """The next byte."""
+
+    torn: bytes = field(default=b"", repr=False)
+    """The beginning of a line whose end has not been written yet."""
+
+    def new_lines(self, path: Path, end: int | None = None) -> Iterator[str]:
+        """Yield the whole lines that have come since, up to the byte `end`."""
+        # Opened anew each time: on network file systems only that shows what others have written.
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise LauncherError(f"{path} cannot be read: {error.strerror}") from error
+        with file:
+            if file.seek(0, 2) < self.offset:  # somebody has emptied it
+                self.offset, self.torn = 0, b""
+            file.seek(self.offset)
+            while chunk := file.read(
+                _CHUNK if end is None else max(0, min(_CHUNK, end - self.offset))
+            ):
+                self.offset += len(chunk)
+                *lines, self.torn = (self.torn + chunk).split(b"\n")
+                for line in lines:
+                    yield line.decode(errors="replace")
+
+    def last_words(self) -> Iterator[str]:
+        """Yield what was written last, where it is no whole line."""
+        if self.torn:
+            yield self.torn.decode(errors="replace")
+            self.torn = b""
+
+
+def follow_files(
+    find: Callable[[], list[Span]],
+    *,
+    ended: Callable[[], bool],
+    pause_s: float = 0.2,
+    ask_every_s: float = 0.0,
+) -> Iterator[str]:
+    """Yield the lines of growing files as they come, until `ended` and all is read.
+
+    Args:
+        find: What to read, asked again and again since new files appear.
+        ended: Whether nothing more will be written.
+        pause_s: How long to wait when there is nothing new.
+        ask_every_s: How long to wait at least between two questions whether it has ended.
+    """
+    tails: dict[Path, Tail] = {}
+    asked = float("-inf")
+    while True:
+        last_round = False
+        if (now := time.monotonic()) >= asked + ask_every_s:
+            last_round = ended()  # asked first: what was written before the end is still read
+            asked = now
+        found = False
+        for span in find():
+            tail = tails.setdefault(span.path, Tail(offset=span.start))
+            for line in tail.new_lines(span.path, span.end):
+                found = True
+                yield line
+        if last_round:
+            for tail in tails.values():
+                yield from tail.last_words()
+            return
+        if not found:
+            time.sleep(pause_s)
+
+
+def attempt_folders(run_dir: Path) -> list[Path]:
+    """Return the log folders of the attempts, oldest first."""
+    logs = f"{run_dir}/logs"
+    try:
+        with os.scandir(logs) as found:
+            numbers = sorted(int(f.name[8:]) for f in found if f.name.startswith("attempt-"))
+    except FileNotFoundError:
+        return []
+    return [Path(f"{logs}/attempt-{number}") for number in numbers]
+
+
+def attempt_spans(run_dir: Path, attempt: int) -> list[Span]:
+    """Return where an attempt's lines stand; nothing where it has not begun."""
+    folder = run_dir / "logs" / f"attempt-{attempt}"
+    if (own := _noted(folder)) is None:
+        return [Span(path=path) for path in _of_nodes(folder)]
+    start, name = own
+    notes = filter(None, (_noted(other) for other in attempt_folders(run_dir) if other != folder))
+    later = [begin for begin, other in notes if other == name and begin > start]
+    return [Span(path=_here(name, run_dir), start=start, end=min(later, default=None))]
+
+
+def all_spans(run_dir: Path, first: Path) -> list[Span]:
+    """Return where the lines of all attempts stand, beginning with the file `first`.
+
+    Whoever goes on with a run by hand (`sbatch FILE RUN_DIR continue`) prints elsewhere.
+    """
+    names: dict[str, None] = {}
+    nodes: list[Path] = []
+    for folder in attempt_folders(run_dir):
+        if (noted := _noted(folder)) is not None:
+            names[noted[1]] = None
+        else:
+            nodes += _of_nodes(folder)
+    known = [first, *(_here(name, run_dir) for name in names), *nodes]
+    return [Span(path=path) for path in dict.fromkeys(known)]
+
+
+def refuse_attempt(run_dir: Path, view: LogView) -> None:
+    """Make sure that the attempt exists, or that it still may come.
+
+    Raises:
+        InputError: it does not.
+    """
+    if view.attempt is None or view.follow:
+        return
+    known = [int(folder.name.split("-")[1]) for folder in attempt_folders(run_dir)]
+    if view.attempt not in known:
+        there = f"there are {known[0]} to {known[-1]}" if known else "none has begun"
+        raise InputError([Problem(place=f"--attempt {view.attempt}", message=f"{there} of it")])
+
+
+def _noted(folder: Path) -> tuple[int, str] | None:
+    """Return what an attempt on Slurm has noted: where its lines begin, and in which file."""
+    with contextlib.suppress(OSError, ValueError):
+        start, _, name = _note(folder / "log").partition(" ")
+        return None if name == "/dev/null" else (int(start), name)
+    return None
+
+
+@functools.lru_cache(maxsize=4096)  # a follower asks again and again, and it never changes
+def _note(path: Path) -> str:
+    text = path.read_text()
+    if not text.endswith("\n"):
+        raise ValueError("it is being written")  # which is not kept
+    return text[:-1]
+
+
+def _here(name: str, run_dir: Path) -> Path:
+    """Return by which path we know a log of a run directory, which may be a mirror of another."""
+    path = Path(name)
+    if path.parent.name == "logs":
+        for parent in (run_dir, run_dir.parent):  # that of a point lies in the sweep's directory
+            if (parent / "logs" / path.name).exists():
+                return parent / "logs" / path.name
+    return path
+
+
+def _of_nodes(folder: Path) -> list[Path]:
+    return _by_number(folder.glob("node-*.log"))
+
+
+def _by_number(paths: Iterator[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
