@@ -11,7 +11,6 @@ result, of a function that adds a number up over all ranks of two nodes, in turn
 """
 
 import argparse
-import logging
 import os
 import shutil
 import statistics
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import submitit
+from submitit.core import logger
 
 import toolkit
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="counted rounds (default 15)")
     rounds = parser.parse_args().rounds
     # Without accounting, submitit's watcher warns of sacct whenever it asks; results come anyhow.
-    logging.getLogger("submitit").setLevel(logging.CRITICAL)
+    logger.get_logger().setLevel("CRITICAL")
     folder = Path(tempfile.mkdtemp(prefix="bench-executor-"))
     try:
         up(folder)

@@ -304,6 +304,7 @@ def test_the_jobs_of_another_user_are_asked_for_by_id(
 def test_one_question_to_the_accounting_tells_what_is_lost(user: User, slurm: Slurm) -> None:
     names = ("late", "killed", "masked", "unknown", "swept")
     runs = [user.run(name, i, points=2 * (name == "swept")) for i, name in enumerate(names, 1)]
+    (user.folder / "killed/logs/attempt-0").mkdir()
     line = "{}|{}|{}|/usr/bin/sbatch --parsable {}/{}/job.sbatch"
     slurm.accounting = "\n".join(
         [
@@ -320,6 +321,7 @@ def test_one_question_to_the_accounting_tells_what_is_lost(user: User, slurm: Sl
     assert shown(found) == ["UNKNOWN", "CANCELLED", "FAILED", "UNKNOWN", "CANCELLED"]
     assert found[0].reason.startswith("the accounting says RUNNING, and the controller does not")
     assert [status.lost for status in found] == [False, False, False, True, False]
+    assert found[1].reason == "the accounting says CANCELLED, signal 15"
     assert found[2].reason == "the accounting says FAILED"
     assert found[4].reason == "1 SUCCEEDED, 1 CANCELLED"
     assert slurm.calls("sacct") == 1
@@ -472,7 +474,7 @@ def counted(folder: Path) -> int:
     return len((folder / "calls").read_text().splitlines())
 
 
-def test_ten_shells_that_ask_at_once_make_one_question(tmp_path: Path) -> None:
+def test_shells_that_ask_at_once_make_one_question(tmp_path: Path) -> None:
     commands = fake_squeue(tmp_path, seconds=1.0)
     environ = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
     code = (
@@ -494,7 +496,11 @@ def test_ten_shells_that_ask_at_once_make_one_question(tmp_path: Path) -> None:
     ]
     for shell in shells:
         assert shell.stdout is not None and shell.stdout.readline() == "ready\n"
-    said = [shell.communicate("go\n")[0] for shell in shells]
+    for shell in shells:
+        assert shell.stdin is not None
+        shell.stdin.write("go\n")
+        shell.stdin.flush()
+    said = [shell.communicate()[0] for shell in shells]
     assert said == ["1\n"] * 6
     assert counted(tmp_path) == 1
     assert json.loads(place_of_answers(environ).read_bytes())["asked"] > 0

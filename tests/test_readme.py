@@ -1,6 +1,5 @@
 """What the README tells people to do, done."""
 
-import os
 import re
 import subprocess
 import sys

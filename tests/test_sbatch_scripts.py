@@ -215,7 +215,12 @@ WHERE = "--rdzv-endpoint=$head:$((61000 + SLURM_JOB_ID % 4000))"
         (f"{TWO}srun -N1 -n1 torchrun --standalone x.py\n", []),
         (f"{TWO}srun -K torchrun --standalone x.py\n", [(6, "localhost-master")]),
         (f"{TWO}export PET_RDZV_ENDPOINT=$head:$((SLURM_JOB_ID % 9 + 61000))\n{RUN} x.py\n", []),
-        (f"{TWO}echo $(hostname -I)\nhostname -I\n", [(6, "head-address")]),
+        (f"{TWO}echo $(hostname -I)\nhostname -I\n", []),
+        (f"{TWO}head=$(hostname -I | cut -d' ' -f1)\n", [(6, "head-address")]),
+        (f"{TWO}srun bash -c 'export A=$(hostname -I)'\n", []),
+        (f"{HEAD}#SBATCH -N 1-4\nsrun -K --ntasks-per-node=1 torchrun --standalone x.py\n", [
+            (4, "localhost-master")
+        ]),
         (f"{TWO}set -o pipefail\nh=$(scontrol show hostnames | sed -n 1p)\n", []),
         (f"{TWO}set -o pipefail\nh=$(scontrol show hostnames | sed 1q)\n", [(7, "head-pipe")]),
         (f"{TWO}h=$(scontrol show hostnames | head -1)\n", []),

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Strict, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from toolkit.documents import Ambiguous
 from toolkit.quantities import (
     DURATION_PATTERN,
     SIZE_PATTERN,
@@ -40,6 +41,7 @@ __all__ = [
     "matching",
     "program_first",
     "schema_extra",
+    "secrets_by_name",
 ]
 
 RESERVED_NAMES = re.compile(
@@ -196,3 +198,22 @@ Program = Annotated[Text, AfterValidator(_not_an_option), schema_extra(pattern="
 AbsolutePath = Annotated[Text, AfterValidator(_absolute), schema_extra(pattern="^/")]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 NaturalInt = Annotated[int, Strict(), Field(ge=0)]
+
+
+def secrets_by_name(value: object) -> object:
+    """Turn a list of names into a mapping whose values say nothing about the place.
+
+    Raises:
+        ValueError: what is no name, or stands twice.
+    """
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, tuple | list):
+        raise PydanticCustomError("secrets_type", "names are wanted")
+    names = [item for item in value if isinstance(item, str)]
+    found = [f"a name is wanted, not {item!r}" for item in value if not isinstance(item, str)]
+    found += (name.reason for name in names if isinstance(name, Ambiguous))
+    found += (f"{name!r} stands twice" for name in sorted(set(names)) if names.count(name) > 1)
+    if found:
+        raise ValueError("; ".join(found))
+    return dict.fromkeys(names)

@@ -19,11 +19,10 @@ from pydantic import (
     Tag,
     ValidationError,
 )
-from pydantic_core import PydanticCustomError
 
 from toolkit import secrecy
 from toolkit.dependencies import After
-from toolkit.documents import Ambiguous, Document, KeyPath, read_document, read_text
+from toolkit.documents import Document, KeyPath, read_document, read_text
 from toolkit.errors import InputError, Problem, SpecError
 from toolkit.fields import (
     AbsolutePath,
@@ -42,6 +41,7 @@ from toolkit.fields import (
     Size,
     program_first,
     schema_extra,
+    secrets_by_name,
 )
 from toolkit.sbatch_options import SbatchOptions
 from toolkit.sweeps import Point, Sweep, expand, leaks, misread
@@ -189,21 +189,6 @@ class Secret(FrozenModel):
         return [f"secret and key say where it is, or file does; found {found}"]
 
 
-def _secrets_by_name(value: object) -> object:
-    """Turn a list of names into a mapping whose values say nothing about the place."""
-    if isinstance(value, dict):
-        return value
-    if not isinstance(value, tuple | list):
-        raise PydanticCustomError("secrets_type", "names are wanted")
-    names = [item for item in value if isinstance(item, str)]
-    found = [f"a name is wanted, not {item!r}" for item in value if not isinstance(item, str)]
-    found += (name.reason for name in names if isinstance(name, Ambiguous))
-    found += (f"{name!r} stands twice" for name in sorted(set(names)) if names.count(name) > 1)
-    if found:
-        raise ValueError("; ".join(found))
-    return dict.fromkeys(names)
-
-
 class JobSpec(FrozenModel):
     """One training job."""
 
@@ -252,7 +237,7 @@ class JobSpec(FrozenModel):
     retries: Retries = Field(default_factory=Retries)
     """What happens after a failure."""
 
-    secrets: Annotated[dict[EnvName, Secret | None], BeforeValidator(_secrets_by_name)] = Field(
+    secrets: Annotated[dict[EnvName, Secret | None], BeforeValidator(secrets_by_name)] = Field(
         default={}
     )
     """Secret environment variables: names, or `{NAME: {secret: …, key: …}}` for Kubernetes, or

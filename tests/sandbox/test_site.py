@@ -53,7 +53,7 @@ def test_check_asks_the_site_and_submits_nothing(sandbox: Sandbox) -> None:
     (sandbox.work / "job.yaml").write_text("name: probe\nmodule: train\ntime_limit: 1h\n")
     (sandbox.work / "good.yaml").write_text(
         "kind: slurm\nkill_wait: 5s\ngpus_flag: gres\nexclusive: true\n"
-        "switches: {count: 1, max_wait: 5m}\nsbatch: {constraint: a100&nvlink, nice: 5}\n"
+        "switches: {count: 1, max_wait: 5m}\nsbatch: {comment: a100&nvlink, nice: 5}\n"
     )
     (sandbox.work / "bad.yaml").write_text("kind: slurm\npartition: hihg\n")
     argv = ["job.yaml", "--server", "--set=resources.gpus_per_node=1"]

@@ -79,7 +79,7 @@ class Call:
     """What runs the container around it; empty without one."""
 
     captured: bool
-    """Whether its output becomes part of a word."""
+    """Whether its output becomes part of a word that is not only printed."""
 
     background: bool
     looped: bool

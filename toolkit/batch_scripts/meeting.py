@@ -141,8 +141,8 @@ def _is_head(name: str) -> bool:
 def _address(script: BatchScript) -> Iterator[Fault]:
     for call in script.walk.calls:
         words = [argument.text for argument in call.arguments]
-        if not (call.captured and call.name == "hostname"):
-            continue
+        if not call.captured or call.on_nodes or call.name != "hostname":
+            continue  # each node may well ask for its own
         asked = [w for w in words[1:] if w in ("-i", "-I", "--ip-address", "--all-ip-addresses")]
         if asked:
             yield Fault(

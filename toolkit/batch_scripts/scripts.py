@@ -63,7 +63,8 @@ class BatchScript:
     def several_nodes(self) -> bool:
         """Whether the job has more than one node, as far as the script says."""
         if "nodes" in self.options:
-            return self.nodes is None or self.nodes > 1
+            found = re.fullmatch(r"(?:\d+-)?(\d+)", self.value("nodes") or "")
+            return found is None or int(found[1]) > 1
         tasks, each = count(self.value("ntasks")), count(self.value("ntasks-per-node"))
         return bool(tasks and each and tasks > each)
 

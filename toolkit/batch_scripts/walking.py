@@ -33,6 +33,7 @@ _CONTAINERS = {
 REMOTE = frozenset({"mpirun", "mpiexec", "ssh", "pdsh", "clush", "parallel", "pbsdsh"})
 """Programs that start others on other nodes, each in its own way."""
 
+_PRINTS = ("echo", "printf")
 _PYTHON = re.compile(r"python[0-9.]*")
 _RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _DEEPEST = 8
@@ -105,18 +106,20 @@ class _Walker:
         else:
             self._command(node, place, values)
 
-    def _substitutions(self, word: Word, place: _Place, values: Values) -> None:
+    def _substitutions(
+        self, word: Word, place: _Place, values: Values, *, kept: bool = True
+    ) -> None:
         for part in word.parts:
-            self._inner(part, place, values)
+            self._inner(part, place, values, kept=kept)
 
-    def _inner(self, part: Part, place: _Place, values: Values) -> None:
+    def _inner(self, part: Part, place: _Place, values: Values, *, kept: bool = True) -> None:
         if part.inner:
-            inside = replace(place, captured=True, background=False)
+            inside = replace(place, captured=kept, background=False)
             state = self.errexit, self.pipefail
             self.sequence(part.inner, inside, values.copy())
             self.errexit, self.pipefail = state
         for below in part.argument:
-            self._inner(below, place, values)
+            self._inner(below, place, values, kept=kept)
 
     # ---- One command
 
@@ -128,7 +131,7 @@ class _Walker:
             for word in (assignment.value, *(assignment.items or ())):
                 self._substitutions(word, place, values)
         for word in node.words:
-            self._substitutions(word, place, values)
+            self._substitutions(word, place, values, kept=node.name not in _PRINTS)
         arguments = tuple(a for word in node.words for a in values.arguments(word))
         call = self._call(node, arguments, place)
         declares = node.name in DECLARES

@@ -23,7 +23,7 @@ R = TypeVar("R", covariant=True)
 _ASK_EVERY_S = (1.0, 15.0)
 """First and longest pause between two questions to the scheduler about the same jobs."""
 _LOOK_EVERY_S = (0.1, 1.0)
-"""First and longest pause between two looks into the run directory."""
+"""First and longest pause between two looks into the run directory; a fortieth of the wait."""
 _FILES_WITHIN_S = 15.0
 """How long a file may take to appear here after its job has ended on another machine."""
 _LOG_LINES = 20
@@ -224,9 +224,9 @@ class FunctionJob(core.Job[R]):
 
     def wait(self) -> None:
         """Return when the job has ended."""
-        pauses = _growing(*_LOOK_EVERY_S)
+        (first_s, longest_s), began_s = _LOOK_EVERY_S, time.monotonic()
         while not self.done():
-            time.sleep(next(pauses))
+            time.sleep(min(max(first_s, (time.monotonic() - began_s) / 40), longest_s))
 
     def done(self, force_check: bool = False) -> bool:
         """Whether the job has ended: by what its ranks have left, else by the scheduler's word.

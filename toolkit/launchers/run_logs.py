@@ -22,6 +22,7 @@ __all__ = [
     "Tail",
     "all_spans",
     "attempt_folders",
+    "attempt_numbers",
     "attempt_spans",
     "follow_files",
     "refuse_attempt",
@@ -176,13 +177,16 @@ def follow_files(
 
 def attempt_folders(run_dir: Path) -> list[Path]:
     """Return the log folders of the attempts, oldest first."""
-    logs = f"{run_dir}/logs"
+    return [run_dir / f"logs/attempt-{number}" for number in attempt_numbers(run_dir)]
+
+
+def attempt_numbers(run_dir: Path) -> list[int]:
+    """Return the numbers of the attempts, in order."""
     try:
-        with os.scandir(logs) as found:
-            numbers = sorted(int(f.name[8:]) for f in found if f.name.startswith("attempt-"))
+        with os.scandir(f"{run_dir}/logs") as found:
+            return sorted(int(f.name[8:]) for f in found if f.name.startswith("attempt-"))
     except FileNotFoundError:
         return []
-    return [Path(f"{logs}/attempt-{number}") for number in numbers]
 
 
 def attempt_spans(run_dir: Path, attempt: int) -> list[Span]:

@@ -15,7 +15,7 @@ from toolkit import secrecy
 from toolkit.documents import read_document, read_text, write_document
 from toolkit.errors import InputError, LauncherError
 from toolkit.launchers.base import RunState, RunStatus
-from toolkit.launchers.run_logs import attempt_folders
+from toolkit.launchers.run_logs import attempt_folders, attempt_numbers
 from toolkit.spec import JobSpec
 
 __all__ = [
@@ -185,10 +185,12 @@ def cancel_requested(run_dir: Path) -> bool:
 def ended_status(run_dir: Path) -> RunStatus:
     """Return how a run ended that is not running any more, from what it left behind."""
     said = outcome(run_dir) or {}
-    attempts = attempt_folders(run_dir)
-    if attempts and said.get("attempt") != int(attempts[-1].name.split("-")[1]):
+    numbers = attempt_numbers(run_dir)
+    if numbers and said.get("attempt") != numbers[-1]:
         said = {}  # an earlier attempt's; the newest one never came to say anything
     state = _OUTCOMES.get(str(said.get("status")))
+    if state is RunState.SUCCEEDED:
+        return RunStatus(state=state)
     reason = str(said.get("reason") or "")
     if state is None:
         state, reason = _exit_status(run_dir)
@@ -196,8 +198,8 @@ def ended_status(run_dir: Path) -> RunStatus:
             return RunStatus(state=state, reason=reason, lost=True)
     elif said.get("status") == "running":
         reason = f"ended without a word at step {said.get('step')}; see the logs"
-    if state is not RunState.SUCCEEDED and attempts:
-        reason = _reason(attempts[-1]) or reason
+    if state is not RunState.SUCCEEDED and numbers:
+        reason = _reason(run_dir / f"logs/attempt-{numbers[-1]}") or reason
         state = _WORDS.get(reason.partition(":")[0], state)
     if state is not RunState.SUCCEEDED and cancel_requested(run_dir):
         return RunStatus(state=RunState.CANCELLED, reason=reason)
@@ -219,7 +221,7 @@ def _modified(path: Path) -> float:
 
 def has_attempts(run_dir: Path) -> bool:
     """Whether it has ever started."""
-    return bool(attempt_folders(run_dir))
+    return bool(attempt_numbers(run_dir))
 
 
 def is_over(run_dir: Path) -> bool:

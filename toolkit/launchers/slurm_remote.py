@@ -72,21 +72,17 @@ class There(Login):
     remote = True
     cwd = ""  # nothing of a job is in the home folder there
 
-    def __init__(
-        self, profile: SlurmProfile, host: Host, mirrors: Mirrors, *, folder: Path | None = None
-    ) -> None:
+    def __init__(self, profile: SlurmProfile, host: Host, mirrors: Mirrors) -> None:
         """Prepare to reach it.
 
         Args:
             profile: The site.
             host: The login node.
             mirrors: The mirrors of its run directories.
-            folder: The folder of the project here whose code is brought; the current one without.
         """
         self._profile = profile
         self._host = host
         self._mirrors = mirrors
-        self._start = folder
         self._tree: WorkingTree | None = None
         self._before = ""
         self.command = host.command
@@ -101,7 +97,7 @@ class There(Login):
 
     def make(self, name: str) -> Folder:
         """Make the run directory there, and its mirror here."""
-        start = self._start or Path.cwd()
+        start = Path.cwd()
         tree = self._tree = working_tree(start)
         tree.require_small(self._profile.code_limit_bytes)
         below = start.resolve().relative_to(tree.root.resolve())
