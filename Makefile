@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench bench-train-loop bench-checkpoint bench-language bench-slurm clean
+.PHONY: help install image run test test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-executor notebooks clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -69,6 +69,15 @@ bench-checkpoint: install  ## Measure how long a checkpoint stops the training
 
 bench-slurm: install  ## Measure submitting and planning beside scripts by hand, on a sandbox
 	@$(BIN)/python -m benchmarks.slurm $(ARGS)
+
+bench-asking: install  ## Measure asking for 10,000 runs, on a sandbox
+	@$(BIN)/python -m benchmarks.asking $(ARGS)
+
+bench-executor: install  ## Measure calling a function on all ranks beside submitit, on a sandbox
+	@$(BIN)/python -m benchmarks.executor $(ARGS)
+
+notebooks: install  ## Run the notebooks again and keep what they show; on the sandbox where it is up
+	@eval "$$($(SANDBOX) env 2>/dev/null)"; $(BIN)/jupyter execute --inplace notebooks/*.ipynb
 
 bench-language: install  ## Measure tokens/s and MFU beside a bare loop; on a GPU if there is one
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.language_model $(ARGS)

@@ -2,6 +2,7 @@
 
 import builtins
 import datetime
+import gc
 import os
 import random
 import sys
@@ -581,11 +582,14 @@ def operations(work: Callable[[], object]) -> int:
         nonlocal calls
         calls += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()  # what other tests have left would be counted, too
     sys.setprofile(count)
     try:
         work()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 

@@ -1,6 +1,5 @@
 """Runs, wherever they are: submit a job, open a run again, list them all."""
 
-import json
 import os
 import time
 from collections import deque
@@ -121,7 +120,7 @@ def list_runs(
     wanted = (r for r in registry.records(environ=environ) if job is None or r.job == job)
     launchers: dict[str, Launcher[Any]] = {}
     for record in wanted if last is None else deque(wanted, maxlen=last):
-        key = json.dumps(record.profile)  # there are many runs, and few profiles
+        key = repr(record.profile)  # there are many runs, and few profiles
         if key not in launchers:
             launchers[key] = launcher_for(_stored_profile(record))
         yield launchers[key].open(record)

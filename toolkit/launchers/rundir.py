@@ -248,7 +248,9 @@ def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     try:
         status = int((attempts[-1] / "exit_status").read_text())
     except (IndexError, OSError, ValueError):
-        full = ": No space left on device" if os.statvfs(run_dir).f_bavail == 0 else ""
+        full = ""
+        with contextlib.suppress(OSError):
+            full = ": No space left on device" if os.statvfs(run_dir).f_bavail == 0 else ""
         return RunState.UNKNOWN, f"the run left no outcome and no exit status{full}"
     if status == 0:
         return RunState.SUCCEEDED, ""

@@ -14,7 +14,7 @@ from toolkit.launchers import intents, registry, rundir
 from toolkit.launchers.base import Launcher, Run, new_run_name, require_secrets
 from toolkit.launchers.slurm_begun import SETTLED_S, BegunRun
 from toolkit.launchers.slurm_cache import Queue, Snapshot, place_of_answers
-from toolkit.launchers.slurm_jobs import SlurmJob, as_lines, write_jobs, write_points
+from toolkit.launchers.slurm_jobs import SlurmJob, as_lines, has_points, write_jobs, write_points
 from toolkit.launchers.slurm_login import Folder, Here, Login
 from toolkit.launchers.slurm_queue import Command, refused, run_command
 from toolkit.launchers.slurm_remote import There
@@ -245,9 +245,8 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             return self._recovered(record, intent)
 
     def _opened(self, record: registry.RunRecord) -> SlurmRun:
-        run: SlurmRun = SlurmSweep(record, self._command, self._queue, self._login)
-        if not run.points:
-            run = SlurmRun(record, self._command, self._queue, self._login)
+        kind = SlurmSweep if has_points(record.run_dir) else SlurmRun
+        run = kind(record, self._command, self._queue, self._login)
         self._login.watch(run)
         return run
 

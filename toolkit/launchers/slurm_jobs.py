@@ -6,6 +6,7 @@ knows them all.
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,15 @@ from pathlib import Path
 from toolkit.errors import LauncherError
 from toolkit.sweeps import Point
 
-__all__ = ["SlurmJob", "as_lines", "read_jobs", "read_points", "write_jobs", "write_points"]
+__all__ = [
+    "SlurmJob",
+    "as_lines",
+    "has_points",
+    "read_jobs",
+    "read_points",
+    "write_jobs",
+    "write_points",
+]
 
 _JOBS, _POINTS = "jobs.jsonl", "points.jsonl"
 _VERSION = 1
@@ -89,6 +98,12 @@ def write_points(run_dir: Path, points: Sequence[Point]) -> None:
         (run_dir / _POINTS).write_text("".join(f"{line}\n" for line in lines))
     except OSError as error:
         raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
+
+
+def has_points(run_dir: Path | None) -> bool:
+    """Whether a run is a sweep."""
+    path = f"{run_dir}/{_POINTS}"
+    return run_dir is not None and os.path.exists(path)  # noqa: PTH110  # for each of many runs
 
 
 def read_points(run_dir: Path | None) -> list[tuple[str, dict[str, str | bool]]]:

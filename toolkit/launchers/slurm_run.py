@@ -201,11 +201,12 @@ class SlurmRun(Run):
         return rows
 
     def _left_behind(self) -> RunStatus:
-        if self.run_dir is None or not self.run_dir.is_dir():
+        run_dir = self.run_dir
+        found = None if run_dir is None else rundir.ended_status(run_dir)
+        if found is None or run_dir is None or (found.lost and not run_dir.is_dir()):
             reason = "Slurm does not know the job, and its run directory is not here"
             return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
-        found = rundir.ended_status(self.run_dir)
-        if found.lost and (after := self.jobs[-1].after) and not rundir.has_attempts(self.run_dir):
+        if found.lost and (after := self.jobs[-1].after) and not rundir.has_attempts(run_dir):
             reason = f"never started: its dependency ({after}) was not satisfied"
             return RunStatus(state=RunState.CANCELLED, reason=reason)
         return found
