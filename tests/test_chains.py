@@ -182,7 +182,7 @@ def test_a_chain_goes_on_over_a_real_time_limit_and_ends_done(
         ROOT / "jobs/digits.yaml",
         [f"args={steps}", "stop.grace=60s", "time_limit=3m", "retries.requeue=0"],
     )
-    run = site.launcher.submit(toolkit.plan(job, site.profile), chain=3)
+    run = site.launcher.submit(toolkit.plan(job, site.profile), chain=4)
     until(lambda: events(run, "checkpoint"), "a first checkpoint")
     assert run.status().state is toolkit.RunState.RUNNING
     soon = subprocess.run(
@@ -191,12 +191,15 @@ def test_a_chain_goes_on_over_a_real_time_limit_and_ends_done(
     cluster.slurm("scontrol", "update", f"jobid={run.job_id}", f"EndTime={soon.stdout.strip()}")
     status = run.wait(300)
     assert status.state is toolkit.RunState.SUCCEEDED, failure(run)
-    (stopped,), (resumed,) = events(run, "stopped"), events(run, "resume")
-    assert (resumed["attempt"], resumed["step"]) == (1, stopped["step"])
+    stopped, resumed = events(run, "stopped"), events(run, "resume")
+    assert 1 <= len(stopped) <= 2  # a busy machine needs another start
+    assert [(e["attempt"], e["step"]) for e in resumed] == [
+        (attempt, e["step"]) for attempt, e in enumerate(stopped, 1)
+    ]
     ids = [job.job_id for job in run.jobs]
     until(lambda: not cluster.slurm("squeue", "-h", "-j", ",".join(ids)), "no job is left")
-    assert started(run) == 2
-    assert "attempt 1 was the last (done: all steps made)" in output(run)
+    assert started(run) == len(stopped) + 1
+    assert f"attempt {len(stopped)} was the last (done: all steps made)" in output(run)
     assert run.status() == status
 
 
