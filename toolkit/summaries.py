@@ -9,6 +9,7 @@ from typing import Any
 from toolkit import secrecy
 from toolkit.launchers import rundir
 from toolkit.launchers.base import Run, RunState, RunStatus
+from toolkit.launchers.metrics import figures
 from toolkit.runs import statuses
 
 __all__ = ["lines", "listed", "whole"]
@@ -83,20 +84,11 @@ def lines(summary: Mapping[str, Any]) -> Iterator[str]:
         if key == "failure" and value:
             yield f"first failure: {value['summary']}"
         elif key not in ("points", "expected_start") and value not in (None, ""):
-            shown = _figures(value) if isinstance(value, dict) else value
+            shown = figures(value) if isinstance(value, dict) else value
             yield f"{key + ':':<10} {shown}"
     points = summary.get("points", [])
     width = max((len(point["name"]) for point in points), default=0)
     for point in points:
         reason = point["reason"].partition("\n")[0]
-        said = "; ".join(filter(None, [_figures(point["metrics"] or {}), reason]))
+        said = "; ".join(filter(None, [figures(point["metrics"] or {}), reason]))
         yield f"{point['name']:<{width}}  {point['state']:<9}  {said}".rstrip()
-
-
-def _figures(metrics: Mapping[str, Any]) -> str:
-    hidden = ("version", "time", "attempt", "restart")
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in metrics.items()
-        if key not in hidden
-    )

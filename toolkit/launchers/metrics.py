@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_metrics", "table"]
+__all__ = ["figures", "read_metrics", "table"]
 
 Row = dict[str, Any]
 
 _NOT_SHOWN = ("version",)
+_HIDDEN = ("version", "time", "attempt", "restart")
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
@@ -39,6 +40,15 @@ def table(rows: Sequence[Row]) -> Any:
     import pandas
 
     return pandas.DataFrame(list(rows))
+
+
+def figures(metrics: Mapping[str, Any]) -> str:
+    """Return the figures of a step as one line."""
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in metrics.items()
+        if key not in _HIDDEN
+    )
 
 
 def _records(path: Path) -> list[Mapping[str, Any]]:

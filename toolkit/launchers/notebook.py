@@ -10,10 +10,10 @@ from toolkit import secrecy
 from toolkit.errors import LauncherError
 from toolkit.launchers import rundir
 from toolkit.launchers.base import Run, RunState, RunStatus
-from toolkit.launchers.metrics import read_metrics
+from toolkit.launchers.metrics import figures, read_metrics
 from toolkit.rendering import page_environment
 
-__all__ = ["Curve", "Extent", "Progress", "extent_of", "figures", "html_of", "page_of"]
+__all__ = ["Curve", "Extent", "Progress", "extent_of", "html_of", "page_of"]
 
 _COLOURS = {
     RunState.CANCELLED: "#6b7280",
@@ -26,8 +26,6 @@ _COLOURS = {
 }
 _MOST_POINTS = 200
 """Rows of a sweep's table; more would make the notebook slow."""
-
-_HIDDEN = ("version", "time", "attempt", "restart")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +99,6 @@ class Curve:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def figures(metrics: Mapping[str, Any]) -> str:
-    """Return the figures of a step as one line."""
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in metrics.items()
-        if key not in _HIDDEN
-    )
 
 
 def extent_of(run: Run, points: Sequence[RunStatus] = ()) -> Extent | None:
