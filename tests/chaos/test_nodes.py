@@ -12,6 +12,9 @@ from tests.slurm_site import Site, nodes_of, output
 
 pytestmark = pytest.mark.slurm
 
+SLOW_S = 0.6
+"""Per step: so slow that a job is not done before Slurm, on a busy machine, starts it elsewhere."""
+
 
 @pytest.fixture
 def node2(cluster: Cluster) -> Iterator[str]:
@@ -45,11 +48,11 @@ def test_a_node_without_a_cable_trains_on_and_harms_nothing(
     cluster: Cluster, site: Site, reference: Trial, until: Until, node2: str
 ) -> None:
     """Split brain: `alone` has all its ranks behind the cut cable, `torn` one of two."""
-    torn = submit(site, pace=0.15)
+    torn = submit(site, pace=SLOW_S)
     alone = submit(
         site,
         *("resources.nnodes=1", "resources.nproc_per_node=2", "sbatch.exclude=node1"),
-        pace=0.15,
+        pace=SLOW_S,
     )
     for trial in (torn, alone):
         until(trial.saved, "a first checkpoint")
