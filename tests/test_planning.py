@@ -83,11 +83,13 @@ def impure_calls(work: Callable[[], object]) -> set[str]:
         elif event == "call" and frame.f_globals.get("__name__") in IMPURE:
             found.add(frame.f_code.co_qualname)
 
+    gc.disable()  # hypothesis times every collection, whoever's work sets it off
     sys.setprofile(look)
     try:
         work()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return found
 
 

@@ -93,14 +93,18 @@ def run_spawned(count: int, directory: RunDirectory, stop: StopRequest) -> int:
 def end_early(directory: RunDirectory | None, signal_name: str) -> None:
     """Leave word of a stop before the ranks could agree on one."""
     reason = f"stopped by {signal_name}"
-    record_end(directory, "preempted", reason)
+    if directory is not None and directory.place.rank == 0:
+        record_end(directory, "preempted", reason)
     # torchrun also ends so those that are left when one has failed.
     tell_torchrun(reason, echo=True)
 
 
 def record_end(directory: RunDirectory | None, status: str, reason: str) -> None:
-    """Record an end that came before the run directory was claimed; see `may_forestall()`."""
-    if directory is None or directory.place.rank != 0 or not directory.path.is_dir():
+    """Record an end that came before the run directory was claimed; see `may_forestall()`.
+
+    Any rank records what it refuses: torchrun ends the others, rank 0 perhaps before it could.
+    """
+    if directory is None or not directory.path.is_dir():
         return
     old = directory.read_outcome()
     with suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -265,6 +266,21 @@ def test_a_usage_error_comes_before_torch_and_once_for_all_ranks(
         [sys.executable, "-c", code, "--help"], env=env, capture_output=True, text=True, check=True
     )
     assert "--global-batch INT" in shown.stdout
+
+
+def test_any_rank_records_what_it_refuses(tmp_path: Path) -> None:
+    """Torchrun ends rank 0 when another is the first to find the flag wrong."""
+    env = {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "TRAIN_RUN_DIR": str(tmp_path),
+        **{"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+    }
+    done = subprocess.run([sys.executable, "-m", "train", "--epoch=3"], env=env, check=False)
+    assert done.returncode == 2
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert (outcome["status"], outcome["rank"]) == ("fatal", None)
+    assert outcome["reason"].startswith("unknown flag '--epoch'")
 
 
 def test_ranks_without_a_gpu_among_ranks_that_have_one_are_named(
