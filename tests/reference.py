@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from toolkit import dependencies, profile, schema, spec, sweeps
+from toolkit import dependencies, kubernetes_options, profile, schema, spec, sweeps
 from toolkit.batch_scripts.checking import SCRIPT_RULES
 from toolkit.quantities import format_duration
 from toolkit.rules import JOB_RULES, SITE_RULES, Rule
@@ -23,6 +23,8 @@ JOB = (
     spec.Retries,
     spec.Mount,
     spec.Secret,
+    kubernetes_options.KubernetesOptions,
+    kubernetes_options.Patch,
     sweeps.Sweep,
     dependencies.Dependency,
 )
@@ -31,6 +33,9 @@ PROFILES = (
     profile.SlurmProfile,
     profile.KubernetesProfile,
     profile.NodeFacts,
+    profile.Switches,
+    kubernetes_options.Toleration,
+    kubernetes_options.Topology,
 )
 
 
@@ -72,7 +77,7 @@ def _kind(name: str, annotation: Any) -> str:
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
     if annotation is int:
         return "time" if name.endswith("_s") else "size" if name.endswith("_bytes") else "number"
-    return {bool: "true or false", str: "string"}[annotation]
+    return {bool: "true or false", str: "string", Any: "anything"}[annotation]
 
 
 def _default(name: str, field: FieldInfo) -> str:
@@ -140,7 +145,7 @@ def rules() -> str:
 
 PAGES = {
     "docs/reference/job-file.md": page("The job file", "toolkit/spec.py", JOB),
-    "docs/reference/profiles.md": page("Profiles", "toolkit/profile.py", PROFILES),
+    "docs/reference/profiles.md": page("Profiles", "toolkit/profile/", PROFILES),
     "docs/reference/rules.md": rules(),
     "docs/reference/train.md": flags(),
 }

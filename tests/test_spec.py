@@ -212,7 +212,10 @@ def test_every_key_arrives_as_it_was_written() -> None:
     job = read(FULL)
     assert (job.time_limit_s, job.stop.grace_s) == (14400, 120)
     assert (job.resources.memory_bytes, job.resources.shm_bytes) == (64 * 2**30, 1_500_000_000)
-    assert [mount.claim for mount in job.mounts] == [None, "runs"]
+    assert [(mount.kind, mount.named) for mount in job.mounts] == [
+        ("path", "/data"),
+        ("claim", "runs"),
+    ]
 
 
 def test_a_job_needs_no_more_than_a_name_and_a_program() -> None:

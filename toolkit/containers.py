@@ -109,7 +109,7 @@ def _image_problems(image: str, runtime: str) -> list[str]:
 
 
 def _mount_problems(mount: Mount, runtime: str) -> list[tuple[str, str]]:
-    if mount.claim is not None:
+    if mount.kind != "path":
         return [("mount-elsewhere", f"{mount.source!r} exists only on Kubernetes; write a path")]
     # Pyxis writes them to a fstab as they are (NVIDIA/pyxis, issue 133).
     never = ",:" + (" \t" if runtime == "pyxis" else "")

@@ -233,7 +233,7 @@ def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
     for index, mount in enumerate(job.mounts):
         place = f"mounts[{index}]"
         key = ("mounts", index)
-        claim = mount.claim is not None
+        claim = mount.kind != "path"
         if isinstance(profile, KubernetesProfile):
             taken = ("/tmp", "/dev/shm", profile.runs_dir.rstrip("/"))
             if mount.target.rstrip("/") in taken:

@@ -182,17 +182,23 @@ def _absolute(value: str) -> str:
     return value
 
 
-_CLAIM = "claim:[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
+_OBJECT = "[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
+_SOURCE = (
+    f"(?:claim|configmap|secret):{_OBJECT}|nfs:[^:/]+:/.*|empty:|empty:{SIZE_PATTERN.strip('^$')}"
+)
 
 
-def _absolute_or_claim(value: str) -> str:
-    if not value.startswith("/") and not re.fullmatch(_CLAIM, value):
-        raise ValueError(f"{value!r} must be an absolute path, or claim:NAME on Kubernetes")
+def _path_or_volume(value: str) -> str:
+    if not value.startswith("/") and not re.fullmatch(_SOURCE, value):
+        raise ValueError(
+            f"{value!r} must be an absolute path; on Kubernetes also claim:NAME, configmap:NAME, "
+            "secret:NAME, nfs:SERVER:/PATH, empty: or empty:10GiB"
+        )
     return value
 
 
 MountSource = Annotated[
-    Text, AfterValidator(_absolute_or_claim), schema_extra(pattern=f"^(?:/|{_CLAIM}$)")
+    Text, AfterValidator(_path_or_volume), schema_extra(pattern=f"^(?:/|(?:{_SOURCE})$)")
 ]
 Program = Annotated[Text, AfterValidator(_not_an_option), schema_extra(pattern="^[^-]")]
 AbsolutePath = Annotated[Text, AfterValidator(_absolute), schema_extra(pattern="^/")]

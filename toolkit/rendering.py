@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 _TEMPLATES: dict[type[LaunchPlan], str] = {
-    KubernetesPlan: "kubernetes/pytorchjob.yaml.j2",
     LocalPlan: "local/run.sh.j2",
     SlurmPlan: "slurm/train.sbatch.j2",
 }
@@ -142,12 +141,18 @@ def render(plan: LaunchPlan) -> str:
         RenderError: a value that the format cannot hold, or a template of the profile's
             `templates_dir` that does not work, with its line.
     """
-    name = _TEMPLATES[type(plan)]
+    name = _template_of(plan)
     known = {"plan": plan, "job": plan.job, "profile": plan.profile, "version": _version()}
     folder = plan.profile.templates_dir
     if folder is None:
         return _environment().get_template(name).render(known)
     return _render_yours(Path(folder), name, known)
+
+
+def _template_of(plan: LaunchPlan) -> str:
+    if isinstance(plan, KubernetesPlan):
+        return f"kubernetes/{plan.workload.lower()}.yaml.j2"
+    return _TEMPLATES[type(plan)]
 
 
 def _render_yours(folder: Path, name: str, known: Mapping[str, object]) -> str:

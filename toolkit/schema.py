@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from toolkit.dependencies import after_schema
 from toolkit.fields import ENV_NAME, RESERVED_NAMES
+from toolkit.kubernetes_options import KubernetesOptions, Patch
 from toolkit.sbatch_options import options_schema
 from toolkit.spec import (
     JobSpec,
@@ -21,6 +22,11 @@ from toolkit.spec import (
 from toolkit.sweeps import Sweep, sweep_schema
 
 __all__ = ["field_docstrings", "json_schema"]
+
+_MODELS = (
+    *(JobSpec, Resources, NodeRange, Stop, Retries, Mount, Secret, Sweep),
+    *(KubernetesOptions, Patch),
+)
 
 
 def json_schema() -> dict[str, Any]:
@@ -64,7 +70,7 @@ def json_schema() -> dict[str, Any]:
         }
         for needed, left_out in ((("secret", "key"), ("file",)), (("file",), ("secret", "key")))
     ]
-    for model in (JobSpec, Resources, NodeRange, Stop, Retries, Mount, Secret, Sweep):
+    for model in _MODELS:
         part = schema if model is JobSpec else schema["$defs"][model.__name__]
         for name, text in field_docstrings(model).items():
             alias = model.model_fields[name].alias or name

@@ -43,6 +43,7 @@ from toolkit.fields import (
     schema_extra,
     secrets_by_name,
 )
+from toolkit.kubernetes_options import KubernetesOptions
 from toolkit.sbatch_options import SbatchOptions
 from toolkit.sweeps import Point, Sweep, expand, leaks, misread
 from toolkit.validation import FrozenModel, Text, assign, frozen, override, validate
@@ -151,7 +152,9 @@ class Mount(FrozenModel):
     """A folder from outside that the job needs."""
 
     source: MountSource
-    """The folder on the node: an absolute path, or `claim:NAME` for a Kubernetes volume claim."""
+    """The folder on the node: an absolute path. On Kubernetes also `claim:NAME` (a volume claim),
+    `configmap:NAME`, `secret:NAME`, `nfs:SERVER:/PATH`, or `empty:` for a scratch folder that is
+    lost with the pod, `empty:10GiB` for one of limited size."""
 
     target: AbsolutePath
     """Where the job sees it."""
@@ -160,10 +163,14 @@ class Mount(FrozenModel):
     """Whether the job may only read it; without containers nothing holds it to that."""
 
     @property
-    def claim(self) -> str | None:
-        """The name of the volume claim, or None for a folder."""
-        kind, _, name = self.source.partition(":")
-        return name if kind == "claim" else None
+    def kind(self) -> str:
+        """What the source is: `path`, or the word before its colon."""
+        return "path" if self.source.startswith("/") else self.source.partition(":")[0]
+
+    @property
+    def named(self) -> str:
+        """What follows that word: a name, `SERVER:/PATH`, or a size; the path of a folder."""
+        return self.source if self.kind == "path" else self.source.partition(":")[2]
 
 
 class Secret(FrozenModel):
@@ -249,6 +256,9 @@ class JobSpec(FrozenModel):
 
     mounts: tuple[Mount, ...] = ()
     """Folders from outside."""
+
+    kubernetes: KubernetesOptions = Field(default_factory=KubernetesOptions)
+    """What the job asks of Kubernetes alone; other places ignore it."""
 
     sweep: Sweep | None = None
     """Many runs of this job, each with other arguments or variables; on Slurm."""

@@ -1,0 +1,103 @@
+"""What a job or a profile may say of the Kubernetes objects that are made of it."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from toolkit.fields import NaturalInt, SecretName, matching
+from toolkit.validation import FrozenModel, Text
+
+__all__ = ["KubernetesOptions", "LabelKey", "Patch", "Toleration", "Topology", "Workload"]
+
+Workload = Literal["PyTorchJob", "TrainJob", "JobSet", "Job"]
+"""The kinds of objects that a job can become."""
+
+_PREFIX = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/"
+LabelKey = Annotated[
+    Text,
+    *matching(
+        rf"({_PREFIX})?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?",
+        "write it as Kubernetes does, like topology.kubernetes.io/zone",
+    ),
+]
+"""A label's key (Kubernetes, labels: an optional DNS prefix and a name of at most 63)."""
+
+
+class Patch(FrozenModel):
+    """A change to a rendered object, for what the toolkit has no key for."""
+
+    kind: Text | None = None
+    """The kind of the object to change, like `Service`; the workload where it is left out."""
+
+    merge: dict[Text, Any] | None = None
+    """What to lay over it, as a strategic merge patch: lists like `containers` and `volumes` merge
+    by the key that Kubernetes merges them by, null removes a key."""
+
+    json_patch: tuple[dict[Text, Any], ...] | None = Field(default=None, alias="json")
+    """Operations to apply to it, one after the other (RFC 6902, JSON Patch)."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        there = [key for key in ("merge", "json") if given.get(key) is not None]
+        if len(there) == 1:
+            return []
+        return [f"one of merge and json says what to change; found {' and '.join(there) or 'none'}"]
+
+
+class Toleration(FrozenModel):
+    """A taint of nodes that the pods put up with."""
+
+    key: LabelKey | None = None
+    """The taint's key; any where it is left out."""
+
+    operator: Literal["Equal", "Exists"] = "Equal"
+    """Whether the value counts."""
+
+    value: Text | None = None
+    """The taint's value."""
+
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """What the taint does; any where it is left out."""
+
+    toleration_seconds: NaturalInt | None = Field(default=None, alias="tolerationSeconds")
+    """How many seconds a pod stays under a taint of `NoExecute`."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other (Kubernetes, validation of tolerations)."""
+        found = []
+        if given.get("operator") == "Exists" and given.get("value"):
+            found.append("operator Exists takes no value; leave it out, or write operator: Equal")
+        if not given.get("key") and given.get("operator") != "Exists":
+            found.append("a toleration without a key needs operator: Exists")
+        if given.get("tolerationSeconds") is not None and given.get("effect") != "NoExecute":
+            found.append("tolerationSeconds needs effect: NoExecute")
+        return found
+
+
+class Topology(FrozenModel):
+    """How near to each other the pods must be."""
+
+    key: LabelKey
+    """The label of nodes that tells where they are, like `topology.kubernetes.io/zone`."""
+
+    required: bool = False
+    """Whether the run waits for nodes that have the same value, rather than taking any."""
+
+
+class KubernetesOptions(FrozenModel):
+    """What a job asks of Kubernetes alone; other places ignore it."""
+
+    workload: Workload | None = None
+    """What it becomes there; the profile's choice where it is left out."""
+
+    queue: SecretName | None = None
+    """The LocalQueue of Kueue; the profile's where it is left out."""
+
+    priority_class: SecretName | None = None
+    """The PriorityClass of the pods; the profile's where it is left out."""
+
+    patches: tuple[Patch, ...] = ()
+    """Changes to what is rendered, after those of the profile."""

@@ -1,0 +1,55 @@
+"""What is decided alike for every kind of site: torchrun's options and the environment."""
+
+from toolkit.feasibility import cpus_of
+from toolkit.planning.plans import carried
+from toolkit.profile import KubernetesProfile, Profile, SlurmProfile
+from toolkit.spec import JobSpec
+
+__all__ = ["environment", "in_container", "torchrun_options"]
+
+
+def torchrun_options(job: JobSpec) -> tuple[str, ...]:
+    """Return the options of torchrun that are the same on every node of every site."""
+    need = job.resources
+    nnodes = f"{need.min_nodes}:{need.max_nodes}" if need.elastic else need.max_nodes
+    return (
+        f"--nnodes={nnodes}",
+        f"--nproc-per-node={job.resources.nproc_per_node}",
+        f"--max-restarts={job.retries.in_job}",
+        "--rdzv-backend=c10d",
+        # torchrun has imported torch already, which takes each worker seconds.
+        *(("--start-method=fork", "--run-path") if carried(job) else ()),
+    )
+
+
+def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
+    """Return the environment of the workers; what the job itself says wins."""
+    env = {
+        # One store for all attempts makes attempt 1 read the keys of attempt 0 and hang.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # What a worker prints is seen at once; Python would keep back some kilobytes of it.
+        "PYTHONUNBUFFERED": "1",
+        # As variables, since a torchrun that lacks an option ignores them.
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        "PET_SHUTDOWN_TIMEOUT": str(job.stop.grace_s),
+    }
+    if in_container(profile):
+        # The root file system may be read-only, and the user has no home of its own there.
+        env |= {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor"}
+    if not isinstance(profile, KubernetesProfile):  # there, each pod has a log of its own
+        env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
+    if job.resources.cpus_per_node or job.resources.nproc_per_node > 1:
+        threads = max(1, cpus_of(job) // job.resources.nproc_per_node)
+        env["OMP_NUM_THREADS"] = str(threads)
+    if profile.network_interface:
+        env["NCCL_SOCKET_IFNAME"] = profile.network_interface
+        env["GLOO_SOCKET_IFNAME"] = profile.network_interface
+    env |= profile.env | job.env
+    return {name: value for name, value in env.items() if name not in job.secrets}
+
+
+def in_container(profile: Profile) -> bool:
+    """Tell whether workers run in containers there."""
+    if isinstance(profile, SlurmProfile):
+        return profile.runtime != "bare"
+    return isinstance(profile, KubernetesProfile)

@@ -1,0 +1,150 @@
+"""What is decided for a Kubernetes cluster: the kind of object, its restarts, where pods meet."""
+
+from dataclasses import replace
+
+from toolkit.feasibility import POD_MARGIN_S
+from toolkit.kubernetes_options import Workload
+from toolkit.planning.common import environment, torchrun_options
+from toolkit.planning.plans import KubernetesPlan
+from toolkit.pods import MANAGER, RUN_LABEL, pod_of
+from toolkit.profile import KubernetesProfile
+from toolkit.spec import JobSpec, Secret
+
+__all__ = ["kubernetes_plan", "workload_of"]
+
+PORT = 29500
+"""Where the pods of a run meet; each pod has a network of its own."""
+
+SPARE_RESTARTS = 100
+"""Restarts beyond `retries.requeue` that the cluster grants: preemptions, which count nothing, use
+them up, too. Who counts failures alone is the entrypoint."""
+
+CONTAINERS: dict[Workload, str] = {
+    "PyTorchJob": "pytorch",
+    "TrainJob": "node",
+    "JobSet": "node",
+    "Job": "node",
+}
+"""The operators of the first two find the container by its name."""
+
+
+def workload_of(job: JobSpec, profile: KubernetesProfile) -> Workload:
+    """Return what a job becomes."""
+    return job.kubernetes.workload or profile.workload
+
+
+def kubernetes_plan(
+    job: JobSpec, profile: KubernetesProfile, run_name: str, folder: str
+) -> KubernetesPlan:
+    """Decide how a job runs on a Kubernetes cluster.
+
+    Args:
+        job: What to run.
+        profile: Where.
+        run_name: The name of the object.
+        folder: The name of the run directory.
+    """
+    kind = workload_of(job, profile)
+    labels = {
+        "app.kubernetes.io/name": job.name,
+        "app.kubernetes.io/managed-by": MANAGER,
+        RUN_LABEL: run_name,
+    }
+    assert job.image is not None
+    plan = KubernetesPlan(
+        job=job,
+        profile=profile,
+        torchrun=(),
+        env={"TRAIN_RUN_DIR": f"{profile.runs_dir}/{folder}"} | environment(job, profile),
+        secrets={
+            name: place or Secret(secret=profile.secret or "", key=name)
+            for name, place in job.secrets.items()
+        },
+        notes=_notes(job, profile),
+        workload=kind,
+        run_name=run_name,
+        pod=pod_of(job, profile, run_name=run_name, grace_s=job.stop.grace_s + POD_MARGIN_S),
+        container=CONTAINERS[kind],
+        image=job.image,
+        labels=labels,
+        workload_labels=labels | _queue_labels(job, profile),
+        failure_limit=job.retries.requeue,
+        points=job.points,
+    )
+    return _of_pytorchjob(plan) if kind == "PyTorchJob" else _of_indexed_pods(plan)
+
+
+def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
+    """Add what the Training Operator needs; where pods meet, it says itself."""
+    job, nodes = plan.job, plan.job.resources.max_nodes
+    roles = {"Worker": nodes}
+    if plan.profile.master:
+        roles = {"Master": 1} | ({"Worker": nodes - 1} if nodes > 1 else {})
+    policy, limit = "Never", None
+    if job.retries.requeue and plan.profile.runs_claim:
+        # Statuses from 128 on are tried again, others are final, and no limit counts: the
+        # entrypoint does, in the run directory.
+        policy = "ExitCode"
+    elif job.retries.requeue:
+        # The operator adds up the restarts of all pods, and one incident restarts each of them.
+        policy, limit = "OnFailure", job.retries.requeue * nodes + 1
+    return replace(
+        plan,
+        # An option would win over the operator's variables.
+        torchrun=(f"--nproc-per-node={job.resources.nproc_per_node}", "--tee=3"),
+        replicas=roles,
+        restart_policy=policy,
+        backoff_limit=limit,
+    )
+
+
+def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
+    """Add what Indexed Jobs need, alone, in a JobSet, or in the JobSet of a TrainJob."""
+    job, name = plan.job, plan.run_name
+    first = f"{name}-0.{name}" if plan.workload == "Job" else f"{name}-node-0-0.{name}"
+    spare = SPARE_RESTARTS if job.retries.requeue and plan.profile.runs_claim else 0
+    in_jobset = plan.workload != "Job"
+    return replace(
+        plan,
+        torchrun=(
+            *torchrun_options(job),
+            f"--rdzv-endpoint={first}:{PORT}",
+            f"--rdzv-id={name}",
+            "--tee=3",
+        ),
+        meeting=f"{first}:{PORT}",
+        backoff_limit=job.retries.requeue + spare,
+        subdomain=None if in_jobset else name,
+        pod_restart_policy="Never",
+        attempt_label="jobset.sigs.k8s.io/restart-attempt" if in_jobset else None,
+    )
+
+
+def _queue_labels(job: JobSpec, profile: KubernetesProfile) -> dict[str, str]:
+    labels = {}
+    if queue := job.kubernetes.queue or profile.queue:
+        labels["kueue.x-k8s.io/queue-name"] = queue
+    if profile.queue_priority:
+        labels["kueue.x-k8s.io/priority-class"] = profile.queue_priority
+    return labels
+
+
+def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:
+    """Return what the user should know: what is lost, and what is less safe than it could be."""
+    name, found = profile.name, []
+    if profile.runs_claim is None:
+        found.append(f"profile {name!r} names no runs_claim: checkpoints are lost with their pod")
+        if job.retries.requeue:
+            found.append(
+                "without runs_claim nobody can count failures or tell those that may pass: each "
+                "is tried again, as often as the cluster counts"
+            )
+    for loose, what in (
+        (profile.host_network, "host_network: pods see and use every port of their node"),
+        (profile.capabilities, f"capabilities {', '.join(profile.capabilities)} are kept"),
+        (profile.run_as_user == 0, "run_as_user 0: the container runs as root"),
+        (not profile.read_only_root, "read_only_root is off: the image's files can be changed"),
+    ):
+        if loose:
+            found.append(f"profile {name!r} loosens the pods' security: {what}")
+    return tuple(found)

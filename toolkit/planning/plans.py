@@ -1,0 +1,197 @@
+"""What is decided of a launch, as plain values: one class per kind of site."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from toolkit.feasibility import REQUEUE_MARGIN_S
+from toolkit.fields import IN_RUN_DIR
+from toolkit.kubernetes_options import Patch, Workload
+from toolkit.pods import Pod
+from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
+from toolkit.spec import JobSpec, Secret
+from toolkit.sweeps import Point
+
+__all__ = [
+    "RENDEZVOUS_TIMEOUT_S",
+    "KubernetesPlan",
+    "LaunchPlan",
+    "LocalPlan",
+    "SlurmPlan",
+    "carried",
+]
+
+RENDEZVOUS_TIMEOUT_S = 600
+"""How long nodes wait for each other; starting 512 containers takes minutes."""
+
+RENDEZVOUS_PORTS = (61000, 4000)
+"""First port and how many: above Linux's ephemeral range, which ends at 60999."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What every launcher needs to know to start one torchrun per node."""
+
+    job: JobSpec
+    """The job."""
+
+    profile: Profile
+    """The site."""
+
+    torchrun: tuple[str, ...]
+    """torchrun's options that are the same on every node and that the site does not set itself."""
+
+    env: Mapping[str, str]
+    """The environment of every worker, by name."""
+
+    secrets: Mapping[str, Secret | None]
+    """Secret variables, and where their values are found."""
+
+    notes: tuple[str, ...] = ()
+    """What the user should know, though it stops nothing."""
+
+    @property
+    def secret_files(self) -> dict[str, str]:
+        """Secrets that the script reads from a file, and which."""
+        places = self.secrets.items()
+        return {name: place.file for name, place in places if place and place.file}
+
+    @property
+    def exported_secrets(self) -> tuple[str, ...]:
+        """Secrets that come from the environment of whoever starts the script."""
+        return tuple(name for name in self.secrets if name not in self.secret_files)
+
+    @property
+    def entry(self) -> tuple[str, ...]:
+        """What torchrun starts, and its arguments."""
+        return self.job.entry
+
+    @property
+    def carried(self) -> bool:
+        """Whether what the workers run lies in the run directory, where the toolkit has put it."""
+        return carried(self.job)
+
+    @property
+    def stop_timeout_s(self) -> int:
+        """Seconds that a cancelled run may take to end by itself."""
+        return self.job.stop.grace_s + REQUEUE_MARGIN_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlan(LaunchPlan):
+    """N torchrun agents on this machine stand for N nodes."""
+
+    profile: LocalProfile
+    """The site."""
+
+    visible_devices: tuple[tuple[int, ...], ...]
+    """The GPUs of each node, counted over those of this machine, or those that the user may use."""
+
+    ports: tuple[int, int] = RENDEZVOUS_PORTS
+    """First port that the rendezvous may use, and how many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmPlan(LaunchPlan):
+    """A batch script with one srun task per node."""
+
+    profile: SlurmProfile
+    """The site."""
+
+    sbatch: tuple[tuple[str, str | None], ...]
+    """Options of sbatch, in order."""
+
+    @property
+    def join_sbatch(self) -> tuple[tuple[str, str | None], ...]:
+        """Options of a job of one more node for an elastic run, which nothing queues again."""
+        own = {"job-name": f"{self.job.name}-join", "nodes": "1"}
+        left_out = ("no-kill", "requeue", "signal", "output", "dependency", "array")
+        kept = ((name, value) for name, value in self.sbatch if name not in left_out)
+        return (*((name, own.get(name, value)) for name, value in kept), ("no-requeue", None))
+
+    ports: tuple[int, int] = RENDEZVOUS_PORTS
+    """First port that the rendezvous may use, and how many."""
+
+    join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
+    """How long nodes wait for each other."""
+
+    points: tuple[Point, ...] = ()
+    """The points of a sweep, each a task of the job array; none without one."""
+
+    image: str | None = None
+    """The container image as the site's runtime names it; None without containers."""
+
+    mounts: tuple[str, ...] = ()
+    """What the container sees beside the run directory: `SOURCE:TARGET` or `SOURCE:TARGET:ro`."""
+
+    shm: str = "0"
+    """Size of the container's /dev/shm for podman; 0 is no limit of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesPlan(LaunchPlan):
+    """An object that makes one pod per node, and what it needs beside it."""
+
+    profile: KubernetesProfile
+    """The site."""
+
+    workload: Workload
+    """The object's kind."""
+
+    run_name: str
+    """The object's name."""
+
+    pod: Pod
+    """What the pods are."""
+
+    container: str
+    """The name of the pods' container, which the operators find it by."""
+
+    image: str
+    """The container image."""
+
+    labels: Mapping[str, str]
+    """Labels of everything that belongs to the run."""
+
+    workload_labels: Mapping[str, str]
+    """Labels of the object, with those of a queue."""
+
+    failure_limit: int
+    """Failures of a pod after which it does not start again, as its entrypoint counts them."""
+
+    restart_policy: str = "Never"
+    """PyTorchJob: what follows when a pod has failed."""
+
+    replicas: Mapping[str, int] | None = None
+    """PyTorchJob: pods by role."""
+
+    backoff_limit: int | None = None
+    """PyTorchJob: container restarts over all pods before it has failed; Job: failures of one pod;
+    JobSet: restarts of all pods together."""
+
+    meeting: str | None = None
+    """`HOST:PORT` where the pods meet; None where the operator says it."""
+
+    join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
+    """How long pods wait for each other."""
+
+    subdomain: str | None = None
+    """The Service that gives the pods of a Job their names."""
+
+    pod_restart_policy: str | None = None
+    """What the kubelet does; None where the operator decides."""
+
+    attempt_label: str | None = None
+    """The pods' label that counts the starts of all; None where nothing counts them."""
+
+    points: tuple[Point, ...] = ()
+    """The points of a sweep, each an object of its own; none without one."""
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """What to change in the rendered objects: the profile's wishes, then the job's."""
+        return (*self.profile.patches, *self.job.kubernetes.patches)
+
+
+def carried(job: JobSpec) -> bool:
+    """Tell whether what the workers run lies in the run directory."""
+    return job.script is not None and job.script.startswith(IN_RUN_DIR)

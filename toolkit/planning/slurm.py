@@ -1,0 +1,95 @@
+"""What is decided for a Slurm cluster: sbatch's options, images and mounts."""
+
+from collections.abc import Iterable
+
+from toolkit.containers import image_for, mounts_for
+from toolkit.feasibility import cpus_of, warning_lead_s
+from toolkit.planning.common import environment, in_container, torchrun_options
+from toolkit.planning.plans import SlurmPlan
+from toolkit.profile import SlurmProfile
+from toolkit.quantities import format_duration, slurm_megabytes, slurm_time
+from toolkit.sbatch_options import SbatchValue, merged
+from toolkit.spec import JobSpec
+from toolkit.sweeps import Sweep
+
+__all__ = ["array_of", "slurm_plan"]
+
+
+def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
+    """Decide how a job runs on a Slurm cluster."""
+    need, points = job.resources, job.points
+    chosen = merged([_site_options(profile), profile.sbatch, job.sbatch])
+    gpus = ":".join(filter(None, [profile.gpu_type, str(need.gpus_per_node)]))
+    if need.gpus_per_node and profile.gpus_flag == "gres":
+        other = chosen.pop("gres", None)
+        gpu_option = ("gres", f"gpu:{gpus}" + (f",{other}" if other else ""))
+    else:
+        gpu_option = (profile.gpus_flag, gpus)
+    sbatch: list[tuple[str, str | None]] = [
+        ("job-name", job.name),
+        # Slurm gives the fewest nodes of a range where --ntasks-per-node is given.
+        ("nodes", f"{need.min_nodes}-{need.max_nodes}" if need.elastic else str(need.max_nodes)),
+        ("no-kill", "") if need.elastic else ("ntasks-per-node", "1"),
+        ("cpus-per-task", str(cpus_of(job))),
+        ("mem", slurm_megabytes(need.memory_bytes) if need.memory_bytes else None),
+        *([gpu_option] if need.gpus_per_node else []),
+        ("time", slurm_time(job.time_limit_s) if job.time_limit_s else None),
+        *((name, value or "") for name, value in chosen.items()),
+        ("signal", f"B:USR1@{warning_lead_s(job)}"),
+        ("requeue" if job.retries.requeue else "no-requeue", ""),
+        ("open-mode", "append"),
+        ("output", f"{job.name}-%A_%a.out" if points else f"{job.name}-%j.out"),
+        *([("array", array_of(range(len(points)), job.sweep))] if points and job.sweep else []),
+    ]
+    notes = []
+    if job.stop.grace_s > profile.kill_wait_s:
+        notes.append(
+            f"scancel by hand and preemption leave {format_duration(profile.kill_wait_s)} "
+            f"(KillWait of profile {profile.name!r}), less than stop.grace "
+            f"{format_duration(job.stop.grace_s)}; a checkpoint that takes longer is lost then"
+        )
+    return SlurmPlan(
+        job=job,
+        profile=profile,
+        torchrun=torchrun_options(job),
+        env=environment(job, profile),
+        secrets=job.secrets,
+        notes=tuple(notes),
+        sbatch=tuple((option, value or None) for option, value in sbatch if value is not None),
+        image=image_for(profile.runtime, job.image or "") if in_container(profile) else None,
+        mounts=mounts_for(job, profile),
+        shm=str(need.shm_bytes or 0),
+        points=points,
+    )
+
+
+def array_of(indices: Iterable[int], sweep: Sweep) -> str:
+    """Return the tasks of a job array as sbatch takes them, in ranges, and how many run at a time.
+
+    >>> array_of([0, 1, 2, 7, 9, 10], Sweep.model_construct(max_running=8))
+    '0-2,7,9-10%8'
+    """
+    ranges: list[list[int]] = []
+    for index in sorted(indices):
+        if ranges and ranges[-1][1] == index - 1:
+            ranges[-1][1] = index
+        else:
+            ranges.append([index, index])
+    text = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)
+    return text + (f"%{sweep.max_running}" if sweep.max_running else "")
+
+
+def _site_options(profile: SlurmProfile) -> dict[str, SbatchValue]:
+    """Return the options that the profile's own keys stand for."""
+    switches = None
+    if near := profile.switches:
+        wait = f"@{slurm_time(near.max_wait_s)}" if near.max_wait_s else ""
+        switches = f"{near.count}{wait}"
+    return {
+        "partition": profile.partition,
+        "account": profile.account,
+        "qos": profile.qos,
+        "switches": switches,
+        "exclusive": True if profile.exclusive else None,
+        "licenses": ",".join(profile.licenses) or None,
+    }

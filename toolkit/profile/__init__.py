@@ -1,0 +1,27 @@
+"""Profiles: the facts of a site, one file each, so that a job file need not know them."""
+
+from toolkit.profile.finding import (
+    Profile,
+    configuration_folder,
+    default_profile,
+    leaks_of,
+    load_profile,
+    profile_names,
+)
+from toolkit.profile.kubernetes import KubernetesProfile
+from toolkit.profile.site import LocalProfile, NodeFacts
+from toolkit.profile.slurm import SlurmProfile, Switches
+
+__all__ = [
+    "KubernetesProfile",
+    "LocalProfile",
+    "NodeFacts",
+    "Profile",
+    "SlurmProfile",
+    "Switches",
+    "configuration_folder",
+    "default_profile",
+    "leaks_of",
+    "load_profile",
+    "profile_names",
+]
