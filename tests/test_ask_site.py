@@ -13,8 +13,8 @@ import toolkit
 from tests.conftest import SANDBOX, Cluster
 from toolkit.cli import cli
 from toolkit.errors import LauncherError, ProfileError
-from toolkit.launchers import slurm_site
 from toolkit.launchers.slurm import SlurmLauncher
+from toolkit.launchers.slurm import site as slurm_site
 
 # Recorded from Slurm 22.05.8, shortened.
 CONFIG = """\

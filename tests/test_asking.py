@@ -19,11 +19,11 @@ from toolkit.launchers import registry
 from toolkit.launchers.local import LocalRun
 from toolkit.launchers.registry import RunRecord
 from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.slurm_cache import Queue, place_of_answers
-from toolkit.launchers.slurm_jobs import SlurmJob, write_jobs, write_points
-from toolkit.launchers.slurm_queue import Row, ask_jobs, ask_mine, judge
-from toolkit.launchers.slurm_reasons import expected, in_words
-from toolkit.launchers.slurm_run import SlurmRun
+from toolkit.launchers.slurm.cache import Queue, place_of_answers
+from toolkit.launchers.slurm.jobs import SlurmJob, write_jobs, write_points
+from toolkit.launchers.slurm.queue import Row, ask_jobs, ask_mine, judge
+from toolkit.launchers.slurm.reasons import expected, in_words
+from toolkit.launchers.slurm.run import SlurmRun
 from toolkit.sweeps import Point
 
 Answer = subprocess.CompletedProcess[str]
@@ -478,8 +478,8 @@ def test_shells_that_ask_at_once_make_one_question(tmp_path: Path) -> None:
     commands = fake_squeue(tmp_path, seconds=1.0)
     environ = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
     code = (
-        "import sys; from toolkit.launchers.slurm_cache import Queue, place_of_answers\n"
-        "from toolkit.launchers.slurm_queue import run_command\n"
+        "import sys; from toolkit.launchers.slurm.cache import Queue, place_of_answers\n"
+        "from toolkit.launchers.slurm.queue import run_command\n"
         "queue = Queue(run_command, file=place_of_answers())\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "print(len(queue.look(max_age_s=60).rows('1', '')), flush=True)"

@@ -15,7 +15,7 @@ from tests.conftest import ROOT, SANDBOX, TOOLKIT, Cluster, Until
 from tests.slurm_site import Site, failure, output
 from tests.test_chains import Shell, started
 from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.slurm_run import SlurmRun
+from toolkit.launchers.slurm.run import SlurmRun
 
 pytestmark = pytest.mark.slurm
 

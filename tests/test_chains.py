@@ -12,7 +12,7 @@ from tests.slurm_site import Site, events, failure, output
 from tests.test_decide import Job
 from toolkit.dependencies import Dependency, parse_dependency
 from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.slurm_run import SlurmRun
+from toolkit.launchers.slurm.run import SlurmRun
 
 LOOP = 'trap "exit 75" TERM; while [ ! -e "$GO" ]; do sleep 0.1; done; exec bash -c "$THEN"'
 

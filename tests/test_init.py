@@ -11,7 +11,7 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster
 from toolkit.discovery import Ask, discover
-from toolkit.drafts import draft, found_lines, keep
+from toolkit.drafts import draft, found_lines, keep_draft
 from toolkit.errors import InputError, ProfileError
 
 # Recorded from Slurm 22.05.8 and shortened; the nodes of `main` are of two kinds.
@@ -213,23 +213,23 @@ def test_a_profile_is_never_overwritten_without_force(own_user: Path, tmp_path: 
     made = draft(discover(ask=answers(), environ={}, root=tmp_path, prefix=""))
     folder = own_user / "config/torch-deploy-toolkit"
     path = folder / "profiles/local.yaml"
-    assert keep(made) == (path, True)
+    assert keep_draft(made) == (path, True)
     assert toolkit.default_profile() == str(path)
     path.write_text("kind: local # mine\n")
     with pytest.raises(InputError, match="is there already; --force"):
-        keep(made)
+        keep_draft(made)
     assert path.read_text() == "kind: local # mine\n"
-    assert keep(made, force=True) == (path, True)
+    assert keep_draft(made, force=True) == (path, True)
     assert path.read_text() == made.text
 
 
 def test_another_default_stays_unless_forced(own_user: Path, tmp_path: Path) -> None:
     found = discover(ask=answers(), environ={}, root=tmp_path, prefix="")
-    first, _ = keep(draft(found, name="first"))
+    first, _ = keep_draft(draft(found, name="first"))
     other = tmp_path / "other.yaml"
-    assert keep(draft(found), output=other) == (other, False)
+    assert keep_draft(draft(found), output=other) == (other, False)
     assert toolkit.default_profile() == str(first)
-    assert keep(draft(found), output=other, force=True) == (other, True)
+    assert keep_draft(draft(found), output=other, force=True) == (other, True)
     assert toolkit.default_profile() == str(other)
 
 
@@ -237,7 +237,7 @@ def test_a_folder_that_cannot_be_written_is_a_message(own_user: Path, tmp_path: 
     made = draft(discover(ask=answers(), environ={}, root=tmp_path, prefix=""))
     (own_user / "config").write_text("a file")
     with pytest.raises(InputError, match=r"cannot be written: (Not a directory|File exists)"):
-        keep(made)
+        keep_draft(made)
 
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]

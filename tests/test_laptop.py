@@ -182,7 +182,7 @@ MOMENTS = {
 
 
 QUICKLY = (
-    "import toolkit.launchers.slurm_submission as s, toolkit.launchers.slurm_remote as r\n"
+    "import toolkit.launchers.slurm.submission as s, toolkit.launchers.slurm.remote as r\n"
     "s._PAUSES_S = r._PAUSES_S = (0.1,) * 8\n"
     "import toolkit.cli; toolkit.cli.main()"
 )
@@ -341,7 +341,7 @@ def test_what_does_not_work_is_said_before_anything_is_brought(laptop: Laptop) -
 FETCH = """
 import pathlib, sys
 from toolkit.launchers.registry import RunRecord
-from toolkit.launchers.slurm_mirror import Mirrors
+from toolkit.launchers.slurm.mirror import Mirrors
 from toolkit.launchers.ssh import Host
 class Run:
     def __init__(self, folder):

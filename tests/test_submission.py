@@ -119,7 +119,7 @@ def test_after_an_unclear_answer_the_job_is_looked_for_twice(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("toolkit.launchers.slurm_submission._PAUSES_S", (0.0,) * 7)
+    monkeypatch.setattr("toolkit.launchers.slurm.submission._PAUSES_S", (0.0,) * 7)
     command, seen = scripted(answers, queue)
     profile = toolkit.SlurmProfile(name="s", runs_dir=str(tmp_path))
     job = toolkit.JobSpec(name="probe", command=("true",))
@@ -131,7 +131,7 @@ def test_after_an_unclear_answer_the_job_is_looked_for_twice(
 def test_what_stays_unclear_keeps_the_run_and_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.launchers.slurm_submission._PAUSES_S", (0.0,) * 7)
+    monkeypatch.setattr("toolkit.launchers.slurm.submission._PAUSES_S", (0.0,) * 7)
     command, _ = scripted([None] * 9, [])
     profile = toolkit.SlurmProfile(name="s", runs_dir=str(tmp_path))
     launcher = SlurmLauncher(profile, command=command)

@@ -19,8 +19,8 @@ from toolkit.launchers import registry
 from toolkit.launchers.base import RunStatus
 from toolkit.launchers.registry import RunRecord
 from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.slurm_jobs import SlurmJob, write_jobs, write_points
-from toolkit.launchers.slurm_run import SlurmRun
+from toolkit.launchers.slurm.jobs import SlurmJob, write_jobs, write_points
+from toolkit.launchers.slurm.run import SlurmRun
 from toolkit.runs import open_run
 from toolkit.spec import JobSpec
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolkit.checks import Finding, check
+    from toolkit.discovery import discover
+    from toolkit.drafts import draft, keep_draft
     from toolkit.errors import (
         InputError,
         LauncherError,
@@ -77,7 +79,10 @@ _HOME = {
     "attach": "executors",
     "check": "checks",
     "default_profile": "profile",
+    "discover": "discovery",
+    "draft": "drafts",
     "json_schema": "schema",
+    "keep_draft": "drafts",
     "list_runs": "runs",
     "load": "spec",
     "load_profile": "profile",
@@ -123,7 +128,10 @@ __all__ = [
     "attach",
     "check",
     "default_profile",
+    "discover",
+    "draft",
     "json_schema",
+    "keep_draft",
     "list_runs",
     "load",
     "load_profile",

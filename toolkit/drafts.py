@@ -12,7 +12,7 @@ from toolkit.errors import InputError, Problem
 from toolkit.profile import configuration_folder
 from toolkit.quantities import format_duration, format_size
 
-__all__ = ["KINDS", "Draft", "draft", "found_lines", "keep"]
+__all__ = ["KINDS", "Draft", "draft", "found_lines", "keep_draft"]
 
 KINDS = ("slurm", "kubernetes", "local")
 
@@ -57,7 +57,7 @@ def draft(found: Discovery, *, kind: str | None = None, name: str | None = None)
     return Draft(name=name, text="\n".join(lines) + "\n")
 
 
-def keep(
+def keep_draft(
     made: Draft,
     *,
     output: Path | None = None,

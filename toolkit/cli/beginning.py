@@ -41,7 +41,7 @@ def init(
         return
     for line in drafts.found_lines(found):
         click.echo(line)
-    path, is_default = drafts.keep(made, output=output, force=force)
+    path, is_default = drafts.keep_draft(made, output=output, force=force)
     click.echo()
     said = "the default profile from now on" if is_default else "another one stays the default"
     click.echo(f"written: {path}, {said}")

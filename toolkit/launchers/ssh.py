@@ -103,7 +103,7 @@ class Host:
         return subprocess.CompletedProcess([], int(status), output, said)
 
     def command(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        """Run one command, as `slurm_queue.Command` wants it.
+        """Run one command, as `slurm.queue.Command` wants it.
 
         Raises:
             SchedulerMissing: there is no ssh here, or no such command there.

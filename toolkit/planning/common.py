@@ -8,15 +8,23 @@ from toolkit.spec import JobSpec
 __all__ = ["environment", "in_container", "torchrun_options"]
 
 
-def torchrun_options(job: JobSpec) -> tuple[str, ...]:
-    """Return the options of torchrun that are the same on every node of every site."""
+def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]:
+    """Return the options of torchrun that are the same on every node of every site.
+
+    Args:
+        job: What to run.
+        numbered: Whether the site numbers the nodes. Then a job whose ranks never start again in it
+            meets statically: with c10d, whoever comes first looks again only once a second whether
+            the last one has come (torch, dynamic_rendezvous.py).
+    """
     need = job.resources
+    static = numbered and not need.elastic and not job.retries.in_job
     nnodes = f"{need.min_nodes}:{need.max_nodes}" if need.elastic else need.max_nodes
     return (
         f"--nnodes={nnodes}",
         f"--nproc-per-node={job.resources.nproc_per_node}",
         f"--max-restarts={job.retries.in_job}",
-        "--rdzv-backend=c10d",
+        f"--rdzv-backend={'static' if static else 'c10d'}",
         # torchrun has imported torch already, which takes each worker seconds.
         *(("--start-method=fork", "--run-path") if carried(job) else ()),
     )

@@ -63,7 +63,7 @@ def _local(job: JobSpec, profile: LocalProfile) -> LocalPlan:
     return LocalPlan(
         job=job,
         profile=profile,
-        torchrun=torchrun_options(job),
+        torchrun=torchrun_options(job, numbered=True),
         env=environment(job, profile),
         secrets=job.secrets,
         visible_devices=devices,

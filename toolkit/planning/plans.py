@@ -61,6 +61,11 @@ class LaunchPlan:
         return tuple(name for name in self.secrets if name not in self.secret_files)
 
     @property
+    def static(self) -> bool:
+        """Whether the nodes meet by the numbers that the site gives them, rather than by c10d."""
+        return "--rdzv-backend=static" in self.torchrun
+
+    @property
     def entry(self) -> tuple[str, ...]:
         """What torchrun starts, and its arguments."""
         return self.job.entry

@@ -51,7 +51,7 @@ def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
     return SlurmPlan(
         job=job,
         profile=profile,
-        torchrun=torchrun_options(job),
+        torchrun=torchrun_options(job, numbered=True),
         env=environment(job, profile),
         secrets=job.secrets,
         notes=tuple(notes),

@@ -18,11 +18,11 @@ from toolkit.launchers.run_logs import (
     follow_files,
     refuse_attempt,
 )
-from toolkit.launchers.slurm_cache import Queue, Snapshot
-from toolkit.launchers.slurm_jobs import SlurmJob, read_jobs
-from toolkit.launchers.slurm_login import Here, Login
-from toolkit.launchers.slurm_many import LIST_AGE_S, STATUS_AGE_S, statuses
-from toolkit.launchers.slurm_queue import Command, Row, first_line, judge
+from toolkit.launchers.slurm.cache import Queue, Snapshot
+from toolkit.launchers.slurm.jobs import SlurmJob, read_jobs
+from toolkit.launchers.slurm.login import Here, Login
+from toolkit.launchers.slurm.many import LIST_AGE_S, STATUS_AGE_S, statuses
+from toolkit.launchers.slurm.queue import Command, Row, first_line, judge
 from toolkit.launchers.torchrun_log import without_stop_traces
 from toolkit.profile import SlurmProfile
 

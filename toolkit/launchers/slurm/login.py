@@ -11,7 +11,7 @@ from subprocess import CompletedProcess
 from toolkit.errors import LauncherError
 from toolkit.launchers import rundir
 from toolkit.launchers.registry import RunRecord
-from toolkit.launchers.slurm_queue import Command
+from toolkit.launchers.slurm.queue import Command
 from toolkit.profile import SlurmProfile
 
 __all__ = ["Folder", "Here", "Login"]

@@ -15,9 +15,9 @@ from subprocess import CompletedProcess
 from typing import Any
 
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.launchers.slurm_jobs import SlurmJob
-from toolkit.launchers.slurm_login import Folder, Login
-from toolkit.launchers.slurm_queue import ask_mine, first_line, refused
+from toolkit.launchers.slurm.jobs import SlurmJob
+from toolkit.launchers.slurm.login import Folder, Login
+from toolkit.launchers.slurm.queue import ask_mine, first_line, refused
 from toolkit.launchers.ssh import Lost
 from toolkit.planning import LaunchPlan
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import LauncherError
-from toolkit.launchers.slurm_accounting import ask_accounting
-from toolkit.launchers.slurm_queue import Command, Row, ask_jobs, ask_mine, is_busy
+from toolkit.launchers.slurm.accounting import ask_accounting
+from toolkit.launchers.slurm.queue import Command, Row, ask_jobs, ask_mine, is_busy
 
 __all__ = ["Queue", "Snapshot", "place_of_answers"]
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from toolkit.errors import LauncherError
-from toolkit.launchers.slurm_queue import Command, Row, first_line
+from toolkit.launchers.slurm.queue import Command, Row, first_line
 
 __all__ = ["ask_accounting"]
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from toolkit.errors import LauncherError
 from toolkit.launchers import registry, rundir
 from toolkit.launchers.base import RunState, RunStatus
-from toolkit.launchers.slurm_cache import Queue, Snapshot
-from toolkit.launchers.slurm_jobs import SlurmJob
-from toolkit.launchers.slurm_login import Login
-from toolkit.launchers.slurm_queue import Command
-from toolkit.launchers.slurm_run import SlurmRun
+from toolkit.launchers.slurm.cache import Queue, Snapshot
+from toolkit.launchers.slurm.jobs import SlurmJob
+from toolkit.launchers.slurm.login import Login
+from toolkit.launchers.slurm.queue import Command
+from toolkit.launchers.slurm.run import SlurmRun
 
 __all__ = ["SETTLED_S", "BegunRun"]
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from toolkit.errors import LauncherError
 from toolkit.launchers.base import RunState, RunStatus
-from toolkit.launchers.slurm_cache import Queue
-from toolkit.launchers.slurm_queue import Row
+from toolkit.launchers.slurm.cache import Queue
+from toolkit.launchers.slurm.queue import Row
 
 if TYPE_CHECKING:
-    from toolkit.launchers.slurm_run import SlurmRun
+    from toolkit.launchers.slurm.run import SlurmRun
 
 __all__ = ["LIST_AGE_S", "STATUS_AGE_S", "statuses", "statuses_of_parts"]
 

@@ -12,16 +12,16 @@ from toolkit.dependencies import Dependency
 from toolkit.errors import LauncherError, Problem
 from toolkit.launchers import intents, registry, rundir
 from toolkit.launchers.base import Launcher, Run, new_run_name, require_secrets
-from toolkit.launchers.slurm_begun import SETTLED_S, BegunRun
-from toolkit.launchers.slurm_cache import Queue, Snapshot, place_of_answers
-from toolkit.launchers.slurm_jobs import SlurmJob, as_lines, has_points, write_jobs, write_points
-from toolkit.launchers.slurm_login import Folder, Here, Login
-from toolkit.launchers.slurm_queue import Command, refused, run_command
-from toolkit.launchers.slurm_remote import There
-from toolkit.launchers.slurm_run import SlurmRun
-from toolkit.launchers.slurm_site import site_findings
-from toolkit.launchers.slurm_submission import Order, Unclear, exported, find, new_token, send
-from toolkit.launchers.slurm_sweep import SlurmPoint, SlurmSweep
+from toolkit.launchers.slurm.begun import SETTLED_S, BegunRun
+from toolkit.launchers.slurm.cache import Queue, Snapshot, place_of_answers
+from toolkit.launchers.slurm.jobs import SlurmJob, as_lines, has_points, write_jobs, write_points
+from toolkit.launchers.slurm.login import Folder, Here, Login
+from toolkit.launchers.slurm.queue import Command, refused, run_command
+from toolkit.launchers.slurm.remote import There
+from toolkit.launchers.slurm.run import SlurmRun
+from toolkit.launchers.slurm.site import site_findings
+from toolkit.launchers.slurm.submission import Order, Unclear, exported, find, new_token, send
+from toolkit.launchers.slurm.sweep import SlurmPoint, SlurmSweep
 from toolkit.planning import SlurmPlan, array_of, plan
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import render

@@ -11,12 +11,12 @@ from toolkit.errors import LauncherError, RunNotFound
 from toolkit.launchers import rundir
 from toolkit.launchers.base import RunState, RunStatus
 from toolkit.launchers.run_logs import LogView
-from toolkit.launchers.slurm_cache import Queue, Snapshot
-from toolkit.launchers.slurm_jobs import SlurmJob, read_points
-from toolkit.launchers.slurm_login import Login
-from toolkit.launchers.slurm_many import STATUS_AGE_S, statuses_of_parts
-from toolkit.launchers.slurm_queue import Command, Row, judge
-from toolkit.launchers.slurm_run import CONDITIONS, SlurmRun
+from toolkit.launchers.slurm.cache import Queue, Snapshot
+from toolkit.launchers.slurm.jobs import SlurmJob, read_points
+from toolkit.launchers.slurm.login import Login
+from toolkit.launchers.slurm.many import STATUS_AGE_S, statuses_of_parts
+from toolkit.launchers.slurm.queue import Command, Row, judge
+from toolkit.launchers.slurm.run import CONDITIONS, SlurmRun
 from toolkit.launchers.sweep_logs import follow_points
 from toolkit.launchers.sweep_logs import read_points as read_lines_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.launchers import rundir
 from toolkit.launchers.base import RunState, RunStatus
-from toolkit.launchers.slurm_reasons import expected, in_words
+from toolkit.launchers.slurm.reasons import expected, in_words
 
 __all__ = [
     "Command",

@@ -7,7 +7,7 @@ from subprocess import CompletedProcess
 
 from toolkit.errors import LauncherError, Problem
 from toolkit.feasibility import SIGNAL_SLACK_S, warning_lead_s
-from toolkit.launchers.slurm_access import account_findings, path_findings, verdict
+from toolkit.launchers.slurm.access import account_findings, path_findings, verdict
 from toolkit.planning import SlurmPlan
 from toolkit.quantities import format_duration
 from toolkit.rendering import render
