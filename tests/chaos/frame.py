@@ -176,8 +176,9 @@ def samples_by_step(trial: Trial) -> list[list[int]]:
     start, end = (done["attempt"], done["restart"]), STEPS
     while True:
         resume = resumed.get(start, {"step": 0})
-        steps = list(_given(trial, *start))
-        counted[:0] = steps[: end - resume["step"]]
+        # One that was stopped before its first step has left a checkpoint, and no sample.
+        if wanted := end - resume["step"]:
+            counted[:0] = list(_given(trial, *start))[:wanted]
         if "checkpoint" not in resume:
             return counted
         start, end = wrote[resume["checkpoint"]], resume["step"]

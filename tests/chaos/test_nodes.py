@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -59,10 +60,10 @@ def test_a_node_without_a_cable_trains_on_and_harms_nothing(
     assert nodes_of(cluster, torn.run) == ["node1", node2]
     assert nodes_of(cluster, alone.run) == [node2]
     cluster("cut", node2)
+    cut_off = time.time()
     until(lambda: alone.events("resume", attempt=1), "it runs elsewhere, too")
     assert nodes_of(cluster, alone.run) == ["node3"]
-    taken_over = alone.events("resume", attempt=1)[0]["time"]
-    assert any(e["time"] > taken_over - 5 for e in alone.events("checkpoint", attempt=0))
+    assert any(e["time"] > cut_off for e in alone.events("checkpoint", attempt=0))
     until(lambda: alone.reasons()[0].startswith("lost: "), "its loss is noted")
     until(lambda: not alone.processes_of(attempt=0), "the fenced copy has ended by itself")
     said = "attempt 0 ended: fenced: attempt 1 has taken over; not queued again"
