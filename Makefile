@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-executor notebooks clean
+.PHONY: help install image run test test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -72,6 +72,9 @@ bench-slurm: install  ## Measure submitting and planning beside scripts by hand,
 
 bench-asking: install  ## Measure asking for 10,000 runs, on a sandbox
 	@$(BIN)/python -m benchmarks.asking $(ARGS)
+
+bench-kubernetes: install  ## Measure rendering beside TorchX, and waiting for 1,000 runs
+	@$(BIN)/python -m benchmarks.kubernetes $(ARGS)
 
 bench-executor: install  ## Measure calling a function on all ranks beside submitit, on a sandbox
 	@$(BIN)/python -m benchmarks.executor $(ARGS)

@@ -41,13 +41,15 @@ def cpu_seconds(argv: Sequence[str]) -> float:
     return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
 
 
-def install_peer() -> None:
-    """Make the peer's own environment, once."""
-    if (PEER / "torchx").exists():
-        return
-    print(f"installing {TORCHX} into benchmarks/.venv")
-    subprocess.run([sys.executable, "-m", "venv", PEER.parent], check=True)
-    subprocess.run([PEER / "pip", "install", "-qq", TORCHX], check=True)
+def install_peer(*more: str) -> None:
+    """Make the peer's own environment, once, with more packages that it needs for a scheduler."""
+    if not (PEER / "torchx").exists():
+        print(f"installing {TORCHX} into benchmarks/.venv")
+        subprocess.run([sys.executable, "-m", "venv", PEER.parent], check=True)
+        subprocess.run([PEER / "pip", "install", "-qq", TORCHX], check=True)
+    for name in more:
+        if subprocess.run([PEER / "pip", "show", "-q", name], check=False).returncode:
+            subprocess.run([PEER / "pip", "install", "-qq", name], check=True)
 
 
 def many_renders(count: int, nnodes: int) -> float:

@@ -29,7 +29,8 @@ command -v shellcheck >/dev/null || missing+=(shellcheck)
 if [ "$(id -u)" -eq 0 ]; then
   # What builds the image and runs it on the sandbox's nodes.
   # rsync, and below a login node's sshd: how the tests reach a cluster from a laptop.
-  for program in podman crun debootstrap rsync; do
+  # runc, catatonit, iptables: what runs pods by `podman kube play`.
+  for program in podman crun debootstrap rsync runc catatonit iptables; do
     command -v "$program" >/dev/null || missing+=("$program")
   done
   command -v sshd >/dev/null || missing+=(openssh-server)
@@ -53,6 +54,16 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 sandbox="$(dirname "$0")/../slurm/sandbox/sandbox"
 "$sandbox" install
+# kubectl, unpacked below the project: Debian 12 has only one whose kustomize is too old, and Debian
+# 13's runs on it as it is.
+kubectl="$(dirname "$0")/../.cache/kubectl"
+if ! command -v kubectl >/dev/null && [ ! -d "$kubectl" ]; then
+  PYTHONPATH="$(dirname "$0")/../slurm/sandbox" python3 -c 'import sys
+from pathlib import Path
+from sandboxlib.versions import unpack
+unpack("trixie", Path(sys.argv[1]).resolve(), ["kubectl"])' "$kubectl" 2>/dev/null ||
+    echo "left out: the tests on k8s/base, which need kubectl" >&2
+fi
 # A second version of Slurm, unpacked below the project.
 "$sandbox" fetch trixie "$(dirname "$0")/../.cache/slurm-trixie" >/dev/null ||
   echo "left out: the tests on Slurm 24.11, whose packages could not be had" >&2

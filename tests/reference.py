@@ -10,8 +10,9 @@ from pydantic_core import PydanticUndefined
 
 from toolkit import dependencies, kubernetes_options, profile, schema, spec, sweeps
 from toolkit.batch_scripts.checking import SCRIPT_RULES
+from toolkit.manifests.checking import MANIFEST_RULES
 from toolkit.quantities import format_duration
-from toolkit.rules import JOB_RULES, SITE_RULES, Rule
+from toolkit.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
 from toolkit.validation import FrozenModel
 from train import commandline
 
@@ -129,7 +130,12 @@ def rules() -> str:
     sections: dict[str, tuple[str, tuple[Rule, ...]]] = {
         "Batch scripts": ("`toolkit check FILE.sbatch`", SCRIPT_RULES),
         "Job files with a profile": ("`toolkit check JOB.yaml --to PROFILE`", JOB_RULES),
+        "Kubernetes manifests": (
+            "`toolkit check MANIFEST.yaml`, and what a job file becomes on Kubernetes",
+            MANIFEST_RULES,
+        ),
         "Sites": ("`--server`, for job files and, from site-account on, for scripts", SITE_RULES),
+        "Clusters": ("`--server`, for manifests and job files", CLUSTER_RULES),
     }
     for title, (command, found) in sections.items():
         rows = [

@@ -18,12 +18,14 @@ ORDER = [
     "quantities",
     "documents",
     "validation",
+    "yaml_writing",
     "fields",
     "sbatch_options",
     "kubernetes_options",
     "rules",
     "bash",
     "batch_scripts",
+    "manifests",
     "sweeps",
     "dependencies",
     "spec",
@@ -35,6 +37,7 @@ ORDER = [
     "pods",
     "feasibility",
     "planning",
+    "patching",
     "rendering",
     "launchers",
     "runs",
@@ -94,7 +97,7 @@ def test_kubernetes_is_imported_only_inside_its_launcher() -> None:
     for path in python_files("toolkit"):
         names = {name.split(".")[0] for name in imports(path)}
         if "kubernetes" in names:
-            assert path.name.startswith("k8s")
+            assert path.name.startswith("k8s") or path.parent.name == "k8s"
             assert "kubernetes" not in {n.split(".")[0] for n in imports(path, late=False)}
 
 

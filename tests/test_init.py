@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import toolkit
+from tests.cluster import FakeKubernetes
 from tests.conftest import ROOT, TOOLKIT, Cluster
+from tests.kubectl import kubectl_path
 from toolkit.discovery import Ask, discover
 from toolkit.drafts import draft, found_lines, keep_draft
 from toolkit.errors import InputError, ProfileError
@@ -130,13 +132,58 @@ def test_contexts_of_a_kubeconfig_become_a_profile(tmp_path: Path) -> None:
 kind: kubernetes
 context: "012"  # there are also: lab, x
 namespace: default
+# workload: TrainJob  # or JobSet, or Job; PyTorchJob where nothing is said
 
-# runs_claim: NAME  # a PersistentVolumeClaim; without it checkpoints die with their pod
+# runs_claim: NAME  # a PersistentVolumeClaim; checkpoints die with their pod without one that all \
+nodes can write to
 # secret: NAME  # the Secret for the job's `secrets`
 # node: {{gpus: 8}}  # what a node has, so that jobs that cannot fit are refused at once
 # node_selector: {{LABEL: VALUE}}
 """
     )
+
+
+def facts(folder: Path, server: FakeKubernetes) -> tuple[list[str], list[str]]:
+    """Return what is found in a cluster, and what the profile says of it."""
+    environ = {"KUBECONFIG": str(folder / "config")}
+    server.kubeconfig(folder / "config")
+    found = discover(environ=environ, root=folder, prefix="")
+    lines = draft(found).text.splitlines()
+    return list(found_lines(found))[2:5], lines[4:-3]
+
+
+def test_what_a_cluster_serves_and_a_namespace_holds_is_in_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", kubectl_path())
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with FakeKubernetes() as server:
+        for kind in ("claim", "kueue/queue", "trainer/runtime"):
+            server.apply((ROOT / f"k8s/base/{kind}.yaml").read_text())
+        level = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "baseline"}}}
+        server.patch("Namespace", "default", level)
+        assert facts(tmp_path, server) == (
+            [
+                "  workloads: PyTorchJob, TrainJob, JobSet, Job",
+                "  queues: training",
+                "  shared claims: runs",
+            ],
+            [
+                "namespace: default",
+                "workload: PyTorchJob  # there are also: TrainJob, JobSet, Job",
+                "pod_security: baseline",
+                "queue: training",
+                "",
+                "runs_claim: runs",
+            ],
+        )
+    with FakeKubernetes(without=("kubeflow.org", "kueue.x-k8s.io")) as server:
+        assert facts(tmp_path, server)[1][1:3] == [
+            "workload: TrainJob  # there are also: JobSet, Job",
+            "# TrainJobs need a runtime: kubectl apply -n default -k k8s/base/trainer",
+        ]
+    with FakeKubernetes(operator=False) as server:
+        assert facts(tmp_path, server)[1][1] == "workload: Job"
 
 
 def test_a_pod_finds_its_own_cluster(tmp_path: Path) -> None:

@@ -1,28 +1,26 @@
-"""The PyTorchJob that is rendered: a server takes it whole, and hostile text arrives as it is."""
+"""What is rendered for Kubernetes: a server takes it whole, and hostile text arrives as it is."""
 
 import json
 import os
 import re
-from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from kubeflow_trainer_api import models
 from kubernetes import client
 
 import toolkit
-from tests.fake_kubelet import container_argv, container_env, expand
-from toolkit.planning import plan
-from toolkit.profile import KubernetesProfile
-from toolkit.rendering import render
-from toolkit.spec import JobSpec
+from tests.conftest import ROOT
+from tests.cluster.containers import expand
+from tests.rendered import KINDS, container_of, manifest, read, template_of, workload
 
-SCHEMA = json.loads((Path(__file__).parent / "schemas" / "pytorchjob.schema.json").read_text())
+SCHEMAS = ROOT / "tests/cluster/schemas"
+VERSIONS = ("1.30", "1.34", "1.37")
 
-JOB: dict[str, Any] = {"name": "t", "module": "train", "image": "registry.io/train:1"}
 BIG: dict[str, Any] = {
     "nnodes": 16,
     "nproc_per_node": 8,
@@ -86,60 +84,177 @@ TEXTS = st.lists(st.sampled_from(SHARP) | CHARACTERS, max_size=8).map("".join)
 WORDS = TEXTS.filter(lambda text: re.fullmatch(r"\S+", text) is not None)
 NAMES = st.sampled_from(["no", "y", "N", "null", "NULL", "true", "on", "_", "A", "e1", "inf"])
 PATHS = TEXTS.map(lambda text: f"/m{text}").filter(lambda path: ":" not in path)
+LABELS = st.sampled_from(["no", "y", "a.b-c_d", "1e3", "0x1", "A", "null", "12"])
+SERVERS = st.lists(st.sampled_from(["a", ".", "$(A)", "é", "-", "#", "{", " ", "'"]), min_size=1).map(
+    "".join
+)
+BEYOND_TRAINJOB = ("image_pull_policy",)
+PROFILE_KEYS = st.fixed_dictionaries(
+    {},
+    optional={
+        "runs_claim": st.just("runs"),
+        "runs_dir": st.sampled_from(["/runs", "/r u/n's", "/no", "/runs/"]),
+        "network_interface": WORDS,
+        "gpu_resource": st.just("amd.com/gpu"),
+        "resources": st.just({"rdma/hca": 1}),
+        "capabilities": st.just(["IPC_LOCK"]),
+        "host_network": st.booleans(),
+        "one_pod_per_node": st.booleans(),
+        "network_policy": st.booleans(),
+        "read_only_root": st.booleans(),
+        "run_as_user": st.sampled_from([0, 1000, 2**31 - 1]),
+        "gang_scheduler": st.sampled_from(["volcano", "scheduler-plugins"]),
+        "queue": st.just("team"),
+        "priority_class": st.just("no"),
+        "service_account": st.just("null"),
+        "image_pull_secrets": st.just(["on"]),
+        "ttl": st.just("1h"),
+        "topology": st.sampled_from([{"key": "zone"}, {"key": "a/zone", "required": True}]),
+        "tolerations": st.sampled_from(
+            [
+                [{"operator": "Exists"}],
+                [{"key": "gpu", "value": "yes", "effect": "NoSchedule"}],
+                [{"key": "x", "effect": "NoExecute", "tolerationSeconds": 60}],
+            ]
+        ),
+        "mounts": st.sampled_from(
+            [
+                [{"source": f"{kind}:n", "target": "/v", "read_only": True}]
+                for kind in ("claim", "configmap", "secret")
+            ]
+            + [[{"source": s, "target": "/v"}] for s in ("nfs:h:/p", "empty:", "empty:1GiB", "/p")]
+        ),
+    },
+)
 
 
-def manifest(job: dict[str, Any], profile: dict[str, Any]) -> str:
-    site = KubernetesProfile(name="k8s", **profile)
-    return render(plan(JobSpec.model_validate(JOB | job), site))
-
-
-def template_of(document: Any) -> Any:
-    return document["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
-
-
-def read(text: str) -> Any:
-    """Return the document; both of PyYAML's readers must take it for the same."""
-    document = yaml.load(text, Loader=yaml.SafeLoader)
-    assert document == yaml.load(text, Loader=yaml.CSafeLoader)
-    return document
-
-
-def faults(document: Any) -> list[str]:
-    """Return what a server under strict validation would say against a PyTorchJob."""
-    found = [
-        f"{e.json_path}: {e.message}" for e in Draft202012Validator(SCHEMA).iter_errors(document)
-    ]
-    template = template_of(document)
-    if hasattr(client.V1PodTemplateSpec, "model_validate"):  # from client 37 on
-        client.V1PodTemplateSpec.model_validate(template)  # refuses what it does not know
-    container = template["spec"]["containers"][0]
-    for what, entries, key in (
-        ("env", container["env"], "name"),
-        ("volumeMounts", container["volumeMounts"], "mountPath"),
-        ("volumes", template["spec"]["volumes"], "name"),
-    ):
-        keys = [entry[key] for entry in entries]
-        found += [
-            f"{what}: duplicate {name!r}" for name in sorted(set(keys)) if keys.count(name) > 1
-        ]
-    mounted = {mount["name"] for mount in container["volumeMounts"]}
-    found += [] if mounted == {v["name"] for v in template["spec"]["volumes"]} else ["volumes"]
+def strict(schema: Any) -> Any:
+    """Return a CustomResourceDefinition's schema that takes no unknown field, as a server does."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema:
+        found["additionalProperties"] = False
     return found
 
 
+def schema_of(plural: str) -> Draft202012Validator:
+    schema = strict(json.loads((SCHEMAS / f"{plural}.json").read_text()))
+    return Draft202012Validator(schema)
+
+
+CUSTOM = {kind: schema_of(f"{kind.lower()}s") for kind in ("PyTorchJob", "TrainJob", "JobSet")}
+MODELS = {
+    "Job": client.V1Job,
+    "NetworkPolicy": client.V1NetworkPolicy,
+    "Service": client.V1Service,
+}
+ROUND_TRIPS = {
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+    "JobSet": models.JobsetV1alpha2JobSet,
+}
+
+
+def faults(text: str, *, versions: tuple[str, ...] = VERSIONS[1:2]) -> list[str]:
+    """Return what a server under strict validation would say against a manifest."""
+    found: list[str] = []
+    for document in read(text):
+        kind = document["kind"]
+        if kind in CUSTOM:
+            found += (f"{e.json_path}: {e.message}" for e in CUSTOM[kind].iter_errors(document))
+            metadata = {**document["metadata"], "name": "pod"}
+            template = template_of(document) if kind != "TrainJob" else None
+            if template:
+                client.V1PodTemplateSpec.model_validate(template)
+                spec = {"restartPolicy": "Never", **template["spec"]}
+                job = {"template": {**template, "spec": spec}}
+                found += _against(
+                    {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job},
+                    versions,
+                )
+        elif kind in MODELS:
+            MODELS[kind].model_validate(document)  # refuses what it does not know
+            found += _against(document, versions)
+        if kind in ROUND_TRIPS:
+            again = ROUND_TRIPS[kind].from_dict(document).to_dict()
+            found += [] if again == document else [f"{kind}: fields got lost"]
+        assert not any(key == "suspend" for key in document.get("spec", {}))
+    return [*found, *_twice(workload(text))]
+
+
+def _against(document: Any, versions: tuple[str, ...]) -> list[str]:
+    found = []
+    for version in versions:
+        try:
+            kubernetes_validate.validate(document, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            found.append(f"{version}: {error.message} at {list(error.path)}")
+    return found
+
+
+def _twice(document: Any) -> list[str]:
+    spec = template_of(document)["spec"]
+    (container,) = spec["containers"]
+    found = []
+    for what, entries, key in (
+        ("env", container["env"], "name"),
+        ("volumeMounts", container["volumeMounts"], "mountPath"),
+        ("volumes", spec["volumes"], "name"),
+    ):
+        keys = [entry[key] for entry in entries]
+        found += [f"{what}: duplicate {name!r}" for name in set(keys) if keys.count(name) > 1]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    return found + ([] if mounted == {v["name"] for v in spec["volumes"]} else ["volumes"])
+
+
+def arrives(container: Any) -> tuple[dict[str, bytes], list[bytes]]:
+    """Return the environment and the arguments as the kubelet expands them."""
+    env: dict[str, bytes] = {}
+    values: dict[str, str] = {}
+    for entry in container["env"]:
+        if "value" in entry:
+            env[entry["name"]] = expand(entry["value"], values)
+            values[entry["name"]] = os.fsdecode(env[entry["name"]])
+    return env, [expand(word, values) for word in container["args"]]
+
+
+def entry_of(arguments: list[bytes]) -> list[bytes]:
+    """Return what torchrun starts, without its own options."""
+    return arguments[arguments.index(b"-m") :]
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_server_takes_every_field(case: str) -> None:
-    document = read(manifest(*CASES[case]))
-    assert faults(document) == []
+def test_a_server_takes_every_field(case: str, kind: str) -> None:
+    job, profile = CASES[case]
+    if kind == "TrainJob":  # it has no fields for these, which planning says
+        profile = {key: of for key, of in profile.items() if key not in BEYOND_TRAINJOB}
+    assert faults(manifest(job, profile, kind), versions=VERSIONS) == []
 
 
-def test_the_pod_passes_pod_security_restricted() -> None:
-    spec = template_of(read(manifest(*CASES["gpus"])))["spec"]
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_of_a_run_carries_its_label(kind: str) -> None:
+    documents = read(manifest({}, {"gang_scheduler": None}, kind))
+    label = {"torch-deploy-toolkit/run": "t"}
+    for metadata in (*(d["metadata"] for d in documents), template_of(documents[-1])["metadata"]):
+        assert label.items() <= metadata["labels"].items()
+    assert documents[-1]["kind"] == kind
+    policy = documents[0]["spec"]
+    assert policy["podSelector"] == {"matchLabels": label}
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": label}}]}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pod_passes_pod_security_restricted(kind: str) -> None:
+    job = {"mounts": [{"source": "claim:data", "target": "/data"}], **CASES["gpus"][0]}
+    spec = template_of(workload(manifest(job, CASES["gpus"][1], kind)))["spec"]
     assert spec["securityContext"] == {
         "runAsNonRoot": True,
         "runAsUser": 1000,
         "runAsGroup": 1000,
         "fsGroup": 1000,
+        "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     (container,) = spec["containers"]
@@ -155,42 +270,95 @@ def test_the_pod_passes_pod_security_restricted() -> None:
     assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
 
 
-def test_requests_and_limits_are_the_same_whole_quantities() -> None:
-    resources = template_of(read(manifest(*CASES["gpus"])))["spec"]["containers"][0]["resources"]
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_and_limits_are_the_same_whole_quantities(kind: str) -> None:
+    resources = container_of(workload(manifest(*CASES["gpus"], kind)))["resources"]
     wanted = {"cpu": "64", "memory": "400Gi", "nvidia.com/gpu": "8"}
     assert resources == {"requests": wanted, "limits": wanted}
 
 
-def test_the_kubelet_waits_longer_than_torchrun_and_torchrun_as_long_as_a_checkpoint() -> None:
-    spec = template_of(read(manifest(*CASES["gpus"])))["spec"]
-    env = container_env(spec["containers"][0], {})
-    assert (env["PET_SHUTDOWN_TIMEOUT"], spec["terminationGracePeriodSeconds"]) == ("300", 315)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kubelet_waits_longer_than_torchrun_and_torchrun_as_long_as_a_checkpoint(
+    kind: str,
+) -> None:
+    spec = template_of(workload(manifest(*CASES["gpus"], kind)))["spec"]
+    env, _ = arrives(spec["containers"][0])
+    assert (env["PET_SHUTDOWN_TIMEOUT"], spec["terminationGracePeriodSeconds"]) == (b"300", 315)
 
 
-def test_a_secret_is_named_and_its_value_is_nowhere() -> None:
-    (container,) = template_of(read(manifest(*CASES["secrets"])))["spec"]["containers"]
-    secrets = {"hf": {"token": "s3cr3t"}, "team": {"WANDB": "k3y"}}
-    env = container_env(container, secrets)
-    assert (env["HF_TOKEN"], env["WANDB"]) == ("s3cr3t", "k3y")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_secret_is_named_and_its_value_is_nowhere(kind: str) -> None:
+    entries = container_of(workload(manifest(*CASES["secrets"], kind)))["env"]
+    places = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in entries if "secretKeyRef" in str(e)}
+    assert places == {
+        "HF_TOKEN": {"name": "hf", "key": "token"},
+        "WANDB": {"name": "team", "key": "WANDB"},
+    }
+
+
+def test_a_secret_wins_over_a_variable_of_the_profile_of_the_same_name() -> None:
+    text = manifest({"secrets": {"LOGIN": {"secret": "s", "key": "k"}}}, {"env": {"LOGIN": "x"}})
+    assert faults(text) == []
 
 
 def test_a_range_of_nodes_is_the_operators_elasticity() -> None:
     job = {"resources": {"nnodes": {"min": 2, "max": 4}}, "retries": {"in_job": 3}}
-    spec = read(manifest(job, {}))["spec"]
+    spec = workload(manifest(job, {}))["spec"]
     policy = spec["elasticPolicy"]
     assert (policy["minReplicas"], policy["maxReplicas"], policy["maxRestarts"]) == (2, 4, 3)
     assert spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == 4
 
 
+def test_a_master_is_one_of_the_pods() -> None:
+    site = {"master": True, "pod_security": "baseline"}
+    for nodes, roles in ((1, {"Master": 1}), (3, {"Master": 1, "Worker": 2})):
+        text = manifest({"resources": {"nnodes": nodes}}, site)
+        spec = workload(text)["spec"]
+        found = {role: of["replicas"] for role, of in spec["pytorchReplicaSpecs"].items()}
+        assert (found, "elasticPolicy" in spec) == (roles, False)
+        errors = CUSTOM["PyTorchJob"].iter_errors(workload(text))
+        assert not list(errors)
+
+
 @pytest.mark.parametrize("requeue", [0, 1, 4])
-def test_the_backoff_limit_allows_one_restart_of_every_pod_per_incident(requeue: int) -> None:
+@pytest.mark.parametrize("claim", [None, "runs"])
+def test_what_counts_failures_is_the_run_directory_where_there_is_one(
+    claim: str | None, requeue: int
+) -> None:
+    """The operator adds up the restarts of all pods; one incident restarts each of them."""
     job = {"resources": {"nnodes": 3}, "retries": {"requeue": requeue}}
-    spec = read(manifest(job, {}))["spec"]
+    spec = workload(manifest(job, {"runs_claim": claim} if claim else {}))["spec"]
     limit = spec["runPolicy"].get("backoffLimit")
-    assert limit == (requeue * 3 + 1 if requeue else None)
-    assert spec["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == (
-        "OnFailure" if requeue else "Never"
-    )
+    policy = spec["pytorchReplicaSpecs"]["Worker"]["restartPolicy"]
+    if not requeue:
+        assert (limit, policy) == (None, "Never")
+    elif claim:
+        assert (limit, policy) == (None, "ExitCode")
+    else:
+        assert (limit, policy) == (requeue * 3 + 1, "OnFailure")
+
+
+@pytest.mark.parametrize(("kind", "key"), [("JobSet", "maxRestarts"), ("Job", None)])
+def test_the_cluster_leaves_room_for_restarts_that_are_no_failures(
+    kind: str, key: str | None
+) -> None:
+    def limit(job: dict[str, Any], profile: dict[str, Any]) -> int:
+        spec = workload(manifest(job, profile, kind))["spec"]
+        found: int = spec["failurePolicy"][key] if key else spec["backoffLimitPerIndex"]
+        return found
+
+    assert limit({}, {}) == limit({}, {"runs_claim": "runs"}) == 0
+    assert limit({"retries": {"requeue": 2}}, {}) == 2
+    assert limit({"retries": {"requeue": 2}}, {"runs_claim": "runs"}) == 102
+
+
+def test_the_first_pod_has_the_name_that_the_others_are_told() -> None:
+    for kind, first in (("Job", "t-0.t"), ("JobSet", "t-node-0-0.t"), ("TrainJob", "t-node-0-0.t")):
+        _, arguments = arrives(container_of(workload(manifest({}, {}, kind))))
+        assert f"--rdzv-endpoint={first}:29500".encode() in arguments
+    *_, service, job = read(manifest({}, {}, "Job"))
+    assert service["metadata"]["name"] == template_of(job)["spec"]["subdomain"] == "t"
+    assert service["spec"]["publishNotReadyAddresses"] is True
 
 
 @pytest.mark.parametrize(
@@ -210,77 +378,84 @@ def test_the_expansion_of_these_tests_is_that_of_kubernetes(
 
 @settings(max_examples=100, deadline=None)
 @given(
+    kind=st.sampled_from(KINDS),
     args=st.lists(TEXTS, max_size=5),
     env=st.dictionaries(NAMES, TEXTS, max_size=4),
     site_env=st.dictionaries(NAMES, TEXTS, max_size=2),
-    selector=st.dictionaries(TEXTS, TEXTS, max_size=2),
+    selector=st.dictionaries(LABELS, LABELS, max_size=2),
     image=WORDS,
     paths=st.lists(PATHS, max_size=3, unique=True),
+    server=SERVERS,
 )
 def test_hostile_text_arrives_byte_for_byte(
+    kind: str,
     args: list[str],
     env: dict[str, str],
     site_env: dict[str, str],
     selector: dict[str, str],
     image: str,
     paths: list[str],
+    server: str,
 ) -> None:
     mounts = [{"source": path, "target": path} for path in paths]
+    mounts.append({"source": f"nfs:{server}:/x", "target": "/from/nfs"})
     job = {"args": args, "env": env, "image": image, "mounts": mounts}
     profile = {"env": site_env, "node_selector": selector, "pod_security": "privileged"}
-    text = manifest(job, profile)
-    document = read(text)
-    assert faults(document) == []
-    spec = template_of(document)["spec"]
+    text = manifest(job, profile, kind)
+    assert faults(text) == []
+    spec = template_of(workload(text))["spec"]
     (container,) = spec["containers"]
-    arrived = container_env(container, {})
+    environ, arguments = arrives(container)
     expected = site_env | env
-    assert {name: os.fsencode(arrived[name]) for name in expected} == {
+    assert {name: environ[name] for name in expected} == {
         name: value.encode() for name, value in expected.items()
     }
-    assert container_argv(container, arrived) == [
-        word.encode() for word in ("torchrun", "--nproc-per-node=1", "-m", "train", *args)
-    ]
+    assert entry_of(arguments) == [word.encode() for word in ("-m", "train", *args)]
     assert container["image"] == image
     assert spec.get("nodeSelector", {}) == selector
-    assert [m["mountPath"] for m in container["volumeMounts"][3:]] == paths
-    assert [v["hostPath"]["path"] for v in spec["volumes"][3:]] == paths
+    assert [m["mountPath"] for m in container["volumeMounts"][3:-1]] == paths
+    assert [v["hostPath"]["path"] for v in spec["volumes"][3:-1]] == paths
+    assert spec["volumes"][-1]["nfs"]["server"] == server
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(args=st.lists(TEXTS, min_size=1, max_size=5), env=st.dictionaries(NAMES, TEXTS, min_size=1))
-def test_every_text_is_json_on_one_line_so_that_yaml_1_2_reads_the_same(
+def test_every_text_is_one_line_and_json_where_it_is_no_plain_word(
     args: list[str], env: dict[str, str]
 ) -> None:
+    """So that YAML 1.2 reads the same."""
     text = manifest({"args": args, "env": env}, {})
-    (container,) = template_of(read(text))["spec"]["containers"]
-    words = re.findall(r"^ {16}- (\".*)$", text, re.MULTILINE)
-    assert [json.loads(word) for word in words] == container["args"]
-    pairs = re.findall(r"^ {16}- \{name: (\".*?\"), value: (\".*\")\}$", text, re.MULTILINE)
-    assert [(json.loads(name), json.loads(value)) for name, value in pairs] == [
+    container = container_of(workload(text))
+    words = re.findall(r"^ {16}- (.*)$", text.partition("args:")[2], re.MULTILINE)
+    found = words[: len(container["args"])]
+    assert [unquoted(word) for word in found] == container["args"]
+    pairs = re.findall(r"^ {16}- \{name: (\S+), value: (.*)\}$", text, re.MULTILINE)
+    assert [(unquoted(name), unquoted(value)) for name, value in pairs] == [
         (variable["name"], variable["value"]) for variable in container["env"]
     ]
 
 
+def unquoted(text: str) -> object:
+    if text.startswith('"'):
+        return json.loads(text)
+    assert re.fullmatch(r"-{0,2}[A-Za-z/][-A-Za-z0-9_./=]*", text)
+    assert text.lower() not in "y n yes no on off true false null".split()
+    return text
+
+
 @settings(max_examples=100, deadline=None)
 @given(
+    kind=st.sampled_from(KINDS),
     nnodes=st.integers(1, 64),
     nproc=st.integers(1, 16),
     gpus=st.sampled_from([0, 16]),
     memory=st.integers(1, 2**50) | st.none(),
     limit=st.integers(100, 10**7) | st.none(),
     requeue=st.integers(0, 9),
-    profile=st.fixed_dictionaries(
-        {},
-        optional={
-            "runs_claim": st.just("runs"),
-            "runs_dir": st.sampled_from(["/runs", "/r u/n's", "/no"]),
-            "network_interface": WORDS,
-            "gpu_resource": st.just("amd.com/gpu"),
-        },
-    ),
+    profile=PROFILE_KEYS,
 )
 def test_no_valid_job_makes_an_invalid_manifest(
+    kind: str,
     nnodes: int,
     nproc: int,
     gpus: int,
@@ -300,20 +475,60 @@ def test_no_valid_job_makes_an_invalid_manifest(
         "retries": {"requeue": requeue},
         **({"time_limit": f"{limit}s"} if limit else {}),
     }
-    text = manifest(job, profile)
-    assert text == manifest(job, profile)
-    assert faults(read(text)) == []
+    try:
+        text = manifest(job, {"pod_security": "privileged", **profile}, kind)
+    except toolkit.PlanError as error:
+        assert kind == "TrainJob"
+        assert {problem.rule for problem in error.problems} == {"trainjob-cannot-say"}
+        return
+    assert text == manifest(job, {"pod_security": "privileged", **profile}, kind)
+    assert faults(text) == []
 
 
 @pytest.mark.parametrize("taken", ["/tmp", "/dev/shm", "/runs"])
 def test_a_mount_where_the_pod_has_its_own_volume_is_refused(taken: str) -> None:
-    with pytest.raises(toolkit.PlanError) as error:
-        manifest({"mounts": [{"source": "claim:data", "target": taken}]}, {})
-    assert taken in str(error.value)
+    for own, site in (({"mounts": [at(taken)]}, {}), ({}, {"mounts": [at(taken)]})):
+        with pytest.raises(toolkit.PlanError, match=taken):
+            manifest(own, site)
 
 
-def test_a_secret_wins_over_a_variable_of_the_profile_of_the_same_name() -> None:
-    document = read(
-        manifest({"secrets": {"LOGIN": {"secret": "s", "key": "k"}}}, {"env": {"LOGIN": "x"}})
-    )
-    assert faults(document) == []
+def at(target: str) -> dict[str, str]:
+    return {"source": "claim:data", "target": target}
+
+
+# ---- Sweeps
+
+
+SWEEP: dict[str, Any] = {"args": ["--x"], "sweep": {"grid": {"--lr": ["0.1", "no"], "env.S": [1, 2]}}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_points_of_a_sweep_are_runs_with_what_belongs_to_them(kind: str) -> None:
+    job = toolkit.JobSpec.model_validate({"name": "t", "module": "train", "image": "i", **SWEEP})
+    text = manifest(SWEEP, {"runs_claim": "runs"}, kind)
+    assert faults(text) == []
+    documents = read(text)
+    points = [document for document in documents if document["kind"] == kind]
+    assert [point["metadata"]["name"] for point in points] == ["t-0", "t-1", "t-2", "t-3"]
+    assert len(documents) == len(points) * (3 if kind == "Job" else 2)
+    assert documents[-1] is points[-1]
+    for point, of in zip(points, job.points, strict=True):
+        name = f"t-{of.index}"
+        labels = {"torch-deploy-toolkit/run": name, "torch-deploy-toolkit/sweep": "t"}
+        template = template_of(point)
+        for metadata in (point["metadata"], template["metadata"]):
+            assert labels.items() <= metadata["labels"].items()
+        environ, arguments = arrives(template["spec"]["containers"][0])
+        assert entry_of(arguments)[2:] == [word.encode() for word in of.args]
+        assert environ["S"].decode() == of.env["S"]
+        assert environ["TRAIN_RUN_DIR"].decode() == f"/runs/t-{job.digest}/{of.name}"
+    for document in documents:
+        name = document["metadata"]["labels"]["torch-deploy-toolkit/run"]
+        assert document["metadata"]["name"] == name
+
+
+def test_how_many_points_run_at_a_time_is_for_a_queue_to_say() -> None:
+    job = SWEEP | {"sweep": SWEEP["sweep"] | {"max_running": 2}}
+    with pytest.raises(toolkit.PlanError, match="a queue of Kueue, by its quota"):
+        manifest(job, {})
+    assert faults(manifest(job, {"queue": "team"})) == []

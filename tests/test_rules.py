@@ -16,7 +16,8 @@ from tests.test_ask_site import CONFIG, PARTITIONS, Site
 from toolkit.batch_scripts.checking import SCRIPT_RULES
 from toolkit.checks import check
 from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.rules import JOB_RULES, SITE_RULES
+from toolkit.manifests.checking import MANIFEST_RULES
+from toolkit.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES
 
 JOB = "name: probe\nmodule: train\nimage: r.io/t:1\n"
 SLURM, KUBERNETES, LOCAL = "kind: slurm\n", "kind: kubernetes\n", "kind: local\n"
@@ -24,7 +25,7 @@ TOKEN = "hf_" + "a1" * 17
 
 
 def test_every_rule_says_what_it_finds_why_and_what_to_do() -> None:
-    rules = (*SCRIPT_RULES, *JOB_RULES, *SITE_RULES)
+    rules = (*SCRIPT_RULES, *JOB_RULES, *MANIFEST_RULES, *SITE_RULES, *CLUSTER_RULES)
     assert len({rule.id for rule in rules}) == len(rules)
     for rule in rules:
         assert re.fullmatch(r"[a-z]+(-[a-z]+)+", rule.id), rule.id
@@ -57,6 +58,16 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         f"{SLURM}gpus_flag: gpus-per-task\n",
         4,
     ),
+    "elastic-workload": (
+        "resources: {nnodes: {min: 1, max: 2}}\nretries: {in_job: 1}\n",
+        f"{KUBERNETES}workload: JobSet\n",
+        4,
+    ),
+    "elastic-master": (
+        "resources: {nnodes: {min: 1, max: 2}}\nretries: {in_job: 1}\n",
+        f"{KUBERNETES}master: true\npod_security: baseline\n",
+        4,
+    ),
     "sweep-elsewhere": ("sweep: {list: [{env.A: a}]}\n", LOCAL, 4),
     "sweep-elastic": (
         "sweep: {list: [{env.A: a}]}\nresources: {nnodes: {min: 1, max: 2}}\n"
@@ -64,6 +75,13 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         SLURM,
         5,
     ),
+    "sweep-max-running": (
+        "sweep:\n  list: [{env.A: a}, {env.A: b}]\n  max_running: 1\n",
+        KUBERNETES,
+        6,
+    ),
+    "trainjob-cannot-say": ("workdir: /w\n", f"{KUBERNETES}workload: TrainJob\n", 4),
+    "variable-overwritten": ("env: {status: a}\n", KUBERNETES, 4),
     "after-elsewhere": ("after: [probe-1]\n", LOCAL, 4),
     "image-missing": ("image: null\n", f"{SLURM}runtime: podman\n", 1),
     "image-of-another-runtime": ("image: /i.sif\n", f"{SLURM}runtime: podman\n", 3),

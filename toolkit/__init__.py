@@ -27,7 +27,13 @@ if TYPE_CHECKING:
         SpecError,
         ToolkitError,
     )
-    from toolkit.executors import DebugExecutor, LocalExecutor, SlurmExecutor, attach
+    from toolkit.executors import (
+        DebugExecutor,
+        KubernetesExecutor,
+        LocalExecutor,
+        SlurmExecutor,
+        attach,
+    )
     from toolkit.launchers.base import Launcher, Run, RunState, RunStatus
     from toolkit.launchers.failures import Failure
     from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan, plan
@@ -52,6 +58,7 @@ _HOME = {
     "Finding": "checks",
     "InputError": "errors",
     "JobSpec": "spec",
+    "KubernetesExecutor": "executors",
     "KubernetesPlan": "planning",
     "KubernetesProfile": "profile",
     "LaunchPlan": "planning",
@@ -101,6 +108,7 @@ __all__ = [
     "Finding",
     "InputError",
     "JobSpec",
+    "KubernetesExecutor",
     "KubernetesPlan",
     "KubernetesProfile",
     "LaunchPlan",

@@ -1,26 +1,35 @@
-"""Files held to rules: job files with their profiles, and batch scripts that people wrote."""
+"""Files held to rules: job files with their profiles; batch scripts and manifests of people."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from toolkit.batch_scripts.checking import SCRIPT_RULES, check_script
 from toolkit.batch_scripts.directives import is_batch_script
 from toolkit.batch_scripts.scripts import BatchScript, read_batch_script
 from toolkit.documents import Document, read_document, read_text
-from toolkit.errors import InputError, PlanError, Problem
-from toolkit.launchers.slurm_queue import Command, run_command
-from toolkit.planning import plan
-from toolkit.profile import Profile, load_profile
+from toolkit.errors import InputError, PlanError, Problem, ProfileError
+from toolkit.launchers.slurm.queue import Command, run_command
+from toolkit.manifests.checking import MANIFEST_RULES, allowed, check_manifests, faults, in_order
+from toolkit.manifests.reading import is_manifest, read_manifests
+from toolkit.manifests.registry import Fault
+from toolkit.manifests.schemas import Schemas, read_schemas, schemas_of
+from toolkit.manifests.tracing import key_of
+from toolkit.manifests.views import Manifest
+from toolkit.planning import KubernetesPlan, plan
+from toolkit.profile import KubernetesProfile, Profile, load_profile
 from toolkit.rendering import render
-from toolkit.rules import JOB_RULES, SITE_RULES, Rule
+from toolkit.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
 from toolkit.runs import ask_site
 from toolkit.spec import JobSpec, load
 from toolkit.validation import override
 
-__all__ = ["Finding", "check", "finding", "is_script"]
+__all__ = ["Finding", "check", "finding", "is_manifests", "is_script"]
+
+_MOST_POINTS = 20  # of a sweep, whose points differ in arguments and variables only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +66,22 @@ def check(
     *,
     to: Sequence[str | Profile] = (),
     server: bool = False,
+    schemas: str | Path | None = None,
     command: Command = run_command,
+    api_client: Any = None,
 ) -> list[Finding]:
-    """Return everything that is wrong with a job file, or with a batch script.
+    """Return everything that is wrong with a job file, a batch script, or Kubernetes manifests.
 
     Args:
         path: The file. One that begins with `#!`, holds `#SBATCH` lines or has the suffix
-            `.sbatch`, `.sh`, `.slurm` or `.job` is a batch script.
+            `.sbatch`, `.sh`, `.slurm` or `.job` is a batch script; one whose documents say
+            `apiVersion` and `kind` is a stream of manifests.
         overrides: Assignments to keys of a job file.
-        to: Profiles that a job file must work with.
-        server: Whether the Slurm site is asked, too; nothing is submitted.
+        to: Profiles that a job file must work with; of manifests, the one of their namespace.
+        server: Whether the Slurm site or the cluster is asked, too; nothing is submitted.
+        schemas: A folder with CustomResourceDefinitions that manifests are held to.
         command: How Slurm's commands are run for a batch script.
+        api_client: A `kubernetes.client.ApiClient`; by kubeconfig or in the cluster without.
 
     Raises:
         InputError: the file cannot be read, or describes no job.
@@ -76,19 +90,46 @@ def check(
     path = Path(path)
     if is_script(path):
         return _script_findings(path, server=server, command=command)
+    known = read_schemas(Path(schemas)) if schemas is not None else None
+    if is_manifests(path):
+        sites = [load_profile(name) if isinstance(name, str) else name for name in to]
+        text = read_text(path)
+        return _manifest_findings(
+            text, path, sites, schemas=known, server=server, api_client=api_client
+        )
     job = load(path, overrides)
     document = _document(path, overrides)
     found: list[Finding] = []
     for name in to:
         try:
             profile = load_profile(name) if isinstance(name, str) else name
-            render(plan(job, profile))
+            made = plan(job, profile)
+            if isinstance(made, KubernetesPlan):
+                wrong = _rendered_problems(_shortened(made), known)
+                found += (finding(problem, document) for problem in wrong)
+            render(made)
         except InputError as error:
             usable = isinstance(error, PlanError)
             found += (finding(p, document if usable else None) for p in error.problems)
     if found or not server:
         return list(dict.fromkeys(found))
-    return [finding(problem) for name in to for problem in ask_site(job, to=name)]
+    for name in to:
+        profile = load_profile(name) if isinstance(name, str) else name
+        if isinstance(profile, KubernetesProfile):
+            made = _shortened(plan(job, profile))
+            rendered = read_manifests(render(made), f"rendered for {profile.name}")
+            found += map(finding, _server_problems(rendered.manifests, profile, api_client))
+        else:
+            found += map(finding, ask_site(job, to=profile))
+    return list(dict.fromkeys(found))
+
+
+def is_manifests(path: Path) -> bool:
+    """Whether a file holds Kubernetes objects rather than a job."""
+    try:
+        return is_manifest(read_text(path))
+    except InputError:
+        return False  # whoever reads it will say why it cannot be read
 
 
 def is_script(path: Path) -> bool:
@@ -105,7 +146,10 @@ def _document(path: Path, overrides: Iterable[str]) -> Document:
 
 @cache
 def _rules() -> Mapping[str, Rule]:
-    return {rule.id: rule for rule in (*SCRIPT_RULES, *JOB_RULES, *SITE_RULES)}
+    return {
+        rule.id: rule
+        for rule in (*SCRIPT_RULES, *JOB_RULES, *MANIFEST_RULES, *SITE_RULES, *CLUSTER_RULES)
+    }
 
 
 def finding(problem: Problem, document: Document | None = None) -> Finding:
@@ -125,6 +169,97 @@ def finding(problem: Problem, document: Document | None = None) -> Finding:
     )
 
 
+# ---- Manifests
+
+
+def _manifest_findings(
+    text: str,
+    path: Path,
+    sites: Sequence[Profile],
+    *,
+    schemas: Schemas | None,
+    server: bool,
+    api_client: Any,
+) -> list[Finding]:
+    for other in sites:
+        if not isinstance(other, KubernetesProfile):
+            what = f"profile {other.name!r} is of no Kubernetes cluster; manifests are for one"
+            raise ProfileError(what)
+    site = next((one for one in sites if isinstance(one, KubernetesProfile)), None)
+    asked = site or KubernetesProfile(name="current")
+    manifests = read_manifests(text, str(path)).manifests
+    if server and schemas is None:
+        from toolkit.launchers.k8s.definitions import definitions
+
+        objects = [manifest.data for manifest in manifests]
+        schemas = schemas_of(definitions(objects, asked, api_client=api_client))
+    level = site.pod_security if site else None
+    found = check_manifests(text, str(path), pod_security=level, schemas=schemas)
+    if server:
+        found += allowed(_server_problems(manifests, asked, api_client), text)
+    return [finding(problem) for problem in in_order(found)]
+
+
+def _server_problems(
+    manifests: Sequence[Manifest], site: KubernetesProfile, api_client: Any
+) -> list[Problem]:
+    """Ask the API server what it would say; nothing is made."""
+    from toolkit.launchers.k8s import dry_run
+
+    named = [manifest for manifest in manifests if manifest.name]
+    answers = dry_run([manifest.data for manifest in named], site, api_client=api_client)
+    return [
+        Problem(
+            place=manifest.place(("metadata", "name")),
+            message=f"the cluster refuses {manifest.kind} {manifest.name!r}: {words}",
+            rule="server-refuses",
+        )
+        for manifest, (_, words) in zip(named, answers, strict=True)
+        if words and not _only_waits(words, manifests)
+    ]
+
+
+def _only_waits(words: str, manifests: Sequence[Manifest]) -> bool:
+    """Whether the server only misses what the same file makes, as a dry run does not."""
+    missed = re.search(r'"([^"]+)" not found', words)
+    return missed is not None and any(one.name == missed[1] for one in manifests)
+
+
+def _shortened(made: KubernetesPlan) -> KubernetesPlan:
+    return replace(made, points=made.points[:_MOST_POINTS])
+
+
+def _rendered_problems(made: KubernetesPlan, schemas: Schemas | None) -> Iterator[Problem]:
+    """Yield what is wrong with a rendered manifest, by the keys of the job."""
+    plain: set[tuple[str, str]] | None = None
+    for rule, fault in _faults_of(made, schemas):
+        key, where = key_of(fault.at), "rendered"
+        if made.patches:
+            if plain is None:
+                plain = {(r.id, f.what) for r, f in _unpatched_faults(made, schemas)}
+            if (rule.id, fault.what) not in plain:
+                key, where = ("kubernetes", "patches"), "patched"
+        yield Problem(
+            key=key,
+            message=f"{fault.what}; {fault.fix or rule.fix} (in the {fault.at.manifest.kind} "
+            f"{where} for {made.profile.name!r}: {fault.at.where})",
+            rule=rule.id,
+        )
+
+
+def _unpatched_faults(made: KubernetesPlan, schemas: Schemas | None) -> list[tuple[Rule, Fault]]:
+    options = made.job.kubernetes.model_copy(update={"patches": ()})
+    job = made.job.model_copy(update={"kubernetes": options})
+    profile = made.profile.model_copy(update={"patches": ()})
+    return _faults_of(_shortened(plan(job, profile, run_name=made.run_name)), schemas)
+
+
+def _faults_of(made: KubernetesPlan, schemas: Schemas | None) -> list[tuple[Rule, Fault]]:
+    source = f"rendered for {made.profile.name}"
+    stream = read_manifests(render(made), source, pod_security=made.profile.pod_security)
+    return list(faults(stream, schemas))
+
+
 # ---- Batch scripts
 
 
@@ -138,7 +273,7 @@ def _script_findings(path: Path, *, server: bool, command: Command) -> list[Find
 
 def _site_findings(script: BatchScript, path: Path, command: Command) -> list[Problem]:
     """Ask the site about a script: account, QOS, folders, and sbatch's own verdict."""
-    from toolkit.launchers.slurm_access import account_findings, log_folder, path_findings, verdict
+    from toolkit.launchers.slurm.access import account_findings, log_folder, path_findings, verdict
 
     def place(name: str) -> str:
         option = script.options.get(name)

@@ -1,18 +1,19 @@
 """What there is to run on: a Slurm cluster, Kubernetes contexts, this machine."""
 
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-__all__ = ["Ask", "Context", "Discovery", "Partition", "SlurmSite", "discover"]
+__all__ = ["Ask", "Context", "Discovery", "Namespace", "Partition", "SlurmSite", "discover"]
 
 _TIMEOUT_S = 20
 """A login shell that mounts homes, or a driver that is stuck, must not hang everything."""
@@ -71,12 +72,35 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Namespace:
+    """What kubectl may see of a namespace; nothing where it may not."""
+
+    workloads: tuple[str, ...]
+    """What a job can become there, the one to begin with first."""
+
+    has_runtime: bool
+    """Whether the TrainingRuntime of k8s/base is there, which a TrainJob needs."""
+
+    queues: tuple[str, ...]
+    """Kueue's LocalQueues."""
+
+    claims: tuple[str, ...]
+    """PersistentVolumeClaims that all nodes can write to."""
+
+    pod_security: str | None
+    """The Pod Security level that is enforced."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Discovery:
     """All that was found."""
 
     host: str
     slurm: SlurmSite | None
     contexts: tuple[Context, ...]
+    namespace: Namespace | None
+    """That of the context that is used; None where its cluster does not answer kubectl."""
+
     modules: bool
     """Whether there is a `module` command."""
 
@@ -89,6 +113,12 @@ class Discovery:
 
     torchrun: bool
     """Whether there is a torchrun in it."""
+
+    @property
+    def context(self) -> Context | None:
+        """The context that is used: the current one, or the first."""
+        current = [context for context in self.contexts if context.current]
+        return next(iter((*current, *self.contexts)), None)
 
 
 def discover(
@@ -110,10 +140,11 @@ def discover(
     venv = _venv(environ, prefix or (sys.prefix if sys.prefix != sys.base_prefix else ""))
     listed = ask(["nvidia-smi", "-L"]) or ""
     said = (ask(["bash", "-lc", "type -t module"]) or "").strip().splitlines()
-    return Discovery(
+    found = Discovery(
         host=socket.gethostname(),
         slurm=_slurm(ask),
         contexts=tuple(_contexts(environ, root)),
+        namespace=None,
         modules=said[-1:] in (["function"], ["alias"]),
         runtimes=tuple(name for name in _RUNTIMES if ask([name, "--version"]) is not None),
         gpus=tuple(re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listed, re.MULTILINE)),
@@ -122,6 +153,7 @@ def discover(
         venv=venv,
         torchrun=venv is not None and (venv / "bin/torchrun").exists(),
     )
+    return replace(found, namespace=_namespace(ask, found.context)) if found.context else found
 
 
 def _ask(argv: Sequence[str]) -> str | None:
@@ -258,3 +290,50 @@ def _kubeconfig(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return read if isinstance(read, dict) else {}
+
+
+def _namespace(ask: Ask, context: Context) -> Namespace | None:
+    """Ask kubectl; a question that may not be asked is answered by nothing."""
+    kubectl = ["kubectl", *(["--context", context.name] if context.name else [])]
+    kubectl += ["--namespace", context.namespace, "--request-timeout=5s", "get"]
+
+    def get(*what: str) -> dict[str, Any]:
+        try:
+            read = json.loads(ask([*kubectl, *what]) or "{}")
+        except ValueError:
+            return {}
+        return read if isinstance(read, dict) else {}
+
+    def items(kind: str) -> list[dict[str, Any]]:
+        return list(get(kind, "--output=json").get("items") or ())
+
+    groups = {str(group.get("name")) for group in get("--raw", "/apis").get("groups") or ()}
+    if not groups:
+        return None
+    # Others have this group, too.
+    served = get("--raw", "/apis/kubeflow.org/v1") if "kubeflow.org" in groups else {}
+    known = {
+        "PyTorchJob": any(r.get("name") == "pytorchjobs" for r in served.get("resources") or ()),
+        "TrainJob": "trainer.kubeflow.org" in groups,
+        "JobSet": "jobset.x-k8s.io" in groups,
+        "Job": True,
+    }
+    runtimes = items("trainingruntimes.trainer.kubeflow.org") if known["TrainJob"] else []
+    queues = items("localqueues.kueue.x-k8s.io") if "kueue.x-k8s.io" in groups else []
+    shared = [
+        claim
+        for claim in items("persistentvolumeclaims")
+        if "ReadWriteMany" in (claim.get("spec") or {}).get("accessModes", ())
+    ]
+    labels = get("namespace", context.namespace, "--output=json").get("metadata", {}).get("labels")
+    return Namespace(
+        workloads=tuple(kind for kind, is_there in known.items() if is_there),
+        has_runtime="torch-deploy-toolkit" in map(_name, runtimes),
+        queues=tuple(map(_name, queues)),
+        claims=tuple(map(_name, shared)),
+        pod_security=(labels or {}).get("pod-security.kubernetes.io/enforce"),
+    )
+
+
+def _name(thing: Mapping[str, Any]) -> str:
+    return str(thing["metadata"]["name"])

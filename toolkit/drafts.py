@@ -36,9 +36,7 @@ def draft(found: Discovery, *, kind: str | None = None, name: str | None = None)
     Raises:
         InputError: what is wanted was not found.
     """
-    current = next((c for c in found.contexts if c.current), None) or next(
-        iter(found.contexts), None
-    )
+    current = found.context
     kind = kind or ("slurm" if found.slurm else "kubernetes" if current else "local")
     if kind == "slurm":
         if found.slurm is None:
@@ -108,6 +106,12 @@ def found_lines(found: Discovery) -> Iterator[str]:
         where = f"context {context.name}" if context.name else "this pod's own cluster"
         current = " (current)" if context.current else ""
         yield f"Kubernetes: {where}{current}, namespace {context.namespace}"
+        if context == found.context and found.namespace:
+            yield f"  workloads: {', '.join(found.namespace.workloads)}"
+            yield f"  queues: {', '.join(found.namespace.queues) or 'none'}"
+            yield f"  shared claims: {', '.join(found.namespace.claims) or 'none'}"
+        elif context == found.context:
+            yield "  its cluster does not answer kubectl"
     pyxis = ("pyxis",) if site and site.pyxis else ()
     yield f"containers: {', '.join((*pyxis, *found.runtimes)) or 'no runtime'}"
     yield f"GPUs here: {', '.join(found.gpus) or 'none'}"
@@ -202,8 +206,27 @@ def _kubernetes(found: Discovery, chosen: Context) -> Iterator[str]:
         others = ", ".join(c.name for c in found.contexts if c.name and c != chosen)
         yield _entry("context", chosen.name, f"there are also: {others}" if others else "")
     yield _entry("namespace", chosen.namespace)
+    site = found.namespace
+    if site is None:
+        yield "# workload: TrainJob  # or JobSet, or Job; PyTorchJob where nothing is said"
+    else:
+        others = ", ".join(site.workloads[1:])
+        yield _entry("workload", site.workloads[0], f"there are also: {others}" if others else "")
+        if "TrainJob" in site.workloads and not site.has_runtime:
+            where = _plain(chosen.namespace)
+            yield f"# TrainJobs need a runtime: kubectl apply -n {where} -k k8s/base/trainer"
+        if site.pod_security in ("restricted", "baseline", "privileged"):
+            yield _entry("pod_security", site.pod_security)
+        if site.queues:
+            others = ", ".join(site.queues[1:])
+            yield _entry("queue", site.queues[0], f"there are also: {others}" if others else "")
     yield ""
-    yield "# runs_claim: NAME  # a PersistentVolumeClaim; without it checkpoints die with their pod"
+    claim = "checkpoints die with their pod without one that all nodes can write to"
+    if site and site.claims:
+        others = ", ".join(site.claims[1:])
+        yield _entry("runs_claim", site.claims[0], f"there are also: {others}" if others else "")
+    else:
+        yield f"# runs_claim: NAME  # a PersistentVolumeClaim; {claim}"
     yield "# secret: NAME  # the Secret for the job's `secrets`"
     yield "# node: {gpus: 8}  # what a node has, so that jobs that cannot fit are refused at once"
     yield "# node_selector: {LABEL: VALUE}"

@@ -47,6 +47,8 @@ __all__ = [
 RESERVED_NAMES = re.compile(
     "PET_.*|TORCHELASTIC_.*|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE"
     "|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE|TRAIN_RUN_DIR|TRAIN_ATTEMPT"
+    "|TRAIN_SUBMITTED_DIR"
+    "|TRAIN_START"
     "|SLURM_.*"
 )
 """Variables that torchrun, the scheduler or the toolkit set: a job cannot choose them."""

@@ -40,7 +40,8 @@ class Patch(FrozenModel):
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
         """Return what keys say against each other."""
-        there = [key for key in ("merge", "json") if given.get(key) is not None]
+        names = {"merge": ("merge",), "json": ("json", "json_patch")}  # as written, and as read
+        there = [key for key, own in names.items() if any(given.get(n) is not None for n in own)]
         if len(there) == 1:
             return []
         return [f"one of merge and json says what to change; found {' and '.join(there) or 'none'}"]

@@ -7,18 +7,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.kubernetes_options import Toleration
+from toolkit.fields import IN_RUN_DIR
+from toolkit.kubernetes_options import Toleration, Workload
 from toolkit.profile import KubernetesProfile
 from toolkit.quantities import kubernetes_size, parse_size
 from toolkit.spec import JobSpec, Mount
 
-__all__ = ["MANAGER", "RUN_LABEL", "Pod", "pod_of", "volume_of"]
+__all__ = [
+    "FILE_MARK",
+    "MANAGER",
+    "RUN_LABEL",
+    "SWEEP_LABEL",
+    "Pod",
+    "carried",
+    "payload_dir_of",
+    "pod_of",
+    "volume_of",
+    "workload_of",
+]
 
 MANAGER = "torch-deploy-toolkit"
 """The field manager, and the value of `app.kubernetes.io/managed-by`."""
 
+FILE_MARK = f"@{MANAGER} "
+"""How a line of a log begins that holds a part of a file, see executors/deliver.py."""
+
 RUN_LABEL = f"{MANAGER}/run"
 """The label by which everything that belongs to a run is found."""
+
+SWEEP_LABEL = f"{MANAGER}/sweep"
+"""The label by which all points of a sweep are found."""
 
 _GROUP_NAMES = {
     "volcano": ("annotations", "scheduling.k8s.io/group-name", "volcano"),
@@ -63,13 +81,34 @@ class Pod:
     """Where the container sees them."""
 
 
-def pod_of(job: JobSpec, profile: KubernetesProfile, *, run_name: str, grace_s: int) -> Pod:
+def carried(job: JobSpec) -> bool:
+    """Tell whether what the workers run is submitted with the run, as a call's files are."""
+    return job.script is not None and job.script.startswith(IN_RUN_DIR)
+
+
+def payload_dir_of(job: JobSpec) -> str | None:
+    """Return where pods find what was submitted with the run; None without such files."""
+    if job.script is None or not carried(job):
+        return None
+    folder = job.script.removeprefix(IN_RUN_DIR).rpartition("/")[0]
+    return f"/submitted/{folder}".rstrip("/")
+
+
+def workload_of(job: JobSpec, profile: KubernetesProfile) -> Workload:
+    """Return what a job becomes."""
+    return job.kubernetes.workload or profile.workload
+
+
+def pod_of(
+    job: JobSpec,
+    profile: KubernetesProfile,
+    *,
+    run_name: str,
+    labels: Mapping[str, str],
+    grace_s: int,
+) -> Pod:
     """Return the pods of a job, each of which runs one torchrun."""
-    labels = {
-        "app.kubernetes.io/name": job.name,
-        "app.kubernetes.io/managed-by": MANAGER,
-        RUN_LABEL: run_name,
-    }
+    labels = dict(labels)
     annotations: dict[str, str] = {}
     spec: dict[str, Any] = {}
     if profile.gang_scheduler:
@@ -80,7 +119,7 @@ def pod_of(job: JobSpec, profile: KubernetesProfile, *, run_name: str, grace_s: 
         wish = "required" if profile.topology.required else "preferred"
         annotations[f"kueue.x-k8s.io/podset-{wish}-topology"] = profile.topology.key
     spec |= _placement(job, profile, run_name)
-    volumes, mounts = _volumes(job, profile)
+    volumes, mounts = _volumes(job, profile, run_name)
     return Pod(
         labels=labels,
         annotations=annotations,
@@ -180,7 +219,7 @@ def _container_security(profile: KubernetesProfile) -> dict[str, Any]:
 
 
 def _volumes(
-    job: JobSpec, profile: KubernetesProfile
+    job: JobSpec, profile: KubernetesProfile, run_name: str
 ) -> tuple[tuple[Mapping[str, Any], ...], tuple[Mapping[str, Any], ...]]:
     shm: dict[str, Any] = {"medium": "Memory"}
     if job.resources.shm_bytes:
@@ -198,6 +237,9 @@ def _volumes(
         {"name": "shm", "mountPath": "/dev/shm"},
         {"name": "runs", "mountPath": profile.runs_dir},
     ]
+    if payload := payload_dir_of(job):
+        volumes.append({"name": "submitted", "configMap": {"name": run_name}})
+        mounts.append({"name": "submitted", "mountPath": payload, "readOnly": True})
     for index, mount in enumerate((*profile.mounts, *job.mounts)):
         name = f"mount-{index}"
         volumes.append({"name": name, **volume_of(mount)})

@@ -4,7 +4,6 @@ Pure: the same plan gives the same bytes. Templates place values and decide noth
 """
 
 import functools
-import json
 import re
 import shlex
 import traceback
@@ -25,10 +24,11 @@ from jinja2 import (
 import toolkit
 from toolkit.errors import Problem, RenderError
 from toolkit.fields import IN_RUN_DIR
+from toolkit.patching import patched
 from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
+from toolkit.yaml_writing import json_quote, yaml_block, yaml_flow
 
 __all__ = [
-    "json_quote",
     "kubernetes_literal",
     "page_environment",
     "render",
@@ -43,9 +43,6 @@ _TEMPLATES: dict[type[LaunchPlan], str] = {
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ANSI_C = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "'": r"\'", "\\": r"\\"}
-
-# JSON is YAML but for what YAML's reader takes for a line break or will not take at all.
-_NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 _EXPANDED = re.compile(r"\$(?:[$(]|[^\x00-\x7f])")
 
@@ -111,16 +108,6 @@ def shell_line(value: str) -> str:
     return value
 
 
-def json_quote(value: object) -> str:
-    r"""Return the value as JSON that every YAML reader takes for the same value.
-
-    >>> print(json_quote({"a": ["no", "caf\u00e9"]}))
-    {"a": ["no", "café"]}
-    """
-    text = json.dumps(value, ensure_ascii=False)
-    return _NOT_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
 def kubernetes_literal(value: str) -> str:
     """Return a text that Kubernetes' `$(NAME)` expansion turns into `value`.
 
@@ -138,10 +125,21 @@ def render(plan: LaunchPlan) -> str:
     """Return the script or manifest of a plan.
 
     Raises:
-        RenderError: a value that the format cannot hold, or a template of the profile's
-            `templates_dir` that does not work, with its line.
+        RenderError: a value that the format cannot hold, a template of the profile's
+            `templates_dir` that does not work, with its line, or a patch that does not apply.
     """
-    name = _template_of(plan)
+    if not isinstance(plan, KubernetesPlan):
+        return _filled(plan, _TEMPLATES[type(plan)])
+    text = "".join(_filled(one, _template_of(one)) for one in plan.parts or (plan,))
+    return patched(text, plan.patches, workload=plan.workload) if plan.patches else text
+
+
+def _template_of(plan: KubernetesPlan) -> str:
+    return f"kubernetes/{plan.workload.lower()}.yaml.j2"
+
+
+def _filled(plan: LaunchPlan, name: str) -> str:
+    """Return a template with the values of a plan."""
     known = {"plan": plan, "job": plan.job, "profile": plan.profile, "version": _version()}
     folder = plan.profile.templates_dir
     if folder is None:
@@ -149,16 +147,10 @@ def render(plan: LaunchPlan) -> str:
     return _render_yours(Path(folder), name, known)
 
 
-def _template_of(plan: LaunchPlan) -> str:
-    if isinstance(plan, KubernetesPlan):
-        return f"kubernetes/{plan.workload.lower()}.yaml.j2"
-    return _TEMPLATES[type(plan)]
-
-
 def _render_yours(folder: Path, name: str, known: Mapping[str, object]) -> str:
-    """Render a template that the user wrote; all that is wrong with it is the user's to mend."""
-    if not (folder / name).is_file():
-        what = f"holds no {name}" if folder.is_dir() else "is no folder"
+    """Render templates that the user wrote; all that is wrong with them is the user's to mend."""
+    if not _holds_ours(folder, name):
+        what = f"holds no {_wanted(name)}" if folder.is_dir() else "is no folder"
         raise RenderError(
             f"templates_dir {str(folder)!r} {what}; write that template, or leave the key out"
         )
@@ -167,6 +159,17 @@ def _render_yours(folder: Path, name: str, known: Mapping[str, object]) -> str:
     except Exception as error:
         problem = Problem(place=_place(error, folder, name), message=_said(error, name, known))
         raise RenderError([problem]) from error
+
+
+def _holds_ours(folder: Path, name: str) -> bool:
+    """Tell whether a folder has the template, or one of the parts that it is made of."""
+    room = name.partition("/")[0]
+    ours = (_templates_folder() / room).iterdir() if room == "kubernetes" else ()
+    return any((folder / room / one).is_file() for one in (Path(name).name, *(p.name for p in ours)))
+
+
+def _wanted(name: str) -> str:
+    return f"{name} or other template of kubernetes/" if name.startswith("kubernetes/") else name
 
 
 def _said(error: Exception, name: str, known: Iterable[str]) -> str:
@@ -227,6 +230,8 @@ def _environment(folder: Path | None = None) -> Environment:
         "sh_entry": entry_words,
         "sh_line": shell_line,
         "sh_path": path_quote,
+        "yaml": yaml_block,
+        "yaml_flow": yaml_flow,
         "sh_words": lambda values: " ".join(map(shell_quote, values)),
     }
     return environment

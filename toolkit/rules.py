@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["JOB_RULES", "SITE_RULES", "Rule"]
+__all__ = ["CLUSTER_RULES", "JOB_RULES", "SITE_RULES", "Rule"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,21 @@ JOB_RULES = (
         fix="write gpus_flag: gres into the profile",
     ),
     Rule(
+        id="elastic-workload",
+        finds="a range of nodes for a Kubernetes object other than a PyTorchJob",
+        reason="All others start anew as a whole, or wait for the pod that is lost.",
+        fix="write workload: PyTorchJob, or one number of nodes",
+    ),
+    Rule(
+        id="elastic-master",
+        finds="a range of nodes where the profile wants a Master",
+        reason="The workers cannot go on without it.",
+        fix="leave out `master`, or write one number of nodes",
+    ),
+    Rule(
         id="sweep-elsewhere",
-        finds="a sweep for a place other than Slurm",
-        reason="Its points are the tasks of a job array.",
+        finds="a sweep for this machine",
+        reason="Its points are the tasks of a job array, or objects of a cluster.",
         fix="submit the points one by one",
     ),
     Rule(
@@ -88,6 +100,12 @@ JOB_RULES = (
         finds="a sweep with a range of nodes",
         reason="An elastic run queues jobs of its own, which a task of an array cannot.",
         fix="write one number of nodes",
+    ),
+    Rule(
+        id="sweep-max-running",
+        finds="`sweep.max_running` on Kubernetes without a queue",
+        reason="Nobody would hold points back: all would run at once.",
+        fix="name a queue of Kueue, or leave it out",
     ),
     Rule(
         id="after-elsewhere",
@@ -115,13 +133,13 @@ JOB_RULES = (
     ),
     Rule(
         id="mount-elsewhere",
-        finds="a volume claim where there is no Kubernetes",
+        finds="a volume claim, or another volume of Kubernetes, where there is no Kubernetes",
         reason="It is no folder.",
         fix="write a path",
     ),
     Rule(
         id="mount-forbidden",
-        finds="a folder of the node, where Pod Security forbids it",
+        finds="a folder of the node or of an NFS server, where Pod Security forbids it",
         reason="The pods would be refused when they are made.",
         fix="write claim:NAME",
     ),
@@ -133,9 +151,9 @@ JOB_RULES = (
     ),
     Rule(
         id="mount-unwritable",
-        finds="a path that the container runtime cannot be told",
-        reason="It separates paths by the same sign.",
-        fix="make a link to the folder, with another name",
+        finds="a path that the container runtime or Kubernetes cannot be told",
+        reason="They separate paths by a sign that is in it, or take no `..`.",
+        fix="choose another path, or make a link to the folder",
     ),
     Rule(
         id="mount-without-container",
@@ -160,6 +178,18 @@ JOB_RULES = (
         finds="a secret that no pod can see",
         reason="The variable would be missing.",
         fix="write {secret: …, key: …}",
+    ),
+    Rule(
+        id="trainjob-cannot-say",
+        finds="what a TrainJob and its runtimePatches have no field for",
+        reason="The pods would be made without it.",
+        fix="leave it out, or write workload: JobSet",
+    ),
+    Rule(
+        id="variable-overwritten",
+        finds="a variable of the name of one of the pods' entrypoint",
+        reason="The entrypoint would overwrite it.",
+        fix="use capital letters",
     ),
     Rule(
         id="secret-overwritten",
@@ -251,3 +281,13 @@ SITE_RULES = (
     ),
 )
 """What `check --server` asks the site about, for a job file and for a script."""
+
+CLUSTER_RULES = (
+    Rule(
+        id="server-refuses",
+        finds="an object that the API server refuses in a dry run",
+        reason="It would refuse the real one.",
+        fix="see what it says",
+    ),
+)
+"""What `check --server` asks a Kubernetes cluster, for a job file and for manifests."""

@@ -1,5 +1,6 @@
 """Runs, wherever they are: submit a job, open a run again, list them all."""
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -132,11 +133,8 @@ def statuses(runs: Iterable[Run]) -> list[RunStatus]:
     Runs of a place that does not answer are UNKNOWN, with the reason; the others are not touched.
     """
     asked = list(runs)
-    places: dict[Hashable, list[int]] = {}
-    for index, run in enumerate(asked):
-        places.setdefault(run.place, []).append(index)
     found: dict[int, RunStatus] = {}
-    for indices in places.values():
+    for indices in _by_place(asked).values():
         together = [asked[index] for index in indices]
         found |= zip(indices, together[0].statuses_of(together), strict=True)
     return [found[index] for index in range(len(asked))]
@@ -161,22 +159,33 @@ def wait(
     watched = list(runs)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     ended: dict[int, RunStatus] = {}
-    for pause_s in pauses():
-        waiting = [index for index in range(len(watched)) if index not in ended]
-        for index, status in zip(
-            waiting, statuses(watched[index] for index in waiting), strict=True
-        ):
-            if status.state.final or status.lost:
-                ended[index] = status
-                on_end(watched[index], status)
-        still = [run.uri for index, run in enumerate(watched) if index not in ended]
-        if not still:
-            break
-        if deadline is not None and time.monotonic() > deadline:
-            shown = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if still[3:] else "")
-            raise TimeoutError(f"not ended after {timeout_s:g} s: {shown}")
-        time.sleep(pause_s)
+    with contextlib.ExitStack() as stack:
+        for together in _by_place(watched).values():
+            stack.enter_context(watched[together[0]].watching([watched[i] for i in together]))
+        for pause_s in pauses():
+            waiting = [index for index in range(len(watched)) if index not in ended]
+            for index, status in zip(
+                waiting, statuses(watched[index] for index in waiting), strict=True
+            ):
+                if status.state.final or status.lost:
+                    ended[index] = status
+                    on_end(watched[index], status)
+            still = [run.uri for index, run in enumerate(watched) if index not in ended]
+            if not still:
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                shown = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if still[3:] else "")
+                raise TimeoutError(f"not ended after {timeout_s:g} s: {shown}")
+            time.sleep(pause_s)
     return [ended[index] for index in range(len(watched))]
+
+
+def _by_place(runs: Sequence[Run]) -> dict[Hashable, list[int]]:
+    """Return which of the runs can be asked about by one question."""
+    places: dict[Hashable, list[int]] = {}
+    for index, run in enumerate(runs):
+        places.setdefault(run.place, []).append(index)
+    return places
 
 
 def _open(record: registry.RunRecord) -> Run:

@@ -23,12 +23,23 @@ __all__ = ["check"]
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @SET
 @click.option("--to", multiple=True, metavar="PROFILE", help="Check that it works there, too.")
-@click.option("--server", is_flag=True, help="Ask the Slurm site, too; submits nothing.")
+@click.option("--server", is_flag=True, help="Ask the site or cluster, too; submits nothing.")
+@click.option(
+    "--schemas",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Hold manifests to the CustomResourceDefinitions in a folder (kubectl get crd -o yaml).",
+)
 @JSON
 def check(
-    file: Path, overrides: tuple[str, ...], to: tuple[str, ...], server: bool, as_json: bool
+    file: Path,
+    overrides: tuple[str, ...],
+    to: tuple[str, ...],
+    server: bool,
+    schemas: Path | None,
+    as_json: bool,
 ) -> None:
-    """Say everything that is wrong with a job file, or with a batch script of your own.
+    """Say everything that is wrong with a job file, or with a batch script or manifest of your own.
 
     Exit status 0 if nothing is, 1 if a rule or the site finds something, 2 if the file cannot be
     read or is no job.
@@ -38,12 +49,15 @@ def check(
     script = checks.is_script(file)
     if script and (to or overrides):
         raise click.UsageError("a batch script names its site itself; --to and --set are for jobs")
+    manifests = not script and checks.is_manifests(file)
+    if manifests and overrides:
+        raise click.UsageError("--set is for jobs; a manifest is what it is")
     if not script and not to and (default := toolkit.default_profile()) is not None:
-        to = (default,)
-    if server and not script and not to:
+        to = (default,) if not manifests or _is_of_kubernetes(default) else ()
+    if server and not script and not manifests and not to:
         raise click.UsageError("--server asks the site of a profile; name one with --to")
     try:
-        found = toolkit.check(file, overrides, to=to, server=server)
+        found = toolkit.check(file, overrides, to=to, server=server, schemas=schemas)
     except InputError as error:
         found = [checks.finding(problem) for problem in error.problems]
     unusable = any(finding.rule is None for finding in found)
@@ -56,15 +70,22 @@ def check(
     if found:
         sys.exit(2 if unusable else 1)
     if not as_json:
-        _say_fine(file, overrides, to, script=script)
+        _say_fine(file, overrides, to, plain=script or manifests)
 
 
 def _without_secrets(text: str) -> str:
     return secrecy.conceal(secrecy.redact(text, secrecy.values_of(os.environ)))
 
 
-def _say_fine(file: Path, overrides: tuple[str, ...], to: tuple[str, ...], *, script: bool) -> None:
-    if script:
+def _is_of_kubernetes(name: str) -> bool:
+    try:
+        return toolkit.load_profile(name).kind == "kubernetes"
+    except InputError:
+        return False  # whoever needs it will say what is wrong with it
+
+
+def _say_fine(file: Path, overrides: tuple[str, ...], to: tuple[str, ...], *, plain: bool) -> None:
+    if plain:
         click.echo(f"{file}: fine")
         return
     spec = toolkit.load(file, overrides)

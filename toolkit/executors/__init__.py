@@ -8,7 +8,15 @@ except ImportError as error:
     ) from error
 
 from toolkit.executors.debugging import DebugExecutor
+from toolkit.executors.in_pods import KubernetesExecutor
 from toolkit.executors.jobs import FunctionJob, attach
 from toolkit.executors.submitting import LocalExecutor, SlurmExecutor
 
-__all__ = ["DebugExecutor", "FunctionJob", "LocalExecutor", "SlurmExecutor", "attach"]
+__all__ = [
+    "DebugExecutor",
+    "FunctionJob",
+    "KubernetesExecutor",
+    "LocalExecutor",
+    "SlurmExecutor",
+    "attach",
+]

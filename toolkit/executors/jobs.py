@@ -125,7 +125,7 @@ class FunctionJob(core.Job[R]):
         ranks = range(self._call.ranks) if rank is None else ()
         self._tasks = tuple(ranks) or (rank or 0,)
         self._sub_jobs = [
-            FunctionJob(run, inquiry=self._inquiry, index=index, rank=k) for k in ranks
+            type(self)(run, inquiry=self._inquiry, index=index, rank=k) for k in ranks
         ]
 
     @property
@@ -213,9 +213,13 @@ class FunctionJob(core.Job[R]):
             text += [f"The last lines of its log, in {self._call.run_dir / 'logs'}:", *last]
         return "\n".join(text)
 
+    def _is_here(self, path: Path) -> bool:
+        """Whether a file that a rank has left is to be read here."""
+        return path.exists()
+
     def _load(self, rank: int) -> Any:
         path = self._call.result(rank)
-        _within(_FILES_WITHIN_S, path.exists)
+        _within(_FILES_WITHIN_S, lambda: self._is_here(path))
         try:
             return pickle.loads(path.read_bytes())
         except OSError as error:
@@ -237,7 +241,12 @@ class FunctionJob(core.Job[R]):
         if self._call.said():
             return True
         found = self._status(force=force_check)
-        return found.state.final or found.lost
+        if ended := found.state.final or found.lost:
+            self._fetch()
+        return ended
+
+    def _fetch(self) -> None:
+        """Bring here what the ranks have left, where this process does not see it."""
 
     @property
     def state(self) -> str:
@@ -284,12 +293,16 @@ def attach(run: str | Run) -> FunctionJob[Any]:
         )
     if not Call.is_in(opened.run_dir):
         raise LauncherError(f"{opened.uri} is no call of a function; toolkit.open_run opens it")
+    if opened.uri.startswith("k8s:"):
+        from toolkit.executors.in_pods import PodJob  # which is made of this module
+
+        return PodJob(opened)
     return FunctionJob(opened)
 
 
 def _reopen(uri: str, rank: int | None) -> FunctionJob[Any]:
     job = attach(uri)
-    return job if rank is None else FunctionJob(job.run, inquiry=job._inquiry, rank=rank)
+    return job if rank is None else type(job)(job.run, inquiry=job._inquiry, rank=rank)
 
 
 def _growing(first_s: float, longest_s: float) -> Iterator[float]:

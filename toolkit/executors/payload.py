@@ -47,9 +47,22 @@ class Failure:
 
 
 def files_of(
-    job: JobSpec, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    job: JobSpec,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    delivered: bool = False,
 ) -> dict[str, bytes]:
-    """Return what a run directory must hold before its job starts, by path."""
+    """Return what a run directory must hold before its job starts, by path.
+
+    Args:
+        job: The job that makes the call.
+        function: What is called.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        delivered: Whether results must be printed, since nobody else sees the run directory.
+    """
     need = job.resources
     facts = {
         "version": _VERSION,
@@ -58,10 +71,11 @@ def files_of(
         "restarts": job.retries.in_job,
         "python": "{}.{}".format(*sys.version_info),
     }
+    programs = ("worker.py", "deliver.py") if delivered else ("worker.py",)
     return {
         f"{FOLDER}/call.json": json.dumps(facts).encode(),
         f"{FOLDER}/call.pkl": cloudpickle.dumps((function, args, dict(kwargs))),
-        f"{FOLDER}/worker.py": (Path(__file__).parent / "worker.py").read_bytes(),
+        **{f"{FOLDER}/{name}": (Path(__file__).parent / name).read_bytes() for name in programs},
     }
 
 

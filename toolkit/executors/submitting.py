@@ -15,12 +15,12 @@ from toolkit.planning import plan
 from toolkit.profile import LocalProfile, Profile, SlurmProfile, load_profile
 from toolkit.spec import JobSpec
 
-__all__ = ["LocalExecutor", "SlurmExecutor"]
+__all__ = ["LocalExecutor", "RunExecutor", "SlurmExecutor"]
 
 R = TypeVar("R")
 
 
-class _RunExecutor(core.Executor):
+class RunExecutor(core.Executor):
     """An executor whose calls are runs, which `toolkit list` and the others show, too."""
 
     job_class = FunctionJob
@@ -51,7 +51,7 @@ def _files(job: JobSpec, call: DelayedSubmission) -> dict[str, bytes]:
     return files_of(job, call.function, call.args, call.kwargs)
 
 
-class SlurmExecutor(_RunExecutor):
+class SlurmExecutor(RunExecutor):
     """Calls functions on every rank of a multi-node torchrun group on Slurm.
 
     The batch script is that of any other job: stopped with a checkpoint, queued again by outcome.
@@ -112,7 +112,7 @@ class SlurmExecutor(_RunExecutor):
         ]
 
 
-class LocalExecutor(_RunExecutor):
+class LocalExecutor(RunExecutor):
     """Calls functions on every rank of a torchrun group on this machine, on simulated nodes.
 
     Calls of an array all start at once. What is Slurm's alone is left out.

@@ -54,11 +54,12 @@ class Place:
     def __init__(self) -> None:
         """Read the environment."""
         self.run_dir = Path(os.environ["TRAIN_RUN_DIR"])
-        self.attempt = int(os.environ["TRAIN_ATTEMPT"])
+        self.attempt = int(os.environ.get("TRAIN_ATTEMPT") or 0)
         self.restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        self.submitted_dir = Path(__file__).parent  # but for pods, the same as function_dir
         self.function_dir = self.run_dir / "function"
         self.attempt_dir = self.function_dir / f"attempt-{self.attempt}"
 
@@ -114,7 +115,7 @@ class Notes:
         with (here.function_dir / "outcome.lock").open("w") as lock:
             with contextlib.suppress(OSError):  # where there are no locks, the last one wins
                 fcntl.lockf(lock, fcntl.LOCK_EX)
-            if _weight(self._said()) < _weight(new):
+            if weight(self._said()) < weight(new):
                 _replace(here.run_dir / "outcome.json", json.dumps(new).encode())
 
     def _said(self) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def _replace(path: Path, content: bytes) -> None:
     draft.replace(path)
 
 
-def _weight(outcome: dict[str, Any]) -> tuple[int, int, int]:
+def weight(outcome: dict[str, Any]) -> tuple[int, int, int]:
     """Of two outcomes the heavier one stays: that of the later start, then what says more."""
     status = WEIGHTS.get(str(outcome.get("status")), -1)
     return outcome.get("attempt", -1), outcome.get("restart", -1), status
@@ -221,8 +222,7 @@ class Stop:
             status, why = "preempted", f"stopped by {signal.Signals(number).name}"
             if not self._all_told():
                 status, why = "retryable", "another rank has gone"
-            done = self._checkpoint(self._call, frame)
-            self._notes.outcome(status, f"{why}; {done}")
+            self._notes.outcome(status, f"{why}; {self._checkpoint(self._call, frame)}")
             self._channel.set("stopped", "")
         except BaseException as error:
             self._notes.failure(error, echo=False)
@@ -270,8 +270,8 @@ def is_echo(error: BaseException) -> bool:
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"DistNetworkError", "DistStoreError", "DistBackendError"}:
         return True
-    text = str(error).lower()
-    return isinstance(error, (RuntimeError, OSError)) and any(word in text for word in ECHOES)
+    said = any(word in str(error).lower() for word in ECHOES)
+    return said and isinstance(error, (RuntimeError, OSError))
 
 
 def meet(place: Place) -> tuple[Any, Any]:
@@ -327,10 +327,11 @@ def gpu_of(place: Place, wanted: int) -> int | None:
 def load(place: Place, store: Any, python: str) -> Call:
     """Read what to call, once all ranks are here: what a checkpoint has left, or was submitted."""
     if place.rank == 0:
-        older = [f"attempt-{number}/next.pkl" for number in range(place.attempt - 1, -1, -1)]
-        left = [name for name in older if (place.function_dir / name).exists()]
-        store.set("call", [*left, "call.pkl"][0])
-    path = place.function_dir / store.get("call").decode()
+        older = (f"attempt-{number}/next.pkl" for number in range(place.attempt - 1, -1, -1))
+        left = (name for name in older if (place.function_dir / name).exists())
+        store.set("call", next(left, "call.pkl"))
+    name = store.get("call").decode()
+    path = (place.function_dir if "/" in name else place.submitted_dir) / name
     until_s = time.monotonic() + FILE_WITHIN_S
     while not path.exists() and time.monotonic() < until_s:
         time.sleep(0.1)
@@ -349,7 +350,7 @@ def load(place: Place, store: Any, python: str) -> Call:
 
 def tell_submitit(place: Place) -> None:
     """Let `submitit.JobEnvironment()` find its ranks, where submitit is installed."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    array, task = (os.environ.get(f"SLURM_ARRAY_{key}_ID") for key in ("JOB", "TASK"))
     job_id = os.environ.get("SLURM_JOB_ID", place.run_dir.name)
     nodes, node = (n // place.local_world_size for n in (place.world_size, place.rank))
     known = {"JOB_ID": f"{array}_{task}" if array else job_id, "JOB_NUM_NODES": nodes}
@@ -363,13 +364,12 @@ def main() -> int:
     """Call the function, and leave what becomes of it."""
     sys.path[0] = os.getcwd()  # noqa: PTH109  # as after `python -m`; until now, torchrun's folder
     atexit._clear()  # what torchrun has registered is torchrun's
-    place = Place()
-    notes = Notes(place)
+    notes = Notes(place := Place())
     stop = Stop(place, notes)
     tell_submitit(place)
     met = False
     try:
-        facts = json.loads((place.function_dir / "call.json").read_text())
+        facts = json.loads((place.submitted_dir / "call.json").read_text())
         gpu = gpu_of(place, facts["gpus_per_node"])
         store, channel = meet(place)
         leave_group = join_group(store, rank=place.rank, world_size=place.world_size, gpu=gpu)

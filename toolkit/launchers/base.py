@@ -1,6 +1,7 @@
 """What every launcher answers, whatever it launches on."""
 
 import abc
+import contextlib
 import enum
 import secrets
 import time
@@ -148,6 +149,10 @@ class Run(abc.ABC):
                 return RunStatus(state=RunState.UNKNOWN, reason=str(error))
 
         return [told(run) for run in runs]
+
+    def watching(self, runs: "Sequence[Run]") -> contextlib.AbstractContextManager[None]:
+        """Keep an eye on runs of this place while somebody waits, where that asks less often."""
+        return contextlib.nullcontext()
 
     def logs(
         self,

@@ -29,6 +29,7 @@ __all__ = [
     "records",
     "remember",
     "state_folder",
+    "withdraw_cancelled",
 ]
 
 _VERSION = 1
@@ -223,6 +224,14 @@ def is_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> bool:
         return uri in _cancelled(environ).read_text().splitlines()
     except OSError:
         return False
+
+
+def withdraw_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:
+    """Take back that a run was cancelled, since it is submitted again."""
+    path = _cancelled(environ)
+    with contextlib.suppress(OSError):
+        kept = [line for line in path.read_text().splitlines() if line != uri]
+        path.write_text("".join(f"{line}\n" for line in kept))
 
 
 def _cancelled(environ: Mapping[str, str]) -> Path:

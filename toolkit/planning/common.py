@@ -1,11 +1,11 @@
 """What is decided alike for every kind of site: torchrun's options and the environment."""
 
 from toolkit.feasibility import cpus_of
-from toolkit.planning.plans import carried
+from toolkit.pods import carried
 from toolkit.profile import KubernetesProfile, Profile, SlurmProfile
 from toolkit.spec import JobSpec
 
-__all__ = ["environment", "in_container", "torchrun_options"]
+__all__ = ["carried_options", "environment", "in_container", "torchrun_options"]
 
 
 def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]:
@@ -25,9 +25,14 @@ def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]
         f"--nproc-per-node={job.resources.nproc_per_node}",
         f"--max-restarts={job.retries.in_job}",
         f"--rdzv-backend={'static' if static else 'c10d'}",
-        # torchrun has imported torch already, which takes each worker seconds.
-        *(("--start-method=fork", "--run-path") if carried(job) else ()),
+        *carried_options(job),
     )
+
+
+def carried_options(job: JobSpec) -> tuple[str, ...]:
+    """Return the options for a script of the toolkit's own that is submitted with its run."""
+    # torchrun has imported torch already, which takes each worker seconds.
+    return ("--start-method=fork", "--run-path") if carried(job) else ()
 
 
 def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
@@ -44,8 +49,7 @@ def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
     if in_container(profile):
         # The root file system may be read-only, and the user has no home of its own there.
         env |= {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor"}
-    if not isinstance(profile, KubernetesProfile):  # there, each pod has a log of its own
-        env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
+    env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "  # each line tells its rank
     if job.resources.cpus_per_node or job.resources.nproc_per_node > 1:
         threads = max(1, cpus_of(job) // job.resources.nproc_per_node)
         env["OMP_NUM_THREADS"] = str(threads)

@@ -1,16 +1,17 @@
 """What is decided for a Kubernetes cluster: the kind of object, its restarts, where pods meet."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from toolkit.feasibility import POD_MARGIN_S
 from toolkit.kubernetes_options import Workload
-from toolkit.planning.common import environment, torchrun_options
+from toolkit.planning.common import carried_options, environment, torchrun_options
 from toolkit.planning.plans import KubernetesPlan
-from toolkit.pods import MANAGER, RUN_LABEL, pod_of
+from toolkit.pods import MANAGER, RUN_LABEL, SWEEP_LABEL, payload_dir_of, pod_of, workload_of
 from toolkit.profile import KubernetesProfile
 from toolkit.spec import JobSpec, Secret
 
-__all__ = ["kubernetes_plan", "workload_of"]
+__all__ = ["kubernetes_plan"]
 
 PORT = 29500
 """Where the pods of a run meet; each pod has a network of its own."""
@@ -28,9 +29,11 @@ CONTAINERS: dict[Workload, str] = {
 """The operators of the first two find the container by its name."""
 
 
-def workload_of(job: JobSpec, profile: KubernetesProfile) -> Workload:
-    """Return what a job becomes."""
-    return job.kubernetes.workload or profile.workload
+_RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
+"""The label of pods in which JobSet counts the starts of all of them."""
+
+_START = "batch.kubernetes.io/controller-uid"
+"""The label of pods that names the Job they belong to; a JobSet makes a new one for each start."""
 
 
 def kubernetes_plan(
@@ -41,21 +44,56 @@ def kubernetes_plan(
     Args:
         job: What to run.
         profile: Where.
-        run_name: The name of the object.
-        folder: The name of the run directory.
+        run_name: The name of the object; those of a sweep's points have their number after it.
+        folder: The name of the run directory; those of a sweep's points lie in it.
     """
+    if not job.points:
+        return _plan(job, profile, run_name, folder)
+    parts = tuple(
+        _plan(
+            job.at(point),
+            profile,
+            f"{run_name}-{point.index}",
+            f"{folder}/{point.name}",
+            {SWEEP_LABEL: run_name},
+        )
+        for point in job.points
+    )
+    first, limit = parts[0], job.sweep.max_running if job.sweep else None
+    counts = f"sweep.max_running {limit} is left to the quota of the queue" if limit else None
+    return replace(
+        first,
+        job=job,
+        run_name=run_name,
+        notes=(*first.notes, *([counts] if counts else ())),
+        points=job.points,
+        parts=parts,
+    )
+
+
+def _plan(
+    job: JobSpec,
+    profile: KubernetesProfile,
+    run_name: str,
+    folder: str,
+    more_labels: Mapping[str, str] | None = None,
+) -> KubernetesPlan:
+    """Decide how a plain job runs."""
     kind = workload_of(job, profile)
     labels = {
         "app.kubernetes.io/name": job.name,
         "app.kubernetes.io/managed-by": MANAGER,
         RUN_LABEL: run_name,
+        **(more_labels or {}),
     }
     assert job.image is not None
     plan = KubernetesPlan(
         job=job,
         profile=profile,
         torchrun=(),
-        env={"TRAIN_RUN_DIR": f"{profile.runs_dir}/{folder}"} | environment(job, profile),
+        env={"TRAIN_RUN_DIR": f"{profile.runs_dir.rstrip('/')}/{folder}"}
+        | ({"TRAIN_SUBMITTED_DIR": submitted} if (submitted := payload_dir_of(job)) else {})
+        | environment(job, profile),
         secrets={
             name: place or Secret(secret=profile.secret or "", key=name)
             for name, place in job.secrets.items()
@@ -63,13 +101,18 @@ def kubernetes_plan(
         notes=_notes(job, profile),
         workload=kind,
         run_name=run_name,
-        pod=pod_of(job, profile, run_name=run_name, grace_s=job.stop.grace_s + POD_MARGIN_S),
+        pod=pod_of(
+            job,
+            profile,
+            run_name=run_name,
+            labels=labels,
+            grace_s=job.stop.grace_s + POD_MARGIN_S,
+        ),
         container=CONTAINERS[kind],
         image=job.image,
         labels=labels,
         workload_labels=labels | _queue_labels(job, profile),
         failure_limit=job.retries.requeue,
-        points=job.points,
     )
     return _of_pytorchjob(plan) if kind == "PyTorchJob" else _of_indexed_pods(plan)
 
@@ -91,7 +134,11 @@ def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
     return replace(
         plan,
         # An option would win over the operator's variables.
-        torchrun=(f"--nproc-per-node={job.resources.nproc_per_node}", "--tee=3"),
+        torchrun=(
+            f"--nproc-per-node={job.resources.nproc_per_node}",
+            "--tee=3",
+            *carried_options(job),
+        ),
         replicas=roles,
         restart_policy=policy,
         backoff_limit=limit,
@@ -116,7 +163,8 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
         backoff_limit=job.retries.requeue + spare,
         subdomain=None if in_jobset else name,
         pod_restart_policy="Never",
-        attempt_label="jobset.sigs.k8s.io/restart-attempt" if in_jobset else None,
+        from_labels=({"TRAIN_ATTEMPT": _RESTARTS} if in_jobset else {}) | {"TRAIN_START": _START},
+        gang=in_jobset,
     )
 
 
@@ -139,6 +187,11 @@ def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:
                 "without runs_claim nobody can count failures or tell those that may pass: each "
                 "is tried again, as often as the cluster counts"
             )
+    if job.resources.shm_bytes and not job.resources.memory_bytes:
+        found.append(
+            "resources.shm without memory: it counts against a limit that the namespace may set, "
+            "and as memory of the node where it sets none"
+        )
     for loose, what in (
         (profile.host_network, "host_network: pods see and use every port of their node"),
         (profile.capabilities, f"capabilities {', '.join(profile.capabilities)} are kept"),

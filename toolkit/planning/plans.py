@@ -1,12 +1,11 @@
 """What is decided of a launch, as plain values: one class per kind of site."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from toolkit.feasibility import REQUEUE_MARGIN_S
-from toolkit.fields import IN_RUN_DIR
 from toolkit.kubernetes_options import Patch, Workload
-from toolkit.pods import Pod
+from toolkit.pods import Pod, carried, payload_dir_of
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 from toolkit.spec import JobSpec, Secret
 from toolkit.sweeps import Point
@@ -17,7 +16,6 @@ __all__ = [
     "LaunchPlan",
     "LocalPlan",
     "SlurmPlan",
-    "carried",
 ]
 
 RENDEZVOUS_TIMEOUT_S = 600
@@ -161,7 +159,8 @@ class KubernetesPlan(LaunchPlan):
     """Labels of the object, with those of a queue."""
 
     failure_limit: int
-    """Failures of a pod after which it does not start again, as its entrypoint counts them."""
+    """Failures after each of which the pod, or all pods of a gang, may start again, as their
+    entrypoint counts them."""
 
     restart_policy: str = "Never"
     """PyTorchJob: what follows when a pod has failed."""
@@ -185,18 +184,44 @@ class KubernetesPlan(LaunchPlan):
     pod_restart_policy: str | None = None
     """What the kubelet does; None where the operator decides."""
 
-    attempt_label: str | None = None
-    """The pods' label that counts the starts of all; None where nothing counts them."""
+    from_labels: Mapping[str, str] = field(default_factory=dict)
+    """Variables that hold a label of their pod, and which."""
+
+    gang: bool = False
+    """Whether all pods start again when one has failed."""
 
     points: tuple[Point, ...] = ()
     """The points of a sweep, each an object of its own; none without one."""
 
+    parts: tuple["KubernetesPlan", ...] = ()
+    """Their plans, in their order; none without a sweep."""
+
     @property
-    def patches(self) -> tuple[Patch, ...]:
-        """What to change in the rendered objects: the profile's wishes, then the job's."""
-        return (*self.profile.patches, *self.job.kubernetes.patches)
+    def payload_dir(self) -> str | None:
+        """Where pods find what was submitted with the run; None without such files."""
+        return payload_dir_of(self.job)
 
+    @property
+    def entry(self) -> tuple[str, ...]:
+        """What torchrun starts, and its arguments."""
+        if (folder := self.payload_dir) is None or self.job.script is None:
+            return self.job.entry
+        return (f"{folder}/{self.job.script.rpartition('/')[2]}", *self.job.args)
 
-def carried(job: JobSpec) -> bool:
-    """Tell whether what the workers run lies in the run directory."""
-    return job.script is not None and job.script.startswith(IN_RUN_DIR)
+    @property
+    def last_failure(self) -> int:
+        """The failure that is one too many, counted from 1."""
+        return self.failure_limit + 1
+
+    @property
+    def patches(self) -> tuple[tuple[str, Patch], ...]:
+        """What to change in the rendered objects, and where it is wished: profile, then job."""
+        site, job = f"profile {self.profile.name!r}", f"job {self.job.name!r}: kubernetes"
+        return tuple(
+            (f"{whose}.patches[{at}]", patch)
+            for whose, patches in (
+                (site, self.profile.patches),
+                (job, self.job.kubernetes.patches),
+            )
+            for at, patch in enumerate(patches)
+        )

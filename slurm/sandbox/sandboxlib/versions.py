@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import SandboxError
@@ -32,16 +33,21 @@ def fetch(suite: str, folder: Path) -> str:
         return f"{folder} is there"
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         raise SandboxError("no apt-get here: another Slurm can be fetched on Debian only", status=2)
+    unpack(suite, folder, PACKAGES)
+    return f"unpacked {suite}'s Slurm into {folder}"
+
+
+def unpack(suite: str, folder: Path, packages: Sequence[str]) -> None:
+    """Unpack packages of another Debian into a folder, which is whole or not there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch") as name:
         work = Path(name)
         options = _own_apt(work, suite)
         _run(["apt-get", *options, "-qq", "update"], work)
-        _run(["apt-get", *options, "-qq", "download", *PACKAGES], work)
+        _run(["apt-get", *options, "-qq", "download", *packages], work)
         for package in sorted(work.glob("*.deb")):
             _run(["dpkg", "-x", str(package), str(work / "unpacked")], work)
         (work / "unpacked").rename(folder)  # last: what is there is whole
-    return f"unpacked {suite}'s Slurm into {folder}"
 
 
 def require(folder: Path) -> Path:

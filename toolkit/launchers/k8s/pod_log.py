@@ -1,94 +1,48 @@
-"""The lines of all pods of a run, merged, through restarts and broken connections."""
+"""The log of one pod, through the restarts of its container and broken connections."""
 
 import contextlib
 import queue
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from toolkit.errors import LauncherError
-from toolkit.launchers.k8s_api import Away, Cluster, Missing
-from toolkit.launchers.k8s_status import short_name
+from toolkit.launchers.k8s.cluster import Cluster
+from toolkit.launchers.k8s.connection import Away, Missing
+from toolkit.launchers.k8s.kinds import Object
+from toolkit.launchers.k8s.watching import lines_of
+from toolkit.launchers.run_logs import LogView
 from toolkit.launchers.torchrun_log import StopTraces
 
-__all__ = ["read_lines"]
-
-_POLL_S = 1.0
-"""How often to ask which pods there are."""
+__all__ = ["Lines", "PodLog", "Start", "starts_of"]
 
 _STAMPED = re.compile(
     rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?[-+:Z0-9]* ?(.*)", re.DOTALL
 )
 
-_Queue: TypeAlias = "queue.Queue[str | LauncherError]"
-
-
-def read_lines(
-    cluster: Cluster, job_name: str, *, prefixed: bool, ended: Callable[[], bool] | None
-) -> Iterator[str]:
-    """Yield the lines that the pods of a PyTorchJob have printed.
-
-    Args:
-        cluster: Where it runs.
-        job_name: Its name.
-        prefixed: Whether each line tells its pod.
-        ended: Whether nothing more will be printed; lines are followed until then. None: the
-            lines that are there now.
-    """
-    lines: _Queue = queue.Queue()
-    logs: dict[str, _PodLog] = {}
-    try:
-        while True:
-            # Asked first: what was printed before the end is still read.
-            last_round = ended is None or ended()
-            with contextlib.suppress(Away) if ended is not None else contextlib.nullcontext():
-                for pod in cluster.pods(job_name):
-                    metadata = pod["metadata"]
-                    prefix = f"[{short_name(metadata)}] " if prefixed else ""
-                    new = _PodLog(pod=metadata["name"], prefix=prefix)
-                    log = logs.setdefault(metadata["uid"], new)
-                    if ended is not None:
-                        log.follow(cluster, list(_starts_of(pod)), lines)
-                        continue
-                    for start in _starts_of(pod):
-                        with contextlib.suppress(Missing):
-                            yield from log.shown(log.read(cluster, start, follow=False))
-                        yield from log.rest()
-            look_again = time.monotonic() + _POLL_S
-            while any(log.active for log in logs.values()) or not lines.empty() or not last_round:
-                with contextlib.suppress(queue.Empty):
-                    line = lines.get(timeout=_POLL_S / 10)
-                    if isinstance(line, LauncherError):
-                        raise line
-                    yield line
-                if not last_round and time.monotonic() > look_again:
-                    break
-            if last_round:
-                return
-    finally:
-        for log in logs.values():
-            log.stop()
+Lines: TypeAlias = "queue.Queue[str | LauncherError]"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Start:
+class Start:
     """One start of a pod's container."""
 
+    container: str
     container_id: str
     previous: bool
     running: bool
 
 
 @dataclass(kw_only=True)
-class _PodLog:
+class PodLog:
     """What was read of a pod's log; its container may start several times, one after the other."""
 
     pod: str
     prefix: str
+    view: LogView
     stamp: bytes = b""
     """When the newest line that was read was printed; a pod's node has one clock."""
 
@@ -103,9 +57,10 @@ class _PodLog:
 
     @property
     def active(self) -> bool:
+        """Whether it is being read in the background."""
         return self.thread is not None and self.thread.is_alive()
 
-    def follow(self, cluster: Cluster, starts: list[_Start], lines: "_Queue") -> None:
+    def follow(self, cluster: Cluster, starts: list[Start], lines: Lines) -> None:
         """Read in the background the first start that has not been read to its end."""
         unread = [start for start in starts if start.container_id not in self.complete]
         if self.active or not unread:
@@ -127,18 +82,19 @@ class _PodLog:
                 self.complete.add(start.container_id)
             except LauncherError as error:
                 lines.put(error)
-            except (OSError, ValueError):
+            except (OSError, ValueError, AttributeError):
                 if not self.stopping.is_set():
                     raise
 
         self.thread = threading.Thread(target=work, name=f"log-{self.pod}", daemon=True)
         self.thread.start()
 
-    def read(self, cluster: Cluster, start: _Start, *, follow: bool) -> Iterator[str]:
+    def read(self, cluster: Cluster, start: Start, *, follow: bool) -> Iterator[str]:
         """Yield the lines that were not read before."""
         known, known_lines, seen = self.stamp, self.same_stamp, 0
-        with cluster.log(self.pod, previous=start.previous, follow=follow) as self.response:
-            for raw in _split(self.response):
+        log = cluster.log(self.pod, start.container, previous=start.previous, follow=follow)
+        with log as self.response:
+            for raw in lines_of(self.response):
                 stamp, text = self.stamp, raw
                 if match := _STAMPED.match(raw):
                     stamp = match[1] + (match[2] or b"").ljust(9, b"0")
@@ -151,14 +107,17 @@ class _PodLog:
                 self.stamp = stamp
                 yield text.decode(errors="replace")
 
-    def shown(self, lines: Iterator[str]) -> Iterator[str]:
+    def shown(self, lines: Iterable[str]) -> Iterator[str]:
         """Yield what people see of these lines."""
         for line in lines:
-            yield from (self.prefix + one for one in self.traces.take(line))
+            yield from self._told(self.traces.take(line))
 
     def rest(self) -> Iterator[str]:
         """Yield what was held back, since the container has come to its end."""
-        yield from (self.prefix + one for one in self.traces.rest())
+        yield from self._told(self.traces.rest())
+
+    def _told(self, lines: list[str]) -> Iterator[str]:
+        return (self.prefix + line for line in self.view.of_ranks(iter(lines)))
 
     def stop(self) -> None:
         """Make a blocked reader return, and wait for it."""
@@ -171,24 +130,22 @@ class _PodLog:
             self.thread.join(timeout=5)
 
 
-def _starts_of(pod: Mapping[str, Any]) -> Iterator[_Start]:
+def starts_of(pod: Object, container: str) -> Iterator[Start]:
     """Yield the starts of a pod's container whose logs the kubelet has, oldest first."""
-    for container in (pod.get("status") or {}).get("containerStatuses") or ():
+    for status in (pod.get("status") or {}).get("containerStatuses") or ():
+        if status.get("name", container) != container:
+            continue
         for where in ("lastState", "state"):
-            state = container.get(where) or {}
+            state = status.get(where) or {}
             running = state.get("running") is not None
             identity = (state.get("terminated") or {}).get("containerID") or (
-                container.get("containerID") if running else None
+                status.get("containerID") if running else None
             )
             if identity:
                 previous = where == "lastState"
-                yield _Start(container_id=identity, previous=previous, running=running)
-
-
-def _split(response: Any) -> Iterator[bytes]:
-    rest = b""
-    for chunk in response.stream(amt=None, decode_content=False):
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
-    if rest:
-        yield rest
+                yield Start(
+                    container=container,
+                    container_id=identity,
+                    previous=previous,
+                    running=running,
+                )

@@ -1,0 +1,365 @@
+"""Where a run stands, told from objects as clusters have shown them. Pure: nothing is asked."""
+
+from typing import Any
+
+import pytest
+
+from toolkit.kubernetes_options import Workload
+from toolkit.launchers.base import RunState, RunStatus
+from toolkit.launchers.k8s.kinds import KINDS
+from toolkit.launchers.k8s.last_words import last_words
+from toolkit.launchers.k8s.queueing import queue_reason
+from toolkit.launchers.k8s.states import Evidence, digest, judge, stuck_objects
+
+PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN
+FAILED, PREEMPTED, SUCCEEDED = RunState.FAILED, RunState.PREEMPTED, RunState.SUCCEEDED
+
+WORKLOADS: list[Workload] = ["PyTorchJob", "TrainJob", "JobSet", "Job"]
+DONE: dict[Workload, str] = {
+    "PyTorchJob": "Succeeded",
+    "TrainJob": "Complete",
+    "JobSet": "Completed",
+    "Job": "Complete",
+}
+
+
+def condition(kind: str, status: str = "True", **more: str) -> dict[str, str]:
+    return {"type": kind, "status": status, **more}
+
+
+def thing(*conditions: Any, queue: str = "", **status: Any) -> dict[str, Any]:
+    labels = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
+    metadata: dict[str, Any] = {"name": "t", "uid": "u1", "labels": labels}
+    return {"metadata": metadata, "spec": {}, "status": {"conditions": list(conditions), **status}}
+
+
+def pod(index: int = 0, *, role: str = "", attempt: str = "", **status: Any) -> dict[str, Any]:
+    labels = {"batch.kubernetes.io/job-completion-index": str(index)}
+    if role:
+        labels = {
+            "training.kubeflow.org/replica-index": str(index),
+            "training.kubeflow.org/replica-type": role,
+        }
+    if attempt:
+        labels["jobset.sigs.k8s.io/restart-attempt"] = attempt
+    name = f"t-{role or 'node'}-{index}"
+    return {"metadata": {"name": name, "uid": name, "labels": labels}, "status": status}
+
+
+def ended(index: int = 0, *, where: str = "state", **terminated: Any) -> dict[str, Any]:
+    known = {"exitCode": 1, "reason": "Error", "finishedAt": "2026-01-01T00:00:00Z"}
+    return pod(index, containerStatuses=[{where: {"terminated": known | terminated}}])
+
+
+def waiting(index: int = 0, **why: str) -> dict[str, Any]:
+    return pod(index, containerStatuses=[{"state": {"waiting": why}}])
+
+
+def status(state: RunState, reason: str = "") -> RunStatus:
+    return RunStatus(state=state, reason=reason)
+
+
+def judged(found: Any, workload: Workload = "Job", **evidence: Any) -> RunStatus:
+    return judge(KINDS[workload], found, Evidence(**evidence))
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_each_kinds_words_for_its_end_are_known_and_no_other_kinds(workload: Workload) -> None:
+    assert judged(thing(condition(DONE[workload])), workload) == status(SUCCEEDED)
+    assert judged(thing(condition("Failed", message="why")), workload) == status(FAILED, "why")
+    for word in set(DONE.values()) - {DONE[workload]}:
+        assert judged(thing(condition(word)), workload).state is UNKNOWN
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_an_end_that_is_not_true_is_none(workload: Workload) -> None:
+    not_yet = thing(condition(DONE[workload], "False"), condition("Failed", "Unknown"))
+    assert judged(not_yet, workload) == status(PENDING)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_condition_that_is_not_known_is_unknown(workload: Workload) -> None:
+    found = judged(thing(condition("Exploded")), workload)
+    assert found == status(UNKNOWN, f"the {workload} says Exploded")
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_run_that_nobody_has_seen_yet_waits(workload: Workload) -> None:
+    bare = {"metadata": {"name": "t"}, "spec": {}}
+    assert judged(bare, workload) == status(PENDING)
+    assert judged(thing(condition("Suspended", message="why")), workload) == status(PENDING, "why")
+
+
+@pytest.mark.parametrize(
+    ("workload", "found"),
+    [
+        ("PyTorchJob", thing(condition("Running"))),
+        ("PyTorchJob", thing(condition("Created"), condition("Restarting"))),
+        ("TrainJob", thing(jobsStatus=[{"name": "node", "active": 1, "ready": 1}])),
+        ("TrainJob", thing(condition("Suspended", "False"), jobsStatus=[{"succeeded": 1}])),
+        ("JobSet", thing(replicatedJobsStatus=[{"name": "node", "ready": 1}])),
+        ("JobSet", thing(restarts=2, replicatedJobsStatus=[{"name": "node", "ready": 0}])),
+        ("JobSet", thing(condition("StartupPolicyCompleted"), replicatedJobsStatus=[{"ready": 1}])),
+        ("Job", thing(active=2, ready=1)),
+        ("Job", thing(active=1, failed=1)),
+        ("Job", thing(condition("FailureTarget"))),
+    ],
+)
+def test_running_is_read_from_where_each_kind_says_it(workload: Workload, found: Any) -> None:
+    assert judged(found, workload).state is RUNNING
+
+
+@pytest.mark.parametrize(
+    ("workload", "found"),
+    [
+        ("TrainJob", thing(jobsStatus=[{"name": "node", "active": 1, "ready": 0}])),
+        ("JobSet", thing(replicatedJobsStatus=[{"name": "node", "active": 1}])),
+        ("Job", thing(active=2, ready=0)),
+    ],
+)
+def test_pods_that_were_made_and_do_not_run_are_a_run_that_waits(
+    workload: Workload, found: Any
+) -> None:
+    assert judged(found, workload).state is PENDING
+    runs = pod(containerStatuses=[{"state": {"running": {}}}])
+    assert judged(found, workload, pods=[pod(1), runs]).state is RUNNING
+
+
+def test_a_gang_restart_is_running_and_says_so() -> None:
+    found = thing(restarts=2, replicatedJobsStatus=[{"name": "node", "ready": 0}])
+    assert judged(found, "JobSet") == status(RUNNING, "starts again (restart 2)")
+
+
+def test_a_run_that_is_deleted_is_being_stopped_unless_it_has_ended() -> None:
+    found = thing(condition("Running"))
+    found["metadata"]["deletionTimestamp"] = "now"
+    assert judged(found, "PyTorchJob") == status(RUNNING, "being stopped")
+    over = thing(condition("Failed", message="no"))
+    over["metadata"]["deletionTimestamp"] = "now"
+    assert judged(over, "Job") == status(FAILED, "no")
+
+
+# Why it waits.
+
+
+def test_an_unschedulable_pod_says_which_resource_is_short() -> None:
+    words = "0/3 nodes are available: 1 Insufficient cpu, 3 Insufficient nvidia.com/gpu. preempt"
+    short = pod(
+        1, conditions=[condition("PodScheduled", "False", reason="Unschedulable", message=words)]
+    )
+    assert judged(thing(), pods=[pod(0), short]) == status(
+        PENDING, f"node-1: Unschedulable: no node has enough cpu and nvidia.com/gpu: {words}"
+    )
+    other = pod(
+        role="worker",
+        conditions=[condition("PodScheduled", "False", reason="Unschedulable", message="taints")],
+    )
+    assert judged(thing(), pods=[other]).reason == "worker-0: Unschedulable: taints"
+
+
+@pytest.mark.parametrize(
+    "reason", ["ErrImagePull", "ImagePullBackOff", "CreateContainerConfigError", "CrashLoopBackOff"]
+)
+def test_a_container_that_cannot_start_says_why(reason: str) -> None:
+    stuck = waiting(1, reason=reason, message="words")
+    assert judged(thing(), pods=[pod(0), stuck]) == status(PENDING, f"node-1: {reason}: words")
+
+
+def test_what_only_events_tell_is_asked_for_by_the_right_names() -> None:
+    found = thing()
+    assert stuck_objects(KINDS["Job"], found, []) == ["t"]
+    assert stuck_objects(KINDS["PyTorchJob"], found, []) == ["t"]
+    assert stuck_objects(KINDS["JobSet"], found, []) == ["t", "t-node-0"]
+    assert stuck_objects(KINDS["TrainJob"], found, []) == ["t", "t-node-0"]
+    assert stuck_objects(KINDS["Job"], found, [waiting(reason="ContainerCreating")]) == ["t-node-0"]
+    assert stuck_objects(KINDS["Job"], found, [waiting(reason="ErrImagePull")]) == []
+    assert stuck_objects(KINDS["Job"], thing(condition("Suspended")), []) == []
+    assert stuck_objects(KINDS["Job"], thing(condition("Complete")), []) == []
+
+
+def test_events_about_the_job_and_about_a_pod_are_told_apart() -> None:
+    refused = {
+        "reason": "FailedCreate",
+        "message": "violates PodSecurity",
+        "involvedObject": {"name": "t"},
+    }
+    assert judged(thing(), warnings=[refused]) == status(
+        PENDING, "FailedCreate: violates PodSecurity"
+    )
+    mount = {"reason": "FailedMount", "message": "no claim", "involvedObject": {"name": "t-node-0"}}
+    stuck = waiting(reason="ContainerCreating")
+    assert judged(thing(), pods=[stuck], warnings=[refused, mount]).reason == (
+        "node-0: FailedMount: no claim"
+    )
+
+
+# Kueue.
+
+
+def workload_of(**conditions: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "job-t-1", "ownerReferences": [{"uid": "u1"}]},
+        "status": {"conditions": [condition(k, **v) for k, v in conditions.items()]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "meaning"),
+    [
+        ("LocalQueue q doesn't exist", "unknown queue"),
+        ("ClusterQueue c is inactive", "held queue"),
+        ("LocalQueue q is inactive", "held queue"),
+        ("namespace doesn't match ClusterQueue selector", "the queue does not take this namespace"),
+        (
+            "couldn't assign flavors to pod set main: insufficient quota for cpu in flavor f, "
+            "request > maximum capacity (9 > 4)",
+            "never fits",
+        ),
+        ("resource nvidia.com/gpu unavailable in ClusterQueue", "never fits"),
+        ("insufficient unused quota for cpu in flavor f, 2 more needed", "waits for quota"),
+        ("something new", "waits"),
+    ],
+)
+def test_kueues_words_are_told_with_what_they_mean(words: str, meaning: str) -> None:
+    found = thing(condition("Suspended", message="Job suspended"), queue="q")
+    queued = [workload_of(QuotaReserved={"status": "False", "reason": "Pending", "message": words})]
+    assert judged(found, queued=queued) == status(PENDING, f"queue 'q': {meaning}: {words}")
+
+
+def test_a_preempted_workload_a_held_one_and_one_that_is_not_there() -> None:
+    preempted = workload_of(
+        QuotaReserved={"status": "False", "message": "insufficient unused quota"},
+        Evicted={"reason": "Preempted", "message": "for a higher priority"},
+    )
+    assert queue_reason("q", preempted) == (
+        "queue 'q': evicted by Kueue (Preempted: for a higher priority); "
+        "waits for quota: insufficient unused quota"
+    )
+    assert "has its quota" in queue_reason("q", workload_of(QuotaReserved={}))
+    assert "deactivated" in queue_reason("q", workload_of() | {"spec": {"active": False}})
+    assert "no Workload for it yet" in queue_reason("q", None)
+
+
+def test_a_queue_label_that_nobody_acts_on_changes_nothing() -> None:
+    assert judged(thing(ready=1, queue="q")) == status(RUNNING)
+
+
+def test_the_workload_of_another_object_is_not_read() -> None:
+    found = thing(condition("Suspended"), queue="q")
+    other = workload_of(QuotaReserved={"status": "False", "message": "no"})
+    other["metadata"]["ownerReferences"] = [{"uid": "u2"}]
+    assert judged(found, queued=[other]).reason == (
+        "waits in queue 'q'; Kueue has no Workload for it yet"
+    )
+
+
+# How it ended.
+
+
+def test_a_deadline_is_preemption_wherever_it_is_said() -> None:
+    late = condition("Failed", reason="DeadlineExceeded", message="Job was active longer than")
+    assert judged(thing(late), "Job").state is PREEMPTED
+    assert judged(thing(late), "TrainJob").state is PREEMPTED
+    words = "Job t has failed because it was active longer than specified deadline"
+    assert judged(thing(condition("Failed", message=words)), "PyTorchJob") == status(
+        PREEMPTED, words
+    )
+    jobset = thing(condition("Failed", reason="FailJobSetFailurePolicyAction", message="policy"))
+    assert judged(jobset, "JobSet").state is FAILED
+    assert judged(jobset, "JobSet", jobs=[thing(late)]) == status(
+        PREEMPTED, "policy; DeadlineExceeded: Job was active longer than"
+    )
+
+
+def test_a_run_whose_pod_was_taken_is_preempted_unless_it_failed_by_itself() -> None:
+    lost = thing(condition("Failed", message="BackoffLimitExceeded"))
+    evicted = pod(reason="Evicted", message="The node was low on resource: memory.")
+    assert judged(lost, pods=[evicted]) == status(
+        PREEMPTED, "BackoffLimitExceeded; node-0: Evicted: The node was low on resource: memory."
+    )
+    target = condition("DisruptionTarget", reason="PreemptionByScheduler", message="higher")
+    taken = ended(1, exitCode=138)
+    taken["status"]["conditions"] = [target]
+    peer = ended(0, exitCode=138)
+    assert judged(lost, pods=[peer, taken]).reason == (
+        "BackoffLimitExceeded; node-1: PreemptionByScheduler: higher"
+    )
+    fatal = ended(0, exitCode=42, message="[rank 0] ValueError: x")
+    assert judged(lost, pods=[fatal, taken]) == status(
+        FAILED, "BackoffLimitExceeded; node-0: exit status 42: rank 0: ValueError: x"
+    )
+
+
+def test_the_pod_that_failed_first_is_named_with_its_rank_and_its_last_line() -> None:
+    first = ended(1, message="[rank 3] ValueError: NaN\n", finishedAt="2026-01-01T00:00:01Z")
+    later = ended(0, message="[rank 0] lost rank 3", finishedAt="2026-01-01T00:00:02Z")
+    assert judged(thing(condition("Failed")), pods=[later, first]) == status(
+        FAILED, "Failed; node-1: exit status 1: rank 3: ValueError: NaN"
+    )
+
+
+def test_of_several_starts_of_a_pod_the_newest_counts() -> None:
+    old, new = ended(0, message="old", finishedAt="1"), ended(0, message="new", finishedAt="2")
+    old["metadata"] |= {"name": "t-0-a", "creationTimestamp": "1"}
+    new["metadata"] |= {"name": "t-0-b", "creationTimestamp": "2"}
+    assert judged(thing(condition("Failed")), pods=[new, old]).reason.endswith("new")
+
+
+def test_a_pod_that_was_killed_for_memory_is_told_first_whatever_its_status() -> None:
+    killed = ended(1, reason="OOMKilled", finishedAt="2026-01-02T00:00:00Z")
+    assert judged(thing(condition("Failed")), pods=[ended(0), killed]) == status(
+        FAILED, "Failed; node-1: OOMKilled: the pod needs more memory"
+    )
+    again = ended(1, where="lastState", reason="OOMKilled")
+    assert judged(thing(condition("Running")), "PyTorchJob", pods=[again]) == status(
+        RUNNING, "node-1: OOMKilled, started again"
+    )
+
+
+REPORT = """\
+[rank 5] Traceback (most recent call last):
+[rank 5]   File "train.py", line 1, in <module>
+[rank 5] ValueError: a sample without a label
+============================================================
+train FAILED
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:03
+  host      : t-node-1
+  rank      : 5 (local_rank: 1)
+  exitcode  : 1 (pid: 7)
+  error_file: <N/A>
+============================================================
+torchrun ended with 1; not started again after failure 1 of 0 (retries.requeue): 42
+"""
+
+
+def test_last_words_hold_the_rank_its_exception_and_the_entrypoints_verdict() -> None:
+    said = last_words("[rank 4] something else\n" + REPORT)
+    assert (said.rank, said.cause) == (5, "ValueError: a sample without a label")
+    assert said.verdict.endswith("(retries.requeue): 42")
+    killed = REPORT.replace("exitcode  : 1 ", "exitcode  : -9 ").splitlines(keepends=True)[3:]
+    assert str(last_words("".join(killed))).startswith("rank 5: exit status -9; torchrun ended")
+    assert str(last_words("one\ntwo\n")) == "two"
+    assert str(last_words("")) == ""
+
+
+def test_of_several_pods_the_one_whose_torchrun_noticed_first_counts() -> None:
+    early = ended(1, message=REPORT, finishedAt="2026-01-01T00:00:09Z")
+    late = ended(0, message=REPORT.replace("00:00:03", "00:00:05"))
+    assert "node-1: " in judged(thing(condition("Failed")), pods=[late, early]).reason
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_what_is_kept_of_an_object_tells_the_same_as_the_object(workload: Workload) -> None:
+    kind = KINDS[workload]
+    rich = {"managedFields": ["x" * 9000], "annotations": {"a": "b" * 9000}}
+    for found in (
+        thing(condition(DONE[workload])),
+        thing(condition("Failed", reason="DeadlineExceeded")),
+        thing(condition("Suspended"), queue="q"),
+        thing(ready=1, restarts=1, jobsStatus=[{"ready": 1}], replicatedJobsStatus=[{"ready": 1}]),
+    ):
+        whole = found | {"metadata": found["metadata"] | rich, "spec": {"template": "y" * 9000}}
+        assert judge(kind, digest(kind, whole)) == judge(kind, whole)
+        assert len(str(digest(kind, whole))) < 600

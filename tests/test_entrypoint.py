@@ -1,0 +1,240 @@
+"""The first process of a pod: what Kubernetes is told of how torchrun has ended."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Until
+from tests.rendered import KINDS, container_of, manifest, workload
+
+DONE, FINAL, AGAIN = 0, 42, 138
+
+TORCHRUN = r"""#!/bin/sh
+say() { echo "{\"version\": 1, \"status\": \"$1\"}" >"$TRAIN_RUN_DIR/outcome.json"; }
+wait_for_stop() { touch "$TRAIN_RUN_DIR/ready"; while :; do sleep 0.02; done; }
+sleep 0.02  # file systems date by the tick of a clock
+eval "$1"
+"""
+
+
+def entrypoint(kind: str, *, requeue: int = 9) -> list[str]:
+    """Return what the container starts, up to torchrun."""
+    text = manifest({"retries": {"requeue": requeue}}, {"runs_claim": "runs"}, kind)
+    command: list[str] = container_of(workload(text))["command"]
+    return command
+
+
+class Pod:
+    """A pod of a run, whose container can be started again and again."""
+
+    def __init__(
+        self, folder: Path, kind: str = "Job", *, name: str = "t-0", requeue: int = 9
+    ) -> None:
+        self.folder, self.runs = folder, folder / "runs" / "it's a run"
+        self.command = entrypoint(kind, requeue=requeue)
+        self.programs = folder / "bin"
+        self.programs.mkdir(exist_ok=True)
+        self.program("torchrun", TORCHRUN)
+        self.environ = {
+            "PATH": f"{self.programs}:{os.environ['PATH']}",
+            "HOSTNAME": name,
+            "TRAIN_RUN_DIR": str(self.runs),
+        }
+
+    def program(self, name: str, text: str) -> None:
+        (self.programs / name).write_text(text)
+        (self.programs / name).chmod(0o755)
+
+    def start(self, *argv: str, **environ: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self.command, *argv],
+            env=self.environ | environ,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, code: str, **environ: str) -> int:
+        """Run the container to its end; `code` is what torchrun does."""
+        with self.start("torchrun", code, **environ) as process:
+            return process.wait(60)
+
+    @property
+    def failures(self) -> int:
+        return sum(len(path.read_text().splitlines()) for path in self.runs.glob("logs/**/failed"))
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "failures"),
+    [
+        ("exit 0", DONE, 0),
+        ("say running; exit 0", DONE, 0),
+        ("say done; exit 1", DONE, 0),
+        ("say fatal; exit 1", FINAL, 0),
+        ("say retryable; exit 1", AGAIN, 1),
+        ("say running; exit 1", AGAIN, 1),
+        ("say preempted; exit 1", AGAIN, 0),
+        ("exit 1", AGAIN, 1),
+        ("kill -KILL $$", AGAIN, 1),
+        ("exit 126", FINAL, 0),
+        ("exit 127", FINAL, 0),
+    ],
+)
+def test_how_torchrun_ends_is_what_kubernetes_is_told(
+    code: str, status: int, failures: int, tmp_path: Path
+) -> None:
+    pod = Pod(tmp_path)
+    assert (pod.run(code), pod.failures) == (status, failures)
+
+
+def test_a_program_that_is_not_there_is_not_started_again(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    pod.program("unreadable", "")
+    (pod.programs / "unreadable").chmod(0o644)
+    for program in ("no-such-program", str(pod.programs / "unreadable")):
+        with pod.start(program) as process:
+            assert process.wait() == FINAL
+
+
+def test_an_outcome_of_an_earlier_start_counts_for_nothing(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    for word in ("done", "fatal", "preempted"):
+        assert pod.run(f"say {word}; exit 1") in (DONE, FINAL, AGAIN)
+        before = pod.failures
+        assert (pod.run("exit 1"), pod.failures) == (AGAIN, before + 1)
+
+
+def test_what_an_outcome_quotes_is_not_what_it_says(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    text = json.dumps({"status": "retryable", "reason": 'it said "status": "fatal" and "done"'})
+    pod.runs.mkdir(parents=True)
+    (tmp_path / "quoting.json").write_text(text)
+    code = f"cp {tmp_path}/quoting.json \"$TRAIN_RUN_DIR/outcome.json\"; exit 1"
+    assert pod.run(code) == AGAIN
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("at_the_signal", "status"),
+    [
+        ("exit 0", AGAIN),  # exit status 0 of one pod would end the others
+        ("exit 1", AGAIN),
+        ("say preempted; exit 1", AGAIN),
+        ("say done; exit 0", DONE),
+        ("say fatal; exit 1", FINAL),
+    ],
+)
+def test_a_stopped_run_is_to_be_started_again_unless_it_has_ended(
+    at_the_signal: str, status: int, stop: signal.Signals, tmp_path: Path, until: Until
+) -> None:
+    pod = Pod(tmp_path)
+    with pod.start("torchrun", f"trap '{at_the_signal}' TERM; wait_for_stop") as process:
+        until(lambda: (pod.runs / "ready").exists(), "torchrun runs")
+        process.send_signal(stop)
+        assert (process.wait(), pod.failures) == (status, 0)
+
+
+def test_each_signal_reaches_torchrun_and_its_status_is_waited_for(
+    tmp_path: Path, until: Until
+) -> None:
+    pod = Pod(tmp_path)
+    count = tmp_path / "signals"
+    code = f"trap 'echo x >>{count}' TERM; wait_for_stop"
+    with pod.start("torchrun", code) as process:
+        until(lambda: (pod.runs / "ready").exists(), "torchrun runs")
+        for number in (1, 2, 3):
+            process.send_signal(signal.SIGTERM)
+            until(lambda n=number: count.exists() and len(count.read_text()) == 2 * n, "it came")
+        assert process.poll() is None
+        (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(pid), signal.SIGKILL)
+        assert process.wait() == AGAIN
+        assert process.stderr and "torchrun ended with 137" in process.stderr.read()
+
+
+def test_a_signal_before_torchrun_has_begun_is_not_lost(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    pod.program("touch", '#!/bin/sh\nkill -TERM "$PPID"\nexec /usr/bin/touch "$@"\n')
+    assert (pod.run("exec sleep 1000"), pod.failures) == (AGAIN, 0)
+
+
+def test_failures_are_counted_and_those_beyond_requeue_are_final(tmp_path: Path) -> None:
+    pod = Pod(tmp_path, requeue=2)
+    other = Pod(tmp_path, name="t-1", requeue=2)
+    assert [pod.run("exit 1") for _ in range(2)] == [AGAIN, AGAIN]
+    assert pod.run("say preempted; exit 1") == AGAIN
+    assert other.run("exit 1") == AGAIN
+    assert pod.run("exit 1") == FINAL
+    assert Pod(tmp_path, name="t-2", requeue=0).run("exit 1") == FINAL
+
+
+def test_where_all_pods_start_again_an_attempt_fails_once(tmp_path: Path) -> None:
+    pods = [Pod(tmp_path, "JobSet", name=f"t-node-0-{n}", requeue=1) for n in (0, 1)]
+    for start, status in (("a", AGAIN), ("b", FINAL)):
+        ends = [pod.run("exit 1", TRAIN_START=start, TRAIN_ATTEMPT="0") for pod in pods]
+        assert ends == [status, status]
+
+
+def test_every_start_of_all_pods_is_an_attempt_of_its_own(tmp_path: Path) -> None:
+    """Also after the run was deleted and applied again, when JobSet counts from 0."""
+    pods = [Pod(tmp_path, "JobSet", name=f"t-node-0-{n}") for n in (0, 1)]
+    seen = []
+    for start, restarts in (("uid-a", "0"), ("uid-b", "1"), ("uid-c", "0"), ("uid-d", "1")):
+        told = tmp_path / start
+        code = f'echo "$TRAIN_ATTEMPT $PET_LOG_DIR" >>{told}; exit 0'
+        running = [
+            pod.start("torchrun", code, TRAIN_START=start, TRAIN_ATTEMPT=restarts) for pod in pods
+        ]
+        for process in running:
+            with process:
+                assert process.wait() == 0
+        first, second = sorted(told.read_text().splitlines())
+        assert first[0] == second[0] and first.endswith(f"logs/attempt-{first[0]}/t-node-0-0")
+        seen.append(int(first[0]))
+    assert seen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_labels_every_pod_is_of_attempt_0(kind: str, tmp_path: Path) -> None:
+    """What the downward API makes of a label that is not there is an empty text."""
+    pod = Pod(tmp_path, kind)
+    code = '[ "$TRAIN_ATTEMPT" = 0 ] && [ "$PET_LOG_DIR" = "$TRAIN_RUN_DIR/logs/attempt-0/t-0" ]'
+    for _ in range(2):
+        assert pod.run(code, TRAIN_ATTEMPT="", TRAIN_START="") == DONE
+
+
+def test_pods_meet_at_the_first_one(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    for index, host in (("0", "1"), ("3", "0")):
+        code = f'[ "$PET_RDZV_CONF" = "is_host={host},join_timeout=600" ]'
+        assert pod.run(code, JOB_COMPLETION_INDEX=index) == DONE
+
+
+def test_where_nothing_can_be_written_nothing_is_tried_again(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    pod.runs.parent.mkdir()
+    pod.runs.write_text("not a folder")
+    assert pod.run("exit 0") == FINAL
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_script_is_sh_and_holds_nothing_that_kubernetes_expands(
+    kind: str, tmp_path: Path
+) -> None:
+    shell, option, text, _ = entrypoint(kind)
+    assert (shell, option) == ("/bin/sh", "-c")
+    assert not re.search(r"\$(?:[$(]|[^\x00-\x7f])", text)
+    path = tmp_path / "entrypoint.sh"
+    path.write_text(text)
+    if not os.environ.get("CI") and shutil.which("shellcheck") is None:
+        pytest.skip("needs shellcheck: apt-get install shellcheck")
+    # It has no first line; its backticks have a reason; HOSTNAME is the container's.
+    known = "--exclude=SC2148,SC2003,SC2006,SC3028"
+    for argv in (["sh", "-n"], ["shellcheck", "--shell=sh", "--severity=style", known]):
+        done = subprocess.run([*argv, path], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -1,0 +1,70 @@
+"""What the ranks of this pod have left, printed into its log: who waits sees no disk of the pod.
+
+The executor puts this file beside worker.py, and the pod's entrypoint runs it when torchrun has
+ended. It imports nothing of the toolkit.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+MARK = "@torch-deploy-toolkit"
+CHUNK = 9_000
+"""Bytes of a line, which are 12,000 signs: container runtimes break lines at 16 KiB."""
+LIMIT = 4 * 2**20
+"""Bytes of a file: a node keeps 10 MiB of a container's log unless told otherwise."""
+ECHO_WAIT_S = 5
+"""How long a pod whose ranks have only lost another one stays: the first pod that ends as failed
+can take all others along, with their logs, and that shall be the cause's own."""
+
+
+def lines_of(name: str, content: bytes) -> Iterator[str]:
+    """Yield the lines that hold a file: its name, `PART/PARTS`, and the bytes in base 64."""
+    if len(content) > LIMIT:
+        yield f"{MARK} {name} too-large {len(content)}"
+        return
+    chunks = [content[at : at + CHUNK] for at in range(0, len(content), CHUNK)] or [b""]
+    for number, chunk in enumerate(chunks, 1):
+        yield f"{MARK} {name} {number}/{len(chunks)} {base64.b64encode(chunk).decode()}"
+
+
+def left_here(run_dir: Path, host: str, attempt: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the files of the ranks of this host, which alone know where their streams are."""
+    folder = run_dir / "function" / f"attempt-{attempt}"
+    ranks = [
+        link.name.removeprefix("logs-")
+        for link in sorted(folder.glob("logs-*"))
+        if link.is_symlink() and host in link.readlink().parts
+    ]
+    names = [f"rank-{rank}.{kind}" for rank in ranks for kind in ("error.json", "pkl")]
+    for path in [run_dir / "outcome.json", *(folder / name for name in names)]:
+        if path.is_file():
+            yield str(path.relative_to(run_dir)), path.read_bytes()
+
+
+def main() -> int:
+    """Print them; then, since Kubernetes keeps the end of a log, once more what has failed."""
+    attempt = int(os.environ.get("TRAIN_ATTEMPT") or 0)
+    run_dir, host = Path(os.environ["TRAIN_RUN_DIR"]), os.environ["HOSTNAME"]
+    failures = []
+    for name, content in left_here(run_dir, host, attempt):
+        for line in lines_of(name, content):
+            print(line)
+        if name.endswith(".error.json"):
+            failures.append(json.loads(content)["message"])
+    for failure in failures:
+        print(f"[rank {failure['extraInfo']['rank']}] {failure['message']}")
+    sys.stdout.flush()
+    if failures and all(failure["extraInfo"]["echo"] for failure in failures):
+        time.sleep(ECHO_WAIT_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Calls on all ranks of a group of pods, on Kubernetes."""
+
+import base64
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from submitit.core import core
+from submitit.core.utils import DelayedSubmission
+
+from toolkit.errors import LauncherError, PlanError, ProfileError
+from toolkit.executors.deliver import LIMIT, MARK
+from toolkit.executors.jobs import FunctionJob
+from toolkit.executors.payload import files_of
+from toolkit.executors.submitting import RunExecutor
+from toolkit.executors.worker import weight
+from toolkit.launchers import registry
+from toolkit.launchers.base import Run
+from toolkit.launchers.k8s import KubernetesLauncher, KubernetesRun
+from toolkit.planning import plan
+from toolkit.profile import KubernetesProfile, Profile, load_profile
+from toolkit.quantities import format_size
+from toolkit.spec import JobSpec
+
+__all__ = ["KubernetesExecutor", "PodJob", "files_in"]
+
+R = TypeVar("R", covariant=True)
+
+PAYLOAD_LIMIT = 1024 * 1024 - 16 * 1024
+"""Bytes of what is submitted: a ConfigMap holds 1 MiB, keys and names included."""
+
+_PART = re.compile(
+    rf"{MARK} (?P<name>[\w./-]+) (?:(?P<number>\d+)/(?P<count>\d+) (?P<chunk>[\w+/=]*)"
+    r"|too-large (?P<size>\d+))$"
+)
+_NAME = re.compile(r"outcome\.json|function/attempt-\d+/rank-\d+\.(?:pkl|error\.json)")
+
+
+class PodJob(FunctionJob[R]):
+    """A call in pods, whose disks this process does not see: what they leave is in their logs."""
+
+    def _fetch(self) -> None:
+        assert isinstance(self.run, KubernetesRun)
+        with contextlib.suppress(LauncherError):  # asked again, and told at last as a missing file
+            write(files_in(self.run.delivered()), self._call.run_dir)
+
+    def _can_tell(self) -> bool:
+        if not super()._can_tell():
+            self._fetch()
+        return super()._can_tell()
+
+    def _is_here(self, path: Path) -> bool:
+        if not path.exists():
+            self._fetch()
+        return path.exists()
+
+    def _get_logs_string(self, name: str) -> str | None:
+        """Return what a rank has printed; both streams are one in a pod's log."""
+        lines = list(self.run.logs(ranks=[self._rank or 0]))
+        return "".join(f"{line}\n" for line in lines) if lines else None
+
+
+class KubernetesExecutor(RunExecutor):
+    """Calls functions on every rank of a torchrun group in pods.
+
+    The function travels in a ConfigMap, and results come back in the logs of the pods: so neither
+    needs a disk that pods and this process share. Calls of an array are runs of their own.
+    """
+
+    job_class = PodJob
+
+    def __init__(self, profile: str | Profile, **parameters: Any) -> None:
+        """Prepare to submit.
+
+        Args:
+            profile: The site: a profile, its name, or the path of its file.
+            parameters: As those of `SlurmExecutor`, `image` among them, which needs torch and
+                cloudpickle, and the Python that pickles here.
+
+        Raises:
+            ProfileError: no such profile, or one of another kind.
+            SpecError: parameters that are not known or cannot be used.
+            PlanError: what they ask for cannot work there.
+        """
+        found = load_profile(profile) if isinstance(profile, str) else profile
+        if not isinstance(found, KubernetesProfile):
+            raise ProfileError(
+                f"profile {found.name!r} is no Kubernetes site; "
+                "toolkit.SlurmExecutor and LocalExecutor are for the others"
+            )
+        self._profile = found
+        super().__init__(str(registry.state_folder() / "calls"), parameters)
+
+    def _check(self, job: JobSpec) -> None:
+        plan(job, self._profile)
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[core.Job[Any]]:
+        # All are looked at before one is submitted: none is left behind by another's fault.
+        prepared = [self._prepared(call) for call in delayed_submissions]
+        return [self._start(job, files) for job, files in prepared]
+
+    def _prepared(self, call: DelayedSubmission) -> tuple[JobSpec, dict[str, bytes]]:
+        job = self._job(self.parameters, call.function)
+        files = files_of(job, call.function, call.args, call.kwargs, delivered=True)
+        if (size := sum(map(len, files.values()))) > PAYLOAD_LIMIT:
+            raise PlanError(
+                f"the call of {job.name!r} is {format_size(size)} pickled, and a ConfigMap holds "
+                f"{format_size(PAYLOAD_LIMIT)}; let the function read its data in the pod, from "
+                "a volume (mounts) or the network, rather than take it as an argument"
+            )
+        return job, files
+
+    def _start(self, job: JobSpec, files: Mapping[str, bytes]) -> PodJob[Any]:
+        run: Run = KubernetesLauncher(self._profile).submit(plan(job, self._profile), files=files)
+        return PodJob(run)
+
+
+def files_in(lines: Iterable[str]) -> dict[str, bytes]:
+    """Return the files that the lines of a log hold; of several outcomes, what weighs most.
+
+    A file that was too large for the log is told as the failure of its rank.
+    """
+    parts: dict[tuple[str, int], dict[int, bytes]] = {}
+    found: dict[str, bytes] = {}
+    for line in lines:
+        if MARK not in line or (match := _PART.search(line)) is None:
+            continue
+        name = match["name"]
+        if not _NAME.fullmatch(name):
+            continue
+        if match["size"]:
+            failure = name.replace(".pkl", ".error.json")
+            found[failure] = _too_large(name, int(match["size"]))
+            continue
+        number, count = int(match["number"]), int(match["count"])
+        kept = parts.setdefault((name, count), {})
+        if number == 1:
+            kept.clear()  # an earlier start of the container may have left the same name
+        kept[number] = base64.b64decode(match["chunk"])
+        if len(kept) == count:
+            _keep(found, name, b"".join(kept[n] for n in sorted(kept)))
+    return found
+
+
+def _keep(found: dict[str, bytes], name: str, content: bytes) -> None:
+    known = found.get(name) if name == "outcome.json" else None
+    if known is None or weight(json.loads(content)) >= weight(json.loads(known)):
+        found[name] = content
+
+
+def _too_large(name: str, size: int) -> bytes:
+    rank = int(name.rpartition("rank-")[2].partition(".")[0])
+    said = (
+        f"the result of rank {rank} is {format_size(size)}, and results come back in the pods' "
+        f"logs, up to {format_size(LIMIT)}; return less, or write it to a volume\n"
+    )
+    extra = {"rank": rank, "host": "its pod", "time": 0.0, "echo": False, "py_callstack": said}
+    return json.dumps({"message": {"message": said, "extraInfo": extra}}).encode()
+
+
+def write(files: Mapping[str, bytes], run_dir: Path) -> None:
+    """Write files where `Call` looks for them, the outcome last: it says that all are there."""
+    for name, content in sorted(files.items(), key=lambda item: item[0] == "outcome.json"):
+        path = run_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        attempt = re.match(r"function/(attempt-\d+)/", name)
+        if attempt:
+            (run_dir / "logs" / attempt[1]).mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}")
+        draft.write_bytes(content)
+        draft.replace(path)

@@ -1,0 +1,76 @@
+"""What is kept here of a run on Kubernetes, since its run directory cannot be seen: its job file.
+
+A sweep's points are kept beside it, so that a long list of runs reads no job files.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from toolkit.documents import write_document
+from toolkit.errors import LauncherError
+from toolkit.launchers import registry
+from toolkit.spec import JobSpec, load
+
+__all__ = ["forget", "job_of", "keep", "points_of"]
+
+Settings = Mapping[str, str | bool]
+
+
+def keep(
+    name: str, job: JobSpec, environ: Mapping[str, str], *, files: Mapping[str, bytes]
+) -> Path:
+    """Write down the job of a run, and the files that go with it; return the folder.
+
+    Raises:
+        LauncherError: nothing can be written.
+    """
+    folder = _folder(name, environ)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "job.yaml").write_text(write_document(job.as_written()))
+        if job.sweep is not None:
+            points = [[point.name, dict(point.settings)] for point in job.points]
+            (folder / "points.json").write_text(json.dumps(points))
+        for path, content in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+    except OSError as error:
+        raise LauncherError(
+            f"the job cannot be kept: {error}; set XDG_STATE_HOME to another folder"
+        ) from error
+    return folder
+
+
+def forget(name: str, environ: Mapping[str, str]) -> None:
+    """Throw away what was kept of a run that never was."""
+    shutil.rmtree(_folder(name, environ), ignore_errors=True)
+
+
+def job_of(name: str, environ: Mapping[str, str]) -> JobSpec:
+    """Return the job of a run.
+
+    Raises:
+        LauncherError: it was submitted elsewhere.
+        InputError: this version cannot read it.
+    """
+    path = _folder(name, environ) / "job.yaml"
+    if not path.is_file():
+        raise LauncherError(
+            f"the job of {name} is not kept here ({path}); submit it again from its job file"
+        )
+    return load(path)
+
+
+def points_of(name: str, environ: Mapping[str, str]) -> list[tuple[str, Settings]]:
+    """Return name and settings of each point of a sweep; none where the run is none."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        found = json.loads((_folder(name, environ) / "points.json").read_text())
+        return [(str(point), dict(settings)) for point, settings in found]
+    return []
+
+
+def _folder(name: str, environ: Mapping[str, str]) -> Path:
+    return registry.state_folder(environ) / "kubernetes" / name

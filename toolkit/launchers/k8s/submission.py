@@ -1,0 +1,265 @@
+"""Makes the objects of a run, once, even where answers get lost on the way."""
+
+import contextlib
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import yaml
+
+from toolkit.errors import LauncherError
+from toolkit.launchers.k8s.cluster import Cluster
+from toolkit.launchers.k8s.connection import (
+    LONGEST_PAUSE_S,
+    Away,
+    Conflict,
+    Denied,
+    NotServed,
+)
+from toolkit.launchers.k8s.kinds import KINDS, Kind, Object, Place, place_of
+from toolkit.pods import RUN_LABEL
+
+__all__ = ["Group", "documents_of", "groups_of", "remove", "submit", "with_files"]
+
+T = TypeVar("T")
+
+JOB_ANNOTATION = "torch-deploy-toolkit/job"
+
+_ATTEMPTS = 6
+_FIRST_PAUSE_S = 0.5
+
+_PATIENCE = 240
+"""How often to ask whether a deleted run is gone, half a second apart."""
+
+_RUNTIME_ATTEMPTS = 4
+_NO_RUNTIME = re.compile(r"(?i)runtime.*(must be created|not found|unsupported|unknown)")
+"""What Trainer's webhook says of a runtime that it has not seen, or has not seen yet."""
+
+_RBAC = re.compile(r" cannot (create|patch|get) resource ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A run's objects."""
+
+    companions: Sequence[Object]
+    """What must be there before it, and goes with it."""
+
+    workload: Object
+    """The object that makes the pods."""
+
+    @property
+    def name(self) -> str:
+        """The name of the object."""
+        return str(self.workload["metadata"]["name"])
+
+
+def documents_of(text: str) -> list[dict[str, Any]]:
+    """Return the objects of a rendered manifest."""
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def groups_of(text: str, kind: Kind) -> list[Group]:
+    """Return the runs of a rendered manifest: one, or each point of a sweep."""
+    found: list[Group] = []
+    companions: list[Object] = []
+    for document in documents_of(text):
+        if document["kind"] == kind.kind:
+            found.append(Group(companions=companions, workload=document))
+            companions = []
+        else:
+            companions.append(document)
+    return found
+
+
+def with_files(group: Group, files: Mapping[str, bytes]) -> Group:
+    """Return a run with the ConfigMap that its pods find their files in, by their names alone."""
+    metadata = group.workload["metadata"]
+    known = {key: metadata[key] for key in ("name", "namespace", "labels")}
+    data = {name.rpartition("/")[2]: b64encode(text).decode() for name, text in files.items()}
+    payload = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": known, "binaryData": data}
+    return replace(group, companions=[*group.companions, payload])
+
+
+def submit(cluster: Cluster, kind: Kind, group: Group) -> None:
+    """Make the objects of a run, the workload last; if it is refused, nothing is left.
+
+    Raises:
+        LauncherError: the server refused; its words are in the message.
+        SchedulerMissing: no server, or none that answers.
+    """
+    found = _patiently(cluster, lambda: _there(cluster, kind, group.name))
+    if found is not None and not _ours(group.workload, found):
+        raise Conflict(
+            f'Kubernetes refused: {kind.plural} "{group.name}" already exists, and is not this run'
+        )
+    made: list[Object] = []
+    asked = group.workload
+    try:
+        for asked in group.companions:
+            made.append(_apply(cluster, place_of(asked), asked))
+        asked = group.workload
+        workload = _apply_workload(cluster, kind, asked)
+    except Away:
+        raise  # who knows what has arrived
+    except LauncherError as error:
+        for thing in made:
+            with contextlib.suppress(LauncherError):
+                cluster.delete(place_of(thing), thing, changed=True)
+        raise _explained(error, cluster, kind, asked) from error
+    owner = {
+        "apiVersion": kind.api_version,
+        "kind": kind.kind,
+        "name": group.name,
+        "uid": workload["metadata"]["uid"],
+    }
+    for document in group.companions:
+        metadata = {**document["metadata"], "ownerReferences": [owner]}
+        # The run is under way: that its companions outlive it is no reason to say it were not.
+        with contextlib.suppress(LauncherError):
+            _apply(cluster, place_of(document), {**document, "metadata": metadata})
+
+
+def remove(cluster: Cluster, kind: Kind, name: str) -> None:
+    """Delete what has ended, and wait until it is gone.
+
+    Raises:
+        LauncherError: it does not go.
+    """
+    for _ in range(_PATIENCE):
+        found = cluster.get(kind, name)
+        if found is None:
+            return
+        if not found["metadata"].get("deletionTimestamp"):
+            cluster.delete(kind, found, changed=True)
+        cluster.connection.sleep(_FIRST_PAUSE_S)
+    raise LauncherError(f"the {kind.kind} {name} is being deleted and does not go; try again later")
+
+
+def _apply_workload(cluster: Cluster, kind: Kind, body: Object) -> Object:
+    """Make the object that makes the pods; wait a moment for a runtime that was made just now."""
+    pause_s = _FIRST_PAUSE_S
+    for _ in range(_RUNTIME_ATTEMPTS):
+        try:
+            return _apply(cluster, kind, body)
+        except LauncherError as error:
+            if kind.kind != "TrainJob" or not _NO_RUNTIME.search(str(error)):
+                raise
+            failed = error
+        cluster.connection.sleep(pause_s)
+        pause_s *= 2
+    name = body["spec"]["runtimeRef"]["name"]
+    raise LauncherError(
+        f"{failed}; `kubectl apply -k k8s/base -n {cluster.namespace}` brings the TrainingRuntime "
+        f"{name!r}, or name another one: training_runtime in the profile"
+    ) from failed
+
+
+def _apply(cluster: Cluster, place: Place, body: Object) -> Object:
+    """Make an object, or find that it has been made.
+
+    Raises:
+        LauncherError: the server refused, or it is the object of somebody else.
+        Away: the server has not answered in all attempts, and the object is not there.
+    """
+    name = body["metadata"]["name"]
+
+    def apply() -> Object:
+        try:
+            return cluster.apply(place, body)
+        except Conflict:
+            # Somebody works on it, or an attempt whose answer was lost has just arrived.
+            if (found := _there(cluster, place, name)) is not None and _ours(body, found):
+                return found
+            raise
+
+    try:
+        return _patiently(cluster, apply)
+    except Away as error:
+        with contextlib.suppress(LauncherError):
+            if (found := cluster.get(place, name)) is not None and _ours(body, found):
+                return found
+        raise Away(
+            f"{error} ({_ATTEMPTS} attempts; `kubectl -n {cluster.namespace} get {place.plural} "
+            f"{name}` shows whether one has arrived)"
+        ) from error
+
+
+def _patiently(cluster: Cluster, question: Callable[[], T]) -> T:
+    """Ask until there is an answer, or it has been too long; at once where nobody listens."""
+    for pause_s in _pauses():
+        try:
+            return question()
+        except Away as error:
+            if pause_s is None or not error.connected:
+                raise
+            wait_s = pause_s if error.retry_after_s is None else error.retry_after_s
+            cluster.connection.sleep(min(wait_s, LONGEST_PAUSE_S))
+    raise AssertionError("the last attempt raises")
+
+
+def _pauses() -> Iterator[float | None]:
+    for attempt in range(_ATTEMPTS - 1):
+        yield _FIRST_PAUSE_S * 2**attempt
+    yield None
+
+
+def _ours(body: Object, found: Object) -> bool:
+    """Tell whether an object that is there is the one that we want to make."""
+    return _identity(body) == _identity(found)
+
+
+def _there(cluster: Cluster, place: Place, name: str) -> Object | None:
+    """Return an object; None also where we may make objects and not look at them."""
+    try:
+        return cluster.get(place, name)
+    except (Denied, NotServed):
+        return None
+
+
+def _identity(thing: Object) -> tuple[str, str]:
+    metadata = thing["metadata"]
+    labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    return str(labels.get(RUN_LABEL)), str(notes.get(JOB_ANNOTATION))
+
+
+def _explained(
+    error: LauncherError, cluster: Cluster, kind: Kind, refused: Object
+) -> LauncherError:
+    """Say what a refusal means, and the way out, where there is more to say than the server did."""
+    what = refused["kind"]
+    match error:
+        case NotServed() if what == kind.kind:
+            return NotServed(
+                f"the cluster knows no {kind.kind} ({error}): {kind.operator} is not installed "
+                f"there; write workload: {_others(cluster, kind)} in the profile, or ask its "
+                "administrators"
+            )
+        case NotServed():
+            return NotServed(
+                f"the cluster knows no {what} ({error}): what makes use of it is not "
+                "installed there; leave gang_scheduler out of the profile"
+            )
+        case Denied() if what == "NetworkPolicy":
+            return Denied(
+                f"{error}; leave the NetworkPolicy out with network_policy: false in the profile, "
+                "or ask for the right to make one"
+            )
+        case Denied() if _RBAC.search(str(error)):
+            return Denied(f"{error}; k8s/base has a Role with all that submitting needs")
+    return error
+
+
+def _others(cluster: Cluster, kind: Kind) -> str:
+    """Return which other workloads the cluster knows; a Job any does."""
+    groups: set[str] = set()
+    with contextlib.suppress(LauncherError, KeyError):
+        groups = cluster.groups()
+    known = [
+        name
+        for name, other in KINDS.items()
+        if other is not kind and (not other.operator or other.api_version.split("/")[0] in groups)
+    ]
+    return " or ".join(known)

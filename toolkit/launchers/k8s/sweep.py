@@ -1,0 +1,154 @@
+"""A sweep on Kubernetes: an object per point, all with the label of the sweep."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from toolkit.errors import LauncherError, RunNotFound
+from toolkit.launchers import registry
+from toolkit.launchers.base import RunState, RunStatus
+from toolkit.launchers.k8s.cluster import Cluster
+from toolkit.launchers.k8s.connection import Away
+from toolkit.launchers.k8s.kept import Settings, points_of
+from toolkit.launchers.k8s.kinds import Kind, Object
+from toolkit.launchers.k8s.logs import Round, read_lines
+from toolkit.launchers.k8s.many import FOR_LIST, statuses
+from toolkit.launchers.k8s.run import KubernetesRun
+from toolkit.launchers.run_logs import LogView
+from toolkit.launchers.sums import sum_of
+from toolkit.pods import RUN_LABEL, SWEEP_LABEL
+
+__all__ = ["KubernetesPoint", "KubernetesSweep"]
+
+
+class KubernetesSweep(KubernetesRun):
+    """All points of a sweep together."""
+
+    @cached_property
+    def points(self) -> "tuple[KubernetesPoint, ...]":
+        """The points, each a run of its own."""
+        known = points_of(self.record.name, self._environ)
+        return tuple(
+            KubernetesPoint(self, index, name, settings)
+            for index, (name, settings) in enumerate(known)
+        )
+
+    @property
+    def parts(self) -> "Sequence[KubernetesPoint]":
+        """The points."""
+        return self.points
+
+    def point(self, key: str) -> "KubernetesPoint":
+        """Return a point by its number or its name.
+
+        Raises:
+            RunNotFound: there is none.
+        """
+        for point in self.points:
+            if key == point.point_name or (key.isdecimal() and int(key) == point.index):
+                return point
+        raise RunNotFound(
+            f"{self.uri} has no point {key!r}; it has 0 to {len(self.points) - 1}, as in "
+            f"{self.uri}_0 or {self.name}/{self.points[0].point_name}"
+        )
+
+    def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
+        """Return the status of the whole from those of its points."""
+        return sum_of(found)
+
+    def status(self) -> RunStatus:
+        """Ask where the points stand, and sum it up."""
+        return self.sum_of(self.statuses())
+
+    def statuses(self) -> list[RunStatus]:
+        """Ask where each point stands, by one list of all of them.
+
+        Raises:
+            LauncherError: the server refuses to say.
+        """
+        names = [point.object_name for point in self.points]
+        try:
+            items, _ = self.cluster.objects(self.kind, f"{SWEEP_LABEL}={self.object_name}")
+            objects = {item["metadata"]["name"]: item for item in items}
+            told = statuses(self.cluster, self.kind, objects, names, causes=FOR_LIST)
+        except Away as error:
+            return [RunStatus(state=RunState.UNKNOWN, reason=str(error))] * len(names)
+        return [s or point._gone() for point, s in zip(self.points, told, strict=True)]
+
+    def cancel(self) -> None:
+        """Delete the objects of all points that have not ended."""
+        for point in self.points:
+            point.cancel()
+
+    def unfinished(self) -> list[KubernetesRun]:
+        """Return the points that have ended without success.
+
+        Raises:
+            LauncherError: all have succeeded, or one has not ended.
+        """
+        found = self.statuses()
+        if live := [s for s in found if not (s.state.final or s.lost)]:
+            raise LauncherError(
+                f"{self.uri}: {len(live)} of {len(found)} points have not ended (the first is "
+                f"{live[0].state.upper()}: {live[0].reason or 'no reason'}); `toolkit wait` for "
+                f"them, or name one point that has ended, like {self.uri}_0"
+            )
+        pairs = zip(self.points, found, strict=True)
+        again = [point for point, s in pairs if s.state is not RunState.SUCCEEDED]
+        if not again:
+            raise LauncherError(f"{self.uri}: all points have succeeded; there is nothing to do")
+        return list(again)
+
+    def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
+        names = {point.object_name: point.point_name for point in self.points}
+        order = {point.object_name: point.index for point in self.points}
+
+        def look() -> Round:
+            ended = True
+            if view.follow:
+                status = self.status()
+                on_status(status)
+                ended = status.state.final or status.lost
+            pods = self.cluster.pods(f"{SWEEP_LABEL}={self.object_name}")
+            ours = [pod for pod in pods if _run_of(pod) in names]
+            return Round(pods=sorted(ours, key=lambda pod: order[_run_of(pod)]), ended=ended)
+
+        return read_lines(
+            self.cluster, self.kind, view, look, lambda pod: f"[{names[_run_of(pod)]}] "
+        )
+
+
+class KubernetesPoint(KubernetesRun):
+    """A point of a sweep: an object of its own."""
+
+    def __init__(self, sweep: KubernetesSweep, index: int, name: str, settings: Settings) -> None:
+        whole = sweep.record
+        record = replace(whole, uri=f"{whole.uri}_{index}", name=f"{whole.name}/{name}")
+        super().__init__(
+            record,
+            sweep.cluster,
+            sweep.kind,
+            sweep._environ,
+            object_name=f"{sweep.object_name}-{index}",
+        )
+        self.sweep = sweep
+        self.index = index
+        self.point_name = name
+        self._settings = settings
+
+    @property
+    def settings(self) -> Settings:
+        """What the point sets."""
+        return self._settings
+
+
+def _run_of(pod: Object) -> str:
+    return str(pod["metadata"]["labels"].get(RUN_LABEL))
+
+
+def opened(
+    record: registry.RunRecord, cluster: Cluster, kind: Kind, environ: Mapping[str, str]
+) -> KubernetesRun:
+    """Return the handle of a run, or of a sweep."""
+    sweep = bool(points_of(record.name, environ))
+    return (KubernetesSweep if sweep else KubernetesRun)(record, cluster, kind, environ)
