@@ -2,19 +2,20 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
+.PHONY: help install image run test test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 SANDBOX := slurm/sandbox/sandbox
 JOB ?= jobs/digits.yaml
 PROFILE ?= slurm
+WORKLOAD ?= PyTorchJob
 NODES ?= 4
 ARGS ?=
 BASE ?=
 
 help:  ## Show the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
 
 install: .venv/installed  ## Make .venv with everything pinned
 
@@ -33,6 +34,9 @@ run: install  ## Train JOB on this machine
 
 submit-slurm: install  ## Submit JOB to PROFILE and follow it; to the sandbox where it is up
 	@eval "$$($(SANDBOX) env 2>/dev/null)"; $(BIN)/toolkit submit $(JOB) --to $(PROFILE) --follow $(ARGS)
+
+demo-k8s: install  ## Train JOB as a WORKLOAD of Kubernetes, on a cluster of processes of this machine
+	@tests/cluster/demo.sh $(JOB) $(WORKLOAD) $(ARGS)
 
 sandbox-up: install  ## Start a real Slurm cluster of NODES nodes on this machine
 	@$(SANDBOX) up --nodes $(NODES)

@@ -11,7 +11,7 @@ from tests.reference import PAGES
 
 ROOT = Path(__file__).parent.parent
 
-EXAMPLES = {
+EXAMPLES: dict[str, tuple[str, ...]] = {
     "slurm/examples/digits.sbatch": ("jobs/digits.yaml", "slurm/profiles/slurm.yaml"),
     "slurm/examples/sweep.sbatch": ("jobs/sweep.yaml", "slurm/profiles/slurm.yaml"),
     "slurm/examples/chars.sbatch": ("jobs/chars.yaml", "slurm/profiles/slurm.yaml"),
@@ -23,22 +23,30 @@ EXAMPLES = {
         "tests/profiles/apptainer.yaml",
     ),
     "k8s/examples/digits.yaml": ("jobs/digits.yaml", "k8s/profiles/k8s.yaml"),
+    **{
+        f"k8s/examples/digits-{kind.lower()}.yaml": (
+            "jobs/digits.yaml",
+            "k8s/profiles/k8s.yaml",
+            f"kubernetes.workload={kind}",
+        )
+        for kind in ("TrainJob", "JobSet", "Job")
+    },
     "k8s/examples/chars.yaml": ("jobs/chars.yaml", "k8s/profiles/k8s.yaml"),
     "k8s/examples/llm-on-gpus.yaml": ("tests/jobs/llm.yaml", "tests/profiles/gpu-cluster.yaml"),
 }
-"""Example: job file and profile, below the project's folder."""
+"""Example: job file and profile, below the project's folder, and changes of the job."""
 
 
-def rendered(job: str, profile: str) -> str:
+def rendered(job: str, profile: str, *changes: str) -> str:
     """Return what the example must hold."""
-    spec = toolkit.load(ROOT / job)
+    spec = toolkit.load(ROOT / job, changes)
     return toolkit.render(toolkit.plan(spec, toolkit.load_profile(str(ROOT / profile))))
 
 
 def main() -> None:
     """Write every example and the JSON Schema again."""
-    for path, (job, profile) in EXAMPLES.items():
-        (ROOT / path).write_text(rendered(job, profile))
+    for path, example in EXAMPLES.items():
+        (ROOT / path).write_text(rendered(*example))
     schema = json.dumps(toolkit.json_schema(), indent=2, ensure_ascii=False)
     for path, text in PAGES.items():
         (ROOT / path).write_text(text)

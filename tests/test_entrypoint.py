@@ -114,7 +114,7 @@ def test_what_an_outcome_quotes_is_not_what_it_says(tmp_path: Path) -> None:
     text = json.dumps({"status": "retryable", "reason": 'it said "status": "fatal" and "done"'})
     pod.runs.mkdir(parents=True)
     (tmp_path / "quoting.json").write_text(text)
-    code = f"cp {tmp_path}/quoting.json \"$TRAIN_RUN_DIR/outcome.json\"; exit 1"
+    code = f'cp {tmp_path}/quoting.json "$TRAIN_RUN_DIR/outcome.json"; exit 1'
     assert pod.run(code) == AGAIN
 
 

@@ -361,6 +361,7 @@ def test_each_role_grants_what_its_commands_ask_for_and_no_more(tmp_path: Path) 
             if kind != "PyTorchJob":  # which Kueue leaves alone unless it is told otherwise
                 server.admit(run.object_name)
             server.run(run.object_name)
+            assert len(server.pods(run.object_name)) == 2
             next(changes)
             run.status()
             watching |= asked(server)

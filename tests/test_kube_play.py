@@ -34,7 +34,7 @@ runtime = "runc"
 default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
 """
 
-STEPS = 400
+STEPS = 600
 """Some seconds of training, of which a checkpoint takes place in the first."""
 
 JOB = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import toolkit
+from tests.cluster import FakeKubernetes
 from tests.conftest import ROOT, TOOLKIT, Cluster, Until
-from tests.fake_kubernetes import FakeKubernetes
 from toolkit.runs import launcher_for
 
 # Long enough that no busy machine comes to its end before it is cancelled.

@@ -16,7 +16,7 @@ from kubernetes import client
 import toolkit
 from tests.conftest import ROOT
 from tests.cluster.containers import expand
-from tests.rendered import KINDS, container_of, manifest, read, template_of, workload
+from tests.rendered import JOB, KINDS, container_of, manifest, read, template_of, workload
 
 SCHEMAS = ROOT / "tests/cluster/schemas"
 VERSIONS = ("1.30", "1.34", "1.37")
@@ -85,9 +85,7 @@ WORDS = TEXTS.filter(lambda text: re.fullmatch(r"\S+", text) is not None)
 NAMES = st.sampled_from(["no", "y", "N", "null", "NULL", "true", "on", "_", "A", "e1", "inf"])
 PATHS = TEXTS.map(lambda text: f"/m{text}").filter(lambda path: ":" not in path)
 LABELS = st.sampled_from(["no", "y", "a.b-c_d", "1e3", "0x1", "A", "null", "12"])
-SERVERS = st.lists(st.sampled_from(["a", ".", "$(A)", "é", "-", "#", "{", " ", "'"]), min_size=1).map(
-    "".join
-)
+SERVERS = st.sampled_from(["h", "no", "10.0.0.1", "[fd00::1]", "files.example.com"])
 BEYOND_TRAINJOB = ("image_pull_policy",)
 PROFILE_KEYS = st.fixed_dictionaries(
     {},
@@ -224,6 +222,7 @@ def entry_of(arguments: list[bytes]) -> list[bytes]:
     """Return what torchrun starts, without its own options."""
     return arguments[arguments.index(b"-m") :]
 
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_server_takes_every_field(case: str, kind: str) -> None:
@@ -289,7 +288,9 @@ def test_the_kubelet_waits_longer_than_torchrun_and_torchrun_as_long_as_a_checkp
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_secret_is_named_and_its_value_is_nowhere(kind: str) -> None:
     entries = container_of(workload(manifest(*CASES["secrets"], kind)))["env"]
-    places = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in entries if "secretKeyRef" in str(e)}
+    places = {
+        e["name"]: e["valueFrom"]["secretKeyRef"] for e in entries if "secretKeyRef" in str(e)
+    }
     assert places == {
         "HF_TOKEN": {"name": "hf", "key": "token"},
         "WANDB": {"name": "team", "key": "WANDB"},
@@ -499,12 +500,15 @@ def at(target: str) -> dict[str, str]:
 # ---- Sweeps
 
 
-SWEEP: dict[str, Any] = {"args": ["--x"], "sweep": {"grid": {"--lr": ["0.1", "no"], "env.S": [1, 2]}}}
+SWEEP: dict[str, Any] = {
+    "args": ["--x"],
+    "sweep": {"grid": {"--lr": ["0.1", "no"], "env.S": [1, 2]}},
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_points_of_a_sweep_are_runs_with_what_belongs_to_them(kind: str) -> None:
-    job = toolkit.JobSpec.model_validate({"name": "t", "module": "train", "image": "i", **SWEEP})
+    job = toolkit.JobSpec.model_validate(JOB | SWEEP)
     text = manifest(SWEEP, {"runs_claim": "runs"}, kind)
     assert faults(text) == []
     documents = read(text)

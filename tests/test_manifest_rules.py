@@ -20,7 +20,7 @@ import yaml
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kubernetes.client import ApiClient, Configuration
+from kubernetes import client
 
 import toolkit
 from tests.conftest import ROOT
@@ -327,22 +327,22 @@ def test_a_cluster_says_what_it_would_refuse(tmp_path: Path) -> None:
     from tests.cluster import FakeKubernetes
 
     with FakeKubernetes() as server:
-        path, client = tmp_path / "m.yaml", server.api_client()
+        path, api = tmp_path / "m.yaml", server.api_client()
         text = (FOLDER / "careful.yaml").read_text()
         path.write_text(text)
 
         def line_of(name: str) -> int:
             return text[: text.index(f"metadata: {{name: {name}}}")].count("\n") + 1
 
-        (one,) = check(path, server=True, api_client=client)  # it has no runtime yet
+        (one,) = check(path, server=True, api_client=api)  # it has no runtime yet
         assert (one.line, one.rule) == (line_of("simple"), CLUSTER_RULES[0].id)
         assert "TrainJob 'simple'" in one.message and '"torch-distributed" not found' in one.message
         server.deny["JobSet"] = "not on Sundays"
-        one, other = check(path, server=True, api_client=client)
+        one, other = check(path, server=True, api_client=api)
         assert (one.line, other.line) == (line_of("gang"), line_of("simple"))
         assert "not on Sundays" in one.message
         site = "workload: JobSet\nruns_claim: runs\n"
-        (one,) = of_job(tmp_path, "", site, server=True, api_client=client)
+        (one,) = of_job(tmp_path, "", site, server=True, api_client=api)
         assert (one.rule, "not on Sundays" in one.message) == ("server-refuses", True)
         assert not server.jobs()
 
@@ -391,11 +391,11 @@ def test_definitions_are_read_from_the_cluster_where_it_lets_us() -> None:
     path = SCHEMAS / "bakes.yaml"
     with ThreadingHTTPServer(("127.0.0.1", 0), Definitions) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        client = ApiClient(Configuration(host=f"http://127.0.0.1:{server.server_port}"))
-        asked = check(path, server=True, api_client=client)
+        api = client.ApiClient(client.Configuration(host=f"http://127.0.0.1:{server.server_port}"))
+        asked = check(path, server=True, api_client=api)
         assert asked == check(path, schemas=SCHEMAS) != []
         Definitions.allowed = False
-        assert check(path, server=True, api_client=client) == []
+        assert check(path, server=True, api_client=api) == []
         server.shutdown()
 
 
@@ -438,3 +438,40 @@ def test_every_type_in_the_table_of_fields_is_there() -> None:
     named = {one for one in types if one[:1].isupper() and "|" not in one}
     assert named <= shapes.keys()
     assert {shape for _, shape in fields.KINDS.values()} <= shapes.keys()
+
+
+MODELS = {
+    "Claim": "PersistentVolumeClaim",
+    "ClaimSpec": "PersistentVolumeClaimSpec",
+    "ConfigMap": "ConfigMap",
+    "ConfigMapVolume": "ConfigMapVolumeSource",
+    "Container": "Container",
+    "Csi": "CSIVolumeSource",
+    "EmptyDir": "EmptyDirVolumeSource",
+    "Env": "EnvVar",
+    "ExitCodes": "PodFailurePolicyOnExitCodesRequirement",
+    "JobSpec": "JobSpec",
+    "Meta": "ObjectMeta",
+    "Mount": "VolumeMount",
+    "PodFailure": "PodFailurePolicyRule",
+    "PodSecurity": "PodSecurityContext",
+    "PodSpec": "PodSpec",
+    "PodTerm": "PodAffinityTerm",
+    "PolicySpec": "NetworkPolicySpec",
+    "Port": "ContainerPort",
+    "Secret": "Secret",
+    "SecretVolume": "SecretVolumeSource",
+    "Security": "SecurityContext",
+    "ServicePort": "ServicePort",
+    "ServiceSpec": "ServiceSpec",
+    "Spread": "TopologySpreadConstraint",
+    "Toleration": "Toleration",
+    "ValueFrom": "EnvVarSource",
+    "Volume": "Volume",
+}
+
+
+@pytest.mark.parametrize("shape", MODELS)
+def test_no_field_of_kubernetes_is_unknown(shape: str) -> None:
+    model = getattr(client, f"V1{MODELS[shape]}")
+    assert set(model.attribute_map.values()) <= (fields.fields_of(shape) or {}).keys()

@@ -1,11 +1,13 @@
 """The notebooks run, on the real cluster, and are committed with what they show."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.cluster import FakeKubernetes
 from tests.conftest import ROOT, Cluster
 
 
@@ -28,13 +30,27 @@ def shown(notebook: nbformat.NotebookNode) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_shows_what_is_committed(
-    path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def clusters(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[None]:
+    """Make the cluster of a notebook the one that is found."""
+    if request.node.callspec.params["path"].stem == "kubernetes":
+        with FakeKubernetes(auto_run=True) as server:
+            monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
+            monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+            yield
+        return
+    cluster: Cluster = request.getfixturevalue("cluster")
     for name in ("PATH", "SANDBOX_DIR", "SLURM_CONF"):
         if name in cluster.environ:
             monkeypatch.setenv(name, cluster.environ[name])
+    yield
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_what_is_committed(path: Path) -> None:
     notebook = read(path)
     folder = {"metadata": {"path": str(path.parent)}}
     # A cell that fails raises CellExecutionError, with its traceback.

@@ -356,13 +356,13 @@ def test_all_reasons_come_at_once() -> None:
         "nproc_per_node 9 exceeds the 8 GPUs per node of profile 'a100'",
         "memory 1TiB exceeds the 900GiB per node of profile 'a100'",
         "two mounts have the target '/a'",
-        "mounts[0]: Pod Security 'restricted' of profile 'a100' allows no folder of the node "
-        "('/a'); write claim:NAME",
         "stop.grace 1m does not fit: stop.grace and 15s for torchrun to end takes 1m15s, "
         "and time_limit is 10s",
         "profile 'a100' runs containers; the job needs the key 'image'",
         "secrets: where is S? Write {S: {secret: …, key: …}} in the job, or the key 'secret' in "
         "profile 'a100'",
+        "mounts[0]: Pod Security 'restricted' of profile 'a100' allows no folder of the node "
+        "('/a'); write claim:NAME",
     ]
 
 
@@ -373,8 +373,8 @@ TOOLKIT_ENV = {
     "PYTHONUNBUFFERED": "1",
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     "PET_SHUTDOWN_TIMEOUT": "60",
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
 }
-PREFIX = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] "}
 POD_ENV = {
     "HOME": "/tmp",
     "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor",
@@ -384,7 +384,7 @@ POD_ENV = {
 def own(kind: str, spec: JobSpec) -> dict[str, str]:
     """Return what only this kind of site needs."""
     if kind != "kubernetes":
-        return PREFIX
+        return {}
     return POD_ENV | {"TRAIN_RUN_DIR": f"/runs/digits-{spec.digest}"}
 
 
@@ -454,11 +454,9 @@ def test_workers_share_the_cpus_of_their_node(
 @EVERYWHERE
 def test_torchrun_is_told_all_that_the_site_does_not_tell_it(kind: str) -> None:
     made = plan(FULL, site(kind, **({"secret": "keys"} if kind == "kubernetes" else {})))
-    operator_sets = ("--nnodes=2", "--max-restarts=3", "--rdzv-backend=c10d")
     options = ("--nnodes=2", "--nproc-per-node=4", "--max-restarts=3", "--rdzv-backend=c10d")
-    assert made.torchrun == tuple(
-        option for option in options if kind != "kubernetes" or option not in operator_sets
-    )
+    of_operator = ("--nproc-per-node=4", "--tee=3")  # an option would win over its variables
+    assert made.torchrun == (of_operator if kind == "kubernetes" else options)
     assert made.entry == ("-m", "train", "--lr", "1e-3")
     assert made.env["PET_SHUTDOWN_TIMEOUT"] == "60"
 
@@ -471,7 +469,7 @@ def test_one_number_decides_how_a_run_is_stopped() -> None:
         assert made.stop_timeout_s == 330
     slurm, pod = plan(spec, SlurmProfile()), plan(spec, KubernetesProfile())
     assert dict(slurm.sbatch)["signal"] == "B:USR1@330"
-    assert pod.grace_s == 315
+    assert pod.pod.grace_s == 315
 
 
 def test_a_checkpoint_longer_than_kill_wait_is_noted() -> None:
@@ -546,20 +544,139 @@ def test_pods_get_what_was_asked_and_are_restarted_as_often_as_asked() -> None:
             },
             retries={"in_job": 1, "requeue": 2},
         ),
-        site("kubernetes", gpu_resource="amd.com/gpu"),
+        site("kubernetes", gpu_resource="amd.com/gpu", resources={"rdma/hca": 1}),
     )
     assert isinstance(made, KubernetesPlan)
-    assert made.requests == {"cpu": "2", "memory": "64Gi", "amd.com/gpu": "2"}
-    assert (made.shm, made.grace_s, made.image) == ("500000000", 75, "localhost/train:latest")
+    requests = {"cpu": "2", "memory": "64Gi", "amd.com/gpu": "2", "rdma/hca": "1"}
+    assert made.pod.requests == requests
+    assert made.pod.volumes[1]["emptyDir"] == {"medium": "Memory", "sizeLimit": "500000000"}
+    assert (made.pod.grace_s, made.image) == (75, "localhost/train:latest")
     assert (made.restart_policy, made.backoff_limit) == ("OnFailure", 7)
-    assert (made.torchrun, made.entry) == (("--nproc-per-node=2",), ("-m", "train"))
-    assert made.notes == (
-        "profile 'a100' names no runs_claim: checkpoints are lost with their pod",
-    )
+    assert (made.torchrun, made.entry) == (("--nproc-per-node=2", "--tee=3"), ("-m", "train"))
+    assert [note.partition(":")[0] for note in made.notes] == [
+        "profile 'a100' names no runs_claim",
+        "without runs_claim nobody can count failures or tell those that may pass",
+    ]
     plain = plan(job(), site("kubernetes", runs_claim="runs"))
     assert isinstance(plain, KubernetesPlan)
-    assert (plain.restart_policy, plain.backoff_limit, plain.shm) == ("Never", None, None)
-    assert (plain.requests, plain.notes) == ({"cpu": "1"}, ())
+    assert (plain.restart_policy, plain.backoff_limit) == ("Never", None)
+    assert (plain.pod.requests, plain.notes) == ({"cpu": "1"}, ())
+
+
+@pytest.mark.parametrize(
+    ("facts", "note"),
+    [
+        ({"host_network": True}, "host_network: pods see and use every port of their node"),
+        ({"capabilities": ["IPC_LOCK"]}, "capabilities IPC_LOCK are kept"),
+        ({"run_as_user": 0}, "run_as_user 0: the container runs as root"),
+        ({"read_only_root": False}, "read_only_root is off: the image's files can be changed"),
+    ],
+)
+def test_what_loosens_the_security_of_pods_is_noted(facts: dict[str, Any], note: str) -> None:
+    profile = site("kubernetes", runs_claim="runs", pod_security="privileged", **facts)
+    assert plan(job(), profile).notes == (f"profile 'a100' loosens the pods' security: {note}",)
+
+
+def test_shared_memory_without_a_limit_of_memory_is_noted() -> None:
+    profile = site("kubernetes", runs_claim="runs")
+    (note,) = plan(job(resources={"shm": "1GiB"}), profile).notes
+    assert note.startswith("resources.shm without memory")
+    assert plan(job(resources={"shm": "1GiB", "memory": "2GiB"}), profile).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("rule", "keys", "facts", "way_out"),
+    [
+        ("elastic-workload", "elastic", {"workload": "TrainJob"}, "`workload: PyTorchJob`"),
+        ("elastic-workload", "elastic", {"workload": "JobSet"}, "`workload: PyTorchJob`"),
+        ("elastic-workload", "elastic", {"workload": "Job"}, "`workload: PyTorchJob`"),
+        (
+            "elastic-master",
+            "elastic",
+            {"master": True, "pod_security": "baseline"},
+            "leave out `master`",
+        ),
+        *(
+            ("trainjob-cannot-say", keys, {"workload": "TrainJob", **facts}, "`workload: JobSet`")
+            for keys, facts in (
+                ({}, {"host_network": True, "pod_security": "privileged"}),
+                ({}, {"gang_scheduler": "volcano"}),
+                ({}, {"ttl": "1h"}),
+                ({}, {"image_pull_policy": "Always"}),
+                ({}, {"priority_class": "high"}),
+                ({"kubernetes": {"priority_class": "high"}}, {}),
+                ({"workdir": "/work"}, {}),
+                ({"args": ["x"] * 118}, {}),
+            )
+        ),
+        ("mount-forbidden", {"mounts": [mount("nfs:h:/x", "/x")]}, {}, "claim:NAME"),
+        ("mount-forbidden", {}, {"mounts": [mount("nfs:h:/x", "/x")]}, "claim:NAME"),
+        (
+            "mount-forbidden",
+            {"mounts": [mount("/x", "/x")]},
+            {"pod_security": "baseline"},
+            "claim:NAME",
+        ),
+        ("mount-unwritable", {"mounts": [mount("claim:a", "/x:y")]}, {}, "another path"),
+        ("mount-unwritable", {}, {"runs_dir": "/x:y"}, "another path"),
+        (
+            "mount-unwritable",
+            {"mounts": [mount("/x/../y", "/x")]},
+            {"pod_security": "privileged"},
+            "write the path out",
+        ),
+        (
+            "mount-target-taken",
+            {"mounts": [mount("claim:a", "/d/")]},
+            {"mounts": [mount("claim:b", "/d")]},
+            "two mounts have the target",
+        ),
+        ("variable-overwritten", {"env": {"logs": "x"}}, {}, "capital letters"),
+        ("variable-overwritten", {}, {"env": {"host": "x"}}, "capital letters"),
+        ("variable-overwritten", {"secrets": ["status"]}, {"secret": "s"}, "capital letters"),
+    ],
+)
+def test_what_cannot_be_on_kubernetes_is_refused_with_a_way_out(
+    rule: str, keys: Any, facts: dict[str, Any], way_out: str
+) -> None:
+    if keys == "elastic":
+        keys = {"resources": {"nnodes": {"min": 1, "max": 2}}, "retries": {"in_job": 1}}
+    with pytest.raises(PlanError) as error:
+        plan(job(**keys), site("kubernetes", **facts))
+    (problem,) = error.value.problems
+    assert problem.rule == rule and way_out in problem.message
+
+
+@pytest.mark.parametrize(
+    ("source", "level"),
+    [
+        ("claim:a", "restricted"),
+        ("configmap:a", "restricted"),
+        ("secret:a", "restricted"),
+        ("empty:1GiB", "restricted"),
+        ("nfs:h:/x", "baseline"),
+        ("/x", "privileged"),
+    ],
+)
+def test_volumes_that_a_level_of_pod_security_allows_are_granted(source: str, level: str) -> None:
+    plan(job(mounts=[mount(source, "/x")]), site("kubernetes", pod_security=level))
+
+
+@pytest.mark.parametrize(
+    ("kind", "longest"),
+    [
+        ("PyTorchJob", "-worker-99"),
+        ("TrainJob", "-node-0-99-xxxxx"),
+        ("JobSet", "-node-0-99-xxxxx"),
+        ("Job", "-99-xxxxx"),
+    ],
+)
+def test_the_longest_name_of_a_pod_decides(kind: str, longest: str) -> None:
+    spec, profile = job(resources={"nnodes": 100}), site("kubernetes", workload=kind)
+    fits = "a" * (63 - len(longest))
+    assert plan(spec, profile, run_name=fits).run_name == fits  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match=f"a{longest}' has 64 characters, more than 63"):
+        plan(spec, profile, run_name=fits + "a")
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ BAD_KUBERNETES = """\
 kind: kubernetes
 namespace: Default
 pod_security: restrictive
-run_as_user: 0
+run_as_user: -1
 node_selector: {gpu: yes}
 runs_dir: runs
 runs_claim: My_Claim
@@ -229,14 +229,17 @@ partition: gpu
 BAD_KUBERNETES_PROBLEMS = """\
 PATH:2: namespace: 'Default' cannot be used; write a Kubernetes object name
 PATH:3: pod_security: 'restrictive' is not a choice; did you mean 'restricted'?
-PATH:4: run_as_user: must be at least 1, not 0
+PATH:4: run_as_user: must be at least 0, not -1
 PATH:5: node_selector.gpu: yes is a boolean to YAML 1.1; write "yes" if you mean the text
 PATH:6: runs_dir: 'runs' must be an absolute path; it is the same on every node
 PATH:7: runs_claim: 'My_Claim' cannot be used; write a Kubernetes object name
 PATH:8: image_pull_policy: 'always' is not a choice; did you mean 'Always'?
 PATH:9: unknown key 'partition'; valid are name, node, env, network_interface, templates_dir, \
-kind, namespace, context, pod_security, run_as_user, gpu_resource, node_selector, runs_dir, \
-runs_claim, secret, image_pull_policy
+kind, workload, namespace, context, master, training_runtime, queue, queue_priority, \
+gang_scheduler, pod_security, run_as_user, read_only_root, capabilities, host_network, \
+network_policy, gpu_resource, resources, node_selector, tolerations, one_pod_per_node, topology, \
+priority_class, service_account, image_pull_secrets, image_pull_policy, runs_dir, runs_claim, \
+mounts, secret, ttl, patches
 """
 
 

@@ -152,7 +152,8 @@ job.yaml:33: secrets.LR.secret: 'My_Secret' cannot be used; write a Kubernetes o
 job.yaml:33: secrets.LR.key: '' cannot be used; use letters, digits, '-', '_' and '.'
 job.yaml:34: secrets.HF: secret and key say where it is, or file does; found secret
 job.yaml:36: mounts[0]: must be a mapping of keys to values, not '/data'
-job.yaml:37: mounts[1].source: 'data' must be an absolute path, or claim:NAME on Kubernetes
+job.yaml:37: mounts[1].source: 'data' must be an absolute path; on Kubernetes also claim:NAME, configmap:NAME, \
+secret:NAME, nfs:SERVER:/PATH, empty: or empty:10GiB
 job.yaml:37: mounts[1].target: 'here' must be an absolute path; it is the same on every node
 job.yaml:37: mounts[1].read_only: must be true or false, not 'true'
 job.yaml:38: the key 'mounts[2].source' is missing
@@ -443,7 +444,8 @@ def test_wrong_types_are_refused_at_every_level(more: str, message: str) -> None
          "unknown key 'shm_bytes' under 'resources'; valid are nnodes, nproc_per_node, "
          "gpus_per_node, cpus_per_node, memory, shm"),
         ('"\\0": x', "unknown key '\\x00'; valid are name, module, script, command, args, image, "
-         "workdir, resources, time_limit, env, stop, retries, secrets, sbatch, mounts, sweep, "
+         "workdir, resources, time_limit, env, stop, retries, secrets, sbatch, mounts, "
+         "kubernetes, sweep, "
          "after"),
     ],
 )  # fmt: skip
@@ -527,11 +529,31 @@ def test_secrets_are_names_or_places() -> None:
     )
 
 
-@pytest.mark.parametrize("source", ["data", "./data", "~/data", "claim:", "claim:A", "Claim:a", ""])
-def test_a_mount_has_an_absolute_source_or_a_claim(source: str) -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("data", "./data", "~/data", "", "claim:", "claim:A", "Claim:a", "claim:a/b", "pvc:a"),
+        *("configmap:", "secret:A", "secret:-a", "nfs:server", "nfs:server:data", "nfs::/data"),
+        *("nfs:a b:/data", "nfs:$(x):/data", "nfs:h#:/data", "empty", "empty:10", "empty:lots"),
+    ],
+)
+def test_a_mount_has_an_absolute_source_or_a_volume_of_kubernetes(source: str) -> None:
     assert of_job(f"mounts:\n- source: '{source}'\n  target: /data") == (
-        f"job.yaml:4: mounts[0].source: {source!r} must be an absolute path, "
-        "or claim:NAME on Kubernetes"
+        f"job.yaml:4: mounts[0].source: {source!r} must be an absolute path; on Kubernetes also "
+        "claim:NAME, configmap:NAME, secret:NAME, nfs:SERVER:/PATH, empty: or empty:10GiB"
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["/a", "claim:a", "configmap:a.b", "secret:a-b", "nfs:10.0.0.1:/x y/$(z)", "nfs:[fd00::1]:/x"]
+    + ["nfs:files.example.com:/", "empty:", "empty:10GiB"],
+)
+def test_a_mount_keeps_its_source_as_it_was_written(source: str) -> None:
+    (mount,) = read(f"name: a\nmodule: m\nmounts: [{{source: '{source}', target: /d}}]\n").mounts
+    assert mount.source == source
+    assert (mount.kind, mount.named) == (
+        ("path", source) if source == "/a" else tuple(source.split(":", 1))
     )
 
 

@@ -184,9 +184,11 @@ def _absolute(value: str) -> str:
     return value
 
 
+_SERVER = r"(?:[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])"
 _OBJECT = "[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
 _SOURCE = (
-    f"(?:claim|configmap|secret):{_OBJECT}|nfs:[^:/]+:/.*|empty:|empty:{SIZE_PATTERN.strip('^$')}"
+    f"(?:claim|configmap|secret):{_OBJECT}|nfs:{_SERVER}:/.*"
+    f"|empty:|empty:{SIZE_PATTERN.strip('^$')}"
 )
 
 

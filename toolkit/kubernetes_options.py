@@ -8,7 +8,15 @@ from pydantic import Field
 from toolkit.fields import NaturalInt, SecretName, matching
 from toolkit.validation import FrozenModel, Text
 
-__all__ = ["KubernetesOptions", "LabelKey", "Patch", "Toleration", "Topology", "Workload"]
+__all__ = [
+    "KubernetesOptions",
+    "LabelKey",
+    "LabelValue",
+    "Patch",
+    "Toleration",
+    "Topology",
+    "Workload",
+]
 
 Workload = Literal["PyTorchJob", "TrainJob", "JobSet", "Job"]
 """The kinds of objects that a job can become."""
@@ -22,6 +30,15 @@ LabelKey = Annotated[
     ),
 ]
 """A label's key (Kubernetes, labels: an optional DNS prefix and a name of at most 63)."""
+
+LabelValue = Annotated[
+    Text,
+    *matching(
+        r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?",
+        "a label's value has at most 63 letters, digits, '-', '_' and '.', none of these at an end",
+    ),
+]
+"""A label's value."""
 
 
 class Patch(FrozenModel):
@@ -56,7 +73,7 @@ class Toleration(FrozenModel):
     operator: Literal["Equal", "Exists"] = "Equal"
     """Whether the value counts."""
 
-    value: Text | None = None
+    value: LabelValue | None = None
     """The taint's value."""
 
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None

@@ -265,8 +265,8 @@ def volume_of(mount: Mount) -> dict[str, Any]:
             # Group and owner only: fsGroup makes it readable to the container's user.
             return {"secret": {"secretName": mount.named, "defaultMode": 0o440}}
         case "nfs":
-            server, _, path = mount.named.partition(":")
-            return {"nfs": {"server": server, "path": path, "readOnly": mount.read_only}}
+            server, path = mount.named.split(":/", 1)  # IPv6 addresses hold colons, too
+            return {"nfs": {"server": server, "path": f"/{path}", "readOnly": mount.read_only}}
         case "empty":
             limit = {"sizeLimit": kubernetes_size(parse_size(mount.named))} if mount.named else {}
             return {"emptyDir": limit}

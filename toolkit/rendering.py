@@ -165,7 +165,9 @@ def _holds_ours(folder: Path, name: str) -> bool:
     """Tell whether a folder has the template, or one of the parts that it is made of."""
     room = name.partition("/")[0]
     ours = (_templates_folder() / room).iterdir() if room == "kubernetes" else ()
-    return any((folder / room / one).is_file() for one in (Path(name).name, *(p.name for p in ours)))
+    return any(
+        (folder / room / one).is_file() for one in (Path(name).name, *(p.name for p in ours))
+    )
 
 
 def _wanted(name: str) -> str:

@@ -13,8 +13,8 @@ It keeps to what was seen on real clusters, refusals and silences included. What
 Constructor: `namespaces=("default",)`, `operator=True` (False takes all operators away: their
 groups answer `404 page not found`), `without=("kueue.x-k8s.io",)` takes single API groups away,
 `auto_run=False`, `secrets={NAME: {KEY: VALUE}}`, `restricted=False` (Pod Security), `kueue=False`
-(True: what has a queue label waits until `admit(NAME)`), `pace=…` (how fast clocks of the cluster
-go: seconds of back-off, of cleaning up).
+(True: what has a queue label waits until `admit(NAME)`), `back_off_s` and `clean_after_s` (how long
+a failed container, and the pods of a job that has ended, wait).
 
 What every workload (PyTorchJob, TrainJob, JobSet, Job) has, found by its name; where names may be
 the same in two kinds, say `kind=`:
@@ -46,12 +46,14 @@ What goes wrong on demand:
 TOOLKIT_TEST_CLUSTER=1, a real one. `python -m tests.cluster --kubeconfig FILE` serves one.
 
 Modules: `resources` (the table of kinds), `store` (objects, versions, journal), `wire` (HTTP),
-`api` (verbs), `selecting`, `patching`, `applying` (server-side apply), `checking` (schemas),
-`admission` (webhooks, Pod Security, immutable fields), `kubelet` + `containers` (processes),
-`indexed`, `jobsets`, `trainjobs`, `pytorchjobs`, `kueue` (controllers), `fake` (FakeKubernetes).
+`reading` (lists, watches), `api` (verbs), `selecting`, `patching`, `applying` (server-side apply),
+`checking` (schemas), `admission` (webhooks, Pod Security, immutable fields), `kubelet` and
+`containers` (processes), `indexed`, `jobsets`, `trainjobs`, `pytorchjobs`, `kueue` (controllers),
+`hands` (what a test does), `fake` (FakeKubernetes).
 """
 
 from tests.cluster.fake import FakeKubernetes
+from tests.cluster.real import cluster_under_test
 from tests.cluster.wire import Fault
 
-__all__ = ["FakeKubernetes", "Fault"]
+__all__ = ["FakeKubernetes", "Fault", "cluster_under_test"]

@@ -170,8 +170,6 @@ def _trainjob_problems(store: Store, body: Object) -> list[str]:
         if container.get("env") and container["name"] == "node":
             words = "must not have envs for the dataset-initializer, model-initializer, node"
             found.append(f"{path}.env: Invalid value: {words} containers")
-        if container.get("image"):
-            found.append(f"{path}.image: Forbidden: image must not be set in a patch")
     return found
 
 

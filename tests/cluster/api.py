@@ -1,10 +1,7 @@
 """The verbs of the API server, for every resource of the table."""
 
-import base64
 import copy
-import json
 import re
-import time
 from collections.abc import Iterator
 
 from tests.cluster.admission import admit_create, admit_update
@@ -12,15 +9,11 @@ from tests.cluster.applying import Ownership
 from tests.cluster.checking import checked
 from tests.cluster.discovery import discover
 from tests.cluster.patching import patched
+from tests.cluster.reading import Reading, chosen
 from tests.cluster.resources import Resource, of_kind, served
-from tests.cluster.selecting import is_selected
-from tests.cluster.store import Change, Store
 from tests.cluster.wire import Answer, Object, Query, Refusal, Request, status_object
 
 __all__ = ["Api"]
-
-BOOKMARK_S = 10.0
-"""After how long without news a watch is told the version (a real server: a minute)."""
 
 _PATH = re.compile(
     r"/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+)/(?P<version>[^/]+))"
@@ -31,33 +24,24 @@ _NOT_FOUND = 404, "404 page not found\n"
 _DONE = status_object(200, "", "", word="Success")
 
 
-class Api(Store):
+class Api(Reading):
     """Answers requests."""
 
     def __init__(self, *, namespaces: tuple[str, ...], without: tuple[str, ...]) -> None:
         super().__init__(namespaces=namespaces, without=without)
         self.requests: list[tuple[str, str, Query]] = []
         """Every request so far: method, path, query."""
-        self.watches = 0
-        """Watches that are open."""
         self.deny: dict[str, str] = {}
         """Kinds that a webhook refuses, and its words."""
         self.tokens: set[str] | None = None
         """Tokens that are accepted; None asks for none."""
         self._forbidden: set[tuple[str, str]] = set()
         self._owners: dict[str, Ownership] = {}
-        self._marks = 0
 
     def forbid(self, resource: str, *verbs: str) -> None:
         """Take rights away: `forbid("pods/log", "get")`; all verbs where none is named."""
         names = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
         self._forbidden |= {(resource, verb) for verb in verbs or names}
-
-    def bookmark(self) -> None:
-        """Send a bookmark on all watches that want them."""
-        with self.changed:
-            self._marks += 1
-            self.changed.notify_all()
 
     def answer(self, request: Request) -> Answer:
         """Answer a request; a stream of bytes for watches and followed logs. Takes the lock."""
@@ -146,14 +130,14 @@ class Api(Store):
         sub: str | None,
     ) -> Answer:
         if verb == "list":
-            return 200, self._list(resource, namespace or None, request)
+            return 200, self.listed(resource, namespace or None, request)
         if verb == "watch":
             if name:
                 request.query = dict(request.query) | {"fieldSelector": f"metadata.name={name}"}
-            return 200, self._watch(resource, namespace or None, request)
+            return 200, self.watched(resource, namespace or None, request)
         if verb == "deletecollection":
             for thing in self.all(resource, namespace or None):
-                if _chosen(thing, request.query):
+                if chosen(thing, request.query):
                     self._delete(resource, thing, request)
             return 200, _DONE
         if name is None:
@@ -352,122 +336,6 @@ class Api(Store):
         still = self.find(resource, metadata.get("namespace", ""), metadata["name"])
         return thing if still is not None or resource.kind == "Pod" else _DONE
 
-    # Reading.
-
-    def _list(self, resource: Resource, namespace: str | None, request: Request) -> Object:
-        query = request.query
-        version, after = str(self.version), None
-        if query.get("continue"):
-            token = json.loads(base64.urlsafe_b64decode(query["continue"]))
-            version, after = token["version"], tuple(token["after"])
-            if int(version) < self.oldest[resource]:
-                raise Refusal(
-                    410,
-                    "Expired",
-                    "The provided continue parameter is too old to display a "
-                    "consistent list result. You can start a new list without the continue "
-                    "parameter.",
-                )
-        found = [o for o in self.all(resource, namespace) if _chosen(o, query)]
-        if after is not None:
-            found = [o for o in found if tuple(self.key(resource, o)[1:]) > after]
-        metadata: Object = {"resourceVersion": version}
-        limit = int(query.get("limit") or 0)
-        if limit and len(found) > limit:
-            last = self.key(resource, found[limit - 1])
-            token = {"version": version, "after": list(last[1:])}
-            metadata["continue"] = base64.urlsafe_b64encode(json.dumps(token).encode()).decode()
-            metadata["remainingItemCount"] = len(found) - limit
-            found = found[:limit]
-        return {
-            "kind": f"{resource.kind}List",
-            "apiVersion": resource.api_version,
-            "metadata": metadata,
-            "items": found,
-        }
-
-    def _watch(
-        self, resource: Resource, namespace: str | None, request: Request
-    ) -> Iterator[bytes]:
-        query, bookmarks = request.query, request.is_on("allowWatchBookmarks")
-        first: list[Object] = []
-        asked = query.get("resourceVersion") or "0"
-        if asked == "0" or request.is_on("sendInitialEvents"):
-            first = [o for o in self.all(resource, namespace) if _chosen(o, query)]
-            asked = str(self.version)
-        since, marks = int(asked), self._marks
-        opening = [_line({"type": "ADDED", "object": o}) for o in first]
-        if request.is_on("sendInitialEvents") and bookmarks:
-            opening.append(_mark(resource, since, {"k8s.io/initial-events-end": "true"}))
-        end = time.monotonic() + float(query.get("timeoutSeconds") or 1800)
-        self.watches += 1
-
-        def events() -> Iterator[bytes]:
-            nonlocal since, marks
-            yield from opening
-            quiet_until = time.monotonic() + BOOKMARK_S
-            while True:
-                with self.changed:
-                    oldest = self.oldest[resource]
-                    new, now = self.since(resource, since), time.monotonic()
-                    due = self._marks > marks or now > quiet_until
-                    version = self.version
-                    if not new and not due and since >= oldest:
-                        if self.closing or now >= end:
-                            return
-                        self.changed.wait(min(end, quiet_until) - now)
-                        continue
-                if since < oldest:
-                    words = f"too old resource version: {since} ({oldest})"
-                    yield _line({"type": "ERROR", "object": status_object(410, "Expired", words)})
-                    return
-                for change in new:
-                    if (event := _seen(change, namespace, query)) is not None:
-                        yield _line(event)
-                if due and bookmarks:
-                    yield _mark(resource, version, {})
-                since, marks, quiet_until = version, self._marks, now + BOOKMARK_S
-
-        def counted() -> Iterator[bytes]:
-            try:
-                yield from events()
-            finally:
-                with self.changed:
-                    self.watches -= 1
-                    self.changed.notify_all()
-
-        return counted()
-
 
 def _manager(request: Request) -> str:
     return request.query.get("fieldManager") or request.agent.partition("/")[0] or "unknown"
-
-
-def _chosen(thing: Object, query: Query) -> bool:
-    try:
-        return is_selected(thing, query)
-    except ValueError as error:
-        raise Refusal(400, "BadRequest", str(error)) from None
-
-
-def _seen(change: Change, namespace: str | None, query: Query) -> Object | None:
-    """Return a change as one sees it whose selector an object may enter and leave."""
-    if namespace not in (None, change.thing["metadata"].get("namespace", "")):
-        return None
-    now = change.what != "DELETED" and _chosen(change.thing, query)
-    before = change.before is not None and _chosen(change.before, query)
-    if now:
-        return {"type": "MODIFIED" if before else "ADDED", "object": change.thing}
-    return {"type": "DELETED", "object": change.thing} if before else None
-
-
-def _mark(resource: Resource, version: int, annotations: Object) -> bytes:
-    metadata: Object = {"resourceVersion": str(version), "creationTimestamp": None}
-    if annotations:
-        metadata["annotations"] = annotations
-    thing = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": metadata}
-    return _line({"type": "BOOKMARK", "object": thing})
-
-
-def _line(event: Object) -> bytes:
-    return json.dumps(event).encode() + b"\n"

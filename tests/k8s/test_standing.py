@@ -18,12 +18,14 @@ from tests.k8s.site import (
     Site,
     a_job,
     every_workload,
+    make_job,
     runtime,
     short,
     status,
 )
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.launchers.base import RunStatus
+from toolkit.planning import plan
 
 
 @every_workload
@@ -333,3 +335,13 @@ def test_without_a_claim_there_is_nothing_to_go_on_from(
         site.launcher.resubmit(run)
     with pytest.raises(LauncherError, match="--chain is Slurm's"):
         site.launcher.resubmit(run, chain=2)
+
+
+@a_job
+def test_a_call_whose_code_is_gone_cannot_go_on(site: Site) -> None:
+    job = make_job(module=None, script="$TRAIN_RUN_DIR/call.py")
+    run = site.launcher.submit(plan(job, site.profile), files={"call.py": b"pass"})
+    site.server.finish(run.name, succeeded=False)
+    with pytest.raises(LauncherError, match="its code is gone with its pods; call it again"):
+        site.launcher.resubmit(run)
+    assert site.jobs() == [run.name]

@@ -121,6 +121,41 @@ def test_a_token_that_has_become_too_old_is_read_again(
     assert run.status() == status(PENDING)
 
 
+def test_a_plugin_of_the_kubeconfig_is_asked_again_when_its_token_is_over(
+    server: FakeKubernetes, tmp_path: Path
+) -> None:
+    file, token = server.kubeconfig(tmp_path / "config"), tmp_path / "token"
+    says = (
+        '{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": '
+        '{"token": "\'$(cat "$0")\'", "expirationTimestamp": "2020-01-01T00:00:00Z"}}'
+    )
+    plugin = {
+        "apiVersion": "client.authentication.k8s.io/v1",
+        "command": "sh",
+        "args": ["-c", f"echo '{says}'", str(token)],
+        "interactiveMode": "Never",
+    }
+    known = yaml.safe_load(file.read_text())
+    known["users"][0]["user"] = {"exec": plugin}
+    file.write_text(yaml.safe_dump(known))
+    environ = {"KUBECONFIG": str(file), "HOME": str(tmp_path)}
+    token.write_text("one")
+    server.tokens = {"one"}
+    run = submit_by(environ)
+    token.write_text("two")
+    server.tokens = {"two"}
+    assert run.status() == status(PENDING)
+
+
+@pytest.mark.parametrize("workload", ["Job"])
+def test_what_is_no_api_server_is_told(site: Site) -> None:
+    site.server.faults = [Fault(method="GET", status=404, text="<html>", times=9)]
+    run = site.submit()
+    site.server.faults = [Fault(method="GET", status=201, text="<html>log in</html>")]
+    with pytest.raises(LauncherError, match=r"is no Kubernetes API server: b'<html>log in</html>'"):
+        run.status()
+
+
 # What is made.
 
 
@@ -197,7 +232,7 @@ def test_that_it_is_there_already_is_success_where_it_is_ours(site: Site) -> Non
     run = site.submit()
     assert site.jobs() == [run.name]
     site.server.faults = [Fault(method="PATCH", path=f"{site.path}/.*", status=409, message="no")]
-    with pytest.raises(LauncherError, match="^Kubernetes refused: no$"):
+    with pytest.raises(LauncherError, match=r"^Kubernetes refused: no$"):
         site.submit()
 
 
@@ -348,7 +383,9 @@ def test_a_runtime_that_was_made_just_now_is_waited_for(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.server.delete("torch-deploy-toolkit", kind="TrainingRuntime")
-    with pytest.raises(LauncherError, match=r"kubectl apply -k k8s/base .*training_runtime"):
+    with pytest.raises(
+        LauncherError, match=r"kubectl apply -n default -k k8s/base/trainer.*training_runtime"
+    ):
         site.submit()
     assert site.slept == [0.5, 1.0, 2.0, 4.0]
     site.slept.clear()

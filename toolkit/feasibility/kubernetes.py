@@ -147,9 +147,7 @@ def _mounts(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
                 *key,
             )
         if ":" in mount.target:
-            yield from refusal(
-                "mount-unwritable", f"{place}: {_COLON.format(mount.target)}", *key
-            )
+            yield from refusal("mount-unwritable", f"{place}: {_COLON.format(mount.target)}", *key)
         if ".." in _folder(mount).split("/"):
             yield from refusal(
                 "mount-unwritable",
@@ -172,7 +170,7 @@ _COLON = "Kubernetes takes no ':' in {!r}, where a volume is seen; choose anothe
 
 def _folder(mount: Mount) -> str:
     """Return the folder that a source names; nothing where it names none."""
-    return {"path": mount.source, "nfs": mount.named.partition(":")[2]}.get(mount.kind, "")
+    return {"path": mount.source, "nfs": mount.named.partition(":/")[2]}.get(mount.kind, "")
 
 
 def _name(job: JobSpec, kind: Workload, run_name: str) -> Iterator[Problem]:

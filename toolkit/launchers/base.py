@@ -304,7 +304,7 @@ class Launcher(abc.ABC, Generic[PlanT]):
         Raises:
             LauncherError: it has succeeded or not ended, or the place cannot do this.
         """
-        raise LauncherError(f"{run.uri} cannot go on by itself; only runs on Slurm can")
+        raise LauncherError(f"{run.uri} cannot go on by itself; runs on Slurm and Kubernetes can")
 
 
 def pauses() -> Iterator[float]:

@@ -1,6 +1,6 @@
 """The fields of the objects that training needs, with their types. Names are Kubernetes' own.
 
-Read from the API of Kubernetes 1.34, Training Operator 1.9, Trainer 2.3, JobSet 0.12, Volcano 1.12
+Read from the API of Kubernetes 1.37, Training Operator 1.9, Trainer 2.3, JobSet 0.12, Volcano 1.12
 and scheduler-plugins 0.31. Each line of the table is a shape: `name=type`, `name!=type` where the
 field must be given. A type is a shape, `[T]` a list, `{T}` a mapping, `A|B` one of these words
 (`~` is the empty one), or one of `any`, `bool`, `int`, `nat` (0 or more), `pos` (1 or more),
@@ -70,7 +70,8 @@ Job: apiVersion!=str kind!=str metadata!=Meta spec!=JobSpec status=any
 JobSpec: activeDeadlineSeconds=pos backoffLimit=nat backoffLimitPerIndex=nat
   completionMode=Indexed|NonIndexed completions=nat managedBy=str manualSelector=bool
   maxFailedIndexes=nat parallelism=nat podFailurePolicy=PodFailures
-  podReplacementPolicy=Failed|TerminatingOrFailed selector=Selector successPolicy=any suspend=bool
+  podReplacementPolicy=Failed|TerminatingOrFailed scheduling=any selector=Selector
+  successPolicy=any suspend=bool
   template!=Template ttlSecondsAfterFinished=nat
 PodFailures: rules!=[PodFailure]
 PodFailure: action!=FailJob|FailIndex|Ignore|Count onExitCodes=ExitCodes onPodConditions=[Condition]
@@ -126,7 +127,8 @@ Template: metadata=Meta spec=PodSpec
 PodSpec: activeDeadlineSeconds=pos affinity=Affinity automountServiceAccountToken=bool
   containers!=[Container] dnsConfig=DnsConfig
   dnsPolicy=ClusterFirst|ClusterFirstWithHostNet|Default|None enableServiceLinks=bool
-  ephemeralContainers=any hostAliases=[HostAlias] hostIPC=bool hostNetwork=bool hostPID=bool
+  ephemeralContainers=any evictionResponders=any hostAliases=[HostAlias] hostIPC=bool
+  hostNetwork=bool hostPID=bool
   hostUsers=bool hostname=str hostnameOverride=str imagePullSecrets=[Local]
   initContainers=[Container] nodeName=str nodeSelector={str} os=Os overhead={quantity}
   preemptionPolicy=Never|PreemptLowerPriority priority=int priorityClassName=str
@@ -177,8 +179,8 @@ Ref: name=str optional=bool
 Port: containerPort!=any hostIP=str hostPort=any name=any protocol=TCP|UDP|SCTP
 Resources: claims=any limits={quantity} requests={quantity}
 Device: devicePath!=str name!=str
-Mount: mountPath!=str mountPropagation=None|HostToContainer|Bidirectional name!=str readOnly=bool
-  recursiveReadOnly=Disabled|IfPossible|Enabled subPath=str subPathExpr=str
+Mount: bindMountOptions=any mountPath!=str mountPropagation=None|HostToContainer|Bidirectional
+  name!=str readOnly=bool recursiveReadOnly=Disabled|IfPossible|Enabled subPath=str subPathExpr=str
 Security: allowPrivilegeEscalation=bool appArmorProfile=Profile capabilities=Capabilities
   privileged=bool procMount=Default|Unmasked readOnlyRootFilesystem=bool runAsGroup=nat
   runAsNonRoot=bool runAsUser=nat seLinuxOptions=any seccompProfile=Profile windowsOptions=any
@@ -196,11 +198,11 @@ Volume: awsElasticBlockStore=any azureDisk=any azureFile=any cephfs=any cinder=a
   image=ImageVolume iscsi=any name!=str nfs=Nfs persistentVolumeClaim=ClaimVolume
   photonPersistentDisk=any portworxVolume=any projected=any quobyte=any rbd=any scaleIO=any
   secret=SecretVolume storageos=any vsphereVolume=any
-ConfigMapVolume: defaultMode=nat items=[Item] name=str optional=bool
-SecretVolume: defaultMode=nat items=[Item] optional=bool secretName=str
+ConfigMapVolume: defaultMode=nat defaultUser=any items=[Item] name=str optional=bool
+SecretVolume: defaultMode=nat defaultUser=any items=[Item] optional=bool secretName=str
 Item: key!=str mode=nat path!=str
 Csi: driver!=str fsType=str nodePublishSecretRef=Local readOnly=bool volumeAttributes={str}
-EmptyDir: medium=Memory|HugePages|HugePages-2Mi|HugePages-1Gi|~ sizeLimit=quantity
+EmptyDir: medium=Memory|HugePages|HugePages-2Mi|HugePages-1Gi|~ mode=any sizeLimit=quantity
 HostPath: path!=str
   type=DirectoryOrCreate|Directory|FileOrCreate|File|Socket|CharDevice|BlockDevice|~
 ImageVolume: pullPolicy=Always|IfNotPresent|Never reference=str
@@ -219,7 +221,7 @@ ServiceSpec: allocateLoadBalancerNodePorts=bool clusterIP=str clusterIPs=[str] e
 ServicePort: appProtocol=str name=any nodePort=any port!=any protocol=TCP|UDP|SCTP targetPort=any
 
 NetworkPolicy: apiVersion!=str kind!=str metadata!=Meta spec=PolicySpec status=any
-PolicySpec: egress=[Egress] ingress=[Ingress] podSelector!=Selector policyTypes=[Ingress|Egress]
+PolicySpec: egress=[Egress] ingress=[Ingress] podSelector=Selector policyTypes=[Ingress|Egress]
 Ingress: from=[Peer] ports=[PolicyPort]
 Egress: ports=[PolicyPort] to=[Peer]
 Peer: ipBlock=Block namespaceSelector=Selector podSelector=Selector

@@ -177,7 +177,7 @@ def _sources(stream: Stream) -> Iterator[Fault]:
     "config-map-size",
     finds="a ConfigMap that is too large",
     reason="One holds at most 1048576 bytes; above 262144, `kubectl apply` cannot note what it has "
-    "applied in an annotation, and fails.",
+    "applied in an annotation, and fails (Kubernetes 1.34).",
     fix="keep large files on a volume",
 )
 def _sizes(stream: Stream) -> Iterator[Fault]:

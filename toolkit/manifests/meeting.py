@@ -30,7 +30,7 @@ _EACH_RANK = ("LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE")
 @rule(
     "variable-reserved",
     finds="a variable in a TrainJob that Trainer keeps for itself (PET_NNODES …)",
-    reason="Its webhook refuses the TrainJob.",
+    reason="Its webhook refuses the TrainJob (Trainer 2.3).",
     fix="set trainer.numNodes and trainer.numProcPerNode",
 )
 def _reserved(stream: Stream) -> Iterator[Fault]:
@@ -115,7 +115,8 @@ def _ids(stream: Stream) -> Iterator[Fault]:
     "store-shared",
     finds="torchrun with c10d and restarts without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     reason="The ranks of a restart meet in the store of the rendezvous, find the keys of the start "
-    "before, and wait: a pod that comes back is in after 81 s rather than 15, or never.",
+    "before, and wait: a pod that comes back is in after 81 s rather than 15, or never (torch "
+    "2.13).",
     fix='set the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE to "1"',
 )
 def _stores(stream: Stream) -> Iterator[Fault]:
@@ -164,6 +165,9 @@ def _alone(stream: Stream) -> Iterator[Fault]:
 
 # ---- Services and selectors
 
+_OTHERS = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet")
+"""Kinds with pods that are no training."""
+
 
 @rule(
     "service-not-ready",
@@ -172,6 +176,8 @@ def _alone(stream: Stream) -> Iterator[Fault]:
     fix="write publishNotReadyAddresses: true",
 )
 def _not_ready(stream: Stream) -> Iterator[Fault]:
+    if next(stream.of(*_OTHERS), None) is not None:
+        return  # whose pods may want it so
     for service in stream.of("Service"):
         spec = service.view.at("spec")
         if spec.at("clusterIP").value == "None" and (
@@ -204,10 +210,7 @@ def _not_headless(stream: Stream) -> Iterator[Fault]:
 def _selectors(stream: Stream) -> Iterator[Fault]:
     pods = [pods for pods in pods_of(stream) if not pods.partly]
     owners = {id(one.owner) for one in pods_of(stream)}
-    foreign = any(
-        manifest.kind in ("TrainJob", "Deployment", "StatefulSet", "DaemonSet", "ReplicaSet")
-        for manifest in stream.manifests
-    )
+    foreign = any(manifest.kind in ("TrainJob", *_OTHERS) for manifest in stream.manifests)
     if not owners or foreign:
         return  # what it is for stands elsewhere
     for manifest in stream.of("Service", "NetworkPolicy"):

@@ -95,7 +95,7 @@ def _label_name(name: View, what: str) -> Iterator[Fault]:
     "pod-name-too-long",
     finds="a name that is too long with what is added to it for the pods",
     reason="NAME-worker-12, NAME-node-0-12-abcde and NAME-12 are host names, of 63 characters at "
-    "most: the webhook refuses the object, or no pod is made.",
+    "most: the webhook refuses the object, or no pod is made (Training Operator 1.9, JobSet 0.12).",
     fix="shorten the name of the object, or of the replicated job",
 )
 def _pod_names(stream: Stream) -> Iterator[Fault]:

@@ -20,7 +20,7 @@ def _training_jobs(stream: Stream) -> Iterator[tuple[Manifest, View]]:
     "replica-type",
     finds="pods of a PyTorchJob that are neither Master nor Worker, or a number of Masters that is "
     "not 1",
-    reason="The webhook refuses them.",
+    reason="The webhook refuses them (Training Operator 1.9).",
     fix="write Master (replicas: 1) and Worker, or Worker alone with an elasticPolicy",
 )
 def _roles(stream: Stream) -> Iterator[Fault]:
@@ -37,7 +37,8 @@ def _roles(stream: Stream) -> Iterator[Fault]:
     "container-name",
     finds="pods without the container that the operator looks for: `pytorch` of a PyTorchJob, "
     "`node` of a TrainingRuntime",
-    reason="The webhook refuses the PyTorchJob; a TrainJob's command and variables go nowhere.",
+    reason="The webhook refuses the PyTorchJob; a TrainJob's command and variables go nowhere "
+    "(Training Operator 1.9, Trainer 2.3).",
     fix="name the training container so",
 )
 def _containers(stream: Stream) -> Iterator[Fault]:
@@ -59,7 +60,7 @@ def _containers(stream: Stream) -> Iterator[Fault]:
     "master-restricted",
     finds="a PyTorchJob with Master and Worker whose pods are made for Pod Security `restricted`",
     reason="The operator gives workers an init container that waits for the master, which "
-    "`restricted` refuses: only the master is made, and waits for ever.",
+    "`restricted` refuses: only the master is made, and waits for ever (Training Operator 1.9).",
     fix="use Workers alone, with elasticPolicy: {rdzvBackend: c10d, minReplicas: N, "
     "maxReplicas: N}",
 )
@@ -87,7 +88,7 @@ def _is_restricted(stream: Stream, manifest: Manifest, pod: View) -> bool:
     "backoff-limit",
     finds="a backoffLimit of a PyTorchJob that one incident uses up",
     reason="The operator adds up the restarts of all containers: with 2 pods and a limit of 2, one "
-    "incident fails the job.",
+    "incident fails the job (Training Operator 1.9).",
     fix="write incidents x pods + 1, or leave it out",
 )
 def _backoff(stream: Stream) -> Iterator[Fault]:
@@ -108,7 +109,7 @@ def _backoff(stream: Stream) -> Iterator[Fault]:
     "clean-pod-policy",
     finds="a PyTorchJob with cleanPodPolicy: None, which is its default",
     reason="When it has failed, pods that are left go on crashing and restarting, and keep their "
-    "GPUs.",
+    "GPUs (Training Operator 1.9).",
     fix="write runPolicy: {cleanPodPolicy: Running}",
 )
 def _clean(stream: Stream) -> Iterator[Fault]:
@@ -202,14 +203,15 @@ def _unreachable(stream: Stream) -> Iterator[Fault]:
             continue
         if not subdomain:
             yield Fault(at=subdomain, what="the pods have no subdomain, and so no names")
-        elif subdomain.text() not in services:
+        elif services and subdomain.text() not in services:  # else it stands in another file
             yield Fault(at=subdomain, what=f"there is no Service {subdomain.text()!r} here")
 
 
 @rule(
     "job-peers-hang",
     finds="an Indexed Job with torchrun in several pods that goes on without one that has failed",
-    reason="Nothing starts the others again: they wait for the lost pod, until the deadline.",
+    reason="Nothing starts the others again: they wait for the lost pod, until the deadline "
+    "(Kubernetes 1.34).",
     fix="write backoffLimitPerIndex: N and maxFailedIndexes: 0; or use a JobSet",
 )
 def _hang(stream: Stream) -> Iterator[Fault]:
@@ -231,7 +233,7 @@ def _hang(stream: Stream) -> Iterator[Fault]:
     "jobset-backoff-limit",
     finds="Jobs of a JobSet with a backoffLimit other than 0, where the JobSet restarts",
     reason="The Job replaces the pod alone (six times by default), while the others hang; only its "
-    "failure has the JobSet start all again.",
+    "failure has the JobSet start all again (JobSet 0.12).",
     fix="write backoffLimit: 0 into the template of the replicated job",
 )
 def _gang(stream: Stream) -> Iterator[Fault]:

@@ -37,7 +37,7 @@ _LEVELS = ("baseline", "restricted")
     finds="pods that Pod Security refuses, at the level that the namespace is known to have; where "
     "that is not known, at `restricted`",
     reason="The object is taken and its pods are not made: only events tell it (FailedCreate), and "
-    "status stays empty.",
+    "status stays empty (Kubernetes 1.34).",
     fix="write it as `restricted` wants it, or check against the level of the namespace",
 )
 def _levels(stream: Stream) -> Iterator[Fault]:

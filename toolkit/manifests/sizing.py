@@ -69,7 +69,8 @@ def _requests(stream: Stream) -> Iterator[Fault]:
 @rule(
     "device-request",
     finds="GPUs or other devices whose request and limit differ, or that have no limit",
-    reason="Devices cannot be overcommitted: requests must equal limits, else the pod is refused.",
+    reason="Devices cannot be overcommitted: requests must equal limits, else the pod is refused "
+    "(Kubernetes, extended resources).",
     fix="write the same number under requests and limits",
 )
 def _devices(stream: Stream) -> Iterator[Fault]:

@@ -35,7 +35,7 @@ def _lost(stream: Stream) -> Iterator[Fault]:
     "grace-too-short",
     finds="a terminationGracePeriodSeconds that is not longer than torchrun's shutdown timeout",
     reason="torchrun gives its workers that time for a checkpoint after SIGTERM; at the end of the "
-    "grace period all are killed, at it or in the midst of it.",
+    "grace period all are killed, at it or in the midst of it (torch 2.13).",
     fix="raise terminationGracePeriodSeconds above --shutdown-timeout, by 15 s or more",
 )
 def _grace(stream: Stream) -> Iterator[Fault]:
@@ -59,7 +59,7 @@ def _grace(stream: Stream) -> Iterator[Fault]:
     finds="`restartPolicy: ExitCode`, or a podFailurePolicy on exit statuses, with a torchrun that "
     "is the first process",
     reason="torchrun exits 1 whatever has happened to its workers: ExitCode never starts anything "
-    "again, and rules on other statuses never match.",
+    "again, and rules on other statuses never match (torch 2.13).",
     fix="let a shell around it turn outcomes into statuses, or restart OnFailure",
 )
 def _unmapped(stream: Stream) -> Iterator[Fault]:

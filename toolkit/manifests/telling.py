@@ -57,7 +57,7 @@ def _secrets(stream: Stream) -> Iterator[Fault]:
     "reference-unknown",
     finds="`$(NAME)` with the name of no variable of the container",
     reason="Kubernetes leaves it as it stands: the program gets the characters $(NAME), and a "
-    "shell takes NAME for a command.",
+    "shell takes NAME for a command (k8s.io/kubernetes, expansion).",
     fix='set the variable in env, above its use; in a shell write "$NAME"; as plain text write '
     "$$(NAME)",
 )

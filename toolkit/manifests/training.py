@@ -43,7 +43,8 @@ def _overrides(stream: Stream) -> Iterator[Fault]:
 @rule(
     "patch-target",
     finds="a patch of a TrainJob for a job or container that the runtime does not have",
-    reason="It is taken, no pod is made, and status stays empty: only events tell it.",
+    reason="It is taken, no pod is made, and status stays empty: only events tell it (Trainer "
+    "2.3).",
     fix="name the runtime's own: job `node`, container `node`",
 )
 def _targets(stream: Stream) -> Iterator[Fault]:
@@ -71,7 +72,7 @@ def _targets(stream: Stream) -> Iterator[Fault]:
 @rule(
     "patch-refused",
     finds="a patch of a TrainJob that sets an image, or variables of the trainer's container",
-    reason="The webhook refuses it.",
+    reason="The webhook refuses it (Trainer 2.3).",
     fix="write spec.trainer.image and spec.trainer.env",
 )
 def _refused(stream: Stream) -> Iterator[Fault]:
@@ -87,7 +88,7 @@ def _refused(stream: Stream) -> Iterator[Fault]:
     "runtime-label",
     finds="a TrainingRuntime without the labels by which Trainer knows what it is",
     reason="Without trainer.kubeflow.org/framework the SDK does not list it; without "
-    f"{_STEP}: trainer no TrainJob's command and image reach its pods.",
+    f"{_STEP}: trainer no TrainJob's command and image reach its pods (Trainer 2.3).",
     fix="write both labels: framework on the runtime, the step on the template of the job `node`",
 )
 def _labels(stream: Stream) -> Iterator[Fault]:
@@ -113,7 +114,8 @@ def _suspend(manifest: Manifest) -> View:
 @rule(
     "queue-suspended",
     finds="`suspend` in an object that a queue of Kueue admits",
-    reason="Kueue sets it: to apply the file again is a conflict with Kueue, or stops the run.",
+    reason="Kueue sets it: to apply the file again is a conflict with Kueue, or stops the run "
+    "(Kueue 0.19).",
     fix="leave suspend out",
 )
 def _suspended(stream: Stream) -> Iterator[Fault]:
@@ -127,7 +129,7 @@ def _suspended(stream: Stream) -> Iterator[Fault]:
     "queue-label",
     finds="Kueue's label where Kueue does not look: in a pod template, as an annotation, or on a "
     "kind that does not queue",
-    reason="It is ignored, and the job runs past the queue.",
+    reason="It is ignored, and the job runs past the queue (Kueue 0.19).",
     fix="write it under metadata.labels of the job",
 )
 def _misplaced(stream: Stream) -> Iterator[Fault]:

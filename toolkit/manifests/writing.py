@@ -251,7 +251,8 @@ def _types(stream: Stream) -> Iterator[Fault]:
     "field-word",
     finds="a word that is none of those that the field knows (restartPolicy, effect, operator …)",
     reason="Kubernetes refuses it where it checks; the Training Operator's webhook takes any "
-    "restartPolicy, cleanPodPolicy or dnsPolicy, and the job makes no pods, or never ends.",
+    "restartPolicy, cleanPodPolicy or dnsPolicy, and the job makes no pods, or never ends "
+    "(Training Operator 1.9).",
     fix="write one that there is",
 )
 def _words(stream: Stream) -> Iterator[Fault]:

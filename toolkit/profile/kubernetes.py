@@ -13,14 +13,17 @@ from toolkit.fields import (
     SecretName,
     matching,
 )
-from toolkit.kubernetes_options import LabelKey, Patch, Toleration, Topology, Workload
-from toolkit.profile.site import SiteProfile, Word
+from toolkit.kubernetes_options import LabelKey, LabelValue, Patch, Toleration, Topology, Workload
+from toolkit.profile.site import SiteProfile
 from toolkit.spec import Mount
 from toolkit.validation import Text
 
 __all__ = ["KubernetesProfile"]
 
 Flag = Annotated[bool, Strict()]
+ResourceName = Annotated[
+    LabelKey, *matching(".+/.+", "write a device plugin's resource, like nvidia.com/gpu")
+]
 Capability = Annotated[Text, *matching("[A-Z_]+", "write it without CAP_, like IPC_LOCK")]
 
 
@@ -80,13 +83,13 @@ class KubernetesProfile(SiteProfile):
     """Whether a NetworkPolicy lets only the pods of a run reach each other, where the cluster's
     network enforces it."""
 
-    gpu_resource: Word = "nvidia.com/gpu"
+    gpu_resource: ResourceName = "nvidia.com/gpu"
     """The name of the GPU resource."""
 
-    resources: dict[LabelKey, PositiveInt] = Field(default={})
+    resources: dict[ResourceName, PositiveInt] = Field(default={})
     """What else each pod asks of a device plugin, like `rdma/hca: 1`."""
 
-    node_selector: dict[Text, Text] = Field(default={})
+    node_selector: dict[LabelKey, LabelValue] = Field(default={})
     """Labels that a node must have."""
 
     tolerations: tuple[Toleration, ...] = ()
@@ -151,6 +154,11 @@ class KubernetesProfile(SiteProfile):
                 breaks(key, "restricted", "baseline")
         if given.get("master") and (given.get("workload") or "PyTorchJob") != "PyTorchJob":
             found.append(f"master is for a PyTorchJob; workload is {given['workload']!r}")
+        gpu = given.get("gpu_resource") or "nvidia.com/gpu"
+        if gpu in (given.get("resources") or ()):
+            found.append(
+                f"resources: {gpu!r} is what gpus_per_node of a job asks for; leave it out"
+            )
         if given.get("queue_priority") and not given.get("queue"):
             found.append("queue_priority without a queue: it is a priority among Kueue's workloads")
         return found

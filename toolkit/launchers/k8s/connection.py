@@ -124,7 +124,13 @@ class Connection:
                 with self.open(
                     method, path, query=query, body=body, content_type=content_type
                 ) as answer:
-                    return json.loads(answer.data)
+                    text = answer.data
+                return json.loads(text)
+            except ValueError as error:
+                host = self._client().configuration.host
+                raise LauncherError(
+                    f"what answers at {host} is no Kubernetes API server: {text[:60]!r}"
+                ) from error
             except Away as error:
                 if not reads or attempt == _READ_ATTEMPTS or error.retry_after_s is None:
                     raise
@@ -185,7 +191,7 @@ class Connection:
             headers |= self._authorization(client.configuration)
             if body is not None:
                 headers["Content-Type"] = content_type
-            url = client.configuration.host + path
+            url = client.configuration.host.rstrip("/") + path
             if query:
                 url += f"?{urlencode(query)}"
             try:

@@ -114,6 +114,8 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         whole = run.sweep if isinstance(run, KubernetesPoint) else run
         job = kept.job_of(whole.name, self._environ)
         plan = make_plan(job, self._profile, run_name=whole.object_name)
+        if plan.payload_dir:
+            raise LauncherError(f"{run.uri}: its code is gone with its pods; call it again")
         names = {part.object_name for part in again}
         groups = [group for group in groups_of(render(plan), run.kind) if group.name in names]
         for group in groups:

@@ -25,6 +25,9 @@ __all__ = ["Group", "documents_of", "groups_of", "remove", "submit", "with_files
 
 T = TypeVar("T")
 
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The same in C, where PyYAML was built with it: a sweep has thousands of objects."""
+
 JOB_ANNOTATION = "torch-deploy-toolkit/job"
 
 _ATTEMPTS = 6
@@ -58,7 +61,7 @@ class Group:
 
 def documents_of(text: str) -> list[dict[str, Any]]:
     """Return the objects of a rendered manifest."""
-    return [document for document in yaml.safe_load_all(text) if document]
+    return [document for document in yaml.load_all(text, Loader=_Loader) if document]
 
 
 def groups_of(text: str, kind: Kind) -> list[Group]:
@@ -152,7 +155,7 @@ def _apply_workload(cluster: Cluster, kind: Kind, body: Object) -> Object:
         pause_s *= 2
     name = body["spec"]["runtimeRef"]["name"]
     raise LauncherError(
-        f"{failed}; `kubectl apply -k k8s/base -n {cluster.namespace}` brings the TrainingRuntime "
+        f"{failed}; `kubectl apply -n {cluster.namespace} -k k8s/base/trainer` brings the runtime "
         f"{name!r}, or name another one: training_runtime in the profile"
     ) from failed
 
