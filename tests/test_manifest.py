@@ -14,8 +14,8 @@ from kubeflow_trainer_api import models
 from kubernetes import client
 
 import toolkit
-from tests.conftest import ROOT
 from tests.cluster.containers import expand
+from tests.conftest import ROOT
 from tests.rendered import JOB, KINDS, container_of, manifest, read, template_of, workload
 
 SCHEMAS = ROOT / "tests/cluster/schemas"
@@ -144,7 +144,7 @@ def schema_of(plural: str) -> Draft202012Validator:
 
 
 CUSTOM = {kind: schema_of(f"{kind.lower()}s") for kind in ("PyTorchJob", "TrainJob", "JobSet")}
-MODELS = {
+MODELS: dict[str, Any] = {
     "Job": client.V1Job,
     "NetworkPolicy": client.V1NetworkPolicy,
     "Service": client.V1Service,
@@ -440,7 +440,7 @@ def unquoted(text: str) -> object:
     if text.startswith('"'):
         return json.loads(text)
     assert re.fullmatch(r"-{0,2}[A-Za-z/][-A-Za-z0-9_./=]*", text)
-    assert text.lower() not in "y n yes no on off true false null".split()
+    assert text.lower() not in ["y", "n", "yes", "no", "on", "off", "true", "false", "null"]
     return text
 
 

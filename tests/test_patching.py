@@ -35,7 +35,7 @@ def template_patch(kind: str, template: dict[str, Any]) -> dict[str, Any]:
 def test_a_merge_reaches_the_pods_of_each_kind(kind: str) -> None:
     plain = workload(manifest({}, {"runs_claim": "runs"}, kind))
     container = next(iter(template_of(copy.deepcopy(plain))["spec"]["containers"]))["name"]
-    template = {
+    template: dict[str, Any] = {
         "metadata": {"annotations": {"a/b": "it's $(x) 'é'\n\u2028#"}},
         "spec": {
             "tolerations": [{"operator": "Exists"}],
@@ -62,7 +62,10 @@ def test_lists_merge_by_their_keys_and_others_are_replaced() -> None:
                 "name": "node",
                 "image": "other",
                 "args": ["sleep", "$(HOME)"],
-                "env": [{"name": "HOME", "value": "/h"}, {"name": "PYTHONUNBUFFERED", "$patch": "delete"}],
+                "env": [
+                    {"name": "HOME", "value": "/h"},
+                    {"name": "PYTHONUNBUFFERED", "$patch": "delete"},
+                ],
                 "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
             },
             {"name": "side", "image": "s"},
@@ -152,7 +155,11 @@ def test_a_patch_changes_every_point_of_a_sweep() -> None:
         ),
         ({"merge": {"spec": ["x"]}}, 'merge: spec is a mapping, which ["x"] cannot join'),
         (
-            {"merge": template_patch("Job", {"spec": {"volumes": [{"name": "x", "$patch": "delete"}]}})},
+            {
+                "merge": template_patch(
+                    "Job", {"spec": {"volumes": [{"name": "x", "$patch": "delete"}]}}
+                )
+            },
             "merge: spec.template.spec.volumes[x] is not there to be deleted; there are tmp, shm, "
             "runs",
         ),

@@ -152,8 +152,8 @@ job.yaml:33: secrets.LR.secret: 'My_Secret' cannot be used; write a Kubernetes o
 job.yaml:33: secrets.LR.key: '' cannot be used; use letters, digits, '-', '_' and '.'
 job.yaml:34: secrets.HF: secret and key say where it is, or file does; found secret
 job.yaml:36: mounts[0]: must be a mapping of keys to values, not '/data'
-job.yaml:37: mounts[1].source: 'data' must be an absolute path; on Kubernetes also claim:NAME, configmap:NAME, \
-secret:NAME, nfs:SERVER:/PATH, empty: or empty:10GiB
+job.yaml:37: mounts[1].source: 'data' must be an absolute path; on Kubernetes also claim:NAME, \
+configmap:NAME, secret:NAME, nfs:SERVER:/PATH, empty: or empty:10GiB
 job.yaml:37: mounts[1].target: 'here' must be an absolute path; it is the same on every node
 job.yaml:37: mounts[1].read_only: must be true or false, not 'true'
 job.yaml:38: the key 'mounts[2].source' is missing
@@ -546,8 +546,10 @@ def test_a_mount_has_an_absolute_source_or_a_volume_of_kubernetes(source: str) -
 
 @pytest.mark.parametrize(
     "source",
-    ["/a", "claim:a", "configmap:a.b", "secret:a-b", "nfs:10.0.0.1:/x y/$(z)", "nfs:[fd00::1]:/x"]
-    + ["nfs:files.example.com:/", "empty:", "empty:10GiB"],
+    [
+        *("/a", "claim:a", "configmap:a.b", "secret:a-b", "nfs:10.0.0.1:/x y/$(z)"),
+        *("nfs:[fd00::1]:/x", "nfs:files.example.com:/", "empty:", "empty:10GiB"),
+    ],
 )
 def test_a_mount_keeps_its_source_as_it_was_written(source: str) -> None:
     (mount,) = read(f"name: a\nmodule: m\nmounts: [{{source: '{source}', target: /d}}]\n").mounts

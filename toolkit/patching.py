@@ -1,6 +1,6 @@
-"""Patches of people to what is rendered: JSON Patch, and strategic merge as Kubernetes does it. Pure.
+"""Patches of people to what is rendered: JSON Patch, and strategic merge as Kubernetes has it.
 
-The server itself knows strategic merge only for its own kinds; here it works for all of them.
+Pure. The server itself knows strategic merge only for its own kinds; here it works for all of them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -145,7 +145,8 @@ def _merged_mapping(there: dict[str, Any], patch: dict[str, Any], path: str) -> 
     directive, kept = patch.pop("$patch", None), patch.pop("$retainKeys", None)
     _known(directive, ("replace", "merge", None), path)
     if directive == "replace":
-        return _added(patch, path)
+        replaced: dict[str, Any] = _added(patch, path)
+        return replaced
     found = dict(there)
     for key, value in patch.items():
         below = f"{path}.{key}".lstrip(".")
@@ -164,7 +165,8 @@ def _merged_list(there: list[Any], patch: list[Any], path: str) -> list[Any]:
     merge_key = _merge_key(path, [*there, *patch])
     rest = [entry for entry in patch if entry != {"$patch": "replace"}]
     if merge_key is None or len(rest) < len(patch):
-        return _added(rest, path)
+        replaced: list[Any] = _added(rest, path)
+        return replaced
     found = list(there)
     for entry in rest:
         if not isinstance(entry, dict) or merge_key not in entry:

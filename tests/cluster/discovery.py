@@ -20,6 +20,11 @@ def discover(path: str, missing: Set[str]) -> Object | None:
         return {"major": "1", "minor": "34", "gitVersion": "v1.34.0-fake", "platform": "test"}
     if path in ("/healthz", "/readyz", "/livez"):
         return {"status": "ok"}
+    if path == "/openapi/v3":
+        names = ["api/v1", *(f"apis/{g}/{v}" for g, found in groups.items() for v in found)]
+        return {"paths": {one: {"serverRelativeURL": f"/openapi/v3/{one}"} for one in names}}
+    if path.startswith("/openapi/v3/"):
+        return _openapi(path.removeprefix("/openapi/v3/"))
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
@@ -43,6 +48,27 @@ def discover(path: str, missing: Set[str]) -> Object | None:
 def _group(name: str, versions: tuple[str, ...]) -> Object:
     named = [{"groupVersion": f"{name}/{v}", "version": v} for v in versions]
     return {"name": name, "versions": named, "preferredVersion": named[0]}
+
+
+def _openapi(prefix: str) -> Object:
+    """Return what kubectl looks for before it applies: that `fieldValidation` is understood."""
+    group, _, version = prefix.removeprefix("api/").removeprefix("apis/").rpartition("/")
+    paths: Object = {}
+    for one in RESOURCES:
+        if one.group == group and version in one.versions:
+            space = "namespaces/{namespace}/" if one.namespaced else ""
+            said = {
+                "parameters": [{"name": "fieldValidation", "in": "query"}],
+                "responses": {"200": {"description": "OK"}},
+                "x-kubernetes-group-version-kind": {
+                    "group": group,
+                    "version": version,
+                    "kind": one.kind,
+                },
+            }
+            paths[f"/{prefix}/{space}{one.plural}/{{name}}"] = {"patch": said}
+    info = {"title": "a cluster for tests", "version": "1"}
+    return {"openapi": "3.0.0", "info": info, "paths": paths}
 
 
 def _resources(version: str, there: list[Resource]) -> Object:

@@ -209,6 +209,9 @@ def _environment(job: Object, role: str, index: int) -> dict[str, str]:
             "PET_RDZV_BACKEND": policy.get("rdzvBackend", "c10d"),
             "PET_RDZV_ENDPOINT": f"{host}:{port}",
             "PET_RDZV_ID": policy.get("rdzvId", name),
+            "PET_RDZV_CONF": ",".join(
+                f"{c['key']}={c['value']}" for c in policy.get("rdzvConf", ())
+            ),
             "PET_NNODES": f"{policy.get('minReplicas', total)}:{policy.get('maxReplicas', total)}",
             "PET_MAX_RESTARTS": str(policy.get("maxRestarts", 0)),
         }

@@ -154,6 +154,9 @@ class _Handler(BaseHTTPRequestHandler):
             token=(self.headers.get("Authorization") or "").removeprefix("Bearer ").strip(),
         )
         headers: dict[str, str] = {}
+        if "protobuf" in kind:
+            words = "the body of the request was in an unknown format: only JSON and YAML are read"
+            fault = Fault(status=415, reason="UnsupportedMediaType", message=words)
         passes = fault is None or fault.status == 200 or fault.cut is not None
         if passes or (fault is not None and fault.arrives):
             try:
