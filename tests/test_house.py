@@ -170,7 +170,15 @@ def test_an_installed_wheel_renders_what_the_checkout_renders(built: Path, tmp_p
         "toolkit.cli.main()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "render", str(ROOT / "jobs/digits.yaml"), "--to", "k8s"],
+        [
+            sys.executable,
+            "-c",
+            code,
+            "render",
+            ROOT / "jobs/digits.yaml",
+            "--to",
+            ROOT / "k8s/profiles/k8s.yaml",
+        ],
         cwd=tmp_path,
         env={"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)},
         capture_output=True,

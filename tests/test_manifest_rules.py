@@ -69,7 +69,9 @@ def test_every_rule_is_planted() -> None:
 def test_our_own_manifests_are_fine(path: Path) -> None:
     text = path.read_text()
     if is_manifest(text):
-        assert check_manifests(text, path.name) == []
+        found = {finding.rule for finding in check_manifests(text, path.name)}
+        # Its profile chooses to keep a capability for RDMA, and says so.
+        assert found == ({"pod-security"} if path.stem == "llm-on-gpus" else set())
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """What a job or a profile may say of the Kubernetes objects that are made of it."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from toolkit.documents import Ambiguous
 from toolkit.fields import NaturalInt, SecretName, matching
 from toolkit.validation import FrozenModel, Text
 
@@ -41,17 +42,40 @@ LabelValue = Annotated[
 """A label's value."""
 
 
+T = TypeVar("T")
+
+
+def _in_one_meaning(value: T) -> T:
+    """Return what a patch holds.
+
+    Raises:
+        ValueError: a word in it is a string to one version of YAML and something else to another.
+    """
+    todo: list[object] = [value]
+    while todo:
+        match todo.pop():
+            case Ambiguous() as word:
+                raise ValueError(word.reason)
+            case Mapping() as inner:
+                todo += inner.values()
+            case list() | tuple() as inner:
+                todo += inner
+    return value
+
+
 class Patch(FrozenModel):
     """A change to a rendered object, for what the toolkit has no key for."""
 
     kind: Text | None = None
     """The kind of the object to change, like `Service`; the workload where it is left out."""
 
-    merge: dict[Text, Any] | None = None
+    merge: Annotated[dict[Text, Any], AfterValidator(_in_one_meaning)] | None = None
     """What to lay over it, as a strategic merge patch: lists like `containers` and `volumes` merge
     by the key that Kubernetes merges them by, null removes a key."""
 
-    json_patch: tuple[dict[Text, Any], ...] | None = Field(default=None, alias="json")
+    json_patch: Annotated[tuple[dict[Text, Any], ...], AfterValidator(_in_one_meaning)] | None = (
+        Field(default=None, alias="json")
+    )
     """Operations to apply to it, one after the other (RFC 6902, JSON Patch)."""
 
     @classmethod
@@ -90,7 +114,8 @@ class Toleration(FrozenModel):
             found.append("operator Exists takes no value; leave it out, or write operator: Equal")
         if not given.get("key") and given.get("operator") != "Exists":
             found.append("a toleration without a key needs operator: Exists")
-        if given.get("tolerationSeconds") is not None and given.get("effect") != "NoExecute":
+        waits = [given.get(key) for key in ("tolerationSeconds", "toleration_seconds")]
+        if waits != [None, None] and given.get("effect") != "NoExecute":
             found.append("tolerationSeconds needs effect: NoExecute")
         return found
 
