@@ -98,9 +98,10 @@ def test_a_status_from_the_future_is_never_success(run_dir: Path) -> None:
     assert (found.state, found.lost) == (RunState.UNKNOWN, True)
 
 
-def test_the_outcome_of_an_earlier_attempt_is_not_this_ones(run_dir: Path) -> None:
+@pytest.mark.parametrize("status", ["preempted", "done"])
+def test_the_outcome_of_an_earlier_attempt_is_not_this_ones(run_dir: Path, status: str) -> None:
     attempt(run_dir, 0, exit_status=1)
-    said(run_dir, "preempted", number=0)
+    said(run_dir, status, number=0)
     for number in range(1, 11):  # ten comes after nine
         attempt(run_dir, number, exit_status=4 if number == 10 else 1)
     found = rundir.ended_status(run_dir)

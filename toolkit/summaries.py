@@ -16,19 +16,20 @@ __all__ = ["lines", "listed", "whole"]
 
 
 def listed(
-    runs: Iterable[Run], *, states: Iterable[RunState] = (), metrics: bool = True
+    runs: Iterable[Run], *, states: Iterable[RunState] = (), brief: bool = False
 ) -> list[dict[str, Any]]:
     """Return what `toolkit list` says of runs; `toolkit status` says more of a sweep.
 
     Args:
         runs: The runs; one question is asked for all of them.
         states: The states of which runs are wanted; all where it is empty.
-        metrics: Whether the newest metrics are wanted, which have to be read for each.
+        brief: Whether only where each stands is wanted, not what has to be read or worked out
+            beside it: newest metrics, dates and places.
     """
     asked, wanted, environ = list(runs), set(states), dict(os.environ)
     pairs = zip(asked, statuses(asked), strict=True)
     return [
-        _summary(run, found, metrics=metrics, environ=environ)
+        _standing(run, found, environ) if brief else _summary(run, found, environ=environ)
         for run, found in pairs
         if not wanted or found.state in wanted
     ]
@@ -57,25 +58,34 @@ def whole(run: Run) -> dict[str, Any]:
     return _summary(run, run.sum_of(found_of)) | {"points": points}
 
 
-def _summary(
-    run: Run,
-    found: RunStatus,
-    *,
-    metrics: bool = True,
-    environ: Mapping[str, str] = os.environ,
-) -> dict[str, Any]:
-    created = datetime.fromtimestamp(run.record.created).astimezone()
-    reason, folder = found.reason, run.run_dir
+def _standing(run: Run, found: RunStatus, environ: Mapping[str, str]) -> dict[str, Any]:
+    reason = found.reason
     return {
         "uri": run.uri,
         "name": run.name,
         "state": found.state.upper(),
-        "reason": secrecy.redact(reason, rundir.secrets_of(folder, environ)) if reason else "",
-        "expected_start": found.expected_start or None,
-        "created": created.isoformat(timespec="seconds"),
-        "run_dir": str(folder) if folder else None,
-        "metrics": rundir.last_metrics(folder) if folder and metrics else None,
-    } | ({"remote": run.record.remote} if run.record.remote else {})
+        "reason": secrecy.redact(reason, rundir.secrets_of(run.run_dir, environ)) if reason else "",
+    }
+
+
+def _summary(
+    run: Run,
+    found: RunStatus,
+    *,
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, Any]:
+    created = datetime.fromtimestamp(run.record.created).astimezone()
+    folder = run.run_dir
+    return (
+        _standing(run, found, environ)
+        | {
+            "expected_start": found.expected_start or None,
+            "created": created.isoformat(timespec="seconds"),
+            "run_dir": str(folder) if folder else None,
+            "metrics": rundir.last_metrics(folder) if folder else None,
+        }
+        | ({"remote": run.record.remote} if run.record.remote else {})
+    )
 
 
 def lines(summary: Mapping[str, Any]) -> Iterator[str]:

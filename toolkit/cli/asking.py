@@ -42,7 +42,7 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
     # Which runs are in a state is known only when all of them have been asked.
     runs = toolkit.list_runs(job=job, last=None if states else last)
     wanted = [toolkit.RunState(state.lower()) for state in states]
-    rows = summaries.listed(runs, states=wanted, metrics=as_json)[-last:]
+    rows = summaries.listed(runs, states=wanted, brief=not as_json)[-last:]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     elif not rows and (job or states):
