@@ -36,7 +36,7 @@ submit-slurm: install  ## Submit JOB to PROFILE and follow it; to the sandbox wh
 	@eval "$$($(SANDBOX) env 2>/dev/null)"; $(BIN)/toolkit submit $(JOB) --to $(PROFILE) --follow $(ARGS)
 
 demo-k8s: install  ## Train JOB as a WORKLOAD of Kubernetes, on a cluster of processes of this machine
-	@tests/cluster/demo.sh $(JOB) $(WORKLOAD) $(ARGS)
+	@tests/cluster/with.sh tests/cluster/demo.sh $(JOB) $(WORKLOAD) $(ARGS)
 
 sandbox-up: install  ## Start a real Slurm cluster of NODES nodes on this machine
 	@$(SANDBOX) up --nodes $(NODES)
@@ -84,7 +84,8 @@ bench-executor: install  ## Measure calling a function on all ranks beside submi
 	@$(BIN)/python -m benchmarks.executor $(ARGS)
 
 notebooks: install  ## Run the notebooks again and keep what they show; on the sandbox where it is up
-	@eval "$$($(SANDBOX) env 2>/dev/null)"; $(BIN)/jupyter execute --inplace notebooks/*.ipynb
+	@eval "$$($(SANDBOX) env 2>/dev/null)"; $(BIN)/jupyter execute --inplace notebooks/quickstart.ipynb notebooks/sweep.ipynb
+	@tests/cluster/with.sh $(BIN)/jupyter execute --inplace notebooks/kubernetes.ipynb
 
 bench-language: install  ## Measure tokens/s and MFU beside a bare loop; on a GPU if there is one
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.language_model $(ARGS)
