@@ -12,7 +12,6 @@ Run as `make bench-kubernetes`. Two measurements:
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 
 import toolkit
-from benchmarks.render import HERE, PEER, cpu_seconds, install_peer
+from benchmarks.render import HERE, PEER, in_turn, install_peer
 from toolkit.launchers import registry
 
 RUNS, EVENTS = 1_000, 100_000
@@ -46,16 +45,7 @@ COMMANDS = {
 def rendering(rounds: int) -> float:
     """Measure both commands in turn; return the ratio of the medians."""
     install_peer("kubernetes")
-    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for count in range(rounds + 1):
-        for name, argv in COMMANDS.items():
-            spent = cpu_seconds(argv)
-            if count:  # the first round warms the caches
-                times[name].append(spent)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, median in medians.items():
-        low, high = min(times[name]), max(times[name])
-        print(f"{name:<16} {median:.3f} s CPU (median of {rounds}; {low:.3f} to {high:.3f})")
+    medians = in_turn(COMMANDS, rounds)
     return medians["toolkit render"] / medians["torchx --dryrun"]
 
 

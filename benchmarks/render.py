@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import toolkit
@@ -52,6 +52,21 @@ def install_peer(*more: str) -> None:
             subprocess.run([PEER / "pip", "install", "-qq", name], check=True)
 
 
+def in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> dict[str, float]:
+    """Run commands in turn; print and return the median CPU seconds of each."""
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    for count in range(rounds + 1):
+        for name, argv in commands.items():
+            spent = cpu_seconds(argv)
+            if count:  # the first round warms the caches
+                times[name].append(spent)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    for name, median in medians.items():
+        low, high = min(times[name]), max(times[name])
+        print(f"{name:<16} {median:.3f} s CPU (median of {rounds}; {low:.3f} to {high:.3f})")
+    return medians
+
+
 def many_renders(count: int, nnodes: int) -> float:
     """Return the CPU seconds of `count` loads, plans and renders in this process."""
     started = time.process_time()
@@ -67,16 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11, help="counted rounds (default 11)")
     rounds = parser.parse_args().rounds
     install_peer()
-    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for count in range(rounds + 1):
-        for name, argv in COMMANDS.items():
-            spent = cpu_seconds(argv)
-            if count:  # the first round warms the caches
-                times[name].append(spent)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, median in medians.items():
-        low, high = min(times[name]), max(times[name])
-        print(f"{name:<16} {median:.3f} s CPU (median of {rounds}; {low:.3f} to {high:.3f})")
+    medians = in_turn(COMMANDS, rounds)
     ratio = medians["toolkit render"] / medians["torchx --dryrun"]
     print(f"toolkit render / torchx --dryrun: {ratio:.2f}")
     print(f"import toolkit, beyond python: {medians['import toolkit'] - medians['python']:.3f} s")

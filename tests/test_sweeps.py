@@ -128,14 +128,10 @@ def test_what_one_point_cannot_do_is_refused_by_its_number() -> None:
     assert "hunter2" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "profile",
-    [toolkit.LocalProfile(name="here"), toolkit.KubernetesProfile(name="here")],
-)
-def test_other_places_refuse_a_sweep_and_say_what_to_do(profile: toolkit.Profile) -> None:
+def test_this_machine_refuses_a_sweep_and_says_what_to_do() -> None:
     spec = job(image="i", sweep={"grid": {"--a": [1, 2]}})
     with pytest.raises(toolkit.PlanError, match="--set sweep=null"):
-        toolkit.plan(spec, profile)
+        toolkit.plan(spec, toolkit.LocalProfile(name="here"))
 
 
 # ---- The script

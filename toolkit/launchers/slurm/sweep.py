@@ -1,7 +1,6 @@
 """A sweep on Slurm: a job array, of which each task is a point with a run directory of its own."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,21 +16,11 @@ from toolkit.launchers.slurm.login import Login
 from toolkit.launchers.slurm.many import STATUS_AGE_S, statuses_of_parts
 from toolkit.launchers.slurm.queue import Command, Row, judge
 from toolkit.launchers.slurm.run import CONDITIONS, SlurmRun
+from toolkit.launchers.sums import sum_of
 from toolkit.launchers.sweep_logs import follow_points
 from toolkit.launchers.sweep_logs import read_points as read_lines_of
 
 __all__ = ["SlurmPoint", "SlurmSweep"]
-
-_SUMS = (
-    RunState.RUNNING,
-    RunState.PENDING,
-    RunState.UNKNOWN,
-    RunState.FAILED,
-    RunState.PREEMPTED,
-    RunState.CANCELLED,
-    RunState.SUCCEEDED,
-)
-"""The state of a sweep is the first of these that a point has."""
 
 
 class SlurmSweep(SlurmRun):
@@ -67,14 +56,7 @@ class SlurmSweep(SlurmRun):
 
     def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
         """Return the status of the whole from those of its points."""
-        counts = Counter(status.state for status in found)
-        state = next(state for state in _SUMS if counts[state])
-        shown = ", ".join(f"{counts[s]} {s.upper()}" for s in RunState if counts[s])
-        unknown = [status for status in found if status.state is RunState.UNKNOWN]
-        if state is RunState.UNKNOWN:
-            shown += f": {unknown[0].reason}"
-        lost = state is RunState.UNKNOWN and all(status.lost for status in unknown)
-        return RunStatus(state=state, reason=shown, lost=lost)
+        return sum_of(found)
 
     def statuses(self) -> list[RunStatus]:
         """Ask where each point stands: one question to Slurm, and what the others left behind."""
