@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 import toolkit
 from tests.conftest import ROOT, TOOLKIT
@@ -136,3 +137,21 @@ def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
             f"{tmp_path}/templates/slurm/train.sbatch.j2:2: 'jobb' is undefined; "
             "templates know plan, job, profile, version\n"
         )
+
+
+@pytest.mark.parametrize("workload", ["PyTorchJob", "TrainJob", "JobSet", "Job"])
+def test_a_part_of_a_manifest_is_changed_for_every_workload(tmp_path: Path, workload: str) -> None:
+    """Manifests are made of parts; a folder that holds one of them is enough."""
+    (part,) = re.findall(r"```jinja\n(\{% include \"toolkit/kubernetes.*?)```", PAGE, re.DOTALL)
+    path = tmp_path / "templates/kubernetes/environment.yaml.j2"
+    path.parent.mkdir(parents=True)
+    path.write_text(part)
+    plain = toolkit.KubernetesProfile(name="k", workload=workload)
+    yours = plain.model_copy(update={"templates_dir": str(tmp_path / "templates")})
+    lines = difflib.unified_diff(
+        rendered(plain).splitlines(), rendered(yours).splitlines(), n=0, lineterm=""
+    )
+    (added,) = [one for one in lines if not one.startswith(("---", "+++", "@@"))]
+    entry = "- {name: NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}"
+    assert (added[0], added[1:].strip()) == ("+", entry)
+    assert list(yaml.safe_load_all(rendered(yours)))[-1]["kind"] == workload
