@@ -161,7 +161,7 @@ def _trainjob_problems(store: Store, body: Object) -> list[str]:
             f'"{reference["name"]}" not found: {kind} must be created before the TrainJob'
         )
     for variable in spec.get("trainer", {}).get("env") or ():
-        if variable["name"].startswith("PET_") and variable["name"] in _RESERVED:
+        if variable["name"].startswith("PET_"):  # "reserved env PET_*" is what was seen refused
             found.append(
                 f"spec.trainer.env: Invalid value: must not have reserved envs, invalid envs "
                 f"configured: {variable['name']}"
@@ -171,12 +171,6 @@ def _trainjob_problems(store: Store, body: Object) -> list[str]:
             words = "must not have envs for the dataset-initializer, model-initializer, node"
             found.append(f"{path}.env: Invalid value: {words} containers")
     return found
-
-
-_RESERVED = frozenset(
-    ["PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"]
-)
-"""What Trainer sets itself; other variables of torchrun are taken (Trainer 2.3, torch plugin)."""
 
 
 def _patched_containers(spec: Object) -> Iterable[tuple[str, Object]]:

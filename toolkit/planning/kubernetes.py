@@ -151,8 +151,12 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
     first = f"{name}-0.{name}" if plan.workload == "Job" else f"{name}-node-0-0.{name}"
     spare = SPARE_RESTARTS if job.retries.requeue and plan.profile.runs_claim else 0
     in_jobset = plan.workload != "Job"
+    # Trainer refuses variables of torchrun in a TrainJob, whose names are its to use.
+    kept_back = [n for n in plan.env if plan.workload == "TrainJob" and n.startswith("PET_")]
     return replace(
         plan,
+        env={name: value for name, value in plan.env.items() if name not in kept_back},
+        exports={name: plan.env[name] for name in kept_back},
         torchrun=(
             *torchrun_options(job),
             f"--rdzv-endpoint={first}:{PORT}",

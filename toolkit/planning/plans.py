@@ -184,6 +184,9 @@ class KubernetesPlan(LaunchPlan):
     pod_restart_policy: str | None = None
     """What the kubelet does; None where the operator decides."""
 
+    exports: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the entrypoint sets, since the operator takes them for its own."""
+
     from_labels: Mapping[str, str] = field(default_factory=dict)
     """Variables that hold a label of their pod, and which."""
 
