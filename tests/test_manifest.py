@@ -382,7 +382,7 @@ def test_the_expansion_of_these_tests_is_that_of_kubernetes(
     assert expand(text, values) == arrives
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     args=st.lists(TEXTS, max_size=5),
@@ -449,7 +449,7 @@ def unquoted(text: str) -> object:
     return text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     nnodes=st.integers(1, 64),
