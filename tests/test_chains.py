@@ -192,7 +192,7 @@ def test_a_chain_goes_on_over_a_real_time_limit_and_ends_done(
     status = run.wait(300)
     assert status.state is toolkit.RunState.SUCCEEDED, failure(run)
     stopped, resumed = events(run, "stopped"), events(run, "resume")
-    assert 1 <= len(stopped) <= 2  # a busy machine needs another start
+    assert 1 <= len(stopped) <= 3  # a busy machine needs more starts
     assert [(e["attempt"], e["step"]) for e in resumed] == [
         (attempt, e["step"]) for attempt, e in enumerate(stopped, 1)
     ]

@@ -200,6 +200,12 @@ def _id(script: BatchScript) -> Iterator[Fault]:
                     )
 
 
+def _by_another_script(run: Torchrun) -> bool:
+    """Whether a script that is not read starts it, as ours does: that may number its node."""
+    shell, *words = run.call.arguments
+    return shell.text in ("bash", "sh") and bool(words) and not words[0].text.startswith("-")
+
+
 @rule(
     "node-rank",
     finds="a static rendezvous whose nodes have no rank of their own",
@@ -214,7 +220,7 @@ def _node_rank(script: BatchScript) -> Iterator[Fault]:
         if not script.several(run) or run.step is None or "standalone" in run.options:
             continue
         given = _given(script, run, "node-rank")
-        if backend != "static":
+        if backend != "static" or _by_another_script(run):
             continue
         if given is None or given.value is None:
             if _endpoint(script, run) is not None:
