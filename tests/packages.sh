@@ -65,5 +65,7 @@ unpack("trixie", Path(sys.argv[1]).resolve(), ["kubectl"])' "$kubectl" 2>/dev/nu
     echo "left out: the tests on k8s/base, which need kubectl" >&2
 fi
 # A second version of Slurm, unpacked below the project.
-"$sandbox" fetch trixie "$(dirname "$0")/../.cache/slurm-trixie" >/dev/null ||
-  echo "left out: the tests on Slurm 24.11, whose packages could not be had" >&2
+for suite in trixie forky; do
+  "$sandbox" fetch $suite "$(dirname "$0")/../.cache/slurm-$suite" >/dev/null ||
+    echo "left out: the tests on the Slurm of Debian's $suite, whose packages could not be had" >&2
+done

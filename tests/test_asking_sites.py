@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -19,7 +20,9 @@ from toolkit.launchers.slurm.run import SlurmRun
 
 pytestmark = pytest.mark.slurm
 
-OTHER_SLURM = ROOT / ".cache/slurm-trixie"
+OTHERS = {"trixie": "24.11", "forky": "2[6-9]"}
+"""Newer Slurms by the suites of Debian that have them; forky's was 26.05 when this was written."""
+
 Answer = subprocess.CompletedProcess[str]
 
 
@@ -200,21 +203,24 @@ def test_the_accounting_tells_what_nobody_else_knows(
     assert "the accounting does not answer" in fresh.reason
 
 
-@pytest.fixture(scope="module")
-def newer() -> Iterator[Cluster]:
-    """A cluster of Slurm 24.11."""
-    if not OTHER_SLURM.is_dir():
-        reason = f"no second Slurm: {SANDBOX} fetch trixie {OTHER_SLURM}"
+@pytest.fixture(scope="module", params=OTHERS)
+def newer(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A cluster of a newer Slurm than this machine's."""
+    folder = ROOT / f".cache/slurm-{request.param}"
+    if not folder.is_dir():
+        reason = f"no other Slurm: {SANDBOX} fetch {request.param} {folder}"
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
-    yield from own_cluster("--nodes", "2", "--slurm", str(OTHER_SLURM))
+    for cluster in own_cluster("--nodes", "2", "--slurm", str(folder)):
+        version = cluster.slurm("squeue", "--version")
+        assert re.match(f"slurm-wlm {OTHERS[request.param]}", version), version
+        yield cluster
 
 
-def test_slurm_24_11_is_asked_and_answers_alike(
+def test_a_newer_slurm_is_asked_and_answers_alike(
     newer: Cluster, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert newer.slurm("squeue", "--version").startswith("slurm-wlm 24.11")
     monkeypatch.setitem(newer.environ, "XDG_STATE_HOME", os.environ["XDG_STATE_HOME"])
     site = Site(newer, tmp_path)
     shell = Shell(site)

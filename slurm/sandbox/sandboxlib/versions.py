@@ -19,9 +19,9 @@ PACKAGES = (
     *("slurmctld", "slurmd", "slurmdbd", "slurm-client"),
     *("slurm-wlm-basic-plugins", "slurm-wlm-mysql-plugin"),
     *("libc6", "libdbus-1-3", "libhwloc15", "libjson-c5", "libjwt2", "liblua5.1-0", "liblz4-1"),
-    *("libnuma1", "libreadline8t64", "libtinfo6", "libyaml-0-2"),
+    *("libhttp-parser2.9", "libnuma1", "libreadline8t64", "libtinfo6", "libyaml-0-2"),
 )
-"""Slurm of Debian 13, and those of its libraries that Debian 12 has in an older version, or not."""
+"""Slurm of Debian 13 and newer, and those of its libraries that Debian 12 has in an older version, or not."""
 
 APT = Path("/etc/apt")
 
