@@ -94,7 +94,10 @@ def _without_slurm() -> str | None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A real Slurm cluster of four nodes with fake GPUs."""
+    """A real Slurm cluster of four nodes with fake GPUs.
+
+    TOOLKIT_TEST_SLURM names the folder of another Slurm than the installed one (`sandbox fetch`).
+    """
     if reason := _without_slurm():
         if os.environ.get("CI"):
             pytest.fail(f"CI must run the Slurm tests: {reason}")
@@ -102,6 +105,8 @@ def cluster() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="sb", dir="/tmp"))
     # KillWait is shorter than the checkpoints of some tests, as on many sites.
     argv = [str(SANDBOX), "up", "--nodes", "4", "--kill-wait", "5", "--dir", str(folder)]
+    if other := os.environ.get("TOOLKIT_TEST_SLURM"):
+        argv += ["--slurm", other]
     subprocess.run(argv, check=True)
     try:
         yield Cluster(folder)
