@@ -1,8 +1,13 @@
 """Rules that `toolkit check` holds files to: what each finds, why it matters, and the way out."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-__all__ = ["CLUSTER_RULES", "JOB_RULES", "SITE_RULES", "Rule"]
+__all__ = ["CLUSTER_RULES", "JOB_RULES", "SITE_RULES", "Rule", "RuleBook"]
+
+SubjectT = TypeVar("SubjectT")
+FaultT = TypeVar("FaultT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,38 @@ class Rule:
 
     fix: str
     """What to do about it."""
+
+
+class RuleBook(Generic[SubjectT, FaultT]):
+    """The rules for one kind of file, each with the function that looks for what it finds."""
+
+    def __init__(self) -> None:
+        self._checks: dict[str, tuple[Rule, Callable[[SubjectT], Iterator[FaultT]]]] = {}
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """All rules, in the order in which the modules that bring them are imported."""
+        return tuple(rule for rule, _ in self._checks.values())
+
+    def rule(
+        self, id: str, *, finds: str, reason: str, fix: str
+    ) -> Callable[[Callable[[SubjectT], Iterator[FaultT]]], Callable[[SubjectT], Iterator[FaultT]]]:
+        """Make a function a rule."""
+
+        def keep(
+            check: Callable[[SubjectT], Iterator[FaultT]],
+        ) -> Callable[[SubjectT], Iterator[FaultT]]:
+            assert id not in self._checks, id
+            self._checks[id] = (Rule(id=id, finds=finds, reason=reason, fix=fix), check)
+            return check
+
+        return keep
+
+    def faults(self, subject: SubjectT) -> Iterator[tuple[Rule, FaultT]]:
+        """Yield what the rules find, rule by rule."""
+        for rule, check in self._checks.values():
+            for fault in check(subject):
+                yield rule, fault
 
 
 JOB_RULES = (

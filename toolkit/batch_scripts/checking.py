@@ -3,7 +3,7 @@
 import re
 
 from toolkit.batch_scripts import asking, leaking, meeting, outcomes, steps, stopping
-from toolkit.batch_scripts.registry import CHECKS
+from toolkit.batch_scripts.registry import RULES
 from toolkit.batch_scripts.scripts import BatchScript, read_batch_script
 from toolkit.batch_scripts.values import uncovered
 from toolkit.errors import InputError, Problem
@@ -14,7 +14,7 @@ __all__ = ["SCRIPT_RULES", "check_script"]
 _MODULES = (asking, steps, meeting, stopping, outcomes, leaking)  # each brings its rules
 assert all(module.__all__ == [] for module in _MODULES)
 
-SCRIPT_RULES: tuple[Rule, ...] = tuple(rule for rule, _ in CHECKS.values())
+SCRIPT_RULES: tuple[Rule, ...] = RULES.rules
 """The rules for batch scripts."""
 
 _ALLOWED = re.compile(r"#.*\btoolkit: *allow +([\w, -]+)")
@@ -33,13 +33,12 @@ def check_script(text: str, source: str) -> list[Problem]:
     script = read_batch_script(text, source)
     allowed = _allowed(script)
     found = []
-    for rule, check in CHECKS.values():
-        for fault in check(script):
-            if rule.id in allowed.get(fault.line, ()):
-                continue
-            place = f"{source}:{fault.line}"
-            message = f"{uncovered(fault.what)}; {fault.fix or rule.fix}"
-            found.append((fault.line, Problem(place=place, message=message, rule=rule.id)))
+    for rule, fault in RULES.faults(script):
+        if rule.id in allowed.get(fault.line, ()):
+            continue
+        place = f"{source}:{fault.line}"
+        message = f"{uncovered(fault.what)}; {fault.fix or rule.fix}"
+        found.append((fault.line, Problem(place=place, message=message, rule=rule.id)))
     found.sort(key=lambda entry: entry[0])
     return [problem for _, problem in dict.fromkeys(found)]
 

@@ -19,7 +19,7 @@ from toolkit.manifests import (
     writing,
 )
 from toolkit.manifests.reading import read_manifests
-from toolkit.manifests.registry import CHECKS, Fault
+from toolkit.manifests.registry import RULES, Fault
 from toolkit.manifests.schemas import CRD_RULE, Schemas, schema_faults
 from toolkit.manifests.views import Stream
 from toolkit.rules import Rule
@@ -38,7 +38,7 @@ _MODULES = (
     *(meeting, stopping, operating, training, placing),
 )  # each brings its rules
 
-MANIFEST_RULES: tuple[Rule, ...] = (*(rule for rule, _ in CHECKS.values()), CRD_RULE)
+MANIFEST_RULES: tuple[Rule, ...] = (*RULES.rules, CRD_RULE)
 """The rules for manifests."""
 
 _ALLOWED = re.compile(r"(^|\s)#.*\btoolkit: *allow +([\w, -]+)")
@@ -72,10 +72,9 @@ def check_manifests(
 def faults(stream: Stream, schemas: Schemas | None = None) -> Iterator[tuple[Rule, Fault]]:
     """Yield what every rule finds; what a schema says of a place that a rule names, once."""
     told: set[tuple[int, KeyPath]] = set()
-    for rule, check in CHECKS.values():
-        for fault in check(stream):
-            told.add((fault.at.manifest.index, fault.at.path))
-            yield rule, fault
+    for rule, fault in RULES.faults(stream):
+        told.add((fault.at.manifest.index, fault.at.path))
+        yield rule, fault
     for fault in schema_faults(stream, schemas) if schemas else ():
         if (fault.at.manifest.index, fault.at.path) not in told:
             yield CRD_RULE, fault

@@ -1,12 +1,11 @@
 """Where the rules for manifests are kept."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from toolkit.manifests.views import Stream, View
-from toolkit.rules import Rule
+from toolkit.rules import RuleBook
 
-__all__ = ["CHECKS", "Check", "Fault", "rule"]
+__all__ = ["RULES", "Fault", "rule"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +18,7 @@ class Fault:
     """The way out, where the rule's own is too general."""
 
 
-Check = Callable[[Stream], Iterator[Fault]]
+RULES: RuleBook[Stream, Fault] = RuleBook()
+"""Every rule for manifests, in the order of the modules."""
 
-CHECKS: dict[str, tuple[Rule, Check]] = {}
-"""Every rule for manifests by its id, in the order of the modules."""
-
-
-def rule(id: str, *, finds: str, reason: str, fix: str) -> Callable[[Check], Check]:
-    """Make a function a rule."""
-
-    def keep(check: Check) -> Check:
-        assert id not in CHECKS, id
-        CHECKS[id] = (Rule(id=id, finds=finds, reason=reason, fix=fix), check)
-        return check
-
-    return keep
+rule = RULES.rule
