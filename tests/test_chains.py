@@ -182,7 +182,7 @@ def test_a_chain_goes_on_over_a_real_time_limit_and_ends_done(
         ROOT / "jobs/digits.yaml",
         [f"args={steps}", "stop.grace=60s", "time_limit=3m", "retries.requeue=0"],
     )
-    run = site.launcher.submit(toolkit.plan(job, site.profile), chain=4)
+    run = site.launcher.submit(toolkit.plan(job, site.profile), chain=6)
     until(lambda: events(run, "checkpoint"), "a first checkpoint")
     assert run.status().state is toolkit.RunState.RUNNING
     soon = subprocess.run(
@@ -192,7 +192,7 @@ def test_a_chain_goes_on_over_a_real_time_limit_and_ends_done(
     status = run.wait(300)
     assert status.state is toolkit.RunState.SUCCEEDED, failure(run)
     stopped, resumed = events(run, "stopped"), events(run, "resume")
-    assert 1 <= len(stopped) <= 3  # a busy machine needs more starts
+    assert 1 <= len(stopped) <= 4  # a busy machine needs more starts
     assert [(e["attempt"], e["step"]) for e in resumed] == [
         (attempt, e["step"]) for attempt, e in enumerate(stopped, 1)
     ]

@@ -26,7 +26,7 @@ def controller(cluster: Cluster) -> int:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it may have ended meanwhile
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if words[0] == b"slurmctld" and f"{cluster.folder}/".encode() in words[2]:
+            if words[0] == b"slurmctld" and f"{cluster.folder}/".encode() in b" ".join(words[1:]):
                 return int(entry.name)
     raise AssertionError("no slurmctld")
 
