@@ -15,6 +15,7 @@ import toolkit
 from tests.conftest import ROOT, SANDBOX, TOOLKIT, Cluster, Until
 from tests.slurm_site import Site, failure, output
 from tests.test_chains import Shell, started
+from tests.test_submission import submit_a_chain_to_one_that_answers_too_late
 from toolkit.launchers.slurm import SlurmLauncher
 from toolkit.launchers.slurm.run import SlurmRun
 
@@ -251,3 +252,10 @@ def test_a_newer_slurm_is_asked_and_answers_alike(
     until(lambda: started(second) == 2, "it has begun")
     second.cancel()
     assert second.wait(120).state is toolkit.RunState.CANCELLED, failure(second)
+
+
+def test_a_newer_slurm_that_answers_too_late_has_the_job_once(
+    newer: Cluster, tmp_path: Path
+) -> None:
+    submit_a_chain_to_one_that_answers_too_late(newer, Site(newer, tmp_path))
+    newer.slurm("scancel", "--me")

@@ -44,6 +44,10 @@ def waiting(site: Site, **more: Any) -> toolkit.SlurmPlan:
 
 @pytest.mark.slurm
 def test_a_controller_that_answers_too_late_has_the_job_once(cluster: Cluster, site: Site) -> None:
+    submit_a_chain_to_one_that_answers_too_late(cluster, site)
+
+
+def submit_a_chain_to_one_that_answers_too_late(cluster: Cluster, site: Site) -> None:
     process = controller(cluster)
     said: list[str] = []
 
@@ -84,6 +88,7 @@ def scripted(answers: Sequence[str | None], queue: Sequence[str]) -> Any:
             return subprocess.CompletedProcess(argv, 0, "ClusterName = c\n", "")
         if argv[0] == "squeue":
             shown = (looks.pop(0) if looks else "").replace("COMMAND", " ".join(sent))
+            shown = shown.replace("SCRIPT", sent[0])
             return subprocess.CompletedProcess(argv, 0, shown, "")
         sent[:] = [word for word in argv[1:] if not word.startswith("--")]
         if (answer := left.pop(0)) is None:
@@ -103,6 +108,7 @@ ROW = "==job|{}|PENDING|N/A|Priority|{}\n"
         (["7"], [], ["sbatch"]),
         ([None], [ROW.format("7", "COMMAND")], ["sbatch", "squeue"]),
         ([None], ["", ROW.format("7", "COMMAND")], ["sbatch", "squeue", "squeue"]),
+        ([None], [ROW.format("7", "SCRIPT")], ["sbatch", "squeue"]),  # from 24.11 on
         ([None, "7"], ["", ""], ["sbatch", "squeue", "squeue", "sbatch"]),
         # Another run's job, and another job of this one, are not what was submitted.
         (

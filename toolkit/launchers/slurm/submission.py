@@ -2,7 +2,7 @@
 
 sbatch may be answered by nobody though the controller has taken the job: its message timed out, or
 the connection to the login node was cut. Then the job is looked for before it is submitted again:
-no other job has the same command, which names the run directory.
+no other job has the same command, whose script lies in the run directory.
 """
 
 import re
@@ -84,9 +84,10 @@ class Order:
         known = dict(data) | {"folder": folder, "jobs": jobs, "known": tuple(data["known"])}
         return cls(**known)
 
-    def line(self, job: SlurmJob) -> str:
-        """Return the command of a job as squeue shows it."""
-        return " ".join([self.script, self.folder.there, *([job.mode] if job.mode else [])])
+    def commands(self, job: SlurmJob) -> tuple[str, str]:
+        """Return the command of a job as squeue shows it: whole, or from 24.11 on its script."""
+        mode = [job.mode] if job.mode else []
+        return " ".join([self.script, self.folder.there, *mode]), self.script
 
     def key(self, index: int) -> str:
         """Return the name of one job's submission."""
@@ -165,13 +166,13 @@ def _once(
     begun: bool,
 ) -> str:
     """Submit one job, and be sure of it; returns its id."""
-    line, key = order.line(order.jobs[index]), order.key(index)
+    commands, key = order.commands(order.jobs[index]), order.key(index)
     doubt, looks, why = begun, 0, "its submission was cut short"
     for pause_s in (0.0, *_PAUSES_S):
         time.sleep(pause_s)
         try:
             if doubt:
-                if found := _queued(login, line, known):
+                if found := _queued(login, commands, known):
                     return found[0]
                 looks += 1
                 if looks < _LOOKS:
@@ -206,9 +207,9 @@ def _is_doubtful(done: "CompletedProcess[str]") -> bool:
     return killed or done.returncode == DOUBTFUL or bool(_NO_ANSWER.search(done.stderr))
 
 
-def _queued(login: Login, line: str, known: Sequence[str]) -> list[str]:
+def _queued(login: Login, commands: Sequence[str], known: Sequence[str]) -> list[str]:
     """Return the jobs of Slurm that have this command, the oldest first, but for the known ones."""
-    found = {row.whole for row in ask_mine(login.command) if row.command == line}
+    found = {row.whole for row in ask_mine(login.command) if row.command in commands}
     return sorted(found - set(known), key=int)
 
 
@@ -226,7 +227,7 @@ def find(login: Login, order: Order) -> list[SlurmJob]:
         job_id = answers.get(key, "")
         if not job_id:
             known = [*order.known, *answers.values(), *(before.job_id for before in sent)]
-            job_id = next(iter(_queued(login, order.line(job), known)), "")
+            job_id = next(iter(_queued(login, order.commands(job), known)), "")
         if not job_id:
             break
         waits = [job.after, f"afterany:{sent[-1].job_id}" if sent else ""]
