@@ -596,7 +596,7 @@ def test_cancel_and_wait_take_several_runs(program: Callable[..., Answer]) -> No
         },
         {"uri": "slurm://c/3", "name": "p-3", "asked": False, "error": None},
     ]
-    assert program("cancel", "p-3", "nobody").returncode == 1
+    assert program("cancel", "p-3", "nobody").returncode == 2
     waited = program("wait", "p-3", "r-1", "--timeout", "0", "--json")
     assert waited.returncode == 1
     assert "p-3: SUCCEEDED" in waited.stderr

@@ -266,18 +266,18 @@ def test_an_unknown_profile_gets_the_nearest_with_status_2(
         ("wait", ""),
     ],
 )
-def test_an_unknown_run_gets_a_message_and_status_1(
+def test_an_unknown_run_gets_a_message_and_status_2(
     program: Program, command: str, run: str
 ) -> None:
     assert outcome(program(command, run)) == (
-        1,
+        2,
         "",
         f"no run {run!r}; nothing was submitted from here yet (see `toolkit list`)\n",
     )
 
 
 def test_an_unknown_run_may_have_any_name(program: Program) -> None:
-    assert program("status", "x" * 300).returncode == 1
+    assert program("status", "x" * 300).returncode == 2
 
 
 # ---- Output

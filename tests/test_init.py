@@ -251,6 +251,9 @@ def test_what_is_wanted_and_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no kubeconfig names a context"):
         draft(found, kind="kubernetes")
     assert draft(found, name="mine").name == "mine"
+    for name in ("a/b", "../x", "", ".hidden"):
+        with pytest.raises(InputError, match="--name: .* cannot be a profile's name"):
+            draft(found, name=name)
 
 
 # ---- The file, and the default profile

@@ -286,6 +286,20 @@ def mount(source: str, target: str) -> dict[str, Any]:
             [mount("claim:a", "/dev/shm")],
             "mounts[0]: '/dev/shm' is taken; every pod has its own /tmp, /dev/shm, /runs",
         ),
+        (
+            "kubernetes",
+            {},
+            [mount("claim:a", "/")],
+            "mounts[0]: a mount at '/' would hide the container's own; choose another target, "
+            "like /data",
+        ),
+        (
+            "kubernetes",
+            {"runs_dir": "/dev/"},
+            [],
+            "runs_dir '/dev/' of profile 'a100' would hide the container's own; write a folder "
+            "of its own, like /runs",
+        ),
     ],
 )
 def test_mounts_that_a_place_does_not_have_are_refused(
@@ -318,6 +332,14 @@ def test_kubernetes_needs_an_image_and_the_others_do_not() -> None:
     assert plan(bare, site("local")).job.image is None
 
 
+@pytest.mark.parametrize("image", ["https://reg.io/x:1", "-v", "UPPER/Case:1", "x@sha256:abc"])
+def test_what_is_no_name_of_an_image_is_refused_where_nodes_pull_it(image: str) -> None:
+    assert refusal(job(image=image), site("kubernetes")) == (
+        f"image {image!r} is no name of an image, as nodes of profile 'a100' pull it; write it "
+        "like registry.example.com/team/train:1.2"
+    )
+
+
 def test_kubernetes_needs_to_know_where_secrets_are() -> None:
     spec = job(secrets={"A": None, "B": {"secret": "s", "key": "k"}, "C": None})
     assert refusal(spec, site("kubernetes")).splitlines() == [
@@ -342,6 +364,14 @@ def test_pod_names_fit_into_63_characters() -> None:
     assert refusal(spec, site("kubernetes"), run_name=f"x{run_name}") == (
         f"the pod name '{pod}' has 64 characters, more than 63; shorten 'name'"
     )
+
+
+def test_the_last_point_of_a_sweep_has_the_longest_name() -> None:
+    spec = job(sweep={"grid": {"env.I": list(range(144))}})
+    run_name = "x" * (63 - len("-worker-0"))
+    assert refusal(spec, site("kubernetes"), run_name=run_name).splitlines() == [
+        f"the pod name '{run_name}-143-worker-0' has 67 characters, more than 63; shorten 'name'"
+    ]
 
 
 def test_all_reasons_come_at_once() -> None:
@@ -385,7 +415,8 @@ def own(kind: str, spec: JobSpec) -> dict[str, str]:
     """Return what only this kind of site needs."""
     if kind != "kubernetes":
         return {}
-    return POD_ENV | {"TRAIN_RUN_DIR": f"/runs/digits-{spec.digest}"}
+    own = {"TRAIN_RUN_DIR": f"/runs/digits-{spec.digest}", "TRAIN_START": "digits"}
+    return POD_ENV | own
 
 
 def test_a_run_with_a_name_has_a_directory_of_that_name() -> None:

@@ -294,3 +294,10 @@ def test_relative_paths_of_a_far_profile_are_below_its_folder_there(
     assert "run_dir=~/torch-deploy-toolkit/runs/digits-$SLURM_JOB_ID\n" in script
     moved = profile.model_copy(update={"remote_dir": "/work/me/", "runs_dir": "/scratch"})
     assert (moved.below("x"), moved.below(moved.runs_dir)) == ("/work/me/x", "/scratch")
+
+
+@pytest.mark.parametrize("name", ["CAP_IPC_LOCK", "ipc_lock", "IPC-LOCK"])
+def test_capabilities_are_written_as_kubernetes_does(site: Site, name: str) -> None:
+    path = write(site.user, "k", f"kind: kubernetes\ncapabilities: [{name}]\n")
+    with pytest.raises(ProfileError, match="write it without CAP_, like IPC_LOCK"):
+        load_profile(str(path))

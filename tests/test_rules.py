@@ -298,6 +298,29 @@ def test_a_secret_is_found_and_not_shown(run: Run, tmp_path: Path) -> None:
         assert TOKEN[:8] not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+@pytest.mark.parametrize("kind", ["script", "job", "manifest"])
+def test_what_a_pipe_says_is_checked_as_a_file_is(kind: str, name: str, tmp_path: Path) -> None:
+    path, fine = {
+        "script": ("slurm/examples/digits.sbatch", "fine"),
+        "job": ("jobs/digits.yaml", "fine: 2 x 1 processes"),
+        "manifest": ("k8s/examples/digits.yaml", "fine"),
+    }[kind]
+    done = subprocess.run(
+        ["bash", "-c", f"cat {ROOT / path} | {TOOLKIT} check {name}"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{name}: {fine}\n", "")
+
+
+def test_a_job_is_held_to_the_longer_names_of_its_runs(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "j.yaml").write_text(f"name: {'n' * 32}\nmodule: train\nimage: i:1\n")
+    (tmp_path / "k.yaml").write_text("kind: kubernetes\nworkload: JobSet\n")
+    done = run("j.yaml", "--to", "k.yaml")
+    assert done.returncode == 1
+    assert "[name-too-long]" in done.stdout and "-node-0-0-xxxxx' has 64" in done.stdout
+
+
 def test_a_file_is_a_script_by_its_name_or_by_what_it_holds(run: Run, tmp_path: Path) -> None:
     for name, text in {
         "a.slurm": "name: x\n",

@@ -12,6 +12,7 @@ from toolkit.batch_scripts.directives import is_batch_script
 from toolkit.batch_scripts.scripts import BatchScript, read_batch_script
 from toolkit.documents import Document, read_document, read_text
 from toolkit.errors import InputError, PlanError, Problem, ProfileError
+from toolkit.launchers.base import new_run_name
 from toolkit.launchers.slurm.queue import Command, run_command
 from toolkit.manifests.checking import MANIFEST_RULES, allowed, check_manifests, faults, in_order
 from toolkit.manifests.reading import is_manifest, read_manifests
@@ -105,6 +106,7 @@ def check(
             profile = load_profile(name) if isinstance(name, str) else name
             made = plan(job, profile)
             if isinstance(made, KubernetesPlan):
+                plan(job, profile, run_name=new_run_name(job.name))  # runs have longer names
                 wrong = _rendered_problems(_shortened(made), known)
                 found += (finding(problem, document) for problem in wrong)
             render(made)

@@ -226,14 +226,24 @@ def _old_int(written: str) -> int:
     return int(written, 0)
 
 
+_streams: dict[Path, str] = {}
+"""What pipes have said: they say it once, and it is looked at more than once."""
+
+
 def read_text(path: Path) -> str:
-    """Return the file's text.
+    """Return the file's text; `-` is standard input.
 
     Raises:
         InputError: it is not there, not readable, or not UTF-8.
     """
+    if path in _streams:
+        return _streams[path]
     try:
-        return path.read_text(encoding="utf-8-sig")
+        file = Path("/dev/stdin") if path == Path("-") else path
+        text = file.read_text(encoding="utf-8-sig")
+        if not file.is_file():
+            _streams[path] = text
+        return text
     except OSError as error:
         _fail(f"{path}", f"cannot be read: {error.strerror or error}")
     except UnicodeDecodeError as error:

@@ -34,8 +34,11 @@ def draft(found: Discovery, *, kind: str | None = None, name: str | None = None)
         name: The profile's name; that of the cluster where it is left out.
 
     Raises:
-        InputError: what is wanted was not found.
+        InputError: what is wanted was not found, or the name cannot be a file's.
     """
+    if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
+        message = f"{name!r} cannot be a profile's name; take letters, digits, '-', '_' and '.'"
+        raise InputError([Problem(place="--name", message=message)])
     current = found.context
     kind = kind or ("slurm" if found.slurm else "kubernetes" if current else "local")
     if kind == "slurm":

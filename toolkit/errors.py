@@ -10,7 +10,8 @@
     │   └── RenderError         a value that a script or manifest cannot hold
     └── LauncherError           exit status 1: the scheduler refused, or cannot be reached
         ├── SchedulerMissing    no scheduler at hand
-        └── RunNotFound         no such run
+        └── RunNotFound         exit status 2: no such run
+            └── RunLost         exit status 1: it was there, and nobody can tell more
 
 What the user can mend is one of these and is shown without a traceback; anything else is our bug.
 """
@@ -26,6 +27,7 @@ __all__ = [
     "Problem",
     "ProfileError",
     "RenderError",
+    "RunLost",
     "RunNotFound",
     "SchedulerMissing",
     "SpecError",
@@ -96,3 +98,11 @@ class SchedulerMissing(LauncherError):
 
 class RunNotFound(LauncherError):
     """No run is known by this URI or name."""
+
+    exit_status = 2
+
+
+class RunLost(RunNotFound):
+    """A run is known, and what is asked of it is gone: its end, or its log."""
+
+    exit_status = 1

@@ -1,5 +1,6 @@
 """What a job or a profile may say of the Kubernetes objects that are made of it."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -10,6 +11,7 @@ from toolkit.fields import NaturalInt, SecretName, matching
 from toolkit.validation import FrozenModel, Text
 
 __all__ = [
+    "IMAGE_NAME",
     "KubernetesOptions",
     "LabelKey",
     "LabelValue",
@@ -21,6 +23,12 @@ __all__ = [
 
 Workload = Literal["PyTorchJob", "TrainJob", "JobSet", "Job"]
 """The kinds of objects that a job can become."""
+
+IMAGE_NAME = re.compile(
+    r"([a-zA-Z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*"
+    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,})?"
+)
+"""What the name of an image looks like (distribution/reference: host, path, tag, digest)."""
 
 _PREFIX = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/"
 LabelKey = Annotated[

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from toolkit.errors import Problem
 from toolkit.feasibility.margins import refusal
-from toolkit.kubernetes_options import Workload
+from toolkit.kubernetes_options import IMAGE_NAME, Workload
 from toolkit.pods import workload_of
 from toolkit.profile import KubernetesProfile
 from toolkit.spec import JobSpec, Mount
@@ -46,6 +46,7 @@ def kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str)
         *_variables(job, profile),
         *_elastic(job, profile, kind),
         *(_beyond_trainjob(job, profile) if kind == "TrainJob" else ()),
+        *_image(job, profile),
         *_mounts(job, profile),
         *_name(job, kind, run_name),
     ]
@@ -132,15 +133,42 @@ def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Probl
         )
 
 
+def _image(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
+    if job.image and not IMAGE_NAME.fullmatch(job.image):
+        yield from refusal(
+            "image-of-another-runtime",
+            f"image {job.image!r} is no name of an image, as nodes of profile {profile.name!r} "
+            "pull it; write it like registry.example.com/team/train:1.2",
+            "image",
+        )
+
+
+_SYSTEM = ("", "/dev", "/proc", "/sys")
+"""What a container cannot do without; the empty one is its root."""
+
+
 def _mounts(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
     taken = ("/tmp", "/dev/shm", profile.runs_dir.rstrip("/"))
+    if profile.runs_dir.rstrip("/") in _SYSTEM:
+        yield from refusal(
+            "mount-target-taken",
+            f"runs_dir {profile.runs_dir!r} of profile {profile.name!r} would hide the container's "
+            "own; write a folder of its own, like /runs",
+        )
     if ":" in profile.runs_dir:
         yield from refusal("mount-unwritable", f"runs_dir: {_COLON.format(profile.runs_dir)}")
     site = [(f"mounts[{at}] of profile {profile.name!r}", (), one)
             for at, one in enumerate(profile.mounts)]  # fmt: skip
     own = [(f"mounts[{at}]", ("mounts", at), one) for at, one in enumerate(job.mounts)]
     for place, key, mount in (*site, *own):
-        if mount.target.rstrip("/") in taken:
+        if mount.target.rstrip("/") in _SYSTEM:
+            yield from refusal(
+                "mount-target-taken",
+                f"{place}: a mount at {mount.target!r} would hide the container's own; choose "
+                "another target, like /data",
+                *key,
+            )
+        elif mount.target.rstrip("/") in taken:
             yield from refusal(
                 "mount-target-taken",
                 f"{place}: {mount.target!r} is taken; every pod has its own {', '.join(taken)}",

@@ -145,9 +145,9 @@ def _nobody_counts(job: JobSpec, profile: KubernetesProfile) -> list[Problem]:
 def _of_the_points(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
     """Return the reasons of all points; one that all have in common is told once."""
     reasons: dict[Problem, list[int]] = {}
+    longest = f"{run_name}-{job.points[-1].index}"
     for point in job.points:
-        name = f"{run_name}-{point.index}"
-        for reason in refusals(job.at(point), profile, run_name=name):
+        for reason in refusals(job.at(point), profile, run_name=longest):
             reasons.setdefault(reason, []).append(point.index)  # its name may hold a secret
     found = []
     for reason, points in reasons.items():

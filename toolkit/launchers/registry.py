@@ -201,7 +201,7 @@ def find_point(
         return find(name, environ=environ), None
     except RunNotFound:
         whole = name.rstrip("/")
-        for separator in ("_", "/"):
+        for separator in ("_", "-", "/"):  # RUN-7 is what Kubernetes calls a point
             sweep, found, point = whole.rpartition(separator)
             if found and (separator == "/" or point.isdecimal()):
                 with contextlib.suppress(RunNotFound):

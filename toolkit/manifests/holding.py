@@ -5,6 +5,7 @@ import binascii
 import re
 from collections.abc import Iterator
 
+from toolkit.kubernetes_options import IMAGE_NAME
 from toolkit.manifests.pods import containers_of, pods_of
 from toolkit.manifests.registry import Fault, rule
 from toolkit.manifests.views import Stream, View
@@ -12,10 +13,6 @@ from toolkit.manifests.writing import said
 
 __all__: list[str] = []
 
-_IMAGE = re.compile(
-    r"([a-zA-Z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*"
-    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,})?"
-)
 _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9]|-(?!-)){0,14}(?<!-)")
 _MOST_BYTES, _MOST_APPLIED = 1_048_576, 262_144
 
@@ -43,7 +40,7 @@ def _no_image(stream: Stream) -> Iterator[Fault]:
 def _image_name(stream: Stream) -> Iterator[Fault]:
     for container in containers_of(stream):
         image = container.view.at("image")
-        if image.text() and not _IMAGE.fullmatch(image.text()):
+        if image.text() and not IMAGE_NAME.fullmatch(image.text()):
             yield Fault(at=image, what=f"{image.text()!r} is no name of an image")
 
 

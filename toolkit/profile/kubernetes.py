@@ -24,7 +24,7 @@ Flag = Annotated[bool, Strict()]
 ResourceName = Annotated[
     LabelKey, *matching(".+/.+", "write a device plugin's resource, like nvidia.com/gpu")
 ]
-Capability = Annotated[Text, *matching("[A-Z_]+", "write it without CAP_, like IPC_LOCK")]
+Capability = Annotated[Text, *matching("(?!CAP_)[A-Z_]+", "write it without CAP_, like IPC_LOCK")]
 
 
 class KubernetesProfile(SiteProfile):

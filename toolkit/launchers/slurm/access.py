@@ -9,7 +9,6 @@ from toolkit.errors import LauncherError, Problem
 
 __all__ = ["account_findings", "log_folder", "path_findings", "verdict"]
 
-_ASSOCIATIONS = "sacctmgr show assoc"
 _TEST_ONLY = "sbatch --test-only"
 
 _SUBMIT = """
