@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
+.PHONY: help install image run test test-cluster test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -52,10 +52,13 @@ lint: install  ## Check style and types
 
 test: install lint  ## Install what the tests need and run them all
 	@tests/packages.sh
-	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 6 --dist worksteal $(ARGS)
 
 test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs for
 	@$(BIN)/pytest -m gpu tests/train $(ARGS)
+
+test-cluster: install  ## Run the tests that hold on a real Kubernetes cluster, on that of KUBECONFIG
+	@TOOLKIT_TEST_CLUSTER=1 $(BIN)/pytest tests/k8s -m any_cluster -n 2 --dist worksteal -o timeout=1800 $(ARGS)
 
 golden: install  ## Write the rendered examples again
 	@$(BIN)/python -m tests.golden

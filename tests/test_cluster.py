@@ -585,6 +585,7 @@ def test_the_adapter_of_a_real_cluster_asks_as_the_fake_answers(
 ) -> None:
     file = server.kubeconfig(tmp_path / "config")
     environ = {"KUBECONFIG": str(file), "TOOLKIT_TEST_CLUSTER": "1"}
+    environ["TOOLKIT_TEST_NAMESPACE"] = "default"
     with cluster_under_test(environ=environ) as cluster:
         assert isinstance(cluster, RealCluster)
         cluster.apply(manifest({"resources": {"nnodes": 2}}, {}, "JobSet"))

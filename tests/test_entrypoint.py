@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -175,9 +176,62 @@ def test_failures_are_counted_and_those_beyond_requeue_are_final(tmp_path: Path)
 
 def test_where_all_pods_start_again_an_attempt_fails_once(tmp_path: Path) -> None:
     pods = [Pod(tmp_path, "JobSet", name=f"t-node-0-{n}", requeue=1) for n in (0, 1)]
-    for start, status in (("a", AGAIN), ("b", FINAL)):
-        ends = [pod.run("exit 1", TRAIN_START=start, TRAIN_ATTEMPT="0") for pod in pods]
+    for restarts, start, status in (("0", "a", AGAIN), ("1", "b", FINAL)):
+        ends = [pod.run("exit 1", TRAIN_START=start, TRAIN_ATTEMPT=restarts) for pod in pods]
         assert ends == [status, status]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_submits_a_run_again_begins_to_count_anew(kind: str, tmp_path: Path) -> None:
+    """A JobSet counts its restarts from 0 then; others have a new name for their start."""
+    pod = Pod(tmp_path, kind, requeue=1)
+    gang = kind in ("JobSet", "TrainJob")
+    for submission in ("a", "b"):
+        for restarts, status in (("0", AGAIN), ("1", FINAL)):
+            start = f"{submission}{restarts}" if gang else submission
+            assert (
+                pod.run("exit 1", TRAIN_START=start, TRAIN_ATTEMPT=restarts if gang else "")
+                == status
+            )
+    attempts = sorted(folder.name for folder in pod.runs.glob("logs/attempt-*"))
+    assert attempts == [f"attempt-{number}" for number in range(4 if gang else 2)]
+
+
+def idle(local_rank: int, status: int = 93) -> str:
+    """Return a torchrun of which a worker ends so (torch 2.13, multiprocessing/api.py)."""
+    said = f"failed (exitcode: {status}) local_rank: {local_rank} (pid: 7) of binary: python"
+    return f'echo "E1122 07:34:07.896000 9 torch/x/api.py:1002] {said}" >>"$TORCH_LOGS_OUT"'
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_ends_with_93_is_not_started_again(kind: str, tmp_path: Path) -> None:
+    """As on Slurm, until somebody submits the run again; nor are pods that have lost it."""
+    gang = kind in ("JobSet", "TrainJob")
+    pod, other = Pod(tmp_path, kind), Pod(tmp_path, kind, name="t-1")
+    first = {"TRAIN_START": "a", "TRAIN_ATTEMPT": "0" if gang else ""}
+    assert (pod.run(f"{idle(1)}; exit 1", **first), pod.failures) == (FINAL, 0)
+    assert other.run("exit 1", **first) == FINAL
+    again = {"TRAIN_START": "b", "TRAIN_ATTEMPT": "1"} if gang else first
+    assert other.run("exit 0", **again) == FINAL, "torchrun is not started"
+    later = {"TRAIN_START": "c", "TRAIN_ATTEMPT": "0" if gang else ""}
+    assert [one.run("exit 0", **later) for one in (pod, other)] == [DONE, DONE]
+
+
+def test_a_93_after_which_torchrun_went_on_is_none(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    assert pod.run(f"{idle(0)}; {idle(0, 1)}; exit 1") == AGAIN
+    assert pod.run(f"{idle(0)}; exit 0") == DONE
+
+
+def test_torchrun_says_how_its_workers_have_ended_where_it_is_looked_for(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    (pod.programs / "torchrun").unlink()
+    (tmp_path / "idle.py").write_text("raise SystemExit(93)")
+    bins = f"{pod.programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with pod.start("torchrun", str(tmp_path / "idle.py"), PATH=bins) as process:
+        assert process.wait() == FINAL
+    (log,) = pod.runs.glob("logs/attempt-0/t-0/torchrun.log")
+    assert "(exitcode: 93)" in log.read_text()
 
 
 def test_every_start_of_all_pods_is_an_attempt_of_its_own(tmp_path: Path) -> None:
@@ -217,9 +271,48 @@ def test_pods_meet_at_the_first_one(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written_nothing_is_tried_again(tmp_path: Path) -> None:
     pod = Pod(tmp_path)
+    pod.program("sleep", "#!/bin/sh\n")
     pod.runs.parent.mkdir()
     pod.runs.write_text("not a folder")
     assert pod.run("exit 0") == FINAL
+
+
+def test_storage_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    pod.runs.parent.mkdir()
+    pod.runs.write_text("not a folder")
+    pod.program("sleep", '#!/bin/sh\n[ ! -f "$TRAIN_RUN_DIR" ] || rm "$TRAIN_RUN_DIR"\n')
+    assert pod.run("exit 0") == DONE
+
+
+KILLED = "kill -KILL $PPID; exit 1"
+"""What the kernel does for memory, where it kills a container whole: the first process, too."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_container_that_is_killed_whole_has_failed(kind: str, tmp_path: Path) -> None:
+    pod = Pod(tmp_path, kind, requeue=2)
+    gang = kind in ("JobSet", "TrainJob")
+
+    def start(code: str, number: int, submission: str = "a") -> int:
+        begun = f"{submission}{number}" if gang else submission
+        return pod.run(code, TRAIN_START=begun, TRAIN_ATTEMPT=str(number) if gang else "")
+
+    assert start(KILLED, 0) == -signal.SIGKILL
+    assert start("say preempted; exit 1", 1) == AGAIN
+    assert [start(KILLED, number) for number in (2, 3)] == [-signal.SIGKILL] * 2
+    assert start("exit 0", 4) == FINAL, "the third was one too many"
+    assert start("exit 0", 0, "b") == DONE, "submitted again, it counts anew"
+
+
+def test_pods_that_are_ended_for_another_one_have_not_failed(tmp_path: Path) -> None:
+    """A JobSet ends the others without SIGTERM when one is evicted, which has had the time."""
+    evicted, other = (Pod(tmp_path, "JobSet", name=f"t-node-0-{n}", requeue=1) for n in (0, 1))
+    for number in range(3):
+        begun = {"TRAIN_START": str(number), "TRAIN_ATTEMPT": str(number)}
+        assert other.run(KILLED, **begun) == -signal.SIGKILL
+        assert evicted.run("say preempted; exit 1", **begun) == AGAIN
+    assert other.failures == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

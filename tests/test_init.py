@@ -252,7 +252,7 @@ def test_what_is_wanted_and_not_there_is_told(tmp_path: Path) -> None:
         draft(found, kind="kubernetes")
     assert draft(found, name="mine").name == "mine"
     for name in ("a/b", "../x", "", ".hidden"):
-        with pytest.raises(InputError, match="--name: .* cannot be a profile's name"):
+        with pytest.raises(InputError, match=r"--name: .* cannot be a profile's name"):
             draft(found, name=name)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 from kubernetes import client
@@ -18,8 +17,12 @@ from tests.cluster import FakeKubernetes, Fault
 from tests.cluster.patching import laid_over
 from tests.conftest import ROOT
 from tests.kubectl import kubectl
+from tests.kubernetes_schemas import VERSIONS, faults_of
 from toolkit.kubernetes_options import Workload
-from toolkit.launchers.k8s import KubernetesLauncher, watch_states
+from toolkit.launchers.k8s import KubernetesLauncher, claim, watch_states
+from toolkit.launchers.k8s.cluster import Cluster
+from toolkit.launchers.k8s.connection import Connection
+from toolkit.launchers.k8s.kinds import KINDS
 from toolkit.pods import MANAGER, RUN_LABEL
 
 Object = dict[str, Any]
@@ -86,8 +89,8 @@ def test_every_object_is_valid_down_to_the_last_field(folder: str) -> None:
     for name, thing in things(folder).items():
         if model := MODELS.get(thing["kind"]):
             model.model_validate(thing)  # type: ignore[attr-defined]
-            for version in ("1.30", "1.37"):
-                kubernetes_validate.validate(thing, version, strict=True)
+            for version in VERSIONS:
+                assert faults_of(thing, version) == []
         elif thing["kind"] == "TrainingRuntime":
             schema = json.loads((ROOT / "tests/cluster/schemas/trainingruntimes.json").read_text())
             schema["properties"]["metadata"] = {}
@@ -161,6 +164,7 @@ def test_an_overlay_moves_everything_and_changes_what_teams_differ_in() -> None:
     assert subjects == {
         "RoleBinding/training-logs": ["team-a"],
         "RoleBinding/training-submit": ["team-a", "nightly"],
+        "RoleBinding/training-transfer": ["team-a"],
         "RoleBinding/training-watch": ["team-a", "on-call", "nightly"],
     }
     labels = things("overlays/baseline")["Namespace/training"]["metadata"]["labels"]
@@ -298,6 +302,8 @@ def asked(server: FakeKubernetes) -> set[Right]:
             verb = "watch" if query.get("watch") in ("true", "1", "True") else verb
         resource = "/".join(filter(None, (place["plural"], place["sub"])))
         found.add((place["group"] or "", resource, verb))
+        if place["sub"] == "exec":
+            found.add(("", resource, "create"))  # since 1.35, for a GET as well
         if verb == "patch" and "fieldManager" in query:
             found.add((place["group"] or "", resource, "create"))  # of what was not there
     server.requests.clear()
@@ -374,6 +380,19 @@ def test_each_role_grants_what_its_commands_ask_for_and_no_more(tmp_path: Path) 
         also = granted("watch") if role == "logs" else set()
         assert rights <= granted(role) | also
         assert used(granted(role)) <= used(rights)
+
+
+def test_the_role_for_transfers_grants_what_they_ask_for_and_no_more(tmp_path: Path) -> None:
+    site = toolkit.load_profile(str(ROOT / "k8s/profiles/k8s.yaml"))
+    job = toolkit.load(ROOT / "jobs/digits.yaml")
+    *_, workload = yaml.safe_load_all(toolkit.render(toolkit.plan(job, site, run_name="t")))
+    assert isinstance(site, toolkit.KubernetesProfile)
+    with FakeKubernetes(namespaces=("training",), auto_run=True, restricted=True) as server:
+        cluster = Cluster(Connection(site, api_client=server.api_client()))
+        with claim.placed(cluster, KINDS["PyTorchJob"], workload, {"call.pkl": b"x" * 2**20}):
+            pass
+        rights = asked(server)
+    assert rights == granted("transfer")
 
 
 def test_the_profiles_of_the_how_to_page_are_valid() -> None:

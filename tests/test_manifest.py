@@ -80,6 +80,8 @@ SHARP += ["\x01", "\x1b", "\x7f", "\x85", "\x9f", "\xa0", "\u2028", "\u2029", "\
 SHARP += ["\U0001f600", "no", "null", "1e3", "0x1", " ", "\ud7ff", "\ue000", "\U0010ffff"]
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 TEXTS = st.lists(st.sampled_from(SHARP) | CHARACTERS, max_size=8).map("".join)
+ARGS = st.lists(TEXTS, max_size=5).filter(lambda words: words[:1] != ["--"])  # torchrun's
+IMAGES = st.sampled_from(["no", "null", "1e3", "012", "a/b:1", f"h:5000/a_b@sha256:{'0' * 64}"])
 WORDS = TEXTS.filter(lambda text: re.fullmatch(r"\S+", text) is not None)
 NAMES = st.sampled_from(["no", "y", "N", "null", "NULL", "true", "on", "_", "A", "e1", "inf"])
 PATHS = TEXTS.map(lambda text: f"/m{text}").filter(lambda path: ":" not in path)
@@ -217,6 +219,15 @@ def test_a_server_takes_every_field(case: str, kind: str) -> None:
     if kind == "TrainJob":  # it has no fields for these, which planning says
         profile = {key: of for key, of in profile.items() if key not in BEYOND_TRAINJOB}
     assert faults(manifest(job, profile, kind), versions=VERSIONS) == []
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "Job"])
+def test_on_the_nodes_network_runs_are_kept_apart_by_their_port(kind: str) -> None:
+    """The operator declares a port of a PyTorchJob by itself; a TrainJob cannot have this."""
+    profile = {"host_network": True, "pod_security": "privileged"}
+    ports = [{"containerPort": 29500, "hostPort": 29500}]
+    assert container_of(workload(manifest({}, profile, kind)))["ports"] == ports
+    assert "ports" not in container_of(workload(manifest({}, {}, kind)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -372,11 +383,11 @@ def test_the_expansion_of_these_tests_is_that_of_kubernetes(
 @settings(max_examples=40, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
-    args=st.lists(TEXTS, max_size=5),
+    args=ARGS,
     env=st.dictionaries(NAMES, TEXTS, max_size=4),
     site_env=st.dictionaries(NAMES, TEXTS, max_size=2),
     selector=st.dictionaries(LABELS, LABELS, max_size=2),
-    image=WORDS,
+    image=IMAGES,
     paths=st.lists(PATHS, max_size=3, unique=True),
     server=SERVERS,
 )
@@ -412,7 +423,7 @@ def test_hostile_text_arrives_byte_for_byte(
 
 
 @settings(max_examples=50, deadline=None)
-@given(args=st.lists(TEXTS, min_size=1, max_size=5), env=st.dictionaries(NAMES, TEXTS, min_size=1))
+@given(args=ARGS.filter(bool), env=st.dictionaries(NAMES, TEXTS, min_size=1))
 def test_every_text_is_one_line_and_json_where_it_is_no_plain_word(
     args: list[str], env: dict[str, str]
 ) -> None:

@@ -194,6 +194,7 @@ def test_a_patch_that_does_not_apply_is_refused_by_its_place(
     with pytest.raises(RenderError) as error:
         patched(good, patch)
     assert str(error.value).startswith(f"profile 'k8s'.patches[1]: {message}")
+    assert len(str(error.value)) < 250, "not the whole object"
     with pytest.raises(RenderError) as error:
         patched(good, kubernetes={"patches": [patch]})
     assert str(error.value).startswith(f"job 't': kubernetes.patches[0]: {message}")

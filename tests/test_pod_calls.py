@@ -1,7 +1,11 @@
 """Python functions on every rank of a group of pods, whose disks nobody else sees."""
 
 import json
+import os
 import pickle
+import subprocess
+import sys
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,12 @@ from hypothesis import strategies as st
 
 import toolkit
 from tests import calls
-from tests.cluster import FakeKubernetes
-from tests.conftest import ROOT
-from toolkit.executors.deliver import CHUNK, LIMIT, MARK, left_here, lines_of
+from tests.cluster import FakeKubernetes, Fault
+from tests.conftest import ROOT, Until
+from toolkit.executors.deliver import CHUNK, LIMIT, LONGEST, MARK, left_here, lines_of
 from toolkit.executors.in_pods import files_in
+from toolkit.executors.payload import files_of
+from toolkit.launchers.k8s.submission import PAYLOAD_LIMIT, apart
 from toolkit.pods import FILE_MARK
 
 NAMES = st.sampled_from(["outcome.json", "function/attempt-0/rank-1.pkl"])
@@ -46,13 +52,11 @@ def test_a_file_that_no_rank_can_have_left_is_not_written(tmp_path: Path) -> Non
         assert files_in(lines_of(name, b"x")) == {}
 
 
-def test_a_result_too_large_for_a_log_is_told_as_the_failure_of_its_rank() -> None:
-    (name, content), *more = files_in(
-        lines_of("function/attempt-2/rank-3.pkl", b"x" * (LIMIT + 1))
-    ).items()
-    said = json.loads(content)["message"]["extraInfo"]
-    assert (name, more, said["rank"]) == ("function/attempt-2/rank-3.error.json", [], 3)
-    assert "return less, or write it to a volume" in said["py_callstack"]
+def test_of_a_file_too_large_for_a_log_its_size_is_told() -> None:
+    name = "function/attempt-2/rank-3.pkl"
+    assert files_in(lines_of(name, b"x" * (LIMIT + 1))) == {f"{name}.size": b"%d" % (LIMIT + 1)}
+    assert files_in(lines_of(name, b"x" * LIMIT)) == {name: b"x" * LIMIT}
+    assert files_in(lines_of(name, b"12345", room=4)) == {f"{name}.size": b"5"}
 
 
 def test_the_launcher_knows_the_mark_of_such_lines() -> None:
@@ -60,16 +64,51 @@ def test_the_launcher_knows_the_mark_of_such_lines() -> None:
     assert FILE_MARK.startswith(MARK)
 
 
-def test_a_pod_tells_of_its_own_ranks_only(tmp_path: Path) -> None:
-    folder = tmp_path / "function/attempt-0"
-    folder.mkdir(parents=True)
-    for rank, host in enumerate(("run-worker-0", "run-worker-1")):
-        streams = tmp_path / "logs/attempt-0" / host / "x"
+def leave(folder: Path, ranks: dict[int, str]) -> None:
+    """Leave results of ranks as their hosts do."""
+    attempt = folder / "function/attempt-0"
+    attempt.mkdir(parents=True)
+    for rank, host in ranks.items():
+        streams = folder / "logs/attempt-0" / host / f"x{rank}"
         streams.mkdir(parents=True)
-        (folder / f"logs-{rank}").symlink_to(f"../../logs/attempt-0/{host}/x")
-        (folder / f"rank-{rank}.pkl").write_bytes(pickle.dumps(rank))
+        (attempt / f"logs-{rank}").symlink_to(f"../../logs/attempt-0/{host}/x{rank}")
+        (attempt / f"rank-{rank}.pkl").write_bytes(pickle.dumps(rank))
+
+
+def test_a_pod_tells_of_its_own_ranks_only(tmp_path: Path) -> None:
+    leave(tmp_path, {0: "run-worker-0", 1: "run-worker-1"})
     found = dict(left_here(tmp_path, "run-worker-1", 0))
     assert found == {"function/attempt-0/rank-1.pkl": pickle.dumps(1)}
+
+
+def test_a_failure_comes_before_all_results_with_no_more_words_than_people_read(
+    tmp_path: Path,
+) -> None:
+    leave(tmp_path, {0: "pod", 1: "pod"})
+    extra = {"rank": 1, "host": "pod", "time": 1.0, "echo": False}
+    said = {"message": "m" * 10**7, "extraInfo": extra | {"py_callstack": "t" * 10**7 + "end"}}
+    error = tmp_path / "function/attempt-0/rank-1.error.json"
+    error.write_text(json.dumps({"message": said}))
+    (name, content), *rest = left_here(tmp_path, "pod", 0)
+    assert (name, len(rest)) == ("function/attempt-0/rank-1.error.json", 2)
+    told = json.loads(content)["message"]
+    assert told["message"] == "m" * LONGEST
+    assert told["extraInfo"] == extra | {"py_callstack": "t" * (LONGEST - 3) + "end"}
+
+
+def test_a_pod_prints_no_more_than_its_node_keeps(tmp_path: Path) -> None:
+    leave(tmp_path, dict.fromkeys(range(4), "pod"))
+    names = [f"function/attempt-0/rank-{rank}.pkl" for rank in range(4)]
+    for name, mib in zip(names, (3, 2, 2, 1), strict=True):
+        (tmp_path / name).write_bytes(b"x" * mib * 2**20)
+    env = os.environ | {"TRAIN_RUN_DIR": str(tmp_path), "HOSTNAME": "pod"}
+    argv = [sys.executable, str(ROOT / "toolkit/executors/deliver.py")]
+    printed = subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout
+    assert len(printed) < 10 * 2**20
+    found = files_in(printed.splitlines())
+    sizes = {name: len(content) for name, content in found.items() if name in names}
+    assert sizes == {names[0]: 3 * 2**20, names[1]: 2 * 2**20, names[3]: 2**20}
+    assert found[f"{names[2]}.size"] == b"%d" % (2 * 2**20)
 
 
 # ---- In pods
@@ -85,8 +124,10 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeKube
         yield found
 
 
-def executor(workload: str = "Job", **more: Any) -> toolkit.KubernetesExecutor:
-    profile = toolkit.KubernetesProfile(name="k8s", workload=workload)
+def executor(
+    workload: str = "Job", *, claim: str | None = None, **more: Any
+) -> toolkit.KubernetesExecutor:
+    profile = toolkit.KubernetesProfile(name="k8s", workload=workload, runs_claim=claim)
     parameters = {"nodes": 2, "image": "train:1", "env": {"OMP_NUM_THREADS": "1"}, **more}
     return toolkit.KubernetesExecutor(profile, **parameters)
 
@@ -116,9 +157,83 @@ def test_the_first_rank_to_fail_is_told_with_its_trace(server: FakeKubernetes) -
     assert "rank 1: ArithmeticError: rank 1 cannot do this" in job.run.status().reason
 
 
-def test_a_call_that_no_configmap_holds_is_refused_before_anything_is_made(
+def test_a_call_that_no_configmap_holds_is_refused_where_there_is_no_claim(
     server: FakeKubernetes,
 ) -> None:
-    with pytest.raises(toolkit.PlanError, match="a ConfigMap holds"):
+    with pytest.raises(toolkit.PlanError, match="a ConfigMap holds 1008KiB; name a runs_claim"):
         executor().map_array(len, [b"1", b"x" * 2**20])
     assert server.requests == []
+
+
+def pods(server: FakeKubernetes) -> list[str]:
+    return [str(pod["metadata"]["name"]) for pod in server.objects_of("Pod")]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_call_of_just_the_limit_is_in_the_configmap_and_a_larger_one_on_the_claim(
+    server: FakeKubernetes, until: Until, more: int
+) -> None:
+    ours = executor(claim="runs")
+
+    def files(size: int) -> dict[str, bytes]:
+        job = ours._job(ours.parameters, len)
+        return files_of(job, len, (b"x" * size,), {}, delivered=True)
+
+    size = PAYLOAD_LIMIT - sum(map(len, files(2**19).values())) + 2**19 + more
+    wanted = files(size)
+    assert sum(map(len, wanted.values())) == PAYLOAD_LIMIT + more
+    server.refuse_pods = "only those that somebody makes"
+    job = ours.submit(len, b"x" * size)
+    (payload,) = server.objects_of("ConfigMap")
+    mounted = {f"function/{k}": b64decode(v) for k, v in payload["binaryData"].items()}
+    claim = server.root / "claims/runs" / job.run.name
+    placed = {str(f.relative_to(claim)): f.read_bytes() for f in claim.rglob("*") if f.is_file()}
+    assert mounted | placed == wanted
+    assert placed == apart(wanted)
+    assert list(placed) == ["function/call.pkl"] * more
+    assert job.submission().args == (b"x" * size,)
+    until(lambda: not pods(server), "no pod is left")
+
+
+def test_large_arguments_and_results_travel_by_the_claim(
+    server: FakeKubernetes, until: Until
+) -> None:
+    data, extra = os.urandom(5 * 2**20), 2**20
+
+    def twice(data: bytes) -> tuple[int, bytes]:
+        from torch import distributed
+
+        return distributed.get_rank(), data + data[:extra]
+
+    server.faults = [Fault(path=".*/exec", cut=9)]  # then it is sent again
+    job = executor(claim="runs").submit(twice, data)
+    until(lambda: len(pods(server)) == 2, "the transfer's pod is gone")
+    job.wait()
+    server.forbid("pods/exec", "get")
+    with pytest.raises(submitit.core.utils.UncompletedJobError, match="Role training-transfer"):
+        job.results()
+    server._forbidden.clear()
+    server.requests.clear()
+    assert job.results() == [(rank, data + data[:extra]) for rank in (0, 1)]
+    assert job.task(1).result() == (1, data + data[:extra])
+    made = [path for method, path, _ in server.requests if method == "POST"]
+    assert len(made) == 1  # for both ranks
+    until(lambda: len(pods(server)) == 2, "the transfers' pods are gone")
+    assert not any("transfer" in name for name in pods(server))
+
+
+def test_a_call_whose_arguments_cannot_be_brought_to_the_claim_leaves_nothing(
+    server: FakeKubernetes, until: Until
+) -> None:
+    server.forbid("pods/exec", "create")
+    with pytest.raises(toolkit.LauncherError, match="Role training-transfer"):
+        executor(claim="runs").submit(len, b"x" * 2**20)
+    until(lambda: not pods(server), "no pod is left")
+    assert [kind for kind in ("Job", "ConfigMap", "Service") if server.objects_of(kind)] == []
+    assert list(toolkit.list_runs()) == []
+
+
+def test_a_large_result_without_a_claim_is_told_with_the_way_out(server: FakeKubernetes) -> None:
+    job = executor(nodes=1).submit(lambda: b"x" * (LIMIT + 1))
+    with pytest.raises(submitit.core.utils.UncompletedJobError, match="name a runs_claim"):
+        job.result()

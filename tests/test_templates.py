@@ -74,10 +74,12 @@ def test_extended_by_nothing_our_template_renders_the_same(kind: str, tmp_path: 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_template_may_replace_ours(kind: str, tmp_path: Path) -> None:
-    profile = write(tmp_path, "{{ job.name | sh }} {{ profile.kind }}\n", kind=kind)
-    assert rendered(profile) == f"probe {kind}\n"
-    profile = write(tmp_path, "changed, and a good deal longer\n", kind=kind)
-    assert rendered(profile) == "changed, and a good deal longer\n"
+    thing = "apiVersion: kubeflow.org/v1\nkind: PyTorchJob\nmetadata: {name: probe}\n"
+    rest = thing if kind == "kubernetes" else ""  # where it must be one
+    profile = write(tmp_path, "# {{ job.name | sh }} {{ profile.kind }}\n" + rest, kind=kind)
+    assert rendered(profile) == f"# probe {kind}\n{rest}"
+    profile = write(tmp_path, "# changed, and a good deal longer\n" + rest, kind=kind)
+    assert rendered(profile) == f"# changed, and a good deal longer\n{rest}"
 
 
 @pytest.mark.parametrize(
@@ -155,3 +157,27 @@ def test_a_part_of_a_manifest_is_changed_for_every_workload(tmp_path: Path, work
     entry = "- {name: NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}"
     assert (added[0], added[1:].strip()) == ("+", entry)
     assert list(yaml.safe_load_all(rendered(yours)))[-1]["kind"] == workload
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "message"),
+    [
+        ("pod", "foo: [", ": not YAML: did not find expected node content"),
+        ("job", "a: 1", ":1: an object without apiVersion and kind; every manifest says both"),
+        ("job", "- 1", ":1: is no object; write apiVersion, kind and metadata"),
+        ("job", "", "holds no object"),
+        ("job", "apiVersion: batch/v1\nkind: Job\nmetadata: {name: x}", "holds no Job named 'a'"),
+    ],
+)
+def test_what_is_no_manifest_is_told_wherever_it_is_rendered(
+    part: str, text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"templates/kubernetes/{part}.yaml.j2"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    folder = tmp_path / "templates"
+    profile = toolkit.KubernetesProfile(name="k", workload="Job", templates_dir=str(folder))
+    with pytest.raises(RenderError) as caught:
+        toolkit.render(toolkit.plan(toolkit.JobSpec(name="a", module="m", image="i:1"), profile))
+    assert str(caught.value).startswith(f"what {folder} renders")
+    assert message in str(caught.value)

@@ -3,6 +3,7 @@
 Pure. The server itself knows strategic merge only for its own kinds; here it works for all of them.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -119,7 +120,8 @@ def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dic
         try:
             document = jsonpatch.JsonPatch([operation]).apply(document)
         except (jsonpatch.JsonPatchException, JsonPointerException, TypeError) as error:
-            raise _Unfit(f"json[{at}] {json_quote(operation)} does not apply: {error}") from None
+            said = re.sub(r" in \{.*", "", str(error), flags=re.DOTALL)  # all of the object
+            raise _Unfit(f"json[{at}] {json_quote(operation)} does not apply: {said}") from None
     if not isinstance(document, dict):
         raise _Unfit("json: nothing of the object is left")
     return document

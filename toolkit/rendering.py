@@ -22,7 +22,7 @@ from jinja2 import (
 )
 
 import toolkit
-from toolkit.errors import Problem, RenderError
+from toolkit.errors import InputError, Problem, RenderError
 from toolkit.fields import IN_RUN_DIR
 from toolkit.patching import patched
 from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
@@ -144,7 +144,10 @@ def _filled(plan: LaunchPlan, name: str) -> str:
     folder = plan.profile.templates_dir
     if folder is None:
         return _environment().get_template(name).render(known)
-    return _render_yours(Path(folder), name, known)
+    text = _render_yours(Path(folder), name, known)
+    if isinstance(plan, KubernetesPlan):
+        _require_objects(text, Path(folder), plan)
+    return text
 
 
 def _render_yours(folder: Path, name: str, known: Mapping[str, object]) -> str:
@@ -159,6 +162,20 @@ def _render_yours(folder: Path, name: str, known: Mapping[str, object]) -> str:
     except Exception as error:
         problem = Problem(place=_place(error, folder, name), message=_said(error, name, known))
         raise RenderError([problem]) from error
+
+
+def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
+    """Make sure that what the user's templates make of a plan is what a cluster takes."""
+    from toolkit.manifests.reading import read_manifests
+
+    place = f"what {folder} renders"
+    try:
+        found = read_manifests(text, place).manifests
+    except InputError as error:
+        raise RenderError(error.problems) from None
+    if not any(one.kind == plan.workload and one.name == plan.run_name for one in found):
+        message = f"holds no {plan.workload} named {plan.run_name!r}, which makes the pods"
+        raise RenderError([Problem(place=place, message=message)])
 
 
 def _holds_ours(folder: Path, name: str) -> bool:

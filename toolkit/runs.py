@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.dependencies import Dependency, parse_dependency
-from toolkit.errors import LauncherError, PlanError, Problem, ProfileError
+from toolkit.errors import LauncherError, PlanError, Problem, ProfileError, RunNotFound
 from toolkit.launchers import registry
 from toolkit.launchers.base import Launcher, Run, RunStatus, pauses
 from toolkit.planning import SlurmPlan, plan
@@ -99,12 +99,22 @@ def ask_site(job: JobSpec, *, to: str | Profile) -> list[Problem]:
 def open_run(name: str, *, environ: Mapping[str, str] = os.environ) -> Run:
     """Return the handle of a run by its URI, its name, or its run directory.
 
-    That of a sweep's point is `RUN_7`, or `RUN/NAME` with the point's name.
+    That of a sweep's point is `RUN_7`, or `RUN/NAME` with the point's name. What was not submitted
+    from here is opened by its run directory, or as `k8s://NAMESPACE/NAME` by the cluster's word.
 
     Raises:
         RunNotFound: there is none.
     """
-    record, point = registry.find_point(name, environ=environ)
+    try:
+        record, point = registry.find_point(name, environ=environ)
+    except RunNotFound:
+        if not name.startswith("k8s://"):
+            raise
+        from toolkit.launchers.k8s.strangers import is_uri, run_in_cluster
+
+        if not is_uri(name):
+            raise
+        return run_in_cluster(name, environ=environ)
     return _open(record) if point is None else _open(record).point(point)
 
 

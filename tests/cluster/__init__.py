@@ -42,14 +42,19 @@ What goes wrong on demand:
   refuses), `forbid(RESOURCE, *VERBS)` (RBAC), `tokens = {"t"}` (others get 401).
 - `requests` lists every request: method, path, query. `watches` counts those that are open.
 
+With auto_run, pods that ask for more CPUs than any node has are not scheduled, and images of hosts
+called `….invalid` cannot be pulled.
+
 `cluster_under_test()` (tests/cluster/real.py) is this or, with KUBECONFIG set and
-TOOLKIT_TEST_CLUSTER=1, a real one. `python -m tests.cluster --kubeconfig FILE` serves one.
+TOOLKIT_TEST_CLUSTER=1, a real one: `make test-cluster`, CONTRIBUTING.md. `python -m tests.cluster
+--kubeconfig FILE` serves one.
 
 Modules: `resources` (the table of kinds), `store` (objects, versions, journal), `wire` (HTTP),
 `reading` (lists, watches), `api` (verbs), `selecting`, `patching`, `applying` (server-side apply),
-`checking` (schemas), `admission` (webhooks, Pod Security, immutable fields), `kubelet` and
-`containers` (processes), `indexed`, `jobsets`, `trainjobs`, `pytorchjobs`, `kueue` (controllers),
-`hands` (what a test does), `fake` (FakeKubernetes).
+`checking` (schemas), `admission` (webhooks, Pod Security, immutable fields), `kubelet`,
+`containers` and `execs` (processes, `pods/exec`), `nodes` (what fits), `indexed`, `jobsets`,
+`trainjobs`, `pytorchjobs`, `kueue` (controllers), `hands` (what a test does), `fake`
+(FakeKubernetes).
 """
 
 from tests.cluster.fake import FakeKubernetes

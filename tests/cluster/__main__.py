@@ -26,6 +26,7 @@ def main() -> None:
         namespaces=(given.namespace,),
         auto_run=not given.idle,
         restricted=not given.privileged,
+        kueue=True,
         port=given.port,
     ) as server:
         server.apply(RUNTIME.read_text().replace("namespace: team-a", ""))

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tests.cluster.admission import admit_create, admit_update
 from tests.cluster.applying import Ownership
@@ -18,7 +18,7 @@ __all__ = ["Api"]
 _PATH = re.compile(
     r"/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+)/(?P<version>[^/]+))"
     r"(?:/namespaces/(?P<namespace>[^/]+)(?=/(?!status$|finalize$)))?"
-    r"/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>status|log|scale|eviction))?"
+    r"/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>status|log|scale|eviction|exec))?"
 )
 _NOT_FOUND = 404, "404 page not found\n"
 _DONE = status_object(200, "", "", word="Success")
@@ -144,6 +144,8 @@ class Api(Reading):
             return 201, self._create(resource, namespace, request)
         if sub == "log":
             return 200, self.log_lines(self.get(resource, namespace, name), request)
+        if sub == "exec":
+            return 101, self.exec_in(self.get(resource, namespace, name), request)
         if sub == "eviction":
             self.disrupt(self.get(resource, namespace, name), "EvictionByEvictionAPI")
             return 201, _DONE
@@ -157,6 +159,10 @@ class Api(Reading):
 
     def log_lines(self, pod: Object, request: Request) -> Iterator[bytes]:
         """Return what a pod's container has printed."""
+        raise NotImplementedError
+
+    def exec_in(self, pod: Object, request: Request) -> Callable[..., None]:
+        """Return what runs a command in a pod's container, over the connection of the request."""
         raise NotImplementedError
 
     def disrupt(self, pod: Object, reason: str) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,7 @@ class Container:
 
         # What is said in words of the cluster is said in words of this machine; a script, with its
         # many lines, has no addresses.
+        self._placed = placed
         self._argv = [
             os.fsencode(placed(word if "\n" in word else hosts.translated(word)))
             for word in (os.fsdecode(one) for one in argv)
@@ -234,6 +235,19 @@ class Container:
         reader.join()
         process.stdout.close()
         return code if code >= 0 else 128 - code
+
+    def execute(self, argv: Sequence[str], listens: bool) -> "subprocess.Popen[bytes]":
+        """Start one more command in it."""
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [self._placed(word) for word in argv],
+            env=self._env,
+            cwd=self._cwd if self._cwd.is_dir() else REPOSITORY,
+            stdin=pipe if listens else subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,
+        )
 
     def terminate(self, grace_s: float) -> None:
         """Send SIGTERM to the first process, and SIGKILL to all after the grace period."""

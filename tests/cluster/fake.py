@@ -5,7 +5,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -61,7 +61,7 @@ class FakeKubernetes(Hands):
 
     # Serving.
 
-    def __enter__(self) -> "FakeKubernetes":
+    def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="fake-kubernetes-")
         self.root = Path(self._folder.name)
         self._serve(self._port)

@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from tests.cluster import indexed, jobsets, kueue, pytorchjobs, trainjobs
-from tests.cluster.kubelet import POD, Kubelet, container_status, set_condition
+from tests.cluster.execs import Execs
+from tests.cluster.kubelet import POD, container_status, set_condition
 from tests.cluster.resources import WORKLOADS, Resource, of_kind
 from tests.cluster.store import controller_of
 from tests.cluster.wire import Object, Request
@@ -31,7 +32,7 @@ _TERMINAL = {
 }
 
 
-class Hands(Kubelet):
+class Hands(Execs):
     """A cluster in which a test makes happen what it is about."""
 
     # What a test asks.

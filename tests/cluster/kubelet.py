@@ -17,6 +17,7 @@ from typing import Any
 from tests.cluster.admission import admit_create
 from tests.cluster.api import Api
 from tests.cluster.containers import Container, Hosts
+from tests.cluster.nodes import not_pulled, not_scheduled
 from tests.cluster.resources import of_kind
 from tests.cluster.store import stamp
 from tests.cluster.wire import Object, Refusal, Request
@@ -93,8 +94,7 @@ class Kubelet(Api):
 
     def new_pod(self, pod: Object, owner: Object) -> Object | None:
         """Make a pod as a controller does, or say in an event why it cannot be made."""
-        name, kind = pod["metadata"]["name"], owner["kind"]
-        space = owner["metadata"]["namespace"]
+        kind, space = owner["kind"], owner["metadata"]["namespace"]
         pod |= {"apiVersion": "v1", "kind": "Pod"}
         pod["metadata"] |= {
             "namespace": space,
@@ -113,6 +113,11 @@ class Kubelet(Api):
                 words = f"Error creating: {words}"
             self.warn(owner_name, reason, words, namespace=space, kind=kind)
             return None
+        self.schedule(pod)
+        return pod
+
+    def schedule(self, pod: Object) -> None:
+        """Give a pod that was made to the node."""
         pod["status"] = {
             "phase": "Pending",
             "conditions": [{"type": "PodScheduled", "status": "True"}],
@@ -120,6 +125,7 @@ class Kubelet(Api):
                 {
                     "name": one["name"],
                     "image": one["image"],
+                    "imageID": "",
                     "ready": False,
                     "restartCount": 0,
                     "state": {"waiting": {"reason": "ContainerCreating"}},
@@ -134,8 +140,7 @@ class Kubelet(Api):
         self.hosts.add(pod)
         self.put(POD, pod)
         if self.auto_run:
-            self.in_background(lambda: self._run_pod(name, pod))
-        return pod
+            self.in_background(lambda: self._run_pod(pod["metadata"]["name"], pod))
 
     refuse_pods: str | None = None
     """Why no pods can be made; None lets them be made."""
@@ -273,6 +278,18 @@ class Kubelet(Api):
 
     def _made_container(self, pod: Object) -> Container | None:
         """Return the container of a pod; None where its status says why it cannot be made."""
+        if words := not_scheduled(pod):
+            set_condition(
+                pod, "PodScheduled", reason="Unschedulable", message=words, status="False"
+            )
+            container_status(pod)["state"] = {"waiting": {}}
+            self.put(POD, pod)
+            return None
+        if words := not_pulled(pod):
+            waiting = {"reason": "ErrImagePull", "message": words}
+            container_status(pod)["state"] = {"waiting": waiting}
+            self.put(POD, pod)
+            return None
         texts, space = self._texts("ConfigMap"), pod["metadata"]["namespace"]
         secrets = {**self.secrets, **self._texts("Secret")}
         for volume in pod["spec"].get("volumes") or ():
@@ -423,7 +440,7 @@ def set_condition(
     conditions: list[Any] = thing.setdefault("status", {}).setdefault("conditions", [])
     new = {"type": kind, "status": status, "reason": reason, "message": message}
     for one in conditions:
-        if one["type"] == kind and {k: one[k] for k in new} == new:
+        if one["type"] == kind and new.items() <= one.items():
             return
     conditions[:] = [one for one in conditions if one["type"] != kind]
     conditions.append(new | {"lastTransitionTime": stamp()})

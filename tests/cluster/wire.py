@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -83,6 +84,9 @@ class Fault:
     latency_s: float = 0.0
     """Seconds before anything is done."""
 
+    held: threading.Event | None = None
+    """What is waited for before anything is done."""
+
     cut: int | None = None
     """A stream (watch, log) is answered, and its connection breaks after so many lines."""
 
@@ -145,6 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
             fault = self._fault(cluster, url.path, url.query)
         if fault is not None and fault.latency_s:
             time.sleep(fault.latency_s)
+        if fault is not None and fault.held is not None:
+            fault.held.wait()
         request = Request(
             method=self.command,
             path=url.path,
@@ -172,6 +178,9 @@ class _Handler(BaseHTTPRequestHandler):
             answer = fault.text or status_object(status, fault.reason, fault.message)
             if fault.retry_after is not None:
                 headers["Retry-After"] = fault.retry_after
+        if callable(answer):  # it takes over the connection
+            answer(self, fault.cut if fault is not None else None)
+            return
         if isinstance(answer, Iterator):
             self._stream(answer, fault.cut if fault is not None else None)
             return

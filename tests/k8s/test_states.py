@@ -363,3 +363,13 @@ def test_what_is_kept_of_an_object_tells_the_same_as_the_object(workload: Worklo
         whole = found | {"metadata": found["metadata"] | rich, "spec": {"template": "y" * 9000}}
         assert judge(kind, digest(kind, whole)) == judge(kind, whole)
         assert len(str(digest(kind, whole))) < 600
+
+
+def test_a_run_that_starts_again_and_again_says_so() -> None:
+    found = thing(restarts=9, replicatedJobsStatus=[{"name": "node", "ready": 2}])
+    assert judged(found, "JobSet") == status(RUNNING, "restart 9")
+    counted = thing(jobsStatus=[{"name": "node", "ready": 2}])  # a TrainJob's pods alone tell it
+    runs = pod(attempt="3", containerStatuses=[{"state": {"running": {}}}])
+    assert judged(counted, "TrainJob", pods=[runs]) == status(RUNNING, "restart 3")
+    found = thing(active=2, ready=2, failed=2)
+    assert judged(found, "Job") == status(RUNNING, "2 pods have failed and been replaced")

@@ -17,7 +17,7 @@ import toolkit
 from tests.conftest import ROOT
 from tests.train.datasets import FASHION_MNIST, SHUTTLE, there
 from train import tasks
-from train.data import Batch, Order, source_of
+from train.data import Batch, Order, permutation, source_of
 from train.environment import Place
 from train.errors import UsageError
 from train.evaluation import BATCH, parts_of
@@ -42,6 +42,31 @@ def composed(task: Task, samples: int = 5) -> None:
 @pytest.mark.parametrize("name", ["digits", "chars"])
 def test_pieces_make_up_the_model(name: str) -> None:
     composed(tasks.load(name))
+
+
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    task = tasks.load("digits")
+    images, labels = load_digits(return_X_y=True)
+    known = Batch(
+        inputs=torch.from_numpy(images).float() / 16, targets=torch.from_numpy(labels).long()
+    )
+    shuffled = known.take(permutation(len(known), seed=0, epoch=0))
+    for part, source in (
+        (shuffled.part(0, 360), source_of(task.test())),
+        (shuffled.part(360, len(shuffled)), source_of(task.train())),
+    ):
+        found = source.take(torch.arange(len(part)))
+        assert found.inputs.equal(part.inputs) and found.targets.equal(part.targets)
+
+
+def test_without_scikit_learn_the_digits_say_what_they_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install scikit-learn"):
+        tasks.load("digits")
 
 
 def test_every_task_says_how_far_it_has_come() -> None:

@@ -18,15 +18,22 @@ MARK = "@torch-deploy-toolkit"
 CHUNK = 9_000
 """Bytes of a line, which are 12,000 signs: container runtimes break lines at 16 KiB."""
 LIMIT = 4 * 2**20
-"""Bytes of a file: a node keeps 10 MiB of a container's log unless told otherwise."""
+"""Bytes of a file."""
+POD_LIMIT = 6 * 2**20
+"""Bytes of all files of a pod, 8 MiB of signs: a node keeps 10 MiB of a container's log."""
+LONGEST = 50_000
+"""Signs of a failure's message, and of its traceback, of which the end counts."""
 ECHO_WAIT_S = 5
 """How long a pod whose ranks have only lost another one stays: the first pod that ends as failed
 can take all others along, with their logs, and that shall be the cause's own."""
 
 
-def lines_of(name: str, content: bytes) -> Iterator[str]:
-    """Yield the lines that hold a file: its name, `PART/PARTS`, and the bytes in base 64."""
-    if len(content) > LIMIT:
+def lines_of(name: str, content: bytes, room: int = LIMIT) -> Iterator[str]:
+    """Yield the lines that hold a file: its name, `PART/PARTS`, and the bytes in base 64.
+
+    Of a file larger than LIMIT or `room`, one line says how large it is.
+    """
+    if len(content) > min(LIMIT, room):
         yield f"{MARK} {name} too-large {len(content)}"
         return
     chunks = [content[at : at + CHUNK] for at in range(0, len(content), CHUNK)] or [b""]
@@ -42,20 +49,33 @@ def left_here(run_dir: Path, host: str, attempt: int) -> Iterator[tuple[str, byt
         for link in sorted(folder.glob("logs-*"))
         if link.is_symlink() and host in link.readlink().parts
     ]
-    names = [f"rank-{rank}.{kind}" for rank in ranks for kind in ("error.json", "pkl")]
+    # Failures first: there is always room for them.
+    names = [f"rank-{rank}.{kind}" for kind in ("error.json", "pkl") for rank in ranks]
     for path in [run_dir / "outcome.json", *(folder / name for name in names)]:
         if path.is_file():
-            yield str(path.relative_to(run_dir)), path.read_bytes()
+            content = path.read_bytes()
+            error = path.name.endswith(".error.json")
+            yield str(path.relative_to(run_dir)), shortened(content) if error else content
+
+
+def shortened(content: bytes) -> bytes:
+    """Return a rank's failure with no more of its words than people read."""
+    failure = json.loads(content)
+    said, extra = failure["message"], failure["message"]["extraInfo"]
+    said["message"] = said["message"][:LONGEST]
+    extra["py_callstack"] = extra["py_callstack"][-LONGEST:]
+    return json.dumps(failure).encode()
 
 
 def main() -> int:
     """Print them; then, since Kubernetes keeps the end of a log, once more what has failed."""
     attempt = int(os.environ.get("TRAIN_ATTEMPT") or 0)
     run_dir, host = Path(os.environ["TRAIN_RUN_DIR"]), os.environ["HOSTNAME"]
-    failures = []
+    failures, room = [], POD_LIMIT
     for name, content in left_here(run_dir, host, attempt):
-        for line in lines_of(name, content):
+        for line in lines_of(name, content, room):
             print(line)
+        room -= len(content) if len(content) <= min(LIMIT, room) else 0
         if name.endswith(".error.json"):
             failures.append(json.loads(content)["message"])
     for failure in failures:

@@ -4,22 +4,23 @@ import base64
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from submitit.core import core
-from submitit.core.utils import DelayedSubmission
+from submitit.core.utils import DelayedSubmission, UncompletedJobError
 
 from toolkit.errors import LauncherError, PlanError, ProfileError
-from toolkit.executors.deliver import LIMIT, MARK
+from toolkit.executors.deliver import MARK
 from toolkit.executors.jobs import FunctionJob
 from toolkit.executors.payload import files_of
 from toolkit.executors.submitting import RunExecutor
 from toolkit.executors.worker import weight
 from toolkit.launchers import registry
 from toolkit.launchers.base import Run
-from toolkit.launchers.k8s import KubernetesLauncher, KubernetesRun
+from toolkit.launchers.k8s import KubernetesLauncher, KubernetesRun, claim
+from toolkit.launchers.k8s.submission import PAYLOAD_LIMIT, apart
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile, Profile, load_profile
 from toolkit.quantities import format_size
@@ -29,18 +30,46 @@ __all__ = ["KubernetesExecutor", "PodJob", "files_in"]
 
 R = TypeVar("R", covariant=True)
 
-PAYLOAD_LIMIT = 1024 * 1024 - 16 * 1024
-"""Bytes of what is submitted: a ConfigMap holds 1 MiB, keys and names included."""
-
 _PART = re.compile(
     rf"{MARK} (?P<name>[\w./-]+) (?:(?P<number>\d+)/(?P<count>\d+) (?P<chunk>[\w+/=]*)"
     r"|too-large (?P<size>\d+))$"
 )
+_SIZE = ".size"
 _NAME = re.compile(r"outcome\.json|function/attempt-\d+/rank-\d+\.(?:pkl|error\.json)")
 
 
 class PodJob(FunctionJob[R]):
-    """A call in pods, whose disks this process does not see: what they leave is in their logs."""
+    """A call in pods, whose disks this process does not see: what they leave is in their logs.
+
+    There stands but the size of what is too large for a log; it is read from the claim.
+    """
+
+    def _bring(self, ranks: Sequence[int]) -> None:
+        paths = [self._call.result(rank) for rank in ranks]
+        if not all(path.exists() or size_of(path) for path in paths):
+            self._fetch()
+        large = [path for path in paths if not path.exists() and size_of(path)]
+        if not large:
+            return
+        assert isinstance(self.run, KubernetesRun)
+        try:
+            if self.run.record.profile.get("runs_claim") is None:
+                raise LauncherError(
+                    "results come back in the logs of the pods, a few MiB from each; name a "
+                    "runs_claim in the profile, on which there is room, or return less"
+                )
+            base = self._call.run_dir
+            missing = claim.fetch(self.run, {str(p.relative_to(base)): p for p in large})
+            if missing:
+                raise LauncherError(f"there is no {', '.join(sorted(missing))} on the claim")
+        except LauncherError as error:
+            sizes = format_size(sum(map(size_of, large)))
+            raise UncompletedJobError(
+                f"Job {self.job_id} has results of {sizes} that cannot be brought here: {error}"
+            ) from error
+
+    def _has_returned(self, path: Path) -> bool:
+        return super()._has_returned(path) or bool(size_of(path))
 
     def _fetch(self) -> None:
         assert isinstance(self.run, KubernetesRun)
@@ -67,7 +96,8 @@ class KubernetesExecutor(RunExecutor):
     """Calls functions on every rank of a torchrun group in pods.
 
     The function travels in a ConfigMap, and results come back in the logs of the pods: so neither
-    needs a disk that pods and this process share. Calls of an array are runs of their own.
+    needs a disk that pods and this process share. What is too large for that goes to and from the
+    claim of the run directories, through a pod of its own. Calls of an array are runs of their own.
     """
 
     job_class = PodJob
@@ -107,11 +137,12 @@ class KubernetesExecutor(RunExecutor):
     def _prepared(self, call: DelayedSubmission) -> tuple[JobSpec, dict[str, bytes]]:
         job = self._job(self.parameters, call.function)
         files = files_of(job, call.function, call.args, call.kwargs, delivered=True)
-        if (size := sum(map(len, files.values()))) > PAYLOAD_LIMIT:
+        if apart(files) and self._profile.runs_claim is None:
             raise PlanError(
-                f"the call of {job.name!r} is {format_size(size)} pickled, and a ConfigMap holds "
-                f"{format_size(PAYLOAD_LIMIT)}; let the function read its data in the pod, from "
-                "a volume (mounts) or the network, rather than take it as an argument"
+                f"the call of {job.name!r} is {format_size(sum(map(len, files.values())))} "
+                f"pickled, and a ConfigMap holds {format_size(PAYLOAD_LIMIT)}; name a runs_claim "
+                f"in profile {self._profile.name!r}, by which it can travel, or let the function "
+                "read its data in the pod, from a volume (mounts) or the network"
             )
         return job, files
 
@@ -123,7 +154,7 @@ class KubernetesExecutor(RunExecutor):
 def files_in(lines: Iterable[str]) -> dict[str, bytes]:
     """Return the files that the lines of a log hold; of several outcomes, what weighs most.
 
-    A file that was too large for the log is told as the failure of its rank.
+    Of a file that was too large for the log, the size, see `size_of`.
     """
     parts: dict[tuple[str, int], dict[int, bytes]] = {}
     found: dict[str, bytes] = {}
@@ -134,8 +165,7 @@ def files_in(lines: Iterable[str]) -> dict[str, bytes]:
         if not _NAME.fullmatch(name):
             continue
         if match["size"]:
-            failure = name.replace(".pkl", ".error.json")
-            found[failure] = _too_large(name, int(match["size"]))
+            found[f"{name}{_SIZE}"] = match["size"].encode()
             continue
         number, count = int(match["number"]), int(match["count"])
         kept = parts.setdefault((name, count), {})
@@ -153,14 +183,12 @@ def _keep(found: dict[str, bytes], name: str, content: bytes) -> None:
         found[name] = content
 
 
-def _too_large(name: str, size: int) -> bytes:
-    rank = int(name.rpartition("rank-")[2].partition(".")[0])
-    said = (
-        f"the result of rank {rank} is {format_size(size)}, and results come back in the pods' "
-        f"logs, up to {format_size(LIMIT)}; return less, or write it to a volume\n"
-    )
-    extra = {"rank": rank, "host": "its pod", "time": 0.0, "echo": False, "py_callstack": said}
-    return json.dumps({"message": {"message": said, "extraInfo": extra}}).encode()
+def size_of(path: Path) -> int:
+    """Return the size of a file that was too large for a log; 0 where none is known."""
+    try:
+        return int(path.with_name(f"{path.name}{_SIZE}").read_text())
+    except FileNotFoundError:
+        return 0
 
 
 def write(files: Mapping[str, bytes], run_dir: Path) -> None:

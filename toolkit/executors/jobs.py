@@ -4,7 +4,7 @@ import collections
 import contextlib
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -170,6 +170,7 @@ class FunctionJob(core.Job[R]):
         if (error := self.exception()) is not None:
             raise error
         ranks = range(self._call.ranks) if self._rank is None else (self._rank,)
+        self._bring(ranks)
         return [self._load(rank) for rank in ranks]
 
     def exception(self) -> UncompletedJobError | None:
@@ -180,7 +181,7 @@ class FunctionJob(core.Job[R]):
             return None
         failures = self._call.failures()
         if self._rank is not None:
-            if self._call.result(self._rank).exists():
+            if self._has_returned(self._call.result(self._rank)):
                 return None
             failures = [f for f in failures if f.rank == self._rank and not f.echo] or failures
         if failures and not failures[0].echo:
@@ -212,6 +213,17 @@ class FunctionJob(core.Job[R]):
             last = collections.deque(self.run.logs(), maxlen=_LOG_LINES)
             text += [f"The last lines of its log, in {self._call.run_dir / 'logs'}:", *last]
         return "\n".join(text)
+
+    def _bring(self, ranks: Sequence[int]) -> None:
+        """Bring here the results of ranks that do not come by themselves.
+
+        Raises:
+            UncompletedJobError: they cannot be brought.
+        """
+
+    def _has_returned(self, path: Path) -> bool:
+        """Whether a rank has returned something, which lies there or can be brought there."""
+        return path.exists()
 
     def _is_here(self, path: Path) -> bool:
         """Whether a file that a rank has left is to be read here."""

@@ -330,8 +330,8 @@ def load(place: Place, store: Any, python: str) -> Call:
         older = (f"attempt-{number}/next.pkl" for number in range(place.attempt - 1, -1, -1))
         left = (name for name in older if (place.function_dir / name).exists())
         store.set("call", next(left, "call.pkl"))
-    name = store.get("call").decode()
-    path = (place.function_dir if "/" in name else place.submitted_dir) / name
+    path = place.submitted_dir / (name := store.get("call").decode())
+    path = path if path.exists() else place.function_dir / name  # too large to be mounted, or left
     until_s = time.monotonic() + FILE_WITHIN_S
     while not path.exists() and time.monotonic() < until_s:
         time.sleep(0.1)

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from toolkit.errors import LauncherError, RunNotFound
+from toolkit.errors import LauncherError, RunLost, RunNotFound
 from toolkit.launchers.registry import RunRecord
 from toolkit.launchers.run_logs import LogView
 from toolkit.planning import LaunchPlan
@@ -150,9 +150,20 @@ class Run(abc.ABC):
 
         return [told(run) for run in runs]
 
-    def watching(self, runs: "Sequence[Run]") -> contextlib.AbstractContextManager[None]:
-        """Keep an eye on runs of this place while somebody waits, where that asks less often."""
+    def watching(
+        self, runs: "Sequence[Run]", *, explained: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Keep an eye on runs of this place while somebody waits, where that asks less often.
+
+        Args:
+            runs: The runs.
+            explained: Whether somebody wants to know meanwhile what each of them waits for.
+        """
         return contextlib.nullcontext()
+
+    def _pause(self, pause_s: float) -> None:
+        """Let time pass between two questions; less, where a change is noticed."""
+        time.sleep(pause_s)
 
     def logs(
         self,
@@ -223,20 +234,25 @@ class Run(abc.ABC):
         Raises:
             LauncherError: the run directory cannot be seen from here.
         """
-        from toolkit.launchers.metrics import read_metrics, table
+        from toolkit.launchers.metrics import table
 
-        if self.run_dir is None:
-            raise LauncherError(f"{self.uri}: its run directory cannot be seen from here")
         if not self.points:
-            return table(read_metrics(self.run_dir))
-        known = ((point, point.run_dir or self.run_dir) for point in self.points)
+            return table(self._measured())
         return table(
             [
                 {"point": point.name.rpartition("/")[2], **point.settings, **row}
-                for point, folder in known
-                for row in read_metrics(folder)
+                for point in self.points
+                for row in point._measured()
             ]
         )
+
+    def _measured(self) -> list[dict[str, Any]]:
+        """Return what a run that is no sweep has measured."""
+        from toolkit.launchers.metrics import read_metrics
+
+        if self.run_dir is None:
+            raise LauncherError(f"{self.uri}: its run directory cannot be seen from here")
+        return read_metrics(self.run_dir)
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> RunStatus:
         """Return the status once the run has ended.
@@ -247,7 +263,7 @@ class Run(abc.ABC):
 
         Raises:
             TimeoutError: it has not ended, `timeout_s` seconds later.
-            RunNotFound: nobody can tell how it ended.
+            RunLost: nobody can tell how it ended.
         """
         from toolkit.launchers.notebook import Progress
 
@@ -255,23 +271,26 @@ class Run(abc.ABC):
         shown = (
             Progress(self) if (Progress.is_watched() if progress is None else progress) else None
         )
-        waits = pauses()
         try:
-            while True:
-                points = self.statuses() if self.points else []
-                status = self.sum_of(points) if self.points else self.status()
-                if shown:
-                    shown.show(status, points)
-                if status.state.final:
-                    return status
-                if status.lost:
-                    raise RunNotFound(f"{self.uri}: {status.reason}")
-                if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError(f"{self.uri} is still {status.state} after {timeout_s} s")
-                time.sleep(next(waits))
+            with self.watching([self], explained=shown is not None):
+                for pause_s in pauses():
+                    points = self.statuses() if self.points else []
+                    status = self.sum_of(points) if self.points else self.status()
+                    if shown:
+                        shown.show(status, points)
+                    if status.state.final:
+                        return status
+                    if status.lost:
+                        raise RunLost(f"{self.uri}: {status.reason}")
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise TimeoutError(
+                            f"{self.uri} is still {status.state} after {timeout_s} s"
+                        )
+                    self._pause(pause_s)
         finally:
             if shown:
                 shown.close()
+        raise AssertionError("there is always another pause")
 
     def _repr_html_(self) -> str:
         """Show the run in a notebook: its state, how far it is, and the curve of its loss."""

@@ -19,7 +19,7 @@ from toolkit.launchers.run_logs import attempt_folders
 from toolkit.launchers.torchrun_folder import Start, reports_of, starts_of
 from toolkit.launchers.torchrun_log import Reported, Trace, last_trace
 
-__all__ = ["Failure", "first_failure"]
+__all__ = ["STOPS", "Failure", "Kind", "first_failure", "first_of", "is_echo"]
 
 _LAST_WORDS = 5
 _UNREPORTED_S = 120.0
@@ -31,7 +31,7 @@ _WELL = ("done", "cancelled", "preempted", "walltime", "fenced", "terminated")
 _NOT_BEGUN = ("gave_up", "no_progress")
 """Those of attempts that may have ended before they have started anything."""
 
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """What torchrun passes on, and what it ends the other ranks with."""
 
 _ECHO = re.compile(
@@ -42,25 +42,25 @@ _ECHO = re.compile(
 )
 """What ranks say that have only lost another one."""
 
-_Kind = Literal["exception", "signal", "exit", "echo"]
+Kind = Literal["exception", "signal", "exit", "echo"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """What the rank that failed first has left."""
 
-    kind: _Kind
+    kind: Kind
     """`exception`; `signal`: it was killed; `exit`: it ended with a status and no traceback;
     `echo`: it has only lost another rank, of which nothing is known."""
 
     rank: int | None
     """The global rank, where it is known."""
 
-    local_rank: int
-    """Its number on its node."""
+    local_rank: int | None
+    """Its number on its node, where it is known."""
 
     node: str
-    """The node's name; `node-1` on this machine."""
+    """The node's name; `node-1` on this machine; the pod's short name on Kubernetes."""
 
     attempt: int
     """The attempt of the run."""
@@ -81,9 +81,11 @@ class Failure:
     """What failed first in each start before, after which torchrun started all ranks anew."""
 
     def __str__(self) -> str:
-        who = f"local rank {self.local_rank}" if self.rank is None else f"rank {self.rank}"
+        local = "" if self.local_rank is None else f"local rank {self.local_rank}"
+        who = local if self.rank is None else f"rank {self.rank}"
         lost = " has lost another rank, which left no word" if self.kind == "echo" else ""
-        return f"{who} on {self.node}{lost}: {self.message.partition(chr(10))[0]}"
+        place = f"{who} on {self.node}" if who else self.node
+        return f"{place}{lost}: {self.message.partition(chr(10))[0]}"
 
     def lines(self) -> Iterator[str]:
         """Yield what people are shown; the traceback comes last."""
@@ -131,7 +133,7 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
         found += [one for one in silent if one and one.time >= since]
     if not found:
         return None
-    return replace(_first(found), earlier=tuple(_earlier(attempt, starts, bases)))
+    return replace(first_of(found), earlier=tuple(_earlier(attempt, starts, bases)))
 
 
 def _newest(run_dir: Path) -> Path | None:
@@ -157,9 +159,9 @@ def _judge(
     if error := start.error():
         message, lines, time = error
         trace = last_trace(start.stderr())
-        kind: _Kind = "echo" if _ECHO.search(message) else "exception"
+        kind: Kind = "echo" if is_echo(message) else "exception"
         lines = lines or (trace.lines if trace else ())
-    elif said is None or -said.exitcode in _STOPS:
+    elif said is None or -said.exitcode in STOPS:
         return None
     else:
         time, trace = said.time, last_trace(start.stderr())
@@ -167,10 +169,10 @@ def _judge(
         if trace and (said.exitcode == 1 or (said.exitcode < 0 and trace.at_end)):
             lines = trace.lines
         if said.exitcode == 1 and trace:
-            kind = "echo" if _ECHO.search(trace.message) else "exception"
+            kind = "echo" if is_echo(trace.message) else "exception"
             message, time = trace.message, start.silent_since()
         elif said.exitcode < 0:
-            killed_by_others = said.exitcode == -signal.SIGABRT and _ECHO.search("\n".join(lines))
+            killed_by_others = said.exitcode == -signal.SIGABRT and is_echo("\n".join(lines))
             kind = "echo" if killed_by_others else "signal"
             message = _signalled(attempt, start, -said.exitcode)
         else:
@@ -183,7 +185,7 @@ def _judge(
 def _unreported(attempt: Path, start: Start, bases: Mapping[str, int]) -> Failure | None:
     """Tell by the last thing that a rank has printed, where its torchrun was ended, too."""
     trace = last_trace(start.stderr())
-    if trace is None or not trace.at_end or _ECHO.search(trace.message):
+    if trace is None or not trace.at_end or is_echo(trace.message):
         return None
     return _failure(
         attempt,
@@ -200,7 +202,7 @@ def _failure(
     attempt: Path,
     start: Start,
     *,
-    kind: _Kind,
+    kind: Kind,
     rank: int | None,
     time: float,
     message: str,
@@ -219,6 +221,11 @@ def _failure(
     )
 
 
+def is_echo(text: str) -> bool:
+    """Tell whether a rank says no more than that it has lost another one."""
+    return _ECHO.search(text) is not None
+
+
 def _rank(start: Start, trace: Trace | None, bases: Mapping[str, int]) -> int | None:
     if trace is not None and trace.rank is not None:
         return trace.rank
@@ -234,7 +241,8 @@ def _signalled(attempt: Path, start: Start, number: int) -> str:
     return f"killed by {name}"
 
 
-def _first(found: Iterable[Failure]) -> Failure:
+def first_of(found: Iterable[Failure]) -> Failure:
+    """Return what failed first; what has only lost another rank comes last."""
     return min(found, key=lambda one: (one.kind == "echo", one.time))
 
 
@@ -245,7 +253,7 @@ def _earlier(attempt: Path, starts: list[Start], bases: Mapping[str, int]) -> It
         those = [start for start in before if start.restart == restart]
         found = [_judge(attempt, s, bases) or _unreported(attempt, s, bases) for s in those]
         if known := [one for one in found if one]:
-            yield _first(known)
+            yield first_of(known)
 
 
 def _read(path: Path) -> str:

@@ -28,8 +28,13 @@ class Intent:
 
     @property
     def begun(self) -> float:
-        """When it was begun, in seconds since 1970."""
+        """When it was begun, or has gone on last, in seconds since 1970."""
         return os.fstat(self._file.fileno()).st_mtime
+
+    def goes_on(self) -> None:
+        """Note that the submission goes on: what is begun counts from now."""
+        with contextlib.suppress(OSError):
+            os.utime(self._file.fileno())
 
     def done(self) -> None:
         """Forget it: all is submitted and written down, or nothing ever will be."""

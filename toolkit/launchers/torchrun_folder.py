@@ -14,7 +14,7 @@ from pathlib import Path
 from toolkit.launchers.run_logs import Span, attempt_spans
 from toolkit.launchers.torchrun_log import Reported, read_reports
 
-__all__ = ["Start", "reports_of", "starts_of"]
+__all__ = ["Start", "reports_of", "shift_s", "starts_of"]
 
 _LOG_BYTES = 8 << 20
 """How much of the end of an attempt's log may hold torchrun's reports, one per node."""
@@ -141,8 +141,13 @@ def _shift(start: Start, said: Reported) -> int:
     if (error := start.error()) is None:
         return 0
     away = error[2] - said.time
-    shift = round(away / _QUARTER_S) * _QUARTER_S
+    shift = shift_s(away)
     return shift if abs(away - shift) < 30 else 0
+
+
+def shift_s(away_s: float) -> int:
+    """Return how far two time zones are apart whose clocks show times that differ by so much."""
+    return round(away_s / _QUARTER_S) * _QUARTER_S
 
 
 def _end_of(span: Span, most: int) -> list[str]:

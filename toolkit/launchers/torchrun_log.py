@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
 
-__all__ = ["Reported", "StopTraces", "Trace", "last_trace", "read_reports", "without_stop_traces"]
+__all__ = [
+    "Reported",
+    "StopTraces",
+    "Trace",
+    "last_trace",
+    "read_reports",
+    "report_texts",
+    "without_stop_traces",
+]
 
 _TRACE = re.compile(
     r"\s|$|Traceback \(most recent call last\):|During handling of the above exception"
@@ -100,6 +108,35 @@ def read_reports(lines: Iterable[str]) -> list[Reported]:
             with contextlib.suppress(ValueError, TypeError):
                 found.append(_reported(*block))
     return found
+
+
+def report_texts(lines: Iterable[str]) -> dict[int, tuple[str, ...]]:
+    """Return what the ranks' error files say, by rank, as the report of one torchrun shows it.
+
+    Ranks that have left no error file are not in it.
+    """
+    found: dict[int, list[str]] = {}
+    told: list[str] | None = None
+    rank = -1
+    written = False
+    for line in lines:
+        if match := _REPORT_LINE.match(line):
+            told = None
+            if match[1] == "rank":
+                rank = int((re.match(r"\d+", match[2]) or ["-1"])[0])
+            elif match[1] == "error_file":
+                written = match[2].strip() != "<N/A>"
+        elif written and line.startswith("  traceback : "):
+            told = found[rank] = [line.removeprefix("  traceback : ")]
+        elif line.startswith(("---", "===")):
+            told, written = None, False
+        elif told is not None:
+            told.append(line.removeprefix("  "))
+    return {
+        rank: tuple("\n".join(text).rstrip().split("\n"))
+        for rank, text in found.items()
+        if rank >= 0
+    }
 
 
 def _reported(time: str, host: str, rank: str, exitcode: str, error_file: str) -> Reported:

@@ -11,7 +11,7 @@ from toolkit.pods import MANAGER, RUN_LABEL, SWEEP_LABEL, payload_dir_of, pod_of
 from toolkit.profile import KubernetesProfile
 from toolkit.spec import JobSpec, Secret
 
-__all__ = ["kubernetes_plan"]
+__all__ = ["kubernetes_plan", "submitted_again"]
 
 PORT = 29500
 """Where the pods of a run meet; each pod has a network of its own."""
@@ -28,6 +28,9 @@ CONTAINERS: dict[Workload, str] = {
 }
 """The operators of the first two find the container by its name."""
 
+
+_STARTED = "TRAIN_START"
+"""The variable that tells the entrypoint one start of all pods from another."""
 
 _RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
 """The label of pods in which JobSet counts the starts of all of them."""
@@ -69,6 +72,19 @@ def kubernetes_plan(
         points=job.points,
         parts=parts,
     )
+
+
+def submitted_again(plan: KubernetesPlan, token: str) -> KubernetesPlan:
+    """Return the plan of a run that is submitted again under its name: a new attempt.
+
+    Args:
+        plan: What was submitted before.
+        token: What no earlier submission of the run had.
+    """
+    if _STARTED not in plan.env:
+        return plan  # the cluster names each start of these pods by itself
+    env = {**plan.env, _STARTED: f"{plan.run_name}-{token}"}
+    return replace(plan, env=env, parts=tuple(submitted_again(p, token) for p in plan.parts))
 
 
 def _plan(
@@ -133,6 +149,8 @@ def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
         policy, limit = "OnFailure", job.retries.requeue * nodes + 1
     return replace(
         plan,
+        # No label of its pods tells one PyTorchJob from the next of its name.
+        env={**plan.env, _STARTED: plan.run_name},
         # An option would win over the operator's variables.
         torchrun=(
             f"--nproc-per-node={job.resources.nproc_per_node}",
@@ -164,10 +182,11 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
             "--tee=3",
         ),
         meeting=f"{first}:{PORT}",
+        host_port=PORT if plan.profile.host_network else None,
         backoff_limit=job.retries.requeue + spare,
         subdomain=None if in_jobset else name,
         pod_restart_policy="Never",
-        from_labels=({"TRAIN_ATTEMPT": _RESTARTS} if in_jobset else {}) | {"TRAIN_START": _START},
+        from_labels=({"TRAIN_ATTEMPT": _RESTARTS} if in_jobset else {}) | {_STARTED: _START},
         gang=in_jobset,
     )
 

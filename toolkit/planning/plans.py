@@ -178,6 +178,10 @@ class KubernetesPlan(LaunchPlan):
     join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
     """How long pods wait for each other."""
 
+    host_port: int | None = None
+    """The port that each pod takes of its node, so that no two runs meet on one; None without
+    `host_network`, and where the operator declares it."""
+
     subdomain: str | None = None
     """The Service that gives the pods of a Job their names."""
 
@@ -210,11 +214,6 @@ class KubernetesPlan(LaunchPlan):
         if (folder := self.payload_dir) is None or self.job.script is None:
             return self.job.entry
         return (f"{folder}/{self.job.script.rpartition('/')[2]}", *self.job.args)
-
-    @property
-    def last_failure(self) -> int:
-        """The failure that is one too many, counted from 1."""
-        return self.failure_limit + 1
 
     @property
     def patches(self) -> tuple[tuple[str, Patch], ...]:

@@ -21,7 +21,8 @@ PACKAGES = (
     *("libc6", "libdbus-1-3", "libhwloc15", "libjson-c5", "libjwt2", "liblua5.1-0", "liblz4-1"),
     *("libhttp-parser2.9", "libnuma1", "libreadline8t64", "libtinfo6", "libyaml-0-2"),
 )
-"""Slurm of Debian 13 and newer, and those of its libraries that Debian 12 has in an older version, or not."""
+"""Slurm of Debian 13 and newer, and those of its libraries of which Debian 12 has an older version,
+or none."""
 
 APT = Path("/etc/apt")
 

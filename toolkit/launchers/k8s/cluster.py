@@ -153,15 +153,23 @@ class Cluster:
         return {str(group["name"]) for group in self.connection.ask("GET", "/apis")["groups"]}
 
     def log(
-        self, pod: str, container: str, *, previous: bool, follow: bool
+        self, pod: str, container: str, *, previous: bool, follow: bool, most: int | None = None
     ) -> contextlib.AbstractContextManager[Any]:
         """Open the log of a container, each line with its time, as a response to stream.
+
+        Args:
+            pod: The pod.
+            container: Its container.
+            previous: Whether that of its start before is wanted.
+            follow: Whether it goes on until the container has ended.
+            most: How many of the last lines are wanted; all where it is None.
 
         Raises:
             Missing: the pod or the log of its container is gone.
         """
         query = {"container": container, "timestamps": "true"}
         query |= {"previous": "true"} if previous else {}
+        query |= {} if most is None else {"tailLines": str(most)}
         path = PODS.path(self.namespace, pod) + "/log"
         if not follow:
             return self.connection.open("GET", path, query=query)

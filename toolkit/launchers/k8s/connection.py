@@ -1,8 +1,9 @@
 """The connection to an API server: requests as plain JSON, and its refusals as our exceptions.
 
-The official client finds the server, its certificates and the credentials, which it renews; the
-one place that imports it, and only once there is something to ask. The requests are our own: the
-client's differ from version to version (35 to 37), and none of them can apply every kind.
+The official client finds the server, its certificates and the credentials, which it renews; but
+for claim/commands.py the one place that imports it, and only once there is something to ask. The
+requests are our own: the client's differ from version to version (35 to 37), and none of them can
+apply every kind.
 """
 
 import contextlib
@@ -99,6 +100,19 @@ class Connection:
         if self._given:
             return (f"client {id(self._api_client)}",)
         return (self._environ.get("KUBECONFIG", ""), self.context or "")
+
+    def connect(self) -> None:
+        """Find the server and the credentials, so that `context` is known; nothing is asked.
+
+        Raises:
+            SchedulerMissing: no cluster is named, or as what is named cannot be used.
+        """
+        self._client()
+
+    def credentials(self) -> tuple[Any, dict[str, str]]:
+        """Return the official client's configuration, and the header that says who asks."""
+        configuration = self._client().configuration
+        return configuration, self._authorization(configuration)
 
     def ask(
         self,

@@ -14,7 +14,7 @@ from toolkit.errors import LauncherError
 from toolkit.launchers import registry
 from toolkit.spec import JobSpec, load
 
-__all__ = ["forget", "job_of", "keep", "points_of"]
+__all__ = ["folder_of", "forget", "job_of", "keep", "points_of"]
 
 Settings = Mapping[str, str | bool]
 
@@ -27,7 +27,7 @@ def keep(
     Raises:
         LauncherError: nothing can be written.
     """
-    folder = _folder(name, environ)
+    folder = folder_of(name, environ)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "job.yaml").write_text(write_document(job.as_written()))
@@ -46,7 +46,7 @@ def keep(
 
 def forget(name: str, environ: Mapping[str, str]) -> None:
     """Throw away what was kept of a run that never was."""
-    shutil.rmtree(_folder(name, environ), ignore_errors=True)
+    shutil.rmtree(folder_of(name, environ), ignore_errors=True)
 
 
 def job_of(name: str, environ: Mapping[str, str]) -> JobSpec:
@@ -56,7 +56,7 @@ def job_of(name: str, environ: Mapping[str, str]) -> JobSpec:
         LauncherError: it was submitted elsewhere.
         InputError: this version cannot read it.
     """
-    path = _folder(name, environ) / "job.yaml"
+    path = folder_of(name, environ) / "job.yaml"
     if not path.is_file():
         raise LauncherError(
             f"the job of {name} is not kept here ({path}); submit it again from its job file"
@@ -67,10 +67,11 @@ def job_of(name: str, environ: Mapping[str, str]) -> JobSpec:
 def points_of(name: str, environ: Mapping[str, str]) -> list[tuple[str, Settings]]:
     """Return name and settings of each point of a sweep; none where the run is none."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        found = json.loads((_folder(name, environ) / "points.json").read_text())
+        found = json.loads((folder_of(name, environ) / "points.json").read_text())
         return [(str(point), dict(settings)) for point, settings in found]
     return []
 
 
-def _folder(name: str, environ: Mapping[str, str]) -> Path:
+def folder_of(name: str, environ: Mapping[str, str]) -> Path:
+    """Return the folder in which a run is kept, whether or not there is one."""
     return registry.state_folder(environ) / "kubernetes" / name

@@ -8,12 +8,13 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-from toolkit.launchers.torchrun_log import last_trace, read_reports
+from toolkit.launchers.failures import STOPS
+from toolkit.launchers.torchrun_log import last_trace, read_reports, report_texts
 from toolkit.pods import FILE_MARK
 
-__all__ = ["LastWords", "last_words"]
+__all__ = ["OF_RANK", "LastWords", "last_words"]
 
-_OF_RANK = re.compile(r"\[rank (\d+)\] (.*)", re.DOTALL)
+OF_RANK = re.compile(r"\[rank (\d+)\] (.*)", re.DOTALL)
 """A line of a rank, as torchrun passes it on."""
 
 _OF_ENTRYPOINT = re.compile(r"torchrun ended with \d+; .*: \d+")
@@ -58,14 +59,19 @@ def last_words(message: str) -> LastWords:
     by_rank: defaultdict[int, list[str]] = defaultdict(list)
     others = []
     for line in lines:
-        if match := _OF_RANK.match(line):
+        if match := OF_RANK.match(line):
             by_rank[int(match[1])].append(match[2])
         elif not _OF_ENTRYPOINT.match(line):
             others.append(line)
-    report = min(read_reports(others), key=lambda one: one.time, default=None)
+    # Those that torchrun has ended are no cause.
+    report = min(
+        read_reports(others), key=lambda one: (-one.exitcode in STOPS, one.time), default=None
+    )
     rank = report.rank if report else min(by_rank, key=lambda r: _worth(by_rank[r]), default=None)
     own = by_rank.get(rank, []) if rank is not None else []
-    cause = _cause(own) or (f"exit status {report.exitcode}" if report else "") or _cause(others)
+    told = report_texts(others).get(report.rank, ()) if report else ()
+    status = f"exit status {report.exitcode}" if report else ""
+    cause = _cause(own) or _cause(list(told)) or status or _cause(others)
     return LastWords(rank=rank, time=report.time if report else None, cause=cause, verdict=verdict)
 
 

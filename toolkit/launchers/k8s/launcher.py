@@ -1,24 +1,25 @@
 """Submits to a Kubernetes cluster."""
 
-import contextlib
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from toolkit.errors import LauncherError, SchedulerMissing
+from toolkit.errors import InputError, LauncherError, SchedulerMissing
 from toolkit.kubernetes_options import Workload
-from toolkit.launchers import registry
+from toolkit.launchers import intents, registry
 from toolkit.launchers.base import Launcher, Run, new_run_name
-from toolkit.launchers.k8s import kept, watching
+from toolkit.launchers.k8s import begun, kept, watching
 from toolkit.launchers.k8s.cluster import Cluster
 from toolkit.launchers.k8s.connection import Connection, NotServed
 from toolkit.launchers.k8s.kinds import KINDS, Kind, Object, place_of
 from toolkit.launchers.k8s.run import KubernetesRun
-from toolkit.launchers.k8s.submission import Group, groups_of, remove, submit, with_files
+from toolkit.launchers.k8s.submission import Unclear, groups_of, remove, submit_all
 from toolkit.launchers.k8s.sweep import KubernetesPoint, opened
 from toolkit.planning import KubernetesPlan
 from toolkit.planning import plan as make_plan
+from toolkit.planning.kubernetes import submitted_again
 from toolkit.pods import RUN_LABEL
 from toolkit.profile import KubernetesProfile
 from toolkit.rendering import render
@@ -47,6 +48,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         """
         self._profile = profile
         self._environ = environ
+        self._intents = registry.intents_folder(environ)
         self._cluster = Cluster(
             Connection(profile, api_client=api_client, sleep=sleep, environ=environ)
         )
@@ -58,40 +60,48 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
 
         Args:
             plan: What to start.
-            files: What pods shall find in `plan.payload_dir`, by path in the run directory: at
-                most 1 MiB, in a ConfigMap.
+            files: What pods shall find in `plan.payload_dir`, by path in the run directory, in a
+                ConfigMap; what that cannot hold they find in the run directory itself.
 
         Raises:
             LauncherError: the cluster refused; nothing is left there.
             SchedulerMissing: no cluster, or none that answers.
         """
         registry.check(environ=self._environ)
+        self._cluster.connection.connect()
         name = new_run_name(plan.job.name)
         kind = KINDS[plan.workload]
-        made = make_plan(plan.job, plan.profile, run_name=name)
-        groups = groups_of(render(made), kind)
-        if files:
-            groups = [with_files(group, files) for group in groups]
-        folder = kept.keep(name, plan.job, self._environ, files=files or {})
-        try:
-            self._submit(kind, groups)
-        except LauncherError:
-            kept.forget(name, self._environ)
-            raise
         known: dict[str, Any] = {
             "context": self._cluster.connection.context,
             "workload": plan.workload,  # the job may have its own wish
             "master": self._profile.master and plan.workload == "PyTorchJob",
         }
         profile = self._profile.model_copy(update=known)
-        record = registry.remember(
+        groups = begun.groups_for(plan.job, profile, kind, name, files or {})
+        folder = kept.keep(name, plan.job, self._environ, files=files or {})
+        record = registry.RunRecord(
             uri=f"k8s://{profile.namespace}/{name}",
             name=name,
             job=plan.job.name,
-            profile=profile,
+            profile=profile.model_dump(mode="json", by_alias=True),
+            created=time.time(),
             run_dir=folder if files else None,
-            environ=self._environ,
         )
+        data = {"record": record.as_json(), "files": list(files or {})}
+        with intents.begin(self._intents, name, data) as intent:
+            try:
+                submit_all(self._cluster, kind, groups, goes_on=intent.goes_on)
+            except Unclear as error:
+                raise Unclear(
+                    f"{error}; `toolkit status {name}` tells whether it has arrived, and "
+                    f"`toolkit resubmit {name}` submits it if not"
+                ) from error
+            except LauncherError:
+                kept.forget(name, self._environ)
+                intent.done()
+                raise
+            registry.add(record, environ=self._environ)
+            intent.done()
         return opened(record, self._cluster, kind, self._environ)
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
@@ -105,6 +115,8 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         assert isinstance(run, KubernetesRun)
         if chain > 1:
             raise LauncherError("--chain is Slurm's; on Kubernetes retries.requeue starts again")
+        if run.begun is not None:
+            return self._finish(run)
         if self._profile.runs_claim is None:
             raise LauncherError(
                 f"{run.uri}: profile {self._profile.name!r} names no runs_claim, so its "
@@ -117,30 +129,73 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         if plan.payload_dir:
             raise LauncherError(f"{run.uri}: its code is gone with its pods; call it again")
         names = {part.object_name for part in again}
-        groups = [group for group in groups_of(render(plan), run.kind) if group.name in names]
+        renewed = submitted_again(plan, secrets.token_hex(4))
+        groups = [g for g in groups_of(render(renewed), run.kind) if g.name in names]
         for group in groups:
             remove(self._cluster, run.kind, group.name)
         for part in again:
             part.withdraw_cancel()
-        self._submit(run.kind, groups)
+        submit_all(self._cluster, run.kind, groups)
         return run
+
+    def _finish(self, run: KubernetesRun) -> Run:
+        """Submit what was begun and cut short, as far as the cluster has not got it."""
+        record = (run.sweep if isinstance(run, KubernetesPoint) else run).record
+        intent = intents.take(self._intents, record.name)
+        if intent is None:
+            raise LauncherError(f"{record.name} is being submitted by another process just now")
+        with intent:
+            groups = begun.groups_begun(intent, self._profile, run.kind, record.name, self._environ)
+            missing = begun.missing_of(self._cluster, run.kind, groups, record.name)
+            submit_all(self._cluster, run.kind, missing, goes_on=intent.goes_on)
+            self._add(record)
+            intent.done()
+        whole = opened(record, self._cluster, run.kind, self._environ)
+        for part in whole.parts:
+            part.withdraw_cancel()
+        return whole.point(str(run.index)) if isinstance(run, KubernetesPoint) else whole
 
     def open(self, record: registry.RunRecord) -> KubernetesRun:
         """Return the handle of an earlier run, or sweep."""
         kind = KINDS[self._profile.workload]
-        return opened(record, self._cluster, kind, self._environ)
+        intent = intents.take(self._intents, record.name)
+        if intent is None:
+            return opened(record, self._cluster, kind, self._environ)
+        with intent:
+            return self._recovered(record, kind, intent)
 
-    def _submit(self, kind: Kind, groups: Sequence[Group]) -> None:
-        """Make all runs; if one is refused, those before it are taken back."""
-        for index, group in enumerate(groups):
-            try:
-                submit(self._cluster, kind, group)
-            except LauncherError:
-                for made in groups[:index]:
-                    with contextlib.suppress(LauncherError):
-                        if (found := self._cluster.get(kind, made.name)) is not None:
-                            self._cluster.delete(kind, found, changed=True)
-                raise
+    def _recovered(
+        self, record: registry.RunRecord, kind: Kind, intent: intents.Intent
+    ) -> KubernetesRun:
+        """Return a run whose submission was cut short, with what the cluster has of it."""
+        run = opened(record, self._cluster, kind, self._environ, begun=intent.begun)
+        age_s = time.time() - intent.begun
+        try:
+            groups = begun.groups_begun(intent, self._profile, kind, record.name, self._environ)
+            missing = begun.missing_of(self._cluster, kind, groups, record.name)
+            settled = age_s > begun.SETTLED_S
+            begun.tidy(self._cluster, kind, groups, missing, settled=settled)
+        except (LauncherError, InputError):
+            return run  # whoever asks for its status is told why
+        if len(missing) < len(groups):
+            self._add(record)
+            if not missing:
+                intent.done()
+                return opened(record, self._cluster, kind, self._environ)
+        elif age_s > begun.FORGOTTEN_S:
+            intent.done()
+            if not self._is_known(record):
+                kept.forget(record.name, self._environ)
+        return run
+
+    def _add(self, record: registry.RunRecord) -> None:
+        """Record a run, unless that was done before."""
+        if not self._is_known(record):
+            registry.add(record, environ=self._environ)
+
+    def _is_known(self, record: registry.RunRecord) -> bool:
+        # Its intent is ours just now, so it is not among what was cut short.
+        return any(known.name == record.name for known in registry.records(environ=self._environ))
 
 
 def dry_run(

@@ -17,11 +17,12 @@ from toolkit.launchers.k8s.watching import lines_of
 from toolkit.launchers.run_logs import LogView
 from toolkit.launchers.torchrun_log import StopTraces
 
-__all__ = ["Lines", "PodLog", "Start", "starts_of"]
+__all__ = ["STAMPED", "Lines", "PodLog", "Start", "starts_of"]
 
-_STAMPED = re.compile(
+STAMPED = re.compile(
     rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?[-+:Z0-9]* ?(.*)", re.DOTALL
 )
+"""A line with its time, which the API server gives in UTC (Go's RFC3339Nano)."""
 
 Lines: TypeAlias = "queue.Queue[str | LauncherError]"
 
@@ -96,7 +97,7 @@ class PodLog:
         with log as self.response:
             for raw in lines_of(self.response):
                 stamp, text = self.stamp, raw
-                if match := _STAMPED.match(raw):
+                if match := STAMPED.match(raw):
                     stamp = match[1] + (match[2] or b"").ljust(9, b"0")
                     text = match[3]
                 if stamp <= known:

@@ -17,6 +17,7 @@ __all__ = [
     "index_of",
     "is_running",
     "is_starting",
+    "newest_of",
     "sentence",
     "short_name",
     "trouble",
@@ -144,12 +145,17 @@ class Death:
         return f"{self.pod}: exit status {self.exit_code}{said}"
 
 
-def first_death(pods: Iterable[Object]) -> Death | None:
-    """Return which pod failed first in the last start, as far as anybody can tell."""
+def newest_of(pods: Iterable[Object]) -> list[Object]:
+    """Return the newest of each pod that was made anew, under whatever name."""
     newest: dict[str, Object] = {}
     for pod in sorted(pods, key=lambda p: str(p["metadata"].get("creationTimestamp") or "")):
         newest[short_name(pod)] = pod
-    found = [death for pod in newest.values() if (death := _death(pod)) is not None]
+    return list(newest.values())
+
+
+def first_death(pods: Iterable[Object]) -> Death | None:
+    """Return which pod failed first in the last start, as far as anybody can tell."""
+    found = [death for pod in newest_of(pods) if (death := _death(pod)) is not None]
     told = bool(found) and all(death.words.time is not None for death in found)
     return min(
         found,

@@ -1,25 +1,34 @@
 """A run on Kubernetes, from its state to its logs and its end."""
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from toolkit.errors import InputError, LauncherError, Problem, RunNotFound
+from toolkit.errors import InputError, LauncherError, Problem, RunLost
 from toolkit.launchers import registry, rundir
 from toolkit.launchers.base import Run, RunState, RunStatus
+from toolkit.launchers.failures import Failure
+from toolkit.launchers.k8s.begun import cut_short
 from toolkit.launchers.k8s.cluster import Cluster, selector_of
 from toolkit.launchers.k8s.connection import Away
+from toolkit.launchers.k8s.endings import failure_of
 from toolkit.launchers.k8s.kinds import Kind, Object, pods_of
 from toolkit.launchers.k8s.logs import Round, read_lines
-from toolkit.launchers.k8s.many import FOR_LIST, FOR_WAIT, evidence_of, statuses
+from toolkit.launchers.k8s.many import FOR_LIST, FOR_ONE, FOR_WAIT, evidence_of, statuses
 from toolkit.launchers.k8s.pod_reasons import attempt_of, short_name
 from toolkit.launchers.k8s.states import judge, state_of
 from toolkit.launchers.k8s.watching import Watch
+from toolkit.launchers.metrics import read_metrics
 from toolkit.launchers.run_logs import LogView
 from toolkit.pods import FILE_MARK, RUN_LABEL
 
 __all__ = ["KubernetesRun"]
 
 _CANCEL_ATTEMPTS = 5
+
+_SHORTEST_PAUSE_S = 0.2
 
 
 class KubernetesRun(Run):
@@ -33,13 +42,17 @@ class KubernetesRun(Run):
         environ: Mapping[str, str],
         *,
         object_name: str = "",
+        begun: float | None = None,
     ) -> None:
         super().__init__(record)
         self.cluster = cluster
         self.kind = kind
         self.object_name = object_name or record.uri.rpartition("/")[2]
         self._environ = environ
+        self.begun = begun
+        """When its submission went on last, if it was cut short; else None."""
         self._watch: Watch | None = None
+        self._causes = FOR_WAIT
 
     @property
     def parts(self) -> "Sequence[KubernetesRun]":
@@ -63,6 +76,8 @@ class KubernetesRun(Run):
             LauncherError: the server refuses to say, which asking again does not mend.
         """
         try:
+            if (watch := self._watch) is not None and watch.goes_on:
+                return self._told(watch.look(), [self], self._causes)[0]
             found = self.cluster.get(self.kind, self.object_name)
             return self._gone() if found is None else self._judged(found)[0]
         except Away as error:
@@ -74,42 +89,110 @@ class KubernetesRun(Run):
         parts = [part for run in asked for part in run.parts]
         names = [part.object_name for part in parts]
         try:
-            if self._watch is not None and self._watch.goes_on:
-                objects, causes = self._watch.look(), FOR_WAIT
-            else:
-                items, _ = self.cluster.objects(self.kind, selector_of(RUN_LABEL, names))
-                objects, causes = {item["metadata"]["name"]: item for item in items}, FOR_LIST
-            told = statuses(self.cluster, self.kind, objects, names, causes=causes)
+            told = self._look(selector_of(RUN_LABEL, names), parts)
         except LauncherError as error:
             told = [RunStatus(state=RunState.UNKNOWN, reason=str(error))] * len(names)
-        found = iter([status or part._gone() for part, status in zip(parts, told, strict=True)])
+        found = iter(told)
         by_run = [[next(found) for _ in run.parts] for run in asked]
         return [
             run.sum_of(own) if run.points else own[0]
             for run, own in zip(asked, by_run, strict=True)
         ]
 
+    def _look(self, selector: str, parts: "Sequence[KubernetesRun]") -> list[RunStatus]:
+        """Return where parts stand that a selector picks: by the watch, or by one list.
+
+        Raises:
+            LauncherError: the server is away, or refuses.
+        """
+        if (watch := self._watch) is not None and watch.goes_on:
+            return self._told(watch.look(), parts, self._causes)
+        items, _ = self.cluster.objects(self.kind, selector)
+        return self._told({item["metadata"]["name"]: item for item in items}, parts, FOR_LIST)
+
+    def _told(
+        self,
+        objects: Mapping[str, Object],
+        parts: "Sequence[KubernetesRun]",
+        causes: frozenset[RunState],
+    ) -> list[RunStatus]:
+        """Return where parts stand by their objects, and in some states why."""
+        names = [part.object_name for part in parts]
+        told = statuses(self.cluster, self.kind, objects, names, causes=causes)
+        return [status or part._gone() for part, status in zip(parts, told, strict=True)]
+
+    @property
+    def own_objects(self) -> str:
+        """The selector of the objects of its parts."""
+        return selector_of(RUN_LABEL, [self.object_name])
+
     @contextlib.contextmanager
-    def watching(self, runs: Sequence[Run]) -> Iterator[None]:
+    def watching(self, runs: Sequence[Run], *, explained: bool = False) -> Iterator[None]:
         """Keep a watch on runs of this namespace and kind: one connection for all of them."""
         watched = [run for run in runs if isinstance(run, KubernetesRun)]
         names = [part.object_name for run in watched for part in run.parts]
-        watch = Watch(self.cluster, self.kind, selector_of(RUN_LABEL, names))
+        alone = len(watched) == 1
+        selector = watched[0].own_objects if alone else selector_of(RUN_LABEL, names)
+        watch = Watch(self.cluster, self.kind, selector)
         try:
             with contextlib.suppress(LauncherError):  # then each question is a list of its own
                 watch.start()
                 for run in watched:
                     run._watch = watch
+                    run._causes = FOR_ONE if explained else FOR_WAIT
             yield
         finally:
             for run in watched:
                 run._watch = None
             watch.close()
 
+    def _pause(self, pause_s: float) -> None:
+        if (watch := self._watch) is None:
+            return super()._pause(pause_s)
+        first_s = min(pause_s, _SHORTEST_PAUSE_S)  # what changes often is not looked at each time
+        super()._pause(first_s)
+        watch.wait(pause_s - first_s)
+
+    def failure(self, *, attempt: int | None = None) -> Failure | None:
+        """Return what failed first in an attempt, by what its pods have printed.
+
+        None where nothing did, or nothing tells: where the object is gone, or no server answers.
+
+        Args:
+            attempt: Which one, as JobSet counts them; the newest where it is None.
+        """
+        if self.points:
+            return None  # each has its own
+        try:
+            found = self.cluster.get(self.kind, self.object_name)
+            if found is None or state_of(self.kind, found)[0] is RunState.SUCCEEDED:
+                return None
+            failed = failure_of(self.cluster, self.kind, found, self.own_pods, attempt)
+        except LauncherError:
+            return None
+        return failed and failed.redacted(rundir.secrets_of(self.run_dir, self._environ))
+
+    def _measured(self) -> list[dict[str, Any]]:
+        """Return what the run has measured, as it stands on the claim of its pods.
+
+        It is read in a pod of the run, or in one that is made for it.
+        """
+        from toolkit.launchers.k8s.claim import fetch
+
+        with tempfile.TemporaryDirectory() as folder:
+            fetch(self, {"metrics.jsonl": Path(folder, "metrics.jsonl")})
+            return read_metrics(Path(folder))
+
     def cancel(self) -> None:
-        """Delete the object; its pods get SIGTERM and their grace period."""
+        """Delete the object; its pods get SIGTERM and their grace period.
+
+        Raises:
+            LauncherError: the server refuses, or a submission that was cut short may still arrive.
+        """
         for _ in range(_CANCEL_ATTEMPTS):
             found = self.cluster.get(self.kind, self.object_name)
+            if found is None and not (told := self._gone()).state.final and not told.lost:
+                raise LauncherError(f"{self.uri} cannot be cancelled now: {told.reason}; try again")
             if found is None or state_of(self.kind, found)[0].final:
                 return
             # Before the deed: afterwards there is nothing left in the cluster to tell by.
@@ -122,7 +205,7 @@ class KubernetesRun(Run):
         """Yield the lines of all pods, each told by its pod's name where there is more than one.
 
         Raises:
-            RunNotFound: the run is gone, and its log with it.
+            RunLost: the run is gone, and its log with it.
             InputError: the pods of the attempt are gone.
             LauncherError: a later attempt is wanted, and nothing counts them.
         """
@@ -136,7 +219,7 @@ class KubernetesRun(Run):
         """Yield the lines in which the pods of a call hand over files.
 
         Raises:
-            RunNotFound: the run is gone, and its log with it.
+            RunLost: the run is gone, and its log with it.
             LauncherError: the logs cannot be read.
         """
         lines = self._read(LogView(), lambda _: None)
@@ -145,9 +228,7 @@ class KubernetesRun(Run):
     def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         found = self.cluster.get(self.kind, self.object_name)
         if found is None:
-            raise RunNotFound(
-                f"the {self.kind.kind} of {self.uri} is gone, and its log with its pods"
-            )
+            raise RunLost(f"the {self.kind.kind} of {self.uri} is gone, and its log with its pods")
         several = pods_of(self.kind, found) > 1
 
         def look() -> Round:
@@ -155,7 +236,7 @@ class KubernetesRun(Run):
                 pods = self.cluster.pods(self.own_pods)
                 self._require_attempt(view, pods)
                 return Round(pods=pods)
-            return self._look(on_status)
+            return self._round(on_status)
 
         yield from read_lines(
             self.cluster,
@@ -165,7 +246,7 @@ class KubernetesRun(Run):
             lambda pod: f"[{short_name(pod)}] " if several else "",
         )
 
-    def _look(self, on_status: Callable[[RunStatus], object]) -> Round:
+    def _round(self, on_status: Callable[[RunStatus], object]) -> Round:
         """Return the pods, and whether it is over, as a follower wants to know."""
         found = self.cluster.get(self.kind, self.object_name)
         if found is None:
@@ -200,6 +281,8 @@ class KubernetesRun(Run):
         """Return where a run stands whose object is no more."""
         if self._is_cancelled():
             return RunStatus(state=RunState.CANCELLED)
+        if self.begun is not None:
+            return cut_short(self.kind, self.begun, self.name.partition("/")[0])
         reason = f"the {self.kind.kind} is gone, and was not cancelled from here: it was deleted"
         return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
 

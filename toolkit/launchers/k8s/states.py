@@ -61,7 +61,7 @@ def judge(kind: Kind, found: Object, evidence: Evidence | None = None) -> RunSta
         return RunStatus(state=state, reason=said)
     if any(is_running(pod) or attempt_of(pod) for pod in known.pods):
         state = RunState.RUNNING
-    return RunStatus(state=state, reason=_trouble(known) or said)
+    return RunStatus(state=state, reason=_trouble(known) or said or _again(found, known))
 
 
 def state_of(kind: Kind, found: Object) -> tuple[RunState, str]:
@@ -136,7 +136,7 @@ def _failed(found: Object, said: str, known: Evidence) -> RunStatus:
     taken = next((text for pod in known.pods if (text := disruption(pod))), "")
     if taken and not fatal:
         return RunStatus(state=RunState.PREEMPTED, reason="; ".join(filter(None, [said, taken])))
-    causes = [said, str(death or "")]
+    causes = [said.removesuffix(".") if death else said, str(death or "")]
     return RunStatus(state=RunState.FAILED, reason="; ".join(filter(None, causes)))
 
 
@@ -148,6 +148,17 @@ def _ends_of(things: Sequence[Object]) -> list[str]:
         for condition in conditions_of(thing)
         if condition["type"] == "Failed" and condition.get("status") == "True"
     ]
+
+
+def _again(found: Object, known: Evidence) -> str:
+    """Return how often a run has started again; who looks now is to know that it may not go on."""
+    status = found.get("status") or {}
+    restarts = max([status.get("restarts") or 0, *(attempt_of(pod) or 0 for pod in known.pods)])
+    if restarts:
+        return f"restart {restarts}"
+    if failed := status.get("failed"):  # of a Job
+        return f"{failed} {'pod has' if failed == 1 else 'pods have'} failed and been replaced"
+    return ""
 
 
 def _trouble(known: Evidence) -> str:

@@ -4,12 +4,14 @@ import contextlib
 import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import yaml
 
 from toolkit.errors import LauncherError
+from toolkit.launchers.k8s.claim import placed
 from toolkit.launchers.k8s.cluster import Cluster
 from toolkit.launchers.k8s.connection import (
     LONGEST_PAUSE_S,
@@ -21,7 +23,22 @@ from toolkit.launchers.k8s.connection import (
 from toolkit.launchers.k8s.kinds import KINDS, Kind, Object, Place, place_of
 from toolkit.pods import RUN_LABEL
 
-__all__ = ["Group", "documents_of", "groups_of", "remove", "submit", "with_files"]
+__all__ = [
+    "PAYLOAD_LIMIT",
+    "TOGETHER",
+    "Group",
+    "Unclear",
+    "adopt",
+    "apart",
+    "documents_of",
+    "groups_of",
+    "is_of",
+    "remove",
+    "submit",
+    "submit_all",
+    "with_files",
+    "withdraw",
+]
 
 T = TypeVar("T")
 
@@ -29,6 +46,15 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The same in C, where PyYAML was built with it: a sweep has thousands of objects."""
 
 JOB_ANNOTATION = "torch-deploy-toolkit/job"
+
+PAYLOAD_LIMIT = 1024 * 1024 - 16 * 1024
+"""Bytes of a run's files in a ConfigMap, which holds 1 MiB, keys and names included."""
+
+TOGETHER = 16
+"""How many runs are made before the next ones are begun: who is killed leaves no more half done."""
+
+_AT_ONCE = 8
+"""How many of them at a time; API servers let one user have some ten requests in flight."""
 
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.5
@@ -40,7 +66,12 @@ _RUNTIME_ATTEMPTS = 4
 _NO_RUNTIME = re.compile(r"(?i)runtime.*(must be created|not found|unsupported|unknown)")
 """What Trainer's webhook says of a runtime that it has not seen, or has not seen yet."""
 
+_NO_NAMESPACE = re.compile(r'namespaces "[^"]*" not found')
 _RBAC = re.compile(r" cannot (create|patch|get) resource ")
+
+
+class Unclear(Away):
+    """Nobody knows what has arrived, or what was made is still there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +83,9 @@ class Group:
 
     workload: Object
     """The object that makes the pods."""
+
+    apart: Mapping[str, bytes] = field(default_factory=dict)
+    """What its pods find in their run directory, by path, since no ConfigMap holds it."""
 
     @property
     def name(self) -> str:
@@ -79,11 +113,77 @@ def groups_of(text: str, kind: Kind) -> list[Group]:
 
 def with_files(group: Group, files: Mapping[str, bytes]) -> Group:
     """Return a run with the ConfigMap that its pods find their files in, by their names alone."""
-    metadata = group.workload["metadata"]
+    metadata, large = group.workload["metadata"], apart(files)
     known = {key: metadata[key] for key in ("name", "namespace", "labels")}
-    data = {name.rpartition("/")[2]: b64encode(text).decode() for name, text in files.items()}
+    small = {name.rpartition("/")[2]: text for name, text in files.items() if name not in large}
+    data = {name: b64encode(text).decode() for name, text in small.items()}
     payload = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": known, "binaryData": data}
-    return replace(group, companions=[*group.companions, payload])
+    return replace(group, companions=[*group.companions, payload], apart=large)
+
+
+def apart(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return those files that no ConfigMap holds beside the others: the largest."""
+    rest = dict(sorted(files.items(), key=lambda item: len(item[1])))
+    found: dict[str, bytes] = {}
+    while sum(map(len, rest.values())) > PAYLOAD_LIMIT:
+        found |= [rest.popitem()]
+    return found
+
+
+def submit_all(
+    cluster: Cluster,
+    kind: Kind,
+    groups: Sequence[Group],
+    *,
+    goes_on: Callable[[], None] = lambda: None,
+) -> None:
+    """Make runs, several at a time; if one is refused, all are taken back.
+
+    Args:
+        cluster: Where.
+        kind: What they are.
+        groups: The runs, in the order in which they are to come.
+        goes_on: Called now and then, while it goes on.
+
+    Raises:
+        Unclear: nobody knows which of them have arrived.
+        LauncherError: the server refused; its words about the first are in the message.
+    """
+
+    def attempt(group: Group) -> LauncherError | None:
+        try:
+            with placed(cluster, kind, group.workload, group.apart):
+                submit(cluster, kind, group)
+        except LauncherError as error:
+            return error
+        return None
+
+    made: list[Group] = []
+    for start in range(0, len(groups), TOGETHER):
+        goes_on()
+        batch = groups[start : start + TOGETHER]
+        with ThreadPoolExecutor(min(_AT_ONCE, len(batch)), "submit") as pool:
+            found = list(zip(batch, pool.map(attempt, batch), strict=True))
+        made += [group for group, error in found if error is None]
+        if errors := [error for _, error in found if error is not None]:
+            _take_back(cluster, kind, made, errors)
+
+
+def _take_back(
+    cluster: Cluster, kind: Kind, made: Sequence[Group], errors: Sequence[LauncherError]
+) -> None:
+    """Delete what was made, and raise the first of these errors, or one that is unclear."""
+    left = 0
+    for group in made:
+        try:
+            if (found := cluster.get(kind, group.name)) is not None:
+                cluster.delete(kind, found, changed=True)
+        except LauncherError:
+            left += 1
+    error = next((error for error in errors if isinstance(error, Unclear)), errors[0])
+    if left and not isinstance(error, Unclear):
+        raise Unclear(f"{error}; {left} of {len(made)} that were made could not be taken back")
+    raise error
 
 
 def submit(cluster: Cluster, kind: Kind, group: Group) -> None:
@@ -94,7 +194,7 @@ def submit(cluster: Cluster, kind: Kind, group: Group) -> None:
         SchedulerMissing: no server, or none that answers.
     """
     found = _patiently(cluster, lambda: _there(cluster, kind, group.name))
-    if found is not None and not _ours(group.workload, found):
+    if found is not None and not is_of(group.workload, found):
         raise Conflict(
             f'Kubernetes refused: {kind.plural} "{group.name}" already exists, and is not this run'
         )
@@ -112,6 +212,11 @@ def submit(cluster: Cluster, kind: Kind, group: Group) -> None:
             with contextlib.suppress(LauncherError):
                 cluster.delete(place_of(thing), thing, changed=True)
         raise _explained(error, cluster, kind, asked) from error
+    adopt(cluster, kind, group, workload)
+
+
+def adopt(cluster: Cluster, kind: Kind, group: Group, workload: Object) -> None:
+    """Let the companions of a run go with it, as far as the server lets us."""
     owner = {
         "apiVersion": kind.api_version,
         "kind": kind.kind,
@@ -123,6 +228,16 @@ def submit(cluster: Cluster, kind: Kind, group: Group) -> None:
         # The run is under way: that its companions outlive it is no reason to say it were not.
         with contextlib.suppress(LauncherError):
             _apply(cluster, place_of(document), {**document, "metadata": metadata})
+
+
+def withdraw(cluster: Cluster, group: Group) -> None:
+    """Delete the companions of a run that never was, as far as the server lets us."""
+    for document in group.companions:
+        with contextlib.suppress(LauncherError):
+            place = place_of(document)
+            found = cluster.get(place, document["metadata"]["name"])
+            if found is not None and is_of(document, found):
+                cluster.delete(place, found, changed=True)
 
 
 def remove(cluster: Cluster, kind: Kind, name: str) -> None:
@@ -165,7 +280,7 @@ def _apply(cluster: Cluster, place: Place, body: Object) -> Object:
 
     Raises:
         LauncherError: the server refused, or it is the object of somebody else.
-        Away: the server has not answered in all attempts, and the object is not there.
+        Unclear: the server has not answered in all attempts, and the object is not there.
     """
     name = body["metadata"]["name"]
 
@@ -174,7 +289,7 @@ def _apply(cluster: Cluster, place: Place, body: Object) -> Object:
             return cluster.apply(place, body)
         except Conflict:
             # Somebody works on it, or an attempt whose answer was lost has just arrived.
-            if (found := _there(cluster, place, name)) is not None and _ours(body, found):
+            if (found := _there(cluster, place, name)) is not None and is_of(body, found):
                 return found
             raise
 
@@ -182,12 +297,9 @@ def _apply(cluster: Cluster, place: Place, body: Object) -> Object:
         return _patiently(cluster, apply)
     except Away as error:
         with contextlib.suppress(LauncherError):
-            if (found := cluster.get(place, name)) is not None and _ours(body, found):
+            if (found := cluster.get(place, name)) is not None and is_of(body, found):
                 return found
-        raise Away(
-            f"{error} ({_ATTEMPTS} attempts; `kubectl -n {cluster.namespace} get {place.plural} "
-            f"{name}` shows whether one has arrived)"
-        ) from error
+        raise Unclear(f"{error} ({_ATTEMPTS} attempts)") from error
 
 
 def _patiently(cluster: Cluster, question: Callable[[], T]) -> T:
@@ -209,7 +321,7 @@ def _pauses() -> Iterator[float | None]:
     yield None
 
 
-def _ours(body: Object, found: Object) -> bool:
+def is_of(body: Object, found: Object) -> bool:
     """Tell whether an object that is there is the one that we want to make."""
     return _identity(body) == _identity(found)
 
@@ -244,6 +356,11 @@ def _explained(
             return NotServed(
                 f"the cluster knows no {what} ({error}): what makes use of it is not "
                 "installed there; leave gang_scheduler out of the profile"
+            )
+        case _ if _NO_NAMESPACE.search(str(error)):
+            return type(error)(
+                f"{error}; correct `namespace` in the profile, or have it made: "
+                "`kubectl apply -k k8s/base` makes one called training"
             )
         case Denied() if what == "NetworkPolicy":
             return Denied(

@@ -7,12 +7,11 @@ from functools import cached_property
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.launchers import registry
 from toolkit.launchers.base import RunState, RunStatus
-from toolkit.launchers.k8s.cluster import Cluster
+from toolkit.launchers.k8s.cluster import Cluster, selector_of
 from toolkit.launchers.k8s.connection import Away
 from toolkit.launchers.k8s.kept import Settings, points_of
 from toolkit.launchers.k8s.kinds import Kind, Object
 from toolkit.launchers.k8s.logs import Round, read_lines
-from toolkit.launchers.k8s.many import FOR_LIST, statuses
 from toolkit.launchers.k8s.run import KubernetesRun
 from toolkit.launchers.run_logs import LogView
 from toolkit.launchers.sums import sum_of
@@ -66,19 +65,30 @@ class KubernetesSweep(KubernetesRun):
         Raises:
             LauncherError: the server refuses to say.
         """
-        names = [point.object_name for point in self.points]
         try:
-            items, _ = self.cluster.objects(self.kind, f"{SWEEP_LABEL}={self.object_name}")
-            objects = {item["metadata"]["name"]: item for item in items}
-            told = statuses(self.cluster, self.kind, objects, names, causes=FOR_LIST)
+            return self._look(self.own_objects, self.points)
         except Away as error:
-            return [RunStatus(state=RunState.UNKNOWN, reason=str(error))] * len(names)
-        return [s or point._gone() for point, s in zip(self.points, told, strict=True)]
+            return [RunStatus(state=RunState.UNKNOWN, reason=str(error))] * len(self.points)
+
+    @property
+    def own_objects(self) -> str:
+        """The selector of the points' objects."""
+        return selector_of(SWEEP_LABEL, [self.object_name])
 
     def cancel(self) -> None:
-        """Delete the objects of all points that have not ended."""
+        """Delete the objects of all points that have not ended.
+
+        Raises:
+            LauncherError: some could not be cancelled; all others are.
+        """
+        failed: list[LauncherError] = []
         for point in self.points:
-            point.cancel()
+            try:
+                point.cancel()
+            except LauncherError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def unfinished(self) -> list[KubernetesRun]:
         """Return the points that have ended without success.
@@ -130,6 +140,7 @@ class KubernetesPoint(KubernetesRun):
             sweep.kind,
             sweep._environ,
             object_name=f"{sweep.object_name}-{index}",
+            begun=sweep.begun,
         )
         self.sweep = sweep
         self.index = index
@@ -147,8 +158,14 @@ def _run_of(pod: Object) -> str:
 
 
 def opened(
-    record: registry.RunRecord, cluster: Cluster, kind: Kind, environ: Mapping[str, str]
+    record: registry.RunRecord,
+    cluster: Cluster,
+    kind: Kind,
+    environ: Mapping[str, str],
+    *,
+    begun: float | None = None,
 ) -> KubernetesRun:
-    """Return the handle of a run, or of a sweep."""
+    """Return the handle of a run, or of a sweep; `begun` as in `KubernetesRun`."""
     sweep = bool(points_of(record.name, environ))
-    return (KubernetesSweep if sweep else KubernetesRun)(record, cluster, kind, environ)
+    made = KubernetesSweep if sweep else KubernetesRun
+    return made(record, cluster, kind, environ, begun=begun)

@@ -1,0 +1,101 @@
+"""Every kind of workload really trains: rendered, submitted, made into pods that run.
+
+On the fake cluster (tests/cluster) controllers do what was seen of the real ones, and the pods'
+entrypoint, torchrun and ranks are processes of this machine. `make test-cluster` runs the same on a
+real one, whose pods take longer to be lost, so that there the training is longer, too.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit
+from tests.cluster.kubelet import container_status, exit_code
+from tests.cluster.real import is_real
+from tests.conftest import ROOT
+from tests.k8s.live import Live
+from tests.k8s.site import CANCELLED, FAILED, SUCCEEDED, WORKLOADS, every_workload
+from toolkit.launchers.k8s.kinds import ATTEMPT_LABEL
+
+pytestmark = pytest.mark.any_cluster
+
+STEPS, EVERY = (6000, 100) if is_real() else (150, 10)
+TINY = ("--task", "digits", "--checkpoint-every", str(EVERY))
+_STEP = re.compile(r"\[rank \d+\] step (\d+)/")
+
+
+def submit(live: Live, *args: str, nnodes: int = 2) -> toolkit.Run:
+    return live.submit(args=[*TINY, *args], resources={"nnodes": nnodes})
+
+
+def follow_to_a_checkpoint(live: Live, run: toolkit.Run) -> None:
+    """Wait until there is a checkpoint to go on from."""
+    lines = run.logs(follow=True)
+    try:
+        for line in lines:
+            if (found := _STEP.search(line)) and int(found[1]) > 2 * EVERY:
+                return
+    finally:
+        lines.close()  # type: ignore[attr-defined]  # it is a generator
+    pytest.fail(f"it ended before its second checkpoint: {run.status()}, {live.told(run)}")
+
+
+def undisturbed(folder: Path) -> Any:
+    """Return the outcome of the same training where nothing happens to it."""
+    argv = [sys.executable, "-m", "train", "--spawn", "2", *TINY, "--steps", str(STEPS)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TRAIN_RUN_DIR": str(folder / "alone")}
+    subprocess.run(argv, env=environ, cwd=ROOT, check=True, capture_output=True)
+    return json.loads((folder / "alone" / "outcome.json").read_text())
+
+
+@every_workload
+def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_path: Path) -> None:
+    run = submit(live, "--steps", str(STEPS))
+    follow_to_a_checkpoint(live, run)
+    pod = live.cluster.pods(run.name)[-1]["metadata"]["name"]
+    # Each way to lose a pod once; what follows is the same for all.
+    {
+        "PyTorchJob": live.cluster.kill,
+        "TrainJob": lambda name: live.cluster.delete(name, live.cluster.namespace, kind="Pod"),
+        "JobSet": live.cluster.kill,
+        "Job": live.cluster.evict,
+    }[live.workload](pod)
+    status = live.ended(run)
+    assert status.state is SUCCEEDED, (status, live.told(run))
+    outcome = live.outcome(run)
+    assert (outcome["status"], outcome["step"]) == ("done", STEPS)
+    resumed = live.events(run, "resume")
+    assert resumed and all(event["step"] > 0 for event in resumed), "it went on where it was"
+    # Once is enough, as the training is the same in all; a real cluster's image has its own torch.
+    if live.workload == "JobSet" and not is_real():
+        assert outcome["metrics"] == undisturbed(tmp_path)["metrics"]
+
+
+@every_workload
+def test_a_failure_of_the_users_making_is_not_tried_again(live: Live) -> None:
+    run = submit(live, "--steps", "1", "--lr", "nonsense", nnodes=1)
+    status = live.ended(run)
+    assert status.state is FAILED, (status, live.told(run))
+    (pod,) = live.cluster.pods(run.name)
+    assert exit_code(pod) == 42, "what the operators take for final"
+    assert container_status(pod)["restartCount"] == 0
+    assert pod["metadata"]["labels"].get(ATTEMPT_LABEL, "0") == "0"
+    assert "nonsense" in status.reason, "and why is told"
+
+
+# TrainJob has the longest way down to a pod.
+@pytest.mark.parametrize("workload", WORKLOADS if is_real() else ["TrainJob"])
+def test_a_cancelled_run_writes_a_checkpoint_within_its_grace(live: Live) -> None:
+    run = submit(live, "--steps", "1000000")
+    follow_to_a_checkpoint(live, run)
+    run.cancel()
+    assert run.wait(live.cluster.patience_s).state is CANCELLED
+    live.until(lambda: not live.cluster.pods(run.name), "its pods are gone")
+    assert live.outcome(run)["status"] == "preempted"
+    assert live.events(run, "stopped"), "the last step is kept"

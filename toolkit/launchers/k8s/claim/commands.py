@@ -1,0 +1,154 @@
+"""Commands in running containers: `pods/exec` over a websocket, as it comes, in bounded memory.
+
+The official client makes the connection, with its certificates and proxies. Its WSClient is not
+used: that keeps all that has come, and reads for as long as there is something to read. With v4,
+which every server speaks, a command cannot see its stdin end: it must know how much there is.
+"""
+
+import contextlib
+import json
+import selectors
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from urllib.parse import urlencode
+
+from toolkit.errors import LauncherError
+from toolkit.launchers.k8s.cluster import PODS, Cluster
+from toolkit.launchers.k8s.connection import Away, Missing, refusal
+
+__all__ = ["execute"]
+
+_PROTOCOL = "v4.channel.k8s.io"
+_STDIN, _STDOUT, _STDERR, _ERROR = range(4)
+"""The first byte of each message (k8s.io/apimachinery, remotecommand)."""
+
+_BINARY, _CLOSE, _TEXT = 2, 8, 1  # RFC 6455, section 11.8
+
+_SILENCE_S = 300.0
+"""How long a command may say nothing: a network disk takes its time to write what it was given."""
+
+_LAST_WORDS = 2000
+
+
+def execute(
+    cluster: Cluster,
+    pod: str,
+    container: str,
+    argv: Sequence[str],
+    *,
+    stdin: Iterable[bytes | memoryview] = (),
+    show: Callable[[bytes], object] = lambda _: None,
+) -> None:
+    """Run a command in a container, and return when it has ended with 0.
+
+    Args:
+        cluster: Where.
+        pod: The pod's name.
+        container: Its container.
+        argv: The command.
+        stdin: What it is told, in parts of some 10 KiB.
+        show: Called with each part of what it prints.
+
+    Raises:
+        Away: the connection is lost, so that nobody knows how the command ended.
+        Missing: there is no such pod, or its container does not run.
+        LauncherError: it cannot be run, or has ended otherwise; its last words are in the message.
+    """
+    command = _Command(show)
+    with _connected(cluster, pod, container, argv) as socket:
+        errors = _errors()
+        try:
+            with contextlib.suppress(*errors), selectors.DefaultSelector() as waiting:
+                # Who has stopped listening has said why: that is to be read.
+                waiting.register(socket.sock, selectors.EVENT_READ)
+                for part in stdin:
+                    socket.send(bytes([_STDIN]) + part, _BINARY)
+                    if waiting.select(0) and not command.hears(*_message(socket)):
+                        break
+            while command.goes_on:
+                command.hears(*_message(socket))
+        except errors as error:
+            raise Away(f"the connection into pod {pod} is lost: {error or 'no answer'}") from error
+    command.check(pod)
+
+
+class _Command:
+    """What is known of a command."""
+
+    def __init__(self, show: Callable[[bytes], object]) -> None:
+        self._show = show
+        self._said = b""
+        self._status: dict[str, Any] | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._status is None
+
+    def hears(self, opcode: int, content: bytes) -> bool:
+        """Take a message; return whether there will be more.
+
+        Raises:
+            ConnectionError: the server has hung up, and not said how the command ended.
+        """
+        if opcode == _CLOSE:
+            if self._status is None:
+                raise ConnectionError("the server has hung up")
+        elif opcode in (_BINARY, _TEXT) and content:
+            channel, rest = content[0], content[1:]
+            if channel == _STDOUT and rest:
+                self._show(rest)
+            elif channel == _STDERR:
+                self._said = (self._said + rest)[-_LAST_WORDS:]
+            elif channel == _ERROR:
+                self._status = json.loads(rest)
+        return self.goes_on
+
+    def check(self, pod: str) -> None:
+        """Raise unless it has ended well."""
+        status = self._status or {}
+        if status.get("status") == "Success":
+            return
+        words = self._said.decode(errors="replace").strip().rpartition("\n")[2]
+        raise LauncherError(f"pod {pod}: {words or status.get('message') or status}")
+
+
+@contextlib.contextmanager
+def _connected(cluster: Cluster, pod: str, container: str, argv: Sequence[str]) -> Iterator[Any]:
+    from kubernetes.stream import ws_client
+    from websocket import WebSocketBadStatusException
+
+    configuration, headers = cluster.connection.credentials()
+    query = [("container", container), *(("command", word) for word in argv)]
+    query += [(stream, "true") for stream in ("stdin", "stdout", "stderr")]
+    path = f"{PODS.path(cluster.namespace, pod)}/exec?{urlencode(query)}"
+    url = "ws" + configuration.host.rstrip("/").removeprefix("http") + path
+    known = {key.lower(): value for key, value in headers.items()}
+    try:
+        socket: Any = ws_client.create_websocket(  # type: ignore[no-untyped-call]
+            configuration, url, known | {"sec-websocket-protocol": _PROTOCOL}
+        )
+    except WebSocketBadStatusException as error:
+        body = getattr(error, "resp_body", None) or str(error).encode()
+        if b"container not found" in body:  # which servers answer with 500
+            raise Missing(f"pod {pod} does not run any more") from error
+        raise refusal(error.status_code, body, getattr(error, "resp_headers", {})) from error
+    except _errors() as error:
+        raise Away(f"no connection into pod {pod}: {error}") from error
+    try:
+        socket.settimeout(_SILENCE_S)
+        yield socket
+    finally:
+        socket.shutdown()
+
+
+def _message(socket: Any) -> tuple[int, bytes]:
+    """Return the next message; what only keeps the connection alive is answered on the way."""
+    opcode, frame = socket.recv_data_frame(True)
+    return int(opcode), bytes(frame.data)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    from websocket import WebSocketException
+
+    return WebSocketException, OSError

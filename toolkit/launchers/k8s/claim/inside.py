@@ -1,0 +1,70 @@
+"""One file of the claim, written, read or removed; runs in a pod, and so imports nothing of ours.
+
+`write PATH SIZE SHA256` takes SIZE bytes from stdin, whose end nobody can say. `read PATH` prints
+the size, a line, the bytes and their SHA-256, or `-` where there is no such file.
+"""
+
+import hashlib
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+CHUNK = 1 << 20
+DRAFT = ".{}.part-"
+
+
+def write(path: Path, size: str, wanted: str) -> None:
+    """Write a file from stdin, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(DRAFT.format(path.name) + os.urandom(4).hex())
+    digest, left = hashlib.sha256(), int(size)
+    try:
+        with draft.open("xb") as file:
+            while left and (chunk := os.read(0, min(left, CHUNK))):
+                file.write(chunk)
+                digest.update(chunk)
+                left -= len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        if left or digest.hexdigest() != wanted:
+            sys.exit(f"{path} has come here damaged: {left} of {size} bytes are missing")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read(path: Path) -> None:
+    """Print a file."""
+    out, digest = sys.stdout.buffer, hashlib.sha256()
+    if not path.is_file():
+        out.write(b"-\n")
+        return
+    with path.open("rb") as file:
+        left = os.fstat(file.fileno()).st_size  # who writes it may go on
+        out.write(b"%d\n" % left)
+        while left and (chunk := file.read(min(left, CHUNK))):
+            out.write(chunk)
+            digest.update(chunk)
+            left -= len(chunk)
+    out.write(digest.hexdigest().encode())
+    out.flush()
+
+
+def remove(path: Path, top: str) -> None:
+    """Remove a file, its drafts, and the folders below `top` that hold nothing else."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+    with suppress(OSError):
+        for draft in path.parent.iterdir():
+            if draft.name.startswith(DRAFT.format(path.name)):
+                draft.unlink()
+        while str(path := path.parent) != top:
+            path.rmdir()
+
+
+try:
+    name, place, *more = sys.argv[1:]
+    {"write": write, "read": read, "remove": remove}[name](Path(place), *more)  # type: ignore[operator]
+except OSError as error:
+    sys.exit(str(error))
