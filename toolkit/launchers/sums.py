@@ -1,11 +1,12 @@
-"""Where a sweep stands, from where its points stand. Pure."""
+"""What sweeps answer alike, wherever they run: which points they have, where the whole stands."""
 
 from collections import Counter
 from collections.abc import Sequence
 
-from toolkit.launchers.base import RunState, RunStatus
+from toolkit.errors import LauncherError, RunNotFound
+from toolkit.launchers.base import Run, RunState, RunStatus
 
-__all__ = ["sum_of"]
+__all__ = ["index_of", "sum_of", "unfinished_of"]
 
 _SUMS = (
     RunState.RUNNING,
@@ -29,3 +30,38 @@ def sum_of(found: Sequence[RunStatus]) -> RunStatus:
         shown += f": {unknown[0].reason}"
     lost = state is RunState.UNKNOWN and all(status.lost for status in unknown)
     return RunStatus(state=state, reason=shown, lost=lost)
+
+
+def index_of(sweep: Run, key: str) -> int:
+    """Return the number of a point by that number or its name.
+
+    Raises:
+        RunNotFound: there is none.
+    """
+    names = [point.name.rpartition("/")[2] for point in sweep.points]
+    if key in names:
+        return names.index(key)
+    if key.isdecimal() and int(key) < len(names):
+        return int(key)
+    raise RunNotFound(
+        f"{sweep.uri} has no point {key!r}; it has 0 to {len(names) - 1}, as in "
+        f"{sweep.uri}_0 or {sweep.name}/{names[0]}"
+    )
+
+
+def unfinished_of(sweep: Run, found: Sequence[RunStatus]) -> list[int]:
+    """Return the points that have ended without success.
+
+    Raises:
+        LauncherError: all have succeeded, or one has not ended.
+    """
+    if live := [status for status in found if not (status.state.final or status.lost)]:
+        raise LauncherError(
+            f"{sweep.uri}: {len(live)} of {len(found)} points have not ended (the first is "
+            f"{live[0].state.upper()}: {live[0].reason or 'no reason'}); `toolkit wait` for "
+            f"them, or name one point that has ended, like {sweep.uri}_0"
+        )
+    again = [i for i, status in enumerate(found) if status.state is not RunState.SUCCEEDED]
+    if not again:
+        raise LauncherError(f"{sweep.uri}: all points have succeeded; there is nothing to do")
+    return again

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from toolkit.errors import LauncherError, RunNotFound
+from toolkit.errors import LauncherError
 from toolkit.launchers import registry
 from toolkit.launchers.base import RunState, RunStatus
 from toolkit.launchers.k8s.cluster import Cluster, selector_of
@@ -14,7 +14,7 @@ from toolkit.launchers.k8s.kinds import Kind, Object
 from toolkit.launchers.k8s.logs import Round, read_lines
 from toolkit.launchers.k8s.run import KubernetesRun
 from toolkit.launchers.run_logs import LogView
-from toolkit.launchers.sums import sum_of
+from toolkit.launchers.sums import index_of, sum_of, unfinished_of
 from toolkit.pods import RUN_LABEL, SWEEP_LABEL
 
 __all__ = ["KubernetesPoint", "KubernetesSweep"]
@@ -43,13 +43,7 @@ class KubernetesSweep(KubernetesRun):
         Raises:
             RunNotFound: there is none.
         """
-        for point in self.points:
-            if key == point.point_name or (key.isdecimal() and int(key) == point.index):
-                return point
-        raise RunNotFound(
-            f"{self.uri} has no point {key!r}; it has 0 to {len(self.points) - 1}, as in "
-            f"{self.uri}_0 or {self.name}/{self.points[0].point_name}"
-        )
+        return self.points[index_of(self, key)]
 
     def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
         """Return the status of the whole from those of its points."""
@@ -96,18 +90,7 @@ class KubernetesSweep(KubernetesRun):
         Raises:
             LauncherError: all have succeeded, or one has not ended.
         """
-        found = self.statuses()
-        if live := [s for s in found if not (s.state.final or s.lost)]:
-            raise LauncherError(
-                f"{self.uri}: {len(live)} of {len(found)} points have not ended (the first is "
-                f"{live[0].state.upper()}: {live[0].reason or 'no reason'}); `toolkit wait` for "
-                f"them, or name one point that has ended, like {self.uri}_0"
-            )
-        pairs = zip(self.points, found, strict=True)
-        again = [point for point, s in pairs if s.state is not RunState.SUCCEEDED]
-        if not again:
-            raise LauncherError(f"{self.uri}: all points have succeeded; there is nothing to do")
-        return list(again)
+        return [self.points[index] for index in unfinished_of(self, self.statuses())]
 
     def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         names = {point.object_name: point.point_name for point in self.points}

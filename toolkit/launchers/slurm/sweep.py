@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from toolkit.errors import LauncherError, RunNotFound
+from toolkit.errors import LauncherError
 from toolkit.launchers import rundir
 from toolkit.launchers.base import RunState, RunStatus
 from toolkit.launchers.run_logs import LogView
@@ -16,7 +16,7 @@ from toolkit.launchers.slurm.login import Login
 from toolkit.launchers.slurm.many import STATUS_AGE_S, statuses_of_parts
 from toolkit.launchers.slurm.queue import Command, Row, judge
 from toolkit.launchers.slurm.run import CONDITIONS, SlurmRun
-from toolkit.launchers.sums import sum_of
+from toolkit.launchers.sums import index_of, sum_of, unfinished_of
 from toolkit.launchers.sweep_logs import follow_points
 from toolkit.launchers.sweep_logs import read_points as read_lines_of
 
@@ -41,13 +41,7 @@ class SlurmSweep(SlurmRun):
         Raises:
             RunNotFound: there is none.
         """
-        for point in self.points:
-            if key == point.folder or (key.isdecimal() and int(key) == point.index):
-                return point
-        raise RunNotFound(
-            f"{self.uri} has no point {key!r}; it has 0 to {len(self.points) - 1}, as in "
-            f"{self.uri}_0 or {self.name}/{self.points[0].folder}"
-        )
+        return self.points[index_of(self, key)]
 
     @property
     def parts(self) -> "Sequence[SlurmPoint]":
@@ -121,17 +115,7 @@ class SlurmSweep(SlurmRun):
         Raises:
             LauncherError: all have succeeded, or one has not ended.
         """
-        found = self.statuses()
-        if live := [s for s in found if not (s.state.final or s.lost)]:
-            raise LauncherError(
-                f"{self.uri}: {len(live)} of {len(found)} points have not ended (the first is "
-                f"{live[0].state.upper()}: {live[0].reason or 'no reason'}); `toolkit wait` for "
-                f"them, or name one point that has ended, like {self.uri}_0"
-            )
-        again = [i for i, s in enumerate(found) if s.state is not RunState.SUCCEEDED]
-        if not again:
-            raise LauncherError(f"{self.uri}: all points have succeeded; there is nothing to do")
-        return again
+        return unfinished_of(self, self.statuses())
 
     def withdraw_cancel(self, points: list[int]) -> None:
         """Take back that the sweep was cancelled, for these points; the others stay cancelled."""
