@@ -52,7 +52,7 @@ lint: install  ## Check style and types
 
 test: install lint  ## Install what the tests need and run them all
 	@tests/packages.sh
-	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 6 --dist worksteal $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
 
 test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs for
 	@$(BIN)/pytest -m gpu tests/train $(ARGS)

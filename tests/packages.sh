@@ -69,3 +69,7 @@ for suite in trixie forky; do
   "$sandbox" fetch $suite "$(dirname "$0")/../.cache/slurm-$suite" >/dev/null ||
     echo "left out: the tests on the Slurm of Debian's $suite, whose packages could not be had" >&2
 done
+# The image, before the tests: they would all wait for it, and leave it no processor.
+project="$(dirname "$0")/.."
+"$project/.venv/bin/python" "$project/train/build-image" >/dev/null 2>&1 ||
+  echo "the image of train/ could not be built; its tests will say why" >&2
