@@ -369,6 +369,7 @@ def test_each_role_grants_what_its_commands_ask_for_and_no_more(tmp_path: Path) 
             server.run(run.object_name)
             assert len(server.pods(run.object_name)) == 2
             next(changes)
+            changes.close()  # type: ignore[attr-defined]  # it is a generator
             run.status()
             watching |= asked(server)
             list(run.logs())

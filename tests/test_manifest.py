@@ -225,7 +225,7 @@ def test_a_server_takes_every_field(case: str, kind: str) -> None:
 def test_on_the_nodes_network_runs_are_kept_apart_by_their_port(kind: str) -> None:
     """The operator declares a port of a PyTorchJob by itself; a TrainJob cannot have this."""
     profile = {"host_network": True, "pod_security": "privileged"}
-    ports = [{"containerPort": 29500, "hostPort": 29500}]
+    ports = [{"containerPort": 29500, "hostPort": 29500, "protocol": "TCP"}]
     assert container_of(workload(manifest({}, profile, kind)))["ports"] == ports
     assert "ports" not in container_of(workload(manifest({}, {}, kind)))
 
