@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,17 @@ Until = Callable[..., None]
 def until() -> Until:
     """Wait until a condition holds, and fail with its description if it never does."""
 
-    def wait(condition: Callable[[], object], what: str, limit_s: float = PATIENCE_S) -> None:
+    def wait(
+        condition: Callable[[], object],
+        what: str,
+        limit_s: float = PATIENCE_S,
+        *,
+        seen: Callable[[], object] = str,
+    ) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             if time.monotonic() > deadline:
-                pytest.fail(f"{what}: not within {limit_s} s")
+                pytest.fail(f"{what}: not within {limit_s} s; seen: {seen()}")
             time.sleep(0.05)
 
     return wait
@@ -81,6 +88,11 @@ class Cluster:
         )
         assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done.stdout
+
+    def end_in(self, seconds: float, job_id: str) -> None:
+        """Have a job's time be over soon; Slurm refuses a time that is over when it hears of it."""
+        end = datetime.now() + timedelta(seconds=seconds)
+        self.slurm("scontrol", "update", f"jobid={job_id}", f"EndTime={end:%FT%T}")
 
 
 def _without_slurm() -> str | None:

@@ -262,6 +262,19 @@ def test_a_run_continued_by_hand_is_seen(user: User, slurm: Slurm) -> None:
     assert "boom" in run.status().reason
 
 
+def test_a_script_that_was_killed_before_it_knew_why_says_less_than_slurm(
+    user: User, slurm: Slurm
+) -> None:
+    run = user.run("a", 1)
+    assert run.run_dir is not None
+    attempt = run.run_dir / "logs/attempt-1"
+    attempt.mkdir()
+    (attempt / "reason").write_text("terminated: by Slurm; killed soon after\n")
+    (attempt / "exit_status").write_text("143\n")
+    slurm.rows = user.line("a", 1, "FAILED") + user.line("a", 9, "CANCELLED", " continue")
+    assert run.status().state is toolkit.RunState.CANCELLED
+
+
 def test_an_id_that_is_used_again_is_not_this_run(user: User, slurm: Slurm) -> None:
     run = user.run("a", 1)
     left_behind(run, "done")

@@ -185,10 +185,7 @@ def test_a_chain_goes_on_over_a_real_time_limit_and_ends_done(
     run = site.launcher.submit(toolkit.plan(job, site.profile), chain=6)
     until(lambda: events(run, "checkpoint"), "a first checkpoint")
     assert run.status().state is toolkit.RunState.RUNNING
-    soon = subprocess.run(
-        ["date", "-d", "+80 sec", "+%FT%T"], capture_output=True, text=True, check=True
-    )
-    cluster.slurm("scontrol", "update", f"jobid={run.job_id}", f"EndTime={soon.stdout.strip()}")
+    cluster.end_in(80, run.job_id)
     status = run.wait(300)
     assert status.state is toolkit.RunState.SUCCEEDED, failure(run)
     stopped, resumed = events(run, "stopped"), events(run, "resume")

@@ -195,8 +195,7 @@ def test_a_container_that_ignores_every_signal_ends_with_its_job(
     if end == "scancel":
         slurm("scancel", run.job_id)
     elif end == "walltime":
-        soon = subprocess.run(["date", "+%FT%T"], capture_output=True, text=True, check=True)
-        slurm("scontrol", "update", f"jobid={run.job_id}", f"EndTime={soon.stdout.strip()}")
+        containers.cluster.end_in(10, run.job_id)
     else:
         for entry in json.loads(containers.cluster("ps", "--json")):
             if entry["command"].startswith("podman run"):

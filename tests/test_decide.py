@@ -332,12 +332,17 @@ def test_the_rendered_script_leaves_a_reason(tmp_path: Path, secret: str, reason
     assert (run_dir / "logs/attempt-0/reason").read_text() == reason
 
 
-def test_scancel_while_the_script_begins_is_no_success(tmp_path: Path) -> None:
+SED = """#!/bin/sh
+[ -e "$0.told" ] || { >"$0.told"; kill -TERM $PPID; %s; }
+exec /usr/bin/env -S PATH=/usr/bin:/bin sed "$@"
+"""
+
+
+@pytest.mark.parametrize("then", [":", "kill -TERM $$"], ids=["lives", "ends with it"])
+def test_scancel_while_the_script_begins_is_no_success(tmp_path: Path, then: str) -> None:
     environ = fake_slurm.install(tmp_path, nodes=1)
     sed = tmp_path / "bin/sed"  # with which the script writes its helpers
-    sed.write_text(
-        '#!/bin/sh\nkill -TERM $PPID\nexec /usr/bin/env -S PATH=/usr/bin:/bin sed "$@"\n'
-    )
+    sed.write_text(SED % then)
     sed.chmod(0o755)
     script = tmp_path / "script.sh"
     job = toolkit.JobSpec(name="probe", module="train")
@@ -428,6 +433,50 @@ def test_the_next_attempt_says_what_the_last_had_no_time_to_say(job: Job) -> Non
         "node_failure: down: n2; killed before it could say so\n"
     )
     assert (job.folder(0) / "failing_node").read_text() == "n2\n"
+
+
+@pytest.mark.parametrize(
+    ("down", "restarts", "stopping", "reason"),
+    [
+        ("n2", "1", "terminated", "node_failure: down: n2; queued again; "),
+        ("", "1", "terminated", "preempted: Slurm has taken the nodes; queued again; "),
+        ("", "0", "terminated", "cancelled: by scancel; "),
+        ("", "0", "walltime", "walltime: out of time; "),
+        ("", "0", "cancelled", "cancelled: by toolkit cancel; "),
+    ],
+)
+def test_a_script_that_is_killed_while_its_step_ends_has_said_why(
+    job: Job, down: str, restarts: str, stopping: str, reason: str
+) -> None:
+    job.environ |= {"DOWN": down, "RESTARTS": restarts}
+    job.run("told_to_end; kill -KILL $$", stopping=stopping)
+    assert job.reason == f"{reason}killed soon after"
+    job.told(status="running", attempt=0, step=50, rank=None, reason="x")
+    job.attempt = 1
+    assert job.run("begin") == 0
+    assert (job.folder(0) / "reason").read_text() == f"{reason}killed soon after\n"
+    assert (job.folder(0) / "step").read_text() == "50\n"
+    assert (job.folder(0) / "failing_node").exists() == bool(down)
+
+
+def test_a_node_is_excluded_though_the_script_is_killed_while_its_step_ends(job: Job) -> None:
+    job.environ |= {"DOWN": "n2", "RESTARTS": "2"}
+    job.attempt = 1
+    job.had(0, "node_failure", step=10, failing="n2")
+    told = "; queued again; without n2, where two attempts have failed first"
+    job.run("told_to_end; kill -KILL $$", stopping="terminated")
+    assert job.reason == f"node_failure: down: n2{told}; killed soon after"
+    assert job.asked == ["update jobid=7 excnodelist=n2"]
+
+
+def test_what_is_excluded_when_slurm_ends_the_script_is_said_once_it_has_ended(job: Job) -> None:
+    job.environ |= {"DOWN": "n2", "RESTARTS": "2"}
+    job.attempt = 1
+    job.had(0, "node_failure", step=10, failing="n2")
+    told = "; queued again; without n2, where two attempts have failed first"
+    assert job.run("told_to_end; conclude 1", stopping="terminated") == 1
+    assert job.reason == f"node_failure: down: n2{told}"
+    assert job.asked == ["update jobid=7 excnodelist=n2"]
 
 
 # ---- Nodes

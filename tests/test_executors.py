@@ -274,8 +274,7 @@ def test_a_checkpoint_when_time_is_over_is_where_the_next_attempt_goes_on(
     job = executor.submit(calls.Counter(str(tmp_path)), 7, leap=1)
     until((tmp_path / "rank-1-0").exists, "both ranks count")
     until((tmp_path / "rank-0-0").exists, "both ranks count")
-    soon = subprocess.check_output(["date", "-d", "+80 sec", "+%FT%T"], text=True).strip()
-    cluster.slurm("scontrol", "update", f"jobid={job.job_id}", f"EndTime={soon}")
+    cluster.end_in(80, job.job_id)
     (counted, where, last), (_, _, other) = job.results()
     assert counted > 0
     assert where == [0, 1]

@@ -220,10 +220,7 @@ def test_walltime_stops_with_a_checkpoint_and_queues_again(
     # The warning comes stop.grace + 30 s before the end, so at the next look of Slurm (30 s).
     run = site.submit_long("stop.grace=60s", "time_limit=3m", "retries.requeue=1")
     until(lambda: events(run, "checkpoint"), "a first checkpoint")
-    soon = subprocess.run(
-        ["date", "-d", "+80 sec", "+%FT%T"], capture_output=True, text=True, check=True
-    )
-    cluster.slurm("scontrol", "update", f"jobid={run.job_id}", f"EndTime={soon.stdout.strip()}")
+    cluster.end_in(80, run.job_id)
     until(lambda: events(run, "resume"), "the second attempt has resumed")
     assert events(run, "resume")[0]["step"] == events(run, "stopped")[0]["step"]
     assert "digits: attempt 0 ended: walltime: out of time; queued again" in output(run)

@@ -4,7 +4,7 @@ log=$(readlink "/proc/$$/fd/2") || true  # the job's log; torchrun reports in it
 [ -f "$log" ] || log=/dev/null
 log_from=$(stat -c %s "$log")
 echo "$log_from $log" >"$logs/log"  # where this attempt's lines begin, and in which file
-word='' why='' status=1 queued='' full=''
+word='' why='' status=1 queued='' excluded='' full=''
 
 told() {  # KEY: its value in outcome.json, or nothing
   grep -oE "\"$1\": *(\"([^\"\\]|\\\\.)*\"|[^,}]*)" "$run_dir/outcome.json" 2>/dev/null |
@@ -58,12 +58,8 @@ judge() {  # sets word and why: how this attempt ended
     word=fatal
   elif [ -n "$full" ] && [ "$says" != preempted ]; then
     word=fatal why="no space is left for $run_dir"
-  elif [ "$stopping" = cancelled ]; then
-    word=cancelled why="by toolkit cancel"
-  elif [ "$stopping" = terminated ]; then
-    terminated
-  elif [ "$stopping" = walltime ]; then
-    word=walltime why="out of time"
+  elif stopped; then
+    :
   elif [ "$says" = preempted ]; then
     word=preempted
   elif where=$(out_of_memory) || logged 'oom[-_]kill event'; then
@@ -92,6 +88,23 @@ first_to_fail() {  # by torchrun's reports, killed before failed; else whose tor
   reports=$(printed | grep -E '^ +(time|host|exitcode) +:' | sed -E 's/^[^:]*: *//' | paste - - -) ||
     reports=$(cat "$logs"/failed-* 2>/dev/null) || true
   LC_ALL=C sort -t $'\t' -k 1,1 -k 3,3 <<<"$reports" | cut -f 2 | sed 's/\..*//; q'
+}
+
+stopped() {  # whether somebody has ended this attempt, and who
+  case $stopping in
+    cancelled) word=cancelled why="by toolkit cancel" ;;
+    terminated) terminated ;;
+    walltime) word=walltime why="out of time" ;;
+    *) return 1 ;;
+  esac
+}
+
+told_to_end() {  # Slurm may kill the script before its step has ended: all that can be said by now
+  local word=terminated why="by Slurm" queued=''
+  note "killed soon after"
+  stopped || true
+  if [ -n "$queued" ] && [ -z "$excluded" ]; then excluded=$(exclude) || true; fi
+  note "${queued:+queued again$excluded; }killed soon after"
 }
 
 terminated() {  # Slurm ends the job (TERM): because of a node, for another job, or by scancel?
@@ -165,7 +178,8 @@ conclude() {  # STATUS of the step: ends this attempt, and queues the job again 
     stop_if_spent
     queue_again
   fi
-  end "$status" "queued again$(exclude)"
+  [ -n "$excluded" ] || excluded=$(exclude) || true
+  end "$status" "queued again$excluded"
 }
 
 queue_again() {
@@ -216,6 +230,9 @@ begin() {  # finishes the reason of an attempt that could not; stops a job that 
     if [ -z "$was" ] || [ -n "$down" ]; then
       echo "${down:-$(head -n 1 "$before/nodes")}" >"$before/failing_node"
     fi
+    ;;
+  esac
+  case $was in '' | *"; killed soon after")
     told step | grep . >"$before/step" || rm "$before/step"
     ;;
   esac

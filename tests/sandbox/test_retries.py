@@ -129,7 +129,11 @@ def test_a_node_that_is_lost_twice_is_excluded_and_named(
     lose_node2(cluster, run, until)
     cluster("power-on", "node2")
     excluded = "; queued again; without node2, where two attempts have failed first"
-    until(lambda: last_reason(run) == "node_failure: down: node2" + excluded, "it is excluded")
+    until(
+        lambda: last_reason(run) == "node_failure: down: node2" + excluded,
+        "it is excluded",
+        seen=lambda: (last_reason(run), failure(run)),
+    )
     until(lambda: len(events(run, "resume")) == 2, "it runs elsewhere")
     assert " ExcNodeList=node2 " in cluster.slurm("scontrol", "-o", "show", "job", run.job_id)
 

@@ -108,10 +108,14 @@ class SlurmRun(Run):
             return (judge(row, self.run_dir, after=job.after),)
         if not pairs:
             return (self._forgotten(seen),)
-        if len(jobs) > 1 and (found := self._left_behind()).state is not RunState.UNKNOWN:
-            return (found,)
         job, row = pairs[-1]
-        return (judge(row, self.run_dir, after=job.after),)
+        by_slurm = judge(row, self.run_dir, after=job.after)
+        if len(jobs) == 1:
+            return (by_slurm,)
+        found = self._left_behind()
+        # A script that was killed before it could find out by whom says less than Slurm.
+        cut_short = row.state is RunState.CANCELLED and found.reason.startswith("terminated:")
+        return (by_slurm if cut_short or found.state is RunState.UNKNOWN else found,)
 
     def recalled(self, rows: Mapping[str, Row]) -> RunStatus | None:
         """Return where a run stands of which the accounting alone knows anything."""
