@@ -339,6 +339,30 @@ def test_a_list_has_at_least_one_run(program: Program, last: str) -> None:
     assert program("list", "--last", last).returncode == 2
 
 
+# ---- How it begins
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback() -> None:
+    code = """
+import sys
+import toolkit.__main__
+class Pressed:
+    def find_spec(self, name, path=None, target=None):
+        if name == "toolkit.cli.entry":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Pressed())
+toolkit.__main__.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_the_package_can_be_run() -> None:
+    argv = [sys.executable, "-m", "toolkit", "--version"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert toolkit.__version__ in done.stdout
+
+
 # ---- Import late what is heavy
 
 

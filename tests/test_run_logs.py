@@ -166,7 +166,7 @@ def test_error_files_of_the_last_restart_count_and_earlier_ones_are_named(
     assert (earlier.rank, earlier.restart) == (1, 0)
     assert earlier.message == "ValueError: boom 0 with ***PROBE_TOKEN***"
     lines = list(failure.lines())
-    assert lines[0].startswith("earlier failure, in attempt 0")
+    assert lines[0].startswith("earlier failure, in attempt 0, restart 0, ")
     assert lines[1].startswith("first failure, in attempt 0, restart 1")
 
 

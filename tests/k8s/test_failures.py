@@ -259,7 +259,7 @@ def test_a_real_failure_ends_the_log_with_the_traceback_of_its_rank(
         done = subprocess.run(argv, capture_output=True, text=True, check=True)
     lines = re.sub(r"\d\d:\d\d:\d\d", "TIME", done.stderr).splitlines()
     assert lines[1:3] == [
-        "earlier failure, in attempt 0, TIME: rank 1 on node-0: ValueError: sample 7",
+        "earlier failure, in attempt 0, restart 0, TIME: rank 1 on node-0: ValueError: sample 7",
         "first failure, in attempt 0, restart 1, TIME: rank 1 on node-0: ValueError: sample 7",
     ]
     assert lines[3] == "Traceback (most recent call last):"

@@ -285,6 +285,35 @@ def test_a_run_that_somebody_else_deleted_is_unknown_and_not_waited_for(site: Si
     assert run.status() == gone
 
 
+@every_workload
+def test_how_a_run_has_ended_is_known_when_its_cluster_has_deleted_it(site: Site) -> None:
+    ended, failed = site.submit(), site.submit()
+    site.server.finish(ended.name)
+    site.server.finish(failed.name, succeeded=False, message="It failed.")
+    known = toolkit.statuses([ended, failed])
+    assert [found.state for found in known] == [SUCCEEDED, FAILED]
+    site.server.faults = [Fault(method="GET", status=503, times=99)]
+    assert toolkit.statuses([ended, failed]) == known
+    assert ended.status() == known[0]
+    site.server.faults = []
+    site.server.delete(ended.name)
+    site.server.delete(failed.name)
+    tomorrow = site.open_launcher()
+    again = [tomorrow.open(run.record) for run in (ended, failed)]
+    assert toolkit.statuses(again) == known
+    assert [run.wait(60) for run in again] == known
+
+
+@a_job
+def test_a_run_that_goes_on_has_not_ended(site: Site) -> None:
+    run = site.submit()
+    site.server.finish(run.name, succeeded=False)
+    assert run.status().state is FAILED
+    site.launcher.resubmit(run)
+    site.server.delete(run.name)
+    assert run.status().lost
+
+
 @a_job
 def test_wait_gives_up_in_time_and_outlives_a_server_that_is_away(site: Site) -> None:
     run = site.submit()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
+from tests.train.processes import PROCESSES
 from train import session, tasks
 from train.config import Config
 from train.console import Console
@@ -185,8 +186,9 @@ def climb(
 
 def _start(cases: list[Case], folder: str, timeout_s: float, dtype: torch.dtype) -> None:
     """Send cases through new ranks until all are done, one fails, or time is up."""
+    world_size, method = cases[0].world_size, PROCESSES.get_start_method()
     context = start_processes(  # type: ignore[no-untyped-call]  # torch's
-        _rank, (cases, folder, dtype), cases[0].world_size, join=False, daemon=True
+        _rank, (cases, folder, dtype), world_size, join=False, daemon=True, start_method=method
     )
     deadline = time.monotonic() + timeout_s
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import time
 import traceback
@@ -16,20 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.train.processes import PROCESSES
+
 PATIENCE_S = 120.0
 
 Result = TypeVar("Result")
-
-# One process imports torch, and each rank is a copy of it.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.nn.parallel"])
 
 
 def on_ranks(count: int, function: Callable[..., Result], *arguments: Any) -> list[Result]:
     """Call `function(rank, *arguments)` on each rank; give the results by rank."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            _PROCESSES.Process(target=_rank, args=(rank, count, Path(folder), function, arguments))
+            PROCESSES.Process(target=_rank, args=(rank, count, Path(folder), function, arguments))
             for rank in range(count)
         ]
         for process in ranks:

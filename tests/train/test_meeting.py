@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from tests.train.making import trainer_for
+from tests.train.processes import PROCESSES
 from tests.train.ranks import on_ranks
 from train.config import Config
 from train.distributed import device_and_backend, open_group
@@ -35,8 +36,6 @@ PATIENCE_S = 120.0
 # Long enough for two processes to find each other on a busy machine; waited for in vain by the
 # wrong forms only.
 SHORT_S = 5
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "torch.distributed"])
 
 Work = Callable[[Place, str, Path], None]
 
@@ -52,9 +51,7 @@ class Meeting:
         """Start a rank, and give its number among all that were started."""
         place = Place(rank=rank, world_size=count, launched=True, restart=restart)
         number = len(self.started)
-        process = _PROCESSES.Process(
-            target=_report, args=(work, place, method, self.folder, number)
-        )
+        process = PROCESSES.Process(target=_report, args=(work, place, method, self.folder, number))
         process.start()
         self.started.append(process)
         return number

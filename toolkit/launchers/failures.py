@@ -90,12 +90,12 @@ class Failure:
     def lines(self) -> Iterator[str]:
         """Yield what people are shown; the traceback comes last."""
         for before in self.earlier:
-            yield f"earlier failure, in {before._when()}: {before}"
-        yield f"first failure, in {self._when()}: {self}"
+            yield f"earlier failure, in {before._when(counted=True)}: {before}"
+        yield f"first failure, in {self._when(counted=bool(self.restart or self.earlier))}: {self}"
         yield from self.traceback
 
-    def _when(self) -> str:
-        again = f", restart {self.restart}" if self.restart or self.earlier else ""
+    def _when(self, *, counted: bool) -> str:
+        again = f", restart {self.restart}" if counted else ""
         return f"attempt {self.attempt}{again}, {datetime.fromtimestamp(self.time):%H:%M:%S}"
 
     def redacted(self, secrets: Iterable[tuple[str, str]]) -> "Failure":

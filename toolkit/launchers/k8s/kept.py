@@ -1,6 +1,7 @@
 """What is kept here of a run on Kubernetes, since its run directory cannot be seen: its job file.
 
-A sweep's points are kept beside it, so that a long list of runs reads no job files.
+A sweep's points are kept beside it, so that a long list of runs reads no job files; and how each
+object has ended, since its cluster deletes it after `ttl`.
 """
 
 import contextlib
@@ -12,9 +13,19 @@ from pathlib import Path
 from toolkit.documents import write_document
 from toolkit.errors import LauncherError
 from toolkit.launchers import registry
+from toolkit.launchers.base import RunState, RunStatus
 from toolkit.spec import JobSpec, load
 
-__all__ = ["folder_of", "forget", "job_of", "keep", "points_of"]
+__all__ = [
+    "end_of",
+    "folder_of",
+    "forget",
+    "forget_end",
+    "job_of",
+    "keep",
+    "points_of",
+    "remember_end",
+]
 
 Settings = Mapping[str, str | bool]
 
@@ -70,6 +81,38 @@ def points_of(name: str, environ: Mapping[str, str]) -> list[tuple[str, Settings
         found = json.loads((folder_of(name, environ) / "points.json").read_text())
         return [(str(point), dict(settings)) for point, settings in found]
     return []
+
+
+def remember_end(
+    name: str, object_name: str, status: RunStatus, environ: Mapping[str, str]
+) -> None:
+    """Write down how an object of a run has ended, where the run is kept."""
+    text = json.dumps({"state": status.state, "reason": status.reason})
+    with contextlib.suppress(OSError):
+        if not folder_of(name, environ).is_dir():
+            return
+        path = _end(name, object_name, environ)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def end_of(name: str, object_name: str, environ: Mapping[str, str]) -> RunStatus | None:
+    """Return how an object of a run had ended when somebody last asked; None if it had not."""
+    try:
+        known = json.loads(_end(name, object_name, environ).read_text())
+        return RunStatus(state=RunState(known["state"]), reason=str(known["reason"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def forget_end(name: str, object_name: str, environ: Mapping[str, str]) -> None:
+    """Take back that an object of a run has ended, since it is made again."""
+    with contextlib.suppress(OSError):
+        _end(name, object_name, environ).unlink(missing_ok=True)
+
+
+def _end(name: str, object_name: str, environ: Mapping[str, str]) -> Path:
+    return folder_of(name, environ) / f"ended-{object_name}.json"
 
 
 def folder_of(name: str, environ: Mapping[str, str]) -> Path:

@@ -134,7 +134,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         for group in groups:
             remove(self._cluster, run.kind, group.name)
         for part in again:
-            part.withdraw_cancel()
+            part.withdraw_end()
         submit_all(self._cluster, run.kind, groups)
         return run
 
@@ -152,7 +152,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             intent.done()
         whole = opened(record, self._cluster, run.kind, self._environ)
         for part in whole.parts:
-            part.withdraw_cancel()
+            part.withdraw_end()
         return whole.point(str(run.index)) if isinstance(run, KubernetesPoint) else whole
 
     def open(self, record: registry.RunRecord) -> KubernetesRun:

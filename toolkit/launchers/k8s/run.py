@@ -10,6 +10,7 @@ from toolkit.errors import InputError, LauncherError, Problem, RunLost
 from toolkit.launchers import registry, rundir
 from toolkit.launchers.base import Run, RunState, RunStatus
 from toolkit.launchers.failures import Failure
+from toolkit.launchers.k8s import kept
 from toolkit.launchers.k8s.begun import cut_short
 from toolkit.launchers.k8s.cluster import Cluster, selector_of
 from toolkit.launchers.k8s.connection import Away
@@ -72,6 +73,8 @@ class KubernetesRun(Run):
     def status(self) -> RunStatus:
         """Ask the cluster; UNKNOWN where the API server is away or the object is gone.
 
+        How it ended is still known then, where somebody has asked in time.
+
         Raises:
             LauncherError: the server refuses to say, which asking again does not mend.
         """
@@ -81,7 +84,7 @@ class KubernetesRun(Run):
             found = self.cluster.get(self.kind, self.object_name)
             return self._gone() if found is None else self._judged(found)[0]
         except Away as error:
-            return RunStatus(state=RunState.UNKNOWN, reason=str(error))
+            return self._unanswered(error)
 
     def statuses_of(self, runs: Sequence[Run]) -> list[RunStatus]:
         """Ask where runs of this namespace and kind stand, by one list of them."""
@@ -91,7 +94,7 @@ class KubernetesRun(Run):
         try:
             told = self._look(selector_of(RUN_LABEL, names), parts)
         except LauncherError as error:
-            told = [RunStatus(state=RunState.UNKNOWN, reason=str(error))] * len(names)
+            told = [part._unanswered(error) for part in parts]
         found = iter(told)
         by_run = [[next(found) for _ in run.parts] for run in asked]
         return [
@@ -119,7 +122,10 @@ class KubernetesRun(Run):
         """Return where parts stand by their objects, and in some states why."""
         names = [part.object_name for part in parts]
         told = statuses(self.cluster, self.kind, objects, names, causes=causes)
-        return [status or part._gone() for part, status in zip(parts, told, strict=True)]
+        return [
+            part._gone() if status is None else part._seen(status)
+            for part, status in zip(parts, told, strict=True)
+        ]
 
     @property
     def own_objects(self) -> str:
@@ -262,7 +268,8 @@ class KubernetesRun(Run):
         """Return where the object stands, and the pods that tell why."""
         known = evidence_of(self.cluster, self.kind, {self.object_name: found})
         evidence = known.get(self.object_name)
-        return judge(self.kind, found, evidence), evidence.pods if evidence else ()
+        status = self._seen(judge(self.kind, found, evidence))
+        return status, evidence.pods if evidence else ()
 
     def _require_attempt(self, view: LogView, pods: Sequence[Object]) -> None:
         known = sorted({attempt for pod in pods if (attempt := attempt_of(pod)) is not None})
@@ -282,15 +289,34 @@ class KubernetesRun(Run):
         if self._is_cancelled():
             return RunStatus(state=RunState.CANCELLED)
         if self.begun is not None:
-            return cut_short(self.kind, self.begun, self.name.partition("/")[0])
+            return cut_short(self.kind, self.begun, self._kept_as)
+        if (ended := kept.end_of(self._kept_as, self.object_name, self._environ)) is not None:
+            return ended
         reason = f"the {self.kind.kind} is gone, and was not cancelled from here: it was deleted"
         return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
+
+    def _unanswered(self, error: LauncherError) -> RunStatus:
+        """Return where a run stands of which the server says nothing."""
+        ended = kept.end_of(self._kept_as, self.object_name, self._environ)
+        return ended or RunStatus(state=RunState.UNKNOWN, reason=str(error))
+
+    def _seen(self, status: RunStatus) -> RunStatus:
+        """Remember an end: the object is deleted `ttl` after it."""
+        if status.state.final:
+            kept.remember_end(self._kept_as, self.object_name, status, self._environ)
+        return status
+
+    @property
+    def _kept_as(self) -> str:
+        """The name of the run, or of the sweep that it is a point of."""
+        return self.name.partition("/")[0]
 
     def _is_cancelled(self) -> bool:
         return registry.is_cancelled(self.uri, environ=self._environ)
 
-    def withdraw_cancel(self) -> None:
-        """Take back that the run was cancelled, since it goes on."""
+    def withdraw_end(self) -> None:
+        """Take back that the run has ended or was cancelled, since it goes on."""
+        kept.forget_end(self._kept_as, self.object_name, self._environ)
         registry.withdraw_cancelled(self.uri, environ=self._environ)
 
     def unfinished(self) -> "list[KubernetesRun]":

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from toolkit.errors import LauncherError
 from toolkit.launchers import registry
-from toolkit.launchers.base import RunState, RunStatus
+from toolkit.launchers.base import RunStatus
 from toolkit.launchers.k8s.cluster import Cluster, selector_of
 from toolkit.launchers.k8s.connection import Away
 from toolkit.launchers.k8s.kept import Settings, points_of
@@ -62,7 +62,7 @@ class KubernetesSweep(KubernetesRun):
         try:
             return self._look(self.own_objects, self.points)
         except Away as error:
-            return [RunStatus(state=RunState.UNKNOWN, reason=str(error))] * len(self.points)
+            return [point._unanswered(error) for point in self.points]
 
     @property
     def own_objects(self) -> str:

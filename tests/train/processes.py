@@ -1,0 +1,11 @@
+"""Processes that need not import torch: copies of one that has.
+
+Of the environment they have what it was when the first of them was started.
+"""
+
+import multiprocessing
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.nn.parallel", "train.session", "train.tasks"]
+)
