@@ -171,7 +171,7 @@ def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def climb(
-    cases: Sequence[Case], *, timeout_s: float = 240, dtype: torch.dtype = torch.float32
+    cases: Sequence[Case], *, timeout_s: float = 500, dtype: torch.dtype = torch.float32
 ) -> dict[str, Differences]:
     """Run all cases of one world size, with models of some type; give the differences by name."""
     found: dict[str, Differences] = {}
