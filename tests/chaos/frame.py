@@ -56,10 +56,14 @@ class Trial:
         return self.run_dir / f"logs/attempt-{number}"
 
     def reasons(self) -> list[str]:
-        """Return what the attempts say of their end, in their order; "" where one says nothing."""
+        """Return what the attempts say of their end, in their order; "" where one says nothing.
+
+        Whether KillWait was long enough for the script's last words makes no difference.
+        """
         count = len(list(self.run_dir.glob("logs/attempt-*")))
         paths = [self.attempt(number) / "reason" for number in range(count)]
-        return [path.read_text().rstrip("\n") if path.exists() else "" for path in paths]
+        said = [path.read_text().rstrip("\n") if path.exists() else "" for path in paths]
+        return [reason.removesuffix("; killed soon after") for reason in said]
 
     def losses(self) -> dict[int, float]:
         """Loss by step; a step done twice counts as it was done last."""

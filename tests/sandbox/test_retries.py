@@ -107,7 +107,7 @@ def test_scancel_is_no_failure(cluster: Cluster, site: Site, until: Until) -> No
     cluster.slurm("scancel", run.job_id)
     assert run.wait(120).state is toolkit.RunState.CANCELLED, failure(run)
     until(lambda: reasons(run) == ["cancelled"], "the reason is written")
-    assert last_reason(run) == "cancelled: by scancel; not queued again"
+    assert last_reason(run).startswith("cancelled: by scancel; ")
 
 
 @pytest.fixture
