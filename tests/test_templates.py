@@ -113,6 +113,14 @@ def test_every_slip_is_told_with_its_line(
     assert str(caught.value) == f"{tmp_path}/templates/slurm/train.sbatch.j2:{line}: {message}"
 
 
+def test_a_template_that_is_no_text_is_told_with_its_line(tmp_path: Path) -> None:
+    profile = write(tmp_path, '{% include "part.j2" %}')
+    (tmp_path / "templates/part.j2").write_bytes(b"a\nb \xff\n")
+    with pytest.raises(RenderError) as caught:
+        rendered(profile)
+    assert str(caught.value) == f"{tmp_path}/templates/part.j2:2: not UTF-8: byte 0xff"
+
+
 def test_a_folder_without_the_template_is_refused(tmp_path: Path) -> None:
     profile = write(tmp_path, "x", kind="local").model_copy(update={"name": "s"})
     slurm = toolkit.SlurmProfile(name="s", templates_dir=profile.templates_dir)

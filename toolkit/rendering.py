@@ -7,7 +7,7 @@ import functools
 import re
 import shlex
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from jinja2 import (
@@ -227,11 +227,26 @@ def _templates_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "templates"
 
 
+class _YourLoader(FileSystemLoader):
+    """Loads templates that people have written, which need not be text."""
+
+    def get_source(
+        self, environment: Environment, template: str
+    ) -> tuple[str, str, Callable[[], bool]]:
+        try:
+            return super().get_source(environment, template)
+        except UnicodeDecodeError as error:
+            line = error.object.count(b"\n", 0, error.start) + 1
+            said = f"not UTF-8: byte 0x{error.object[error.start]:02x}"
+            path = str(Path(self.searchpath[0], template))
+            raise TemplateSyntaxError(said, line, template, path) from None
+
+
 @functools.cache
 def _environment(folder: Path | None = None) -> Environment:
     """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
     ours = FileSystemLoader(_templates_folder())
-    yours = [FileSystemLoader(folder), PrefixLoader({"toolkit": ours})] if folder else []
+    yours = [_YourLoader(folder), PrefixLoader({"toolkit": ours})] if folder else []
     environment = Environment(
         loader=ChoiceLoader([*yours, ours]),
         undefined=StrictUndefined,

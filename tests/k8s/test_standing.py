@@ -26,6 +26,7 @@ from tests.k8s.site import (
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.launchers.base import RunStatus
 from toolkit.planning import plan
+from toolkit.rendering import render
 
 
 @every_workload
@@ -310,6 +311,18 @@ def test_a_run_that_goes_on_has_not_ended(site: Site) -> None:
     site.server.finish(run.name, succeeded=False)
     assert run.status().state is FAILED
     site.launcher.resubmit(run)
+    site.server.delete(run.name)
+    assert run.status().lost
+
+
+@a_job
+def test_a_run_that_somebody_starts_again_has_not_ended(site: Site) -> None:
+    run = site.submit()
+    site.server.finish(run.name, succeeded=False)
+    assert run.status().state is FAILED
+    site.server.delete(run.name)
+    site.server.apply(render(plan(make_job(), site.profile, run_name=run.name)))
+    assert run.status().state is PENDING
     site.server.delete(run.name)
     assert run.status().lost
 

@@ -301,9 +301,11 @@ class KubernetesRun(Run):
         return ended or RunStatus(state=RunState.UNKNOWN, reason=str(error))
 
     def _seen(self, status: RunStatus) -> RunStatus:
-        """Remember an end: the object is deleted `ttl` after it."""
+        """Remember an end, since the object is deleted `ttl` after it; what goes on has none."""
         if status.state.final:
             kept.remember_end(self._kept_as, self.object_name, status, self._environ)
+        elif status.state is not RunState.UNKNOWN:
+            kept.forget_end(self._kept_as, self.object_name, self._environ)
         return status
 
     @property
