@@ -596,6 +596,21 @@ def test_the_list_can_be_filtered(program: Callable[..., Answer]) -> None:
     assert row["reason"] == "Priority: others come first; expected to start Jan 1 00:00"
 
 
+def test_a_place_that_is_away_is_explained_once(
+    program: Callable[..., Answer], tmp_path: Path
+) -> None:
+    squeue = tmp_path / "bin/squeue"
+    squeue.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+    lines = program("list").stdout.splitlines()
+    assert [line.split()[:3] for line in lines] == [
+        ["slurm://c/1", "UNKNOWN", "r-1"],
+        ["slurm://c/2", "UNKNOWN", "p-2"],
+        ["slurm://c/3", "UNKNOWN", "p-3"],
+    ]
+    assert "Unable to contact slurm controller" in lines[0]
+    assert [line.rpartition("  ")[2] for line in lines[1:]] == ["as above"] * 2
+
+
 def test_cancel_and_wait_take_several_runs(program: Callable[..., Answer]) -> None:
     done = program("cancel", "r-1", "p-2", "p-3", "--json")
     assert done.returncode == 1  # one was refused; the others are cancelled all the same

@@ -51,12 +51,15 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
         click.echo("no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one")
     else:
         width = max(len(row["uri"]) for row in rows)
-        lines = (
-            f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  "
-            f"{row['reason'].partition(chr(10))[0]}".rstrip()
-            for row in rows
-        )
-        click.echo("\n".join(lines))
+        before = ""
+        for row in rows:
+            reason = row["reason"].partition("\n")[0]
+            # A place that is away says it of each of its runs.
+            repeated = reason and reason == before and row["state"] == "UNKNOWN"
+            said = "as above" if repeated else reason
+            line = f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {said}"
+            before = reason
+            click.echo(line.rstrip())
 
 
 @cli.command(epilog=example("toolkit status slurm://sandbox/1234 --json"))
