@@ -29,6 +29,12 @@ def test_nodes_reach_each_other_by_name(sandbox: Sandbox) -> None:
     sandbox.slurm("srun", "-w", "node1,node2", "--ntasks-per-node=1", "bash", "-c", script)
 
 
+def test_a_crash_leaves_a_core_only_where_who_submits_wants_one(sandbox: Sandbox) -> None:
+    there = f"{sandbox.dir}/bin/srun -N1 bash -c 'ulimit -c'"
+    done = sandbox.command("bash", "-c", f"ulimit -S -c 0; {there}; ulimit -S -c 1; {there}")
+    assert done.stdout == "0\n1\n"
+
+
 def test_fake_gpus_are_allocated_and_run_out(sandbox: Sandbox) -> None:
     script = "#!/bin/bash\necho $CUDA_VISIBLE_DEVICES\nsleep 60\n"
     first = sandbox.submit(script, "-w", "node1", "--gpus-per-node=h100:3", "--mem=1G")

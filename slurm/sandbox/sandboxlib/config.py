@@ -80,8 +80,9 @@ def slurm_conf(shape: Shape, state: StateDir, job_id: int) -> str:
         "TaskPlugin=task/none",
         "JobAcctGatherType=jobacct_gather/linux",
         "JobAcctGatherFrequency=5",
-        # Without CAP_SYS_RESOURCE limits cannot be raised, and jobs would fail to start.
-        "PropagateResourceLimits=NONE",
+        # Without CAP_SYS_RESOURCE limits cannot be raised, and jobs would fail to start. Whether a
+        # crash leaves a file in the project is for who submits: slurmd's own limit is none.
+        "PropagateResourceLimits=CORE",
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core_Memory",
         # CPUs, memory and GPUs are what the configuration says, whatever the machine has.
