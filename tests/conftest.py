@@ -47,12 +47,13 @@ def until() -> Until:
         what: str,
         limit_s: float = PATIENCE_S,
         *,
-        seen: Callable[[], object] = str,
+        seen: Callable[[], object] | None = None,
     ) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             if time.monotonic() > deadline:
-                pytest.fail(f"{what}: not within {limit_s} s; seen: {seen()}")
+                instead = f"; seen: {seen()}" if seen else ""
+                pytest.fail(f"{what}: not within {limit_s} s{instead}")
             time.sleep(0.05)
 
     return wait

@@ -127,10 +127,7 @@ class KubernetesProfile(SiteProfile):
     """The Kubernetes Secret for secrets that a job names without saying where they are."""
 
     ttl_s: Duration | None = Field(default=None, alias="ttl")
-    """How long an ended run stays in the cluster, with its logs; for good where it is left out.
-
-    How it has ended is known here for longer, where somebody has asked in time.
-    """
+    """How long an ended run stays in the cluster, with its logs; for good where it is left out."""
 
     patches: tuple[Patch, ...] = ()
     """Changes to what is rendered, for what has no key here."""

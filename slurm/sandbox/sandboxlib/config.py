@@ -80,8 +80,8 @@ def slurm_conf(shape: Shape, state: StateDir, job_id: int) -> str:
         "TaskPlugin=task/none",
         "JobAcctGatherType=jobacct_gather/linux",
         "JobAcctGatherFrequency=5",
-        # Without CAP_SYS_RESOURCE limits cannot be raised, and jobs would fail to start. Whether a
-        # crash leaves a file in the project is for who submits: slurmd's own limit is none.
+        # Without CAP_SYS_RESOURCE limits cannot be raised, and jobs would fail to start. But
+        # whether a crash leaves a core file is for who submits: slurmd itself sets no limit.
         "PropagateResourceLimits=CORE",
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core_Memory",
