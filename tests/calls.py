@@ -1,6 +1,7 @@
 """Functions that the tests of the executors submit; light, since every rank imports this file."""
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ def gather(factor: int, *, plus: int = 0) -> dict[str, Any]:
         "host": os.environ.get("SLURMD_NODENAME"),
         "sum": float(mine) * factor + plus,
         "run_dir": os.environ["TRAIN_RUN_DIR"],
+        "writes": [getattr(sys.stdout, name) for name in ("line_buffering", "write_through")],
     }
 
 

@@ -161,6 +161,7 @@ def test_a_call_runs_on_every_rank_of_this_machine(local: toolkit.LocalProfile) 
     assert {(found["sum"], found["tasks"], found["backend"]) for found in results} == {
         (31.0, 2, "gloo")
     }
+    assert [found["writes"] for found in results] == [[True, False]] * 2  # whole lines
     assert job.result() == results[0]
     assert job.task(1).result() == results[1]
     assert job.exception() is None and job.done() and job.state == "COMPLETED"

@@ -382,6 +382,13 @@ def test_a_view_takes_the_lines_of_its_ranks_only() -> None:
     assert list(LogView().of_ranks(iter(lines))) == lines
 
 
+def test_a_line_whose_end_torchrun_has_passed_on_by_itself_is_whole_again() -> None:
+    lines = ["[rank 0] a[rank 0] ", "[rank 1] b[rank 0] ", "[rank 1] ", "[rank 1] of [rank 0] c"]
+    whole = ["[rank 0] a", "[rank 1] b", *lines[2:]]
+    assert list(LogView().of_ranks(iter(lines))) == whole
+    assert list(LogView(ranks=frozenset([1])).of_ranks(iter(lines))) == whole[1:]
+
+
 class Point(Run):
     """A point whose states are told one after the other."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from train import commandline, configfile
-from train.console import Console
+from train.console import Console, keep_lines_whole
 from train.environment import Place
 from train.errors import (
     EXIT_DONE,
@@ -126,6 +126,7 @@ def enter() -> NoReturn:
     """Run `main()` as a process of its own, and end that process."""
     # A crash in C++ says where Python was.
     faulthandler.enable()
+    keep_lines_whole()
     try:
         exit_status = main()
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +18,25 @@ class Console:
     def say(self, text: str) -> None:
         """Print a line on standard output, at once: a buffered last line dies with the process."""
         if self.rank == 0:
-            print(text, flush=True)
+            print(f"{text}\n", end="", flush=True)
 
     def complain(self, text: str, *, every_rank: bool = False) -> None:
         """Print an error on standard error; `every_rank` for what only this rank can know."""
         if self.rank == 0 or every_rank:
             who = f"train: rank {self.rank}" if every_rank and self.rank else "train"
-            print(f"{who}: {text}", file=sys.stderr, flush=True)
+            print(f"{who}: {text}\n", end="", file=sys.stderr, flush=True)
+
+
+def keep_lines_whole() -> None:
+    """Let this process write each line as it ends, and in one piece.
+
+    Under PYTHONUNBUFFERED, `print` writes the end of a line by itself, and another rank's line may
+    come in between: torchrun passes on whatever part of a line it finds. Of a text of several lines
+    the last end is still written by itself, unless it is part of the text.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def figures(metrics: Mapping[str, float]) -> str:

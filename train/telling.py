@@ -62,7 +62,7 @@ def _print(place: Place, text: str, *, own: bool, trace: str = "") -> None:
     elif place.rank != place.local_rank:
         who = f"on {socket.gethostname()}: "
     # In one write: ranks that share a terminal would mix their lines.
-    print(f"{trace}train: {who}{text}", file=sys.stderr, flush=True)
+    print(f"{trace}train: {who}{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def _said_by(place: Place, text: str, *, own: bool) -> str:

@@ -34,8 +34,7 @@ FILE_WITHIN_S = 60.0
 KNOCK_S = 5.0
 """How long to look often for rank 0's store; torch's own client waits longer after each try."""
 ECHO_S = 10
-"""By so much a rank that has only lost another one dates its error too late, so that torchrun
-takes the cause for the first."""
+"""So much later a rank that has lost another one dates its error: torchrun takes the first."""
 
 WEIGHTS = {"running": 0, "retryable": 1, "preempted": 1, "fatal": 2, "done": 3}
 ECHOES = (
@@ -245,8 +244,7 @@ class Stop:
         following = checkpoint(*args, **kwargs)
         if following is None:
             raise RuntimeError("Job not requeued because: checkpoint function returned None.")
-        parts = (following.function, following.args, following.kwargs)
-        self._notes.pickled("next.pkl", parts)
+        self._notes.pickled("next.pkl", (following.function, following.args, following.kwargs))
         return "checkpoint was called"
 
 
@@ -364,6 +362,8 @@ def main() -> int:
     """Call the function, and leave what becomes of it."""
     sys.path[0] = os.getcwd()  # noqa: PTH109  # as after `python -m`; until now, torchrun's folder
     atexit._clear()  # what torchrun has registered is torchrun's
+    for stream in (sys.stdout, sys.stderr):  # torchrun would pass on a line without its end
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     notes = Notes(place := Place())
     stop = Stop(place, notes)
     tell_submitit(place)

@@ -32,6 +32,10 @@ _CHUNK = 1 << 20
 _RANK = re.compile(r"\[rank (\d+)\] ")
 """What torchrun puts before the lines of a rank: see TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
 
+_TORN = re.compile(r"(\[rank \d+\] .+)\[rank \d+\] ")
+"""A line whose end torchrun has passed on by itself, with a beginning of its own: a rank under
+PYTHONUNBUFFERED writes the end by itself, and torchrun has looked in between."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogView:
@@ -74,12 +78,13 @@ class LogView:
         return cls(follow=follow, ranks=frozenset(ranks), attempt=attempt, pattern=pattern)
 
     def of_ranks(self, lines: Iterator[str]) -> Iterator[str]:
-        """Yield the lines of the ranks that are wanted."""
-        if not self.ranks:
-            return lines
-        return (
-            line for line in lines if (found := _RANK.match(line)) and int(found[1]) in self.ranks
-        )
+        """Yield the lines of the ranks that are wanted, as the ranks have written them."""
+        for line in lines:
+            if torn := _TORN.fullmatch(line):
+                line = torn[1]
+            of = _RANK.match(line) if self.ranks else None
+            if not self.ranks or (of and int(of[1]) in self.ranks):
+                yield line
 
     def grepped(self, lines: Iterator[str]) -> Iterator[str]:
         """Yield the lines that hold the pattern, as they are shown."""

@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from train.collectives.options import parse, parser
-from train.console import Console
+from train.console import Console, keep_lines_whole
 from train.environment import Place
 from train.errors import EXIT_DONE, UsageError
 
@@ -33,6 +33,7 @@ def main() -> int:
 
 def enter() -> NoReturn:
     """Run `main()` as a process of its own, and end that process."""
+    keep_lines_whole()
     exit_status = main()
     sys.stdout.flush()
     sys.stderr.flush()
