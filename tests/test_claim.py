@@ -3,6 +3,7 @@
 import hashlib
 import io
 import itertools
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.conftest import Until
 from tests.k8s.site import Site, every_workload, runtime
 from toolkit.errors import LauncherError
 from toolkit.kubernetes_options import Workload
-from toolkit.launchers.k8s.claim import fetch, placed, read_file, transfer
+from toolkit.launchers.k8s.claim import commands, fetch, placed, read_file, transfer
 from toolkit.launchers.k8s.claim import pod as claim_pod
 from toolkit.launchers.k8s.claim import transfers as claim_transfers
 from toolkit.launchers.k8s.claim.files import CHUNK, _Received
@@ -245,6 +246,24 @@ def test_a_connection_that_breaks_on_the_way_is_made_again(
         assert files.fetch("large", out)
         assert out.getvalue() == content
     assert not any(fault.times for fault in server.faults)
+
+
+def test_a_server_that_never_answers_a_websocket_is_not_waited_for_for_ever(
+    site: Site, server: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_ANSWER_S", 5)
+    never = threading.Event()
+    server.faults = [Fault(path=".*/exec", held=never)]
+    with open_transfer(site) as files:
+        files.write("x", b"y")  # by a connection that is made anew
+    assert (server.root / "claims/runs/t/x").read_bytes() == b"y"
+
+    monkeypatch.setattr(commands, "_ANSWER_S", 0.1)
+    server.faults = [Fault(path=".*/exec", held=never, times=9)]
+    with pytest.raises(Away, match=r"no connection into pod t-\w+-\w+: no answer within 0.1 s"):  # noqa: SIM117
+        with open_transfer(site) as files:
+            files.write("x", b"z")
+    never.set()
 
 
 def test_a_connection_that_always_breaks_is_one_error_and_leaves_nothing(

@@ -8,7 +8,9 @@ which every server speaks, a command cannot see its stdin end: it must know how 
 import contextlib
 import json
 import selectors
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlencode
 
@@ -23,6 +25,9 @@ _STDIN, _STDOUT, _STDERR, _ERROR = range(4)
 """The first byte of each message (k8s.io/apimachinery, remotecommand)."""
 
 _BINARY, _CLOSE, _TEXT = 2, 8, 1  # RFC 6455, section 11.8
+
+_ANSWER_S = 60.0
+"""How long the server may take to agree to a websocket."""
 
 _SILENCE_S = 300.0
 """How long a command may say nothing: a network disk takes its time to write what it was given."""
@@ -124,10 +129,10 @@ def _connected(cluster: Cluster, pod: str, container: str, argv: Sequence[str]) 
     path = f"{PODS.path(cluster.namespace, pod)}/exec?{urlencode(query)}"
     url = "ws" + configuration.host.rstrip("/").removeprefix("http") + path
     known = {key.lower(): value for key, value in headers.items()}
+    known["sec-websocket-protocol"] = _PROTOCOL
+    make: Callable[..., Any] = ws_client.create_websocket
     try:
-        socket: Any = ws_client.create_websocket(  # type: ignore[no-untyped-call]
-            configuration, url, known | {"sec-websocket-protocol": _PROTOCOL}
-        )
+        socket = _in_time(lambda: make(configuration, url, known))
     except WebSocketBadStatusException as error:
         body = getattr(error, "resp_body", None) or str(error).encode()
         if b"container not found" in body:  # which servers answer with 500
@@ -140,6 +145,28 @@ def _connected(cluster: Cluster, pod: str, container: str, argv: Sequence[str]) 
         yield socket
     finally:
         socket.shutdown()
+
+
+def _in_time(connect: Callable[[], Any]) -> Any:
+    """Return the connection; the official client would wait for the server's answer for ever.
+
+    Raises:
+        TimeoutError: there is no answer.
+    """
+    made: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            made.set_result(connect())
+        except Exception as error:
+            made.set_exception(error)
+
+    # Left behind where it waits for ever: it must not keep the process from ending.
+    threading.Thread(target=work, name="websocket", daemon=True).start()
+    try:
+        return made.result(_ANSWER_S)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer within {_ANSWER_S:g} s") from error
 
 
 def _message(socket: Any) -> tuple[int, bytes]:
