@@ -8,8 +8,8 @@ import pytest
 
 import toolkit
 from tests.conftest import ROOT, Cluster, Until
+from tests.ending_job import Job
 from tests.slurm_site import Site, events, failure, output
-from tests.test_decide import Job
 from toolkit.dependencies import Dependency, parse_dependency
 from toolkit.launchers.slurm import SlurmLauncher
 from toolkit.launchers.slurm.run import SlurmRun

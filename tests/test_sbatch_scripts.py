@@ -8,10 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import toolkit
+from tests.any_job import JOBS
 from tests.conftest import ROOT
 from tests.test_bash import PIECES
 from tests.test_rendering import HOSTILE, scripts
-from tests.test_spec import JOBS
 from toolkit.batch_scripts.checking import SCRIPT_RULES, check_script
 from toolkit.errors import InputError
 

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import toolkit
-from tests.test_spec import JOBS
+from tests.any_job import JOBS
 from toolkit.cli import cli
 from toolkit.errors import InputError
 from toolkit.spec import JobSpec

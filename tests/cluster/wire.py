@@ -212,7 +212,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, chunks: Iterator[bytes], cut: int | None) -> None:
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
+        is_log = urlsplit(self.path).path.endswith("/log")
+        self.send_header("Content-Type", "text/plain" if is_log else "application/json")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         self.wfile.flush()

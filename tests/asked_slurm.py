@@ -1,0 +1,101 @@
+"""Slurm that counts what it is asked, and somebody with runs on it: no cluster, recorded words."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import toolkit
+from toolkit.launchers.registry import RunRecord
+from toolkit.launchers.slurm import SlurmLauncher
+from toolkit.launchers.slurm.jobs import SlurmJob, write_jobs, write_points
+from toolkit.launchers.slurm.run import SlurmRun
+from toolkit.sweeps import Point
+
+Answer = subprocess.CompletedProcess[str]
+NO_ACCOUNTING = "Slurm accounting storage is disabled"
+
+
+class Slurm:
+    """Answers as a cluster does, and remembers what it was asked."""
+
+    def __init__(self, rows: str = "", *, cluster: str = "c") -> None:
+        self.rows = rows
+        self.others = ""
+        self.error = ""
+        self.cluster = cluster
+        self.accounting: str | None = None
+        self.accounting_error = ""
+        self.asked: list[Sequence[str]] = []
+
+    def __call__(self, argv: Sequence[str]) -> Answer:
+        self.asked.append(list(argv))
+        match argv[0]:
+            case "squeue":
+                text = self.rows if "--me" in argv else self.others
+                return Answer(argv, 1 if self.error else 0, text, self.error)
+            case "scontrol":
+                return Answer(argv, 0, f"ClusterName             = {self.cluster}\n", "")
+            case "sacct":
+                error = self.accounting_error or ("" if self.accounting else NO_ACCOUNTING)
+                return Answer(argv, 1 if error else 0, self.accounting or "", error)
+        return Answer(argv, 0, "", "")
+
+    def calls(self, program: str) -> int:
+        return sum(argv[0] == program for argv in self.asked)
+
+
+class User:
+    """Somebody with run directories, and a launcher to open them with."""
+
+    def __init__(self, folder: Path, slurm: Slurm) -> None:
+        self.folder = folder
+        self.profile = toolkit.SlurmProfile(name="s")
+        self.slurm = slurm
+        self.launcher = SlurmLauncher(self.profile, command=slurm)
+
+    def record(self, name: str, job_id: int, *, points: int = 0, created: float = 0.0) -> RunRecord:
+        run_dir = self.folder / name
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        write_jobs(run_dir, [SlurmJob(job_id=str(job_id))])
+        if points:
+            made = [
+                Point(index=i, name=f"p{i}", settings={}, args=(), env={}) for i in range(points)
+            ]
+            write_points(run_dir, made)
+        return RunRecord(
+            uri=f"slurm://c/{job_id}",
+            name=name,
+            job="job",
+            profile=self.profile.model_dump(mode="json"),
+            created=created,
+            run_dir=run_dir,
+        )
+
+    def run(self, name: str, job_id: int, **more: Any) -> SlurmRun:
+        return self.launcher.open(self.record(name, job_id, **more))
+
+    def line(self, name: str, job_id: object, word: str, more: str = "", **fields: str) -> str:
+        command = f"{self.folder}/{name}/job.sbatch {self.folder}/{name}{more}"
+        start, reason = fields.get("start", "N/A"), fields.get("reason", "None")
+        return f"==job|{job_id}|{word}|{start}|{reason}|{command}\n"
+
+
+def shown(found: Sequence[toolkit.RunStatus]) -> list[str]:
+    return [status.state.upper() for status in found]
+
+
+def fake_squeue(folder: Path, *, seconds: float = 0.0) -> Path:
+    """Write commands of Slurm that count how often they are called."""
+    commands = folder / "bin"
+    commands.mkdir()
+    (commands / "rows").write_text("==job|1|RUNNING|N/A|None|x\n==job|2|RUNNING|N/A|None|x\n")
+    text = f"#!/bin/sh\necho >>{folder}/calls\nsleep {seconds}\ncat {commands}/rows\n"
+    for name, script in (("squeue", text), ("scancel", "#!/bin/sh\n"), ("scontrol", "#!/bin/sh\n")):
+        (commands / name).write_text(script)
+        (commands / name).chmod(0o755)
+    return commands
+
+
+def counted(folder: Path) -> int:
+    return len((folder / "calls").read_text().splitlines())

@@ -1,0 +1,116 @@
+"""A batch job whose attempt ends: the script's functions, run by bash, and the cluster around."""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+
+_PRELUDE = """
+set -euo pipefail
+say() { echo "$*"; }
+run_dir=$1 attempt=$2 restarts=$2 stopping=$3 nnodes=2 failure_limit=$4 idle_limit=3
+since=0 mode= run_job=7
+logs=$run_dir/logs/attempt-$attempt
+source "$5"
+"""
+
+_SCONTROL = """#!/bin/sh
+echo "scontrol $*" >>"$CALLS"
+case "$*" in
+"-o show job"*) echo "JobId=7 Restarts=$RESTARTS ExcNodeList=$EXCLUDED NodeList=x" ;;
+"show hostnames"*) echo "$3" | tr , '\\n' ;;
+requeue* | ping)
+    [ "$(grep -c "$1" "$CALLS")" -gt "${AWAY:-0}" ] || exit 1
+    [ "$1$REFUSES" != requeueyes ]
+    ;;
+esac
+"""
+
+_SINFO = """#!/bin/sh
+case "$*" in
+*" -p "*) printf '%s\\n' $UP | tr : ' ' ;;
+*) [ -z "$DOWN" ] || printf '%s\\n' $DOWN ;;
+esac
+"""
+
+
+@dataclass
+class Job:
+    """A run directory, and the cluster around it."""
+
+    run_dir: Path
+    attempt: int = 0
+    limit: int = 2
+
+    def __post_init__(self) -> None:
+        self.calls = self.run_dir / "calls"
+        self.calls.touch()
+        commands = self.run_dir / "bin"
+        commands.mkdir()
+        for name, text in (("scontrol", _SCONTROL), ("sinfo", _SINFO)):
+            (commands / name).write_text(text)
+            (commands / name).chmod(0o755)
+        self.environ = {
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "CALLS": str(self.calls),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1,n2",
+            "SLURM_JOB_PARTITION": "p",
+            "RESTARTS": "0",
+            "EXCLUDED": "(null)",
+            "AWAY": "0",
+            "REFUSES": "",
+            "UP": "n1:idle n2:mix n3:idle n4:alloc",
+            "DOWN": "",
+        }
+        self.log = self.run_dir / "job.log"
+
+    def folder(self, attempt: int) -> Path:
+        made = self.run_dir / f"logs/attempt-{attempt}"
+        made.mkdir(parents=True, exist_ok=True)
+        return made
+
+    def told(self, **outcome: Any) -> None:
+        text = json.dumps({"version": 1, **outcome}, indent=2)
+        (self.run_dir / "outcome.json").write_text(text + "\n")
+
+    def had(self, attempt: int, reason: str, step: int | None = None, failing: str = "") -> None:
+        folder = self.folder(attempt)
+        (folder / "reason").write_text(f"{reason}: so\n")
+        (folder / "nodes").write_text("n1\nn2\n")
+        if step is not None:
+            (folder / "step").write_text(f"{step}\n")
+        if failing:
+            (folder / "failing_node").write_text(f"{failing}\n")
+
+    def run(self, body: str, *, stopping: str = "") -> int:
+        """Run functions of the script; return the exit status."""
+        self.folder(self.attempt)
+        script = ROOT / "templates/slurm/decide.sh"
+        arguments = [str(self.run_dir), str(self.attempt), stopping, str(self.limit), str(script)]
+        with self.log.open("a") as log:
+            done = subprocess.run(
+                ["bash", "-c", _PRELUDE + body, "bash", *arguments],
+                env=self.environ,
+                stdout=log,
+                stderr=log,
+                check=False,
+            )
+        return done.returncode
+
+    def conclude(self, status: int, *, stopping: str = "", printed: str = "") -> int:
+        return self.run(f"cat >&2 <<'END'\n{printed}\nEND\nconclude {status}", stopping=stopping)
+
+    @property
+    def reason(self) -> str:
+        return (self.folder(self.attempt) / "reason").read_text().rstrip("\n")
+
+    @property
+    def asked(self) -> list[str]:
+        """What the scheduler was told to do."""
+        lines = self.calls.read_text().splitlines()
+        return [line.removeprefix("scontrol ") for line in lines if " show " not in line]
