@@ -3,6 +3,9 @@
 import hashlib
 import io
 import itertools
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +22,7 @@ from tests.k8s.site import Site, every_workload, runtime
 from toolkit.errors import LauncherError
 from toolkit.kubernetes_options import Workload
 from toolkit.launchers.k8s.claim import commands, fetch, placed, read_file, transfer
-from toolkit.launchers.k8s.claim import pod as claim_pod
+from toolkit.launchers.k8s.claim import files as claim_files
 from toolkit.launchers.k8s.claim import transfers as claim_transfers
 from toolkit.launchers.k8s.claim.files import CHUNK, _Received
 from toolkit.launchers.k8s.claim.pod import TRANSFER_LABEL, run_dir_of, transfer_pod
@@ -232,6 +235,19 @@ def test_a_file_that_cannot_be_written_is_told_in_the_words_of_the_pod(
 # ---- Connections that break
 
 
+def test_a_write_that_nobody_waits_for_is_ended_before_its_file_is_removed(
+    tmp_path: Path, until: Until
+) -> None:
+    path = tmp_path / "runs/t/f/x"
+    program = [sys.executable, "-I", "-c", claim_files._PROGRAM.read_text()]
+    writer = subprocess.Popen([*program, "write", path, "9", "?"], stdin=subprocess.PIPE)
+    until(lambda: list(tmp_path.rglob(".x.part-*")), "it has begun")
+    subprocess.run([*program, "remove", path, tmp_path / "runs"], check=True)
+    assert writer.wait() == -signal.SIGKILL
+    assert list((tmp_path / "runs").iterdir()) == []
+    writer.communicate()
+
+
 def test_a_connection_that_breaks_on_the_way_is_made_again(
     site: Site, server: FakeKubernetes, until: Until
 ) -> None:
@@ -249,7 +265,7 @@ def test_a_connection_that_breaks_on_the_way_is_made_again(
 
 
 def test_a_server_that_never_answers_a_websocket_is_not_waited_for_for_ever(
-    site: Site, server: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+    site: Site, server: FakeKubernetes, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
     monkeypatch.setattr(commands, "_ANSWER_S", 5)
     never = threading.Event()
@@ -264,6 +280,7 @@ def test_a_server_that_never_answers_a_websocket_is_not_waited_for_for_ever(
         with open_transfer(site) as files:
             files.write("x", b"z")
     never.set()
+    until(lambda: "websocket" not in {one.name for one in threading.enumerate()}, "all are closed")
 
 
 def test_a_connection_that_always_breaks_is_one_error_and_leaves_nothing(
@@ -343,11 +360,11 @@ def test_a_pod_that_never_runs_is_told_with_its_reason_and_gone(
 
 
 def test_who_is_killed_leaves_a_pod_that_ends_by_itself(
-    site: Site, server: FakeKubernetes, until: Until, monkeypatch: pytest.MonkeyPatch
+    site: Site, server: FakeKubernetes, until: Until
 ) -> None:
-    monkeypatch.setattr(claim_pod, "LIMIT_S", 1)
     with open_transfer(site) as files:
         (pod,) = pods(server)
+        server.kill(pod)  # as its deadline does
         until(
             lambda: server.object("Pod", pod)["status"]["phase"] in ("Failed", "Succeeded"),
             "it has ended",

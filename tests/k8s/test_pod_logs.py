@@ -1,10 +1,16 @@
 """The lines of all pods of a run on Kubernetes, merged."""
 
+import threading
+from collections.abc import Iterator
+
 import pytest
 
 from tests.cluster import Fault
 from tests.k8s.site import Site, a_job, every_workload, short
 from toolkit.errors import InputError, LauncherError
+from toolkit.launchers.k8s.kinds import Object
+from toolkit.launchers.k8s.logs import Round, read_lines
+from toolkit.launchers.run_logs import LogView
 
 
 @every_workload
@@ -137,6 +143,35 @@ def test_following_outlives_a_server_that_is_away(site: Site) -> None:
     site.server.faults = [Fault(method="GET", path=".*/(pods|jobs/.*)", status=503, times=2)]
     site.server.finish(run.name)
     assert list(lines) == []
+
+
+@a_job
+def test_a_start_that_ends_while_the_one_before_it_is_read_is_shown_too(site: Site) -> None:
+    run = site.submit()
+    site.server.run(run.name)
+    site.server.log(site.pod(run), "one")
+    site.server.restart(site.pod(run))
+    site.server.log(site.pod(run), "two")
+    held = threading.Event()
+    site.server.faults = [Fault(path=".*/log", query="previous", held=held)]
+
+    class Seen(list[Object]):
+        def __iter__(self) -> Iterator[Object]:
+            yield from super().__iter__()
+            if ended:
+                held.set()
+
+    ended: list[bool] = []
+
+    def look() -> Round:
+        if site.server.faults[0].times == 0:
+            if not ended:
+                site.server.finish(run.name)
+            ended.append(True)
+        return Round(pods=Seen(run.cluster.pods(run.own_pods)), ended=bool(ended))
+
+    lines = read_lines(run.cluster, run.kind, LogView(follow=True), look, lambda _: "")
+    assert list(lines) == ["one", "two"]
 
 
 @a_job

@@ -20,6 +20,10 @@ _POLL_S = 1.0
 """How often to ask which pods there are."""
 
 
+_LAST_ROUNDS = 4
+"""How often to look for what is still to be read of pods that have ended."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """What is there at a moment."""
@@ -50,6 +54,7 @@ def read_lines(
     lines: Lines = queue.Queue()
     logs: dict[str, PodLog] = {}
     last_round = not view.follow
+    rounds = 0
     try:
         while True:
             with contextlib.suppress(Away) if view.follow else contextlib.nullcontext():
@@ -84,8 +89,11 @@ def read_lines(
                     yield line
                 if not last_round and time.monotonic() > look_again:
                     break
+            # One that was being read when all had ended may have started again before that.
             if last_round:
-                return
+                rounds += 1
+                if rounds == _LAST_ROUNDS or not any(log.behind for log in logs.values()):
+                    return
     finally:
         for log in logs.values():
             log.stop()

@@ -50,7 +50,12 @@ class PodLog:
     same_stamp: int = 0
     """How many lines with that time were read."""
 
+    ended: frozenset[str] = frozenset()
+    """The starts that have ended, as far as anybody has said."""
+
     complete: set[str] = field(default_factory=set)
+    """Those of them that were read to their end."""
+
     thread: threading.Thread | None = None
     response: Any = None
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -61,8 +66,14 @@ class PodLog:
         """Whether it is being read in the background."""
         return self.thread is not None and self.thread.is_alive()
 
+    @property
+    def behind(self) -> bool:
+        """Whether a start that has ended was not read to its end yet."""
+        return not self.ended <= self.complete
+
     def follow(self, cluster: Cluster, starts: list[Start], lines: Lines) -> None:
         """Read in the background the first start that has not been read to its end."""
+        self.ended = frozenset(start.container_id for start in starts if not start.running)
         unread = [start for start in starts if start.container_id not in self.complete]
         if self.active or not unread:
             return

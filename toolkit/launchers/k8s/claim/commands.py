@@ -157,16 +157,24 @@ def _in_time(connect: Callable[[], Any]) -> Any:
 
     def work() -> None:
         try:
-            made.set_result(connect())
+            socket = connect()
         except Exception as error:
-            made.set_exception(error)
+            if made.set_running_or_notify_cancel():
+                made.set_exception(error)
+            return
+        if made.set_running_or_notify_cancel():
+            made.set_result(socket)
+        else:
+            socket.shutdown()  # nobody waits for it any more
 
     # Left behind where it waits for ever: it must not keep the process from ending.
     threading.Thread(target=work, name="websocket", daemon=True).start()
     try:
         return made.result(_ANSWER_S)
     except TimeoutError as error:
-        raise TimeoutError(str(error) or f"no answer within {_ANSWER_S:g} s") from error
+        if not made.cancel():
+            return made.result()  # which has just come
+        raise TimeoutError(f"no answer within {_ANSWER_S:g} s") from error
 
 
 def _message(socket: Any) -> tuple[int, bytes]:
