@@ -18,6 +18,8 @@ from train.jsontext import dump
 from train.metricslog import MetricsLog
 
 VERSION = 1
+# Of those who write the outcome none takes longer, unless it hangs.
+LOCK_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +138,23 @@ class RunDirectory:
         """Let one process of this node at a time compare and replace the outcome."""
         handle = os.open(self.path, os.O_RDONLY)
         try:
-            # Some network file systems know no locks; the window without one is a millisecond.
+            # Some network file systems know no locks, and an attempt that hangs may hold one for
+            # ever; the window without one is a millisecond.
             with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                _lock(handle)
             yield
         finally:
             os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Take the lock, or do without where somebody keeps it: who writes does so in milliseconds."""
+    until_s = time.monotonic() + LOCK_WITHIN_S
+    while time.monotonic() < until_s:
+        with suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.01)
 
 
 def may_replace(old: Outcome | None, new: Outcome) -> bool:

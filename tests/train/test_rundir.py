@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from train import rundir
 from train.environment import Place
 from train.jsontext import dump
 from train.rundir import Outcome, RunDirectory, may_forestall, may_replace, read_lines
@@ -136,3 +139,16 @@ def test_json_has_no_numbers_that_json_does_not_know() -> None:
     assert (
         dump({"loss": math.nan, "more": [math.inf, 1.5]}) == '{"loss": null, "more": [null, 1.5]}'
     )
+
+
+def test_who_hangs_and_keeps_the_lock_keeps_nobody_from_telling_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir, "LOCK_WITHIN_S", 0.1)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    directory = RunDirectory(tmp_path, Place(attempt=1))
+    assert directory.write_outcome(RUNNING)
+    assert directory.read_outcome() == RUNNING
+    os.close(held)
+    assert directory.write_outcome(outcome("done"))
