@@ -123,6 +123,15 @@ def test_a_job_that_slurm_queued_again_beyond_its_limits_ends_at_its_start(
     assert not reason or job.reason == reason
 
 
+@pytest.mark.parametrize("status", [233, 236, 167])
+def test_a_node_that_srun_could_not_start_on_is_named(job: Job, status: int) -> None:
+    (job.folder(0) / "nodes").write_text("n1\nn2\n")
+    (job.folder(0) / "began-0").touch()
+    job.conclude(status)
+    assert job.reason.startswith(f"retryable: srun could not start on n2 (exit status {status}); ")
+    assert (job.folder(0) / "failing_node").read_text() == "n2\n"
+
+
 # ---- One node's part
 
 

@@ -14,8 +14,9 @@ told() {  # KEY: its value in outcome.json, or nothing
 printed() { tail -c "+$((log_from + 1))" "$log"; }  # this attempt's part of the log
 
 not_reached() {  # STATUS: whether srun could not start a node's task, so that no rank has trained
-  # Its status is then the error's number modulo 256: 1001 to 1004, a node's slurmd did not answer.
-  case $1 in 233 | 234 | 235 | 236) [ -n "$(unreached)" ] ;; *) false ;; esac
+  # Its status is then the error's number modulo 256: 1001 to 1004, a node's slurmd did not answer;
+  # 4007, the request was too long on its way (cred_expire).
+  case $1 in 233 | 234 | 235 | 236 | 167) [ -n "$(unreached)" ] ;; *) false ;; esac
 }
 
 unreached() {  # nodes whose task has not begun; needs those of the attempt in their order

@@ -171,7 +171,7 @@ def samples_by_step(trial: Trial) -> list[list[int]]:
     """Return the samples of each step that counts, as the ranks were given them.
 
     A step counts as the last start has made it, or, before what that has resumed from, as the
-    start has made it that wrote this checkpoint.
+    start has made it that wrote this checkpoint; it may have been killed before it said so.
     """
     counted: list[list[int]] = []
     wrote = {(e["checkpoint"]): (e["attempt"], e["restart"]) for e in trial.events("checkpoint")}
@@ -185,7 +185,16 @@ def samples_by_step(trial: Trial) -> list[list[int]]:
             counted[:0] = list(_given(trial, *start))[:wanted]
         if "checkpoint" not in resume:
             return counted
-        start, end = wrote[resume["checkpoint"]], resume["step"]
+        writer = wrote.get(resume["checkpoint"])
+        start, end = writer or _writer(trial, resume["checkpoint"], start), resume["step"]
+
+
+def _writer(trial: Trial, checkpoint: str, resumed: tuple[int, int]) -> tuple[int, int]:
+    """Return which start has written a checkpoint: the last of its attempt before `resumed`."""
+    attempt = int(Path(checkpoint).parent.name.removeprefix("attempt-"))
+    firsts = (path.read_text().partition("\n")[0] for path in trial.folder.glob(f"{attempt}-*"))
+    starts = ((attempt, json.loads(first)["restart"]) for first in firsts if first)
+    return max(start for start in starts if start < resumed)
 
 
 def _given(trial: Trial, attempt: int, restart: int) -> Iterator[list[int]]:
