@@ -61,9 +61,9 @@ class Counter:
 
         attempt = int(os.environ["TRAIN_ATTEMPT"])
         self.attempts.append(attempt)
-        Path(self.marks, f"rank-{distributed.get_rank()}-{attempt}").touch()
         while attempt == 0:
             self.count += 1
+            Path(self.marks, f"rank-{distributed.get_rank()}-{attempt}").touch()
             distributed.barrier()
             time.sleep(0.05)
         return self.count, self.attempts, first + leap

@@ -26,6 +26,11 @@ PATIENCE_S = 180
 """How long a test waits for something that must happen; these machines may be busy."""
 
 
+def asks(*argv: str) -> bool:
+    """Tell whether a command of Slurm changes nothing, and so may be run again."""
+    return argv[0] in ("squeue", "sinfo", "sacct") or (argv[0] == "scontrol" and "show" in argv)
+
+
 @pytest.fixture(autouse=True)
 def own_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep the tests' runs and profiles out of the user's, and the user's out of the tests."""
@@ -83,17 +88,35 @@ class Cluster:
         return done.stdout
 
     def slurm(self, *argv: str) -> str:
-        """Run a command of Slurm as on the login node."""
-        done = subprocess.run(
-            argv, env=self.environ, capture_output=True, text=True, check=False, cwd=ROOT
-        )
+        """Run a command of Slurm as on the login node; a question again until it is answered."""
+        deadline = time.monotonic() + PATIENCE_S
+        done = self._run(*argv)
+        while done.returncode and asks(*argv) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            done = self._run(*argv)
         assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def end_in(self, seconds: float, job_id: str) -> None:
-        """Have a job's time be over soon; Slurm refuses a time that is over when it hears of it."""
-        end = datetime.now() + timedelta(seconds=seconds)
-        self.slurm("scontrol", "update", f"jobid={job_id}", f"EndTime={end:%FT%T}")
+        """Have a job's time be over soon, that of this attempt alone.
+
+        Slurm moves TimeLimit, which holds for later attempts, too, with EndTime, by minutes: not
+        for less than 90 s. It refuses a time that is over when it hears of it.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while (end := self._end_of(job_id)) > (wanted := datetime.now() + timedelta(0, seconds)):
+            assert time.monotonic() < deadline, f"{job_id} still ends at {end}, not at {wanted}"
+            sooner = max(wanted, end - timedelta(seconds=80))
+            self._run("scontrol", "update", f"jobid={job_id}", f"EndTime={sooner:%FT%T}")
+
+    def _end_of(self, job_id: str) -> datetime:
+        shown = self.slurm("scontrol", "-o", "show", "job", job_id)
+        return datetime.fromisoformat(shown.partition(" EndTime=")[2].partition(" ")[0])
+
+    def _run(self, *argv: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            argv, env=self.environ, capture_output=True, text=True, check=False, cwd=ROOT
+        )
 
 
 def _without_slurm() -> str | None:

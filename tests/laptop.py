@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.ports import free_port
+
 if TYPE_CHECKING:
     from tests.conftest import Cluster
 
@@ -81,7 +83,7 @@ class Laptop:
         self._log = folder / "sshd.log"
         for made in (self.folder, self.home, self.commands, self._keys):
             made.mkdir(parents=True)
-        self.port = _free_port()
+        self.port = free_port()
         self._write_keys()
         self.sshd: subprocess.Popen[bytes] | None = None
         self.start_sshd()
@@ -221,9 +223,3 @@ class Laptop:
         self.stop_sshd()
         with self._namespace:
             self._namespace.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        return int(tried.getsockname()[1])

@@ -391,6 +391,24 @@ def test_a_script_that_is_killed_while_its_step_ends_has_said_why(
     assert (job.folder(0) / "failing_node").exists() == bool(down)
 
 
+@pytest.mark.parametrize(
+    ("stopping", "left"),
+    [
+        ("terminated", "preempted: Slurm has taken the nodes; queued again; killed soon after"),
+        ("walltime", "walltime: out of time; deciding"),
+    ],
+)
+def test_a_script_that_is_killed_while_it_decides_has_said_why(
+    job: Job, stopping: str, left: str
+) -> None:
+    job.environ["RESTARTS"] = "1"
+    job.told(status="running", attempt=0, step=50, rank=None, reason="x")
+    trap = "told_to_end; " if stopping == "terminated" else ""
+    killed = 'grep() { [ "$1" != . ] || kill -KILL $$; command grep "$@"; }; conclude 1'
+    job.run(trap + killed, stopping=stopping)
+    assert job.reason == left
+
+
 def test_a_node_is_excluded_though_the_script_is_killed_while_its_step_ends(job: Job) -> None:
     job.environ |= {"DOWN": "n2", "RESTARTS": "2"}
     job.attempt = 1

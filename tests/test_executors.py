@@ -210,11 +210,27 @@ def test_what_a_script_defines_runs_and_another_process_has_its_results(
     assert toolkit.attach(str(job.paths.folder)).uri == job.uri
 
 
+# As sitecustomize.py: the supervisor's clock leaps by a day as soon as a file is there. So it does
+# not matter how long the first attempt takes until it counts, and the second one until it is done.
+LEAP = """
+import os, sys, time
+if sys.orig_argv[1:3] == ["-m", "toolkit.launchers.supervisor"]:
+    steady, leap = time.monotonic, os.environ["PROBE_LEAP"]
+    time.monotonic = lambda: steady() + 86400 * os.path.exists(leap)
+"""
+
+
 def test_here_too_a_checkpoint_when_time_is_over_is_where_the_next_attempt_goes_on(
-    local: toolkit.LocalProfile, tmp_path: Path
+    local: toolkit.LocalProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
-    executor = toolkit.LocalExecutor(local, stop={"grace": "15s"}, time_limit="45s")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(LEAP)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    monkeypatch.setenv("PROBE_LEAP", str(tmp_path / "leap"))
+    executor = toolkit.LocalExecutor(local, stop={"grace": "2m"}, time_limit="10h")
     job = executor.submit(calls.Counter(str(tmp_path)), 7, leap=1)
+    until((tmp_path / "rank-0-0").exists, "it counts")
+    (tmp_path / "leap").touch()
     counted, where, last = job.result()
     assert (counted > 0, where, last) == (True, [0, 1], 108)
     assert attempts(job) == ["attempt-0", "attempt-1"]
@@ -275,7 +291,7 @@ def test_a_checkpoint_when_time_is_over_is_where_the_next_attempt_goes_on(
     job = executor.submit(calls.Counter(str(tmp_path)), 7, leap=1)
     until((tmp_path / "rank-1-0").exists, "both ranks count")
     until((tmp_path / "rank-0-0").exists, "both ranks count")
-    cluster.end_in(80, job.job_id)
+    cluster.end_in(110, job.job_id)
     (counted, where, last), (_, _, other) = job.results()
     assert counted > 0
     assert where == [0, 1]

@@ -37,6 +37,9 @@ default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
 STEPS = 600
 """Some seconds of training, of which a checkpoint takes place in the first."""
 
+ENDLESS = 1_000_000
+"""More than there is time for, however long a test takes to stop it."""
+
 JOB = {
     "name": "digits",
     "module": "train",
@@ -146,6 +149,14 @@ def workload(kind: str, claim: str) -> Object:
     return dict(thing)
 
 
+def with_steps(thing: Object, steps: int) -> Object:
+    """Return a Job that trains for so many steps, in the same run directory."""
+    changed = copy.deepcopy(thing)
+    args = changed["spec"]["template"]["spec"]["containers"][0]["args"]
+    args[args.index("--steps") + 1] = str(steps)
+    return changed
+
+
 def job_pods(thing: Object) -> tuple[list[Object], dict[str, int]]:
     """Make the pods of an Indexed Job as its controller does, and the names of its Service."""
     name = thing["metadata"]["name"]
@@ -201,7 +212,7 @@ def test_two_restricted_pods_of_a_job_stop_for_a_signal_to_one_and_go_on_to_the_
     kubelet: Kubelet, until: Until
 ) -> None:
     thing = workload("Job", kubelet.name)
-    containers = kubelet.start(*job_pods(thing))
+    containers = kubelet.start(*job_pods(with_steps(thing, ENDLESS)))
     until(lambda: list(kubelet.runs.glob("*/checkpoints/*/*/manifest.json")), "a checkpoint")
     for container in containers:
         assert confinement(kubelet, container).items() >= {
@@ -224,8 +235,10 @@ def test_two_restricted_pods_of_a_job_stop_for_a_signal_to_one_and_go_on_to_the_
 
     # What the job's controller does then.
     kubelet.down()
-    assert kubelet.wait(kubelet.start(*job_pods(thing))) == [0, 0]
-    assert end_of(run_dir) == ("done", STEPS, [(2, 0), (2, stopped["step"])])
+    last = stopped["step"] + 100
+    again = job_pods(with_steps(thing, last))
+    assert kubelet.wait(kubelet.start(*again)) == [0, 0]
+    assert end_of(run_dir) == ("done", last, [(2, 0), (2, stopped["step"])])
 
 
 def test_two_restricted_pods_of_a_pytorchjob_train_to_the_end(kubelet: Kubelet) -> None:
@@ -245,5 +258,5 @@ def end_of(run_dir: Path) -> tuple[str, int, list[tuple[int, int]]]:
             starts.append((event["world_size"], 0))
         if event["event"] == "resume":
             starts[-1] = (starts[-1][0], event["step"])
-    assert list(run_dir.glob(f"checkpoints/*/step-{STEPS:08}/manifest.json"))
+    assert list(run_dir.glob(f"checkpoints/*/step-{outcome['step']:08}/manifest.json"))
     return outcome["status"], outcome["step"], starts

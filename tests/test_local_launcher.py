@@ -21,7 +21,7 @@ JOB = """
 name: probe
 script: {script}
 resources: {{nnodes: 2, nproc_per_node: 1}}
-stop: {{grace: 20s}}
+stop: {{grace: 2m}}
 env: {{PROBE: "{marker}"}}
 """
 
@@ -29,10 +29,11 @@ env: {{PROBE: "{marker}"}}
 WAITING = """
 import os, signal, sys, time
 def stop(*_):
-    print("rank", os.environ["RANK"], "stops", flush=True)
+    print(f"rank {rank} stops\\n", end="", flush=True)
     sys.exit(75)
+rank = os.environ["RANK"]
 signal.signal(signal.SIGTERM, stop)
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "runs", flush=True)
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} runs\\n", end="", flush=True)
 while True:
     time.sleep(0.1)
 """

@@ -1,11 +1,13 @@
 """The notebooks run, on the real cluster, and are committed with what they show."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 from tests.cluster import FakeKubernetes
 from tests.conftest import ROOT, Cluster
@@ -48,13 +50,22 @@ def clusters(
     yield
 
 
+@pytest.fixture
+def patience() -> Iterator[Config]:
+    """Wait long for a kernel, and meet it at named sockets: a port may be another's by then."""
+    limits = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), 600)
+    with tempfile.TemporaryDirectory(prefix="nb", dir="/tmp") as folder:  # names must be short
+        place = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
+        yield Config({"KernelManager": place, "NotebookClient": limits})
+
+
 @pytest.mark.usefixtures("clusters")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_shows_what_is_committed(path: Path) -> None:
+def test_a_notebook_runs_and_shows_what_is_committed(path: Path, patience: Config) -> None:
     notebook = read(path)
     folder = {"metadata": {"path": str(path.parent)}}
     # A cell that fails raises CellExecutionError, with its traceback.
-    NotebookClient(notebook, timeout=600, resources=folder).execute()
+    NotebookClient(notebook, resources=folder, config=patience).execute()
     assert shown(notebook) == shown(read(path))
 
 

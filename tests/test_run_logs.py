@@ -20,34 +20,70 @@ from toolkit.launchers.registry import RunRecord
 from toolkit.launchers.run_logs import LogView, Span, Tail, all_spans, attempt_spans, follow_files
 from toolkit.launchers.sweep_logs import follow_points, read_points
 
-# A script as people write it: no @record. Rank 1 fails, and rank 0 loses it in a collective.
+# A script as people write it: no @record. Rank 1 fails, and rank 0 loses it in a collective. None
+# ends before both have said why: run.sh would end whoever is late.
 PLAIN = """
+import os, sys, time
+from pathlib import Path
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-print("rank", rank, "has begun", flush=True)
+print(f"rank {rank} has begun\\n", end="", flush=True)
+dist.barrier()
+told = [Path(os.environ["TRAIN_RUN_DIR"], f"told-{n}") for n in (0, 1)]
+show = sys.excepthook
+def tell(*error):
+    show(*error)
+    if rank == 1:
+        dist.destroy_process_group()
+    told[rank].touch()
+    while not told[1 - rank].exists():
+        time.sleep(0.01)
+sys.excepthook = tell
 if rank == 1:
     raise ValueError("a sample without a label\\nthe second line")
 dist.all_reduce(torch.ones(4))
 """
 
-# All ranks leave error files, and rank 0, which has only lost rank 1, does so first. It all happens
-# twice.
+# A torchrun that ends only when that of the other node has reported, too: run.sh, which ends all as
+# soon as it sees one end, comes too late.
+REPORTING = f"""#!/bin/bash
+{TOOLKIT.parent}/torchrun "$@"
+status=$?
+touch "$TRAIN_RUN_DIR/reported-$$"
+until [ "$(compgen -G "$TRAIN_RUN_DIR/reported-*" | wc -l)" = 2 ]; do sleep 0.05; done
+exit "$status"
+"""
+
+# All ranks leave error files, and rank 0, which has only lost rank 1, does so first; it ends when
+# rank 1 has said why. It all happens twice.
 RECORDED = """
-import os, signal, time
+import json, os, sys, time
 from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
+restart, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+told = Path(os.environ["TRAIN_RUN_DIR"], "told-" + restart)
+first = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.with_name("0") / "error.json"
+def is_later():  # as torchrun dates it, too: in whole seconds
+    try:
+        said = json.loads(first.read_text())["message"]["extraInfo"]
+        return int(time.time()) > int(said["timestamp"])
+    except (OSError, ValueError):
+        return False
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+def tell(*error):
+    sys.__excepthook__(*error)
+    if rank == "1":
+        told.touch()
+    until(told.exists)
+sys.excepthook = tell
 @record
 def main():
-    restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    ready = Path(os.environ["TRAIN_RUN_DIR"], "ready-" + restart)
-    if os.environ["RANK"] == "0":
-        while not ready.exists():
-            time.sleep(0.01)
+    if rank == "0":
         raise RuntimeError("Connection closed by peer [192.0.2.1]:1")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the torchrun that has seen rank 0 go
-    ready.touch()
-    time.sleep(2)
+    until(is_later)
     raise ValueError(f"boom {restart} with {os.environ['PROBE_TOKEN']}")
 main()
 """
@@ -90,8 +126,12 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 @pytest.fixture(scope="module")
-def plain(fail: Fail) -> toolkit.Run:
-    return fail(PLAIN, resources={"nnodes": 2})
+def plain(fail: Fail, tmp_path_factory: pytest.TempPathFactory) -> toolkit.Run:
+    folder = tmp_path_factory.mktemp("reporting")
+    (folder / "torchrun").write_text(REPORTING)
+    (folder / "torchrun").chmod(0o755)
+    env = {"OMP_NUM_THREADS": "1", "PATH": f"{folder}:{os.environ['PATH']}"}
+    return fail(PLAIN, resources={"nnodes": 2}, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +244,9 @@ def test_a_rank_whose_torchrun_was_ended_before_it_could_report_is_found(
     """As when srun ends all, because another node has failed of it first."""
     run_dir = copy_of(plain, tmp_path)
     log = run_dir / "logs/attempt-0/node-1.log"
-    log.write_text(log.read_text().partition("E1")[0])
+    before, *reported = re.split(r"(?m)^E\d{4} ", log.read_text())  # by the month and the day
+    assert reported
+    log.write_text(before)
     found = first_failure(run_dir)
     assert found is not None
     assert (found.rank, found.message) == (1, "ValueError: a sample without a label")

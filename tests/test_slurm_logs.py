@@ -13,19 +13,31 @@ from toolkit import summaries
 
 pytestmark = pytest.mark.slurm
 
-# Without @record. Rank 0 fails as soon as it sees that rank 1 is about to: whose torchrun ends
-# first, and whether srun then leaves the other one the time for its report, is chance.
+# Without @record. Rank 1 fails when the job's log has what both have said, and rank 0 as soon as
+# rank 1 has said why: whose torchrun ends first, and whether srun then leaves the other one the
+# time for its report, is chance.
 FAILING = """
-import os, time
+import os, sys, time
 from pathlib import Path
 attempt, rank = os.environ["TRAIN_ATTEMPT"], os.environ["RANK"]
-print("rank", rank, "in attempt", attempt, flush=True)
-fails = Path(os.environ["TRAIN_RUN_DIR"], "fails-" + attempt)
-if rank == "0":
-    while not fails.exists():
+run_dir = Path(os.environ["TRAIN_RUN_DIR"])
+fails = run_dir / f"fails-{attempt}"
+def until(condition):
+    while not condition():
         time.sleep(0.01)
+def both_are_in_the_log():
+    log = (run_dir / f"logs/attempt-{attempt}/log").read_text().rstrip().partition(" ")[2]
+    lines = Path(log).read_text().split("\\n")
+    return all(f"[rank {n}] rank {n} in attempt {attempt}" in lines for n in (0, 1))
+def tell(*error):
+    sys.__excepthook__(*error)
+    fails.touch()
+print(f"rank {rank} in attempt {attempt}\\n", end="", flush=True)
+if rank == "0":
+    until(fails.exists)
     raise ConnectionError("Connection reset by peer")
-fails.touch()
+until(both_are_in_the_log)
+sys.excepthook = tell
 raise ValueError("bad sample in attempt " + attempt)
 """
 

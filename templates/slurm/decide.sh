@@ -164,7 +164,8 @@ conclude() {  # STATUS of the step: ends this attempt, and queues the job again 
   rm -f "$logs/reserve" "$logs/reserve.full"  # so that there is room for a reason
   judge
   [ "$status" -ne 0 ] || [ "$word" = 'done' ] || status=1
-  note "deciding"
+  # Of an end that Slurm has asked for all is said that can be, should it not wait any longer.
+  [ "$stopping" = terminated ] || note "deciding"
   # An attempt that was preempted before it began says nothing of progress.
   if [[ $word != @(preempted|fenced) ]] || [ "$(told attempt)" = "$attempt" ]; then
     told step | grep . >"$logs/step" || rm "$logs/step"

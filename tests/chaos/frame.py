@@ -97,7 +97,7 @@ class Trial:
 
 
 def submit(
-    site: Site, *overrides: str, pace: float = 0.05, every: int = 10, **profile: object
+    site: Site, *overrides: str, pace: float = 0.2, every: int = 10, **profile: object
 ) -> Trial:
     """Submit the job at a slow pace, with a checkpoint `every` few steps.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,8 +37,11 @@ def limited(cluster: Cluster, node: str, limit_bytes: int) -> Iterator[None]:
         (group / "cgroup.procs").write_text(str(slurmd))
         yield
     finally:
-        for process in (group / "cgroup.procs").read_text().split():
-            (before / "cgroup.procs").write_text(process)
+        # Until it is empty: one that has been listed may have ended, or have started another.
+        while processes := (group / "cgroup.procs").read_text().split():
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    (before / "cgroup.procs").write_text(process)
         group.rmdir()
 
 

@@ -30,8 +30,8 @@ def node2(cluster: Cluster) -> Iterator[str]:
 def test_a_node_without_power_costs_its_jobs_a_start_whether_it_was_their_first_or_their_last(
     cluster: Cluster, site: Site, reference: Trial, until: Until, node2: str
 ) -> None:
-    last = submit(site)
-    first = submit(site, "sbatch.exclude=node1")
+    last = submit(site, pace=SLOW_S)
+    first = submit(site, "sbatch.exclude=node1", pace=SLOW_S)
     for trial in (last, first):
         until(trial.saved, "a first checkpoint")
     assert nodes_of(cluster, last.run) == ["node1", node2]
@@ -41,7 +41,8 @@ def test_a_node_without_power_costs_its_jobs_a_start_whether_it_was_their_first_
         until(lambda trial=trial: trial.events("resume", attempt=1), "it runs elsewhere")
         unharmed(trial, reference, until)
         assert (trial.attempt(0) / "failing_node").read_text() == f"{node2}\n"
-    assert last.reasons()[0] == f"node_failure: down: {node2}; queued again"
+    # KillWait (5 s) may end its script before it can say so; Slurm itself has queued it again.
+    assert last.reasons()[0].startswith(f"node_failure: down: {node2}"), last.reasons()
     assert first.reasons()[0] == f"lost: the batch script was killed without a word; down: {node2}"
 
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 __all__ = ["Container", "Hosts", "container_argv", "container_env", "expand"]
 
@@ -125,9 +126,7 @@ class Hosts:
     def port(self, host: str, port: str) -> str:
         """Return the port on this machine that stands for a pod's."""
         if (host, port) not in self._ports:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self._ports[host, port] = probe.getsockname()[1]
+            self._ports[host, port] = free_port()
         return str(self._ports[host, port])
 
     def translated(self, text: str) -> str:

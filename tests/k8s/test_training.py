@@ -2,7 +2,7 @@
 
 On the fake cluster (tests/cluster) controllers do what was seen of the real ones, and the pods'
 entrypoint, torchrun and ranks are processes of this machine. `make test-cluster` runs the same on a
-real one, whose pods take longer to be lost, so that there the training is longer, too.
+real one.
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +22,51 @@ from tests.cluster.real import is_real
 from tests.conftest import ROOT
 from tests.k8s.live import Live
 from tests.k8s.site import CANCELLED, FAILED, SUCCEEDED, WORKLOADS, every_workload
+from tests.train import held
 from toolkit.launchers.k8s.kinds import ATTEMPT_LABEL
 
 pytestmark = pytest.mark.any_cluster
 
-STEPS, EVERY = (6000, 100) if is_real() else (150, 10)
+STEPS, EVERY = 150, 10
+HELD_AT = 2 * EVERY + 5
 TINY = ("--task", "digits", "--checkpoint-every", str(EVERY))
 _STEP = re.compile(r"\[rank \d+\] step (\d+)/")
 
 
-def submit(live: Live, *args: str, nnodes: int = 2) -> toolkit.Run:
-    return live.submit(args=[*TINY, *args], resources={"nnodes": nnodes})
+HELD: dict[str, Any] = {
+    # As a text, since a real cluster's image has no tests.
+    "command": ["python3", "-c", Path(held.__file__).read_text()],
+    # It is the last pod that stays, so that the others see it die, as they see any.
+    "env": {"OMP_NUM_THREADS": "1", "HELD_AT": str(HELD_AT), "HELD_BY": "HOSTNAME=-1"},
+}
 
 
-def follow_to_a_checkpoint(live: Live, run: toolkit.Run) -> None:
-    """Wait until there is a checkpoint to go on from."""
+def submit(live: Live, *args: str, nnodes: int = 2, **job: Any) -> toolkit.Run:
+    return live.submit(args=[*TINY, *args], resources={"nnodes": nnodes}, **job)
+
+
+def follow(live: Live, run: toolkit.Run, until: Callable[[str], bool]) -> None:
+    """Read what a run prints until there is a certain line."""
     lines = run.logs(follow=True)
     try:
-        for line in lines:
-            if (found := _STEP.search(line)) and int(found[1]) > 2 * EVERY:
-                return
+        if any(map(until, lines)):
+            return
     finally:
         lines.close()  # type: ignore[attr-defined]  # it is a generator
     pytest.fail(f"it ended before its second checkpoint: {run.status()}, {live.told(run)}")
+
+
+def is_after_a_checkpoint(line: str) -> bool:
+    found = _STEP.search(line)
+    return found is not None and int(found[1]) > 2 * EVERY
+
+
+def is_held(line: str) -> bool:
+    return line.endswith(f"{held.SAYING}{HELD_AT}")
+
+
+def is_saved(live: Live, run: toolkit.Run) -> bool:
+    return any(event["step"] == 2 * EVERY for event in live.events(run, "checkpoint"))
 
 
 def undisturbed(folder: Path) -> Any:
@@ -56,8 +79,9 @@ def undisturbed(folder: Path) -> Any:
 
 @every_workload
 def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_path: Path) -> None:
-    run = submit(live, "--steps", str(STEPS))
-    follow_to_a_checkpoint(live, run)
+    run = submit(live, "--steps", str(STEPS), **HELD)
+    follow(live, run, is_held)
+    live.until(lambda: is_saved(live, run), "there is a checkpoint to go on from")
     pod = live.cluster.pods(run.name)[-1]["metadata"]["name"]
     # Each way to lose a pod once; what follows is the same for all.
     {
@@ -93,7 +117,7 @@ def test_a_failure_of_the_users_making_is_not_tried_again(live: Live) -> None:
 @pytest.mark.parametrize("workload", WORKLOADS if is_real() else ["TrainJob"])
 def test_a_cancelled_run_writes_a_checkpoint_within_its_grace(live: Live) -> None:
     run = submit(live, "--steps", "1000000")
-    follow_to_a_checkpoint(live, run)
+    follow(live, run, is_after_a_checkpoint)
     run.cancel()
     assert run.wait(live.cluster.patience_s).state is CANCELLED
     live.until(lambda: not live.cluster.pods(run.name), "its pods are gone")

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import asks
+
 SANDBOX = Path(__file__).resolve().parents[2] / "slurm" / "sandbox" / "sandbox"
 LIMIT_S = 90
 
@@ -49,9 +51,18 @@ class Sandbox:
             raise AssertionError(f"{argv} exited {done.returncode}\n{done.stdout}{done.stderr}")
         return done
 
-    def slurm(self, name: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a Slurm command through its shim."""
-        return self.command(str(self.dir / "bin" / name), *arguments, **options)
+    def slurm(
+        self, name: str, *arguments: str, check: bool = True, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a Slurm command through its shim; a question again until it is answered."""
+        argv = (str(self.dir / "bin" / name), *arguments)
+        end = time.monotonic() + LIMIT_S
+        while check and asks(name, *arguments) and time.monotonic() < end:
+            done = self.command(*argv, check=False, **options)
+            if done.returncode == 0:
+                return done
+            time.sleep(0.2)
+        return self.command(*argv, check=check, **options)
 
     def submit(self, script: str, *options: str) -> str:
         """Submit a script on stdin; return the job id."""
@@ -79,8 +90,14 @@ class Sandbox:
         return report
 
     def node(self, name: str) -> dict[str, Any]:
-        """Read one node's part of the status."""
-        found: dict[str, Any] = next(n for n in self.status()["nodes"] if n["name"] == name)
+        """Read one node's part of the status, once Slurm has said its own."""
+        found: dict[str, Any] = {}
+
+        def known() -> bool:
+            found.update(next(n for n in self.status()["nodes"] if n["name"] == name))
+            return bool(found["state"] != "unknown")
+
+        wait_until(known, f"Slurm to know {name}")
         return found
 
     def jobs_processes(self) -> list[dict[str, Any]]:

@@ -15,9 +15,14 @@ echo "$SLURM_JOB_NODELIST ${SLURM_RESTART_COUNT:-0}"
 """
 
 
+def sleeps(sandbox: Sandbox) -> bool:
+    """Tell whether the script has come to its last line, and looks at no file any more."""
+    return "sleep 1000" in {entry["command"] for entry in sandbox.jobs_processes()}
+
+
 def test_power_off_requeues_the_job_and_it_finishes_elsewhere(sandbox: Sandbox) -> None:
     job = sandbox.submit(SCRIPT)
-    wait_until(lambda: sandbox.output(job) != "", "the job to start")
+    wait_until(lambda: sleeps(sandbox), "the job to sleep")
     lost = sandbox.output(job).split()[0]
     (sandbox.work / "finish").touch()
     sandbox.run("power-off", lost)
@@ -41,12 +46,12 @@ def test_power_on_before_slurm_noticed_waits_for_the_new_slurmd(sandbox: Sandbox
 def test_cut_node_keeps_running_its_job_and_heals(sandbox: Sandbox) -> None:
     (sandbox.work / "finish").unlink(missing_ok=True)
     job = sandbox.submit(SCRIPT, "-w", "node3", "--no-requeue")
-    wait_until(lambda: sandbox.output(job) != "", "the job to start")
+    wait_until(lambda: sleeps(sandbox), "the job to sleep")
     sandbox.run("cut", "node3", "--wait")
     node = sandbox.node("node3")
     assert (node["power"], node["cable"], node["state"].rstrip("*")) == (True, False, "down")
     assert sandbox.job(job)["JobState"] == "NODE_FAIL"
-    assert "sleep 1000" in {entry["command"] for entry in sandbox.jobs_processes()}
+    assert sleeps(sandbox)
     sandbox.run("heal", "node3", "--wait")
     assert sandbox.node("node3")["cable"] is True
     wait_until(lambda: sandbox.jobs_processes() == [], "the lost job to be cleaned up")

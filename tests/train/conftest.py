@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.train import held
 from train.rundir import read_lines
 
 ROOT = Path(__file__).parents[2]
 # Generous: a loaded machine is slow, not broken. Nothing waits this long when all is well.
 PATIENCE_S = 120.0
+UNHURRIED = "100"
+"""`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`: torchrun's own 30 s are too few where a rank may be slow."""
 
 Record = dict[str, Any]
 
@@ -46,6 +49,8 @@ class Running:
     process: subprocess.Popen[bytes]
     run_dir: Path
     log: Path
+    earlier: int
+    """How many lines the metrics had when it was started."""
 
     def wait(self) -> int:
         """Wait for the end and give the exit status."""
@@ -93,8 +98,20 @@ class Running:
             time.sleep(0.005)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until the metrics have reached a step."""
-        self.wait_until(lambda: max(self.losses(), default=0) >= step)
+        """Wait until the metrics of this start have reached a step."""
+
+        def reached() -> bool:
+            steps = (m["step"] for m in self.metrics()[self.earlier :] if "loss" in m)
+            return max(steps, default=0) >= step
+
+        self.wait_until(reached)
+
+    def wait_until_held(self, step: int, *, saved: int) -> None:
+        """Wait until what `Start.held` started stays, and a checkpoint before that is whole."""
+        self.wait_until(lambda: held.mark(self.run_dir, step).exists())
+        self.wait_until(
+            lambda: any(e["event"] == "checkpoint" and e["step"] == saved for e in self.events())
+        )
 
     def workers(self) -> dict[int, int]:
         """Process numbers by rank, from the environment that torchrun gave to its children."""
@@ -149,8 +166,32 @@ class Start:
         argv += ["--monitor-interval=0.05", f"--nproc-per-node={count}", *module, *flags]
         return self.command(argv, run_dir, attempt, env)
 
+    def held(
+        self,
+        count: int,
+        *flags: str,
+        after: int,
+        rank: int,
+        run_dir: Path,
+        attempt: int = 0,
+        torchrun: tuple[str, ...] = ("--standalone",),
+    ) -> Running:
+        """`ranks`, of which one stays after a step until it is killed or asked to stop."""
+        return self.ranks(
+            count,
+            *flags,
+            run_dir=run_dir,
+            attempt=attempt,
+            torchrun=torchrun,
+            module=held.MODULE,
+            HELD_AT=str(after),
+            HELD_BY=f"RANK={rank}",
+            TORCH_ELASTIC_SHUTDOWN_TIMEOUT=UNHURRIED,
+        )
+
     def command(self, argv: list[str], run_dir: Path, attempt: int, env: dict[str, str]) -> Running:
         log = self.home / f"log-{len(self.started)}.txt"
+        earlier = len(read_lines(run_dir / "metrics.jsonl"))
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TRAIN_", "PET_"))}
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -169,7 +210,7 @@ class Start:
                     **env,
                 },
             )
-        running = Running(process=process, run_dir=run_dir, log=log)
+        running = Running(process=process, run_dir=run_dir, log=log, earlier=earlier)
         self.started.append(running)
         return running
 

@@ -35,6 +35,8 @@ from train.stopping import StopRequest
 from train.strategies.base import Parts
 
 STEPS = 3
+# For all cases of one world size, on a busy machine.
+LONG_S = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +173,7 @@ def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def climb(
-    cases: Sequence[Case], *, timeout_s: float = 500, dtype: torch.dtype = torch.float32
+    cases: Sequence[Case], *, timeout_s: float = LONG_S, dtype: torch.dtype = torch.float32
 ) -> dict[str, Differences]:
     """Run all cases of one world size, with models of some type; give the differences by name."""
     found: dict[str, Differences] = {}
@@ -224,7 +226,8 @@ def _rank(rank: int, cases: list[Case], folder: str, dtype: torch.dtype) -> None
         launched=True,
         meeting=f"file://{folder}/meeting",
     )
-    with open_group(place, Config(strategy="ddp", timeout_s=60)) as group:
+    # As long as all of it may take: the others wait while rank 0 compiles and makes the reference.
+    with open_group(place, Config(strategy="ddp", timeout_s=LONG_S)) as group:
         for case in cases:
             exec(case.sabotage, {})
             try:

@@ -184,20 +184,60 @@ def test_a_checkpoint_is_of_its_moment_and_its_failures_are_everybodys(tmp_path:
 FLAGS = ("--task=chars", "--global-batch=12")
 
 
+# Threads may take turns like this whenever they like; at the first checkpoint they must: that of
+# rank 0 begins its exchange before the next step does, and that of rank 1 after that step.
+TURNS = """
+import os
+import threading
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from train import __main__
+from train.checkpoints.checkpointer import Checkpointer
+from train.distributed import limit_waiting
+
+begun, gone_on = threading.Event(), threading.Event()
+broadcast, save, wait = distributed_c10d.broadcast, Checkpointer.save, Checkpointer.wait
+
+def in_turn(*given, **options):
+    if threading.current_thread().name != "checkpoint" or begun.is_set():
+        return broadcast(*given, **options)
+    if os.environ["RANK"] == "1":
+        gone_on.wait()
+    work = broadcast(*given, **options, async_op=True)
+    begun.set()
+    work.wait()
+
+def saved(self, *what, **options):
+    save(self, *what, **options)
+    if os.environ["RANK"] == "0":
+        begun.wait()
+    if dist.new_group is one_group:
+        # Who meets whom is settled now: time ends a wait that nothing else ends.
+        limit_waiting(dist.group.WORLD, timeout_s=2)
+
+def waited(self):
+    if self._thread is not None:
+        gone_on.set()
+    wait(self)
+
+def one_group(**options):
+    return dist.group.WORLD
+
+distributed_c10d.broadcast, Checkpointer.save, Checkpointer.wait = in_turn, saved, waited
+"""
+
+
 def test_wrong_form_on_the_group_of_training_does_not_survive(start: Start, tmp_path: Path) -> None:
     """Collectives are matched by their order: two threads on one group meet each other's."""
-    (tmp_path / "wrong.py").write_text(
-        "import torch.distributed as dist\n"
-        "from train import __main__\n"
-        "from train.checkpoints import channel\n"
-        "dist.new_group = lambda **options: dist.group.WORLD\n"
-        "__main__.enter()\n"
-    )
-    flags = (*FLAGS, "--steps=40", "--checkpoint-every=1", "--timeout-s=5")
-    right = start.ranks(2, *flags, run_dir=tmp_path / "right").finish()
+    (tmp_path / "right.py").write_text(f"{TURNS}\n__main__.enter()\n")
+    (tmp_path / "wrong.py").write_text(f"{TURNS}\ndist.new_group = one_group\n__main__.enter()\n")
+    flags = (*FLAGS, "--steps=40", "--checkpoint-every=1")
+    right = start.ranks(2, *flags, run_dir=tmp_path / "right", module=("right.py",)).finish()
     assert [e["step"] for e in right.events() if e["event"] == "checkpoint"] == list(range(1, 41))
     wrong = start.ranks(2, *flags, run_dir=tmp_path / "wrong", module=("wrong.py",))
     assert wrong.wait() != 0
+    assert "at step 2 of 40" in wrong.output()
+    assert [e for e in wrong.events() if e["event"] == "checkpoint"] == []
 
 
 def test_a_run_goes_on_without_a_checkpoint_if_that_is_asked_for(

@@ -215,12 +215,12 @@ def test_four_then_two_then_four_ranks_with_kills_end_as_one_process(
     alone = start.single(*FLAGS, run_dir=tmp_path / "alone").finish()
     expected = contents(alone, 0)
     run_dir = tmp_path / "run"
-    first = start.ranks(4, *FLAGS, run_dir=run_dir)
-    first.wait_for_step(25)
+    first = start.held(4, *FLAGS, after=25, rank=2, run_dir=run_dir)
+    first.wait_until_held(25, saved=20)
     os.kill(first.workers()[2], signal.SIGKILL)
     assert first.wait() != 0
-    second = start.ranks(2, *FLAGS, run_dir=run_dir, attempt=1)
-    second.wait_for_step(60)
+    second = start.held(2, *FLAGS, after=60, rank=0, run_dir=run_dir, attempt=1)
+    second.wait_until_held(60, saved=50)
     second.process.send_signal(signal.SIGTERM)
     assert second.wait() != 0
     assert second.outcome()["status"] == "preempted"

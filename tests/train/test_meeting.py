@@ -7,11 +7,11 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from tests.ports import free_port
 from tests.train.making import trainer_for
 from tests.train.processes import PROCESSES
 from tests.train.ranks import on_ranks
@@ -135,13 +136,6 @@ def plain_store(place: Place, method: str, said: Path) -> None:
     said.write_text("they met")
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 def test_ranks_meet_at_a_port_under_torchrun_where_the_plain_form_hangs(meeting: Meeting) -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     assert all("Error" in said for said in meeting.of_two(plain_store, method))
@@ -175,7 +169,9 @@ def test_two_runs_at_one_place_are_told_so(meeting: Meeting, tmp_path: Path, kin
         # The port is the first run's as soon as its rank 0 serves it.
         _wait_for_port(int(method.rpartition(":")[2]))
     else:
-        _wait_for(lambda: any(p.stat().st_size for p in tmp_path.glob("here*restart-0")))
+        # Torch's store notes something of its own there before the rank does.
+        here = tmp_path / "here.attempt-0.restart-0"
+        _wait_for(lambda: here.exists() and b"rank 0" in here.read_bytes())
     said = meeting.said(meeting.rank(ours, 0, method))
     if kind == "tcp":
         assert said == (
@@ -326,16 +322,26 @@ def test_ranks_meet_whose_torchruns_count_restarts_differently(
     assert runs[0].outcome()["status"] == "done"
 
 
-def test_a_rank_that_comes_first_knocks_until_the_store_is_served() -> None:
+def test_a_rank_that_comes_first_knocks_until_the_store_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
     first = Place(rank=1, world_size=2, launched=True)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))  # taken, and not listening: it refuses
         host, port = server.getsockname()
-        come = threading.Timer(0.2, server.listen)
-        come.start()
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                server.listen()
+
+        # Its clock stands still: however long this takes, it does not give up.
+        clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=pause)
+        monkeypatch.setattr("train.meeting.time", clock)
         await_server(host, port, first, timedelta(seconds=PATIENCE_S))
+        assert len(pauses) == 3
         socket.create_connection((host, port)).close()
-        come.join()
 
 
 def test_rank_0_knocks_nowhere() -> None:

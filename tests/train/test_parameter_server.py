@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from train.layout import Layout
 from train.loop import Trainer
 from train.optimizing import NamedOptimizer
 from train.parameter_server import wire
-from train.parameter_server.loop import Alone
+from train.parameter_server.loop import Alone, ServedTrainer
 from train.parameter_server.pacing import Apart, Ticket
 from train.parameter_server.server import Gradient, Server, Stretch, Work
 from train.rundir import read_lines
@@ -196,6 +197,11 @@ LAG = {"bounded": 2, "async": 9}
 STALENESS = 2
 
 
+def last_step(folder: Path) -> int:
+    """Give the last update that is in the metrics; they come a moment later, but they come."""
+    return max((int(str(line["step"])) for line in read_lines(folder / "metrics.jsonl")), default=0)
+
+
 def with_a_slow_trainer(rank: int) -> dict[str, tuple[list[int], list[int], int]]:
     """One trainer takes as long for its first gradient as the others take for so many updates."""
     found = {}
@@ -205,25 +211,29 @@ def with_a_slow_trainer(rank: int) -> dict[str, tuple[list[int], list[int], int]
         with tempfile.TemporaryDirectory() as own:
             folder = Path(group.broadcast(own))
             trainer = served(config, group, folder, steps=50)
-            compute, pending = trainer.strategy.accumulate, [True]
+            assert isinstance(trainer, ServedTrainer)
+            compute, first = trainer._gradient, [True]
 
             def slowly(
-                batches: Sequence[Batch],
-                factor: float = 1.0,
+                work: Work,
                 *,
                 folder: Path = folder,
                 lag: int = lag,
-                compute: Callable[..., Sums] = compute,
-                pending: list[bool] = pending,
-            ) -> Sums:
-                updates = len(losses_of(folder))
-                while pending and len(losses_of(folder)) < updates + lag:
-                    threading.Event().wait(0.002)
-                pending.clear()
-                return compute(batches, factor)
+                compute: Callable[[Work], Gradient] = compute,
+                first: list[bool] = first,
+            ) -> Gradient:
+                """Let the slow one draw before any update, and push after so many."""
+                drawn = folder / "the slow one has drawn"
+                if first and rank == RANKS - 1:
+                    drawn.touch()
+                    while last_step(folder) < work.ticket.version + lag:
+                        time.sleep(0.002)
+                while first and not drawn.exists():
+                    time.sleep(0.002)
+                first.clear()
+                return compute(work)
 
-            if rank == RANKS - 1:
-                trainer.strategy.accumulate = slowly  # type: ignore[method-assign, assignment]
+            trainer._gradient = slowly  # type: ignore[method-assign]
             assert trainer.run()
             lines = read_lines(folder / "metrics.jsonl")
             ages = [int(str(line["staleness"])) for line in lines if "staleness" in line]

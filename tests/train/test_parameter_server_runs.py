@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.processes import with_environment
+from tests.train.conftest import UNHURRIED
 from tests.train.reading import same, whole
 
 if TYPE_CHECKING:
@@ -43,17 +44,34 @@ def test_a_signal_to_a_trainer_stops_all_ranks_with_nothing_on_its_way(
 
 
 def test_a_killed_trainer_costs_a_restart_and_changes_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(
+        "import os, signal, time\n"
+        "from pathlib import Path\n"
+        "from train.__main__ import enter\n"
+        "from train.parameter_server import wire\n"
+        "push = wire.push\n"
+        "def die_or_push(gradient):\n"
+        "    first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "    if first and os.environ['RANK'] == '1' and gradient.ticket.update == 44:\n"
+        "        saved = Path('run/checkpoints/attempt-0/step-00000040')\n"
+        "        while not saved.exists():\n"
+        "            time.sleep(0.01)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    push(gradient)\n"
+        "wire.push = die_or_push\n"
+        "enter()\n"
+    )
     flags = (*FLAGS, "--steps=120", "--checkpoint-every=20")
     run = start.ranks(
         RANKS,
         *flags,
         run_dir=tmp_path / "run",
         torchrun=("--standalone", "--max-restarts=1"),
-    )
-    run.wait_for_step(41)
-    os.kill(run.workers()[1], signal.SIGKILL)
-    run.finish()
+        module=("dying.py",),
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT=UNHURRIED,
+    ).finish()
     assert run.outcome()["restart"] == 1
+    assert [e["step"] for e in run.events() if e["event"] == "resume"] == [40]
     (failed,) = [event for event in run.events() if event["event"] == "error"]
     assert failed["status"] == "retryable"
     # The server notices, or all do who wait for it where they meet for a checkpoint.

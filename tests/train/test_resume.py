@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.ports import free_port
 from tests.train.reading import same, whole
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def assert_same_end(run: Running, attempt: int, unbroken: Running) -> None:
 def test_sigterm_then_resume_is_bit_exact(
     start: Start, unbroken: Running, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    first = start.ranks(3, *flags, run_dir=tmp_path / "run")
-    first.wait_for_step(50)
+    first = start.held(3, *flags, after=50, rank=0, run_dir=tmp_path / "run")
+    first.wait_until_held(50, saved=40)
     first.process.send_signal(signal.SIGTERM)
     assert first.wait() != 0
     stopped = first.outcome()
@@ -57,10 +58,9 @@ def test_sigterm_then_resume_is_bit_exact(
 def test_sigkill_of_a_rank_then_restart_is_bit_exact(
     start: Start, unbroken: Running, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    run = start.ranks(
-        3, *flags, run_dir=tmp_path / "run", torchrun=("--standalone", "--max-restarts=1")
-    )
-    run.wait_for_step(90)
+    again = ("--standalone", "--max-restarts=1")
+    run = start.held(3, *flags, after=90, rank=1, run_dir=tmp_path / "run", torchrun=again)
+    run.wait_until_held(90, saved=80)
     os.kill(run.workers()[1], signal.SIGKILL)
     run.finish()
     assert run.outcome()["restart"] == 1
@@ -145,13 +145,6 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     # It has been written again on the way, and the older ones are gone.
     kept = sorted(p.name for p in (run_dir / "checkpoints/attempt-0").iterdir())
     assert kept == ["step-00000020", "step-00000030"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def two_nodes(

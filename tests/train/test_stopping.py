@@ -23,7 +23,7 @@ ENDLESS = (*FLAGS, "--steps=100000")
 def test_every_stop_signal_means_checkpoint_and_status_75(
     start: Start, tmp_path: Path, name: str
 ) -> None:
-    run = start.single(*ENDLESS, run_dir=tmp_path / "run")
+    run = start.single(*ENDLESS, "--checkpoint-every=0", run_dir=tmp_path / "run")
     run.wait_for_step(3)
     for _ in range(3):
         run.process.send_signal(signal.Signals[name])
@@ -31,7 +31,8 @@ def test_every_stop_signal_means_checkpoint_and_status_75(
     outcome = run.outcome()
     assert (outcome["status"], outcome["reason"]) == ("preempted", f"stopped by {name}")
     verify(tmp_path / f"run/checkpoints/attempt-0/step-{outcome['step']:08d}")
-    assert [e["event"] for e in run.events()] == [
+    # An epoch may end before the signal comes.
+    assert [e["event"] for e in run.events() if e["event"] != "epoch"] == [
         "start",
         "stop_requested",
         "checkpoint",
