@@ -123,12 +123,34 @@ def test_a_job_that_slurm_queued_again_beyond_its_limits_ends_at_its_start(
     assert not reason or job.reason == reason
 
 
+LAUNCH_FAILED = """
+srun: error: Task launch for StepId=7.{} failed on node {}: Communication connection failure
+srun: error: Application launch failed: Communication connection failure
+srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
+srun: error: n1: task 0: Killed
+"""
+
+
 @pytest.mark.parametrize("status", [233, 236, 167])
-def test_a_node_that_srun_could_not_start_on_is_named(job: Job, status: int) -> None:
+@pytest.mark.parametrize("began", [("began-0",), ()], ids=["n1 began", "n1 ended before"])
+def test_a_node_that_srun_could_not_start_on_is_named(
+    job: Job, status: int, began: tuple[str, ...]
+) -> None:
+    """And no other one: srun ends the tasks of the others, perhaps before they have begun."""
+    (job.folder(0) / "nodes").write_text("n1\nn2\n")
+    for name in began:
+        (job.folder(0) / name).touch()
+    job.conclude(status, printed=LAUNCH_FAILED.format(0, "n2") + LAUNCH_FAILED.format(1, "n2"))
+    assert job.reason.startswith(f"retryable: srun could not start on n2 (exit status {status}); ")
+    assert (job.folder(0) / "failing_node").read_text() == "n2\n"
+
+
+def test_where_srun_names_no_node_it_is_one_whose_task_has_not_begun(job: Job) -> None:
     (job.folder(0) / "nodes").write_text("n1\nn2\n")
     (job.folder(0) / "began-0").touch()
-    job.conclude(status)
-    assert job.reason.startswith(f"retryable: srun could not start on n2 (exit status {status}); ")
+    # As an earlier try has named n1, which has begun since.
+    job.conclude(233, printed=LAUNCH_FAILED.format(0, "n1"))
+    assert job.reason.startswith("retryable: srun could not start on n2 (exit status 233); ")
     assert (job.folder(0) / "failing_node").read_text() == "n2\n"
 
 

@@ -381,7 +381,11 @@ def test_what_srun_cannot_start_on_a_node_is_tried_again_in_the_same_job(
     first, last = nodes_of(cluster, run)
     with no_way(cluster, first, last):
         go.touch()
-        until(lambda: f"srun has not reached {last}" in output(run), "srun has failed")
+        until(
+            lambda: f"srun has not reached {last}" in output(run),
+            "srun has failed",
+            seen=lambda: failure(run),
+        )
     way.touch()
     assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
     assert run.run_dir is not None

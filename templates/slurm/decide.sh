@@ -20,11 +20,14 @@ not_reached() {  # STATUS: whether srun could not start a node's task, so that n
 }
 
 unreached() {  # nodes whose task has not begun; needs those of the attempt in their order
-  local n=0 node
+  local n=0 node waiting='' named
   while read -r node; do
-    [ -e "$logs/began-$n" ] || echo "$node"
+    [ -e "$logs/began-$n" ] || waiting+=${waiting:+$'\n'}$node
     n=$((n + 1))
   done <"$logs/nodes"
+  # srun then ends the tasks of the others, some before they begin: if it names a node, it is that one.
+  named=$(printed | sed -nE 's/.*Task launch for .* failed on node ([^ :]+):.*/\1/p') || true
+  grep -xF "$waiting" <<<"${named:-$waiting}" | sort -u | grep . || echo "$waiting"
 }
 
 logged() { grep -qE "$1" <(printed); }  # PATTERN
