@@ -22,7 +22,7 @@ settings.load_profile("patient")
 ROOT = Path(__file__).parent.parent
 TOOLKIT = Path(sys.executable).parent / "toolkit"
 SANDBOX = ROOT / "slurm" / "sandbox" / "sandbox"
-PATIENCE_S = 180
+PATIENCE_S = 300
 """How long a test waits for something that must happen; these machines may be busy."""
 
 

@@ -106,7 +106,7 @@ def test_a_run_that_a_person_continues_is_seen_and_cancelled(
 ) -> None:
     shell.go.touch()
     run = shell.submit("exit 2")
-    assert run.wait(120).state is toolkit.RunState.FAILED
+    assert run.wait(300).state is toolkit.RunState.FAILED
     shell.go.unlink()
     script = f"{run.run_dir}/probe.sbatch"
     log = f"--output={run.run_dir}/logs/by-hand.log"
@@ -114,7 +114,7 @@ def test_a_run_that_a_person_continues_is_seen_and_cancelled(
     until(lambda: run.status().state is toolkit.RunState.RUNNING, "it is seen")
     until(lambda: started(run) == 2, "it has begun")
     run.cancel()
-    assert run.wait(120).state is toolkit.RunState.CANCELLED, failure(run)
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
 
 
 @pytest.mark.usefixtures("same_user")
@@ -157,7 +157,7 @@ def lose(run: SlurmRun) -> None:
 def test_without_accounting_a_lost_run_is_told_as_lost(shell: Shell) -> None:
     shell.go.touch()
     run = shell.submit("exit 2")
-    run.wait(120)
+    run.wait(300)
     lose(run)
     status = forgetful(shell.site).open(run.record).status()
     assert (status.state, status.lost) == (toolkit.RunState.UNKNOWN, True)
@@ -181,7 +181,7 @@ def test_the_accounting_tells_what_nobody_else_knows(
     accounted.slurm("scancel", never.job_id)
     runs = [good, bad, sweep, never]
     for run in runs:
-        run.wait(120)
+        run.wait(300)
         for part in run.points or (run,):
             assert isinstance(part, SlurmRun)
             lose(part)
@@ -236,12 +236,12 @@ def test_a_newer_slurm_is_asked_and_answers_alike(
     assert listed[1]["reason"] == f"Dependency: afterok:{first.job_id}"
     assert listed[2]["reason"].startswith("BeginTime: its time to begin has not come; expected to")
     third.cancel()
-    assert third.wait(120).state is toolkit.RunState.CANCELLED
+    assert third.wait(300).state is toolkit.RunState.CANCELLED
     shell.go.touch()
-    assert first.wait(120).state is toolkit.RunState.SUCCEEDED, failure(first)
+    assert first.wait(300).state is toolkit.RunState.SUCCEEDED, failure(first)
     assert "queued again" in output(first)
-    assert second.wait(120).state is toolkit.RunState.SUCCEEDED, failure(second)
-    assert sweep.wait(120).state is toolkit.RunState.FAILED
+    assert second.wait(300).state is toolkit.RunState.SUCCEEDED, failure(second)
+    assert sweep.wait(300).state is toolkit.RunState.FAILED
     assert [status.state.upper() for status in sweep.statuses()] == ["SUCCEEDED", "FAILED"]
 
     shell.go.unlink()
@@ -251,7 +251,7 @@ def test_a_newer_slurm_is_asked_and_answers_alike(
     until(lambda: second.status().state is toolkit.RunState.RUNNING, "the hand-made job is seen")
     until(lambda: started(second) == 2, "it has begun")
     second.cancel()
-    assert second.wait(120).state is toolkit.RunState.CANCELLED, failure(second)
+    assert second.wait(300).state is toolkit.RunState.CANCELLED, failure(second)
 
 
 def test_a_newer_slurm_that_answers_too_late_has_the_job_once(

@@ -119,9 +119,9 @@ def test_a_job_starts_when_what_it_waits_for_has_ended_as_wished(shell: Shell) -
         f"Dependency: afterok:{good.job_id},afternotok:{bad.job_id},afterany:{bad.job_id}"
     )
     shell.go.touch()
-    assert starts.wait(120).state is toolkit.RunState.SUCCEEDED, failure(starts)
+    assert starts.wait(300).state is toolkit.RunState.SUCCEEDED, failure(starts)
     for run in never:
-        status = run.wait(120)
+        status = run.wait(300)
         assert status.state is toolkit.RunState.CANCELLED
         assert status.reason.startswith("dependency never satisfied: after")
         assert shell.forgotten(run).status().state is toolkit.RunState.CANCELLED
@@ -134,7 +134,7 @@ def test_what_has_ended_is_judged_by_its_run_directory(shell: Shell) -> None:
     """Slurm would let a job start that waits for one it has forgotten, whatever became of that."""
     shell.go.touch()
     bad, good = shell.submit("exit 3"), shell.submit("true")
-    bad.wait(120), good.wait(120)
+    bad.wait(300), good.wait(300)
     known = set(shell.site.runs.iterdir())
     with pytest.raises(toolkit.LauncherError, match="it was to succeed, and it is FAILED"):
         shell.submit("true", bad.uri)
@@ -145,7 +145,7 @@ def test_what_has_ended_is_judged_by_its_run_directory(shell: Shell) -> None:
     assert set(shell.site.runs.iterdir()) == known
     run = shell.submit("true", good.uri, f"{bad.uri}:fail", f"{bad.uri}:any")
     assert run.jobs[0].after == ""
-    assert run.wait(120).state is toolkit.RunState.SUCCEEDED, failure(run)
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
 
 
 @pytest.mark.slurm
@@ -154,7 +154,7 @@ def test_a_job_waits_for_all_points_of_a_sweep(shell: Shell) -> None:
     ok, fails = shell.submit("true", sweep.uri), shell.submit("true", f"{sweep.name}:fail")
     one, other = shell.submit("true", f"{sweep.uri}_0"), shell.submit("true", f"{sweep.uri}_1")
     shell.go.touch()
-    ended = [run.wait(120).state.upper() for run in (ok, fails, one, other)]
+    ended = [run.wait(300).state.upper() for run in (ok, fails, one, other)]
     assert ended == ["CANCELLED", "SUCCEEDED", "SUCCEEDED", "CANCELLED"]
     with pytest.raises(toolkit.LauncherError, match=f"after {sweep.uri}_1: it was to succeed"):
         shell.submit("true", sweep.uri)
@@ -216,9 +216,9 @@ def test_a_fatal_failure_ends_a_chain_and_what_waits_for_it(shell: Shell, until:
     run = shell.submit("exit 2", chain=3)
     waits, rues = shell.submit("true", run.uri), shell.submit("true", f"{run.uri}:fail")
     shell.go.touch()
-    assert run.wait(120).state is toolkit.RunState.FAILED
-    assert waits.wait(120).state is toolkit.RunState.CANCELLED
-    assert rues.wait(120).state is toolkit.RunState.SUCCEEDED
+    assert run.wait(300).state is toolkit.RunState.FAILED
+    assert waits.wait(300).state is toolkit.RunState.CANCELLED
+    assert rues.wait(300).state is toolkit.RunState.SUCCEEDED
     assert started(run) == 1
     ended = "attempt 0 was the last (fatal: exit status 2"
     until(lambda: output(run).count(ended) == 2, "both other jobs have said so")
@@ -231,7 +231,7 @@ def test_a_fatal_failure_ends_a_chain_and_what_waits_for_it(shell: Shell, until:
     with pytest.raises(toolkit.LauncherError, match="RUNNING and has not ended"):
         shell.site.launcher.resubmit(run)
     run.cancel()
-    assert run.wait(120).state is toolkit.RunState.CANCELLED
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
     assert started(run) == 2
 
 
@@ -241,7 +241,7 @@ def test_cancel_ends_all_jobs_of_a_chain(cluster: Cluster, shell: Shell, until: 
     until(lambda: run.status().state is toolkit.RunState.RUNNING, "it runs")
     until(lambda: started(run) == 1, "it has begun")
     run.cancel()
-    assert run.wait(120).state is toolkit.RunState.CANCELLED
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
     ids = ",".join(job.job_id for job in run.jobs)
     until(lambda: not cluster.slurm("squeue", "-h", "-j", ids), "no job is left")
     assert started(run) == 1
@@ -262,7 +262,7 @@ def test_a_requeue_within_a_chain_keeps_the_next_job_waiting(
 
     until(lambda: started(run) == 2, "the first job has started again")
     assert living() == [f"{first} RUNNING", f"{second} PENDING"]
-    assert run.wait(120).state is toolkit.RunState.SUCCEEDED, failure(run)
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
     until(lambda: not living(), "no job is left")
     assert started(run) == 2
     assert output(run).count("this job of the chain has nothing to do") == 1

@@ -56,7 +56,7 @@ def program(tmp_path: Path) -> Program:
             encoding="utf-8",
             errors="surrogateescape",
             check=False,
-            timeout=60,
+            timeout=300,
         )
         assert "Traceback" not in done.stderr
         return done
@@ -309,7 +309,7 @@ def into_closed_pipe(folder: Path, *argv: str) -> Result:
             stderr=subprocess.PIPE,
             text=True,
             check=False,
-            timeout=60,
+            timeout=300,
         )
     finally:
         os.close(writing)
@@ -396,7 +396,7 @@ def test_nothing_heavy_is_imported(tmp_path: Path, work: str) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert "toolkit" in done.stderr.split()
     assert heavy & set(done.stderr.split()) == set()

@@ -172,7 +172,7 @@ def test_podman_has_mounts_variables_and_secrets_and_cancel_writes_a_checkpoint(
     (folder / "go").touch()
     until(lambda: events(run, "checkpoint"), "a first checkpoint")
     run.cancel()
-    assert run.wait(120).state is toolkit.RunState.CANCELLED, failure(run)
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
     (stopped,) = events(run, "stopped")
     assert events(run, "checkpoint")[-1]["step"] == stopped["step"]
     nothing_left()
@@ -222,7 +222,7 @@ def test_a_powered_off_nodes_containers_are_gone_and_the_job_ends_elsewhere(
     # It remembers the container, which the next one that starts there clears away.
     assert containers.left(lost)
     again = containers.run_workers("exit 0", resources={"nnodes": 4, "cpus_per_node": 1})
-    assert again.wait(120).state is toolkit.RunState.SUCCEEDED, failure(again)
+    assert again.wait(300).state is toolkit.RunState.SUCCEEDED, failure(again)
     nothing_left()
 
 
@@ -231,7 +231,7 @@ def test_an_image_that_is_nowhere_ends_the_job_with_that_reason(
     image: None, containers: Containers, nothing_left: Callable[[], None]
 ) -> None:
     run = containers.submit("image=localhost/nowhere:1")
-    assert run.wait(120).state is toolkit.RunState.FAILED
+    assert run.wait(300).state is toolkit.RunState.FAILED
     assert run.run_dir is not None
     assert re.fullmatch(
         r"fatal: node\d: podman has no image localhost/nowhere:1 here, and nowhere to pull it "
@@ -246,7 +246,7 @@ def test_what_a_container_cannot_do_is_told_by_its_outcome(
     image: None, containers: Containers, nothing_left: Callable[[], None]
 ) -> None:
     run = containers.submit('args=["--task", "nothing"]', "retries.in_job=0")
-    assert run.wait(120).state is toolkit.RunState.FAILED
+    assert run.wait(300).state is toolkit.RunState.FAILED
     assert run.run_dir is not None
     reason = (run.run_dir / "logs/attempt-0/reason").read_text()
     assert reason.startswith("fatal: --task: unknown task 'nothing'; "), failure(run)
@@ -358,7 +358,7 @@ def test_podman_gets_the_gpus_of_the_step_by_their_numbers(
 ) -> None:
     record = stand_in(containers, tmp_path, "podman", PODMAN)
     run = containers.submit("resources.gpus_per_node=2", "retries.requeue=0")
-    assert run.wait(120).state is toolkit.RunState.SUCCEEDED, failure(run)
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
     for node in (0, 1):
         words = (record / f"podman-{node}").read_text().splitlines()
         devices = [words[at + 1] for at, word in enumerate(words) if word == "--device"]

@@ -46,7 +46,7 @@ def test_a_lost_node_is_done_without_until_it_comes_back(
     steps = events(run, "checkpoint")[-1]["step"]
     until(lambda: events(run, "checkpoint")[-1]["step"] != steps, "three train on")
     run.cancel()
-    assert run.wait(120).state is toolkit.RunState.CANCELLED, failure(run)
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
     assert run.run_dir is not None
     assert not (run.run_dir / "logs/attempt-1").exists()
     assert json.loads((run.run_dir / "outcome.json").read_text())["status"] == "preempted"
@@ -78,4 +78,4 @@ def test_a_killed_torchrun_starts_again_and_its_workers_do_not_outlive_it(
     assert len(before) == 1
     assert not before & workers()
     run.cancel()
-    assert run.wait(120).state is toolkit.RunState.CANCELLED, failure(run)
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)

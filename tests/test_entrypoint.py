@@ -63,7 +63,7 @@ class Pod:
     def run(self, code: str, **environ: str) -> int:
         """Run the container to its end; `code` is what torchrun does."""
         with self.start("torchrun", code, **environ) as process:
-            return process.wait(60)
+            return process.wait(300)
 
     @property
     def failures(self) -> int:

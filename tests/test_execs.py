@@ -77,7 +77,7 @@ def test_a_command_runs_in_the_pods_environment_and_says_how_it_ended(
 ) -> None:
     script = 'echo "$GREETING"; echo oh >&2; echo kept > "$0"; exit 7'
     told = execute("/bin/sh", "-c", script, "/files/note")
-    told.run_forever(timeout=60)
+    told.run_forever(timeout=300)
     assert (told.read_stdout(), told.read_stderr()) == ("hello\n", "oh\n")
     assert told.returncode == 7
     assert (server.root / "claims/files/note").read_text() == "kept\n"
@@ -87,19 +87,19 @@ def test_bytes_go_in_and_come_out_as_they_are_and_only_v5_can_end_stdin(execute:
     every = bytes(range(256)) * 700
     counted = execute("head", "-c", str(len(every)), stdin=True, binary=True)
     counted.write_stdin(every)
-    counted.run_forever(timeout=60)
+    counted.run_forever(timeout=300)
     assert (counted.returncode, counted.read_all()) == (0, every)
     assert counted.subprotocol == "v5.channel.k8s.io"
     to_the_end = execute("cat", stdin=True, binary=True)
     to_the_end.write_stdin(every)
     to_the_end.close_channel(0)
-    to_the_end.run_forever(timeout=60)
+    to_the_end.run_forever(timeout=300)
     assert (to_the_end.returncode, to_the_end.read_all()) == (0, every)
 
 
 def test_what_no_container_can_start_is_told_as_the_end_of_the_command(execute: Shell) -> None:
     told = execute("no-such-program")
-    told.run_forever(timeout=60)
+    told.run_forever(timeout=300)
     assert "no-such-program" in told.read_channel(3)
 
 

@@ -241,7 +241,7 @@ def test_what_is_no_call_cannot_be_attached_to(local: toolkit.LocalProfile) -> N
     run = toolkit.submit(spec, to=local)
     with pytest.raises(toolkit.LauncherError, match="is no call of a function"):
         toolkit.attach(run.uri)
-    run.wait(120)
+    run.wait(300)
 
 
 def test_a_call_that_cannot_be_read_or_returned_says_so(local: toolkit.LocalProfile) -> None:
@@ -279,7 +279,7 @@ def test_the_first_rank_to_fail_is_told_and_not_tried_again(login: toolkit.Slurm
     assert "ArithmeticError: rank 1 cannot do this" in str(caught.value)
     assert "Connection" not in str(caught.value)
     assert str(job.task(0).exception()) == str(caught.value)
-    assert job.run.wait(120).state is toolkit.RunState.FAILED
+    assert job.run.wait(300).state is toolkit.RunState.FAILED
     assert attempts(job) == ["attempt-0"]
 
 

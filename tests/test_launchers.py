@@ -99,7 +99,7 @@ def test_cancel_stops_a_run_and_the_ranks_are_told(place: Place, until: Until) -
     until(lambda: begun(run), "both ranks have begun")
     assert run.status().state is toolkit.RunState.RUNNING
     run.cancel()
-    assert run.wait(120).state is toolkit.RunState.CANCELLED
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
     assert run.failure() is None
 
 
@@ -138,7 +138,7 @@ def test_waiting_too_short_is_a_timeout_and_no_verdict(place: Place) -> None:
     with pytest.raises(TimeoutError):
         run.wait(0)
     run.cancel()
-    assert run.wait(120).state is toolkit.RunState.CANCELLED
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
 
 
 def test_a_run_is_found_by_its_name(place: Place) -> None:

@@ -77,7 +77,7 @@ def test_a_signal_to_toolkit_run_stops_every_process(
     )
     until(lambda: (run := only_run(tmp_path)) and started(run), "both ranks run")
     process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert b"CANCELLED" in output
     assert b"Traceback" not in output
@@ -103,7 +103,7 @@ def test_a_closed_terminal_leaves_no_process_behind(
     os.close(inside)
     until(lambda: (run := only_run(tmp_path)) and started(run), "both ranks run")
     os.close(terminal)
-    process.wait(timeout=120)
+    process.wait(timeout=300)
     until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
 
 
@@ -180,7 +180,7 @@ def test_a_rank_that_detaches_itself_does_not_outlive_the_run(
     monkeypatch.chdir(tmp_path)
     job = toolkit.JobSpec(name="probe", command=(str(script),), env={"PROBE": marker})
     run = toolkit.submit(job, to="local")
-    assert run.wait(120).state is toolkit.RunState.SUCCEEDED
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED
     assert not with_environment(f"PROBE={marker}")
 
 
@@ -200,14 +200,14 @@ def test_a_submitted_run_outlives_the_shell_that_submitted_it(
     until(lambda: started(folder), "both ranks run")
     assert run.status().state is toolkit.RunState.RUNNING
     run.cancel()
-    assert run.wait(120).state is toolkit.RunState.CANCELLED
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
 
 
 def test_the_time_limit_stops_a_run(job_file: Path, tmp_path: Path) -> None:
     profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
     job = toolkit.load(job_file, ["time_limit=10s", "stop.grace=5s"])
     run = toolkit.submit(job, to=profile)
-    status = run.wait(120)
+    status = run.wait(300)
     assert status.state is toolkit.RunState.FAILED
     assert status.reason == "time limit of 10 s: stopping"
 
@@ -239,7 +239,7 @@ def test_what_the_script_refuses_is_the_reason(tmp_path: Path) -> None:
     mount = {"source": "/nope", "target": "/nope"}
     job = toolkit.JobSpec.model_validate({"name": "m", "module": "train", "mounts": [mount]})
     run = toolkit.submit(job, to=profile)
-    assert run.wait(60).reason == "m: the folder of a mount is missing: /nope"
+    assert run.wait(300).reason == "m: the folder of a mount is missing: /nope"
     assert list(run.logs()) == ["m: the folder of a mount is missing: /nope"]
 
 
@@ -291,7 +291,7 @@ def test_one_failing_node_ends_the_other(tmp_path: Path, marker: str) -> None:
     )
     profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
     run = toolkit.submit(job, to=profile)
-    status = run.wait(120)
+    status = run.wait(300)
     assert status.state is toolkit.RunState.FAILED
     assert status.reason.startswith("exit status 1; see ")
 

@@ -331,7 +331,7 @@ def test_a_local_run_that_prints_its_secret_does_not_show_it(
         name="probe", command=("sh", "-c", 'echo "I am $LOGIN"; exit 3'), secrets={"LOGIN": None}
     )
     run = toolkit.submit(spec, to=toolkit.LocalProfile(name="l", runs_dir=str(tmp_path)))
-    run.wait(120)
+    run.wait(300)
     text = "\n".join(run.logs())
     assert "I am ***LOGIN***" in text
     assert "correct-horse" not in text

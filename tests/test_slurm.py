@@ -92,7 +92,7 @@ def test_scancel_stops_the_run_with_a_checkpoint(
     run = site.submit_long()
     until(lambda: events(run, "checkpoint"), "a first checkpoint")
     run.cancel()
-    status = run.wait(120)
+    status = run.wait(300)
     assert status.state is toolkit.RunState.CANCELLED, failure(run)
     (stopped,) = events(run, "stopped")
     assert events(run, "checkpoint")[-1]["step"] == stopped["step"]
@@ -132,7 +132,7 @@ def test_cancel_leaves_rank_0_the_whole_grace_though_the_others_are_done(
     assert folder is not None
     until(lambda: (folder / "rank-0").exists() and (folder / "rank-1").exists(), "both run")
     run.cancel()
-    assert run.wait(120).state is toolkit.RunState.CANCELLED, failure(run)
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
     assert (folder / "checkpoint").exists(), failure(run)
 
 
@@ -142,7 +142,7 @@ def test_a_cancelled_run_goes_on_when_it_is_told_to(
     run = site.submit_long()
     until(lambda: events(run, "checkpoint"), "a first checkpoint")
     run.cancel()
-    assert run.wait(120).state is toolkit.RunState.CANCELLED, failure(run)
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
     assert run.run_dir is not None
     cluster.slurm(
         *("sbatch", f"--output={site.runs}/again.log"),
@@ -194,7 +194,7 @@ def test_a_cancelled_run_is_known_to_another_process_after_slurm_forgot_it(
     run = site.submit_long()
     until(lambda: events(run, "checkpoint"), "a first checkpoint")
     run.cancel()
-    run.wait(120)
+    run.wait(300)
 
     def forgetful(argv: object) -> "subprocess.CompletedProcess[str]":
         text = "slurm_load_jobs error: Invalid job id specified"
@@ -285,7 +285,7 @@ def test_a_missing_head_node_fails_loudly(site: Site, tmp_path: Path) -> None:
     profile = site.profile.model_copy(update={"venv": str(tmp_path / "venv")})
     job = toolkit.load(ROOT / "jobs/digits.yaml")
     run = site.launcher.submit(toolkit.plan(job, profile))
-    status = run.wait(120)
+    status = run.wait(300)
     assert status.state is toolkit.RunState.FAILED
     assert re.search(r"digits: scontrol names no node for 'node\[\d-\d\]'", output(run))
     assert not events(run, "start")
@@ -324,7 +324,7 @@ def test_fake_gpus_are_given_to_each_node(cluster: Cluster, site: Site) -> None:
     )
     profile = site.profile.model_copy(update={"gpu_type": "h100"})
     run = site.launcher.submit(toolkit.plan(job, profile))
-    assert run.wait(120).state is toolkit.RunState.SUCCEEDED, failure(run)
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
     assert len(re.findall(r"devices \d,\d", output(run))) == 2
 
 

@@ -63,7 +63,7 @@ def test_the_first_failing_rank_is_shown_over_nodes_and_requeues(
     assert sorted(line for line in followed if " in attempt " in line and "sample" not in line) == (
         sorted(begun)
     )
-    status = run.wait(60)
+    status = run.wait(300)
     assert status.state is toolkit.RunState.FAILED, followed
     assert list(run.logs()) == followed
 

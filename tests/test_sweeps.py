@@ -341,7 +341,7 @@ def test_a_point_or_all_of_them_can_be_cancelled_and_go_on(site: Site, until: Un
     until(lambda: folders[2] and (folders[2] / "begun").exists(), "it has begun")
     assert states(sweep)[1] == "RUNNING"
     sweep.cancel()
-    assert sweep.wait(120).reason == "4 CANCELLED"
+    assert sweep.wait(300).reason == "4 CANCELLED"
     assert states(forgotten(sweep, site)) == ["CANCELLED"] * 4
 
     (site.runs / "go").touch()
@@ -349,7 +349,7 @@ def test_a_point_or_all_of_them_can_be_cancelled_and_go_on(site: Site, until: Un
     until(lambda: states(sweep)[3] == "SUCCEEDED", "the point was run")
     assert states(forgotten(sweep, site)) == ["CANCELLED"] * 3 + ["SUCCEEDED"]
     site.launcher.resubmit(sweep)
-    assert sweep.wait(120).reason == "4 SUCCEEDED"
+    assert sweep.wait(300).reason == "4 SUCCEEDED"
 
 
 @pytest.mark.slurm

@@ -88,7 +88,7 @@ def test_scancel_at_any_moment_leaves_a_run_that_goes_on(
         trial.pace(0.0 if moment == "at its end" else 0.02)
         until(lambda reached=reached, number=number: reached(number), moment)
         cluster.slurm("scancel", trial.job_id)
-        status = trial.run.wait(120)
+        status = trial.run.wait(300)
         assert status.state in (toolkit.RunState.CANCELLED, toolkit.RunState.SUCCEEDED), (
             f"{moment}: {failure(trial.run)}"
         )

@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import asks
 
 SANDBOX = Path(__file__).resolve().parents[2] / "slurm" / "sandbox" / "sandbox"
-LIMIT_S = 90
+LIMIT_S = 300
 
 
 class Sandbox:

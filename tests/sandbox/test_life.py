@@ -60,7 +60,7 @@ def test_down_leaves_no_process_no_mount_and_only_logs(fresh: Sandbox) -> None:
         pids = fresh.status()["pids"]
         assert set(pids) == {"controller", "node1", "node2"}
         fresh.run("down")
-        waiting.wait(timeout=10)
+        waiting.wait(timeout=300)
     finally:
         waiting.kill()
         waiting.wait()
@@ -68,9 +68,8 @@ def test_down_leaves_no_process_no_mount_and_only_logs(fresh: Sandbox) -> None:
     wait_until(
         lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()),
         "all recorded processes to be gone",
-        limit_s=10,
     )
-    wait_until(lambda: running(fresh.dir) == [], "all others to be gone", limit_s=10)
+    wait_until(lambda: running(fresh.dir) == [], "all others to be gone")
     assert str(fresh.dir) not in Path("/proc/self/mountinfo").read_text()
     assert sorted(path.name for path in fresh.dir.iterdir()) == [".gitignore", "bin", "logs"]
     assert (fresh.dir / "logs" / "slurmctld.log").stat().st_size > 0
@@ -138,7 +137,6 @@ def test_up_after_a_crash_starts_afresh(fresh: Sandbox) -> None:
     wait_until(
         lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()),
         "all recorded processes to be gone",
-        limit_s=10,
     )
     assert fresh.slurm("srun", "-N2", "-l", "hostname").stdout.count("node") == 2
 
@@ -149,7 +147,7 @@ def test_up_that_is_killed_halfway_leaves_nothing_after_down(fresh: Sandbox) -> 
         wait_until(lambda: (fresh.dir / "sandbox.json").exists(), "the first record")
         up.kill()
     fresh.run("down")
-    wait_until(lambda: running(fresh.dir) == [], "all to be gone", limit_s=10)
+    wait_until(lambda: running(fresh.dir) == [], "all to be gone")
 
 
 @pytest.mark.parametrize("field", ["boot", "started"])

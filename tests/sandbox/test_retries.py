@@ -113,7 +113,7 @@ def test_scancel_is_no_failure(cluster: Cluster, site: Site, until: Until) -> No
     run = site.submit_long()
     until(lambda: events(run, "checkpoint"), "a first checkpoint")
     cluster.slurm("scancel", run.job_id)
-    assert run.wait(120).state is toolkit.RunState.CANCELLED, failure(run)
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
     until(lambda: json.loads(cluster("ps", "--json")) == [], "its script has ended, too")
     # KillWait (5 s) may end it before it has found out who ends it, even before its first word.
     assert run.run_dir is not None

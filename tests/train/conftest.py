@@ -21,7 +21,7 @@ from train.rundir import read_lines
 
 ROOT = Path(__file__).parents[2]
 # Generous: a loaded machine is slow, not broken. Nothing waits this long when all is well.
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 UNHURRIED = "100"
 """`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`: torchrun's own 30 s are too few where a rank may be slow."""
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.train.processes import PROCESSES
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 Result = TypeVar("Result")
 

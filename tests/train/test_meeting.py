@@ -33,7 +33,7 @@ from train.meeting import AGENT_STORE, await_server
 if TYPE_CHECKING:
     from tests.train.conftest import Start
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 # Long enough for two processes to find each other on a busy machine; waited for in vain by the
 # wrong forms only.
 SHORT_S = 5

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.train.conftest import Running, Start
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 FLAGS = ("--task=chars", "--global-batch=12", "--checkpoint-every=0")
 ENDLESS = (*FLAGS, "--steps=100000")
 
