@@ -16,6 +16,7 @@ run_dir=$1 attempt=$2 restarts=$2 stopping=$3 nnodes=2 failure_limit=$4 idle_lim
 since=0 mode= run_job=7
 logs=$run_dir/logs/attempt-$attempt
 source "$5"
+source "$6"
 """
 
 _SCONTROL = """#!/bin/sh
@@ -90,8 +91,8 @@ class Job:
     def run(self, body: str, *, stopping: str = "") -> int:
         """Run functions of the script; return the exit status."""
         self.folder(self.attempt)
-        script = ROOT / "templates/slurm/decide.sh"
-        arguments = [str(self.run_dir), str(self.attempt), stopping, str(self.limit), str(script)]
+        parts = [str(ROOT / "templates" / name) for name in ("slurm/decide.sh", "first_error.sh")]
+        arguments = [str(self.run_dir), str(self.attempt), stopping, str(self.limit), *parts]
         with self.log.open("a") as log:
             done = subprocess.run(
                 ["bash", "-c", _PRELUDE + body, "bash", *arguments],

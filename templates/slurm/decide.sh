@@ -1,5 +1,5 @@
 # ---- How an attempt ended, and what follows: by outcome.json, since torchrun exits 1 for everything.
-# Each attempt leaves in its folder: log, nodes, step (its last), reason, failing_node, exit_status.
+# Each attempt leaves in its folder: log, nodes, step (its last), reason, failing_node, first_error, exit_status.
 log=$(readlink "/proc/$$/fd/2") || true  # the job's log; torchrun reports in it
 [ -f "$log" ] || log=/dev/null
 log_from=$(stat -c %s "$log")
@@ -55,6 +55,13 @@ judge() {  # sets word and why: how this attempt ended
     word=fenced why="attempt $((attempt + 1)) has taken over"
     return
   fi
+  if [ -s "$logs/repeated" ]; then  # in this job, which was stopped for it
+    twice=$(<"$logs/repeated")
+    blame
+    twice_on=$(cat "$logs/failing_node" 2>/dev/null) || true
+    judge_twice
+    return
+  fi
   ! logged '^ *exitcode +: 2( |$)' || code=2
   if logged '^ *exitcode +: 93( |$)'; then
     word=no_progress why="a worker exited with status 93${why:+ ($why)}"
@@ -79,7 +86,43 @@ judge() {  # sets word and why: how this attempt ended
     word=retryable
     [ -n "$says" ] || why="exit status $status without a word in outcome.json"
     [ "$says" != running ] || why="killed without a word, at step $(told step) or later"
-    first_to_fail | grep -xF -f "$logs/nodes" >"$logs/failing_node" || rm "$logs/failing_node"
+    blame
+    if come_again; then judge_twice; fi
+  fi
+}
+
+blame() {
+  first_to_fail | grep -xF -f "$logs/nodes" >"$logs/failing_node" || rm "$logs/failing_node"
+}
+
+come_again() {  # whether this failure has come before: in two starts in this job, or in two attempts
+  local all_ended=yes n=$((attempt - 1)) before='' error  # sets twice, and twice_on, if that was one node
+  error=$(printed | first_error "$logs" last) || true
+  [ -z "$error" ] || echo "$error" >"$logs/first_error"
+  twice_on=$(cat "$logs/failing_node" 2>/dev/null) || true
+  ! repeated "$logs"/node-*/* || return 0
+  # Attempts that were stopped, or lost, may stand between; but where no step is known, as progress.
+  while [ "$n" -ge "$since" ] && [ "$n" -ge 0 ]; do
+    before=$(cat "$run_dir/logs/attempt-$n/first_error" 2>/dev/null) && break
+    [[ $error = *$'\t'[0-9]*$'\t'* ]] || break
+    n=$((n - 1))
+  done
+  same_failure "$before" "$error" || return 1
+  twice=$error
+  [ "$twice_on" = "$(cat "$run_dir/logs/attempt-$n/failing_node" 2>/dev/null)" ] || twice_on=''
+}
+
+judge_twice() {  # a failure that has come twice is fatal, unless it may be that of a node
+  local n
+  word=fatal why=$(in_words "$twice")
+  for ((n = since; n < attempt; n++)); do [ ! -e "$run_dir/logs/attempt-$n/once_more" ] || twice_on=''; done
+  # No exception of the script's own, first on the same node: once more without that, if others are left.
+  case $twice in error*) grep -qE 'CUDA|ECC|Input/output error|Stale file handle' <<<"$twice" || twice_on='' ;; esac
+  if [ -n "$twice_on" ] && [ "$(nodes_left "$twice_on")" -ge "$nnodes" ]; then
+    word=retryable
+    printf '%s\n' "$twice_on" "$twice_on" | tee "$logs/once_more" >"$logs/failing_node"
+  else
+    why+="; another start would end like these two"
   fi
 }
 
@@ -201,6 +244,11 @@ queue_again() {
   done
 }
 
+nodes_left() {  # WITHOUT these nodes: how many others the job could have
+  sinfo -h -N -p "$SLURM_JOB_PARTITION" -o '%N %t' | grep -vE ' (down|drain|drng|fail|unk)|\*$' |
+    cut -d ' ' -f 1 | sort -u | grep -cvxF "$1" || true
+}
+
 exclude() {  # keeps a job that waits off nodes on which two of its attempts have failed first
   local bad before='' left
   bad=$(cat "$run_dir"/logs/attempt-*/failing_node 2>/dev/null | sort | uniq -d)
@@ -208,10 +256,9 @@ exclude() {  # keeps a job that waits off nodes on which two of its attempts hav
     before=$(scontrol show hostnames "${BASH_REMATCH[1]}")
   bad=$(grep -vxF "${before:- }" <<<"$bad") || return 0
   [ -n "$bad" ] || return 0
-  left=$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -o '%N %t' | grep -vE ' (down|drain|drng|fail|unk)|\*$' |
-    cut -d ' ' -f 1 | sort -u | grep -cvxF "$before"$'\n'"$bad") || true
+  left=$(nodes_left "$before"$'\n'"$bad")
   bad=${bad//$'\n'/,}
-  if [ "${left:-0}" -lt "$nnodes" ]; then
+  if [ "$left" -lt "$nnodes" ]; then
     echo "; not without $bad, where two attempts have failed first: too few nodes would be left"
   elif scontrol update jobid="$run_job" excnodelist="${before:+${before//$'\n'/,},}$bad" >&2; then
     echo "; without $bad, where two attempts have failed first"

@@ -1,0 +1,180 @@
+# ---- What failed first in a start of the ranks, so that what comes again is not tried for ever. In sh and
+# awk, and without what Kubernetes would expand, since all sites have these lines. They need run_dir and attempt.
+first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or of the last start of all nodes,
+  # below FOLDER; of files newer than MARK. Reads torchrun's reports. Prints KIND<tab>STEP<tab>MESSAGE of the last start, or of the last of two in a row
+  # that are alike: an `error` that a rank has raised; a `bare` end (a signal, an exit status, a lost peer) at a
+  # step that is known; else an `unsure` one, which may be another each time.
+  outcome=$run_dir/outcome.json
+  [ -z "${3:-}" ] || find "$outcome" -newer "$3" 2>/dev/null | grep -q . || outcome=/dev/null
+  {
+    grep -E '^ +(time|host|exitcode) *:' || true
+    find "$1" -path '*/attempt_*' \( -name error.json -o -name stderr.log \) \
+      ${3:+-newer "$3"} -exec ls -tr {} + 2>/dev/null || true
+  } | mode=$2 ended=${all_ended:-} run_dir=$run_dir outcome=$outcome attempt=$attempt nodes=$1/nodes LC_ALL=C awk '
+    function json(text, name) {  # the number or the text of a name; a text up to the end of its first line
+      if (!match(text, "\"" name "\" *: *[\"0-9a-z]")) return ""
+      text = substr(text, RSTART + RLENGTH - 1)
+      if (text !~ /^"/) { sub(/[^0-9a-z].*/, "", text); return text }
+      text = substr(text, 2, 1000)
+      gsub(/\\\\/, "\001", text); gsub(/\\"/, "\002", text); sub(/(\\n|").*/, "", text)
+      gsub(/\002/, "\"", text); gsub(/\001/, "\\", text)
+      return text
+    }
+    function tail(path, bytes) {  # a command; a path may hold anything
+      gsub(q, q "\\" q q, path)
+      return "tail -c " bytes " " q path q " 2>/dev/null"
+    }
+    function printed(path,   line, text, open, more) {  # what a rank that wrote no error file has died of
+      while ((tail(path, 65536) | getline line) > 0) {
+        sub(/^\[rank[0-9]+\]: ?/, "", line)
+        if (line ~ /^Traceback \(most recent call last\):/) { open = 1; more = 0 }
+        else if (line ~ /^ *what\(\): /) { text = line; sub(/^ *what\(\): */, "", text); open = more = 0 }
+        else if (line ~ /^Fatal Python error: /) { if (!text || more > 2) text = line; open = more = 0 }
+        else if (line == "" || line ~ /^[ \t]/) continue
+        else if (open) { text = line; open = 0 }
+        else more++
+      }
+      close(tail(path, 65536))
+      return more > 50 ? "" : text  # else it was printed, and the rank went on
+    }
+    function masked(text, what, how,   word, out) {
+      while (match(text, what)) {
+        word = substr(text, RSTART, RLENGTH)
+        out = out substr(text, 1, RSTART - 1); text = substr(text, RSTART + RLENGTH)
+        if (how == "number") sub(/[0-9]+$/, "*", word)
+        else if (how == "time") word = text ~ /^[A-Za-z0-9]/ ? word : "* s"
+        else if (word ~ /[0-9]/ && word ~ /[a-f]/) word = "*"  # an id, hexadecimal
+        out = out word
+      }
+      return out text
+    }
+    function plain(text,   host, at, word, out) {  # without what differs from start to start
+      gsub(/\t/, " ", text)
+      for (host in hosts) {
+        out = ""
+        while (host != "" && (at = index(text, host))) {
+          word = substr(text, at - 1, at > 1) substr(text, at + length(host), 1)
+          out = out substr(text, 1, at - 1) (word ~ /[A-Za-z0-9_]/ ? host : "*")
+          text = substr(text, at + length(host))
+        }
+        text = out text
+      }
+      gsub(/0x[0-9A-Fa-f]+/, "0x*", text)
+      gsub(/attempt[-_][0-9]+\/[^ "]*/, "attempt-*", text)
+      gsub(/\/tmp[A-Za-z0-9_]+/, "/tmp*", text)
+      gsub(/[0-9]+-[0-9][0-9]-[0-9][0-9]/, "*", text)
+      gsub(/[0-9]+:[0-9][0-9]:[0-9][0-9]([.,][0-9]+)?/, "*", text)
+      gsub(/[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+/, "*", text)
+      gsub(/:[0-9][0-9][0-9][0-9]+/, ":*", text)
+      gsub(/[0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9]+(\.[0-9]+)?/, "*", text)
+      text = masked(text, "[0-9.]*[0-9] ?(milliseconds|seconds|minutes|ms|us|s)", "time")
+      text = masked(text, "([Pp][Ii][Dd]|[Pp]rocess|[Tt]hread|[Aa]ttempt|[Rr]estart|[Pp]ort|[Rr]ank|GPU|cuda)[ =:_-]*[0-9]+", "number")
+      text = masked(text, "[0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f]+", "id")
+      return substr(text, 1, 300)
+    }
+    function of_start(line, start,   its) {  # whether a record is of this attempt, and of this start
+      its = json(line, "attempt")
+      if (its != "" && its != ENVIRON["attempt"]) return 0
+      its = json(line, "restart")
+      return its == "" || (start == "" ? its + 0 >= fewest : its == start)
+    }
+    function step(start,   dir, line, text, made) {  # N; `N+` where it is N or a later one; or a sign of progress
+      dir = ENVIRON["run_dir"]
+      while ((getline line < ENVIRON["outcome"]) > 0) text = text " " line
+      close(ENVIRON["outcome"])
+      if (json(text, "attempt") == ENVIRON["attempt"]) made = json(text, "step")
+      if (made != "" && of_start(text, start) && json(text, "status") ~ /retryable|fatal/) return made
+      if (made != "") made = made "+"
+      while ((tail(dir "/events.jsonl", 65536) | getline line) > 0)
+        if (line ~ /"event": *"error"/ && start != "" && of_start(line, start)) text = "exact " json(line, "step")
+      close(tail(dir "/events.jsonl", 65536))
+      if (text ~ /^exact [0-9]/) return substr(text, 7)
+      while ((tail(dir "/metrics.jsonl", 65536) | getline line) > 0)
+        if (of_start(line, start) && json(line, "step") != "") made = json(line, "step") "+"
+      close(tail(dir "/metrics.jsonl", 65536))
+      line = dir "/checkpoints"; gsub(q, q "\\" q q, line); line = "ls -t " q line q " 2>/dev/null"
+      if (made == "" && (line | getline text) > 0) made = "after " text
+      return made == "" ? "-" : made
+    }
+    function look(start,   i, text, bare, at) {  # at a start; of nodes with several, the last where it is ""
+      bare = died
+      for (i = 1; i <= files; i++) {
+        if (start != "" ? number[i] != start : run[i] != newest[node[i]] || number[i] != most[run[i]]) continue
+        if (file[i] ~ /error.json$/) { getline text < file[i]; text = json(text, "message") }
+        else if ((rank[i], "error.json") in has || (!ENVIRON["ended"] && number[i] == most[run[i]])) continue
+        else text = printed(file[i])
+        if (text == "" || text ~ /^stopped by /) continue
+        if (text !~ peer) return "error\t" step(start) "\t" plain(text)
+        if (bare !~ /^signal/) bare = "ranks have lost another one"
+      }
+      if (bare == "") return ""
+      at = step(start)
+      return (at ~ /^[0-9]+$/ ? "bare" : "unsure") "\t" at "\t" bare
+    }
+    BEGIN {
+      q = "\047"
+      peer = "Connection (closed|reset) by peer|Broken pipe|connection was closed|remote process exited" \
+        "|NCCL error|Dist(Backend|Network|Store)Error|Watchdog caught collective|[Tt]imed ?out" \
+        "|(recv|send)(Value|Bytes) failed|[Ff]ailed to (recv|send)|ends because of others" \
+        "|another rank went away|^the same as (rank [0-9]+|another rank)"
+      hosts[ENVIRON["HOSTNAME"]]
+      while ((getline host < ENVIRON["nodes"]) > 0) hosts[host]
+    }
+    /^ +time/ { when = $3 }
+    /^ +host/ { hosts[$3] }
+    /^ +exitcode/ && $3 !~ /^-(1|2|3|10|15)$/ {  # no signal by which torchrun ends ranks
+      if (first == "" || when $3 < first) {
+        first = when $3
+        died = $3 < 0 ? "signal " (0 - $3) : "exit status " $3
+      }
+    }
+    /^\// {
+      file[++files] = $0
+      text = $0; name = sub(/\/[^\/]*$/, "", text) ? substr($0, length(text) + 2) : ""
+      rank[files] = text; has[text, name]
+      sub(/\/[^\/]*$/, "", text); number[files] = substr(text, match(text, /[0-9]+$/))
+      sub(/\/[^\/]*$/, "", text); run[files] = text
+      if (!(text in most) || number[files] + 0 > most[text] + 0) most[text] = number[files]
+      sub(/\/[^\/]*$/, "", text); node[files] = text
+      newest[text] = run[files]
+    }
+    END {
+      for (n in newest) if (fewest == "" || most[newest[n]] + 0 < fewest) fewest = most[newest[n]] + 0
+      if (ENVIRON["mode"] == "last") now = look("")
+      else for (n = 0; n <= most[run[1]]; n++) {
+        was = now; now = look(n "")
+        if (now != "" && now == was && now !~ /^unsure/) { again = now; break }
+      }
+      if (ENVIRON["mode"] == "all") now = again
+      if (now != "") print now
+    }'
+}
+
+same_failure() {  # BEFORE NOW, lines of first_error
+  [ -n "$2" ] && [ "$1" = "$2" ] || return 1
+  case $2 in unsure*) return 1 ;; esac
+}
+
+repeated() {  # FOLDER... of torchruns: whether one has failed alike in two starts in a row; sets twice
+  for folder_of_one in "$@"; do
+    [ -d "$folder_of_one/attempt_1" ] || continue
+    state=$folder_of_one
+    for seen in "$folder_of_one"/attempt_* "$folder_of_one"/attempt_*/*/error.json; do
+      [ ! -e "$seen" ] || state=$state:${seen#"$folder_of_one"}
+    done
+    case ${looked_at:-} in *"<$state>"*) [ -n "${all_ended:-}" ] || continue ;; esac
+    looked_at="${looked_at:-}<$state>"  # the same files tell the same
+    # shellcheck disable=SC2006  # see above
+    twice=`first_error "$folder_of_one" all </dev/null`
+    [ -z "$twice" ] || return 0
+  done
+  return 1
+}
+
+in_words() {  # LINE of first_error that came twice
+  printf '%s\n' "$1" | awk -F '\t' '{
+    at = $2 ~ /^[0-9]+$/ ? " at step " $2 : $2 ~ /^[0-9]+[+]$/ ? " at step " $2 + 0 " or later" : ""
+    if ($2 ~ /^after /) at = " with no checkpoint " $2
+    print "the same failure twice" at ": " $3
+  }'
+}
