@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-cluster test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
+.PHONY: help install image run test test-nightly test-cluster test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -53,6 +53,10 @@ lint: install  ## Check style and types
 test: install lint  ## Install what the tests need and run them all
 	@tests/packages.sh
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
+
+test-nightly: install  ## Run the tests that take too long for each change
+	@tests/packages.sh
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -m nightly -n 2 -o timeout=14400 $(ARGS)
 
 test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs for
 	@$(BIN)/pytest -m gpu tests/train $(ARGS)

@@ -24,9 +24,10 @@ eval "$1"
 """
 
 
-def entrypoint(kind: str, *, requeue: int = 9) -> list[str]:
+def entrypoint(kind: str, *, requeue: int = 9, in_job: int = 0) -> list[str]:
     """Return what the container starts, up to torchrun."""
-    text = manifest({"retries": {"requeue": requeue}}, {"runs_claim": "runs"}, kind)
+    retries = {"requeue": requeue, "in_job": in_job}
+    text = manifest({"retries": retries}, {"runs_claim": "runs"}, kind)
     command: list[str] = container_of(workload(text))["command"]
     return command
 
@@ -35,10 +36,16 @@ class Pod:
     """A pod of a run, whose container can be started again and again."""
 
     def __init__(
-        self, folder: Path, kind: str = "Job", *, name: str = "t-0", requeue: int = 9
+        self,
+        folder: Path,
+        kind: str = "Job",
+        *,
+        name: str = "t-0",
+        requeue: int = 9,
+        in_job: int = 0,
     ) -> None:
         self.folder, self.runs = folder, folder / "runs" / "it's a run"
-        self.command = entrypoint(kind, requeue=requeue)
+        self.command = entrypoint(kind, requeue=requeue, in_job=in_job)
         self.programs = folder / "bin"
         self.programs.mkdir(exist_ok=True)
         self.program("torchrun", TORCHRUN)
@@ -315,11 +322,73 @@ def test_pods_that_are_ended_for_another_one_have_not_failed(tmp_path: Path) -> 
     assert other.failures == 0
 
 
+def raises(words: str, *, number: int = 0, start: int = 0) -> str:
+    """Return a torchrun, the `number`th of its pod, of which a rank has left such an error file."""
+    said = json.dumps({"message": {"message": words, "extraInfo": {"timestamp": "1"}}})
+    folder = f'"$PET_LOG_DIR/id_{number}/attempt_{start}/0"'
+    return f"mkdir -p {folder}; echo '{said}' >{folder}/error.json"
+
+
+def lost(step: int, attempt: int | str = "$TRAIN_ATTEMPT") -> str:
+    """Return a train/ that has lost a rank after so many steps."""
+    said = f'{{\\"status\\": \\"retryable\\", \\"attempt\\": {attempt}, \\"step\\": {step}}}'
+    return f'echo "{said}" >"$TRAIN_RUN_DIR/outcome.json"'
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_that_fail_twice_alike_are_not_started_again(kind: str, tmp_path: Path) -> None:
+    gang = kind in ("JobSet", "TrainJob")
+    pod, other = Pod(tmp_path, kind), Pod(tmp_path, kind, name="t-1")
+
+    def start(pod: Pod, number: int, code: str) -> int:
+        begun = f"a{number}" if gang else "a"
+        return pod.run(code, TRAIN_START=begun, TRAIN_ATTEMPT=str(number) if gang else "")
+
+    words = ("no kernel at 0x7f01, pid 41", "another one", "no kernel at 0x7fc2, pid 52")
+    for number, said in enumerate((*words, words[0])):
+        expected = FINAL if number == 3 else AGAIN
+        assert start(pod, number, f"{raises(said, number=number)}; exit 1") == expected
+        echo = raises("Connection closed by peer [10.0.0.1]:4711", number=number)
+        if not gang or number < 3:
+            assert start(other, number, f"{echo}; exit 1") == AGAIN
+    (ended,) = pod.runs.glob(f"logs/attempt-{3 if gang else 0}/t-0/ended")
+    assert ended.read_text() == (
+        "torchrun ended with 1; not started again after the same failure twice: "
+        "no kernel at 0x*, pid *: 42\n"
+    )
+
+
+def test_a_pod_that_loses_a_rank_twice_at_one_step_is_not_started_again(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    echo = raises("Connection closed by peer")
+    ends = [pod.run(f"{lost(step)}; {echo}; exit 1") for step in (4, 5)]
+    assert [*ends, pod.run("say preempted; exit 1")] == [AGAIN] * 3
+    ends = [pod.run(f"{lost(step)}; {echo}; exit 1") for step in (5, 5)]
+    assert ends == [AGAIN, FINAL]
+
+
+def test_a_pod_that_is_killed_without_a_word_is_started_again(tmp_path: Path) -> None:
+    """Also where an earlier start has left words, and a step, that are not of this one."""
+    pod = Pod(tmp_path)
+    assert pod.run(f"{lost(4)}; {raises('Broken pipe')}; exit 1") == AGAIN
+    assert [pod.run("exit 1") for _ in range(3)] == [AGAIN] * 3
+
+
+def test_a_torchrun_that_would_start_for_ever_what_fails_alike_is_ended(tmp_path: Path) -> None:
+    pod = Pod(tmp_path, in_job=9)
+    pod.program("sleep", "#!/bin/sh\nexec /bin/sleep 0.1\n")
+    starts = "; ".join(raises("no kernel", start=number) for number in (0, 1))
+    code = f"trap 'say preempted; exit 1' TERM; {starts}; wait_for_stop"
+    assert (pod.run(code), pod.failures) == (FINAL, 0)
+    again = f"{raises('no kernel', number=1)}; {raises('another', number=1, start=1)}; exit 1"
+    assert pod.run(again) == AGAIN, "what an earlier start has left is not of this one"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_script_is_sh_and_holds_nothing_that_kubernetes_expands(
     kind: str, tmp_path: Path
 ) -> None:
-    shell, option, text, _ = entrypoint(kind)
+    shell, option, text, _ = entrypoint(kind, in_job=3)
     assert (shell, option) == ("/bin/sh", "-c")
     assert not re.search(r"\$(?:[$(]|[^\x00-\x7f])", text)
     path = tmp_path / "entrypoint.sh"

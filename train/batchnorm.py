@@ -18,13 +18,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def synchronised(model: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
+def synchronised(
+    model: nn.Module, group: ProcessGroup | None = None, *, device: torch.device | None = None
+) -> nn.Module:
     """Replace each BatchNorm1d, 2d and 3d by one that normalises over all ranks of `group`.
 
     Parameters, buffers and their names stay. Without a group: all ranks of the run, which is wrong
     where some of them hold the same samples or another stage, see `among()`.
+
+    Args:
+        model: is changed.
+        group: exchange their sums.
+        device: where the model will run (default: where it is).
     """
-    if next((p.is_cuda for p in model.parameters()), False):
+    first = next(model.parameters(), None)
+    device = device or (None if first is None else first.device)
+    if device is not None and device.type == "cuda":
         convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
         return cast(nn.Module, convert(model, group))
     return _converted(model, group)

@@ -24,16 +24,47 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+# Types that torch can subtract and add, and those that backends send.
+NUMBERS = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.complex128, torch.complex64, torch.complex32,
+)  # fmt: skip
+SENT = {*NUMBERS, torch.bool} - {torch.int16}
+
+
+def numbers(model: nn.Module) -> dict[str, Tensor]:
+    """Give all buffers that one can calculate with; of complex ones, a view as real pairs."""
+    named = model.named_buffers()
+    return {name: _real(buffer) for name, buffer in named if buffer.dtype in NUMBERS}
+
+
+def never_sent(model: nn.Module) -> list[str]:
+    """Name what no backend sends: DDP must not try, as all ranks have made the same."""
+    named = [*model.named_buffers(), *model.named_parameters()]
+    return [name for name, tensor in named if tensor.dtype not in SENT]
+
+
 def moving(model: nn.Module) -> list[Tensor]:
-    """List the buffers that training may move differently on each rank."""
+    """List the buffers that training may move differently on each rank.
+
+    Of complex ones, a view of their memory as pairs of real numbers.
+    """
     return [
-        buffer
+        _real(buffer)
         for module in model.modules()
         if not is_synchronised(module)
         for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point() or buffer.is_complex()
         # What is not saved, such as a table of angles, is a constant.
-        if buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+        if name not in module._non_persistent_buffers_set
     ]
+
+
+def _real(buffer: Tensor) -> Tensor:
+    if not buffer.is_complex():
+        return buffer
+    # The mean of conjugates is the conjugate of the mean: what lies in memory may be averaged.
+    return torch.view_as_real(buffer.conj() if buffer.is_conj() else buffer)
 
 
 def average(buffers: Sequence[Tensor], groups: Sequence[ProcessGroup | None] = (None,)) -> None:
@@ -45,7 +76,8 @@ def average(buffers: Sequence[Tensor], groups: Sequence[ProcessGroup | None] = (
     """
     if not buffers:
         return
-    flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+    # In double precision: the mean of what is equal on all ranks is then just that.
+    flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers])
     for group in groups:
         # A sum, then a division: gloo has no mean. Every rank gets the same bits.
         dist.all_reduce(flat, group=group)

@@ -161,12 +161,16 @@ def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
     ddp = strategy == "ddp" or (strategy == "single" and config.strategy == "auto")
     data_axes = layout.dp_replicate * layout.dp_shard * layout.cp
     shards = strategy in COMPOSED and (strategy in ("fsdp", "hsdp", "cp") or data_axes > 1)
+    # Copies alone have no parts of parameters.
+    parts = shards and (strategy in ("fsdp", "hsdp") or layout.dp_shard * layout.cp > 1)
     owners = {
         "momentum": (config.optimizer == "sgd", "--optimizer sgd"),
         "pp_schedule": (layout.pp > 1, "--pp"),
         "cp_method": (layout.cp > 1, "--cp"),
         "loss_parallel": (layout.tp > 1, "--tp"),
         "comm_hook": (ddp, "--strategy ddp"),
+        "gradient_sync": (parts, "--strategy fsdp or --dp-shard"),
+        "gather": (shards, "--strategy fsdp or --dp-shard"),
         "cpu_offload": (shards, "--strategy fsdp or --dp-shard"),
         "meta_init": (strategy in COMPOSED, "--strategy fsdp or --dp-shard"),
         "devices": (strategy in ("manual", "dataparallel"), "--strategy manual or dataparallel"),
@@ -188,6 +192,21 @@ def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
 
 def _incompatible(config: Config, strategy: str) -> Iterator[str]:
     """Name pairs that contradict each other."""
+    if (strategy == "pp" or (config.pp or 1) > 1) and config.gradient_sync == "each":
+        yield (
+            "--gradient-sync each does not go with --pp: the schedules of pipelines reduce "
+            "gradients after the last micro-batch of a stage; leave it out, or leave out --pp"
+        )
+    if strategy in ("manual", "dataparallel") and config.device != "auto":
+        yield (
+            f"--device {config.device} is one for each rank, but --strategy {strategy} has several "
+            "devices: use --devices, such as `cuda:0,cuda:1` or `cpu,cpu`"
+        )
+    if config.gather == "half" and config.precision == "fp32":
+        yield (
+            "--gather half gathers weights in the precision that matrices are multiplied in, which "
+            "is fp32: give --precision bf16 or fp16, or leave it out"
+        )
     if strategy in ("local-sgd", "ps") and config.precision == "fp16":
         yield (
             f"--strategy {strategy} does not go with --precision fp16: ranks that step by "

@@ -17,19 +17,23 @@ from train.strategies.base import Strategy, local, scale
 
 def total_norm(strategy: Strategy) -> float:
     """Compute the 2-norm of the whole gradient: the same number on every rank."""
-    cuts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for _, parameter in strategy.named_parameters():
+    cuts: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for _, parameter in strategy.counted_parameters():
         gradient = parameter.grad
         if gradient is not None:
-            cuts.setdefault(_groups(gradient), []).append(local(gradient))
+            # By their ranks: of equal meshes that a process has made, torch may take any.
+            own = {tuple(dist.get_process_group_ranks(g)): g for g in _groups(parameter)}
+            groups = own | groups
+            cuts.setdefault(tuple(own), []).append(local(gradient))
     device = strategy.norm_device
     total = torch.zeros((), dtype=torch.float64, device=device)
     # In an order that is the same on all ranks, as their parameters are.
-    for groups, gradients in cuts.items():
+    for cut, gradients in cuts.items():
         norms = [norm.to(device, torch.float64) for norm in torch._foreach_norm(gradients)]
         square = torch.stack(norms).square().sum()
-        for group in groups:
-            dist.all_reduce(square, group=group)
+        for ranks in cut:
+            dist.all_reduce(square, group=groups[ranks])
         total += square
     if (stages := strategy.stage_group) is not None:
         dist.all_reduce(total, group=stages)
@@ -53,13 +57,13 @@ def not_finite(strategy: Strategy) -> list[str]:
     return [name for name, good in zip(parts, finite, strict=True) if not good]
 
 
-def _groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Name the ranks that hold different parts of a gradient, one group per dimension cut."""
-    if not isinstance(gradient, DTensor):
+def _groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Name the ranks that hold different parts of a parameter, one group per dimension cut."""
+    if not isinstance(parameter, DTensor):
         return ()
-    mesh = gradient.device_mesh
+    mesh = parameter.device_mesh
     return tuple(
         mesh.get_group(dimension)
-        for dimension, placement in enumerate(gradient.placements)
+        for dimension, placement in enumerate(parameter.placements)
         if not placement.is_replicate() and mesh.size(dimension) > 1
     )

@@ -40,7 +40,7 @@ SECTIONS = {
     "strategy": "Sharing the work",
     "precision": "Arithmetic",
     "run_dir": "What is written",
-    "backend": "Starting and watching",
+    "device": "Starting and watching",
 }
 
 
@@ -58,6 +58,8 @@ class Config:
     """Samples per optimizer step over all ranks together."""
     micro_batch: Count | None = None
     """Samples per forward pass of a rank; smaller needs less memory (default: a rank's share)."""
+    eval_batch: Count | None = None
+    """Samples per forward pass of a rank in evaluations (default: as many as in training)."""
     seed: Natural = 0
     """Fixes initial weights, order of the data and every random number."""
     sampling: Literal["uniform", "balanced"] = "uniform"
@@ -102,6 +104,10 @@ class Config:
     """With tp: keep each rank's share of the classes to itself up to the loss."""
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """With ddp: compress gradients on the wire."""
+    gradient_sync: Literal["auto", "last", "each"] = "auto"
+    """With fsdp: reduce gradients after the last micro-batch or each; `auto`: as memory allows."""
+    gather: Literal["full", "half"] = "full"
+    """With fsdp and bf16 or fp16: `half` halves what is gathered, and rounds norms and inputs."""
     cpu_offload: bool = False
     """With fsdp: keep parameters and optimizer state in the host's memory."""
     meta_init: bool = False
@@ -123,6 +129,8 @@ class Config:
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Numbers that matrices are multiplied in; fp16 scales the loss."""
+    tf32: Literal["auto", "on", "off"] = "auto"
+    """Have GPUs round fp32 factors to 10 bits; `auto`, as torch: in convolutions only."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     compile: bool = False
@@ -132,6 +140,8 @@ class Config:
 
     run_dir: Path | None = None
     """Directory of checkpoints, events and outcome (default: $TRAIN_RUN_DIR)."""
+    adopt: str | None = None
+    """The --task that the run in --run-dir names, if it is the same one at another path."""
     checkpoint_every: Natural = 100
     """Write a checkpoint each so many steps; 0: only when stopped and at the end."""
     keep_checkpoints: Count = 2
@@ -141,6 +151,8 @@ class Config:
     export: Path | None = None
     """Write the final weights to this file, as plain safetensors."""
 
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; `auto`: on GPUs where this process sees some, one for each rank."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
     """What ranks talk through; `auto`: nccl where each has a GPU, else gloo."""
     init_method: str = "env://"
@@ -178,7 +190,7 @@ class Config:
             names += ["steps", "epochs"]
         if self.reduce == "exact":
             # The same bits are promised for the same cut and the same numbers only.
-            names += ["virtual_shards", "micro_batch", "precision"]
+            names += ["virtual_shards", "micro_batch", "precision", "tf32"]
         return {name: getattr(self, name) for name in names}
 
     def total_steps(self, train_samples: int) -> int:

@@ -11,14 +11,17 @@ ranks, of which each again takes its slice.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from train import trees
 from train.errors import UsageError
+from train.trees import Tree
 
 # What torch.multinomial can choose from.
 MOST_WEIGHTS = 2**24
@@ -37,29 +40,32 @@ class Chance(NamedTuple):
 class Batch:
     """Inputs and targets of some samples, first dimension: the sample."""
 
-    inputs: Tensor
-    """What the model is given."""
-    targets: Tensor
+    inputs: Tree
+    """What the model is given, as its one argument."""
+    targets: Tree
     """What the loss compares the model's output with."""
 
     def __len__(self) -> int:
         """Count the samples."""
-        return len(self.inputs)
+        return trees.sample_count(self.inputs)
 
     def take(self, indices: Tensor, chance: Chance | None = None, /) -> Batch:
         """Pick samples by number; in memory, nothing is left to chance."""
-        if self.inputs.is_cuda and not indices.is_cuda:
+        inputs, targets = self.inputs, self.targets
+        first = inputs if isinstance(inputs, Tensor) else trees.tensors_of(inputs)[0]
+        if first.is_cuda and not indices.is_cuda:
             # From other memory, a copy would wait until the GPU has done all that it was told.
-            indices = indices.pin_memory().to(self.inputs.device, non_blocking=True)
+            indices = indices.pin_memory().to(first.device, non_blocking=True)
         # Not `inputs[indices]`: the same in half the time.
-        return Batch(
-            inputs=self.inputs.index_select(0, indices),
-            targets=self.targets.index_select(0, indices),
-        )
+        if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
+            return Batch(
+                inputs=inputs.index_select(0, indices), targets=targets.index_select(0, indices)
+            )
+        return self.mapped(lambda tensor: tensor.index_select(0, indices))
 
     def part(self, start: int, stop: int) -> Batch:
         """Pick a range of samples, without copying."""
-        return Batch(inputs=self.inputs[start:stop], targets=self.targets[start:stop])
+        return self.mapped(lambda tensor: tensor[start:stop])
 
     def split_into(self, count: int) -> list[Batch]:
         """Cut into `count` micro-batches whose sizes differ by at most one.
@@ -80,11 +86,17 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Move to a device."""
-        return Batch(inputs=self.inputs.to(device), targets=self.targets.to(device))
+        return self.mapped(lambda tensor: tensor.to(device))
 
     def zeros(self) -> Batch:
         """Make a batch of the same shape and types that holds only zeros."""
-        return Batch(inputs=torch.zeros_like(self.inputs), targets=torch.zeros_like(self.targets))
+        return self.mapped(torch.zeros_like)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Make a batch of what a function gives for each tensor."""
+        return Batch(
+            inputs=trees.mapped(function, self.inputs), targets=trees.mapped(function, self.targets)
+        )
 
 
 class Samples(Protocol):
@@ -94,7 +106,10 @@ class Samples(Protocol):
         """Count the samples."""
 
     def __getitem__(self, index: int, /) -> tuple[Any, Any]:
-        """Give one sample: tensors, arrays or numbers, each sample's of the same shape."""
+        """Give one sample: tensors, arrays or numbers, each sample's of the same shape.
+
+        Or dicts, lists and tuples of them, of the same form for each sample.
+        """
 
 
 class Source(Protocol):
@@ -118,30 +133,61 @@ class Source(Protocol):
         """Give batches on a device."""
 
 
-def source_of(samples: Batch | Samples, *, workers: int = 0) -> Source:
+def source_of(samples: Batch | Samples, *, workers: int = 0, task: str = "") -> Source:
     """Make what `Task.train()` gave readable in batches; `workers` processes read ahead.
 
+    Args:
+        samples: what the task gave.
+        workers: how many processes; none: this one reads.
+        task: what messages call it.
+
     Raises:
-        UsageError: it is neither a `Batch` nor a data set with a length, or lacks some targets.
+        UsageError: it is neither a `Batch` nor a data set with a length, or a leaf of the batch is
+            no tensor, or has another number of samples.
     """
     if isinstance(samples, Batch):
-        if len(samples.inputs) != len(samples.targets):
-            raise UsageError(
-                f"the task's data has {len(samples.inputs)} inputs, but {len(samples.targets)} "
-                "targets: give one of both for each sample"
-            )
+        trees.check(samples.inputs, samples.targets, task=task)
         return samples
     # Only here, as few need it.
     from train.reading import Reader
 
-    return Reader(samples, workers=workers)
+    return Reader(samples, workers=workers, task=task)
+
+
+def resident(samples: Source, device: torch.device, *, task: str) -> Source:
+    """Have samples given on a device: those of a `Batch` are all brought there, once.
+
+    Raises:
+        UsageError: they are larger than its free memory.
+    """
+    if isinstance(samples, Batch) and device.type == "cuda":
+        tensors = (*trees.tensors_of(samples.inputs), *trees.tensors_of(samples.targets))
+        size, (free, _) = sum(t.nbytes for t in tensors), torch.cuda.mem_get_info(device)
+        if size > free:
+            raise UsageError(
+                f"task {task!r}: the samples in its Batch have {size / 2**30:.1f} GiB, of which "
+                f"each GPU gets a copy, but one has {free / 2**30:.1f} GiB free; give a Dataset, "
+                "of which a batch at a time is read (--workers reads ahead)"
+            )
+    return samples.to(device)
 
 
 def targets_of(samples: Batch | Samples) -> Tensor:
-    """Give all targets, from `.targets` where there is one, else by reading every sample."""
+    """Give all targets, from `.targets` where there is one, else by reading every sample.
+
+    Raises:
+        UsageError: they are not one number per sample.
+    """
     if hasattr(samples, "targets"):
-        return torch.as_tensor(samples.targets)
-    return torch.as_tensor([samples[number][1] for number in range(len(samples))])
+        targets = samples.targets
+    else:
+        targets = [samples[number][1] for number in range(len(samples))]
+    with suppress(TypeError, ValueError, RuntimeError):
+        return torch.as_tensor(targets)
+    raise UsageError(
+        "the targets of the training data are not one class number per sample: give the task a "
+        "weights() of its own, or leave out --sampling balanced"
+    )
 
 
 def seed_of(*parts: int | str) -> int:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from torch import Tensor, nn
+from torch import nn
 
 from train.data import Batch
 from train.progress import Progress
 from train.tasks.base import Task
+from train.trees import described
 
 # What the trainer calls of a task.
 METHODS = (
@@ -31,7 +32,8 @@ NOTE = re.compile(r"^in sample (\d+)$", re.MULTILINE)
 # What to do, by what an error says.
 HINTS = {
     "OutOfMemoryError: ": (
-        "a smaller --micro-batch, or --activation-checkpointing, takes less memory"
+        "a smaller --micro-batch, or --activation-checkpointing, takes less memory; in an "
+        "evaluation, a smaller --eval-batch"
     ),
     "is killed by signal: Killed": (
         "a process that read ahead has taken too much memory, perhaps: try fewer --workers"
@@ -85,8 +87,8 @@ def describe(error: BaseException, task: Task | None, progress: Progress | None)
     of_task = "" if task is None else f" of task {task.name!r}"
     said = [f"{part.name}{of_task} failed {_moment(_frames(error), progress)}", part.given]
     if part.on_a_batch and (batch := _batch(_frames(error))):
-        inputs, targets = _described(batch.inputs), _described(batch.targets)
-        said.append(f"its batch has inputs {inputs} and targets {targets}")
+        inputs = described("inputs", batch.inputs)
+        said.append(f"its batch has {inputs} and {described('targets', batch.targets)}")
     said += [hint for sign, hint in HINTS.items() if sign in f"{type(error).__name__}: {error}"]
     if task is not None:
         said.append(f"see {_place(error, task)}")
@@ -160,13 +162,9 @@ def _place(error: BaseException, task: Task) -> str:
 def _given(what: str, frame: FrameType) -> str:
     """Describe the tensors that a method was given."""
     names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
-    values = ((name, frame.f_locals.get(name)) for name in names)
-    shapes = [f"{name} {_described(value)}" for name, value in values if isinstance(value, Tensor)]
+    shapes = [described(name, frame.f_locals.get(name)) for name in names]
+    shapes = [shape for shape in shapes if shape]
     return f"{what} was given {', '.join(shapes)}" if shapes else ""
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _frames(error: BaseException) -> list[FrameType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,10 +92,11 @@ class Group:
         received = {}
         for name, shape, dtype in shapes:
             if mine:
-                tensor = tensors[name].to(self.device).contiguous()
+                tensor = tensors[name].to(self.device).resolve_conj().resolve_neg().contiguous()
             else:
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
-            dist.broadcast(tensor, src=source)
+            # As bytes: backends do not know every type.
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source)
             received[name] = tensor
         return received
 
@@ -119,19 +121,37 @@ class Group:
             raise PeerError(f"rank 0: {message}")
 
 
-def device_and_backend(place: Place, wanted: str = "auto") -> tuple[torch.device, str]:
-    """A GPU per local rank where that is possible, else the CPU; and what its ranks talk through.
+def device_and_backend(
+    place: Place, wanted: str = "auto", device: str = "auto"
+) -> tuple[torch.device, str]:
+    """A GPU per local rank where there are GPUs, else the CPU; and what its ranks talk through.
 
     Args:
         place: which rank of how many on this node.
         wanted: a backend's name; `auto`: NCCL on GPUs, else gloo.
+        device: `cpu` or `cuda`; `auto`: the GPUs, where the process sees some.
 
     Raises:
-        UsageError: this build of torch, or this node, cannot have that backend.
+        UsageError: this build of torch, or this node, cannot have that backend or device, or the
+            node has fewer GPUs than ranks.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # MPI's tensors stay in the host's memory: few builds of it know GPUs.
-    on_gpu = gpus >= place.local_world_size and wanted != "mpi"
+    on_gpu = bool(gpus) and wanted != "mpi" and device != "cpu"
+    # Who starts ranks by hand may leave out how many a node has.
+    ranks = max(place.local_world_size, place.local_rank + 1)
+    if device == "cuda" and not on_gpu:
+        reason = "--backend mpi works in the host's memory" if gpus else "this process sees none"
+        raise UsageError(
+            f"--device cuda needs a GPU for each rank, but on {socket.gethostname()} {reason}; "
+            "mend the driver or CUDA_VISIBLE_DEVICES, or use --device cpu"
+        )
+    # One may be the rank's own, which `agree_on_device()` finds out.
+    if on_gpu and 1 < gpus < ranks:
+        raise UsageError(
+            f"{socket.gethostname()} has {gpus} GPUs for {ranks} ranks: start {gpus} ranks there, "
+            "or train on the CPU with --device cpu (or CUDA_VISIBLE_DEVICES=)"
+        )
     backend = ("nccl" if on_gpu else "gloo") if wanted == "auto" else wanted
     if not dist.is_backend_available(backend):
         known = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
@@ -142,7 +162,7 @@ def device_and_backend(place: Place, wanted: str = "auto") -> tuple[torch.device
     if backend == "nccl" and not on_gpu:
         raise UsageError(
             f"--backend nccl needs a GPU for each rank, but {socket.gethostname()} has {gpus} for "
-            f"{place.local_world_size}: use --backend gloo, or start {gpus or 'no'} ranks there"
+            f"{ranks}: use --backend gloo, or start {gpus or 'no'} ranks there"
         )
     # A scheduler may show each of its tasks the task's own GPU only, which then is number 0.
     number = 0 if gpus == 1 else place.local_rank
@@ -150,17 +170,19 @@ def device_and_backend(place: Place, wanted: str = "auto") -> tuple[torch.device
 
 
 def agree_on_device(store: Store, place: Place, device: torch.device) -> None:
-    """Make sure that all ranks have chosen the same kind of device.
+    """Make sure that all ranks have chosen the same kind of device, and each a GPU of its own.
 
     Before the process group: its backend follows from the device, and NCCL and gloo would wait for
     each other until time is over.
 
     Raises:
-        UsageError: on all ranks; names the hosts whose ranks have no GPU, while others have.
+        UsageError: on all ranks; names the hosts whose ranks have no GPU, while others have, or the
+            ranks that would share one.
         PeerError: not all ranks have come.
     """
     store = keys_of_this_try("device", place, store)
-    store.set(str(place.rank), json.dumps([device.type, socket.gethostname(), place.local_rank]))
+    mine = [device.type, socket.gethostname(), place.local_rank, gpu_of(device)]
+    store.set(str(place.rank), json.dumps(mine))
     keys = [str(rank) for rank in range(place.world_size)]
     try:
         store.wait(keys)
@@ -169,23 +191,56 @@ def agree_on_device(store: Store, place: Place, device: torch.device) -> None:
         shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
         raise PeerError(f"waited in vain for rank {shown} of {place.world_size}") from error
     choices = [json.loads(choice) for choice in store.multi_get(keys)]
-    if len({kind for kind, _, _ in choices}) == 1:
+    if not (problem := _device_problem(choices)):
         return
-    lacking = [
-        f"  rank {rank} on {host}"
-        for rank, (kind, host, local_rank) in enumerate(choices)
-        if kind == "cpu" and local_rank == 0
-    ]
     # Rank 0 may be the store's home: it stays until all have read.
     if store.add("read", 1) == place.world_size:
         store.set("all have read", "")
     if place.rank == 0:
         store.wait(["all have read"])
-    raise UsageError(
-        "some ranks have a GPU each, others have not (no driver, or fewer GPUs than ranks on that "
-        "node); mend or leave out these nodes, or start all with CUDA_VISIBLE_DEVICES= to train on "
-        "the CPU:\n" + "\n".join(lacking)
+    raise UsageError(problem)
+
+
+def _device_problem(choices: Sequence[tuple[str, str, int, str]]) -> str:
+    """Say what is wrong with the ranks' devices: kind, host, number on the host, which GPU."""
+    if len({kind for kind, *_ in choices}) > 1:
+        lacking = [
+            f"  rank {rank} on {host}"
+            for rank, (kind, host, local_rank, _) in enumerate(choices)
+            if kind == "cpu" and local_rank == 0
+        ]
+        return (
+            "some ranks have a GPU each, others have not (no driver, or fewer GPUs than ranks on "
+            "that node); mend or leave out these nodes, or start all with CUDA_VISIBLE_DEVICES= to "
+            "train on the CPU:\n" + "\n".join(lacking)
+        )
+    users: dict[tuple[str, str], list[str]] = {}
+    for rank, (_, host, _, gpu) in enumerate(choices):
+        if gpu:
+            users.setdefault((host, gpu), []).append(str(rank))
+    shared = [
+        f"  ranks {', '.join(ranks)} on {host}"
+        for (host, _), ranks in users.items()
+        if len(ranks) > 1
+    ]
+    if not shared:
+        return ""
+    return (
+        "some ranks would share one GPU; start one rank per GPU, have the launcher show each rank "
+        "its own (CUDA_VISIBLE_DEVICES), or start all with CUDA_VISIBLE_DEVICES= to train on the "
+        "CPU:\n" + "\n".join(shared)
     )
+
+
+def gpu_of(device: torch.device) -> str:
+    """Name a GPU as no other is named; '' for the CPU."""
+    if device.type != "cuda":
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # Parts of one GPU, each a device of its own.
+    if visible.startswith("MIG-"):
+        return visible.split(",")[device.index or 0]
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @contextmanager
@@ -197,10 +252,11 @@ def open_group(place: Place, config: Config) -> Iterator[Group]:
     other ranks learn of it.
 
     Raises:
-        UsageError: the backend cannot be had, only some ranks have a GPU, or another run meets at
-            the same place.
+        UsageError: the backend or the device cannot be had, only some ranks have a GPU, some
+            share one, or another run meets at the same place.
     """
-    device, backend = device_and_backend(place, config.backend)
+    device, backend = device_and_backend(place, config.backend, config.device)
+    set_tf32(config.tf32, device)
     if problem := backend_problem(config, backend):
         raise UsageError(problem)
     group = Group(place=place, device=device)
@@ -216,8 +272,8 @@ def open_group(place: Place, config: Config) -> Iterator[Group]:
         disconnect()
         return
     with meet(place, config.init_method, timeout) as store:
-        agree_on_device(store, place, device)
         _use(device)
+        agree_on_device(store, place, device)
         dist.init_process_group(
             # Tensors in the host's memory (offloaded ones, pickled objects) need a way as well.
             "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
@@ -237,7 +293,21 @@ def arrange(group: Group, sizes: Mapping[str, int], *, timeout_s: int) -> Device
     mesh = init_device_mesh(group.device.type, tuple(sizes.values()), mesh_dim_names=names)
     for name in names:
         limit_waiting(mesh.get_group(name), timeout_s=timeout_s)
+    if group.device.type == "cuda":
+        draw_apart(mesh)
     return mesh
+
+
+def draw_apart(mesh: DeviceMesh) -> None:
+    """Let DTensors draw random numbers without asking other ranks.
+
+    At the first dropout of one, torch would send rank 0's seed to all ranks of the run: those of
+    other pipeline stages, which have none, would never take it. Ours are seeded before each step.
+    """
+    from torch.distributed.tensor import _random
+
+    if _random._rng_tracker is None:
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 def limit_waiting(group: ProcessGroup, *, timeout_s: int) -> None:
@@ -260,6 +330,19 @@ def disconnect() -> None:
 
 
 _kept: list[object] = []
+
+
+def set_tf32(wanted: str, device: torch.device) -> None:
+    """Choose what a GPU multiplies single precision in; `auto` leaves it as torch has it.
+
+    Raises:
+        UsageError: it is to be used on the CPU, which has none.
+    """
+    if wanted == "on" and device.type != "cuda":
+        raise UsageError("--tf32 on is for GPUs, and this rank has none: leave it out")
+    if wanted != "auto":
+        torch.backends.cuda.matmul.allow_tf32 = wanted == "on"
+        torch.backends.cudnn.allow_tf32 = wanted == "on"
 
 
 def _use(device: torch.device) -> None:

@@ -8,28 +8,85 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from train.config import Config
 from train.data import Batch, Source, share_of
 from train.distributed import Group
 from train.errors import UsageError
+from train.rundir import RunDirectory, read_lines
 from train.strategies.base import Strategy, Tally
 from train.tasks.base import Task
 
-BATCH = 256
+
+def batch_size(config: Config, strategy: Strategy) -> int:
+    """Say how many samples a rank evaluates at a time.
+
+    By default, as many as it takes in a forward pass of training, for which there is memory.
+    """
+    if config.eval_batch is not None:
+        return config.eval_batch
+    shards, passes = strategy.shards, strategy.micro_batches()
+    if config.reduce == "exact":
+        shards, passes = config.virtual_shards, config.micro_batches(config.virtual_shards)
+    return math.ceil(math.ceil(config.global_batch / shards) / passes)
 
 
-def measure(task: Task, strategy: Strategy, group: Group, test: Source) -> dict[str, float]:
+def evaluated_epoch(
+    config: Config,
+    strategy: Strategy,
+    group: Group,
+    directory: RunDirectory,
+    step: int,
+    samples: int,
+) -> int:
+    """Say after which epoch a run that goes on after `step` was evaluated last.
+
+    An evaluation follows the checkpoint of the same step, so it may have failed, or a stop may have
+    come first. Rank 0 looks for its event in the run directory; all ranks call this at once.
+
+    Args:
+        config: the run's.
+        strategy: knows the steps after which ranks hold one model.
+        group: all ranks.
+        directory: of the run.
+        step: how many were made.
+        samples: how many are drawn in an epoch.
+    """
+    before = step - 1
+    while before > 0 and not strategy.settled(before):
+        before -= 1
+    earlier, now = (max(each, 0) * config.global_batch // samples for each in (before, step))
+    if earlier == now:
+        return now
+    made = group.place.rank == 0 and any(
+        event.get("event") == "epoch" and event.get("step") == step
+        for event in read_lines(directory.path / "events.jsonl")
+    )
+    return now if group.broadcast(made) else earlier
+
+
+def measure(
+    task: Task, strategy: Strategy, group: Group, test: Source, *, batch: int
+) -> dict[str, float]:
     """Measure the mean loss and the task's metrics over the whole test set.
 
     Sums are exchanged, not means, as the parts differ in size; in double precision, in which the
     counts of any test set are exact.
+
+    Args:
+        task: loss, scores and metrics.
+        strategy: runs the model.
+        group: all ranks, which call this at once.
+        test: the samples.
+        batch: how many a rank takes at a time, at most.
     """
-    rows = [
-        _row(strategy.evaluate(batch))
-        for batch in parts_of(test, shard=strategy.shard, shards=strategy.shards)
-    ]
-    mine: list[float] = torch.stack(rows).sum(dim=0).tolist()
-    # A rank that another one reports for, such as a pipeline's first stage, need not know how many
-    # scores there are.
+    rows = []
+    for part, counts in parts_of(test, batch=batch, shard=strategy.shard, shards=strategy.shards):
+        row = _row(strategy.evaluate(part))
+        if counts:
+            rows.append(row)
+    mine: list[float] = torch.stack(rows).sum(dim=0).tolist() if rows else []
+    # A rank that has measured nothing, or for which another one reports, such as a pipeline's first
+    # stage, need not know how many scores there are.
     width = max(group.gather(len(mine)))
     count, loss, *score = group.sum(mine + [0.0] * (width - len(mine)))
     metrics = _figures(task, torch.tensor(score, dtype=torch.float64), int(count))
@@ -53,17 +110,27 @@ def _figures(task: Task, score: Tensor, count: int) -> dict[str, float]:
         ) from error
 
 
-def parts_of(test: Source, *, shard: int, shards: int) -> Iterator[Batch]:
+def parts_of(test: Source, *, batch: int, shard: int, shards: int) -> Iterator[tuple[Batch, bool]]:
     """Give one rank's share of the test set in batches, as many as every other rank.
 
     Models that are cut exchange something in each batch, and a rank that had one fewer would leave
-    the others waiting. Cut evenly, shares that differ by one sample make equally many batches; one
-    can be empty only where there are fewer samples than ranks.
+    the others waiting. Where a rank has no sample left it is given one that does not count, since
+    many a model takes no empty batch.
+
+    Yields:
+        A batch of at most `batch` samples, and whether it counts.
     """
-    start, stop = share_of(len(test), shard=shard, shards=shards)
-    count = max(math.ceil(len(test) / shards / BATCH), 1)
-    cuts = [share_of(stop - start, shard=part, shards=count) for part in range(count)]
-    return test.read(torch.arange(start + first, start + last) for first, last in cuts)
+    size = len(test)
+    start, stop = share_of(size, shard=shard, shards=shards)
+    passes = max(math.ceil(size / (shards * batch)), 1)
+    cuts = [share_of(stop - start, shard=number, shards=passes) for number in range(passes)]
+    # An empty test set has no sample to give.
+    count = [first < last or not size for first, last in cuts]
+    numbers = (
+        torch.arange(start + first, start + last) if counts else torch.zeros(1, dtype=torch.int64)
+        for (first, last), counts in zip(cuts, count, strict=True)
+    )
+    return zip(test.read(numbers), count, strict=True)
 
 
 def _row(found: Tally) -> Tensor:

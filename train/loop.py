@@ -10,13 +10,14 @@ import torch
 from train.clipping import clip, total_norm
 from train.config import Config
 from train.console import Console, figures
-from train.data import Order, seed_of, source_of
+from train.data import Order, resident, seed_of, source_of
 from train.distributed import Group
 from train.errors import NonFiniteLoss
-from train.evaluation import measure
+from train.evaluation import batch_size, evaluated_epoch, measure
 from train.optimizing import NamedOptimizer
 from train.profiling import Profiler
 from train.progress import Progress
+from train.rank_consistency import check_counters, check_data
 from train.reading import Feed
 from train.rundir import RunDirectory
 from train.saving import Saver
@@ -25,6 +26,7 @@ from train.schedule import Schedule
 from train.seeding import mixed, seed_device
 from train.stopping import StopRequest
 from train.strategies.base import Strategy, Sums, is_sharded
+from train.strategies.trained_parameters import Untrained, some_of
 from train.tasks.base import Task
 
 
@@ -52,9 +54,11 @@ class Trainer:
         self.optimizer, self.scaler, self.saver = optimizer, scaler, saver
         self.profiler, self.progress, self.directory = profiler, progress, directory
         self.console, self.stop = console, stop
-        self.train = source_of(task.train(), workers=config.workers).to(group.device)
+        self.train = source_of(task.train(), workers=config.workers, task=task.name)
+        self.train = resident(self.train, group.device, task=task.name)
         self.samples = len(self.train)
-        self.test = source_of(task.test()).to(group.device)
+        self.test = source_of(task.test(), workers=config.workers, task=task.name)
+        self.test = resident(self.test, group.device, task=task.name)
         weights = task.weights() if config.sampling == "balanced" else None
         self.feed = Feed(
             self.train,
@@ -64,11 +68,16 @@ class Trainer:
             shards=strategy.shards,
         )
         self.micro_batches = strategy.micro_batches()
+        self.untrained = Untrained(strategy, group)
         self.schedule = Schedule(config, progress.steps)
         self.seed = seed_of("step", config.seed, *strategy.axes)
         # Gradients are divided by this on the way. A function of the run, so that a resumed one
         # rounds alike; what it is wrong by is made good once all ranks know the true count.
-        sample = self.train.take(torch.zeros(1, dtype=torch.int64))
+        first = torch.zeros(1, dtype=torch.int64)
+        sample = self.train.take(first)
+        if len(self.test):
+            # What is no tensor is refused now, not after an epoch.
+            self.test.take(first)
         self.expected_count = max(task.count(sample.targets), 1) * config.global_batch
 
     @property
@@ -79,6 +88,7 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the newest valid checkpoint that any rank sees, if there is one."""
         # Before the weights are loaded, as it may move them, if only to put them back.
+        check_data(self.train, self.test, self.group, task=self.task.name)
         first = torch.arange(min(self.config.global_batch, self.samples))
         shares = self.train.take(first).split_into(self.strategy.shards * self.micro_batches)
         self.strategy.warm_up(shares[0])
@@ -88,27 +98,34 @@ class Trainer:
         """Train to the last step, or until stopped; say whether the run is done."""
         progress, every = self.progress, self.config.checkpoint_every
         stop = self.group.sum([self.stop.requested])[0] > 0
-        epoch = self.epoch
+        evaluated = evaluated_epoch(
+            self.config, self.strategy, self.group, self.directory, progress.step, self.samples
+        )
+        first = progress.step + 1
         while progress.step < progress.steps:
             # Ranks that have drifted apart are neither measured nor saved.
             if self.strategy.settled(progress.step):
-                # Evaluation can wait when somebody waits for us to go; a checkpoint cannot.
-                if self.epoch > epoch and not stop:
-                    self.evaluate()
-                    epoch = self.epoch
                 if stop or (every and progress.step and progress.step % every == 0):
                     self.saver.save(progress, epoch=self.epoch)
+                # Evaluation can wait when somebody waits for us to go; the next start makes it.
                 if stop:
                     self.saver.wait()
                     self._stopped()
                     return False
+                if self.epoch > evaluated:
+                    # It may need more memory than there is: what is being written comes first.
+                    self.saver.wait()
+                    self.evaluate()
+                    evaluated = self.epoch
             with self.profiler.step(progress.step + 1):
                 stop = self.train_step() or stop
+            if progress.step == first:
+                check_counters(self.strategy, self.group, task=self.task.name)
         self.strategy.finish()
         self.close()
-        self.evaluate()
         self.saver.save(progress, epoch=self.epoch)
         self.saver.wait(last=True)
+        self.evaluate()
         if self.config.export:
             self.saver.export(self.config.export)
         return True
@@ -128,7 +145,11 @@ class Trainer:
         # restore. After the reading, which may draw numbers too.
         seed_device(mixed(self.seed, progress.step), self.group.device)
         divisor = self.expected_count / self.scaler.scale
-        loss, count, stop_flags = self._agree(strategy.accumulate(parts, 1.0 / divisor))
+        sums = strategy.accumulate(parts, 1.0 / divisor)
+        loss, count, stop_flags, changed = self._agree(sums, self.untrained.changed())
+        if changed:
+            self._agree_on_untrained()
+        self.untrained.forget_zeros()
         self.update(loss, count, divisor=divisor, started=started)
         return stop_flags > 0 and self.note_stop(stop_flags)
 
@@ -180,13 +201,16 @@ class Trainer:
             )
         return ranks_signalled > 0
 
-    def _agree(self, sums: Sums) -> tuple[float, float, float]:
+    def _agree(self, sums: Sums, changed: bool) -> tuple[float, float, float, float]:
         """Exchange all that ranks must agree on before the weights move, in one small collective.
 
-        Gives the loss and the count of the whole batch, and how many ranks were asked to stop.
+        Gives the loss and the count of the whole batch, how many ranks were asked to stop, and how
+        many have left out other parameters than before.
         """
         mine = sums.loss.full_tensor() if is_sharded(sums.loss) else sums.loss
-        loss, count, stop_flags = self.group.sum_with(mine, (sums.count, self.stop.requested))
+        loss, count, stop_flags, changes = self.group.sum_with(
+            mine, (sums.count, self.stop.requested, changed)
+        )
         if not math.isfinite(loss):
             finite = math.isfinite(mine.item())
             numbers = self.feed.numbers(self.progress.samples_seen).tolist()
@@ -200,7 +224,19 @@ class Trainer:
                 "another --run-dir; if these samples are sound, the step before has spoilt the "
                 "weights, which --clip-norm would find"
             )
-        return loss, count, stop_flags
+        return loss, count, stop_flags, changes
+
+    def _agree_on_untrained(self) -> None:
+        """Find out what to leave alone in this step; say so the first time."""
+        first = not self.untrained.names
+        self.untrained.agree()
+        if first and (names := self.untrained.names):
+            step = self.progress.step + 1
+            self.directory.event("without_gradient", step=step, parameters=sorted(names))
+            self.console.say(
+                f"in step {step} nothing gives a gradient to {some_of(names)}: they stay as they "
+                "are until something does"
+            )
 
     def _gradients_are_good(self) -> bool:
         """Clip; say whether a step may be made. Whole runs without clipping or fp16 pay nothing."""
@@ -224,7 +260,8 @@ class Trainer:
 
     def measure(self) -> dict[str, float]:
         """Measure on the whole test set."""
-        return measure(self.task, self.strategy, self.group, self.test)
+        batch = batch_size(self.config, self.strategy)
+        return measure(self.task, self.strategy, self.group, self.test, batch=batch)
 
     def evaluate(self) -> None:
         """Measure on the test set, and say so."""

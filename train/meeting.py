@@ -10,26 +10,31 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from train.environment import Place
 from train.errors import PeerError, UsageError
+from train.membership import GRACE_S, EndingError, gather, leave, veto
 
 # torchrun sets it for its workers; "True": all of them are clients of a store that torchrun serves.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # How long to look often for a store that is not served yet; torch's client goes on from there.
 _KNOCK_S = 5.0
+_PAUSE_S = 0.02
 # A FileStore that is freed may make its file anew: they live as long as the process.
 _kept: list[Store] = []
+
+Reached = TypeVar("Reached")
 
 
 @contextmanager
@@ -46,23 +51,22 @@ def meet(place: Place, init_method: str, timeout: timedelta) -> Iterator[Store]:
         with _file(Path(init_method.removeprefix("file://")), place, timeout) as store:
             yield store
     elif init_method.startswith("tcp://"):
-        # With it, rank 0 too would only knock at the port, which nobody serves.
+        # torchrun's own store is not meant: rank 0 serves this one.
         os.environ.pop(AGENT_STORE, None)
-        url = f"{init_method}?rank={place.rank}&world_size={place.world_size}"
-        address = urlsplit(init_method)
-        await_server(address.hostname, address.port, place, timeout)
-        store = _alone(_served(url, timeout, init_method), place, init_method)
+        store = _patiently(lambda: _port(init_method, place, timeout), timeout)
         yield store
-        _leave(store, place)
+        leave(store, place)
     else:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         await_server(host, port, place, timeout)
-        store = _served(init_method, timeout, f"{host}:{port}")
+        with _explained(f"{host}:{port}", timeout):
+            store, _, _ = next(rendezvous(init_method, timeout=timeout))
+        store.set_timeout(timeout)
         yield store
         # Also under torchrun, where it says "False": told not to share its store, it lets rank 0
         # serve another.
         if os.environ.get(AGENT_STORE) != "True":
-            _leave(store, place)
+            leave(store, place)
 
 
 def keys_of_this_try(purpose: str, place: Place, store: Store) -> Store:
@@ -97,16 +101,16 @@ def await_server(
             return
 
 
-def _served(url: str, timeout: timedelta, where: str) -> Store:
-    """Reach the store of an address; rank 0 serves it.
+@contextmanager
+def _explained(where: str, timeout: timedelta) -> Iterator[None]:
+    """Say in words of ours why the store of an address is not to be had.
 
     Raises:
         UsageError: somebody else is there already.
         PeerError: not all ranks have come.
     """
-    store: Store
     try:
-        store, _, _ = next(rendezvous(url, timeout=timeout))
+        yield
     except (DistNetworkError, DistStoreError) as error:
         if "EADDRINUSE" not in str(error):
             patience = f"{timeout.total_seconds():g} s (--timeout-s)"
@@ -118,8 +122,43 @@ def _served(url: str, timeout: timedelta, where: str) -> Store:
             f"{where}: the port is taken on {socket.gethostname()}, by another run perhaps; choose "
             "another one"
         ) from error
-    store.set_timeout(timeout)
-    return store
+
+
+def _port(init_method: str, place: Place, timeout: timedelta) -> Store:
+    """Meet at a port that rank 0 serves."""
+    address = urlsplit(init_method)
+    host, port = address.hostname or "", address.port or 0
+    await_server(host, port, place, timeout)
+
+    def connect(serves: bool, patience: timedelta) -> Store:
+        # Not torch's wait for all ranks: it counts connections, also those of another run.
+        options = {"wait_for_workers": False, "multi_tenant": True}
+        return TCPStore(host, port, place.world_size, serves, patience, **options)
+
+    try:
+        with _explained(init_method, timeout):
+            store = connect(place.rank == 0, timeout)
+    except PeerError as error:
+        # Before the time is over: the rank 0 of a run that was just ending has gone meanwhile.
+        raise EndingError(str(error)) from error
+    except UsageError:
+        # Those who still wait there cannot tell our ranks from theirs.
+        with suppress(RuntimeError):
+            veto(connect(False, timedelta(seconds=GRACE_S)), place)
+        raise
+    return gather(store, place, init_method)
+
+
+def _patiently(reach: Callable[[], Reached], timeout: timedelta) -> Reached:
+    """Meet as soon as the run before has gone."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            return reach()
+        except EndingError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
 
 
 @contextmanager
@@ -133,27 +172,46 @@ def _file(path: Path, place: Place, timeout: timedelta) -> Iterator[Store]:
         path.with_name(f"{path.name}.attempt-{place.attempt}.restart-{number}")
         for number in range(place.restart + 1)
     ]
-    path, guard = tries[-1], _guard(tries[-1])
+    store, handle = _patiently(lambda: _open_file(tries[-1], place, timeout), timeout)
     try:
-        handle = _remove_if_stale(path, guard)
+        yield store
+        os.pwrite(handle, b"leaving", 0)
+        leave(store, place)
+        if place.rank == 0:
+            for earlier in tries[:-1]:
+                with suppress(FileNotFoundError):
+                    left = os.open(_guard(earlier), os.O_RDWR)
+                    _remove(earlier, left)
+                    _release(left)
+            # The other ranks give up their shares after they have left.
+            deadline = time.monotonic() + GRACE_S
+            while _is_leaving(handle) and not _remove(tries[-1], handle):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_PAUSE_S)
+    finally:
+        _release(handle)
+
+
+def _open_file(path: Path, place: Place, timeout: timedelta) -> tuple[Store, int]:
+    """Meet in a file; give also the open file that holds our share of its lock."""
+    try:
+        handle = _share(path)
     except OSError as error:
         raise UsageError(
             f"--init-method file://{path}: {error.strerror}; all ranks must be able to write there "
             "and to lock files, or use tcp://HOST:PORT"
         ) from error
+    if handle is None:
+        raise EndingError(f"file://{path}: the run that met there before has not ended yet")
     try:
         store = FileStore(str(path), place.world_size)
         _kept.append(store)
         store.set_timeout(timeout)
-        own = _alone(store, place, f"file://{path}")
-        yield own
-        _leave(own, place)
-        if place.rank == 0:
-            for ours in tries:
-                ours.unlink(missing_ok=True)
-                _guard(ours).unlink(missing_ok=True)
-    finally:
-        os.close(handle)
+        return gather(store, place, f"file://{path}"), handle
+    except BaseException:
+        _release(handle)
+        raise
 
 
 def _guard(path: Path) -> Path:
@@ -161,18 +219,25 @@ def _guard(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
-def _remove_if_stale(path: Path, guard: Path) -> int:
-    """Remove a file that no living process uses, and take a share of its lock.
+def _share(path: Path) -> int | None:
+    """Take a share of a file's lock; remove the file before if no living process has one.
 
     Each rank holds a share as long as it lives, and has it before it writes. So the whole lock is
-    to be had only where nobody has written who still lives.
+    to be had only where nobody has written who still lives. Without a share remains who comes to
+    ranks that are leaving: it would keep them from removing the file.
     """
+    guard = _guard(path)
     while True:
         handle = os.open(guard, os.O_RDWR | os.O_CREAT, 0o666)
-        with suppress(BlockingIOError):
+        try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(handle, guard):
                 path.unlink(missing_ok=True)
+                os.ftruncate(handle, 0)
+        except BlockingIOError:
+            if _is_leaving(handle):
+                os.close(handle)
+                return None
         fcntl.flock(handle, fcntl.LOCK_SH)
         # The rank 0 of a run that was just ending may have removed it meanwhile.
         if _is_at(handle, guard):
@@ -180,34 +245,34 @@ def _remove_if_stale(path: Path, guard: Path) -> int:
         os.close(handle)
 
 
+def _is_leaving(handle: int) -> bool:
+    """Say whether a rank has noted in the guard that its run is over."""
+    return os.fstat(handle).st_size > 0
+
+
+def _remove(path: Path, handle: int) -> bool:
+    """Remove a file and its guard; say whether nobody else had a share of the lock.
+
+    Only under the whole lock: a rank of the next run that has its share by then keeps its file.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if _is_at(handle, _guard(path)):
+        path.unlink(missing_ok=True)
+        _guard(path).unlink(missing_ok=True)
+    return True
+
+
+def _release(handle: int) -> None:
+    """Give up a share, also where a data loader's worker has inherited the open file."""
+    fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
+
+
 def _is_at(handle: int, path: Path) -> bool:
     """Say whether a path still leads to an open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), path.stat())
     return False
-
-
-def _alone(store: Store, place: Place, where: str) -> Store:
-    """Make sure that no other run has come to the same place.
-
-    Raises:
-        UsageError: another process says that it is this rank.
-    """
-    store = PrefixStore(f"train/{place.attempt}/{place.restart}", store)
-    taken = store.add(f"rank {place.rank}", 1) > 1
-    sizes = store.add(f"ranks of {place.world_size}", 1), store.add("ranks", 1)
-    if taken or len(set(sizes)) > 1:
-        raise UsageError(
-            f"--init-method {where}: this is rank {place.rank} of {place.world_size}, but another "
-            f"rank {place.rank}, or one of another number of ranks, is there already: two runs "
-            "meet at the same place, or RANK is set alike for two processes"
-        )
-    return store
-
-
-def _leave(store: Store, place: Place) -> None:
-    """Let rank 0, whose process may be the store's home, be the last to leave."""
-    if store.add("left", 1) == place.world_size:
-        store.set("all have left", "")
-    if place.rank == 0:
-        store.wait(["all have left"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from train.checkpoints import disk
+from train.config import Config
 from train.console import Console, figures
 from train.distributed import Group
 from train.errors import CheckpointError, FencedError, RefusedError, UsageError
@@ -17,15 +20,31 @@ from train.jsontext import dump
 from train.rundir import VERSION, Outcome, RunDirectory, write_atomically
 
 RUN = "run.json"
+# What makes a run another one whatever its task is called: the settings, and the order of the data.
+NEVER_ADOPTED = {field.name for field in dataclasses.fields(Config)} - {"task"} | {"train_samples"}
+
+Identity = Mapping[str, object]
 
 
 def claim(
-    directory: RunDirectory, identity: Mapping[str, object], steps: int, group: Group
+    directory: RunDirectory,
+    identity: Identity,
+    steps: int,
+    group: Group,
+    *,
+    adopt: str | None = None,
 ) -> str | None:
     """Make the run directory ours; a text means that there is nothing left to do.
 
     Rank 0 decides, since only its directory is sure to exist, and all ranks hear of it. Each node
     looks for checkpoints of another run: its directory may be its own, and it may be resumed from.
+
+    Args:
+        directory: where the run lies.
+        identity: what makes it this run.
+        steps: how many it has in all.
+        group: all ranks, which call this at once.
+        adopt: what the run in the directory may call its task; `adopt()` notes it later.
 
     Raises:
         UsageError: on all ranks; there is another run, or the same one lives, or the directory
@@ -33,14 +52,16 @@ def claim(
         FencedError: on all ranks; a newer attempt was here.
     """
     looks = group.place.local_rank == 0
-    strange = group.gather(_strange_checkpoint(directory, identity) if looks else "")
+    former = group.broadcast(_former(directory, identity, adopt) if group.place.rank == 0 else [])
+    ours = [identity, *former]
+    strange = group.gather(_strange_checkpoint(directory, ours) if looks else "")
     contender = Contender(directory.path / NAME, directory.place, Console(rank=group.place.rank))
     verdict, text = "wait", ""
     # Look by look, so that no rank waits longer in a collective than it has patience.
     while verdict == "wait":
         if group.place.rank == 0:
             found = [checkpoint for checkpoint in strange if checkpoint]
-            verdict, text = _judge(directory, identity, steps, found, contender)
+            verdict, text = _judge(directory, identity, steps, found, contender, adopt)
             time.sleep(LOOK_S if verdict == "wait" else 0.0)
         verdict, text = group.broadcast((verdict, text))
     match verdict:
@@ -57,19 +78,17 @@ def claim(
 
 def _judge(
     directory: RunDirectory,
-    identity: Mapping[str, object],
+    identity: Identity,
     steps: int,
     strange: Sequence[str],
     contender: Contender,
+    adopt: str | None,
 ) -> tuple[str, str]:
     place, path = directory.place, directory.path
     try:
         known = _known_identity(directory)
-        if differing := differences(known, identity) if known is not None else []:
-            return "refused", (
-                f"{path} holds a run of another configuration: give this one another --run-dir, or "
-                "the values that stand there:\n" + "\n".join(f"  {line}" for line in differing)
-            )
+        if known is not None and not may_adopt(known, identity, adopt):
+            return "refused", _other_run(path, known, identity, adopt)
         if strange:
             return "refused", (
                 f"{path} holds checkpoints of another configuration: remove them, or give this run "
@@ -130,19 +149,80 @@ def _belongs(directory: RunDirectory, attempt: int) -> str:
     )
 
 
-def _strange_checkpoint(directory: RunDirectory, identity: Mapping[str, object]) -> str:
+def may_adopt(known: Identity, identity: Identity, adopt: str | None) -> bool:
+    """Say whether a run is this one, or is to be taken for it although its task is called so."""
+    differing = {name for name in {*known, *identity} if known.get(name) != identity.get(name)}
+    return not differing or (known.get("task") == adopt and differing.isdisjoint(NEVER_ADOPTED))
+
+
+def adopt(directory: RunDirectory, identity: Identity, step: int, console: Console) -> None:
+    """Note in `run.json` and `events.jsonl` that the run goes on under another identity, if so.
+
+    To be called on rank 0 when all else fits, as names and shapes of the checkpoint's tensors do.
+    From then on the former identity is one of this run's, whose checkpoints are its own.
+    """
+    known = _known_identity(directory)
+    differing = [] if known is None else differences(known, identity)
+    if differing:
+        place = directory.place
+        former = {"attempt": place.attempt, "restart": place.restart, "time": time.time()}
+        history = [*_history(directory), {**former, "identity": known}]
+        content = {"version": VERSION, "identity": identity, "adopted": history}
+        write_atomically(directory.path / RUN, dump(content, indent=2) + "\n")
+        directory.event("adopted", step=step, differing=differing)
+        console.say(f"adopted a run of another configuration: {'; '.join(differing)}")
+
+
+def _other_run(path: Path, known: Identity, identity: Identity, adopt: str | None) -> str:
+    task, hint = known.get("task"), ""
+    if adopt is not None:
+        never = sorted(name for name in NEVER_ADOPTED if known.get(name) != identity.get(name))
+        why = f"its task is {task!r}" if task != adopt else f"{', '.join(never)} must not differ"
+        hint = f"--adopt {adopt} does not fit, as {why}: "
+    elif task is not None and may_adopt(known, identity, str(task)):
+        hint = f"add --adopt {task} if its task is the same as this one, or "
+    lines = "\n".join(f"  {line}" for line in differences(known, identity))
+    return (
+        f"{path} holds a run of another configuration: {hint}give this one another --run-dir, or "
+        f"the values that stand there:\n{lines}"
+    )
+
+
+def _strange_checkpoint(directory: RunDirectory, ours: Sequence[Identity]) -> str:
     """Name this node's first checkpoint of another run, of whatever attempt; else say nothing."""
     for position in disk.places(directory.path):
         path = position.path(directory.path)
         try:
-            differing = differences(disk.identity(path), identity)
+            there = disk.identity(path)
         except CheckpointError:
             continue  # recovery reports it, and takes nothing from it
-        if differing:
+        if all(differences(there, identity) for identity in ours):
             return "\n    ".join(
-                [f"  rank {directory.place.rank} on {socket.gethostname()}: {path}", *differing]
+                [
+                    f"  rank {directory.place.rank} on {socket.gethostname()}: {path}",
+                    *differences(there, ours[0]),
+                ]
             )
     return ""
+
+
+def _former(directory: RunDirectory, identity: Identity, adopt: str | None) -> list[Identity]:
+    """List what else this run has been called: all that was adopted, and what shall be now."""
+    try:
+        known = _known_identity(directory)
+    except OSError:
+        return []  # rank 0 says what is wrong with its own directory
+    if known is None or not may_adopt(known, identity, adopt):
+        return []
+    return [known, *(entry["identity"] for entry in _history(directory))]
+
+
+def _history(directory: RunDirectory) -> list[dict[str, Any]]:
+    try:
+        history: list[dict[str, Any]] = json.loads((directory.path / RUN).read_text())["adopted"]
+        return history
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _known_identity(directory: RunDirectory) -> dict[str, object] | None:
@@ -155,7 +235,7 @@ def _known_identity(directory: RunDirectory) -> dict[str, object] | None:
         return {}
 
 
-def differences(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
+def differences(there: Identity, here: Identity) -> list[str]:
     """Name the fields in which two identities differ, with both values."""
     return [
         f"{name}: {_shown(there.get(name))} there, {_shown(here.get(name))} here"

@@ -6,9 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from train import compilation
 from train.batchnorm import synchronised
 from train.buffers import standing_still
 
@@ -17,17 +19,31 @@ if TYPE_CHECKING:
     from train.tasks.base import Task
 
 
-def prepare(model: nn.Module, task: Task, config: Config) -> nn.Module:
-    """Apply what the command line asks for; the names of parameters stay as they are."""
+def prepare(
+    model: nn.Module, task: Task, config: Config, *, device: torch.device | None = None
+) -> nn.Module:
+    """Apply what the command line asks for; the names of parameters stay as they are.
+
+    Args:
+        model: is changed.
+        task: knows its pieces.
+        config: what is asked for.
+        device: where the model will run (default: where it is).
+    """
     if config.dropout is not None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = config.dropout
     if config.sync_batch_norm:
-        model = synchronised(model)
+        model = synchronised(model, device=device)
     if config.activation_checkpointing:
         for name in task.pieces(model):
-            _recompute(model.get_submodule(name))
+            module = model.get_submodule(name)
+            if config.compile:
+                # Inside: what keeps running statistics from moving twice is not for a compiler,
+                # which could not see, either, which of both passes it is in.
+                compilation.forward(module)
+            _recompute(module)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import count, repeat
 from typing import Any
 
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from train import trees
 from train.data import Batch, Chance, Order, Samples, Source, seed_of, share_of
 from train.errors import UsageError
 from train.seeding import Watch, mixed, seed_sample
 from train.stopping import SIGNALS
+from train.trees import Tree
 
 # Sample numbers, and what their random numbers depend on.
 Draw = tuple[list[int], Chance | None]
@@ -29,7 +31,12 @@ class Reader:
     """
 
     def __init__(
-        self, samples: Samples, *, workers: int = 0, device: torch.device | None = None
+        self,
+        samples: Samples,
+        *,
+        workers: int = 0,
+        device: torch.device | None = None,
+        task: str = "",
     ) -> None:
         """Read by `workers` processes, or in this one; for a device (default: the CPU).
 
@@ -41,10 +48,13 @@ class Reader:
                 f"the task's data is of type {type(samples).__name__}, which has no numbered "
                 "samples: give a Batch, or a Dataset with __len__() and __getitem__()"
             )
-        self._samples, self._workers = samples, workers
+        self._samples, self._workers, self._task = samples, workers, task
         self._device = device or torch.device("cpu")
         # Whether a sample has been seen to draw random numbers.
         self._drawing, self._watch = False, Watch()
+        # Of the first batch: what others must be like.
+        self._form: object = None
+        self._checked = False
 
     def __len__(self) -> int:
         """Count the samples."""
@@ -52,7 +62,7 @@ class Reader:
 
     def to(self, device: torch.device) -> Reader:
         """Give batches on a device."""
-        return Reader(self._samples, workers=self._workers, device=device)
+        return Reader(self._samples, workers=self._workers, device=device, task=self._task)
 
     def take(self, indices: Tensor, chance: Chance | None = None, /) -> Batch:
         """Pick samples by number, in this process."""
@@ -108,21 +118,56 @@ class Reader:
         self._drawing = self._watch.drawn()
         return None if self._drawing else samples
 
-    def _batch(self, inputs: Tensor, targets: Tensor) -> Batch:
+    def _batch(self, inputs: Tree, targets: Tree) -> Batch:
+        batch = Batch(inputs=inputs, targets=targets)
         if self._device.type == "cpu":
-            return Batch(inputs=inputs, targets=targets)
-        return Batch(
-            inputs=inputs.to(self._device, non_blocking=True),
-            targets=targets.to(self._device, non_blocking=True),
+            return batch
+        return batch.mapped(lambda tensor: tensor.to(self._device, non_blocking=True))
+
+    def _collate(self, samples: list[tuple[Any, Any]]) -> tuple[Tree, Tree]:
+        if samples:
+            return self._pair(samples)
+        # A share may be empty, and still has the shape and type of the others.
+        inputs, targets = self._pair([self._samples[0]])
+        return trees.mapped(_nothing_of, inputs), trees.mapped(_nothing_of, targets)
+
+    def _pair(self, samples: list[tuple[Any, Any]]) -> tuple[Tree, Tree]:
+        """Collate samples; what others later are like is decided by the first.
+
+        Raises:
+            UsageError: they are no pairs, or not all of them is tensors.
+            ValueError: they are of another form than the first.
+        """
+        if not self._checked:
+            self._check_sample(samples[0])
+        inputs, targets = default_collate(samples)
+        if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and self._form is None:
+            self._checked = True
+            return inputs, targets
+        form = trees.form_of((inputs, targets))
+        if not self._checked:
+            trees.check(inputs, targets, task=self._task)
+            self._form, self._checked = form, True
+        if form != self._form:
+            shown = f"{trees.described('inputs', inputs)}; {trees.described('targets', targets)}"
+            raise ValueError(f"samples are of another form than the first one was: {shown}")
+        return inputs, targets
+
+    def _check_sample(self, sample: object) -> None:
+        if isinstance(sample, tuple | list) and len(sample) == 2:
+            return
+        shown = type(sample).__name__
+        if isinstance(sample, Sized):
+            shown = f"{shown} of {len(sample)}"
+        place = f"task {self._task!r}" if self._task else "the task"
+        raise UsageError(
+            f"{place}: a sample of its data is a {shown}, but must be a pair (input, target); "
+            "several inputs are one dict, list or tuple in it"
         )
 
-    def _collate(self, samples: list[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
-        if samples:
-            inputs, targets = default_collate(samples)
-            return inputs, targets
-        # A share may be empty, and still has the shape and type of the others.
-        inputs, targets = default_collate([self._samples[0]])
-        return inputs[:0], targets[:0]
+
+def _nothing_of(tensor: Tensor) -> Tensor:
+    return tensor[:0]
 
 
 class _Drawn:

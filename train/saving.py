@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from train import recovery
-from train.checkpoints import disk
-from train.checkpoints.checkpointer import Checkpointer, Timing
+from train.checkpoints.checkpointer import Checkpointer
 from train.checkpoints.disk import Position, State
 from train.checkpoints.exporting import export
+from train.checkpoints.job import Timing
+from train.checkpoints.retention import Retention
 from train.checkpoints.stored import MODEL, OPTIMIZER, Stored
+from train.checkpoints.tensorfile import problem_of
 from train.clipping import not_finite
 from train.config import Config
+from train.config_changes import changes, plain
 from train.console import Console
 from train.distributed import Group
-from train.errors import CheckpointError, FencedError, NonFiniteLoss
+from train.errors import CheckpointError, FencedError, NonFiniteLoss, UsageError
 from train.optimizing import NamedOptimizer
-from train.ownership import differences
 from train.progress import Progress
 from train.rundir import RunDirectory
 from train.scaling import LossScaler
@@ -29,12 +31,6 @@ from train.strategies.base import Strategy
 
 # Seconds that a failing process waits for a checkpoint that is being written.
 PATIENCE_S = 60.0
-
-
-# What may change between two starts of a run, and changes more than the last digits.
-WORTH_TELLING = (
-    "precision", "reduce", "sync_batch_norm", "comm_hook", "local_steps", "ps_mode", "staleness",
-)  # fmt: skip
 
 
 class Saver:
@@ -52,16 +48,23 @@ class Saver:
         directory: RunDirectory,
         console: Console,
     ) -> None:
-        """Connect the ranks once more; nothing is read or written yet."""
+        """Connect the ranks once more; nothing is read or written yet.
+
+        Raises:
+            UsageError: on all ranks; the model holds what no checkpoint can.
+        """
         self.config, self.identity, self.group = config, identity, group
         self.strategy, self.optimizer, self.scaler = strategy, optimizer, scaler
         self.directory, self.console = directory, console
         self._checkpointer = Checkpointer(directory.path, group, timeout_s=config.timeout_s)
-        # What was found damaged in rank 0's directory at the start.
-        self._damaged: set[Position] = set()
+        self._retention = Retention(directory, console, keep=config.keep_checkpoints)
         # Where this moment is saved, in a directory that rank 0 sees.
         self._saved: Position | None = None
         self._last_step = 0
+        self._refuse_unstorable()
+        self._frozen = self._everywhere(
+            name for name, weight in self.strategy.named_parameters() if not weight.requires_grad
+        )
 
     def resume(self, progress: Progress) -> None:
         """Go on from the newest valid checkpoint that any rank sees, if there is one.
@@ -71,7 +74,7 @@ class Saver:
         """
         run_dir, shared = self.directory.path, self._checkpointer.shared
         seen, source = recovery.find(run_dir, self.group, shared=shared)
-        self._damaged = {position for position, _ in seen[0].damaged}
+        self._retention.damaged = {position for position, _ in seen[0].damaged}
         self._report_damage(seen)
         if source is None and any(sighting.damaged for sighting in seen):
             self.console.say("no whole checkpoint is left: starting from the first step")
@@ -90,9 +93,17 @@ class Saver:
         self.strategy.load_model_state(model)
         self.scaler.load(found.state.scaler)
         progress.step, progress.samples_seen = found.state.step, found.state.samples_seen
+        if found.state.loss is not None:
+            progress.metrics["loss"] = found.state.loss
         # Rank 0's own directory has it only if rank 0 was the one to read it.
         self._saved = best if source == 0 else None
         where = best.path(run_dir)
+        thawed = self._everywhere(
+            name
+            for name, weight in self.strategy.named_parameters()
+            if weight.requires_grad and name in (found.state.frozen or ())
+        )
+        changed = changes(found.state, self.config, frozen=self._frozen, thawed=thawed)
         self.directory.event(
             "resume",
             step=progress.step,
@@ -100,12 +111,9 @@ class Saver:
             checkpoint=str(where.relative_to(run_dir)),
             read_by=source,
             written_by_ranks=found.state.world_size,
+            changed=changed,
         )
         self.console.say(f"resuming after step {progress.step}/{progress.steps} from {where}")
-        changed = differences(
-            {name: found.state.config.get(name) for name in WORTH_TELLING},
-            {name: _plain(getattr(self.config, name)) for name in WORTH_TELLING},
-        )
         if changed:
             self.console.say(f"with another configuration: {'; '.join(changed)}")
 
@@ -117,11 +125,14 @@ class Saver:
             FencedError: on all ranks; a later start has taken over.
             NonFiniteLoss: on all ranks; these weights would replace good ones.
         """
+        if self._saved and self._saved.step == progress.step:
+            self.wait()
+            if self._saved:
+                return
+        since = time.monotonic()
         # Steps that a kill cannot take back are not to be missing from the metrics.
         self.directory.flush()
-        self.wait()
-        if self._saved and self._saved.step == progress.step:
-            return
+        self._attempt(lambda: self._checkpointer.wait(for_next=True))
         self._refuse_unsound(progress.step)
         position = Position(attempt=self.group.place.attempt, step=progress.step)
         state = State(
@@ -130,8 +141,10 @@ class Saver:
             samples_seen=progress.samples_seen,
             world_size=self.group.place.world_size,
             identity=self.identity,
-            config={name: _plain(value) for name, value in dataclasses.asdict(self.config).items()},
+            config=plain(self.config),
             scaler=self.scaler.state(),
+            loss=progress.metrics.get("loss"),
+            frozen=self._frozen,
         )
         running = progress.outcome(self.group.place, "running", "training")
 
@@ -149,16 +162,20 @@ class Saver:
                 seconds=timing.total_s,
                 stall_seconds=timing.stall_s,
             )
-            self._damaged.discard(position)
-            # Who has taken over meanwhile may be reading one of them.
-            if not self.directory.superseded():
-                keep = self.config.keep_checkpoints
-                disk.prune(self.directory.path, position, keep=keep, damaged=self._damaged)
+            self._retention.damaged.discard(position)
+            self._retention.prune(position)
 
         self._saved, self._last_step = position, progress.step
         self._attempt(
             lambda: self._checkpointer.save(
-                position, state, self._tensors(), may_commit=may_commit, committed=committed
+                position,
+                state,
+                self._tensors(),
+                since=since,
+                make_room=lambda: self._retention.make_room(position),
+                may_go=lambda: self._retention.may_go(position),
+                may_commit=may_commit,
+                committed=committed,
             )
         )
 
@@ -194,6 +211,21 @@ class Saver:
             export(path, stored.listing(), stored.whole)
 
         self.group.on_rank_0(write)
+
+    def _everywhere(self, names: Iterable[str]) -> list[str]:
+        """Put the names of all ranks together."""
+        return sorted({name for rank in self.group.gather(list(names)) for name in rank})
+
+    def _refuse_unstorable(self) -> None:
+        """Find out now what would fail at the first checkpoint."""
+        state = self.strategy.model_state()
+        mine = [f"{name} {text}" for name, held in state.items() if (text := problem_of(held))]
+        if problems := self._everywhere(mine):
+            raise UsageError(
+                "checkpoints cannot hold all of the model: register what can be computed anew with "
+                "persistent=False, or give it another type:\n"
+                + "\n".join(f"  {problem}" for problem in problems)
+            )
 
     def _refuse_unsound(self, step: int) -> None:
         """Keep weights that are not finite out of checkpoints, of which only the last are kept.
@@ -252,7 +284,3 @@ class Saver:
                     reason=reason,
                 )
                 self.console.say(f"skipping a damaged checkpoint: {reason}")
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value

@@ -26,7 +26,7 @@ from train.errors import (
 from train.failing import fail
 from train.loop import Trainer
 from train.optimizing import NamedOptimizer
-from train.ownership import claim
+from train.ownership import adopt, claim
 from train.profiling import Profiler
 from train.progress import Progress
 from train.rundir import RunDirectory
@@ -54,9 +54,10 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
         with open_group(place, config) as group:
             # All ranks are here: from now on they can agree on where to stop.
             stop.wait_for_the_loop()
-            progress = Progress(steps=config.total_steps(len(source_of(task.train()))))
+            samples = len(source_of(task.train(), task=task.name))
+            progress = Progress(steps=config.total_steps(samples))
             identity = {**config.identity(), **task.identity()}
-            nothing_left = claim(directory, identity, progress.steps, group)
+            nothing_left = claim(directory, identity, progress.steps, group, adopt=config.adopt)
             if nothing_left is not None:
                 console.say(nothing_left)
                 if config.export:
@@ -70,6 +71,8 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
             saver = trainer.saver
             announce(trainer, parts)
             trainer.resume()
+            step = progress.step
+            group.on_rank_0(lambda: adopt(directory, identity, step, console))
             if not trainer.run():
                 return EXIT_PREEMPTED
             finish(trainer)
@@ -148,6 +151,7 @@ def assemble(
     """
     config, group = parts.config, parts.group
     strategy = strategies.build(config.strategy_on(group.place), parts)
+    strategy.verify()
     # After the strategy has wrapped the model: it may have replaced the parameters.
     optimizer = NamedOptimizer(strategy.named_parameters(), config)
     strategy.bind(optimizer)

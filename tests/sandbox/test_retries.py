@@ -84,6 +84,30 @@ def test_a_failure_that_would_come_again_ends_the_job(site: Site) -> None:
     assert last_reason(run) in status.reason
 
 
+RAISE = """
+[ "$TORCHELASTIC_RESTART_COUNT" -lt 2 ] || exec sleep 10000
+exec python3 -c 'raise ValueError(f"no kernel at {id(object()):#x}")'
+"""
+
+
+@pytest.mark.parametrize(
+    ("in_job", "words"),
+    [(0, ["retryable", "fatal"]), (9, ["fatal"])],
+    ids=["two attempts", "two starts in a job"],
+)
+def test_a_script_that_fails_twice_alike_ends_the_job(
+    site: Site, in_job: int, words: list[str]
+) -> None:
+    """A third start by torchrun would wait for ever: who watches its starts ends it."""
+    run = shell(site, RAISE, requeue=5, in_job=in_job)
+    assert run.wait(300).state is toolkit.RunState.FAILED
+    assert reasons(run) == words, failure(run)
+    assert last_reason(run) == (
+        "fatal: the same failure twice: ValueError: no kernel at 0x*; "
+        "another start would end like these two; not queued again"
+    )
+
+
 TELL = """
 cat >"$TRAIN_RUN_DIR/outcome.json" <<END
 {"status": "running", "attempt": $TRAIN_ATTEMPT, "step": 5, "rank": null, "reason": ""}

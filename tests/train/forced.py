@@ -20,7 +20,7 @@ _unforced = hybrid.parallelise
 
 def _parallelise(
     model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh
-) -> cp.SequenceSlice:
+) -> hybrid.Cut:
     config, group = parts.config, mesh.get_group("fsdp")
     if config.strategy in ("tp", "hybrid"):
         tp.apply(model, parts.task, mesh["tp"], config)
@@ -30,12 +30,12 @@ def _parallelise(
             if isinstance(module, CausalAttention):
                 swaps = config.cp_method == "ulysses"
                 module.context = ulysses if swaps else cp.GatheredKeys(group, 0)
-    found = _unforced(model, pieces, parts, mesh)
+    cut, units, name = _unforced(model, pieces, parts, mesh), None, parts.task.name
     if config.strategy == "hsdp":
-        fsdp.apply(model, pieces, mesh["dp_replicate", "fsdp"], config)
+        units = fsdp.apply(model, pieces, mesh["dp_replicate", "fsdp"], config, task=name)
     elif config.strategy in ("fsdp", "cp", "hybrid"):
-        fsdp.apply(model, pieces, mesh["fsdp"], config)
-    return found
+        units = fsdp.apply(model, pieces, mesh["fsdp"], config, task=name)
+    return hybrid.Cut(sequence=cut.sequence, units=units)
 
 
 hybrid.parallelise = _parallelise

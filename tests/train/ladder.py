@@ -3,6 +3,10 @@
 `climb()` starts some ranks and sends all cases of that world size through them, one after the
 other. Each case makes real steps with the real `Trainer`; rank 0 makes the same steps alone. Where
 every rank can have a GPU, it has one, and NCCL: as in a run.
+
+All compute in double precision unless a test is about another one. There a fault and rounding lie
+far apart, on any processor; in single precision they need not: what a sum is rounded to depends on
+its order, and its order on the processor's vectors.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,6 +30,7 @@ from tests.train.processes import PROCESSES
 from train import session, tasks
 from train.config import Config
 from train.console import Console
+from train.data import Batch, Samples
 from train.distributed import Group, open_group
 from train.environment import Place
 from train.layout import Layout
@@ -33,6 +39,7 @@ from train.progress import Progress
 from train.rundir import RunDirectory
 from train.stopping import StopRequest
 from train.strategies.base import Parts
+from train.tasks import Task
 
 STEPS = 3
 # For all cases of one world size, on a busy machine.
@@ -47,6 +54,8 @@ class Case:
     world_size: int
     config: Config
     """What the ranks do; the reference does the same without their layout."""
+    reference: Mapping[str, object] = field(default_factory=dict)
+    """What the reference does otherwise, such as cutting batches as the ranks cut them."""
     sabotage: str = ""
     """Python that plants a fault; ranks that have run it are changed for good."""
 
@@ -75,7 +84,6 @@ class Recording:
     """A trainer's steps, with what they were made of."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
         self.gradients: list[dict[str, Tensor]] = []
         self.losses: list[float] = []
         step = trainer.optimizer.step
@@ -87,14 +95,15 @@ class Recording:
             step(lr)
 
         trainer.optimizer.step = recorded  # type: ignore[method-assign]
-        self.initial = self.weights()
+        self.initial = weights_of(trainer)
         for _ in range(STEPS):
             trainer.train_step()
             self.losses.append(trainer.progress.metrics["loss"])
-        self.final = self.weights()
+        self.final = weights_of(trainer)
 
-    def weights(self) -> dict[str, Tensor]:
-        return {n: whole(t).clone() for n, t in self.trainer.strategy.model_state().items()}
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {n: whole(t).clone() for n, t in trainer.strategy.model_state().items()}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -108,7 +117,8 @@ def whole(tensor: Tensor) -> Tensor:
 def trainer_of(config: Config, layout: Layout, group: Group, folder: Path) -> Trainer:
     """Assemble what a run would, without claiming a directory."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = Parts(task=tasks.load(config.task), config=config, layout=layout, group=group)
+    task = like_the_models(tasks.load(config.task))
+    parts = Parts(task=task, config=config, layout=layout, group=group)
     return session.assemble(
         parts,
         identity={},
@@ -119,10 +129,40 @@ def trainer_of(config: Config, layout: Layout, group: Group, folder: Path) -> Tr
     )
 
 
+def like_the_models(task: Task) -> Task:
+    """Give a task whose data have the type that models are made of; a Dataset's are left alone."""
+
+    def converted(data: Batch | Samples) -> Batch | Samples:
+        if not isinstance(data, Batch) or torch.get_default_dtype() == torch.float32:
+            return data
+        return data.mapped(
+            lambda t: t.to(torch.get_default_dtype()) if t.is_floating_point() else t
+        )
+
+    train, test = task.train, task.test
+    task.train = lambda: converted(train())  # type: ignore[method-assign]
+    task.test = lambda: converted(test())  # type: ignore[method-assign]
+    return task
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Make models and numbers in double precision, in this process."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def reference_of(config: Config) -> Config:
     """The same training by one process."""
     names = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch")
     alone = dataclasses.replace(config, **dict.fromkeys(names))  # type: ignore[arg-type]
+    # How ranks do it, which is nothing to one: alike, so that cases share a reference.
+    plain = {name: getattr(Config, name) for name in ("pp_schedule", "cp_method", "loss_parallel")}
+    alone = dataclasses.replace(alone, **plain)
     return dataclasses.replace(
         alone,
         strategy="single",
@@ -143,12 +183,7 @@ def compare(case: Case, group: Group, folder: Path) -> Differences | None:
     gradients = [merged(group, step) for step in record.gradients]
     differences = None
     if group.place.rank == 0:
-        alone = Alone(
-            place=dataclasses.replace(group.place, rank=0, world_size=1), device=group.device
-        )
-        one = Recording(
-            trainer_of(reference_of(case.config), Layout(), alone, folder / f"{case.name}-alone")
-        )
+        one = by_one_process(case, group, folder)
         differences = Differences(
             initial_weights=largest(initial, one.initial),
             loss=max(abs(a - b) for a, b in zip(record.losses, one.losses, strict=True)),
@@ -162,6 +197,23 @@ def compare(case: Case, group: Group, folder: Path) -> Differences | None:
     return differences
 
 
+_references: dict[Config, Recording] = {}
+
+
+def by_one_process(case: Case, group: Group, folder: Path) -> Recording:
+    """Make a case's steps as one process; several cases may have the same ones."""
+    if case.sabotage:
+        _references.clear()
+    config = dataclasses.replace(reference_of(case.config), **case.reference)  # type: ignore[arg-type]
+    if config not in _references:
+        place = dataclasses.replace(group.place, rank=0, world_size=1)
+        one = Alone(place=place, device=group.device)
+        _references[config] = Recording(
+            trainer_of(config, Layout(), one, folder / f"{case.name}-alone")
+        )
+    return _references[config]
+
+
 def merged(group: Group, mine: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every rank's tensors by name; of those that several have, the last one's."""
     return {name: t for rank in group.gather(mine) for name, t in rank.items()}
@@ -173,7 +225,7 @@ def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def climb(
-    cases: Sequence[Case], *, timeout_s: float = LONG_S, dtype: torch.dtype = torch.float32
+    cases: Sequence[Case], *, timeout_s: float = LONG_S, dtype: torch.dtype = torch.float64
 ) -> dict[str, Differences]:
     """Run all cases of one world size, with models of some type; give the differences by name."""
     found: dict[str, Differences] = {}

@@ -215,10 +215,10 @@ def saved(self, *what, **options):
         # Who meets whom is settled now: time ends a wait that nothing else ends.
         limit_waiting(dist.group.WORLD, timeout_s=2)
 
-def waited(self):
+def waited(self, **options):
     if self._thread is not None:
         gone_on.set()
-    wait(self)
+    wait(self, **options)
 
 def one_group(**options):
     return dist.group.WORLD

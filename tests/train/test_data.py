@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,9 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from train import trees
 from train.data import Batch, Order, permutation, share_of, source_of, targets_of
 from train.errors import UsageError
 from train.reading import Feed, Reader
+from train.tasks import Task, load
+from train.trees import Tree
 
 sizes = st.integers(1, 200)
 shard_counts = st.integers(1, 9)
@@ -142,6 +148,159 @@ def test_an_empty_draw_of_a_data_set_has_the_shape_of_others() -> None:
 def test_targets_are_found_with_and_without_an_attribute() -> None:
     assert targets_of(Squares(4)).tolist() == [0, 1, 4, 9]
     assert targets_of(Batch(inputs=torch.zeros(2), targets=torch.ones(2))).tolist() == [1.0, 1.0]
+
+
+def tree(size: int) -> Batch:
+    return Batch(
+        inputs={"image": torch.arange(2 * size).view(size, 2), "marks": [(torch.ones(size),)]},
+        targets=Pair(torch.arange(size), torch.arange(size).double()),
+    )
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def test_a_batch_of_trees_is_cut_and_drawn_from_like_one_of_tensors() -> None:
+    batch = tree(5)
+    numbers = torch.tensor([3, 0])
+    drawn = batch.take(numbers)
+    assert len(batch) == 5 and len(drawn) == 2
+    assert drawn.inputs["image"].equal(batch.inputs["image"][numbers])
+    assert isinstance(drawn.targets, Pair) and drawn.targets.second.tolist() == [3.0, 0.0]
+    parts = batch.split_into(3)
+    assert [len(part) for part in parts] == [1, 2, 2]
+    whole = trees.joined([part.inputs for part in parts])
+    assert whole["image"].equal(batch.inputs["image"])
+    assert isinstance(whole["marks"][0], tuple)
+    # Without copying.
+    assert batch.part(1, 3).inputs["image"].data_ptr() == batch.inputs["image"][1:].data_ptr()
+    assert not batch.zeros().targets.first.any() and len(batch.zeros()) == 5
+    assert batch.to(torch.device("meta")).inputs["marks"][0][0].is_meta
+    # One tensor and one tree.
+    mixed = Batch(inputs=torch.arange(5), targets={"kind": torch.arange(5)}).take(numbers)
+    assert mixed.inputs.tolist() == mixed.targets["kind"].tolist() == [3, 0]
+
+
+class Records:
+    """A data set of dicts of any form, by number."""
+
+    def __init__(self, give: Callable[[int], object]) -> None:
+        self.give = give
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.give(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_of_dicts_is_put_together_leaf_by_leaf(workers: int) -> None:
+    records = Records(lambda n: ({"x": [float(n)] * 2, "n": n}, (n, {"y": torch.tensor(n)})))
+    reader = Reader(records, workers=workers)
+    (batch,) = reader.read([torch.tensor([2, 1, 3])])
+    assert len(batch) == 3
+    assert [row.tolist() for row in batch.inputs["x"]] == [[2.0, 1.0, 3.0]] * 2
+    assert batch.targets[1]["y"].tolist() == batch.inputs["n"].tolist() == [2, 1, 3]
+    nothing = reader.take(torch.arange(0))
+    assert len(nothing) == 0 and nothing.targets[1]["y"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (
+            {"x": 1.0, "y": 2.0},
+            "a sample of its data is a dict of 2, but must be a pair (input, target); several "
+            "inputs are one dict, list or tuple in it",
+        ),
+        ((1.0, 2.0, 3.0), "a sample of its data is a tuple of 3, but must be a pair"),
+        (torch.zeros(2), "a sample of its data is a Tensor of 2, but must be a pair"),
+        (
+            ({"image": 1.0, "note": ["a"]}, 1),
+            f"inputs['note'][0][0] of its data is of type str; {trees.ONLY}: make a tensor of it, "
+            "or leave it out",
+        ),
+        ((1.0, {}), f"targets of its data hold no tensor ({{}}); {trees.ONLY}, at least one"),
+    ],
+    ids=["dict", "three", "tensor", "text", "empty"],
+)
+def test_a_sample_that_is_no_pair_of_tensors_is_refused_by_its_part(
+    sample: object, message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^task 'mine': {re.escape(message)}"):
+        # Of two samples, two names of a dict would pass for inputs and targets.
+        source_of(Records(lambda n: sample), task="mine").take(torch.arange(2))
+
+
+def test_samples_of_another_form_than_the_first_are_refused() -> None:
+    def give(number: int) -> object:
+        return ({"a": 1.0, "b": 2.0} if number < 2 else {"a": 1.0}), number
+
+    reader = Reader(Records(give))
+    reader.take(torch.arange(2))
+    with pytest.raises(ValueError, match=re.escape("than the first one was: inputs['a'] [2]")):
+        reader.take(torch.arange(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        (
+            {"image": torch.zeros(3), "ids": [1, 2, 3]},
+            torch.zeros(3),
+            f"inputs['ids'][0] of its data is of type int; {trees.ONLY}: make a tensor of it, or "
+            "leave it out",
+        ),
+        (
+            {"image": torch.zeros(3), "mask": None},
+            torch.zeros(3),
+            f"inputs['mask'] of its data is of type NoneType; {trees.ONLY}: make a tensor of it, "
+            "or leave it out",
+        ),
+        (
+            torch.zeros(3),
+            Pair(torch.zeros(3), torch.zeros(2)),
+            "its data hold 3 samples of inputs, but 2 of targets.second: give one of each for "
+            "every sample",
+        ),
+        (
+            {},
+            torch.zeros(3),
+            f"inputs of its data hold no tensor ({{}}); {trees.ONLY}, at least one",
+        ),
+        (
+            [torch.zeros(3), torch.tensor(1.0)],
+            torch.zeros(3),
+            "inputs[1] of its data is a single number; the first dimension of every tensor is the "
+            "sample: give a number for each",
+        ),
+    ],
+    ids=["numbers", "none", "lengths", "empty", "scalar"],
+)
+def test_a_batch_whose_leaves_are_not_one_row_per_sample_is_refused_by_the_leaf(
+    inputs: Tree, targets: Tree, message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^task 'mine': {re.escape(message)}$"):
+        source_of(Batch(inputs=inputs, targets=targets), task="mine")
+
+
+def test_samples_are_counted_and_not_the_names_of_a_dict() -> None:
+    task = load("digits")
+    targets = {"box": torch.zeros(5, 4), "kind": torch.zeros(5)}
+    assert Task.count(task, targets) == 5
+    assert Task.score(task, torch.zeros(5), targets).shape == (0,)
+
+
+def test_targets_that_name_no_class_are_refused_with_a_way_out() -> None:
+    for samples in (
+        Batch(inputs=torch.zeros(2), targets={"kind": torch.zeros(2)}),
+        Records(lambda n: (n, {"kind": n})),
+    ):
+        with pytest.raises(UsageError, match="give the task a weights"):
+            targets_of(samples)
 
 
 def test_data_that_cannot_be_drawn_from_is_refused() -> None:

@@ -22,12 +22,12 @@ from torch.nn import functional
 from tests.train import large, wide
 from tests.train.ladder import trainer_of
 from tests.train.ranks import on_ranks
-from train import tasks
+from train import sizes, tasks
 from train.config import Config, ScheduleName
 from train.console import Console
 from train.data import Batch
 from train.distributed import Group
-from train.dryrun import bubbles, examine, show, sizes
+from train.dryrun import bubbles, examine, show
 from train.dryrun.bubbles import bubble
 from train.dryrun.findings import Findings, Flow
 from train.dryrun.flops import Flops
@@ -47,8 +47,8 @@ WIDE = f"{HERE / 'wide.py'}:Wide"
 FLOAT = 4
 WIDE_BYTES = 4 * (wide.WIDTH**2 + wide.WIDTH) * FLOAT
 CHARS_BYTES = FLOAT * sum(p.numel() for p in chars.Transformer().parameters())
-# What the loop agrees on in each step: three numbers in double precision.
-AGREEMENT = 3 * 8
+# What the loop agrees on in each step: four numbers in double precision.
+AGREEMENT = 4 * 8
 
 
 def flow(findings: Findings, axes: str, kind: str, rank: int = 0) -> Flow:
@@ -244,6 +244,16 @@ def test_what_does_not_fit_is_refused_with_a_way_out_that_fits(
     mended = dataclasses.replace(config, dp_replicate=4, dp_shard=2)
     assert show(mended, console) == EXIT_DONE
     assert "\nfits: " in capsys.readouterr().out
+
+
+def test_an_evaluation_that_does_not_fit_is_refused_with_a_smaller_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = Config(task="chars", global_batch=16, eval_batch=240, device_memory="24MiB")
+    assert show(config, Console(rank=0)) == EXIT_USAGE
+    text = capsys.readouterr().out
+    assert "  in evaluation\n" in text
+    assert "--eval-batch 60 (" in text
 
 
 def test_thousands_of_ranks_need_no_launcher_and_little_memory() -> None:

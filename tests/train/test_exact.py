@@ -96,6 +96,7 @@ def test_one_two_and_four_ranks_end_in_the_same_bits() -> None:
 
 def apart(rank: int) -> dict[str, float]:
     """Train some steps exactly and as one process does; give the largest difference of weights."""
+    torch.set_default_dtype(torch.float64)
     group = Group(place=Place(), device=torch.device("cpu"))
     sgd: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "global_batch": 10}
     found = {}
@@ -115,7 +116,7 @@ def apart(rank: int) -> dict[str, float]:
 
 def test_exact_trains_what_one_process_trains() -> None:
     (found,) = on_ranks(1, apart)
-    assert max(found.values()) <= 1e-6
+    assert max(found.values()) <= 1e-12
 
 
 def test_wrong_form_ddp_differs_between_one_and_four_ranks() -> None:

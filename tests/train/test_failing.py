@@ -292,7 +292,8 @@ def test_ranks_without_a_gpu_among_ranks_that_have_one_are_named(
         "chosen = (torch.device('cpu'), 'gloo')\n"
         "if os.environ['RANK'] == '1':\n"
         "    chosen = (torch.device('cuda', 0), 'nccl')\n"
-        "distributed.device_and_backend = lambda place, wanted: chosen\n"
+        "distributed._use, distributed.gpu_of = lambda device: None, lambda device: 'GPU-1'\n"
+        "distributed.device_and_backend = lambda place, wanted, device: chosen\n"
         "__main__.enter()\n"
     )
     for name, share in (("own store", "1"), ("torchrun's store", "0")):

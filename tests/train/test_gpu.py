@@ -18,7 +18,8 @@ import torch
 
 from tests.train.ladder import Case, climb
 from tests.train.reading import same, whole
-from tests.train.test_ladder import EIGHT, FOUR, MOST_DOUBLE, ONE, TWO, close
+from tests.train.test_ladder import EIGHT, FOUR, MOST, ONE, TWO, close
+from tests.train.test_precision import largest, rounded
 from train.checkpoints.staging import Staging
 from train.checkpoints.tensorfile import Part
 
@@ -41,8 +42,7 @@ WORLDS = [
 @pytest.mark.parametrize("cases", WORLDS)
 def test_every_arrangement_equals_one_gpu(cases: list[Case], dtype: str) -> None:
     if dtype == "float64":
-        # Digits are float32, and would have to be converted.
-        chosen, most = [one for one in cases if one.config.task == "chars"], MOST_DOUBLE
+        chosen, most = cases, MOST
     else:
         # With adamw, the sign of a gradient that is mere rounding decides about whole steps.
         chosen, most = [one for one in cases if one.config.optimizer == "sgd"], MOST_SINGLE
@@ -97,6 +97,8 @@ def test_a_rank_that_dies_does_not_leave_the_others_waiting(
         ("--precision=fp16", "--clip-norm=1"),
         ("--precision=bf16", "--compile"),
         ("--precision=bf16", "--activation-checkpointing"),
+        ("--compile", "--activation-checkpointing"),
+        ("--tf32=on",),
         ("--strategy=dataparallel",),
         ("--strategy=manual", "--devices=cpu,cuda:0"),
         ("--strategy=dataparallel", "--devices=cpu"),
@@ -115,6 +117,61 @@ def test_ranks_with_a_gpu_each_learn(start: Start, tmp_path: Path, strategy: str
     run.finish()
     assert " on cuda, attempt 0" in run.output()
     assert run.outcome()["metrics"]["test_accuracy"] >= 0.9
+
+
+APART = """
+from torch import nn
+from torch.distributed.tensor.parallel import SequenceParallel
+
+from train.tasks.chars import Chars
+from train.tasks.digits import Digits
+
+
+class Dropping(Chars):
+    # Dropout of tensors that are shared by ranks, whose numbers torch draws for all of them.
+    def tensor_plan(self, model, **given):
+        plan = super().tensor_plan(model, **given)
+        names = [name for name in plan if name.endswith(("attention_drop", "feed.3"))]
+        return {**plan, **{name: SequenceParallel() for name in names}}
+
+
+class Normed(Digits):
+    def model(self):
+        return nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "ranks", "flags"),
+    [
+        pytest.param(task, ranks, flags.split(), marks=pytest.mark.gpu(ranks), id=flags)
+        for task, ranks, flags in (
+            ("Dropping", 2, "--tp=2 --dropout=0.1"),
+            # Of four ranks, two draw at a time.
+            ("Dropping", 4, "--pp=2 --tp=2 --dropout=0.1 --micro-batch=4"),
+            ("Dropping", 4, "--dp-shard=2 --tp=2 --cpu-offload --clip-norm=1"),
+            ("Normed", 2, "--strategy=fsdp --meta-init --sync-batch-norm"),
+            ("Normed", 2, "--strategy=pp --micro-batch=8 --sync-batch-norm"),
+            ("Normed", 2, "--strategy=ddp --compile --activation-checkpointing"),
+        )
+    ],
+)
+def test_what_only_several_gpus_can_do_goes_to_its_end(
+    start: Start, tmp_path: Path, task: str, ranks: int, flags: list[str]
+) -> None:
+    (tmp_path / "apart.py").write_text(APART)
+    flags = [f"--task={tmp_path / 'apart.py'}:{task}", "--steps=3", "--global-batch=16", *flags]
+    run = start.ranks(ranks, *flags, run_dir=tmp_path / "run").finish()
+    assert run.losses().keys() == {1, 2, 3}
+
+
+@pytest.mark.gpu(4)
+def test_every_strategy_rounds_as_one_gpu_does() -> None:
+    found = climb(rounded("bf16"), dtype=torch.float32)
+    wrong = found.pop("gathered in halves, bf16")
+    most = 2 * torch.finfo(torch.bfloat16).eps
+    assert largest(wrong) > most
+    assert {name: far for name, far in found.items() if far.error or largest(far) > most} == {}
 
 
 def test_a_copy_for_a_checkpoint_is_of_its_moment() -> None:

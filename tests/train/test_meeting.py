@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import multiprocessing
 import os
+import random
 import re
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tests.ports import free_port
@@ -27,8 +33,9 @@ from tests.train.ranks import on_ranks
 from train.config import Config
 from train.distributed import device_and_backend, open_group
 from train.environment import Place
-from train.errors import UsageError, is_collateral
-from train.meeting import AGENT_STORE, await_server
+from train.errors import PeerError, UsageError, is_collateral
+from train.meeting import AGENT_STORE, await_server, meet
+from train.membership import enter, gather
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -105,6 +112,14 @@ def ours(place: Place, method: str, said: Path) -> None:
         said.write_text(f"sum {group.sum([place.rank + 1.0])[0]}")
 
 
+def ours_held(place: Place, method: str, said: Path) -> None:
+    config = Config(strategy="ddp", init_method=method, timeout_s=60)
+    with open_group(place, config) as group:
+        said.write_text("they met")
+        _wait_for((said.parent / "go on").exists)
+        said.write_text(f"sum {group.sum([place.rank + 1.0])[0]}")
+
+
 def ours_killed(place: Place, method: str, said: Path) -> None:
     config = Config(strategy="ddp", init_method=method, timeout_s=60)
     with open_group(place, config) as group:
@@ -162,30 +177,226 @@ def test_a_file_that_a_killed_run_left_is_no_trap(meeting: Meeting, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_two_runs_at_one_place_are_told_so(meeting: Meeting, tmp_path: Path, kind: str) -> None:
-    method = f"file://{tmp_path}/here" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
-    meeting.rank(ours, 0, method)
+def test_two_runs_at_one_place_are_all_refused(meeting: Meeting, tmp_path: Path, kind: str) -> None:
+    method = place_of(kind, tmp_path)
+    # Whose rank 1 will come? Nobody can know.
+    first = meeting.rank(ours, 0, method)
+    _wait_until_there(method)
+    second = meeting.said(meeting.rank(ours, 0, method))
     if kind == "tcp":
-        # The port is the first run's as soon as its rank 0 serves it.
-        _wait_for_port(int(method.rpartition(":")[2]))
-    else:
-        # Torch's store notes something of its own there before the rank does.
-        here = tmp_path / "here.attempt-0.restart-0"
-        _wait_for(lambda: here.exists() and b"rank 0" in here.read_bytes())
-    said = meeting.said(meeting.rank(ours, 0, method))
-    if kind == "tcp":
-        assert said == (
+        assert second == (
             f"UsageError: {method}: the port is taken on {socket.gethostname()}, by another run "
             "perhaps; choose another one"
         )
     else:
-        assert said.startswith(f"UsageError: --init-method {method}.attempt-0.restart-0: this is ")
-    # Nor does it disturb the first, whose own rank 1 comes late.
-    assert meeting.said(meeting.rank(ours, 1, method)) == "sum 3.0"
-    assert meeting.said(0) == "sum 3.0"
-    # Another number of ranks is another run, too: who comes second is told.
-    mixed = [meeting.rank(ours, 0, method), meeting.rank(ours, 2, method, count=3)]
-    _wait_for(lambda: any("at the same place" in meeting.so_far(number) for number in mixed))
+        assert refused(second)
+    assert refused(meeting.said(first))
+    # Another number of ranks is another run, too; and RANK may be set wrongly.
+    for places in ([(0, 2), (2, 3)], [(0, 3), (1, 3), (1, 3)]):
+        numbers = [meeting.rank(ours, rank, method, count=count) for rank, count in places]
+        assert all(refused(meeting.said(number)) for number in numbers)
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_ranks_that_have_met_are_not_disturbed(meeting: Meeting, tmp_path: Path, kind: str) -> None:
+    method = place_of(kind, tmp_path)
+    numbers = [meeting.rank(ours_held, rank, method) for rank in (0, 1)]
+    _wait_for(lambda: all(meeting.so_far(number) == "they met" for number in numbers))
+    for said in [*meeting.of_two(ours, method), *meeting.of_two(ours, method, count=3)]:
+        assert refused(said) or "the port is taken" in said
+    (tmp_path / "meeting" / "go on").touch()
+    _wait_for(lambda: all(meeting.said(number) == "sum 3.0" for number in numbers))
+
+
+def test_a_rank_that_died_and_came_again_is_no_other_run(meeting: Meeting, tmp_path: Path) -> None:
+    """As where a launcher replaces a single process: a new start of all helps, so none is fatal."""
+    method = f"file://{tmp_path}/here"
+    early = [meeting.rank(ours, rank, method, count=3) for rank in (0, 1)]
+    here = tmp_path / "here.attempt-0.restart-0"
+    _wait_for(
+        lambda: here.exists() and b"rank 0" in (raw := here.read_bytes()) and b"rank 1" in raw
+    )
+    meeting.started[early[1]].kill()
+    meeting.started[early[1]].join()
+    for said in (meeting.said(meeting.rank(ours, 1, method, count=3)), meeting.said(early[0])):
+        assert said.startswith("PeerError") and "one of them is left over" in said
+    again = [meeting.rank(ours, rank, method, count=3) for rank in range(3)]
+    assert [meeting.said(number) for number in again] == ["sum 6.0"] * 3
+
+
+def test_a_straggler_of_the_same_torchrun_is_no_other_run() -> None:
+    place = Place(rank=1, world_size=2, launched=True, launch="job-7")
+    store = HashStore()
+    assert enter(PrefixStore("train/0", store), place) is None
+    with pytest.raises(PeerError, match="one of them is left over from an earlier try"):
+        gather(store, dataclasses.replace(place, restart=1), "tcp://here:1")
+
+
+def test_ranks_meet_at_a_port_that_count_restarts_differently(meeting: Meeting) -> None:
+    method = f"tcp://127.0.0.1:{free_port()}"
+    ranks = [meeting.rank(ours, rank, method, restart=rank) for rank in (0, 1)]
+    assert [meeting.said(number) for number in ranks] == ["sum 3.0"] * 2
+
+
+def place_of(kind: str, folder: Path) -> str:
+    return f"file://{folder}/here" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
+
+
+def refused(said: str) -> bool:
+    return bool(re.match(r"UsageError: --init-method .* two runs meet at the same place, ", said))
+
+
+class Turns:
+    """Lets the operations of some threads on their store come in an order of the test's choice."""
+
+    def __init__(self, order: Sequence[int], members: int) -> None:
+        self.order = list(order)
+        self.members = members
+        self.ready: dict[int, Callable[[], bool]] = {}
+        self.changed = threading.Condition()
+
+    def take(self, member: int, may: Callable[[], bool], operation: Callable[[], Any]) -> Any:
+        with self.changed:
+            self.ready[member] = may
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.next() == member, PATIENCE_S)
+            del self.ready[member]
+            if member in self.order:
+                self.order.remove(member)
+            return operation()
+
+    def next(self) -> int | None:
+        """Who is to go on, once all have an operation to make."""
+        if len(self.ready) < self.members:
+            return None
+        able = [member for member in self.ready if self.ready[member]()]
+        return next((member for member in [*self.order, *sorted(able)] if member in able), None)
+
+    def leave(self) -> None:
+        with self.changed:
+            self.members -= 1
+            self.changed.notify_all()
+
+
+class Stepwise:
+    """A store for one thread that waits for its turn before each operation."""
+
+    def __init__(self, store: Store, turns: Turns, member: int) -> None:
+        self.store, self.turns, self.member = store, turns, member
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(self.store, name)
+        return lambda *given: self.turns.take(
+            self.member,
+            lambda: name != "wait" or self.store.check(given[0]),
+            lambda: operation(*given),
+        )
+
+
+def outcomes(
+    places: Sequence[tuple[int, int]], order: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Let ranks (of so many) gather, in a given order of their operations; say how each ended."""
+    monkeypatch.setattr("train.membership.PrefixStore", lambda _, stepwise: stepwise)
+    turns, shared = Turns(order, len(places)), HashStore()
+    ends = [""] * len(places)
+
+    def come(member: int) -> None:
+        rank, count = places[member]
+        try:
+            place = Place(rank=rank, world_size=count, launched=True)
+            gather(Stepwise(shared, turns, member), place, "here")  # type: ignore[arg-type]
+            ends[member] = "met"
+        except UsageError as error:
+            ends[member] = "refused" if "at the same place" in str(error) else str(error)
+        finally:
+            turns.leave()
+
+    threads = [threading.Thread(target=come, args=[member]) for member in range(len(places))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return ends
+
+
+def test_honest_ranks_meet_in_whatever_order_their_operations_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    orders = set(itertools.permutations([0, 1] * 4))
+    assert len(orders) == 70
+    for order in orders:
+        assert outcomes([(0, 2), (1, 2)], order, monkeypatch) == ["met", "met"], order
+
+
+@pytest.mark.parametrize("places", [[(0, 2), (0, 2)], [(0, 2), (1, 3)], [(0, 2), (1, 2), (1, 2)]])
+def test_no_order_of_operations_lets_two_runs_meet(
+    places: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members, draw = list(range(len(places))) * 4, random.Random(0)
+    allowed = [["refused"] * len(places)]
+    if len(places) == 3:
+        # A third comes when two have met.
+        allowed += [["met", "met", "refused"], ["met", "refused", "met"]]
+    for _ in range(60):
+        draw.shuffle(members)
+        assert outcomes(places, members, monkeypatch) in allowed, members
+
+
+def peers(
+    ranks: Sequence[int], count: int, method: str, rounds: int, spread_s: float, folder: Path
+) -> None:
+    """Be some ranks, each a thread, that meet again and again; write what keeps them from it."""
+
+    # Torch looks up a name for each address, and a name server may be slow to know none.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+
+    def be(rank: int) -> None:
+        place, draw = Place(rank=rank, world_size=count, launched=True), random.Random(rank)
+        for number in range(rounds):
+            time.sleep(draw.uniform(0, spread_s))
+            try:
+                with meet(place, method, timedelta(seconds=PATIENCE_S)):
+                    pass
+            except Exception as error:
+                text = f"rank {rank}, round {number}: {type(error).__name__}: {error}"
+                (folder / f"error-{rank}").write_text(text)
+                return
+
+    threads = [threading.Thread(target=be, args=[rank], daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (folder / f"ended-{ranks[0]}").touch()
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+@pytest.mark.parametrize(
+    "count, rounds, spread_s",
+    [(32, 5, 0.0), pytest.param(256, 100, 3.0, marks=pytest.mark.nightly)],
+)
+def test_honest_ranks_are_never_refused(
+    tmp_path: Path, kind: str, count: int, rounds: int, spread_s: float
+) -> None:
+    """Nor is a run whose ranks come while those of the run before it are still leaving."""
+    method, parts = place_of(kind, tmp_path), [range(n, count, 4) for n in range(4)]
+    processes = [
+        PROCESSES.Process(target=peers, args=(part, count, method, rounds, spread_s, tmp_path))
+        for part in parts
+    ]
+    for process in processes:
+        process.start()
+    try:
+        _wait_for(
+            lambda: len(list(tmp_path.glob("ended-*"))) == 4 or any(tmp_path.glob("error-*")),
+            PATIENCE_S + 20 * rounds,
+        )
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert [path.read_text() for path in tmp_path.glob("error-*")] == []
 
 
 def _wait_for_port(port: int) -> None:
@@ -196,8 +407,19 @@ def _wait_for_port(port: int) -> None:
     _wait_for(open_)
 
 
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def _wait_until_there(method: str) -> None:
+    """Wait for a rank 0 that waits for others."""
+    if method.startswith("tcp"):
+        # The port is the first run's as soon as its rank 0 serves it.
+        _wait_for_port(int(method.rpartition(":")[2]))
+    else:
+        # Torch's store notes something of its own there before the rank does.
+        here = Path(method.removeprefix("file://") + ".attempt-0.restart-0")
+        _wait_for(lambda: here.exists() and b"rank 0" in here.read_bytes())
+
+
+def _wait_for(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
@@ -207,7 +429,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_asked(
     meeting: Meeting, tmp_path: Path, kind: str
 ) -> None:
-    method = f"file://{tmp_path}/here" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
+    method = place_of(kind, tmp_path)
     # Torch alone would wait for half an hour; and another start may help.
     said = meeting.said(meeting.rank(ours_impatient, 0, method))
     assert said.endswith(", collateral: True")

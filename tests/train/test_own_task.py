@@ -218,6 +218,27 @@ class Ragged(Numbered):
     def __getitem__(self, number):
         return torch.zeros(4 if number < 20 else 5), number % 3
 
+class Nested(Sound):
+    def model(self):
+        return First()
+
+    def train(self):
+        inputs = {"image": torch.randn(24, 4), "more": [torch.ones(24)]}
+        return Batch(inputs=inputs, targets={"kind": torch.arange(24) % 3})
+
+    def count(self, targets):
+        return len(targets["kind"])
+
+    test = train
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 3))
+
+    def forward(self, inputs):
+        return inputs["image"] @ self.weight
+
 class Together(Sound):
     def train(self):
         return Ragged()
@@ -247,7 +268,6 @@ def faulty(tmp_path: Path) -> Path:
 
 
 BATCH = "its batch has inputs [8, 4] float32 and targets [8] int64"
-TESTED = "its batch has inputs [24, 4] float32 and targets [24] int64"
 
 
 @pytest.mark.parametrize(
@@ -260,6 +280,15 @@ TESTED = "its batch has inputs [24, 4] float32 and targets [24] int64"
             "at step 1 of 3",
             f"layer '1.1' (Linear) was given input [8, 8] float32; {BATCH}; ",
             "",
+        ),
+        (
+            "Nested",
+            "the forward pass",
+            "at step 1 of 3",
+            "First was given inputs['image'] [8, 4] float32, inputs['more'][0] [8] float32; its "
+            "batch has inputs['image'] [8, 4] float32, inputs['more'][0] [8] float32 and "
+            "targets['kind'] [8] int64; ",
+            '        return inputs["image"] @ self.weight',
         ),
         (
             "Loss",
@@ -280,7 +309,7 @@ TESTED = "its batch has inputs [24, 4] float32 and targets [24] int64"
             "Score",
             "score()",
             "in the evaluation after step 3",
-            f"it was given outputs [24, 3] float32, targets [24] int64; {TESTED}; ",
+            f"it was given outputs [8, 3] float32, targets [8] int64; {BATCH}; ",
             "        return outputs @ targets",
         ),
         (
@@ -364,13 +393,21 @@ def test_a_task_that_leaves_is_no_finished_run(start: Start, tmp_path: Path) -> 
         (
             "torch.zeros(5))",
             "torch.zeros(4))",
-            "the task's data has 5 inputs, but 4 targets: give one of both for each sample",
+            "task 'mine.py:Mine': its data hold 5 samples of inputs, but 4 of targets: give one of "
+            "each for every sample",
         ),
         (
             "return Batch(inputs=torch.zeros(5, 4), targets=torch.zeros(5))",
             "return 5",
             "the task's data is of type int, which has no numbered samples: give a Batch, or a "
             "Dataset with __len__() and __getitem__()",
+        ),
+        (
+            "    test = train",
+            "    def test(self):\n        return [(torch.zeros(4), {'kind': 'a'})]",
+            "task 'mine.py:Mine': targets['kind'][0] of its data is of type str; inputs and "
+            "targets are tensors, or dicts, lists, tuples and NamedTuples of tensors: make a "
+            "tensor of it, or leave it out",
         ),
         (
             "    test = train",
@@ -386,7 +423,7 @@ def test_a_task_that_leaves_is_no_finished_run(start: Start, tmp_path: Path) -> 
             "task 'mine.py:Mine': metrics() gave 3.0; it must be a dict of numbers by name",
         ),
     ],
-    ids=["model", "targets", "data", "loss", "metrics"],
+    ids=["model", "targets", "data", "test", "loss", "metrics"],
 )
 def test_what_a_method_may_not_give_is_refused_by_name(
     tmp_path: Path, old: str, new: str, message: str

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,7 +18,10 @@ from train.distributed import Group
 from train.environment import Place
 from train.errors import RefusedError
 from train.ownership import claim
-from train.rundir import RunDirectory
+from train.rundir import RunDirectory, read_lines
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Running, Start
 
 OURS = {"task": "digits", "lr": 0.1, "seed": 0}
 
@@ -65,3 +71,85 @@ def test_our_own_checkpoints_and_damaged_ones_are_no_reason_to_refuse(tmp_path: 
     theirs = save(tmp_path, attempt=1, task="digits", lr=0.2, seed=7)
     (theirs / "state.json").write_text("{")
     assert claimed(tmp_path) is None
+
+
+OLD = {"task": "old.py:T", "lr": 0.1, "seed": 0, "train_samples": 9, "hidden": 8}
+
+
+@pytest.mark.parametrize(
+    ("now", "adopt", "reason"),
+    [
+        ({}, None, "add --adopt old.py:T if its task is the same as this one, or give"),
+        ({}, "other.py:T", "--adopt other.py:T does not fit, as its task is 'old.py:T': give"),
+        ({"lr": 0.2}, "old.py:T", "--adopt old.py:T does not fit, as lr must not differ: give"),
+        ({"lr": 0.2}, None, "give"),
+        ({"train_samples": 8}, "old.py:T", "as train_samples must not differ: give"),
+        ({}, "old.py:T", ""),
+        ({"hidden": 9}, "old.py:T", ""),
+    ],
+)
+def test_a_run_is_adopted_if_only_its_task_is_another(
+    tmp_path: Path, now: dict[str, object], adopt: str | None, reason: str
+) -> None:
+    save(tmp_path, attempt=0, **OLD)
+    (tmp_path / "run.json").write_text(json.dumps({"version": 1, "identity": OLD}))
+    place = Place()
+    group = Group(place=place, device=torch.device("cpu"))
+    identity = {**OLD, "task": "new.py:T", **now}
+    if not reason:
+        assert claim(RunDirectory(tmp_path, place), identity, 9, group, adopt=adopt) is None
+        return
+    with pytest.raises(RefusedError) as caught:
+        claim(RunDirectory(tmp_path, place), identity, 9, group, adopt=adopt)
+    first, *lines = str(caught.value).splitlines()
+    assert reason in first
+    assert "  task: 'old.py:T' there, 'new.py:T' here" in lines
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "run.json"]
+
+
+TASK = """
+from torch import nn
+from train.tasks.digits import Digits
+
+class Mine(Digits):
+    hidden = 8
+
+    def model(self):
+        return nn.Sequential(nn.Linear(64, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))
+
+class Larger(Mine):
+    hidden = 9
+"""
+
+
+def test_a_run_whose_task_has_moved_goes_on_when_it_is_told_so_and_keeps_that_in_mind(
+    start: Start, tmp_path: Path
+) -> None:
+    run_dir, old, new = tmp_path / "run", tmp_path / "old.py", tmp_path / "new.py"
+    old.write_text(TASK)
+
+    def run(task: str, steps: int, *flags: str, attempt: int) -> Running:
+        flags = ("--task", task, "--steps", str(steps), "--keep-checkpoints=9", *flags)
+        return start.single(*flags, run_dir=run_dir, attempt=attempt)
+
+    run(f"{old}:Mine", 2, attempt=0).finish()
+    shutil.move(old, new)
+    before = json.loads((run_dir / "run.json").read_text())
+    # Of another shape, it is not this run's, whatever somebody says.
+    adopt = ("--adopt", f"{old}:Mine")
+    larger = run(f"{new}:Larger", 3, *adopt, attempt=1).finish(1)
+    assert "is of another model" in larger.output()
+    assert json.loads((run_dir / "run.json").read_text()) == before
+    moved = run(f"{new}:Mine", 4, *adopt, attempt=2).finish()
+    differing = f"task: '{old}:Mine' there, '{new}:Mine' here"
+    assert f"adopted a run of another configuration: {differing}\n" in moved.output()
+    (event,) = [e for e in read_lines(run_dir / "events.jsonl") if e["event"] == "adopted"]
+    assert event.items() >= {"step": 2, "attempt": 2, "differing": [differing]}.items()
+    after = json.loads((run_dir / "run.json").read_text())
+    assert after["identity"] == {**before["identity"], "task": f"{new}:Mine"}
+    (former,) = after["adopted"]
+    assert former["identity"] == before["identity"]
+    # From now on it is this run, with the checkpoints that it had under its former name.
+    assert [position.step for position in disk.places(run_dir)] == [4, 2]
+    run(f"{new}:Mine", 5, attempt=3).finish()
+    assert [m["step"] for m in moved.metrics() if "loss" in m] == [1, 2, 3, 4, 5]

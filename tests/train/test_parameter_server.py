@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.ladder import reference_of, trainer_of
+from tests.train.ladder import double_precision, like_the_models, reference_of, trainer_of
 from tests.train.ranks import on_ranks
 from train.config import Config
 from train.data import Batch, Order
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PICTURES = f"{Path(__file__).parent / 'pictures.py'}:Pictures"
 RANKS = 4
 TRAINERS = RANKS - 1
-CLOSE = 1e-6
+CLOSE = 1e-12
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9}
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-4}
 
@@ -105,6 +105,7 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def in_step(rank: int) -> dict[str, Runs]:
+    torch.set_default_dtype(torch.float64)
     found = {}
     group = group_of(rank)
     for name, config in IN_STEP.items():
@@ -162,9 +163,10 @@ def test_a_run_in_step_resumes_to_the_same_bits(runs: dict[str, Runs], name: str
     assert difference(runs[name].weights, runs[name].resumed) == 0.0
 
 
+@double_precision()
 def test_running_statistics_are_the_mean_of_the_trainers(runs: dict[str, Runs]) -> None:
     config = IN_STEP["statistics"]
-    task = load(config.task)
+    task = like_the_models(load(config.task))
     alone = Alone(place=Place(), device=torch.device("cpu"))
     parts = Parts(task=task, config=config, layout=Layout(), group=alone)
     model = parts.model()

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,6 +137,7 @@ def passage(strategy: Single | Pipelined) -> Passage:
 
 def passages(rank: int) -> dict[str, tuple[Passage, Passage]]:
     """On each of two ranks: of every schedule, the pipeline's and one process's."""
+    torch.set_default_dtype(torch.float64)
     found = {}
     for schedule in ALL:
         parts = parts_of(schedule, rank, Awkward())
@@ -164,13 +166,14 @@ def test_a_step_and_an_evaluation_equal_those_of_one_process(
 ) -> None:
     (first, one), (second, _) = (rank[schedule] for rank in ranks)
     # Times the factor; running statistics have moved once per micro-batch, not more often.
-    torch.testing.assert_close(first.gradients | second.gradients, one.gradients)
-    torch.testing.assert_close(first.state | second.state, one.state)
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    close(first.gradients | second.gradients, one.gradients)
+    close(first.state | second.state, one.state)
     # Without the factor; told by the rank of the last stage alone.
     told, silent = (first, second) if schedule in stages.V_SHAPED else (second, first)
-    torch.testing.assert_close(told.sums.loss, one.sums.loss)
+    close(told.sums.loss, one.sums.loss)
     assert (told.sums.count, silent.sums.count, silent.sums.loss.item()) == (16, 0, 0.0)
-    torch.testing.assert_close(told.tally.loss, one.tally.loss)
+    close(told.tally.loss, one.tally.loss)
     assert torch.equal(told.tally.score, one.tally.score)
     assert (told.tally.count, silent.tally.count, silent.tally.loss.item()) == (13, 0, 0.0)
     assert silent.tally.score.numel() == 0
@@ -368,7 +371,7 @@ class Outside(Awkward):
     ("task", "schedule", "says"),
     [
         (Awkward, "1F1B", None),
-        (Tied, "1F1B", "parameter '1.weight' is shared by stages 0 and 1"),
+        (Tied, "1F1B", None),
         (Outside, "1F1B", "no stage would hold parameter 'bias'"),
         (Tied, "Interleaved1F1B", "4 parts, but only 2 of its pieces ('0', '1') have parameters"),
     ],

@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.ladder import whole
-from tests.train.making import trainer_for
+from tests.train.ladder import Case, Differences, climb, whole
+from tests.train.making import config_of, trainer_for
 from tests.train.ranks import on_ranks
 from train.checkpoints.disk import read_state
+from train.checks import problems
+from train.config import Config
+from train.environment import Place
 from train.errors import NonFiniteLoss
 from train.scaling import GROW_AFTER, SMALLEST, START, LossScaler
 
@@ -52,6 +55,66 @@ def learnt(rank: int, ranks: int, folder: Path) -> dict[tuple[str, str], tuple[A
         assert types == {torch.float32}
         found[name, precision] = sum(losses[-5:]) / 5, trainer.scaler.scale, seen[0]
     return found
+
+
+# Their inputs lie far from 0: whoever rounds these before the model takes the mean off has lost.
+OFFSET = f"{Path(__file__).parent / 'offset.py'}:Offset"
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ARRANGED: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "hsdp": {"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 2},
+    "tp": {"tp": 4},
+    "cp": {"cp": 4},
+    "pp": {"strategy": "pp", "micro_batch": 4},
+    "gathered in halves": {"strategy": "fsdp", "gather": "half"},
+}
+
+
+def largest(far: Differences) -> float:
+    return max(far.loss, far.gradients, far.weights)
+
+
+def rounded(precision: str) -> list[Case]:
+    """Four ranks in all ways."""
+    return [
+        Case(
+            name=f"{name}, {precision}",
+            world_size=4,
+            config=config_of(
+                task=OFFSET,
+                precision=precision,
+                optimizer="sgd",
+                lr=0.05,
+                global_batch=16,
+                **layout,
+            ),
+            # No overflow, so that no step is left out.
+            sabotage="from train import scaling; scaling.START = 256.0",
+        )
+        for name, layout in ARRANGED.items()
+    ]
+
+
+def test_every_strategy_rounds_as_one_process_does() -> None:
+    cases = [case for precision in HALVES for case in rounded(precision)]
+    found = climb(cases, dtype=torch.float32)
+    assert {name: far.error for name, far in found.items() if far.error} == {}
+    for precision, dtype in HALVES.items():
+        # Sums over parts of a batch are rounded one by one.
+        most = 2 * torch.finfo(dtype).eps
+        wrong = found.pop(f"gathered in halves, {precision}")
+        assert largest(wrong) > 20 * most
+        here = {name: largest(far) for name, far in found.items() if name.endswith(precision)}
+        assert {name: far for name, far in here.items() if far > most} == {}
+
+
+def test_to_gather_in_halves_needs_halves_and_something_to_gather() -> None:
+    place = Place(world_size=2, local_world_size=2, launched=True, addressed=True)
+    (no_halves,) = problems(Config(strategy="fsdp", gather="half"), place)
+    assert no_halves.startswith("--gather half gathers weights in the precision that matrices are")
+    (nothing,) = problems(Config(strategy="ddp", gather="half", precision="bf16"), place)
+    assert nothing.startswith("--gather half belongs to --strategy fsdp or --dp-shard, and would")
 
 
 def losses_of(trainer: Trainer, steps: int) -> list[float]:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.test_ownership import save
-from train.checkpoints import disk
+from train.checkpoints import disk, retention
 from train.checkpoints.disk import Position
 from train.environment import Place
 from train.progress import Progress
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 FILE = "rank-00000.safetensors"
 ATTEMPTS, STEPS = range(3), range(1, 6)
-# What has happened to a checkpoint: mostly nothing. `flipped` does not show in sizes.
+# What has happened to a checkpoint: mostly nothing. `flipped` does not show in sizes, and what lies
+# beside its files (`more`) is no part of it.
 FATES = ("whole", "whole", "whole", "flipped", "short", "lost", "no manifest", "more")
 
 
@@ -62,7 +63,7 @@ class Case:
 
     def prune(self, run_dir: Path) -> None:
         damaged = {position for position, fate in self.fates.items() if fate == "flipped"}
-        disk.prune(run_dir, self.newest, keep=self.keep, damaged=damaged)
+        retention.prune(run_dir, self.newest, keep=self.keep, damaged=damaged)
 
     def expected(self) -> set[Position]:
         """All that is as good as the last of those to be kept, or not ours to remove."""
@@ -71,7 +72,7 @@ class Case:
             for position in self.fates
             if position.attempt <= self.newest.attempt and position.step <= self.newest.step
         }
-        whole = sorted(position for position in ours if self.fates[position] == "whole")
+        whole = sorted(p for p in ours if self.fates[p] in ("whole", "more"))
         if len(whole) < self.keep:
             return set(self.fates)
         return {p for p in self.fates if p not in ours or p >= whole[-self.keep]}
@@ -141,7 +142,7 @@ def test_a_fenced_attempt_takes_nothing_from_the_one_that_has_replaced_it(
         case.make(run_dir, model)
         later = [run_dir / f"checkpoints/attempt-{a}" for a in ATTEMPTS if a > older.attempt]
         before = [entries(folder) for folder in later]
-        disk.prune(run_dir, older, keep=1)
+        retention.prune(run_dir, older, keep=1)
         assert [entries(folder) for folder in later] == before
 
 
@@ -151,7 +152,7 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(tmp_path: Path, model: Pa
         shutil.copytree(model, position.path(tmp_path))
     stuck = Position(attempt=0, step=3).path(tmp_path)
     stuck.with_suffix(".old.tmp").write_text("in the way")
-    disk.prune(tmp_path, newest, keep=1)
+    retention.prune(tmp_path, newest, keep=1)
     assert [p.path(tmp_path) for p in disk.places(tmp_path)] == [newest.path(tmp_path), stuck]
 
 

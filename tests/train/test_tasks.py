@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import math
 import shutil
 import struct
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from train import tasks
 from train.data import Batch, Order, permutation, source_of
 from train.environment import Place
 from train.errors import UsageError
-from train.evaluation import BATCH, parts_of
+from train.evaluation import parts_of
 from train.layers import CausalAttention, Positions
 from train.reading import Feed
 from train.tasks import rda
@@ -251,17 +252,22 @@ def test_what_is_no_data_frame_is_refused(tmp_path: Path, content: bytes, proble
 # --- evaluation, layers, jobs
 
 
-@pytest.mark.parametrize("size", [1, 7, BATCH, 3 * BATCH, 3 * BATCH + 1, 1000])
+@pytest.mark.parametrize("batch", [1, 2, 256])
+@pytest.mark.parametrize("size", [1, 7, 256, 257, 1000])
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
-def test_every_rank_makes_as_many_evaluations_and_none_is_padded(size: int, shards: int) -> None:
+def test_every_rank_makes_as_many_evaluations_and_each_sample_counts_once(
+    batch: int, size: int, shards: int
+) -> None:
     test = Batch(inputs=torch.arange(size), targets=torch.arange(size))
-    by_rank = [list(parts_of(test, shard=shard, shards=shards)) for shard in range(shards)]
+    by_rank = [
+        list(parts_of(test, batch=batch, shard=shard, shards=shards)) for shard in range(shards)
+    ]
     assert len({len(parts) for parts in by_rank}) == 1
-    assert all(len(batch) <= BATCH for parts in by_rank for batch in parts)
-    seen = torch.cat([batch.inputs for parts in by_rank for batch in parts])
+    assert len(by_rank[0]) == math.ceil(math.ceil(size / shards) / batch)
+    # No model is given an empty batch, which many cannot take.
+    assert all(0 < len(part) <= batch for parts in by_rank for part, _ in parts)
+    seen = torch.cat([part.inputs for parts in by_rank for part, counts in parts if counts])
     assert seen.equal(torch.arange(size))
-    if size >= shards:
-        assert all(len(batch) > 0 for parts in by_rank for batch in parts)
 
 
 class LaterHalf:

@@ -115,7 +115,7 @@ def forgotten_between(rank: int, folder: Path) -> Any:
         ends.append(found)
     return {
         "wrong": torch.allclose(gradient(each), gradient(whole)),
-        "ours": torch.allclose(ends[0], ends[1], atol=1e-6),
+        "ours": torch.allclose(ends[0], ends[1], rtol=0.0, atol=1e-12),
     }
 
 
@@ -246,7 +246,7 @@ def joined(rank: int, folder: Path) -> Any:
     several, one = states
     return {
         "wrong": torch.allclose(weight(ours), weight(alone), rtol=1e-3),
-        "ours": all(torch.allclose(several[name], one[name], atol=1e-6) for name in one),
+        "ours": all(torch.allclose(several[n], one[n], rtol=0.0, atol=1e-12) for n in one),
     }
 
 
@@ -358,6 +358,7 @@ TRAPS: dict[int, tuple[Callable[[int, Path], Any], ...]] = {
 
 
 def all_traps(rank: int, ranks: int) -> dict[str, dict[str, bool]]:
+    torch.set_default_dtype(torch.float64)
     with tempfile.TemporaryDirectory() as folder:
         return {trap.__name__: trap(rank, Path(folder)) for trap in TRAPS[ranks]}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -15,45 +15,11 @@ from torch import Tensor
 from train.checkpoints import disk, tensorfile
 from train.checkpoints.channel import Channel
 from train.checkpoints.disk import Position, Proof, State
+from train.checkpoints.job import Job, Problem, Timing, room_beside
 from train.checkpoints.planning import Planner
 from train.checkpoints.staging import Staging
-from train.checkpoints.tensorfile import Part
 from train.distributed import Group
 from train.errors import CheckpointError, TrainError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """How long a checkpoint took."""
-
-    stall_s: float
-    """Seconds for which training stood still, with any wait for the checkpoint before."""
-    total_s: float
-    """Seconds until it was committed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A checkpoint to be written."""
-
-    position: Position
-    """Where it will lie."""
-    state: State
-    """What it holds besides tensors."""
-    parts: Sequence[Part]
-    """What this rank writes."""
-    tensors: Sequence[Tensor]
-    """The same, copied at the moment of the save."""
-    problem: str | None
-    """Why they could not be copied."""
-    started: float
-    """When the save began, by the monotonic clock."""
-    stall_s: float
-    """How long it kept training waiting."""
-    may_commit: Callable[[], None]
-    """Raises, on rank 0, what speaks against it."""
-    committed: Callable[[Timing], None]
-    """Is told, on rank 0, when it is a checkpoint."""
 
 
 class Checkpointer:
@@ -70,6 +36,11 @@ class Checkpointer:
         self._planner, self._staging = Planner(self._channel), Staging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        # Since when training waits outside of a save; up to when a commit has told of that; and
+        # what nobody has told of yet.
+        self._waiting_since: float | None = None
+        self._told_until: float | None = None
+        self._untold_s = 0.0
 
     @cached_property
     def shared(self) -> bool:
@@ -82,6 +53,9 @@ class Checkpointer:
         state: State,
         tensors: Mapping[str, Tensor],
         *,
+        since: float | None = None,
+        make_room: Callable[[], str] = str,
+        may_go: Callable[[], str] = str,
         may_commit: Callable[[], None] = lambda: None,
         committed: Callable[[Timing], None] = lambda timing: None,
     ) -> None:
@@ -91,6 +65,10 @@ class Checkpointer:
             position: where it shall lie.
             state: what it holds besides tensors.
             tensors: this rank's; other ranks may have others, and other parts of the same DTensors.
+            since: from when on training stands still for it (default: now), monotonic clock.
+            make_room: called on rank 0, in the thread, when the disk is full: removes what this
+                checkpoint makes superfluous, and says what has gone.
+            may_go: called on rank 0, in the thread, when that was not enough: says what else could.
             may_commit: called on rank 0, in the thread, when all is written; raises to prevent it.
             committed: called on rank 0, in the thread, when it is a checkpoint.
 
@@ -98,8 +76,8 @@ class Checkpointer:
             CheckpointError: on all ranks; the one before could not be written.
             TrainError: on all ranks; what its `may_commit` raised.
         """
-        started = time.monotonic()
-        self.wait()
+        started = time.monotonic() if since is None else since
+        self._join()
         # Where rank 0 must write for all, what it has itself need not be sent.
         shared = self.shared
         parts = self._planner.parts(tensors, evenly=shared)
@@ -109,15 +87,19 @@ class Checkpointer:
             copies = self._staging.copy(parts, tensors)
         except (MemoryError, RuntimeError) as error:
             # Known to the others soon: a rank that left now would leave them waiting.
-            problem, parts = f"cannot copy the tensors: {error}", ()
+            problem, parts = Problem(text=f"cannot copy the tensors: {error}"), ()
+        untold_s, self._untold_s = self._untold_s, 0.0
         job = Job(
             position=position,
             state=state,
             parts=parts,
             tensors=copies,
             problem=problem,
+            needed_bytes=self._planner.total_bytes + room_beside(self._channel.size),
             started=started,
-            stall_s=time.monotonic() - started,
+            stall_s=time.monotonic() - started + untold_s,
+            make_room=make_room,
+            may_go=may_go,
             may_commit=may_commit,
             committed=committed,
         )
@@ -127,13 +109,28 @@ class Checkpointer:
         )
         self._thread.start()
 
-    def wait(self) -> None:
+    def wait(self, *, for_next: bool = False) -> None:
         """Wait until nothing is being written.
+
+        Args:
+            for_next: a save follows whose `since` was before this; it tells of the time.
 
         Raises:
             CheckpointError: on all ranks; it could not be written, earlier ones are untouched.
             TrainError: on all ranks; what its `may_commit` raised.
         """
+        if for_next:
+            self._join()
+            return
+        since, self._told_until = time.monotonic(), None
+        self._waiting_since = since
+        try:
+            self._join()
+        finally:
+            self._waiting_since = None
+            self._untold_s += time.monotonic() - (self._told_until or since)
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -153,12 +150,26 @@ class Checkpointer:
             self._error = error
 
     def _write(self, job: Job, shared: bool) -> None:
+        verdict, full = self._try(job, shared)
+        if full:
+            gone = ""
+            if self._channel.rank == 0:
+                # Whatever becomes of it, the others wait for an answer.
+                with suppress(OSError):
+                    gone = job.make_room()
+            if gone := self._channel.broadcast(gone):
+                verdict, _ = self._try(job, shared, gone)
+        if verdict is not None:
+            raise verdict
+
+    def _try(self, job: Job, shared: bool, gone: str = "") -> tuple[TrainError | None, bool]:
+        """Write and commit; say on all ranks why not, and whether for want of room."""
         draft = job.position.draft(self.run_dir)
-        problem: str | None = None
-        if self._channel.rank == 0:
-            problem = _attempt(lambda: disk.begin(draft))
-        if problem := self._channel.broadcast(problem):
-            raise self._failure(job, [(0, problem)])
+        refused: tuple[TrainError, bool] | None = None
+        if self._channel.rank == 0 and (problem := self._prepare(job, draft)):
+            refused = self._failure(job, [(0, problem)], gone), problem.full
+        if refused := self._channel.broadcast(refused):
+            return refused
         files: dict[str, Proof] = {}
         if shared:
             problem = job.problem or _attempt(lambda: files.update(self._write_own(job, draft)))
@@ -168,9 +179,16 @@ class Checkpointer:
             self._send_own(job)
             problem = job.problem
         reports = self._channel.gather((problem, files))
-        verdict = self._commit(job, draft, reports) if self._channel.rank == 0 else None
-        if verdict := self._channel.broadcast(verdict):
-            raise verdict
+        ending: tuple[TrainError | None, bool] = (None, False)
+        if self._channel.rank == 0:
+            ending = self._commit(job, draft, reports, gone)
+        return self._channel.broadcast(ending)
+
+    def _prepare(self, job: Job, draft: Path) -> Problem | None:
+        """Make a directory for the draft, if it has room."""
+        if disk.free_bytes(draft) < job.needed_bytes:
+            return Problem(text="No space left on device", full=True)
+        return _attempt(lambda: disk.begin(draft))
 
     def _write_own(self, job: Job, draft: Path) -> dict[str, Proof]:
         if not job.parts:
@@ -184,7 +202,7 @@ class Checkpointer:
         for tensor in job.tensors[: len(job.parts)]:
             self._channel.send(tensor)
 
-    def _write_all(self, job: Job, draft: Path, files: dict[str, Proof]) -> str | None:
+    def _write_all(self, job: Job, draft: Path, files: dict[str, Proof]) -> Problem | None:
         """Write every rank's file on rank 0, tensor by tensor as they arrive; give what failed."""
         described = self._channel.gather(job.parts)
         problem = job.problem or _attempt(lambda: files.update(self._write_own(job, draft)))
@@ -195,54 +213,70 @@ class Checkpointer:
                 try:
                     files[name] = tensorfile.write(draft / name, parts, arriving)
                 except OSError as error:
-                    problem = _said(error)
+                    problem = Problem.of(error)
             # To the end even so: a sender that nobody listens to would wait for ever.
             for _ in arriving:
                 pass
         return problem
 
     def _commit(
-        self, job: Job, draft: Path, reports: Sequence[tuple[str | None, Mapping[str, Proof]]]
-    ) -> TrainError | None:
+        self,
+        job: Job,
+        draft: Path,
+        reports: Sequence[tuple[Problem | None, Mapping[str, Proof]]],
+        gone: str,
+    ) -> tuple[TrainError | None, bool]:
         """Make the draft a checkpoint if all has gone well; else remove it and say why."""
-        problems = [(rank, text) for rank, (text, _) in enumerate(reports) if text]
+        problems = [(rank, problem) for rank, (problem, _) in enumerate(reports) if problem]
         files = {name: proof for _, own in reports for name, proof in own.items()}
-        verdict: TrainError | None = self._failure(job, problems) if problems else None
         try:
-            if verdict is None:
+            if not problems:
                 disk.complete(draft, job.state, files)
                 job.may_commit()
                 disk.commit(draft, job.position.path(self.run_dir))
-                total_s = time.monotonic() - job.started
                 # It exists now: an event that finds the disk full, or an old checkpoint that
                 # cannot be removed, does not undo it.
                 with suppress(OSError):
-                    job.committed(Timing(stall_s=job.stall_s, total_s=total_s))
+                    job.committed(self._timing(job))
+                return None, False
         except TrainError as error:
-            verdict = error
-        except Exception as error:
-            verdict = self._failure(job, [(0, _said(error))])
-        if verdict is not None:
             disk.discard(draft)
-        return verdict
+            return error, False
+        except Exception as error:
+            problems = [(0, Problem.of(error))]
+        disk.discard(draft)
+        full = any(problem.full for _, problem in problems)
+        return self._failure(job, problems, gone), full
 
-    def _failure(self, job: Job, problems: Sequence[tuple[int, str]]) -> CheckpointError:
+    def _timing(self, job: Job) -> Timing:
+        now, waiting_since = time.monotonic(), self._waiting_since
+        waited_s = 0.0
+        if waiting_since is not None:
+            waited_s, self._told_until = now - waiting_since, now
+        return Timing(stall_s=job.stall_s + waited_s, total_s=now - job.started)
+
+    def _failure(
+        self, job: Job, problems: Sequence[tuple[int, Problem]], gone: str
+    ) -> CheckpointError:
+        """Describe on rank 0 why there is no checkpoint."""
         alone = self._channel.size == 1
-        reasons = [text if alone else f"rank {rank}: {text}" for rank, text in problems]
+        reasons = [p.text if alone else f"rank {rank}: {p.text}" for rank, p in problems]
+        if any(problem.full for _, problem in problems):
+            free = disk.free_bytes(job.position.path(self.run_dir))
+            there = f", {free:,} are free on that disk" if free < math.inf else ""
+            reasons.append(f"it needs {job.needed_bytes:,} bytes{there}")
+            with suppress(OSError):
+                reasons += [text for text in (job.may_go(),) if text]
+        reasons.append(gone or "earlier checkpoints are untouched")
         return CheckpointError(
-            f"cannot write checkpoint {job.position.path(self.run_dir)}: {'; '.join(reasons)}; "
-            "earlier checkpoints are untouched"
+            f"cannot write checkpoint {job.position.path(self.run_dir)}: {'; '.join(reasons)}"
         )
 
 
-def _attempt(action: Callable[[], None]) -> str | None:
+def _attempt(action: Callable[[], None]) -> Problem | None:
     """Do something; give what went wrong, for others to know."""
     try:
         action()
     except Exception as error:
-        return _said(error)
+        return Problem.of(error)
     return None
-
-
-def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: where it lies, when it is whole, when it goes.
+"""What a checkpoint is on disk: where it lies, and when it is whole.
 
 checkpoints/attempt-<A>/step-<NNNNNNNN>/{rank-<NNNNN>.safetensors,state.json,manifest.json}
 """
@@ -10,9 +10,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from train.errors import CheckpointError
@@ -43,6 +43,10 @@ class State:
     """The command line that wrote this."""
     scaler: Mapping[str, float] = field(default_factory=dict)
     """The loss scale, if there is one."""
+    loss: float | None = None
+    """Loss of the last step, over all ranks."""
+    frozen: Sequence[str] | None = None
+    """Parameters that were not trained; None: nobody has noted it."""
     rng: str = "sha256(seed, step, *axes)"
     """How each step's generators are seeded: a function, so there is no generator state to keep.
 
@@ -82,7 +86,7 @@ def tensor_file(rank: int) -> str:
 def places(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
     """List the committed checkpoints of this attempt and earlier ones, best first."""
     found = []
-    for attempt, path in _listed(run_dir, up_to_attempt):
+    for attempt, path in entries(run_dir, up_to_attempt):
         step = path.name.removeprefix("step-")
         # `step-N.tmp` is a write that a kill cut short.
         if step.isdecimal():
@@ -90,7 +94,8 @@ def places(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
     return sorted(found, reverse=True)
 
 
-def _listed(run_dir: Path, up_to_attempt: float) -> Iterator[tuple[int, Path]]:
+def entries(run_dir: Path, up_to_attempt: float) -> Iterator[tuple[int, Path]]:
+    """Give everything of this attempt and earlier ones, drafts too, with its attempt."""
     for path in run_dir.glob("checkpoints/attempt-*/step-*"):
         attempt = path.parent.name.removeprefix("attempt-")
         if attempt.isdecimal() and int(attempt) <= up_to_attempt:
@@ -143,11 +148,13 @@ def verify(
     share: tuple[int, int] = (0, 1),
     by_size: bool = False,
 ) -> None:
-    """Check every file, or only those named, against the manifest.
+    """Check every file of a checkpoint, or only those named, against the manifest.
+
+    What else lies there is no part of it, and nothing reads it.
 
     Args:
         path: the checkpoint.
-        names: files to look at; all of them if None, and then there must be no others.
+        names: files to look at; all of them if None.
         share: (k, n) looks only at the k-th of every n files: n ranks share the work.
         by_size: read none of them, which is quick and finds what was cut short or is missing.
 
@@ -160,9 +167,6 @@ def verify(
         if manifest["version"] != VERSION:
             raise CheckpointError(f"{path}: format version {manifest['version']}, not {VERSION}")
         if names is None:
-            # Nothing of it would be read; but what is it doing there?
-            if strange := {child.name for child in path.iterdir()} - {*files, MANIFEST}:
-                raise CheckpointError(f"{path / min(strange)}: not in the manifest")
             first, every = share
             names = sorted(files)[first::every]
         for name in names:
@@ -180,11 +184,17 @@ def _check(path: Path, expected: Proof, *, by_size: bool) -> None:
         raise CheckpointError(f"{path}: SHA-256 differs from the manifest")
 
 
+def tensor_files(path: Path) -> list[str]:
+    """Name the files of tensors that a checkpoint consists of."""
+    names = json.loads((path / MANIFEST).read_text())["files"]
+    return sorted(name for name in names if name != STATE)
+
+
 def read_state(path: Path) -> State:
     """Read the state of a checkpoint that `verify()` has found whole."""
-    fields = json.loads((path / STATE).read_text())
-    fields.pop("version")
-    return State(**fields)
+    known = {each.name for each in fields(State)}
+    values = json.loads((path / STATE).read_text())
+    return State(**{name: value for name, value in values.items() if name in known})
 
 
 def identity(path: Path) -> Mapping[str, object]:
@@ -198,53 +208,22 @@ def identity(path: Path) -> Mapping[str, object]:
     return known
 
 
-def prune(
-    run_dir: Path, newest: Position, *, keep: int, damaged: Collection[Position] = ()
-) -> None:
-    """Remove what lies behind the last `keep` whole checkpoints; call once `newest` is committed.
-
-    Of its own attempt and of earlier ones: these are fenced, so that no draft of theirs becomes a
-    checkpoint any more. A later attempt's are its own. Whatever lies beyond `newest` was damaged
-    and is being done again: it counts for nothing, and stays until that step is reached.
-
-    Args:
-        run_dir: where they lie.
-        newest: the last one.
-        keep: how many to keep that are whole, as far as their files' sizes tell.
-        damaged: some that are known not to be.
-    """
-    for _, path in list(_listed(run_dir, newest.attempt)):
-        if path.suffix == ".tmp":
-            discard(path)
-    whole = 0
-    for place in places(run_dir, up_to_attempt=newest.attempt):
-        path = place.path(run_dir)
-        if place.step > newest.step:
-            continue
-        if whole < keep:
-            whole += place not in damaged and looks_whole(path)
-            continue
-        # Renamed first: one half removed must not look like a checkpoint.
-        doomed = path.with_suffix(".old.tmp")
-        with suppress(OSError):
-            path.rename(doomed)
-            shutil.rmtree(doomed)
-
-
-def looks_whole(path: Path) -> bool:
-    """Say whether all files are there in their sizes; what is in them is not looked at."""
-    try:
-        verify(path, by_size=True)
-    except CheckpointError:
-        return False
-    return True
-
-
 def measure(path: Path) -> Proof:
     """Give a file's size and SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def free_bytes(path: Path) -> float:
+    """Say how much can be written at a path, which need not exist; infinite: nobody can tell."""
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        disk = os.statvfs(there)
+    except OSError:
+        return math.inf
+    # Some network file systems count nothing.
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else math.inf
 
 
 def sync(path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from train.checkpoints.channel import Channel
-from train.checkpoints.tensorfile import Part
+from train.checkpoints.tensorfile import Part, size_of
 from train.errors import CheckpointError
 
 
@@ -26,6 +26,8 @@ class Planner:
         self._channel = channel
         self._planned_for: object = None
         self._parts: tuple[Part, ...] = ()
+        self.total_bytes = 0
+        """On rank 0: how long the files of all ranks are together."""
 
     def parts(self, tensors: Mapping[str, Tensor], *, evenly: bool) -> tuple[Part, ...]:
         """Give the parts that this rank writes; all ranks call this at once.
@@ -60,11 +62,13 @@ class Planner:
                 answers = list(planner.create_global_plan(plans)[0])
             except (AssertionError, ValueError) as error:
                 answers = [f"the ranks' parts make up no whole tensors: {error}"] * len(plans)
+        self.total_bytes = sum(
+            size_of(_parts(plan)) for plan in answers if not isinstance(plan, str)
+        )
         mine = self._channel.scatter(answers)
         if isinstance(mine, str):
             raise CheckpointError(mine)
-        parts = [_part(item) for item in mine.items]
-        return tuple(sorted(parts, key=Part.order))
+        return _parts(mine)
 
 
 def _describe(tensor: Tensor) -> tuple[object, ...]:
@@ -76,6 +80,10 @@ def _is_empty(item: WriteItem) -> bool:
     data = item.tensor_data
     assert data is not None, "there are only tensors"
     return math.prod(data.chunk.sizes) == 0 and math.prod(data.size) > 0
+
+
+def _parts(plan: SavePlan) -> tuple[Part, ...]:
+    return tuple(sorted((_part(item) for item in plan.items), key=Part.order))
 
 
 def _part(item: WriteItem) -> Part:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from train.checkpoints import disk
+from train.checkpoints.tensorfile import MEANT, as_stored
 from train.errors import CheckpointError
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -35,16 +40,21 @@ class Stored:
         self.path = path
         self._reader = HuggingFaceStorageReader(str(path))
         with _told(path):
+            files = [path / name for name in disk.tensor_files(path)]
+            self._reader.fs = _Files(files)
             self._metadata: Metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+            self._meant = {name: dtype for file in files for name, dtype in _meant(file).items()}
 
     def listing(self) -> Listing:
         """List the tensors."""
-        return {
-            name: (found.size, found.properties.dtype)
-            for name, found in sorted(self._metadata.state_dict_metadata.items())
-            if isinstance(found, TensorStorageMetadata)
-        }
+        listing = {}
+        for name, entry in sorted(self._metadata.state_dict_metadata.items()):
+            if isinstance(entry, TensorStorageMetadata):
+                dtype = self._meant.get(name, entry.properties.dtype)
+                # Of complex numbers, each lies there as two.
+                listing[name] = (entry.size[:-1] if dtype.is_complex else entry.size, dtype)
+        return listing
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors in place; of a DTensor only this rank's part is read.
@@ -54,8 +64,14 @@ class Stored:
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _told(self.path), torch.no_grad():
-            planner.set_up_planner(dict(tensors), self._metadata, is_coordinator=False)
+            # What is conjugated, or negated, when it is read has no view of what it will be.
+            lazy = {n: t for n, t in tensors.items() if t.is_conj() or t.is_neg()}
+            solid = {name: torch.empty_like(tensor) for name, tensor in lazy.items()}
+            views = {name: as_stored(tensor) for name, tensor in {**tensors, **solid}.items()}
+            planner.set_up_planner(views, self._metadata, is_coordinator=False)
             self._reader.read_data(planner.create_local_plan(), planner).wait()
+            for name, tensor in lazy.items():
+                tensor.copy_(solid[name])
 
     def whole(self, name: str) -> Tensor:
         """Read all of one tensor."""
@@ -65,13 +81,33 @@ class Stored:
         return tensor
 
 
+class _Files(FileSystem):
+    """Shows a reader these files and no others, whatever else lies beside them."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [str(file) for file in self._files]
+
+
+def _meant(file: Path) -> dict[str, torch.dtype]:
+    """Read which tensors of a file lie there in another type than their own."""
+    with safe_open(file, framework="pt") as opened:
+        names: dict[str, str] = json.loads((opened.metadata() or {}).get(MEANT, "{}"))
+    return {name: getattr(torch, dtype) for name, dtype in names.items()}
+
+
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
     """Make any failure to read a checkpoint ours, with its path."""
     try:
         yield
     # torch raises an AssertionError where shapes differ.
-    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, AssertionError) as error:
+    except (
+        OSError, SafetensorError, RuntimeError, ValueError, LookupError, TypeError, AttributeError,
+        AssertionError,
+    ) as error:  # fmt: skip
         raise CheckpointError(f"cannot read checkpoint {path}: {error}") from error
 
 

@@ -30,8 +30,25 @@ DTYPES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.bool: "BOOL",
 }
+# Types that not every reader has a name for lie there as another one: complex numbers as pairs of
+# real ones, in one more dimension, the rest as bytes. What they were stands in the file's header.
+STORED_AS = {
+    torch.complex128: torch.float64,
+    torch.complex64: torch.float32,
+    torch.complex32: torch.float16,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+}
+# Under this name: JSON, the type by the tensor's name, such as {"model.angles": "complex64"}.
+MEANT = "torch_dtypes"
 # Small enough to be hashed and written while it is in a processor's cache.
 BLOCK_BYTES = 1 << 20
 
@@ -61,6 +78,47 @@ class Part:
     def renamed(self, name: str) -> Part:
         """Give the same part of a tensor of another name."""
         return replace(self, name=name)
+
+    def stored(self) -> Part:
+        """Give the same part of the tensor that `as_stored()` gives."""
+        if self.dtype not in STORED_AS:
+            return self
+        pairs = self.dtype.is_complex
+        return replace(
+            self,
+            dtype=STORED_AS[self.dtype],
+            offsets=(*self.offsets, 0) if pairs else self.offsets,
+            sizes=(*self.sizes, 2) if pairs else self.sizes,
+        )
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """View a tensor in the type and shape that a file has it in; a DTensor's stays one."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.view(STORED_AS[tensor.dtype]) if tensor.dtype in STORED_AS else tensor
+
+
+def problem_of(tensor: object) -> str:
+    """Say why no file can hold something, or why it cannot be read back in place; else nothing."""
+    if not isinstance(tensor, Tensor):
+        return f"is of type {type(tensor).__name__}, no tensor"
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout != torch.strided:
+        return f"has layout {str(tensor.layout).removeprefix('torch.')}, not strided"
+    sharded = hasattr(tensor, "device_mesh")
+    if tensor.dtype not in (*DTYPES, *STORED_AS):
+        return f"is of type {kind}, which safetensors cannot hold"
+    if sharded and tensor.dtype in STORED_AS and not tensor.is_complex():
+        return f"is of type {kind}, and sharded"
+    if not sharded and torch._debug_has_internal_overlap(tensor) == 1:
+        return "has elements that share memory, as expand() makes them: give it a clone()"
+    return ""
+
+
+def size_of(parts: Sequence[Part]) -> int:
+    """Say how long a file of these parts will be."""
+    return len(_header(parts)) + sum(part.nbytes for part in parts)
 
 
 def write(path: Path, parts: Sequence[Part], tensors: Iterable[Tensor]) -> Proof:
@@ -95,6 +153,11 @@ def _blocks(parts: Sequence[Part], tensors: Iterable[Tensor]) -> Iterator[memory
 
 def _header(parts: Sequence[Part]) -> bytes:
     head = {"format": "pt"}
+    if meant := {
+        p.name: str(p.dtype).removeprefix("torch.") for p in parts if p.dtype in STORED_AS
+    }:
+        head[MEANT] = json.dumps(meant)
+    parts = [part.stored() for part in parts]
     if any(any(part.offsets) for part in parts):
         # Without it, all parts begin where their tensors do.
         offsets = {part.name: {"saved_offsets": part.offsets} for part in parts}

@@ -9,9 +9,9 @@ from typing import Any
 
 from train.config import Config
 from train.dryrun.memory import ACTIVATIONS, STATE
-from train.dryrun.rehearsal import Rehearsed
-from train.dryrun.sizes import written
+from train.dryrun.rehearsal import EVALUATION, Rehearsed
 from train.layout import Layout, flag
+from train.sizes import written
 
 Try = Callable[[Config], int | None]
 """Rehearses another plan; gives the bytes of its worst rank, or None if it cannot work."""
@@ -51,7 +51,9 @@ def _ways(
     kinds = [
         list(_sharding(rank, limit, config, layout)),
         list(_smaller_micro_batches(rank, limit)),
+        list(_smaller_evaluations(rank, limit)),
         [] if config.activation_checkpointing else [{"activation_checkpointing": True}],
+        list(_earlier_reductions(rank, layout)),
     ]
     found = False
     for changes in kinds:
@@ -104,6 +106,24 @@ def _sharding(rank: Rehearsed, limit: int, config: Config, layout: Layout) -> It
                 **{axis: size if size > 1 else None for axis, size in (sizes | others).items()},
                 "comm_hook": "none",
             }
+
+
+def _earlier_reductions(rank: Rehearsed, layout: Layout) -> Iterator[_Changes]:
+    """Keep no gradient whole from one micro-batch to the next."""
+    sharded = layout.pp == 1 and layout.dp_shard * layout.cp > 1
+    chosen = rank.gradient_sync
+    if sharded and rank.micro_batches > 1 and chosen is not None and chosen.when == "last":
+        yield {"gradient_sync": "each"}
+
+
+def _smaller_evaluations(rank: Rehearsed, limit: int) -> Iterator[_Changes]:
+    if rank.peak == EVALUATION:
+        activations = rank.memory[ACTIVATIONS]
+        others = sum(rank.memory.values()) - activations
+        for factor in _FACTORS:
+            size = rank.evaluated // factor
+            if size and others + activations * size / rank.evaluated <= limit:
+                yield {"eval_batch": size}
 
 
 def _smaller_micro_batches(rank: Rehearsed, limit: int) -> Iterator[_Changes]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel, distributed
@@ -29,14 +30,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from train.distributed import Group
+from train.dryrun.autocast import as_on_cuda
 from train.dryrun.observing import wraps_others
 from train.environment import Place
-from train.strategies import cp
-from train.strategies.relay import Relay
+from train.strategies import cp, inventory, tp
+from train.strategies.relay import Relay, Untransferable
+from train.trees import Tree, sample_count
 
 ops = torch.ops
-# What goes in at a stage of a pipeline, by its number; known once the stage before has run.
-Boundaries = dict[int, tuple[torch.Size, torch.dtype]]
+# What goes in at a stage of a pipeline, by its number and how many samples go through; known once
+# the stage before has run.
+Boundaries = dict[tuple[int, int], tuple[torch.Size, torch.dtype]]
 
 
 @contextmanager
@@ -54,6 +58,7 @@ def pretend(place: Place, boundaries: Boundaries) -> Iterator[Group]:
                 stack.enter_context(patch)
             # Constants that a task has made before are as good.
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(as_on_cuda())
             stack.enter_context(_Answers())  # type: ignore[no-untyped-call]
             yield Rehearsing(place=place, device=torch.device("cpu"))
     finally:
@@ -83,6 +88,9 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             # A number read back, such as a count of items: any will do.
             return _number(args[0].dtype)
+        if func is ops._c10d_functional.wait_tensor.default:
+            # Without contents it would be a copy; a real one hands on what it has waited for.
+            return args[0]
         result = func(*args, **(kwargs or {}))
         if func is ops.c10d.allreduce_.default:
             # The future of a fake collective holds nothing, but DDP reads its buckets from there.
@@ -140,6 +148,14 @@ def _patches(boundaries: Boundaries) -> list[Any]:
     ) -> tuple[bool, bool]:
         return False, not any(isinstance(p, DTensor) for p in parameters)
 
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unobserved(self: ShardingPropagator, schema: Any) -> Any:
+        # DTensor runs each operation on tensors of the whole shape to learn what it gives. They are
+        # no part of the step, and real ranks have them without contents, too.
+        with _disable_current_modes():
+            return propagate(self, schema)
+
     assign = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
 
     def as_rebuilt(
@@ -159,14 +175,20 @@ def _patches(boundaries: Boundaries) -> list[Any]:
         chunks = list(torch.chunk(tensor, count, dim=dim))
         return chunks + [tensor.new_empty(0)] * (count - len(chunks))
 
-    def hand_on(relay: Relay, inputs: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    def hand_on(relay: Relay, inputs: Tree) -> dict[int, tuple[Tree, Tree]]:
         return _hand_on(relay, inputs, boundaries)
 
     return [
         _replaced(DeviceMesh, "__init__", on_real_tensors),
+        _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unobserved),
         _replaced(nn.Module, "to", stays),
         _replaced(adam, "_default_to_fused_or_foreach", as_on_a_gpu),
         _replaced(sgd, "_default_to_fused_or_foreach", as_on_a_gpu),
+        # Who shares memory can be told although there is none.
+        _replaced(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+        # Nothing is in the tensors, and nobody's could differ.
+        _replaced(inventory, "fingerprint", lambda tensor: ""),
+        _replaced(tp.UncutGradients, "check", lambda *_, **__: None),
         # It reads shapes from tensors; here are no other ranks whose shapes could differ.
         _replaced(distributed, "_verify_param_shape_across_processes", lambda *_: None),
         _replaced(dist, "_compute_bucket_assignment_by_size", as_rebuilt),
@@ -177,18 +199,20 @@ def _patches(boundaries: Boundaries) -> list[Any]:
     ]
 
 
-def _hand_on(
-    relay: Relay, inputs: Tensor, boundaries: Boundaries
-) -> dict[int, tuple[Tensor, Tensor]]:
+def _hand_on(relay: Relay, inputs: Tree, boundaries: Boundaries) -> dict[int, tuple[Tree, Tree]]:
     """Run a rank's stages; take what other ranks would send from what is known of them."""
     passed = {}
+    samples = sample_count(inputs)
     for number, stage in relay._stages.items():
-        taken = inputs if number == 0 else _empty(*boundaries[number])
+        taken = inputs if number == 0 else _empty(*boundaries[number, samples])
         stage.eval()
         with torch.no_grad():
-            given = cast("Tensor", stage(taken))
+            given = stage(taken)
         passed[number] = (taken, given)
-        boundaries[number + 1] = (given.shape, given.dtype)
+        if number + 1 in relay._owners:
+            if not isinstance(given, Tensor):
+                raise Untransferable(number, type(given).__name__)
+            boundaries[number + 1, samples] = (given.shape, given.dtype)
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from train import clipping, stages, strategies
+from train import clipping, evaluation, stages, strategies
 from train.config import Config
 from train.data import Batch, source_of
 from train.dryrun.flops import Flops
@@ -20,12 +20,17 @@ from train.dryrun.traffic import Exchange, Traffic
 from train.environment import Place
 from train.optimizing import NamedOptimizer
 from train.strategies.base import Parts, Strategy, WholeModel
+from train.strategies.gradientsync import GradientSync
+from train.strategies.hybrid import Composed
 from train.strategies.local_sgd import LocalSgd
 from train.strategies.pp import Pipelined
 from train.tasks.base import Task
 
 # The last micro-batch, which exchanges gradients, is different; those before it are all alike.
 ENOUGH = 2
+TRAINING, EVALUATION = "training", "evaluation"
+# Strategies that reduce gradients into shards.
+SHARDING = (Composed, Pipelined)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +43,14 @@ class Rehearsed:
     """In how many parts the rank works on its share."""
     micro_batch: int
     """Samples of the largest of them."""
+    evaluated: int
+    """Samples of a batch of an evaluation."""
+    gradient_sync: GradientSync | None
+    """When gradients are reduced, if parameters are sharded."""
+    peak: str
+    """When the device holds most: `training` or `evaluation`."""
     memory: Mapping[str, int]
-    """Bytes of the device by kind when all together are most, see memory.py."""
+    """Bytes of the device by kind then, see memory.py."""
     host_memory: Mapping[str, int]
     """Bytes of the host then, with `--cpu-offload`."""
     traffic: Mapping[Exchange, float]
@@ -54,11 +65,11 @@ class Rehearsal:
     def __init__(self, config: Config, task: Task, place: Place) -> None:
         """Describe the plan; `place` says how many ranks there are, and on how large nodes."""
         self.layout = config.layout_on(place)
-        # Both are about how a run starts.
-        self._config = dataclasses.replace(config, meta_init=False, compile=False)
+        # The first two are about how a run starts. Nobody has the devices that it is for.
+        self._config = dataclasses.replace(config, meta_init=False, compile=False, dry_run=True)
         self._task, self._place = task, place
-        first = source_of(task.train()).take(torch.zeros(1, dtype=torch.int64))
-        self._outlines = [(t.shape[1:], t.dtype) for t in (first.inputs, first.targets)]
+        self._sample = source_of(task.train()).take(torch.zeros(1, dtype=torch.int64))
+        self._test_samples = len(source_of(task.test()))
         self._boundaries: Boundaries = {}
 
     def ranks(self) -> list[int]:
@@ -97,13 +108,23 @@ class Rehearsal:
                 flops += weight * counted.total
                 for exchange, calls in seen.calls.items():
                     traffic[exchange] = traffic.get(exchange, 0.0) + weight * calls
+            kept = STATE if self._config.cpu_offload else ()
+            peaks = {TRAINING: memory.peak(without=kept)}
+            memory.forget_the_past()
+            evaluated = self._evaluated_at_a_time(step.strategy)
+            step.strategy.evaluate(self._batch(evaluated))
+            peaks[EVALUATION] = memory.peak(without=kept)
+            chosen = step.strategy.gradient_sync if isinstance(step.strategy, SHARDING) else None
             del step
-        kept = STATE if self._config.cpu_offload else ()
-        peak = memory.peak(without=kept)
+        when = max(peaks, key=lambda when: on_device(peaks[when], kept))
+        peak = peaks[when]
         return Rehearsed(
             rank=rank,
             micro_batches=count,
             micro_batch=size,
+            evaluated=evaluated,
+            gradient_sync=chosen,
+            peak=when,
             memory={kind: size for kind, size in peak.items() if kind not in kept},
             host_memory={kind: size for kind, size in peak.items() if kind in kept},
             traffic={exchange: calls for exchange, calls in traffic.items() if calls},
@@ -149,8 +170,14 @@ class Rehearsal:
                 parts = Parts(task=self._task, config=config, layout=layout, group=group)
                 strategy = strategies.build(config.strategy_on(place), parts)
                 assert isinstance(strategy, Pipelined), "a layout with stages is a pipeline's"
-                strategy._relay.run(strategy._slice.of(self._batch(size)).inputs)
+                for samples in (size, self._evaluated_at_a_time(strategy)):
+                    strategy.passed(strategy._slice.of(self._batch(samples)).inputs)
                 del strategy
+
+    def _evaluated_at_a_time(self, strategy: Strategy) -> int:
+        """Count the samples of a rank's largest batch of an evaluation."""
+        share = math.ceil(self._test_samples / strategy.shards)
+        return min(evaluation.batch_size(self._config, strategy), share)
 
     def _micro_batch_of_a_pipeline(self) -> int:
         count = stages.micro_batches(self._config, self.layout)
@@ -162,10 +189,15 @@ class Rehearsal:
         )
 
     def _batch(self, size: int) -> Batch:
-        inputs, targets = (
-            torch.empty((size, *shape), dtype=dtype) for shape, dtype in self._outlines
-        )
-        return Batch(inputs=inputs, targets=targets)
+        def outline(tensor: Tensor) -> Tensor:
+            return torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype)
+
+        return self._sample.mapped(outline)
+
+
+def on_device(peak: Mapping[str, int], elsewhere: Iterable[str]) -> int:
+    """Add up the kinds that are not kept elsewhere."""
+    return sum(peak.values()) - sum(peak[kind] for kind in elsewhere)
 
 
 class _Step:
@@ -178,6 +210,10 @@ class _Step:
         if isinstance(self.strategy, WholeModel):
             rehearsable(self.strategy.run)
         self._optimizer = NamedOptimizer(self.strategy.named_parameters(), parts.config)
+        if parts.config.optimizer == "adamw" and not parts.config.cpu_offload:
+            # One kernel for all, without tensors in between, as where parameters are on a GPU.
+            for group in self._optimizer._optimizer.param_groups:
+                group["fused"] = True
         self.strategy.bind(self._optimizer)
         memory.mark(self.strategy.model_state().values(), PARAMETERS)
         memory.mark(self._parameters(), PARAMETERS)
@@ -186,10 +222,10 @@ class _Step:
         """Make step `number` with a share in so many micro-batches."""
         strategy, config = self.strategy, self._parts.config
         strategy.begin_step(number)
-        factor = 2.0 if config.precision == "fp16" else 1.0
-        strategy.accumulate(share.split_into(batches), factor)
-        # Loss, count, who is asked to stop.
-        self._parts.group.sum([0.0] * 3)
+        # Not 1, which would save a multiplication that no real step is spared.
+        strategy.accumulate(share.split_into(batches), 0.5)
+        # Loss, count, who is asked to stop, whether other parameters than before are left out.
+        self._parts.group.sum([0.0] * 4)
         strategy.scale_gradients(0.5)
         if config.clip_norm is not None or config.precision == "fp16":
             norm = clipping.total_norm(strategy)

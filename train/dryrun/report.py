@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from train.dryrun.findings import Findings
-from train.dryrun.sizes import written
 from train.dryrun.traffic import crosses_nodes
+from train.sizes import written
 
 # What is not measured on the strategy's own code, or differs on real devices.
 NOTES = (
     "Counted while the real strategy made a step with tensors that have no memory, on one rank of "
     "each stage. By formula: sent (rings), waiting (equal stages, a backward pass twice a forward "
     "pass).",
-    "Not counted: what kernels use inside (cuBLAS, attention, NCCL), fragmentation, the data set, "
-    "and evaluation; allow some GiB on a GPU. "
+    "Counted for CUDA GPUs, whatever this machine has: where autocast keeps float32, fused AdamW, "
+    "attention without a matrix. Work: matrix products and attention, causal as if it were not: a "
+    "full square, of which kernels leave out up to half.",
+    "Not counted: what kernels use inside (cuBLAS, attention, NCCL), fragmentation, and the data "
+    "set; allow some GiB on a GPU. "
     "Communication: what FSDP gathers, gradients until it shares them out, buffers of exchanges.",
 )
 
@@ -52,18 +55,20 @@ def _plan(findings: Findings) -> Iterator[str]:
     one = findings.ranks[0]
     yield (
         f"global batch: {findings.global_batch} samples = {_counted(layout.shards, 'shard')} x "
-        f"{_counted(one.micro_batches, 'micro-batch')} of up to {one.micro_batch}"
+        f"{_counted(one.micro_batches, 'micro-batch')} of up to {one.micro_batch}; evaluation: up "
+        f"to {one.evaluated} per rank at a time"
     )
 
 
 def _memory(findings: Findings) -> Iterator[str]:
     kinds = list(findings.ranks[0].memory)
-    rows = [("memory per rank at its peak", *kinds, "total")]
+    rows = [("memory per rank at its peak", *kinds, "total", "")]
     rows += [
         (
             _who(findings, number),
             *(written(rank.memory[kind]) for kind in kinds),
             written(sum(rank.memory.values())),
+            f"in {rank.peak}",
         )
         for number, rank in enumerate(findings.ranks)
     ]
@@ -71,6 +76,8 @@ def _memory(findings: Findings) -> Iterator[str]:
     if host := findings.ranks[0].host_memory:
         parts = ", ".join(f"{written(size)} {kind}" for kind, size in host.items())
         yield f"and in the host's memory: {parts}"
+    if chosen := str(findings.ranks[0].gradient_sync or ""):
+        yield chosen
 
 
 def _traffic(findings: Findings) -> Iterator[str]:

@@ -11,10 +11,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from train import checks, tasks
+from train import checks, sizes, tasks
 from train.config import Config
 from train.console import Console
-from train.dryrun import sizes
 from train.dryrun.bubbles import bubbles
 from train.dryrun.findings import Findings
 from train.dryrun.fitting import misfit

@@ -17,7 +17,7 @@ import torch
 from train.data import Batch
 from train.distributed import Group
 from train.errors import NonFiniteLoss
-from train.evaluation import measure
+from train.evaluation import batch_size, measure
 from train.layout import Layout
 from train.loop import Trainer, listed
 from train.parameter_server import wire
@@ -78,7 +78,9 @@ class ServedTrainer(Trainer):
         place = dataclasses.replace(self.group.place, rank=0, world_size=1)
         alone = Alone(place=place, device=self.group.device)
         parts = dataclasses.replace(self.strategy.parts, layout=Layout(), group=alone)
-        return measure(self.task, WholeModel(parts, self.strategy.model), alone, self.test)
+        whole = WholeModel(parts, self.strategy.model)
+        batch = batch_size(self.config, self.strategy)
+        return measure(self.task, whole, alone, self.test, batch=batch)
 
     def _next_meeting(self) -> int:
         """Give the step after which there is something to do that takes all ranks."""

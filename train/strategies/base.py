@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from train import compilation
 from train.errors import UsageError
 from train.preparing import prepare
+from train.strategies.inventory import Inventory, check_alike, check_unchanged
 from train.tasks.base import model_of
+from train.trees import Tree, mapped
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +57,7 @@ class Parts:
             model = model_of(self.task)
         if device is None:
             model = model.to(self.group.device)
-        return prepare(model, self.task, self.config)
+        return prepare(model, self.task, self.config, device=self.group.device)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Multiply matrices in the precision that was asked for."""
@@ -104,6 +107,14 @@ class Strategy(ABC):
     stage_group: ProcessGroup | None = None
     """Ranks that hold other parameters than this one (pipeline stages), one of each stage."""
 
+    @abstractmethod
+    def verify(self) -> None:
+        """Make sure that the strategy has kept all that the model consisted of.
+
+        Raises:
+            UsageError: names what is lost, or is another.
+        """
+
     def describe(self) -> str:
         """Say which part of the model is where, as far as that is worth a line."""
         return ""
@@ -120,6 +131,10 @@ class Strategy(ABC):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Give this rank's parameters under the plain model's names; DTensors where sharded."""
 
+    def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give what sums over all parameters take from this rank; its ranks know a part each."""
+        return self.named_parameters()
+
     def bind(self, optimizer: NamedOptimizer) -> None:
         """Get to know the optimizer, which was built from `named_parameters()`."""
 
@@ -132,6 +147,13 @@ class Strategy(ABC):
     @abstractmethod
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of `factor` times the summed loss."""
+
+    def without_gradient(self) -> frozenset[str]:
+        """Name the parameters that this rank's data have given no gradient in this step.
+
+        Only those for which zeros stand in, because other ranks may have one.
+        """
+        return frozenset()
 
     def scale_gradients(self, factor: float) -> None:
         """Make the gradients those of `factor` times the loss summed over all ranks."""
@@ -171,11 +193,23 @@ class WholeModel(Strategy):
     def __init__(self, parts: Parts, model: nn.Module) -> None:
         """Take the model over; training passes go through `run`, which may wrap it."""
         self.parts, self.task, self.model = parts, parts.task, model
+        self._given = Inventory.of([model])
         self.run: nn.Module = model
         self.shard = parts.layout.shard(parts.group.place.rank)
         self.shards = parts.layout.shards
         self.axes = (self.shard,)
         self.norm_device = parts.group.device
+
+    def verify(self) -> None:
+        """Compare what the model consists of with what it did when the strategy was given it.
+
+        Raises:
+            UsageError: names what is lost, or is another.
+        """
+        config, group = self.parts.config, self.parts.group
+        how = f"--strategy {config.strategy_on(group.place)} ({self.parts.layout})"
+        check_alike(self._given, group, task=self.task.name)
+        check_unchanged(self._given, Inventory.of([self.model]), how=how)
 
     def micro_batches(self) -> int:
         """Count those of the largest share: all ranks exchange as often."""
@@ -204,6 +238,8 @@ class WholeModel(Strategy):
         else:
             # The gradient to begin with, instead of a multiplication that would have one too.
             torch.autograd.backward(loss, torch.full_like(loss, factor))
+        if self.parts.config.compile:
+            compilation.check_compiled(self.task)
         return Sums(loss=loss.detach(), count=self.task.count(batch.targets))
 
     @staticmethod
@@ -246,12 +282,13 @@ def one_number(loss: Tensor, task: Task) -> Tensor:
     )
 
 
-def tally(task: Task, outputs: Tensor, targets: Tensor) -> Tally:
+def tally(task: Task, outputs: Tree, targets: Tree) -> Tally:
     """Measure a batch's outputs."""
     return Tally(
-        loss=task.loss(outputs, targets),
+        # Each rank may have its share of it only.
+        loss=full(one_number(task.loss(outputs, targets), task)),
         # Each rank may have its share of the classes only; the likeliest is one of all.
-        score=task.score(outputs.full_tensor() if is_sharded(outputs) else outputs, targets),
+        score=task.score(mapped(full, outputs), targets),
         count=task.count(targets),
     )
 
@@ -268,6 +305,11 @@ def scale(parameters: Iterator[tuple[str, nn.Parameter]], factor: float) -> None
 def local(tensor: Tensor) -> Tensor:
     """Give this rank's part of a sharded tensor; a plain one is its own part."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Put a sharded tensor together; all of its ranks take part."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:

@@ -10,7 +10,7 @@ wire, and all have the same to do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ from torch.nn.attention.bias import causal_lower_right
 
 from train.data import Batch
 from train.distributed import arrange
-from train.errors import UsageError
+from train.errors import UsageError, is_collateral
 from train.layers import CausalAttention, Placed
 from train.layout import Layout
-from train.strategies import partwise
+from train.strategies import partwise, pieces
 from train.strategies.base import Parts
+from train.trees import Tree, mapped, named, tensors_of
 
 TIME = 2
 HEADS = 1
@@ -43,23 +44,28 @@ class SequenceSlice:
     """Number of this rank's part."""
     layout: Layout = field(default_factory=Layout)
     """How many parts there are, and who else shares them."""
+    task: str = ""
+    """What messages call the task."""
 
     def of(self, batch: Batch) -> Batch:
-        """Cut this rank's part out of inputs and targets: dimension 1 of both.
+        """Cut this rank's part out of inputs and targets: dimension 1 of all their tensors.
 
         Raises:
-            UsageError: the sequence cannot be cut in parts of one length; shows the arithmetic.
+            UsageError: the sequence cannot be cut in parts of one length, which shows the
+                arithmetic; or a tensor has no such dimension.
         """
         parts = self.layout.cp
         if parts == 1:
             return batch
-        if batch.inputs.dim() < 2 or batch.inputs.shape[:2] != batch.targets.shape[:2]:
+        tensors = [*tensors_of(batch.inputs), *tensors_of(batch.targets)]
+        if tensors[0].dim() < 2 or any(t.shape[:2] != tensors[0].shape[:2] for t in tensors):
+            whose = f"those of task {self.task!r}" if self.task else "this task's"
+            shapes = f"{_shapes('inputs', batch.inputs)} and {_shapes('targets', batch.targets)}"
             raise UsageError(
-                f"--cp {parts} cuts dimension 1 of inputs and targets, the sequence, but this "
-                f"task's are {list(batch.inputs.shape)} and {list(batch.targets.shape)}; leave out "
-                "--cp"
+                f"--cp {parts} cuts dimension 1 of inputs and targets, the sequence, but {whose} "
+                f"are {shapes}; leave out --cp"
             )
-        time = batch.inputs.shape[1]
+        time = tensors[0].shape[1]
         # Between its layers, tensor parallelism cuts each part once more.
         divisor = parts * self.layout.tp
         if time % divisor:
@@ -71,11 +77,7 @@ class SequenceSlice:
                 + f"; the sequence must be a multiple of {divisor}"
             )
         part = slice(time // parts * self.part, time // parts * (self.part + 1))
-        return replace(
-            batch,
-            inputs=batch.inputs[:, part].contiguous(),
-            targets=batch.targets[:, part].contiguous(),
-        )
+        return batch.mapped(lambda tensor: tensor[:, part].contiguous())
 
 
 def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
@@ -105,12 +107,10 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
             module.context = exchange
         elif isinstance(module, Placed):
             module.register_forward_pre_hook(_Begin(part))
-    return SequenceSlice(part=part, layout=layout)
+    return SequenceSlice(part=part, layout=layout, task=parts.task.name)
 
 
-def verify(
-    model: nn.Module, run: Callable[[Tensor], Tensor | None], batch: Batch, parts: Parts
-) -> None:
+def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: Parts) -> None:
     """Make sure that cutting sequences does not change what a model computes.
 
     Args:
@@ -125,16 +125,53 @@ def verify(
     cp = parts.layout.cp
     if cp == 1 or not len(batch):
         return
-    SequenceSlice(layout=parts.layout).of(batch)
-    two = batch.inputs[:1, : batch.inputs.shape[1] // cp * 2].contiguous()
+    SequenceSlice(layout=parts.layout, task=parts.task.name).of(batch)
+    time = tensors_of(batch.inputs)[0].shape[1] // cp * 2
+    two = mapped(lambda tensor: tensor[:1, :time].contiguous(), batch.inputs)
     halves = parts.config.precision != "fp32"
-    if any(parts.group.sum([partwise.differs(run, model, two, halves=halves)])):
+    name = parts.task.name
+    slices = [
+        SequenceSlice(part=part, layout=parts.layout, task=name).of(batch) for part in range(cp)
+    ]
+    counts = [parts.task.count(one.targets) for one in slices]
+    if sum(counts) != (whole := parts.task.count(batch.targets)):
+        raise UsageError(
+            f"--cp {cp}: count() of task '{name}' gives {whole} for whole sequences, but "
+            f"{' + '.join(map(str, counts))} for their parts, so the loss would be divided by "
+            "another number; count what loss() sums over, such as targets.numel(), or leave out "
+            "--cp"
+        )
+    if pieces.looks_at_data(parts, batch):
+        raise UsageError(
+            f"--cp {cp}: the model of task '{name}' asks for a number of its data (item(), or an "
+            "if on a tensor), of which each rank has a part of each sequence only; leave out --cp"
+        )
+    try:
+        different = partwise.differs(run, model, two, halves=halves)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if is_collateral(error):
+            raise
+        raise UsageError(
+            f"--cp {cp}: the model of task '{name}' cannot run on a part of a sequence, "
+            f"{_shapes('inputs', two)} of {_shapes('inputs', batch.inputs)}: "
+            f"{str(error).splitlines()[0]}; its layers must take sequences of any length, or leave "
+            "out --cp"
+        ) from error
+    if any(parts.group.sum([different])):
         raise UsageError(
             f"--cp {cp}: for a part of a sequence the model of task '{parts.task.name}' computes "
             "something else than for all of it: a layer counts positions from where its input "
             "begins, or looks beyond one; use train.layers.Positions or Places, and no other layer "
             "than CausalAttention that looks beyond one, or leave out --cp"
         )
+
+
+def _shapes(name: str, tree: Tree) -> str:
+    """Give the shapes of a tree's tensors, by name where there are several."""
+    if isinstance(tree, Tensor):
+        return str(list(tree.shape))
+    tensors = ((path, leaf) for path, leaf in named(name, tree) if isinstance(leaf, Tensor))
+    return ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in tensors)
 
 
 def _check(model: nn.Module, parts: Parts) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from torch import Tensor, nn
+from torch import nn
 
 from train import stages
 from train.errors import UsageError
 from train.strategies.base import Parts
+from train.trees import Tree
 
 
 class Stage(nn.Module):
@@ -34,7 +35,7 @@ class Stage(nn.Module):
                 home = home.get_submodule(step)
             home.add_module(last, model.get_submodule(name))
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tree) -> Tree:
         """Run the pieces, one after the other."""
         # Here, not around the schedule, which would run backward passes in it as well.
         with self._autocast():
@@ -47,8 +48,7 @@ def plan(model: nn.Module, parts: Parts) -> list[list[str]]:
     """Name the pieces of each stage.
 
     Raises:
-        UsageError: there are too few, or the model is more than its pieces, or two stages share a
-            parameter.
+        UsageError: there are too few, or the model is more than its pieces.
     """
     config, layout, task = parts.config, parts.layout, parts.task
     sizes = {
@@ -58,22 +58,20 @@ def plan(model: nn.Module, parts: Parts) -> list[list[str]]:
     count = stages.stage_count(config.pp_schedule, layout.pp)
     asked = f"--pp {layout.pp} with --pp-schedule {config.pp_schedule}"
     groups = stages.cut(sizes, count, asked=asked)
-    homes: dict[int, int] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = next((n for n, own in enumerate(groups) if _within(name, own)), None)
-        if owner is None:
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        if not any(within(name, own) for own in groups):
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise UsageError(
-                f"{asked}: no stage would hold parameter {name!r}, as no piece of task "
-                f"{task.name!r} contains it ({', '.join(sizes)}); have pieces() name its module"
-            )
-        if homes.setdefault(id(parameter), owner) != owner:
-            raise UsageError(
-                f"{asked}: parameter {name!r} is shared by stages {homes[id(parameter)]} and "
-                f"{owner}, which would train copies of their own; give each a parameter of its "
-                "own, or use --strategy fsdp"
+                f"{asked}: no stage would hold {kind} {name!r}, as no piece of task {task.name!r} "
+                f"contains it ({', '.join(sizes)}); have pieces() name its module"
             )
     return groups
 
 
-def _within(name: str, pieces: Sequence[str]) -> bool:
+def within(name: str, pieces: Sequence[str]) -> bool:
+    """Say whether a tensor of that name belongs to one of these pieces."""
     return any(name.startswith(f"{piece}.") for piece in pieces)

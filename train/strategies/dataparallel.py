@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from train import compilation
 from train.data import Batch
 from train.errors import UsageError
+from train.layout import flag
 from train.strategies.base import Parts, Sums, Tally, WholeModel
 from train.strategies.manual import devices
+from train.trees import Tree, tensors_of
 
 MIB = 1024 * 1024
 
@@ -38,10 +41,16 @@ class Threaded(WholeModel):
                 f"--devices {listed}: nn.DataParallel knows GPUs only; name different ones, or "
                 "leave --devices out to run on the CPU, in one thread"
             )
+        for wanted in ("compile", "activation_checkpointing"):
+            if len(self._gpus) > 1 and getattr(parts.config, wanted):
+                raise UsageError(
+                    f"{flag(wanted)} does not go with --strategy dataparallel on several GPUs: "
+                    "their copies would all run the first one's weights; use --strategy ddp, or "
+                    "one GPU"
+                )
         super().__init__(parts, parts.model(torch.device("cpu")).to(found[0]))
         self._device = found[0]
-        if parts.config.compile:
-            self.model.compile()
+        compilation.whole(self.model, parts.config)
         # The loss is computed on what has been gathered: a sum over the whole batch, as it must be.
         # A loss within each thread would have to be summed by hand; its mean would be wrong.
         # Beside GPUs that are not in the list it would insist on one.
@@ -93,6 +102,7 @@ class Threaded(WholeModel):
             )
         return text
 
-    def _note_output(self, module: nn.Module, inputs: object, output: Tensor) -> None:
+    def _note_output(self, module: nn.Module, inputs: object, output: Tree) -> None:
         """Keep the size of what is gathered on the first device."""
-        self._largest_output = max(self._largest_output, output.nbytes)
+        size = sum(tensor.nbytes for tensor in tensors_of(output))
+        self._largest_output = max(self._largest_output, size)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from train import buffers
+from train import buffers, compilation
 from train.data import Batch
 from train.strategies.base import Parts, Sums, WholeModel
+
+# How the reducer says which of its parameters it still waits for, and how it numbers them.
+_WAITING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 class DataParallel(WholeModel):
@@ -20,8 +25,10 @@ class DataParallel(WholeModel):
         """Make the model on the rank's device and wrap it."""
         super().__init__(parts, parts.model())
         device = parts.group.device
-        if parts.config.compile:
-            self.model.compile()
+        compilation.whole(self.model, parts.config)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]  # torch's
+            self.model, buffers.never_sent(self.model)
+        )
         # The wrapper, not the model, must run the training passes: it is what exchanges gradients.
         self.run = self._ddp = DistributedDataParallel(
             self.model,
@@ -34,6 +41,9 @@ class DataParallel(WholeModel):
         )
         self._register_hook(parts.config.comm_hook)
         self._running_statistics = buffers.moving(self.model)
+        # In the order in which the reducer numbers them.
+        self._trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        self._without_gradient: frozenset[str] = frozenset()
 
     def _register_hook(self, name: str) -> None:
         """Compress what goes over the wire: half the bytes, or factors of low rank."""
@@ -78,5 +88,30 @@ class DataParallel(WholeModel):
             with nullcontext() if last else self._ddp.no_sync():
                 # DDP takes the mean over the ranks: this turns it back into a sum.
                 sums.append(self.backward(batch, factor * self.shards))
+        self._complete()
         buffers.average(self._running_statistics)
         return self.total(sums)
+
+    def without_gradient(self) -> frozenset[str]:
+        """Name the parameters that this rank's data have given no gradient in this step."""
+        return self._without_gradient
+
+    def _complete(self) -> None:
+        """Send zeros for what the last backward pass did not reach: the other ranks wait for it.
+
+        This is what `find_unused_parameters=True` is for, which walks through the whole graph in
+        every step, and leaves zeros where nobody has a gradient.
+        """
+        try:
+            self._ddp.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            if (waiting := _WAITING.search(str(error))) is None:
+                raise
+            missing = [self._trainable[int(number)] for number in waiting[1].split()]
+            # Of earlier micro-batches there may be one.
+            self._without_gradient = frozenset(n for n, p in missing if p.grad is None)
+            parameters = [parameter for _, parameter in missing]
+            torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
+            self._ddp.reducer._check_reducer_finalized()
+        else:
+            self._without_gradient = frozenset()

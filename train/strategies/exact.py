@@ -15,12 +15,14 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from train import buffers, compilation
 from train.checks import exact_problems
 from train.data import Batch, seed_of, share_of
 from train.errors import UsageError
 from train.strategies.base import Parts, Sums, WholeModel
+from train.trees import joined
 
 
 class ExactDataParallel(WholeModel):
@@ -37,10 +39,37 @@ class ExactDataParallel(WholeModel):
             raise UsageError("\n".join(problems))
         super().__init__(parts, parts.model())
         fix_arithmetic(parts.group.device)
-        if parts.config.compile:
-            self.model.compile()
+        compilation.whole(self.model, parts.config)
         self._ranks, self._virtual = parts.layout.world_size, parts.config.virtual_shards
         self._step = 0
+        self._without_gradient: frozenset[str] = frozenset()
+
+    def warm_up(self, batch: Batch) -> None:
+        """Refuse operations that do not give the same bits again, before the first step.
+
+        Where torch knows of some, it is asked by a pass over zeros.
+
+        Raises:
+            UsageError: names the operation.
+        """
+        if not (torch.are_deterministic_algorithms_enabled() and len(batch)):
+            return
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        try:
+            self.run.train(True)
+            self.backward(batch.zeros(), 1.0)
+            self.evaluate(batch.zeros())
+        except RuntimeError as error:
+            if "does not have a deterministic implementation" not in str(error):
+                raise
+            raise UsageError(
+                f"--reduce exact: the model or the loss of task {self.task.name!r} uses an "
+                f"operation whose bits are left to chance here: {str(error).partition(',')[0]}; "
+                "use another one, or leave out --reduce exact"
+            ) from error
+        self.model.zero_grad(set_to_none=True)
+        # Running statistics have moved.
+        self.model.load_state_dict(state)
 
     def begin_step(self, step: int) -> None:
         """Note the step, on which random numbers depend."""
@@ -51,12 +80,16 @@ class ExactDataParallel(WholeModel):
         self.run.train(True)
         start = {name: buffer.clone() for name, buffer in self._buffers().items()}
         rows, count = [], 0
+        lacking = {name for name, p in self.model.named_parameters() if p.requires_grad}
         for number, batch in self._virtual_shards(micro_batches):
             torch.manual_seed(seed_of("virtual", self.parts.config.seed, self._step, number))
             sums = self._one_by_one(batch, factor)
+            if lacking:
+                lacking -= {n for n, p in self.model.named_parameters() if p.grad is not None}
             rows.append(self._row(start, sums.loss))
             count += sums.count
             self._restore(start)
+        self._without_gradient = frozenset(lacking)
         own_loss = torch.stack([row[-1] for row in rows]).sum()
         loss = self._apply(sum_rows(torch.stack(rows), self._ranks))
         if self.parts.group.place.rank > 0:
@@ -66,11 +99,15 @@ class ExactDataParallel(WholeModel):
             loss = own_loss
         return Sums(loss=loss, count=count)
 
+    def without_gradient(self) -> frozenset[str]:
+        """Name the parameters that this rank's data have given no gradient in this step."""
+        return self._without_gradient
+
     def _virtual_shards(self, micro_batches: Sequence[Batch]) -> list[tuple[int, Batch]]:
         """Cut this rank's slice anew: how it was cut so far depends on the number of ranks."""
         whole = Batch(
-            inputs=torch.cat([batch.inputs for batch in micro_batches]),
-            targets=torch.cat([batch.targets for batch in micro_batches]),
+            inputs=joined([batch.inputs for batch in micro_batches]),
+            targets=joined([batch.targets for batch in micro_batches]),
         )
         each = self._virtual // self._ranks
         first = self.shard * each
@@ -81,7 +118,7 @@ class ExactDataParallel(WholeModel):
             start, stop = share_of(total, shard=number, shards=self._virtual)
             part = whole.part(start - offset, stop - offset)
             # A copy: how a tensor is aligned in memory decides how it is summed.
-            found.append((number, Batch(inputs=part.inputs.clone(), targets=part.targets.clone())))
+            found.append((number, part.mapped(Tensor.clone)))
         return found
 
     def _one_by_one(self, batch: Batch, factor: float) -> Sums:
@@ -94,7 +131,7 @@ class ExactDataParallel(WholeModel):
         """Put side by side: gradients, how far the buffers have moved, the loss."""
         columns = [
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
-            for p in self.model.parameters()
+            for p in self._trainable()
         ]
         columns += [(b - start[name]).reshape(-1) for name, b in self._buffers().items()]
         return torch.cat([*columns, loss.reshape(1)])
@@ -102,7 +139,7 @@ class ExactDataParallel(WholeModel):
     def _apply(self, total: Tensor) -> Tensor:
         """Take the sum of all rows apart again, in place; gives the loss."""
         taken = 0
-        for parameter in self.model.parameters():
+        for parameter in self._trainable():
             stop = taken + parameter.numel()
             parameter.grad = total[taken:stop].view_as(parameter).to(parameter.dtype)
             taken = stop
@@ -113,9 +150,13 @@ class ExactDataParallel(WholeModel):
             taken += buffer.numel()
         return total[-1]
 
+    def _trainable(self) -> list[nn.Parameter]:
+        """Give the parameters that may have gradients: what is frozen must get none."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
     def _buffers(self) -> dict[str, Tensor]:
         """Give the buffers that training may move, such as running statistics."""
-        return {n: b for n, b in self.model.named_buffers() if b.dtype != torch.bool}
+        return buffers.numbers(self.model)
 
     def _restore(self, start: dict[str, Tensor]) -> None:
         for name, buffer in self._buffers().items():

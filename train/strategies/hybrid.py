@@ -7,7 +7,8 @@ parameters, and cuts them once more along another dimension of the same mesh.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,26 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from train import batchnorm, buffers
+from train import batchnorm, buffers, compilation
 from train.data import Batch
 from train.distributed import arrange, limit_waiting
-from train.strategies import cp, fsdp, tp
+from train.strategies import cp, fsdp, gradientsync, inventory, pieces, tp
 from train.strategies.base import Parts, Sums, Tally, WholeModel, local
+from train.strategies.fsdp_units import Units
+from train.trees import Tree
 
 # Dimensions of the mesh whose ranks see different samples, or different parts of a sequence.
 DATA = ("dp_replicate", "fsdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a model, or one pipeline stage of it, has been cut."""
+
+    sequence: cp.SequenceSlice
+    """This rank's part of each sequence."""
+    units: Units | None
+    """What is gathered and reduced along the data axes; None: nothing is."""
 
 
 class Composed(WholeModel):
@@ -33,7 +46,8 @@ class Composed(WholeModel):
         meta = parts.config.meta_init
         super().__init__(parts, parts.model(torch.device("meta") if meta else None))
         mesh = build_mesh(parts)
-        self._slice = parallelise(self.model, self.task.pieces(self.model), parts, mesh)
+        cut = parallelise(self.model, self.task.pieces(self.model), parts, mesh)
+        self._slice, self._units = cut.sequence, cut.units
         at = parts.layout.coordinates(parts.group.place.rank)
         # Ranks of one tensor-parallel group compute the same loss: the first of them reports it.
         self._reports = at["tp"] == 0
@@ -43,33 +57,49 @@ class Composed(WholeModel):
         # After the tensors on the device `meta` have been replaced.
         self._running_statistics = buffers.moving(self.model)
         self._data_groups = data_groups(mesh)
+        self._uncut = tp.UncutGradients(mesh["tp"], task=self.task.name)
+        self.gradient_sync = gradientsync.choose(parts, self.model, self.micro_batches())
+
+    def describe(self) -> str:
+        """Say when gradients are reduced, where that is a choice."""
+        return str(self.gradient_sync)
 
     def warm_up(self, batch: Batch) -> None:
-        """Refuse a model that does not bear cutting its sequences."""
+        """Refuse a model that does not bear cutting its sequences, or sharding its pieces."""
+        if self._units:
+            asked = f"--strategy {self.parts.config.strategy_on(self.parts.group.place)}"
+            pieces.check_at_home(self.parts, batch, self._units.pieces, asked=asked)
         cp.verify(self.model, self._outputs, batch, self.parts)
 
-    def _outputs(self, inputs: Tensor) -> Tensor:
+    def _outputs(self, inputs: Tree) -> Tree:
         self.model.eval()
         with torch.no_grad(), self.parts.autocast():
-            outputs: Tensor = self.model(inputs)
-        return outputs
+            return self.model(inputs)
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
-        """Add the gradients of the summed loss; exchange them in the last backward pass."""
+        """Add the gradients of the summed loss; exchange them as `gradient_sync` says."""
         self.start_training()
+        if self._units:
+            self._units.begin_step()
         sums = []
         for number, batch in enumerate(micro_batches, start=1):
-            fsdp.exchange_gradients(self.model, number == len(micro_batches))
-            with tp.losses_stay_apart(self.parts.config, self.parts.layout.tp):
+            last, each = number == len(micro_batches), self.gradient_sync.when == "each"
+            fsdp.exchange_gradients(self.model, last=last, each=each)
+            with tp.losses_stay_apart(self.parts):
                 sums.append(self.backward(self._slice.of(batch), factor))
         tp.finish_gradients(self.model, self.parts.layout.tp)
+        self._uncut.check([self.model], halves=self.parts.config.precision != "fp32")
         buffers.average(self._running_statistics, self._data_groups)
         total = self.total(sums)
         return total if self._reports else Sums(loss=torch.zeros_like(total.loss), count=0)
 
+    def without_gradient(self) -> frozenset[str]:
+        """Name the parameters that this rank's data have given no gradient in this step."""
+        return self._units.without_gradient() if self._units else frozenset()
+
     def evaluate(self, batch: Batch) -> Tally:
         """Run the model without gradients; all ranks take part in every batch."""
-        with tp.losses_stay_apart(self.parts.config, self.parts.layout.tp):
+        with tp.losses_stay_apart(self.parts):
             found = super().evaluate(self._slice.of(batch))
         if self._reports:
             return found
@@ -99,10 +129,8 @@ def data_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
     return [mesh.get_group(n) for n in names if n in DATA and mesh.size(names.index(n)) > 1]
 
 
-def parallelise(
-    model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh
-) -> cp.SequenceSlice:
-    """Cut a model, or one pipeline stage of it, as the layout says; give this rank's sequence."""
+def parallelise(model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh) -> Cut:
+    """Cut a model, or one pipeline stage of it, as the layout says."""
     layout, config = parts.layout, parts.config
     if layout.tp > 1:
         tp.apply(model, parts.task, mesh["tp"], config)
@@ -112,15 +140,14 @@ def parallelise(
         group = mesh[DATA]._flatten("data").get_group()
         limit_waiting(group, timeout_s=config.timeout_s)
         batchnorm.among(model, group)
-    if config.compile:
-        for name in pieces:
-            model.get_submodule(name).compile()
+    compilation.pieces(model, pieces, config, cut=layout.tp > 1)
+    units, name = None, parts.task.name
     if layout.dp_replicate > 1:
         # Also where nothing is sharded: DDP does not know tensor-parallel parameters.
-        fsdp.apply(model, pieces, mesh["dp_replicate", "fsdp"], config)
+        units = fsdp.apply(model, pieces, mesh["dp_replicate", "fsdp"], config, task=name)
     elif layout.dp_shard * layout.cp > 1:
-        fsdp.apply(model, pieces, mesh["fsdp"], config)
-    return sequence
+        units = fsdp.apply(model, pieces, mesh["fsdp"], config, task=name)
+    return Cut(sequence=sequence, units=units)
 
 
 def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
@@ -130,19 +157,26 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
     """
     device = parts.group.device
     mine: dict[str, Tensor] = {}
+    # Stages may share parameters with each other.
+    together = nn.ModuleList(modules)
+    ties = inventory.ties_of(together)
     for module in modules:
         # Offloaded parameters live in the host's memory from the start; FSDP insists.
         module.to_empty(device="cpu" if parts.config.cpu_offload else device)
+    fsdp.tie_again(together, ties)
+    for module in modules:
         for owner in module.modules():
             for name, buffer in owner.named_buffers(recurse=False):
                 owner._buffers[name] = buffer.to(device)
         mine.update(_tensors(module))
     first = parts.group.place.rank == 0
     weights = _tensors(parts.model(torch.device("cpu"))) if first else {}
-    for name in parts.group.broadcast(list(weights)):
-        sent = {name: weights[name].detach()} if first else {}
-        whole = parts.group.broadcast_tensors(sent, source=0)[name]
-        if (own := mine.get(name)) is None:
+    for names in parts.group.broadcast(_by_tensor(weights)):
+        sent = {names[0]: weights[names[0]].detach()} if first else {}
+        whole = parts.group.broadcast_tensors(sent, source=0)[names[0]]
+        # Under whatever name it stands here: a stage may hold the second of two only.
+        own = next((mine[name] for name in names if name in mine), None)
+        if own is None:
             continue
         if isinstance(own, DTensor):
             mesh, placements = own.device_mesh, own.placements
@@ -152,5 +186,14 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Name parameters and buffers, also those that no checkpoint holds."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """Name parameters and buffers, under all their names, also those that no checkpoint holds."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _by_tensor(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """List the names of each tensor."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())

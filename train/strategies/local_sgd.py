@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train import compilation
 from train.buffers import moving
 from train.data import Batch
 from train.errors import UsageError
@@ -41,8 +42,7 @@ class LocalSgd(WholeModel):
                 "themselves would scale their losses differently; use --precision bf16"
             )
         super().__init__(parts, parts.model())
-        if parts.config.compile:
-            self.model.compile()
+        compilation.whole(self.model, parts.config)
         self._optimizer: NamedOptimizer | None = None
         self._last_step = 0
         self._step_count, self._factor = 0, 1.0
@@ -92,6 +92,8 @@ class LocalSgd(WholeModel):
         tensors, device = self._tensors(), self.parts.group.device
         # The weight travels along, as the last number.
         columns = [tensor.reshape(-1).to(device) for tensor in tensors]
+        # torch joins numbers of any types but those of one byte.
+        columns = [c.float() if c.itemsize == 1 else c for c in columns]
         flat = torch.cat([*columns, torch.ones(1, device=device)]) * self._items
         dist.all_reduce(flat)
         flat /= flat[-1].clone()

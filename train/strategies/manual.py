@@ -8,16 +8,18 @@ a pipeline does better can be seen beside `pp.py`. The list may name one device 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from train import stages
+from train import compilation, stages
 from train.data import Batch
 from train.errors import UsageError
 from train.strategies.base import Parts, Sums, Tally, WholeModel
+from train.trees import mapped
 
 
 class Manual(WholeModel):
@@ -41,8 +43,7 @@ class Manual(WholeModel):
             for name in names:
                 module = self.model.get_submodule(name).to(device)
                 module.register_forward_pre_hook(partial(_fetch, device))
-                if parts.config.compile:
-                    module.compile()
+            compilation.pieces(self.model, names, parts.config)
 
     def describe(self) -> str:
         """Say which device holds what."""
@@ -61,7 +62,8 @@ class Manual(WholeModel):
 
     def _with_targets(self, batch: Batch) -> Batch:
         """Put the targets where the outputs will be."""
-        return Batch(inputs=batch.inputs, targets=batch.targets.to(self._devices[-1]))
+        last = self._devices[-1]
+        return replace(batch, targets=mapped(lambda tensor: tensor.to(last), batch.targets))
 
 
 def devices(listed: str | None) -> list[torch.device]:
@@ -94,4 +96,7 @@ def _device(name: str, place: str, gpus: int) -> torch.device:
 
 def _fetch(device: torch.device, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Move a piece's inputs to its device."""
-    return tuple(value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs)
+    moved: tuple[Any, ...] = mapped(
+        lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, inputs
+    )
+    return moved

@@ -16,34 +16,39 @@ import torch
 from torch import Tensor, nn
 
 from train.layers import CausalAttention, Placed
-from train.strategies.base import is_sharded
+from train.strategies.base import full
+from train.trees import Tree, mapped, tensors_of
 
 # Beside the size of the outputs. In single precision rounding makes 1e-6 of it; halves round by
 # half a percent, layer after layer.
 FAR, FAR_IN_HALVES = 1e-3, 0.1
 
 
-def differs(
-    run: Callable[[Tensor], Tensor | None], model: nn.Module, inputs: Tensor, *, halves: bool
-) -> bool:
+def differs(run: Callable[[Tree], Tree], model: nn.Module, inputs: Tree, *, halves: bool) -> bool:
     """Say whether a model takes the second part of a sequence for the first.
 
     Args:
         run: computes outputs without gradients; `None` where another rank has them.
         model: what is run, or this rank's stages of it.
-        inputs: two parts of some sequences. Shape [batch, time, ...].
+        inputs: two parts of some sequences. Shape [batch, time, ...], of each tensor.
         halves: the model computes in half precision.
     """
-    part = inputs.chunk(2, dim=1)[1].contiguous()
+    part = mapped(lambda tensor: tensor.chunk(2, dim=1)[1].contiguous(), inputs)
     # What is compiled is compiled for the shapes of training, later.
     with torch.compiler.set_stance("force_eager"):
         with _placed(model, 0):
             whole = run(inputs)
-        with _placed(model, part.shape[1]):
+        with _placed(model, tensors_of(part)[0].shape[1]):
             alone = run(part)
-    if whole is None or alone is None or whole.dim() != alone.dim():
+    outputs = zip(tensors_of(whole), tensors_of(alone), strict=False)
+    # Of all of them, as putting them together takes all ranks.
+    return any([_differ(full(one), full(other), halves=halves) for one, other in outputs])
+
+
+def _differ(whole: Tensor, alone: Tensor, *, halves: bool) -> bool:
+    """Compare one of the outputs for two parts with that for the second by itself."""
+    if whole.dim() != alone.dim():
         return False
-    whole, alone = _plain(whole), _plain(alone)
     # Along which dimension positions follow each other is the model's own affair.
     along = [dim for dim, size in enumerate(alone.shape) if whole.shape[dim] == 2 * size]
     if not along:
@@ -51,10 +56,6 @@ def differs(
     found = whole.chunk(2, dim=along[0])[1].float()
     far = FAR_IN_HALVES if halves else FAR
     return bool((found - alone.float()).norm() > far * found.norm())
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 @contextmanager

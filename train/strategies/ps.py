@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from train import buffers, compilation
 from train.config import Config
 from train.errors import UsageError
 from train.strategies.base import Parts, WholeModel
@@ -28,8 +29,8 @@ class Served(WholeModel):
         check(parts.config)
         super().__init__(parts, parts.model())
         self.serves = parts.group.place.rank == 0
-        if parts.config.compile and not self.serves:
-            self.model.compile()
+        if not self.serves:
+            compilation.whole(self.model, parts.config)
         # In step, each trainer has a slice of every batch; else it has whole batches of its own.
         self.trainers = parts.group.place.world_size - 1
         in_step = parts.config.ps_mode == "sync"
@@ -38,11 +39,8 @@ class Served(WholeModel):
         self.axes = (self.shard,)
         kept = self.model.state_dict().keys()
         # Of running statistics, how far they move is sent; a table of angles never does.
-        self._buffers = [
-            buffer
-            for name, buffer in self.model.named_buffers()
-            if name in kept and buffer.dtype != torch.bool
-        ]
+        numbers = buffers.numbers(self.model)
+        self._buffers = [buffer for name, buffer in numbers.items() if name in kept]
         self._ages = 0, 0, 0
 
     def describe(self) -> str:

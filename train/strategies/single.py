@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from train import compilation
 from train.strategies.base import Parts, WholeModel
 
 
@@ -11,5 +12,4 @@ class Single(WholeModel):
     def __init__(self, parts: Parts) -> None:
         """Make the model on the rank's device."""
         super().__init__(parts, parts.model())
-        if parts.config.compile:
-            self.model.compile()
+        compilation.whole(self.model, parts.config)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from train.data import Batch, Samples, targets_of
 from train.errors import UsageError
+from train.trees import Tree, sample_count, tensors_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -34,27 +35,35 @@ class Task(ABC):
 
     @abstractmethod
     def train(self) -> Batch | Samples:
-        """Give all training samples: tensors in a `Batch`, or a Dataset of (input, target)."""
+        """Give all training samples: tensors in a `Batch`, or a Dataset of (input, target).
+
+        Inputs and targets may be dicts, lists, tuples or NamedTuples of tensors, nested too. The
+        model is called with all inputs as its one argument.
+        """
 
     @abstractmethod
     def test(self) -> Batch | Samples:
         """Give all test samples."""
 
     @abstractmethod
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Tree, targets: Tree) -> Tensor:
         """Sum the loss over the items of a batch. Scalar.
 
         A *sum*, with `count()` beside it: the loop divides by the number of items of the whole
         global batch, so that gradients do not depend on ranks, micro-batches or padding.
+
+        Args:
+            outputs: what the model gave: a tensor, or a tree of them.
+            targets: as `train()` gave them.
         """
 
-    def count(self, targets: Tensor) -> int:
+    def count(self, targets: Tree) -> int:
         """Count the items that `loss()` sums over; by default one per sample."""
-        return len(targets)
+        return sample_count(targets)
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def score(self, outputs: Tree, targets: Tree) -> Tensor:
         """Sum what `metrics()` needs over the items of a batch. Shape [n]; by default empty."""
-        return torch.zeros(0, device=targets.device)
+        return torch.zeros(0, device=tensors_of(targets)[0].device)
 
     def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
         """Turn the sums over all items, float64 on the CPU, into named figures."""
@@ -77,7 +86,8 @@ class Task(ABC):
         the children of an `nn.Sequential`; of any other model there is one piece: itself, ''.
         """
         if isinstance(model, nn.Sequential):
-            return [name for name, _ in model.named_children()]
+            # Not named_children(), which leaves out a layer that stands in it a second time.
+            return list(model._modules)
         return [""]
 
     def tensor_plan(

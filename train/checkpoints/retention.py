@@ -1,0 +1,123 @@
+"""Which checkpoints stay, and which go: only when newer ones are whole."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from train.checkpoints import disk
+from train.checkpoints.disk import Position
+from train.console import Console
+from train.errors import CheckpointError
+from train.rundir import RunDirectory
+
+
+class Retention:
+    """Which checkpoints of a run stay in rank 0's directory."""
+
+    def __init__(self, directory: RunDirectory, console: Console, *, keep: int) -> None:
+        """Keep so many whole ones; nothing is removed yet."""
+        self._directory, self._console, self._keep = directory, console, keep
+        self.damaged: set[Position] = set()
+        """Checkpoints that were damaged at the start and have not been written again."""
+
+    def prune(self, newest: Position, *, keep: int | None = None) -> list[Position]:
+        """Remove all checkpoints but those to be kept."""
+        # A later start that has taken over may be reading one of them.
+        if self._directory.superseded():
+            return []
+        keep = self._keep if keep is None else keep
+        return prune(self._directory.path, newest, keep=keep, damaged=self.damaged)
+
+    def make_room(self, position: Position) -> str:
+        """Remove checkpoints that a new one will replace; at least one whole checkpoint stays.
+
+        Returns the names of those removed; '' if there were none.
+        """
+        removed = self.prune(position, keep=max(self._keep - 1, 1))
+        if not removed:
+            return ""
+        names = _listed(removed)
+        self._console.say(f"no room for the checkpoint of step {position.step}: removed {names}")
+        paths = [str(position.path(Path())) for position in removed]
+        with suppress(OSError):
+            self._directory.event("room_made", step=position.step, removed=paths)
+        return f"{names} had to go for it, newer ones are untouched"
+
+    def may_go(self, position: Position) -> str:
+        """Name the checkpoints that a user may remove and still resume this run."""
+        run_dir, texts = self._directory.path, []
+        spare = behind(run_dir, position, keep=1, damaged=self.damaged)
+        useless = sorted(self.damaged.difference(spare))
+        whole = [p for p in disk.places(run_dir) if p not in (*spare, *useless, position)]
+        if spare:
+            texts.append(f"{_listed(spare)} may go, as with --keep-checkpoints 1")
+        if useless:
+            texts.append(f"{_listed(useless)} may go, as damaged")
+        if whole and not spare:
+            texts.append(f"{_listed(whole)} must stay")
+        return "; ".join([*texts, "make room there and start again"])
+
+
+def prune(
+    run_dir: Path, newest: Position, *, keep: int, damaged: Collection[Position] = ()
+) -> list[Position]:
+    """Remove all but the last `keep` whole checkpoints; return those removed.
+
+    Call it once `newest` is committed, or before, to make room for it. It looks at its own attempt
+    and earlier ones: these are fenced, so that no draft of theirs becomes a checkpoint any more. A
+    later attempt's are its own.
+
+    Args:
+        run_dir: where they lie.
+        newest: the last one.
+        keep: how many to keep that are whole, as far as their files' sizes tell.
+        damaged: some that are known not to be.
+    """
+    for _, path in list(disk.entries(run_dir, newest.attempt)):
+        if path.suffix == ".tmp":
+            disk.discard(path)
+    removed = []
+    for position in behind(run_dir, newest, keep=keep, damaged=damaged):
+        path = position.path(run_dir)
+        # Renamed first: one half removed must not look like a checkpoint.
+        doomed = path.with_suffix(".old.tmp")
+        with suppress(OSError):
+            path.rename(doomed)
+            removed.append(position)
+            shutil.rmtree(doomed)
+    return removed
+
+
+def behind(
+    run_dir: Path, newest: Position, *, keep: int, damaged: Collection[Position] = ()
+) -> list[Position]:
+    """List the checkpoints before the last `keep` whole ones up to `newest`, best first.
+
+    A checkpoint after `newest` was damaged, and its steps are being made again: it does not count,
+    and stays until that step is reached.
+    """
+    whole, last = 0, []
+    for position in disk.places(run_dir, up_to_attempt=newest.attempt):
+        if position.step > newest.step:
+            continue
+        if whole < keep:
+            whole += position not in damaged and looks_whole(position.path(run_dir))
+            continue
+        last.append(position)
+    return last
+
+
+def looks_whole(path: Path) -> bool:
+    """Say whether all files are there in their sizes; their contents are not read."""
+    try:
+        disk.verify(path, by_size=True)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _listed(positions: Iterable[Position]) -> str:
+    return ", ".join(str(p.path(Path()).relative_to("checkpoints")) for p in positions)

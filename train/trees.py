@@ -1,0 +1,116 @@
+"""Trees of tensors: what models and losses take and give where one tensor is not enough.
+
+They are torch's own: dicts, lists, tuples and NamedTuples, nested as one likes. A tensor by itself
+is the smallest of them and the usual one, so it takes a short way everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils._pytree import TreeSpec
+
+from train.errors import UsageError
+
+Tree: TypeAlias = Any
+"""A tensor [samples, ...], or a dict, list, tuple or NamedTuple of trees.
+
+All tensors of a tree have the same first dimension: the sample.
+"""
+
+ONLY = "inputs and targets are tensors, or dicts, lists, tuples and NamedTuples of tensors"
+
+
+def mapped(function: Callable[[Tensor], object], tree: Tree) -> Tree:
+    """Call a function on each tensor; give a tree of the same form."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    return _pytree.tree_map(function, tree)
+
+
+def joined(trees: Sequence[Tree]) -> Tree:
+    """Put trees of one form together, sample after sample."""
+    if isinstance(trees[0], Tensor):
+        return torch.cat(list(trees))
+    return _pytree.tree_map(lambda *parts: torch.cat(parts), *trees)
+
+
+def tensors_of(tree: Tree) -> list[Tensor]:
+    """Give the tensors of a tree, in their order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def sample_count(tree: Tree) -> int:
+    """Count the samples; `len()` of a dict would count its keys."""
+    return len(tree) if isinstance(tree, Tensor) else len(tensors_of(tree)[0])
+
+
+def form_of(tree: Tree) -> TreeSpec | None:
+    """Give what two trees have in common where only their leaves differ; `None`: a tensor."""
+    return None if isinstance(tree, Tensor) else _pytree.tree_structure(tree)
+
+
+def unflattened(leaves: Tree, form: TreeSpec | None) -> Tree:
+    """Make a tree of a form again of its leaves; a tensor is its own."""
+    return leaves if form is None else _pytree.tree_unflatten(leaves, form)
+
+
+def named(name: str, tree: Tree) -> list[tuple[str, object]]:
+    """Name all leaves of a tree that is called `name`, such as `inputs['image']`."""
+    if isinstance(tree, Tensor):
+        return [(name, tree)]
+    try:
+        leaves, _ = _pytree.tree_flatten_with_path(tree)
+    except ValueError:
+        # A type that was registered with torch without names.
+        return [(f"{name}[{n}]", leaf) for n, leaf in enumerate(_pytree.tree_leaves(tree))]
+    return [(f"{name}{_pytree.keystr(path)}", leaf) for path, leaf in leaves]
+
+
+def described(name: str, tree: Tree) -> str:
+    """Name the tensors of a tree with their shapes and types; '' if there are none."""
+    return ", ".join(
+        f"{path} {list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+        for path, leaf in named(name, tree)
+        if isinstance(leaf, Tensor)
+    )
+
+
+def check(inputs: Tree, targets: Tree, *, task: str) -> None:
+    """Insist on tensors that all have as many samples.
+
+    Raises:
+        UsageError: names the task and the leaf.
+    """
+    place = f"task {task!r}" if task else "the task"
+    count, first = None, ""
+    for name, tree in (("inputs", inputs), ("targets", targets)):
+        leaves = named(name, tree)
+        if not leaves:
+            raise UsageError(
+                f"{place}: {name} of its data hold no tensor ({tree!r}); {ONLY}, at least one"
+            )
+        for path, leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                raise UsageError(
+                    f"{place}: {path} of its data is of type {type(leaf).__name__}; {ONLY}: make a "
+                    "tensor of it, or leave it out"
+                )
+            if leaf.dim() == 0:
+                raise UsageError(
+                    f"{place}: {path} of its data is a single number; the first dimension of every "
+                    "tensor is the sample: give a number for each"
+                )
+            if count is None:
+                count, first = len(leaf), path
+            elif len(leaf) != count:
+                raise UsageError(
+                    f"{place}: its data hold {count} samples of {first}, but {len(leaf)} of "
+                    f"{path}: give one of each for every sample"
+                )
