@@ -46,6 +46,7 @@ def test_the_resolved_job_is_the_job_when_it_is_read_again(run_dir: Path) -> Non
         ("retryable", "retryable: rank 1: x; gave up after 2 requeues", RunState.FAILED),
         ("preempted", "cancelled: by scancel; not queued again", RunState.CANCELLED),
         ("preempted", "no_progress: out of time; no step beyond 5", RunState.FAILED),
+        ("preempted", "fatal: the same failure twice at step 2: Aborted", RunState.FAILED),
     ],
 )
 def test_the_reason_of_the_last_attempt_is_told(

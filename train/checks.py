@@ -170,7 +170,6 @@ def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
         "loss_parallel": (layout.tp > 1, "--tp"),
         "comm_hook": (ddp, "--strategy ddp"),
         "gradient_sync": (parts, "--strategy fsdp or --dp-shard"),
-        "gather": (shards, "--strategy fsdp or --dp-shard"),
         "cpu_offload": (shards, "--strategy fsdp or --dp-shard"),
         "meta_init": (strategy in COMPOSED, "--strategy fsdp or --dp-shard"),
         "devices": (strategy in ("manual", "dataparallel"), "--strategy manual or dataparallel"),
@@ -201,11 +200,6 @@ def _incompatible(config: Config, strategy: str) -> Iterator[str]:
         yield (
             f"--device {config.device} is one for each rank, but --strategy {strategy} has several "
             "devices: use --devices, such as `cuda:0,cuda:1` or `cpu,cpu`"
-        )
-    if config.gather == "half" and config.precision == "fp32":
-        yield (
-            "--gather half gathers weights in the precision that matrices are multiplied in, which "
-            "is fp32: give --precision bf16 or fp16, or leave it out"
         )
     if strategy in ("local-sgd", "ps") and config.precision == "fp16":
         yield (

@@ -106,8 +106,6 @@ class Config:
     """With ddp: compress gradients on the wire."""
     gradient_sync: Literal["auto", "last", "each"] = "auto"
     """With fsdp: reduce gradients after the last micro-batch or each; `auto`: as memory allows."""
-    gather: Literal["full", "half"] = "full"
-    """With fsdp and bf16 or fp16: `half` halves what is gathered, and rounds norms and inputs."""
     cpu_offload: bool = False
     """With fsdp: keep parameters and optimizer state in the host's memory."""
     meta_init: bool = False

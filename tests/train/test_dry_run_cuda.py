@@ -85,8 +85,9 @@ def test_half_precision_frees_less_than_half_of_the_activations() -> None:
     plan: dict[str, Any] = {"task": LARGE, "dp_shard": 8, "global_batch": 8}
     whole = examine(Config(**plan)).ranks[0].memory[ACTIVATIONS]
     mixed = examine(Config(**plan, precision="bf16")).ranks[0].memory[ACTIVATIONS]
-    # Norms and the loss keep float32: with the CPU's rules it would be half.
-    assert 0.6 * whole < mixed < 0.7 * whole
+    # Of each block, what norms are given stays fp32: 36 of 64 bytes per number and token. With the
+    # CPU's rules it would be half; with copies of gathered weights, more than before.
+    assert 0.55 * whole < mixed < 0.62 * whole
 
 
 @pytest.mark.gpu

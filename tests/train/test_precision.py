@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from tests.train import multiplied
 from tests.train.ladder import Case, Differences, climb, whole
 from tests.train.making import config_of, trainer_for
 from tests.train.ranks import on_ranks
+from train import scaling
 from train.checkpoints.disk import read_state
-from train.checks import problems
-from train.config import Config
-from train.environment import Place
 from train.errors import NonFiniteLoss
 from train.scaling import GROW_AFTER, SMALLEST, START, LossScaler
+from train.strategies.base import full
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -59,6 +60,7 @@ def learnt(rank: int, ranks: int, folder: Path) -> dict[tuple[str, str], tuple[A
 
 # Their inputs lie far from 0: whoever rounds these before the model takes the mean off has lost.
 OFFSET = f"{Path(__file__).parent / 'offset.py'}:Offset"
+MULTIPLIED = f"{Path(__file__).parent / 'multiplied.py'}:Multiplied"
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ARRANGED: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
@@ -67,7 +69,6 @@ ARRANGED: dict[str, dict[str, Any]] = {
     "tp": {"tp": 4},
     "cp": {"cp": 4},
     "pp": {"strategy": "pp", "micro_batch": 4},
-    "gathered in halves": {"strategy": "fsdp", "gather": "half"},
 }
 
 
@@ -103,18 +104,49 @@ def test_every_strategy_rounds_as_one_process_does() -> None:
     for precision, dtype in HALVES.items():
         # Sums over parts of a batch are rounded one by one.
         most = 2 * torch.finfo(dtype).eps
-        wrong = found.pop(f"gathered in halves, {precision}")
-        assert largest(wrong) > 20 * most
         here = {name: largest(far) for name, far in found.items() if name.endswith(precision)}
         assert {name: far for name, far in here.items() if far > most} == {}
 
 
-def test_to_gather_in_halves_needs_halves_and_something_to_gather() -> None:
-    place = Place(world_size=2, local_world_size=2, launched=True, addressed=True)
-    (no_halves,) = problems(Config(strategy="fsdp", gather="half"), place)
-    assert no_halves.startswith("--gather half gathers weights in the precision that matrices are")
-    (nothing,) = problems(Config(strategy="ddp", gather="half", precision="bf16"), place)
-    assert nothing.startswith("--gather half belongs to --strategy fsdp or --dp-shard, and would")
+def gathered(rank: int, ranks: int, folder: Path, precision: str) -> tuple[dict[str, Any], Any]:
+    """Weights after a step of two micro-batches, by strategy; in which type each is gathered."""
+    chosen = {"task": MULTIPLIED, "precision": precision, "optimizer": "sgd", "lr": 0.5}
+    # No overflow, so that the step is not left out.
+    scaling.START = 256.0
+    types, weights = {}, {}
+    for strategy in ("ddp", "fsdp"):
+        trainer = trainer_for(rank, ranks, folder, strategy=strategy, micro_batch=2, **chosen)
+        model: nn.Module = trainer.strategy.model  # type: ignore[attr-defined]
+        before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+        trainer.train_step()
+        weights[strategy] = {
+            name.removeprefix("module."): (full(p.detach()) - before[name]).double()
+            for name, p in model.named_parameters()
+        }
+        names = {id(p): name for name, p in model.named_parameters()}
+        for module in model.modules() if strategy == "fsdp" else ():
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        types[names[id(parameter.sharded_param)]] = parameter.param_dtype
+    return weights, types
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_what_is_cast_before_it_is_gathered_changes_no_number(
+    precision: str, tmp_path: Path
+) -> None:
+    for weights, types in on_ranks(2, gathered, 2, tmp_path, precision):
+        wide = {name.partition(".")[0] for name, dtype in types.items() if dtype is None}
+        half = {name.partition(".")[0] for name, dtype in types.items() if dtype}
+        assert half == multiplied.ONLY_MULTIPLIED
+        assert {*types.values()} == {None, HALVES[precision]}
+        assert wide == multiplied.OTHERS
+        assert weights["fsdp"].keys() == weights["ddp"].keys()
+        for name, ours in weights["fsdp"].items():
+            # Nothing but the order of sums in fp32.
+            assert (ours - weights["ddp"][name]).norm() <= 1e-5 * ours.norm(), name
+            assert ours.norm() > 0, name
 
 
 def losses_of(trainer: Trainer, steps: int) -> list[float]:

@@ -224,7 +224,9 @@ def far(mine: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], draw:
     """How far weights are from the reference's, beside how far these have come from the start."""
     assert mine.keys() == reference.keys(), draw
     torch.manual_seed(5)
-    before = drawn.Model(draw.odd).to(torch.float64 if draw.odd.double else torch.float32)
+    before = drawn.Model(draw.odd)
+    if draw.odd.double:
+        before = before.double()
     # As pairs of numbers, in which complex ones are exported.
     start = {
         name: torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -47,6 +47,7 @@ _OUTCOMES = {
 
 _WORDS = {
     "cancelled": RunState.CANCELLED,
+    "fatal": RunState.FAILED,  # a start that was ended for it may have called itself preempted
     "no_progress": RunState.FAILED,
 }
 """What the first word of an attempt's reason knows better than the outcome."""

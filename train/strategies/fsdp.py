@@ -10,13 +10,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
@@ -25,6 +23,7 @@ from train.config import Config
 from train.errors import UsageError
 from train.strategies import inventory
 from train.strategies.base import DTYPES
+from train.strategies.fsdp_precision import POLICY, gather_matrices_in
 from train.strategies.fsdp_units import Units
 
 
@@ -51,15 +50,16 @@ def apply(
             )
     # A linear layer's output is a view whenever its input has three dimensions.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    policy = precision_policy(config)
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     units = own_units(model, pieces)
     for name in units:
-        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=POLICY, offload_policy=offload)
     # Last the whole: it takes what no piece has taken.
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY, offload_policy=offload)
+    if config.precision != "fp32":
+        gather_matrices_in(DTYPES[config.precision], model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Losses are sums, so gradients must be as well: no division by the number of ranks.
@@ -92,21 +92,6 @@ def tie_again(model: nn.Module, ties: Sequence[Sequence[tuple[nn.Module, str]]])
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
                     parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
-
-
-def precision_policy(config: Config) -> MixedPrecisionPolicy:
-    """Leave precision to autocast, which casts weights and inputs of one operation at a time.
-
-    That is what all strategies do. FSDP's own casts come before the operation is known: of the
-    weights of norms, and of inputs, which lose what makes them different where they lie far from 0.
-    """
-    if config.gather == "full" or config.precision == "fp32":
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(
-        param_dtype=DTYPES[config.precision],
-        # Many ranks' halves would lose the small ones.
-        reduce_dtype=torch.float32,
-    )
 
 
 def exchange_gradients(model: nn.Module, *, last: bool, each: bool) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from train.errors import UsageError
+from train.strategies.fsdp_precision import widen_gradients
 from train.trees import mapped, tensors_of
 
 
@@ -84,6 +85,7 @@ class Units:
                     whole is not None and whole.grad is not None
                 ):
                     self._with_gradient.add(id(parameter))
+            widen_gradients(group)
             return post_backward(*arguments)
 
         return note
