@@ -99,6 +99,7 @@ def test_commands_are_found_with_their_lines(
         ("a\n)", "x.sh:2: ')' closes nothing here"),
         ("cat <<E\nb", "x.sh:1: the here-document has no end 'E'"),
         ("a | | b", "x.sh:1: a command is missing here"),
+        ("for x in 1; {a,b}", "x.sh:1: the body of this loop cannot be read"),
         ("a ${b", "x.sh:1: } is missing for what begins here"),
         ("$(" * 3000 + ")" * 3000, "x.sh: nested too deeply to be read"),
     ],

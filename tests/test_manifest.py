@@ -67,6 +67,14 @@ def test_on_the_nodes_network_runs_are_kept_apart_by_their_port(kind: str) -> No
     assert "ports" not in container_of(workload(manifest({}, {}, kind)))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "TrainJob"])
+def test_a_folder_of_several_lines_stays_one_value(kind: str) -> None:
+    folder = "/work\n  hostPID: true\n"
+    document = workload(manifest({"workdir": folder}, {}, kind))
+    assert container_of(document)["workingDir"] == folder
+    assert "hostPID" not in template_of(document)["spec"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_of_a_run_carries_its_label(kind: str) -> None:
     documents = read(manifest({}, {"gang_scheduler": None}, kind))

@@ -255,6 +255,11 @@ def test_every_mistake_of_a_profile_is_reported_at_once(
     assert refusal(path) + "\n" == problems.replace("PATH", str(path))
 
 
+def test_a_gpu_resource_that_is_no_name_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path, "site", "kind: kubernetes\ngpu_resource: {a: b}\nresources: {x/y: 1}\n")
+    assert "gpu_resource: must be" in refusal(path)
+
+
 def test_a_profile_arrives_as_it_was_written(tmp_path: Path) -> None:
     facts = {"gpus": 8, "cpus": 96, "memory": "900GiB"}
     path = write(tmp_path, "big", yaml.safe_dump({"kind": "slurm", "node": facts, "qos": "high"}))

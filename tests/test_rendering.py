@@ -20,6 +20,7 @@ import toolkit.rendering
 from tests import fake_slurm
 from tests.golden import EXAMPLES, ROOT, rendered
 from tests.reference import PAGES
+from toolkit.batch_scripts.directives import read_directives
 from toolkit.errors import RenderError
 from toolkit.rendering import sbatch_quote, shell_quote
 
@@ -226,6 +227,16 @@ def test_sbatch_values_are_quoted_as_slurm_reads_them() -> None:
         if re.match("#SBATCH --(partition|account|qos)=", line)
     )
     assert read == {"partition": "a;b", "account": "it's", "qos": "x#y"}
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text("ab\\\\'\"# -=$`", max_size=12))
+def test_what_is_quoted_for_sbatch_is_read_as_one_value(value: str) -> None:
+    (directive,) = read_directives(f"#SBATCH --comment={sbatch_quote(value)}\n")
+    (option,) = directive.options
+    assert option.value is not None
+    assert (option.name, option.value.text) == ("comment", value)
+    assert directive.stray == ()
 
 
 @pytest.mark.parametrize("path", EXAMPLES)

@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 from tests.test_bash import PIECES
 from tests.test_rendering import HOSTILE, scripts
 from toolkit.batch_scripts.checking import SCRIPT_RULES, check_script
+from toolkit.batch_scripts.directives import read_directives
 from toolkit.errors import InputError
 
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -280,6 +281,12 @@ def test_each_rule_knows_where_it_holds(text: str, expected: list[tuple[int, str
 def test_every_rule_is_tried() -> None:
     tried = {rule for expected in EXPECTED.values() for _, rule in expected}
     assert {rule.id for rule in SCRIPT_RULES} - tried == {"dos-line-breaks"}, "see above"
+
+
+def test_a_directive_of_a_hyphen_alone_is_read_to_its_end() -> None:
+    (directive,) = read_directives("#SBATCH - -N2 -\n")
+    assert directive.stray == ("-", "-")
+    assert [option.name for option in directive.options] == ["nodes"]
 
 
 def test_a_comment_takes_a_finding_back() -> None:

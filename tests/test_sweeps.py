@@ -121,6 +121,14 @@ def test_a_sweep_that_cannot_be_is_refused_with_its_line(
     assert "hunter2" not in str(refused.value)
 
 
+def test_an_argument_that_is_no_text_is_told_beside_a_sweep(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: a\nmodule: m\nargs: [--epochs, 3]\nsweep: {grid: {--lr: [0.1, 0.2]}}\n")
+    with pytest.raises(toolkit.SpecError) as refused:
+        toolkit.load(path)
+    assert str(refused.value) == f'{path}:3: args[1]: 3 is not a string to YAML; write "3"'
+
+
 def test_what_one_point_cannot_do_is_refused_by_its_number() -> None:
     spec = job(sweep={"list": [{}, {"--api-key": "hunter2hunter2"}]})
     with pytest.raises(toolkit.PlanError, match=r"point 1: args\[1\] holds what looks") as refused:

@@ -20,6 +20,7 @@ from jinja2 import (
     TemplateSyntaxError,
     UndefinedError,
 )
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import toolkit
 from toolkit.errors import InputError, Problem, RenderError
@@ -73,7 +74,8 @@ def sbatch_quote(value: object) -> str:
     text = str(value)
     if _CONTROL.search(text):
         raise RenderError(f"{text!r} holds a control character, which no #SBATCH line can hold")
-    return shlex.quote(text)
+    # Unlike the shell, sbatch reads a backslash within single quotes as well.
+    return shlex.quote(text.replace("\\", "\\\\"))
 
 
 def path_quote(path: str) -> str:
@@ -247,7 +249,8 @@ def _environment(folder: Path | None = None) -> Environment:
     """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
     ours = FileSystemLoader(_templates_folder())
     yours = [_YourLoader(folder), PrefixLoader({"toolkit": ours})] if folder else []
-    environment = Environment(
+    # Templates of a project's folder may be a stranger's: they fill in values, and do nothing else.
+    environment = (ImmutableSandboxedEnvironment if folder else Environment)(
         loader=ChoiceLoader([*yours, ours]),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -264,7 +267,8 @@ def _environment(folder: Path | None = None) -> Environment:
         "sh_entry": entry_words,
         "sh_line": shell_line,
         "sh_path": path_quote,
-        "yaml": yaml_block,
+        # Without an indent, what has several lines would leave its place.
+        "yaml": lambda value, indent: yaml_block(value, indent),
         "yaml_flow": yaml_flow,
         "sh_words": lambda values: " ".join(map(shell_quote, values)),
     }

@@ -297,7 +297,9 @@ class JobSpec(FrozenModel):
         if isinstance(sweep, dict):  # as a file holds it
             with contextlib.suppress(ValidationError):
                 sweep = Sweep.model_validate(sweep)
-        if isinstance(sweep, Sweep) and isinstance(args, tuple):
+        # An argument that is no text is told by itself.
+        texts = isinstance(args, tuple) and all(isinstance(word, str) for word in args)
+        if isinstance(sweep, Sweep) and texts:
             try:
                 points = expand(sweep, args)
             except ValueError as error:

@@ -76,7 +76,10 @@ def override(document: Document, assignments: Iterable[str], model: type[BaseMod
         if not equals or not all(dotted.split(".")):
             problems.append(Problem(place=place, message="write it like resources.nnodes=4"))
             continue
-        path = tuple(int(p) if p.isdecimal() else p for p in dotted.split("."))
+        path = _path(dotted)
+        if len(path) > _DEEPEST:
+            problems.append(Problem(place=place, message=f"no key is {len(path)} levels deep"))
+            continue
         wanted = _annotation(model, path)
         try:
             if wanted is not None and _wants_text(wanted):
@@ -102,11 +105,20 @@ def override(document: Document, assignments: Iterable[str], model: type[BaseMod
     return replace(document, data=data, places=places, written=shown, problems=tuple(problems))
 
 
+_DEEPEST = 50
+_INDEX = re.compile(r"[0-9]{1,9}")
+
+
+def _path(dotted: str) -> KeyPath:
+    """Take `KEY.0.KEY` apart."""
+    return tuple(int(p) if _INDEX.fullmatch(p) else p for p in dotted.split("."))
+
+
 def assign(document: Document, changes: Mapping[str, Any]) -> Document:
     """Return the document with `KEY.KEY` set to Python values; None takes a key out."""
     data, problems = document.data, list(document.problems)
     for dotted, value in changes.items():
-        path = tuple(int(p) if p.isdecimal() else p for p in dotted.split("."))
+        path = _path(dotted)
         try:
             data = _assign(data, path, _NOTHING if value is None else frozen(value))
         except (TypeError, IndexError):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from toolkit.rendering import sbatch_quote
 from toolkit.sbatch_options import ALLOWED, DECIDED, FLAGS, VALUED
 
 from .conftest import Sandbox
@@ -102,3 +105,29 @@ def test_every_way_to_ask_for_gpus_reaches_the_workers(sandbox: Sandbox, flag: s
     assert (sandbox.work / f"epilog-{flag}").exists()
     shown = sandbox.slurm("scontrol", "-o", "show", "job", number).stdout
     assert "Comment=it's a & b" in shown
+
+
+ODD = ("x", "\\", "'", '"', " ", "#", "-", "$(id)", "`", "=")
+
+
+def test_sbatch_reads_each_value_as_it_was_meant(sandbox: Sandbox) -> None:
+    values = [
+        *("".join(pair) for pair in itertools.product(ODD, ODD)),
+        *(r"DOMAIN\user", r"x\'y' --output=/tmp/stolen --uid=0 #", "\\\\", "'\\''", "a\\ b"),
+    ]
+    ours = {}
+    for value in values:
+        script = f"#!/bin/bash\n#SBATCH --hold --comment={sbatch_quote(value)}\ntrue\n"
+        (sandbox.work / "odd.sbatch").write_text(script)
+        job = sandbox.slurm("sbatch", "--parsable", "odd.sbatch").stdout.strip()
+        ours[job] = value
+    read, outputs = {}, set()
+    for job in ours:
+        shown = sandbox.slurm("scontrol", "show", "job", job).stdout
+        (read[job],) = re.findall(r"^ +Comment=(.*)$", shown, re.MULTILINE) or [""]
+        outputs |= {*re.findall(r"^ +StdOut=(.*)/", shown, re.MULTILINE)}
+    sandbox.slurm("scancel", *ours)
+    # What is shown has lost blanks at its end.
+    wanted = {job: value.rstrip() for job, value in ours.items()}
+    assert {job: text.rstrip() for job, text in read.items()} == wanted
+    assert len(outputs) == 1

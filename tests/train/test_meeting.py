@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from tests.train.conftest import Start
 
 PATIENCE_S = 300.0
+# As long as ranks wait that come in the end, however busy the machine; less than we wait for them.
+UNHURRIED_S = 240
 # Long enough for two processes to find each other on a busy machine; waited for in vain by the
 # wrong forms only.
 SHORT_S = 5
@@ -107,13 +109,13 @@ def _report(work: Work, place: Place, method: str, folder: Path, number: int) ->
 
 
 def ours(place: Place, method: str, said: Path) -> None:
-    config = Config(strategy="ddp", init_method=method, timeout_s=60)
+    config = Config(strategy="ddp", init_method=method, timeout_s=UNHURRIED_S)
     with open_group(place, config) as group:
         said.write_text(f"sum {group.sum([place.rank + 1.0])[0]}")
 
 
 def ours_held(place: Place, method: str, said: Path) -> None:
-    config = Config(strategy="ddp", init_method=method, timeout_s=60)
+    config = Config(strategy="ddp", init_method=method, timeout_s=UNHURRIED_S)
     with open_group(place, config) as group:
         said.write_text("they met")
         _wait_for((said.parent / "go on").exists)
@@ -121,7 +123,7 @@ def ours_held(place: Place, method: str, said: Path) -> None:
 
 
 def ours_killed(place: Place, method: str, said: Path) -> None:
-    config = Config(strategy="ddp", init_method=method, timeout_s=60)
+    config = Config(strategy="ddp", init_method=method, timeout_s=UNHURRIED_S)
     with open_group(place, config) as group:
         said.write_text(f"sum {group.sum([place.rank + 1.0])[0]}")
         os.kill(os.getpid(), signal.SIGKILL)

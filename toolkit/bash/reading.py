@@ -265,7 +265,8 @@ class _Reader(WordReader):
         self._separators()
         if self.sees("{"):
             body = self._node()
-            assert isinstance(body, Compound)
+            if not isinstance(body, Compound):
+                self.fail("the body of this loop cannot be read", start)
             found = self._compound("for", line, bodies=body.bodies, words=tuple(words))
         else:
             found = self._loop("for", start, line, words=tuple(words))

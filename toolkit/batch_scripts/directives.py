@@ -56,7 +56,8 @@ def _options(words: list[Argument]) -> tuple[tuple[Option, ...], tuple[str, ...]
     found: list[Option] = []
     stray: list[str] = []
     while words:
-        if not words[0].text.startswith("-"):
+        # A hyphen alone is no option either.
+        if not words[0].text.startswith("-") or words[0].text == "-":
             stray.append(words.pop(0).text)
             continue
         options, rest = read_options(words, SBATCH)
@@ -70,12 +71,12 @@ def _argument(word: str, line: int) -> Argument:
 
 
 def _words(row: str) -> Iterator[str]:
-    """Split as sbatch does: with quotes and backslashes, up to a `#`; `$` is a character."""
+    """Split as sbatch does: with quotes, and backslashes in both kinds; `$` is a character."""
     word, begun, quote, escaped = "", False, "", False
     for char in row:
         if escaped:
             word, escaped = word + char, False
-        elif char == "\\" and quote != "'":
+        elif char == "\\":
             begun = escaped = True
         elif quote:
             quote, word = ("", word) if char == quote else (quote, word + char)

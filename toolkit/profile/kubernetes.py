@@ -155,7 +155,7 @@ class KubernetesProfile(SiteProfile):
         if given.get("master") and (given.get("workload") or "PyTorchJob") != "PyTorchJob":
             found.append(f"master is for a PyTorchJob; workload is {given['workload']!r}")
         gpu = given.get("gpu_resource") or "nvidia.com/gpu"
-        if gpu in (given.get("resources") or ()):
+        if isinstance(gpu, str) and gpu in (given.get("resources") or ()):
             found.append(
                 f"resources: {gpu!r} is what gpus_per_node of a job asks for; leave it out"
             )
