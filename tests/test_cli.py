@@ -400,3 +400,30 @@ def test_nothing_heavy_is_imported(tmp_path: Path, work: str) -> None:
     )
     assert "toolkit" in done.stderr.split()
     assert heavy & set(done.stderr.split()) == set()
+
+
+def test_what_is_written_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    word = "h\u00e9llo \U0001f389"
+    (tmp_path / "job.yaml").write_text(
+        "name: probe\nscript: train.py\nargs: [" + word + "]\n", encoding="utf-8"
+    )
+    (tmp_path / "train.py").write_text(
+        "import os, sys; print(os.fsencode(sys.argv[1]).hex())\n", encoding="utf-8"
+    )
+    kept = {name: of for name, of in os.environ.items() if not name.startswith("LC_")}
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environ = {**kept, **ascii_only, "XDG_STATE_HOME": str(tmp_path / "state")}
+
+    def done(*argv: str) -> bytes:
+        found = subprocess.run(
+            [TOOLKIT, *argv], cwd=tmp_path, env=environ, capture_output=True, check=False
+        )
+        assert found.returncode == 0, found.stderr
+        return found.stdout
+
+    assert word.encode() in done("render", "job.yaml", "--to", "slurm")
+    shown = done("run", "job.yaml")
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert word.encode().hex().encode() in shown
+    assert toolkit.load(run_dir / "job.yaml").args == (word,)
+    assert word in (run_dir / "run.sh").read_text(encoding="utf-8")

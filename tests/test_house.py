@@ -194,3 +194,50 @@ def test_every_python_file_of_the_product_is_a_small_room() -> None:
     for folder, most in (("toolkit", 400), ("train", 400)):
         for path in python_files(folder):
             assert len(path.read_text().splitlines()) <= most, path
+
+
+TEXTS = {"read_text", "write_text", "open", "fdopen", "TextIOWrapper", "NamedTemporaryFile"}
+# Their open() opens no text.
+OTHERS = {
+    "connection",
+    "self",
+    "server",
+    "_pacing",
+    "gzip",
+    "lzma",
+    "os",
+    "launchers",
+    "launcher_for",
+}
+
+
+def _of(call: ast.Call) -> str:
+    """What a method is called on: the last name of it."""
+    value = call.func.value if isinstance(call.func, ast.Attribute) else None
+    while isinstance(value, ast.Subscript | ast.Call):
+        value = value.value if isinstance(value, ast.Subscript) else value.func
+    return value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
+
+
+def _is_named_open(function: ast.expr) -> bool:
+    return isinstance(function, ast.Name) and function.id == "open"
+
+
+@pytest.mark.parametrize("room", ["toolkit", "train"])
+def test_every_text_is_read_and_written_as_utf_8(room: str) -> None:
+    wrong = []
+    for path in sorted((ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            # `read_text(path)` is the documents' own.
+            name = getattr(node.func, "attr", "open" if _is_named_open(node.func) else "")
+            words = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            binary = any(word in ("rb", "wb", "ab", "xb", "ab+", "rb+") for word in words)
+            given = {keyword.arg for keyword in node.keywords}
+            texts = (name in TEXTS and not binary and _of(node) not in OTHERS) or (
+                name in ("run", "Popen", "check_output") and "text" in given
+            )
+            if texts and "encoding" not in given:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert wrong == []

@@ -16,7 +16,9 @@ import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster
 from tests.slurm_site import Site
 from toolkit.launchers import intents, registry
+from toolkit.launchers.registry import RunRecord
 from toolkit.launchers.slurm import SlurmLauncher
+from toolkit.launchers.state import state_folder
 
 LATER = {"begin": "now+1hour"}
 
@@ -268,6 +270,42 @@ def test_what_somebody_is_submitting_is_left_to_him(tmp_path: Path) -> None:
     (tmp_path / "torn.json").write_text('{"version": 1, "a"')
     (tmp_path / "newer.json").write_text('{"version": 2}')
     assert list(intents.orphans(tmp_path)) == []
+
+
+def test_a_line_that_a_full_disk_cut_off_takes_no_other_with_it(own_user: Path) -> None:
+    profile = toolkit.SlurmProfile(name="s")
+
+    def remember(name: str) -> RunRecord:
+        return registry.remember(uri=f"slurm://c/{name}", name=name, job="j", profile=profile)
+
+    first, _ = remember("a"), remember("b")
+    path = own_user / "state/torch-deploy-toolkit/runs.jsonl"
+    os.truncate(path, path.stat().st_size - 20)
+    third = remember("c")
+    assert list(registry.records()) == [first, third]
+    with path.open("ab") as file:
+        file.write(b"\xff\xfe\n" + b"[" * 100_000 + b"\n")
+    assert list(registry.records()) == [first, third]
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022])
+def test_nobody_else_may_enter_the_folder_of_the_state(mask: int, own_user: Path) -> None:
+    before = os.umask(mask)
+    try:
+        folder = state_folder()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        folder.chmod(0o777 & ~mask)  # as an earlier version made it
+        registry.check()
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a folder away")
+def test_a_state_folder_of_somebody_else_is_refused(own_user: Path) -> None:
+    os.chown(state_folder(), 12345, 12345)
+    with pytest.raises(toolkit.LauncherError, match="belongs to the user with the id 12345, who"):
+        list(registry.records())
 
 
 def test_a_record_of_an_older_version_is_still_a_record(tmp_path: Path, own_user: Path) -> None:

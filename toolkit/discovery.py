@@ -179,7 +179,7 @@ def _venv(environ: Mapping[str, str], prefix: str) -> Path | None:
 
 def _memory(root: Path) -> int | None:
     try:
-        text = (root / "proc/meminfo").read_text()
+        text = (root / "proc/meminfo").read_text(encoding="utf-8")
     except OSError:
         return None
     found = re.search(r"^MemTotal: +(\d+) kB", text, re.MULTILINE)
@@ -279,7 +279,7 @@ def _contexts(environ: Mapping[str, str], root: Path) -> list[Context]:
     ]
     namespace = root / _SERVICE_ACCOUNT / "namespace"
     if environ.get("KUBERNETES_SERVICE_HOST") and namespace.is_file():
-        inside = namespace.read_text().strip()
+        inside = namespace.read_text(encoding="utf-8").strip()
         contexts.append(Context(name="", namespace=inside, current=not current))
     return contexts
 

@@ -31,7 +31,7 @@ def of_the_host(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cg
     """
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        lines = membership.read_text().splitlines()
+        lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
         return size
     own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
@@ -42,7 +42,7 @@ def of_the_host(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cg
         if folder == cgroups.parent:
             break
         try:
-            size = min(size, int((folder / "memory.max").read_text()))
+            size = min(size, int((folder / "memory.max").read_text(encoding="utf-8")))
         except (OSError, ValueError):
             continue  # The outermost has no such file; "max" is no limit.
     return size

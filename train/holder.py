@@ -59,7 +59,7 @@ class Holder:
         """Describe this process."""
         host = socket.gethostname()
         try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         except OSError:
             boot = host
         return cls(

@@ -78,7 +78,9 @@ class Claim:
 def _started(pid: int) -> str:
     """Give a process's time of start; nothing for one that has ended."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        )
     except OSError:
         return ""
     return "" if state in "ZX" else fields[18]

@@ -219,7 +219,9 @@ def _former(directory: RunDirectory, identity: Identity, adopt: str | None) -> l
 
 def _history(directory: RunDirectory) -> list[dict[str, Any]]:
     try:
-        history: list[dict[str, Any]] = json.loads((directory.path / RUN).read_text())["adopted"]
+        history: list[dict[str, Any]] = json.loads(
+            (directory.path / RUN).read_text(encoding="utf-8")
+        )["adopted"]
         return history
     except (OSError, ValueError, KeyError, TypeError):
         return []
@@ -227,7 +229,9 @@ def _history(directory: RunDirectory) -> list[dict[str, Any]]:
 
 def _known_identity(directory: RunDirectory) -> dict[str, object] | None:
     try:
-        identity: dict[str, object] = json.loads((directory.path / RUN).read_text())["identity"]
+        identity: dict[str, object] = json.loads(
+            (directory.path / RUN).read_text(encoding="utf-8")
+        )["identity"]
         return identity
     except FileNotFoundError:
         return None

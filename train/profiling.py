@@ -96,7 +96,9 @@ def _write(trace: torch.profiler.profile, path: Path) -> list[dict[str, object]]
     draft = path.with_suffix(".tmp.json")
     try:
         trace.export_chrome_trace(str(draft))
-        events: list[dict[str, object]] = json.loads(draft.read_text())["traceEvents"]
+        events: list[dict[str, object]] = json.loads(draft.read_text(encoding="utf-8"))[
+            "traceEvents"
+        ]
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -88,7 +88,7 @@ class RunDirectory:
     def read_outcome(self) -> Outcome | None:
         """Read the outcome; None when there is none, or one that we cannot read."""
         try:
-            read = json.loads(self.outcome_path.read_text())
+            read = json.loads(self.outcome_path.read_text(encoding="utf-8"))
             return Outcome(**{k: v for k, v in read.items() if k not in ("version", "time")})
         except (OSError, ValueError, TypeError, AttributeError):
             return None
@@ -195,7 +195,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a file so that a reader, or a kill, finds the old text or the new one."""
     draft = draft_of(path)
     try:
-        with draft.open("w") as file:
+        with draft.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

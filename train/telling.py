@@ -52,7 +52,7 @@ def tell_torchrun(text: str, *, echo: bool = False) -> None:
     date = int(time.time()) + (ECHO_S if echo else 0)
     record = {"message": {"message": text, "extraInfo": {"timestamp": str(date)}}}
     with suppress(OSError):
-        Path(named).write_text(json.dumps(record))
+        Path(named).write_text(json.dumps(record), encoding="utf-8")
 
 
 def _print(place: Place, text: str, *, own: bool, trace: str = "") -> None:
@@ -73,7 +73,7 @@ def _said_by(place: Place, text: str, *, own: bool) -> str:
         return "" if own or place.rank == 0 else "rank 0"
     note = folder / f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     try:
-        with note.open("x") as file:
+        with note.open("x", encoding="utf-8") as file:
             file.write(f"rank {place.rank}")
     except FileExistsError:
         return _read(note) or "another rank"
@@ -84,7 +84,7 @@ def _said_by(place: Place, text: str, *, own: bool) -> str:
 
 def _read(note: Path) -> str:
     with suppress(OSError):
-        return note.read_text()
+        return note.read_text(encoding="utf-8")
     return ""
 
 

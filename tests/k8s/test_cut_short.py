@@ -18,6 +18,7 @@ from tests.k8s.site import CANCELLED, FAILED, GROUPS, PENDING, UNKNOWN, runtime
 from toolkit.errors import LauncherError
 from toolkit.kubernetes_options import Workload
 from toolkit.launchers import registry
+from toolkit.launchers.state import state_folder
 
 POLICY = ".*/networkpolicies/.*"
 HOUR_S = 3600.0
@@ -110,7 +111,7 @@ def test_what_never_arrived_is_told_and_forgotten_after_a_day(
     user.let_pass(25 * HOUR_S)
     assert user.run.status().state is FAILED  # this is the last time
     assert list(toolkit.list_runs()) == []
-    assert list((registry.state_folder() / "kubernetes").iterdir()) == []
+    assert list((state_folder() / "kubernetes").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations  # naming a type must not import it
 
 import errno
+import io
 import os
 import sys
 
@@ -18,6 +19,10 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line; what the user can mend is one message and an exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        # Scripts and manifests are UTF-8, whatever the locale.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         # Not cli.main(), which would make a closed pipe a failure before we can look at it.
         with cli.make_context("toolkit", sys.argv[1:]) as context:

@@ -17,10 +17,10 @@ from toolkit.executors.jobs import FunctionJob
 from toolkit.executors.payload import files_of
 from toolkit.executors.submitting import RunExecutor
 from toolkit.executors.worker import weight
-from toolkit.launchers import registry
 from toolkit.launchers.base import Run
 from toolkit.launchers.k8s import KubernetesLauncher, KubernetesRun, claim
 from toolkit.launchers.k8s.submission import PAYLOAD_LIMIT, apart
+from toolkit.launchers.state import state_folder
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile, Profile, load_profile
 from toolkit.quantities import format_size
@@ -122,7 +122,7 @@ class KubernetesExecutor(RunExecutor):
                 "toolkit.SlurmExecutor and LocalExecutor are for the others"
             )
         self._profile = found
-        super().__init__(str(registry.state_folder() / "calls"), parameters)
+        super().__init__(str(state_folder() / "calls"), parameters)
 
     def _check(self, job: JobSpec) -> None:
         plan(job, self._profile)
@@ -186,7 +186,7 @@ def _keep(found: dict[str, bytes], name: str, content: bytes) -> None:
 def size_of(path: Path) -> int:
     """Return the size of a file that was too large for a log; 0 where none is known."""
     try:
-        return int(path.with_name(f"{path.name}{_SIZE}").read_text())
+        return int(path.with_name(f"{path.name}{_SIZE}").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return 0
 

@@ -277,7 +277,11 @@ class FunctionJob(core.Job[R]):
     def _get_logs_string(self, name: str) -> str | None:
         """Return a rank's `stdout` or `stderr` of all attempts; None if it has not begun."""
         files = self._call.streams(self._rank or 0, name)
-        return "".join(path.read_text(errors="replace") for path in files) if files else None
+        return (
+            "".join(path.read_text(errors="replace", encoding="utf-8") for path in files)
+            if files
+            else None
+        )
 
     def __reduce__(self) -> tuple[Callable[..., "FunctionJob[Any]"], tuple[Any, ...]]:
         return _reopen, (self.uri, self._rank)

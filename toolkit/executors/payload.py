@@ -85,7 +85,7 @@ class Call:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.folder = run_dir / FOLDER
-        facts = json.loads((self.folder / "call.json").read_text())
+        facts = json.loads((self.folder / "call.json").read_text(encoding="utf-8"))
         self.ranks: int = facts["ranks"]
         self._restarts: int = facts["restarts"]
 
@@ -141,7 +141,7 @@ class Call:
 
 
 def _failure(path: Path) -> Failure:
-    extra = json.loads(path.read_text())["message"]["extraInfo"]
+    extra = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
     return Failure(
         rank=extra["rank"],
         host=extra["host"],

@@ -100,7 +100,7 @@ class Notes:
         record = json.dumps({"message": {"message": said, "extraInfo": extra}})
         if self._error_file:
             with contextlib.suppress(OSError):
-                Path(self._error_file).write_text(record)
+                Path(self._error_file).write_text(record, encoding="utf-8")
         self.write(f"rank-{self._place.rank}.error.json", record.encode())
         status, reason = "retryable" if echo else "fatal", said.partition("\n")[0]
         self.outcome(status, reason, rank=self._place.rank)
@@ -111,7 +111,7 @@ class Notes:
         new = {"version": 1, "status": status, "attempt": here.attempt, "restart": here.restart}
         new |= {"step": None, "steps": None, "samples_seen": 0, "rank": rank, "reason": reason}
         new |= {"metrics": {}, "time": time.time()}
-        with (here.function_dir / "outcome.lock").open("w") as lock:
+        with (here.function_dir / "outcome.lock").open("w", encoding="utf-8") as lock:
             with contextlib.suppress(OSError):  # where there are no locks, the last one wins
                 fcntl.lockf(lock, fcntl.LOCK_EX)
             if weight(self._said()) < weight(new):
@@ -119,7 +119,7 @@ class Notes:
 
     def _said(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self._place.run_dir / "outcome.json").read_text())
+            found = json.loads((self._place.run_dir / "outcome.json").read_text(encoding="utf-8"))
             if isinstance(found, dict):
                 return found
         return {}
@@ -133,7 +133,7 @@ class Notes:
     def out_of_time(self) -> bool:
         """Whether the script stops this attempt since its time is over."""
         stopping = self._place.run_dir / "logs" / f"attempt-{self._place.attempt}" / "stopping"
-        return stopping.is_file() and stopping.read_text() == "walltime\n"
+        return stopping.is_file() and stopping.read_text(encoding="utf-8") == "walltime\n"
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file, whole or not at all, where no other attempt writes."""
@@ -369,7 +369,7 @@ def main() -> int:
     tell_submitit(place)
     met = False
     try:
-        facts = json.loads((place.submitted_dir / "call.json").read_text())
+        facts = json.loads((place.submitted_dir / "call.json").read_text(encoding="utf-8"))
         gpu = gpu_of(place, facts["gpus_per_node"])
         store, channel = meet(place)
         leave_group = join_group(store, rank=place.rank, world_size=place.world_size, gpu=gpu)

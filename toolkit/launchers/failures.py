@@ -258,5 +258,5 @@ def _earlier(attempt: Path, starts: list[Start], bases: Mapping[str, int]) -> It
 
 def _read(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return path.read_text(errors="replace").strip()
+        return path.read_text(errors="replace", encoding="utf-8").strip()
     return ""

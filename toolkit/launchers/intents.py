@@ -62,7 +62,7 @@ def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
     part = path.with_name(f".{name}.{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = part.open("w")
+        file = part.open("w", encoding="utf-8")
         _lock(file)  # the lock is the file's, whatever its name
         json.dump({"version": _VERSION, **data}, file)
         file.flush()
@@ -75,7 +75,7 @@ def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
 def take(folder: Path, name: str) -> Intent | None:
     """Return what was begun and not ended for this run; None if nothing, or somebody is at it."""
     try:
-        file = open(f"{folder}/{name}.json")  # noqa: PTH123, SIM115  # for each run of a long list
+        file = open(f"{folder}/{name}.json", encoding="utf-8")  # noqa: PTH123, SIM115  # for each run of a long list
     except OSError:
         return None
     path = _path(folder, name)

@@ -55,7 +55,7 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 def _last_line(path: Path) -> str:
     try:
-        lines = path.read_text(errors="replace").split("\n")
+        lines = path.read_text(errors="replace", encoding="utf-8").split("\n")
     except OSError:
         return ""
     return next((line for line in reversed(lines) if line), "")
@@ -114,7 +114,7 @@ class LocalRun(Run):
         taken for ours.
         """
         try:
-            with (self.run_dir / _LOCK).open() as lock:
+            with (self.run_dir / _LOCK).open(encoding="utf-8") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -196,8 +196,8 @@ class LocalLauncher(Launcher[LocalPlan]):
         # torchrun lies beside the Python that runs us, whether or not its folder is in PATH.
         path = f"{Path(sys.executable).parent}{os.pathsep}{self._environ.get('PATH', os.defpath)}"
         with (
-            (run_dir / _LOCK).open("w") as lock,
-            (run_dir / "logs" / _LAUNCHER_LOG).open("w") as log,
+            (run_dir / _LOCK).open("w", encoding="utf-8") as lock,
+            (run_dir / "logs" / _LAUNCHER_LOG).open("w", encoding="utf-8") as log,
         ):
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Takes its room on the disk now: once the supervisor runs, nothing here may fail.

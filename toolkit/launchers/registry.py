@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.launchers import intents
+from toolkit.launchers.state import append, state_folder
 from toolkit.profile import Profile
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "parse",
     "records",
     "remember",
-    "state_folder",
     "withdraw_cancelled",
 ]
 
@@ -77,12 +77,6 @@ class RunRecord:
         return {k: v for k, v in known.items() if k != "remote_dir" or v is not None}
 
 
-def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for what is remembered between two calls."""
-    state = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '')}/.local/state"
-    return Path(state) / "torch-deploy-toolkit"
-
-
 def intents_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder for submissions that have begun."""
     return state_folder(environ) / "submitting"
@@ -101,7 +95,7 @@ def check(*, environ: Mapping[str, str] = os.environ) -> None:
     path = _file(environ)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        path.open("a", encoding="utf-8").close()
     except OSError as error:
         raise LauncherError(
             f"the list of runs cannot be written: {error}; set XDG_STATE_HOME to another folder"
@@ -141,15 +135,14 @@ def add(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> RunRecord
     Raises:
         LauncherError: nothing can be written there.
     """
-    line = json.dumps(run.as_json()) + "\n"
+    line = json.dumps(run.as_json())
     path = _file(environ)
     try:
         # The user's list first: it may lie on another disk than a run directory that is full.
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(line)  # one write: two submits at once leave two whole lines
+        append(path, line)
         if run.run_dir is not None:
-            (run.run_dir / "launch.json").write_text(line)
+            (run.run_dir / "launch.json").write_text(f"{line}\n", encoding="utf-8")
     except OSError as error:
         raise LauncherError(f"{run.uri} is started, but not all is written: {error}") from error
     return run
@@ -164,7 +157,7 @@ def records(*, environ: Mapping[str, str] = os.environ) -> Iterator[RunRecord]:
     cut_short = [parse(data.get("record")) for data in intents.orphans(intents_folder(environ))]
     names = set()
     with contextlib.suppress(OSError):
-        for line in _file(environ).read_text().splitlines():
+        for line in _file(environ).read_text(encoding="utf-8", errors="replace").splitlines():
             if (run := _parse(line)) is not None:
                 names.add(run.name)
                 yield run
@@ -182,7 +175,8 @@ def find(name: str, *, environ: Mapping[str, str] = os.environ) -> RunRecord:
         if name in (run.uri, run.name) or (name and name in (run.remote, run.remote_dir)):
             return run
     with contextlib.suppress(OSError, ValueError):  # a name need not be a possible path
-        if (found := _parse((Path(name) / "launch.json").read_text())) is not None:
+        text = (Path(name) / "launch.json").read_text(encoding="utf-8", errors="replace")
+        if (found := _parse(text)) is not None:
             return found
     latest = ", ".join(run.name for run in known[-3:])
     hint = f"the latest are {latest}" if latest else "nothing was submitted from here yet"
@@ -214,14 +208,13 @@ def mark_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None
     path = _cancelled(environ)
     with contextlib.suppress(OSError):  # a full disk must not keep a job running
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(f"{uri}\n")
+        append(path, uri)
 
 
 def is_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this user cancelled the run from this machine."""
     try:
-        return uri in _cancelled(environ).read_text().splitlines()
+        return uri in _cancelled(environ).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
 
@@ -230,8 +223,9 @@ def withdraw_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> 
     """Take back that a run was cancelled, since it is submitted again."""
     path = _cancelled(environ)
     with contextlib.suppress(OSError):
-        kept = [line for line in path.read_text().splitlines() if line != uri]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = "".join(f"{line}\n" for line in lines if line != uri)
+        path.write_text(kept, encoding="utf-8")
 
 
 def _cancelled(environ: Mapping[str, str]) -> Path:
@@ -241,7 +235,7 @@ def _cancelled(environ: Mapping[str, str]) -> Path:
 def _parse(line: str) -> RunRecord | None:
     try:
         return parse(json.loads(line))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

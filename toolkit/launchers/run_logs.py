@@ -245,7 +245,7 @@ def _noted(folder: Path) -> tuple[int, str] | None:
 
 @functools.lru_cache(maxsize=4096)  # a follower asks again and again, and it never changes
 def _note(path: Path) -> str:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     if not text.endswith("\n"):
         raise ValueError("it is being written")  # which is not kept
     return text[:-1]

@@ -96,8 +96,8 @@ def write_inputs(
     """
     resolved = write_document(job.as_written())
     try:
-        (run_dir / "job.yaml").write_text(resolved)
-        (run_dir / file_name).write_text(script)
+        (run_dir / "job.yaml").write_text(resolved, encoding="utf-8")
+        (run_dir / file_name).write_text(script, encoding="utf-8")
         for name, content in files.items():
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
             (run_dir / name).write_bytes(content)
@@ -124,7 +124,7 @@ def secrets_of(
     for name, place in places.items() if isinstance(places, dict) else ():
         if isinstance(place, dict) and (file := place.get("file")):
             with contextlib.suppress(OSError, UnicodeDecodeError, RuntimeError):
-                known[name] = Path(file).expanduser().read_text().rstrip("\n")
+                known[name] = Path(file).expanduser().read_text(encoding="utf-8").rstrip("\n")
     return secrecy.values_of(known, names=places or ())
 
 
@@ -248,7 +248,7 @@ def last_reason(run_dir: Path) -> str:
 
 def _reason(attempt: Path) -> str:
     try:
-        return (attempt / "reason").read_text(errors="replace").strip()
+        return (attempt / "reason").read_text(errors="replace", encoding="utf-8").strip()
     except OSError:
         return ""
 
@@ -257,7 +257,7 @@ def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     """Go by the exit status of the newest attempt, where the training wrote no outcome."""
     attempts = attempt_folders(run_dir)
     try:
-        status = int((attempts[-1] / "exit_status").read_text())
+        status = int((attempts[-1] / "exit_status").read_text(encoding="utf-8"))
     except (IndexError, OSError, ValueError):
         full = ""
         with contextlib.suppress(OSError):

@@ -37,7 +37,7 @@ def _children() -> list[int]:
     """Return the process ids of all our children, adopted orphans among them."""
     found: list[int] = []
     for task in Path("/proc/self/task").glob("*/children"):
-        found += map(int, task.read_text().split())
+        found += map(int, task.read_text(encoding="utf-8").split())
     return found
 
 
@@ -64,7 +64,7 @@ def _can_go_on(run_dir: str) -> bool:
     if (Path(run_dir) / "cancel_requested").exists():
         return False
     with contextlib.suppress(OSError, ValueError):
-        said = json.loads((Path(run_dir) / "outcome.json").read_text())
+        said = json.loads((Path(run_dir) / "outcome.json").read_text(encoding="utf-8"))
         newest = _newest(run_dir).name == f"attempt-{said['attempt']}"
         return newest and said["status"] == "preempted"
     return False
@@ -113,7 +113,7 @@ def supervise(
             asked.append(now)
             out_of_time = True
             with contextlib.suppress(OSError, ValueError):
-                (_newest(run_dir) / "stopping").write_text("walltime\n")
+                (_newest(run_dir) / "stopping").write_text("walltime\n", encoding="utf-8")
         if asked and not told:
             child.terminate()
             told = True
@@ -148,7 +148,7 @@ def main() -> int:
     left = Path(options.run_dir) / "logs" / "attempt-0"
     if not (left / "exit_status").exists():  # the script was killed, or refused to start
         left.mkdir(parents=True, exist_ok=True)
-        (left / "exit_status").write_text(f"{status}\n")
+        (left / "exit_status").write_text(f"{status}\n", encoding="utf-8")
     return status
 
 

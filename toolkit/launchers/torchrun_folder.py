@@ -61,7 +61,7 @@ class Start:
         """Return message, traceback and time of its error file."""
         path = self.folder / "error.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            said = json.loads(path.read_text())["message"]
+            said = json.loads(path.read_text(encoding="utf-8"))["message"]
             stamp = float(said["extraInfo"]["timestamp"])
             trace = str(said["extraInfo"].get("py_callstack") or "")
             written = path.stat().st_mtime  # finer than the whole seconds in it
@@ -101,8 +101,8 @@ def _age(group: Path) -> tuple[float, int]:
 def _name_of(attempt: Path, key: str) -> str:
     with contextlib.suppress(OSError, IndexError):
         if key.isdecimal():
-            return (attempt / "nodes").read_text().splitlines()[int(key)]
-        return (attempt / f"failed-{key}").read_text().split()[1]
+            return (attempt / "nodes").read_text(encoding="utf-8").splitlines()[int(key)]
+        return (attempt / f"failed-{key}").read_text(encoding="utf-8").split()[1]
     return f"node-{key}"
 
 

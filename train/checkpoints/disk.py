@@ -121,10 +121,12 @@ def complete(draft: Path, state: State, files: Mapping[str, Proof]) -> None:
         # Written by another node, perhaps: is it the same directory?
         if (size := (draft / name).stat().st_size) != proof["bytes"]:
             raise OSError(f"{draft / name} has {size} bytes here, {proof['bytes']} were written")
-    (draft / STATE).write_text(dump({"version": VERSION, **asdict(state)}, indent=2) + "\n")
+    (draft / STATE).write_text(
+        dump({"version": VERSION, **asdict(state)}, indent=2) + "\n", encoding="utf-8"
+    )
     files = {**files, STATE: measure(draft / STATE)}
     head = {"version": VERSION, "step": state.step, "samples_seen": state.samples_seen}
-    (draft / MANIFEST).write_text(dump({**head, "files": files}, indent=2) + "\n")
+    (draft / MANIFEST).write_text(dump({**head, "files": files}, indent=2) + "\n", encoding="utf-8")
     for name in (STATE, MANIFEST):
         sync(draft / name)
     sync(draft)
@@ -162,7 +164,7 @@ def verify(
         CheckpointError: the first difference.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files: Mapping[str, Proof] = manifest["files"]
         if manifest["version"] != VERSION:
             raise CheckpointError(f"{path}: format version {manifest['version']}, not {VERSION}")
@@ -186,14 +188,14 @@ def _check(path: Path, expected: Proof, *, by_size: bool) -> None:
 
 def tensor_files(path: Path) -> list[str]:
     """Name the files of tensors that a checkpoint consists of."""
-    names = json.loads((path / MANIFEST).read_text())["files"]
+    names = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
     return sorted(name for name in names if name != STATE)
 
 
 def read_state(path: Path) -> State:
     """Read the state of a checkpoint that `verify()` has found whole."""
     known = {each.name for each in fields(State)}
-    values = json.loads((path / STATE).read_text())
+    values = json.loads((path / STATE).read_text(encoding="utf-8"))
     return State(**{name: value for name, value in values.items() if name in known})
 
 
@@ -204,7 +206,9 @@ def identity(path: Path) -> Mapping[str, object]:
         CheckpointError: its `state.json` is damaged or missing.
     """
     verify(path, [STATE])
-    known: Mapping[str, object] = json.loads((path / STATE).read_text()).get("identity", {})
+    known: Mapping[str, object] = json.loads((path / STATE).read_text(encoding="utf-8")).get(
+        "identity", {}
+    )
     return known
 
 

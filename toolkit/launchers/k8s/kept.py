@@ -12,8 +12,8 @@ from pathlib import Path
 
 from toolkit.documents import write_document
 from toolkit.errors import LauncherError
-from toolkit.launchers import registry
 from toolkit.launchers.base import RunState, RunStatus
+from toolkit.launchers.state import state_folder
 from toolkit.spec import JobSpec, load
 
 __all__ = [
@@ -41,10 +41,10 @@ def keep(
     folder = folder_of(name, environ)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "job.yaml").write_text(write_document(job.as_written()))
+        (folder / "job.yaml").write_text(write_document(job.as_written()), encoding="utf-8")
         if job.sweep is not None:
             points = [[point.name, dict(point.settings)] for point in job.points]
-            (folder / "points.json").write_text(json.dumps(points))
+            (folder / "points.json").write_text(json.dumps(points), encoding="utf-8")
         for path, content in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(content)
@@ -78,7 +78,7 @@ def job_of(name: str, environ: Mapping[str, str]) -> JobSpec:
 def points_of(name: str, environ: Mapping[str, str]) -> list[tuple[str, Settings]]:
     """Return name and settings of each point of a sweep; none where the run is none."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        found = json.loads((folder_of(name, environ) / "points.json").read_text())
+        found = json.loads((folder_of(name, environ) / "points.json").read_text(encoding="utf-8"))
         return [(str(point), dict(settings)) for point, settings in found]
     return []
 
@@ -92,14 +92,14 @@ def remember_end(
         if not folder_of(name, environ).is_dir():
             return
         path = _end(name, object_name, environ)
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
 
 
 def end_of(name: str, object_name: str, environ: Mapping[str, str]) -> RunStatus | None:
     """Return how an object of a run had ended when somebody last asked; None if it had not."""
     try:
-        known = json.loads(_end(name, object_name, environ).read_text())
+        known = json.loads(_end(name, object_name, environ).read_text(encoding="utf-8"))
         return RunStatus(state=RunState(known["state"]), reason=str(known["reason"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -117,4 +117,4 @@ def _end(name: str, object_name: str, environ: Mapping[str, str]) -> Path:
 
 def folder_of(name: str, environ: Mapping[str, str]) -> Path:
     """Return the folder in which a run is kept, whether or not there is one."""
-    return registry.state_folder(environ) / "kubernetes" / name
+    return state_folder(environ) / "kubernetes" / name

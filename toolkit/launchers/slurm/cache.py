@@ -22,6 +22,7 @@ from typing import Any
 from toolkit.errors import LauncherError
 from toolkit.launchers.slurm.accounting import ask_accounting
 from toolkit.launchers.slurm.queue import Command, Row, ask_jobs, ask_mine, is_busy
+from toolkit.launchers.state import state_folder
 
 __all__ = ["Queue", "Snapshot", "place_of_answers"]
 
@@ -49,8 +50,7 @@ def place_of_answers(environ: Mapping[str, str] = os.environ, *, host: str = "")
     squeue = shutil.which("squeue", path=environ.get("PATH")) or ""
     here = [socket.gethostname(), squeue, environ.get("SLURM_CONF", ""), str(os.getuid())]
     digest = hashlib.sha256("\0".join([host] if host else here).encode()).hexdigest()[:16]
-    state = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '')}/.local/state"
-    return Path(state) / "torch-deploy-toolkit" / "queues" / f"{digest}.json"
+    return state_folder(environ) / "queues" / f"{digest}.json"
 
 
 class Snapshot:
@@ -267,7 +267,7 @@ class Queue:
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            lock = self._file.with_suffix(".lock").open("w")
+            lock = self._file.with_suffix(".lock").open("w", encoding="utf-8")
         except OSError:
             yield
             return
@@ -323,7 +323,7 @@ class Queue:
         part = self._file.with_suffix(f".{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(said))
+            part.write_text(json.dumps(said), encoding="utf-8")
             part.replace(self._file)
             self._stamp = _stamp(self._file)
         except OSError:

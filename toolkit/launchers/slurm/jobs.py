@@ -74,7 +74,7 @@ def write_jobs(run_dir: Path, jobs: Iterable[SlurmJob]) -> None:
     known = {job.job_id for job in read_jobs(run_dir)}
     lines = [f"{line}\n" for line in as_lines(job for job in jobs if job.job_id not in known)]
     try:
-        with (run_dir / _JOBS).open("a") as file:
+        with (run_dir / _JOBS).open("a", encoding="utf-8") as file:
             file.write("".join(lines))
     except OSError as error:
         raise LauncherError(
@@ -95,7 +95,7 @@ def write_points(run_dir: Path, points: Sequence[Point]) -> None:
         for p in points
     ]
     try:
-        (run_dir / _POINTS).write_text("".join(f"{line}\n" for line in lines))
+        (run_dir / _POINTS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     except OSError as error:
         raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
 
@@ -116,7 +116,7 @@ def _lines(run_dir: Path | None, name: str) -> list[str]:
     try:
         if run_dir is None:
             return []
-        with open(f"{run_dir}/{name}") as file:  # noqa: PTH123  # asked for each run of a long list
+        with open(f"{run_dir}/{name}", encoding="utf-8") as file:  # noqa: PTH123  # asked for each run of a long list
             return file.read().splitlines()
     except OSError:
         return []

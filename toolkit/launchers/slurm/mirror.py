@@ -83,7 +83,7 @@ class Mirrors:
     def _alone(self) -> Iterator[None]:
         """Let one process at a time write: rsync deletes what it does not know, unfinished too."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as lock:
+        with (self.folder / ".lock").open("w", encoding="utf-8") as lock:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield

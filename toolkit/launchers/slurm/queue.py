@@ -133,7 +133,13 @@ def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     hidden = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     return subprocess.run(
-        argv, env=environ, capture_output=True, text=True, errors="replace", check=False
+        argv,
+        env=environ,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        encoding="utf-8",
     )
 
 

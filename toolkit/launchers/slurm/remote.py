@@ -18,12 +18,13 @@ from subprocess import CompletedProcess
 
 from toolkit.errors import LauncherError
 from toolkit.launchers import rundir
-from toolkit.launchers.registry import RunRecord, state_folder
+from toolkit.launchers.registry import RunRecord
 from toolkit.launchers.slurm.login import Folder, Login
 from toolkit.launchers.slurm.mirror import Mirrors
 from toolkit.launchers.slurm.queue import first_line
 from toolkit.launchers.slurm.submission import DOUBTFUL
 from toolkit.launchers.ssh import Host, Lost, host_of
+from toolkit.launchers.state import state_folder
 from toolkit.launchers.working_tree import WorkingTree, working_tree
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import path_quote

@@ -78,7 +78,7 @@ class Files:
         return self._tried(receive)
 
     def _run(self, *argv: str, **streams: Any) -> None:
-        command = ("python3", "-I", "-c", _PROGRAM.read_text(), *argv)
+        command = ("python3", "-I", "-c", _PROGRAM.read_text(encoding="utf-8"), *argv)
         execute(self._cluster, self._pod, self._container, command, **streams)
 
     def _path(self, name: str) -> str:

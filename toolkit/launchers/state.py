@@ -1,0 +1,56 @@
+"""The user's folder for what is remembered between two calls, which nobody else may enter.
+
+What lies there decides what is submitted, cancelled and read in the user's name.
+"""
+
+import contextlib
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from toolkit.errors import LauncherError
+
+__all__ = ["append", "state_folder"]
+
+_PRIVATE = 0o700
+
+
+def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder; make it where there is none, and close it to others where it is open.
+
+    Where it cannot be made, that is told by whoever has to write there.
+
+    Raises:
+        LauncherError: it belongs to another user.
+    """
+    home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '')}/.local/state"
+    folder = Path(home) / "torch-deploy-toolkit"
+    try:
+        found = folder.stat()
+    except OSError:
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=_PRIVATE, parents=True)
+        return folder
+    if found.st_uid not in (os.getuid(), 0):
+        raise LauncherError(
+            f"{folder} belongs to the user with the id {found.st_uid}, who could submit and cancel "
+            "runs in your name; set XDG_STATE_HOME to a folder of your own"
+        )
+    if stat.S_IMODE(found.st_mode) & ~_PRIVATE:
+        with contextlib.suppress(OSError):
+            folder.chmod(_PRIVATE)
+    return folder
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line to a file, by one write: two processes at once leave two whole lines.
+
+    A line that a full disk has cut off is ended first: the new one must not become a part of it.
+    """
+    with path.open("ab+") as file:
+        torn = file.seek(0, os.SEEK_END) > 0
+        if torn:
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+        file.write((b"\n" if torn else b"") + line.encode() + b"\n")
