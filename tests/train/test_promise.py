@@ -220,6 +220,26 @@ def keeps(draw: Draw) -> str:
         return "equal"
 
 
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda n: " ".join(LAYOUTS[n].flags))
+def test_an_ordinary_model_trains_under_each_layout_and_goes_on_under_the_next(number: int) -> None:
+    first = LAYOUTS[number]
+    # A run that adds up exactly goes on as one that does.
+    kind = [(layout.optimizers, "exact" in layout.flags) for layout in LAYOUTS]
+    others = [*range(number + 1, len(LAYOUTS)), *range(number + 1)]
+    draw = Draw(
+        odd=Oddities(),
+        first=first,
+        then=LAYOUTS[next(other for other in others if kind[other] == kind[number])],
+        optimizer=first.optimizers[0],
+        micro_batch=3,
+        precision="fp32",
+        clip="local-sgd" not in first.flags,
+        recompute=False,
+        compiled=False,
+    )
+    assert keeps(draw) == "equal"
+
+
 def far(mine: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], draw: Draw) -> float:
     """How far weights are from the reference's, beside how far these have come from the start."""
     assert mine.keys() == reference.keys(), draw
