@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,10 @@ from tests.slurm_site import Site
 # No test asserts a time: a loaded machine is slow, not broken.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# What a shell has started in the background ignores Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 TOOLKIT = Path(sys.executable).parent / "toolkit"

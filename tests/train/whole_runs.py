@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.train.processes import PROCESSES
 
 # Generous: a loaded machine is slow, not broken.
-PATIENCE_S = 240.0
+PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # naming a type must not import it
 
+import codecs
 import errno
 import io
 import os
@@ -17,12 +18,26 @@ from toolkit.errors import ToolkitError
 __all__ = ["main"]
 
 
+_AS_GIVEN = "toolkit.as_given"
+
+
+def _as_given(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Write the bytes of a file name back as they came, and half a surrogate pair as its number."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(error)
+
+
+codecs.register_error(_AS_GIVEN, _as_given)
+
+
 def main() -> None:
     """Run the command line; what the user can mend is one message and an exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        # Scripts and manifests are UTF-8, whatever the locale.
+    # Scripts and manifests are UTF-8, whatever the locale.
+    for stream, errors in ((sys.stdout, _AS_GIVEN), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+            stream.reconfigure(encoding="utf-8", errors=errors)
     try:
         # Not cli.main(), which would make a closed pipe a failure before we can look at it.
         with cli.make_context("toolkit", sys.argv[1:]) as context:
