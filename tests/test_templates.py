@@ -102,8 +102,8 @@ def test_a_template_may_replace_ours(kind: str, tmp_path: Path) -> None:
          "bash per item"),
         ('{% extends "toolkit/slurm/train.sbatch.j2" %}\n{% block after %}\n{{ x }}{% endblock %}',
          3, "'x' is undefined; templates know plan, job, profile, version"),
-        ('{{ "a" | yaml }}\n', 1, "TypeError: _environment.<locals>.<lambda>() missing 1 required "
-         "positional argument: 'indent'"),
+        ('{{ "a" | yaml }}\n', 1, "the filter 'yaml' needs the column of its block, such as "
+         "yaml(4); for a value on one line, use 'yaml_flow'"),
         # A project's templates may be a stranger's.
         ("\n{{ cycler.__init__.__globals__.os.system('id') }}\n", 2, "SecurityError: access to "
          "attribute '__init__' of 'type' object is unsafe."),

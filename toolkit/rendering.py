@@ -244,6 +244,16 @@ class _YourLoader(FileSystemLoader):
             raise TemplateSyntaxError(said, line, template, path) from None
 
 
+def _yaml(value: object, indent: int | None = None) -> str:
+    """Write a block; a value of several lines without an indent would leave its place."""
+    if indent is None:
+        raise RenderError(
+            "the filter 'yaml' needs the column of its block, such as yaml(4); for a value on one "
+            "line, use 'yaml_flow'"
+        )
+    return yaml_block(value, indent)
+
+
 @functools.cache
 def _environment(folder: Path | None = None) -> Environment:
     """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
@@ -267,8 +277,7 @@ def _environment(folder: Path | None = None) -> Environment:
         "sh_entry": entry_words,
         "sh_line": shell_line,
         "sh_path": path_quote,
-        # Without an indent, what has several lines would leave its place.
-        "yaml": lambda value, indent: yaml_block(value, indent),
+        "yaml": _yaml,
         "yaml_flow": yaml_flow,
         "sh_words": lambda values: " ".join(map(shell_quote, values)),
     }

@@ -19,7 +19,7 @@ _PRIVATE = 0o700
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder; make it where there is none, and close it to others where it is open.
 
-    Where it cannot be made, that is told by whoever has to write there.
+    A folder that cannot be made is reported by the write that follows.
 
     Raises:
         LauncherError: it belongs to another user.

@@ -118,18 +118,20 @@ def _earlier_reductions(rank: Rehearsed, layout: Layout) -> Iterator[_Changes]:
 
 def _smaller_evaluations(rank: Rehearsed, limit: int) -> Iterator[_Changes]:
     if rank.peak == EVALUATION:
-        activations = rank.memory[ACTIVATIONS]
-        others = sum(rank.memory.values()) - activations
-        for factor in _FACTORS:
-            size = rank.evaluated // factor
-            if size and others + activations * size / rank.evaluated <= limit:
-                yield {"eval_batch": size}
+        for size in _sizes_that_fit(rank, rank.evaluated, limit):
+            yield {"eval_batch": size}
 
 
 def _smaller_micro_batches(rank: Rehearsed, limit: int) -> Iterator[_Changes]:
+    for size in _sizes_that_fit(rank, rank.micro_batch, limit):
+        yield {"micro_batch": size}
+
+
+def _sizes_that_fit(rank: Rehearsed, rehearsed: int, limit: int) -> Iterator[int]:
+    """Give smaller numbers of samples whose activations, in proportion, leave room for the rest."""
     activations = rank.memory[ACTIVATIONS]
     others = sum(rank.memory.values()) - activations
     for factor in _FACTORS:
-        size = rank.micro_batch // factor
-        if size and others + activations * size / rank.micro_batch <= limit:
-            yield {"micro_batch": size}
+        size = rehearsed // factor
+        if size and others + activations * size / rehearsed <= limit:
+            yield size
