@@ -427,3 +427,18 @@ def test_what_is_written_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     assert word.encode().hex().encode() in shown
     assert toolkit.load(run_dir / "job.yaml").args == (word,)
     assert word in (run_dir / "run.sh").read_text(encoding="utf-8")
+
+
+def test_an_output_on_a_full_disk_is_told_in_a_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [TOOLKIT, "render", str(ROOT / "jobs/digits.yaml"), "--to=local"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "the output cannot be written: No space left on device\n",
+    )

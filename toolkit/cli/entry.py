@@ -54,6 +54,10 @@ def main() -> None:
         click.echo(secrecy.conceal(said), err=True)
         sys.exit(error.exit_status)
     except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            stop_writing()
+            click.echo(f"the output cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
         stop_writing()  # whoever read us has seen enough (`| head`) or closed the terminal
