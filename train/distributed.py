@@ -63,7 +63,13 @@ class Group:
         vector = torch.tensor([0.0, *values], dtype=torch.float64, pin_memory=on_gpu)
         vector = vector.to(self.device, non_blocking=True)
         vector[0] = computed
-        dist.all_reduce(vector)
+        if self.place.world_size == 2 and not on_gpu:
+            # Gloo sums in two rounds, a scatter and a gather; two ranks need only one.
+            both = torch.empty(2, len(vector), dtype=vector.dtype)
+            dist.all_gather(list(both), vector)
+            vector = both.sum(0)
+        else:
+            dist.all_reduce(vector)
         total: list[float] = vector.tolist()
         return total
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from tests.train.processes import PROCESSES
@@ -47,8 +48,8 @@ def run(ranks: int, *flags: str, environ: Mapping[str, str]) -> Ended:
         deadline = time.monotonic() + PATIENCE_S
         failed_at = float("inf")
         # A rank that waits for one that has gone is told so by its connections.
-        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-            next(p for p in processes if p.is_alive()).join(0.02)
+        while time.monotonic() < deadline and (running := [p for p in processes if p.is_alive()]):
+            wait([p.sentinel for p in running], timeout=1)
             if any(p.exitcode for p in processes) and failed_at == float("inf"):
                 failed_at = time.monotonic()
             if time.monotonic() - failed_at > 20:
