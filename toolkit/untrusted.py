@@ -1,0 +1,286 @@
+"""Files and answers that somebody else may have written: read as data, within limits.
+
+A run directory on a shared file system, what comes back from a login node and what a server answers
+may have been written by anybody. Such a file is opened without following links and without waiting
+for a writer, has to be a regular file, and is read up to a limit. What is wrong with it is an
+OSError (`Refused`), as for a file that is not there: whoever can do without the file goes on.
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = [
+    "JSON_BYTES",
+    "Entry",
+    "Refused",
+    "entries",
+    "finite",
+    "lines_of_json",
+    "mapping",
+    "open_untrusted",
+    "parse_json",
+    "printable",
+    "read_bytes",
+    "read_json",
+    "read_text",
+    "whole",
+]
+
+JSON_BYTES = 16 << 20
+"""How large a file or an answer may be that is read whole, in bytes."""
+
+_ENTRIES = 100_000
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+# Without waiting: a pipe that nobody writes to would be opened for ever.
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | _NO_LINK
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
+
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What a terminal takes for a command, what reverses the text after it, halves of characters."""
+
+
+class Refused(OSError):
+    """A file that is there and is not read: a link, a device, too large."""
+
+    def __init__(self, path: Path | str, why: str) -> None:
+        super().__init__(errno.EPERM, why, str(path))
+
+
+def open_untrusted(path: Path | str, *, below: Path | None = None) -> BinaryIO:
+    """Open a regular file for reading, without following links.
+
+    Args:
+        path: the file.
+        below: the folder from which on no part of the path may be a link; the file's own folder
+            where it is None.
+
+    Raises:
+        Refused: it is a link or no regular file, or lies elsewhere than below that folder.
+        OSError: it is not there, or cannot be read.
+    """
+    return os.fdopen(_opened(path, below, _FILE), "rb")
+
+
+def _opened(path: Path | str, below: Path | None, flags: int) -> int:
+    text = os.fspath(path)
+    if "\0" in text:
+        raise Refused("?", "a name that no file can have")
+    handle = -1
+    try:
+        handle = os.open(text, flags) if below is None else _walked(Path(text), below, flags)
+        found = os.fstat(handle)
+    except OSError as error:
+        if handle >= 0:
+            os.close(handle)
+        if error.errno in (errno.ELOOP, errno.ENXIO) or (
+            error.errno == errno.ENOTDIR and os.path.islink(text)  # noqa: PTH114
+        ):
+            raise Refused(path, "is a link or a socket, which is not followed") from None
+        raise
+    wanted = stat.S_IFDIR if flags & os.O_DIRECTORY else stat.S_IFREG
+    if (kind := stat.S_IFMT(found.st_mode)) != wanted:
+        os.close(handle)
+        raise Refused(path, f"is {_KINDS.get(kind, 'no regular file')}")
+    return handle
+
+
+def _walked(path: Path, below: Path, flags: int) -> int:
+    """Open part after part, each as an entry of the one before and none a link."""
+    try:
+        parts = path.relative_to(below).parts
+    except ValueError:
+        raise Refused(path, f"is not below {below}") from None
+    if ".." in parts:
+        raise Refused(path, f"is not below {below}")
+    folder = os.open(below, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if not parts:
+        return folder
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, _FOLDER, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        return os.open(parts[-1], flags, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def read_bytes(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None = None) -> bytes:
+    """Return a file's bytes.
+
+    Args:
+        path: the file.
+        limit: how many bytes it may have.
+        below: as for `open_untrusted()`.
+
+    Raises:
+        OSError: as from `open_untrusted()`; a `Refused` where the file is larger than the limit.
+    """
+    handle = _opened(path, below, _FILE)
+    try:
+        parts, size = [], 0
+        while chunk := os.read(handle, 1 << 16):
+            parts.append(chunk)
+            size += len(chunk)
+            if size > limit:
+                raise Refused(path, f"has more than {limit} bytes")
+    finally:
+        os.close(handle)
+    return b"".join(parts)
+
+
+def read_text(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None = None) -> str:
+    """Return a file's text; bytes that are no UTF-8 stand as U+FFFD.
+
+    Raises:
+        OSError: as from `read_bytes()`.
+    """
+    return read_bytes(path, limit=limit, below=below).decode("utf-8", "replace")
+
+
+def read_json(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None = None) -> Any:
+    """Return the value that a file of JSON holds.
+
+    Raises:
+        OSError: as from `read_bytes()`.
+        ValueError: as from `parse_json()`.
+    """
+    return parse_json(read_bytes(path, limit=limit, below=below))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, without halves of characters, which no file can hold.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deeply to be read.
+    """
+    try:
+        value = json.loads(text)
+        escapes = b"\\ud" if isinstance(text, bytes) else "\\ud"
+        return _whole_characters(value) if escapes in text.lower() else value  # type: ignore[operator]
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_whole_characters(one) for one in value]
+    if isinstance(value, dict):
+        return {_whole_characters(key): _whole_characters(one) for key, one in value.items()}
+    return value
+
+
+def lines_of_json(
+    path: Path | str, *, limit: int = JSON_BYTES, below: Path | None = None
+) -> Iterator[Any]:
+    """Yield the value of each line of a file; lines that are torn or no JSON are passed over.
+
+    A file that is not there or not to be read has none.
+    """
+    try:
+        content = read_bytes(path, limit=limit, below=below)
+    except OSError:
+        return
+    for line in content.split(b"\n"):
+        if line:
+            with contextlib.suppress(ValueError):
+                yield parse_json(line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Something in a folder."""
+
+    name: str
+    """Its name."""
+
+    is_folder: bool
+    """Whether it is a folder, and no link to one."""
+
+    is_file: bool
+    """Whether it is a regular file, and no link to one."""
+
+
+def entries(path: Path | str, *, below: Path | None = None) -> list[Entry]:
+    """Return what a folder holds, by name; nothing where it cannot be read, or is a link.
+
+    Of more than 100,000 entries, that many.
+
+    Args:
+        path: the folder.
+        below: as for `open_untrusted()`.
+    """
+    try:
+        handle = _opened(path, below, _FOLDER)
+    except OSError:
+        return []
+    try:
+        with os.scandir(handle) as found:
+            some = [
+                Entry(
+                    name=one.name,
+                    is_folder=one.is_dir(follow_symlinks=False),
+                    is_file=one.is_file(follow_symlinks=False),
+                )
+                for one in itertools.islice(found, _ENTRIES)
+            ]
+    except OSError:
+        return []
+    finally:
+        os.close(handle)
+    return sorted(some, key=lambda one: one.name)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """Return a JSON object; an empty one for any other value."""
+    return value if isinstance(value, dict) else {}
+
+
+def whole(value: Any, *, least: int = 0, most: int = 2**53) -> int | None:
+    """Return a whole number within bounds; None for any other value."""
+    good = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    return value if good else None
+
+
+def finite(value: Any) -> float | None:
+    """Return a number that is neither infinite nor NaN; None for any other value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def printable(text: str) -> str:
+    r"""Return text that a terminal shows and does not obey: control characters stand as `\xNN`.
+
+    Ends of lines and tabs stay.
+
+    >>> print(printable("\x1b]0;title\x07 ok"))
+    \x1b]0;title\x07 ok
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
