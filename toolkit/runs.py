@@ -13,6 +13,7 @@ from toolkit.dependencies import Dependency, parse_dependency
 from toolkit.errors import LauncherError, PlanError, Problem, ProfileError, RunNotFound
 from toolkit.launchers import registry
 from toolkit.launchers.base import Launcher, Run, RunStatus, pauses
+from toolkit.launchers.shown import ForeignRun, ShownRun
 from toolkit.planning import SlurmPlan, plan
 from toolkit.profile import (
     KubernetesProfile,
@@ -73,6 +74,8 @@ def resubmit(run: str | Run, *, chain: int = 1) -> Run:
         LauncherError: it has succeeded or not ended, or the place refused.
     """
     opened = open_run(run) if isinstance(run, str) else run
+    if isinstance(opened, ShownRun):
+        opened.refuse("go on")
     return launcher_for(_stored_profile(opened.record)).resubmit(opened, chain=chain)
 
 
@@ -96,17 +99,23 @@ def ask_site(job: JobSpec, *, to: str | Profile) -> list[Problem]:
     return SlurmLauncher(profile).findings(plan(job, profile))
 
 
-def open_run(name: str, *, environ: Mapping[str, str] = os.environ) -> Run:
+def open_run(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.environ) -> Run:
     """Return the handle of a run by its URI, its name, or its run directory.
 
     That of a sweep's point is `RUN_7`, or `RUN/NAME` with the point's name. What was not submitted
     from here is opened by its run directory, or as `k8s://NAMESPACE/NAME` by the cluster's word.
 
+    Args:
+        name: One of these.
+        trust: Whether to believe a run directory that is not in the user's list, and may be
+            somebody else's: which jobs, hosts and clusters it names. Without that it is shown only.
+        environ: Where the user's list of runs is looked for.
+
     Raises:
         RunNotFound: there is none.
     """
     try:
-        record, point = registry.find_point(name, environ=environ)
+        record, point = registry.find_point(name, trust=trust, environ=environ)
     except RunNotFound:
         if not name.startswith("k8s://"):
             raise
@@ -132,9 +141,13 @@ def list_runs(
     launchers: dict[str, Launcher[Any]] = {}
     for record in wanted if last is None else deque(wanted, maxlen=last):
         key = repr(record.profile)  # there are many runs, and few profiles
-        if key not in launchers:
-            launchers[key] = launcher_for(_stored_profile(record))
-        yield launchers[key].open(record)
+        try:
+            if key not in launchers:
+                launchers[key] = launcher_for(_stored_profile(record))
+            run = launchers[key].open(record)
+        except LauncherError as error:  # one odd record takes no other run away
+            run = ShownRun(record, str(error))
+        yield run
 
 
 def statuses(runs: Iterable[Run]) -> list[RunStatus]:
@@ -199,10 +212,14 @@ def _by_place(runs: Sequence[Run]) -> dict[Hashable, list[int]]:
 
 
 def _open(record: registry.RunRecord) -> Run:
+    if not record.believed:
+        return ForeignRun(record)
     return launcher_for(_stored_profile(record)).open(record)
 
 
 def _stored_profile(record: registry.RunRecord) -> Profile:
+    if record.problem:
+        raise LauncherError(f"{record.uri}: {record.problem}")
     kind = record.profile.get("kind")
     for profile in (LocalProfile, SlurmProfile, KubernetesProfile):
         if kind == profile.model_fields["kind"].default:

@@ -25,6 +25,7 @@ __all__ = [
     "Refused",
     "entries",
     "finite",
+    "for_terminal",
     "lines_of_json",
     "mapping",
     "open_untrusted",
@@ -34,6 +35,7 @@ __all__ = [
     "read_json",
     "read_text",
     "whole",
+    "write_bytes",
 ]
 
 JSON_BYTES = 16 << 20
@@ -57,6 +59,9 @@ _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """What a terminal takes for a command, what reverses the text after it, halves of characters."""
+
+_HARMLESS = re.compile(r"(\x1b\[[0-9;:]{0,32}m|\r)", re.ASCII)
+"""Colours, and the return to the line's beginning."""
 
 
 class Refused(OSError):
@@ -209,6 +214,17 @@ def lines_of_json(
                 yield parse_json(line)
 
 
+def write_bytes(path: Path | str, content: bytes) -> None:
+    """Write a file that nobody else may write, whatever the umask; a link is not followed.
+
+    Raises:
+        OSError: the file cannot be written, or is a link.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK
+    with os.fdopen(os.open(path, flags, 0o644), "wb") as file:
+        file.write(content)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """Something in a folder."""
@@ -284,3 +300,15 @@ def printable(text: str) -> str:
     \x1b]0;title\x07 ok
     """
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def for_terminal(line: str) -> str:
+    """Return a line of a log as a terminal may have it: colours and progress bars stay.
+
+    Whatever else would command the terminal stands as in `printable()`.
+    """
+    if _CONTROL.search(line) is None:
+        return line
+    parts = _HARMLESS.split(line)
+    shown = "".join(part if n % 2 else printable(part) for n, part in enumerate(parts))
+    return f"{shown}\x1b[0m" if "\x1b" in shown else shown

@@ -8,8 +8,8 @@ import sys
 import click
 
 import toolkit
-from toolkit.cli.following import echo_lines, report, report_and_exit
-from toolkit.cli.words import JSON, RUN, RUNS, cli, example
+from toolkit.cli.following import echo_lines, report, report_and_exit, say
+from toolkit.cli.words import JSON, RUN, RUNS, TRUST, cli, example
 from toolkit.errors import LauncherError
 
 __all__ = ["cancel", "list_runs", "status", "wait"]
@@ -59,17 +59,18 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
             said = "as above" if repeated else reason
             line = f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {said}"
             before = reason
-            click.echo(line.rstrip())
+            say(line.rstrip())
 
 
 @cli.command(epilog=example("toolkit status slurm://sandbox/1234 --json"))
 @RUN
+@TRUST
 @JSON
-def status(run: str, as_json: bool) -> None:
+def status(run: str, trust: bool, as_json: bool) -> None:
     """Say where a run stands, and why."""
     from toolkit import summaries
 
-    found = summaries.whole(toolkit.open_run(run))
+    found = summaries.whole(toolkit.open_run(run, trust=trust))
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
@@ -78,10 +79,13 @@ def status(run: str, as_json: bool) -> None:
 
 @cli.command(epilog=example("toolkit cancel slurm://sandbox/1234"))
 @RUNS
+@TRUST
 @JSON
-def cancel(names: tuple[str, ...], as_json: bool) -> None:
+def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
     """Ask runs to stop, with a checkpoint."""
-    runs = [toolkit.open_run(name) for name in names]  # all are known, or none is touched
+    runs = [
+        toolkit.open_run(name, trust=trust) for name in names
+    ]  # all are known, or none is touched
     rows = []
     for run, found in zip(runs, toolkit.statuses(runs), strict=True):
         error = None
@@ -95,7 +99,7 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
             if found.state.final
             else error or f"{run.uri} is asked to stop; `toolkit wait {run.name}` waits for it"
         )
-        click.echo(said, err=True)
+        say(said, err=True)
         asked = not found.state.final and error is None
         rows.append({"uri": run.uri, "name": run.name, "asked": asked, "error": error})
     if as_json:
@@ -106,13 +110,14 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
 @cli.command(epilog=example("toolkit wait digits-1120-174558-k3f9 && echo trained"))
 @RUNS
 @click.option("--timeout", type=float, metavar="SECONDS", help="Give up after this long.")
+@TRUST
 @JSON
-def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
+def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bool) -> None:
     """Wait until runs have ended; exit status 0 if all of them succeeded."""
-    runs = [toolkit.open_run(name) for name in names]
+    runs = [toolkit.open_run(name, trust=trust) for name in names]
     for run, found in zip(runs, toolkit.statuses(runs), strict=True):
         if found.state is toolkit.RunState.UNKNOWN and not found.lost:
-            click.echo(f"{run.name}: UNKNOWN ({found.reason}); waiting for an answer", err=True)
+            say(f"{run.name}: UNKNOWN ({found.reason}); waiting for an answer", err=True)
     try:
         if len(runs) == 1 and not as_json:
             runs[0].wait(timeout)

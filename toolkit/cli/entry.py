@@ -11,7 +11,7 @@ import sys
 import click
 
 from toolkit import secrecy
-from toolkit.cli.following import stop_writing
+from toolkit.cli.following import say, stop_writing
 from toolkit.cli.words import cli
 from toolkit.errors import ToolkitError
 
@@ -51,7 +51,7 @@ def main() -> None:
         sys.exit(2)
     except ToolkitError as error:
         said = secrecy.redact(str(error), secrecy.values_of(os.environ))
-        click.echo(secrecy.conceal(said), err=True)
+        say(secrecy.conceal(said), err=True)
         sys.exit(error.exit_status)
     except OSError as error:
         if error.errno == errno.ENOSPC and error.filename is None:

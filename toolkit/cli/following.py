@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import toolkit
-from toolkit import secrecy
+from toolkit import secrecy, untrusted
 
 __all__ = [
     "echo_failure",
@@ -23,6 +23,7 @@ __all__ = [
     "note",
     "report",
     "report_and_exit",
+    "say",
     "signals_cancel",
     "stop_writing",
 ]
@@ -40,7 +41,12 @@ def note(notes: tuple[str, ...]) -> None:
 def echo_lines(lines: Iterator[str]) -> None:
     """Print lines as they come."""
     for line in lines:
-        click.echo(line)
+        say(line)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print what runs and schedulers say, so that a terminal shows it and does not obey it."""
+    click.echo("\n".join(map(untrusted.for_terminal, text.split("\n"))), err=err)
 
 
 def tell_waiting(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
@@ -86,12 +92,12 @@ def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
     """Say what failed first, with its traceback; of a sweep, a line for each point that failed."""
     if not run.points:
         for line in failure.lines() if (failure := run.failure(attempt=attempt)) else ():
-            click.echo(line, err=True)
+            say(line, err=True)
         return
     failed = ((point.name, point.failure(attempt=attempt)) for point in run.points)
     said = [f"{name}: first failure: {failure}" for name, failure in failed if failure]
     for line in said[:_MOST_POINTS]:
-        click.echo(line, err=True)
+        say(line, err=True)
     if len(said) > _MOST_POINTS:
         click.echo(f"{len(said) - _MOST_POINTS} more points have failed", err=True)
 
@@ -163,7 +169,7 @@ def report(run: toolkit.Run, found: toolkit.RunStatus) -> None:
 def _say(run: toolkit.Run, text: str) -> None:
     from toolkit.launchers import rundir
 
-    click.echo(secrecy.redact(text, rundir.secrets_of(run.run_dir)), err=True)
+    say(secrecy.redact(text, rundir.secrets_of(run.run_dir)), err=True)
 
 
 def stop_writing() -> None:

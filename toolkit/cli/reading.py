@@ -8,7 +8,7 @@ import click
 
 import toolkit
 from toolkit.cli.following import echo_failure, echo_lines, follow_lines
-from toolkit.cli.words import FOLLOW, RUN, cli, example
+from toolkit.cli.words import FOLLOW, RUN, TRUST, cli, example
 
 __all__ = ["logs"]
 
@@ -31,14 +31,20 @@ __all__ = ["logs"]
     help="Only one attempt: 0 is the first start, 1 the one after a requeue.",
 )
 @click.option("--grep", metavar="REGEX", help="Only lines that hold this (Python's re).")
+@TRUST
 def logs(
-    run: str, follow: bool, ranks: tuple[int, ...], attempt: int | None, grep: str | None
+    run: str,
+    follow: bool,
+    ranks: tuple[int, ...],
+    attempt: int | None,
+    grep: str | None,
+    trust: bool,
 ) -> None:
     """Print what a run has printed, of all nodes and ranks, and last what failed first.
 
     Of a sweep, all points are shown, each line after its point's name; RUN_7 or RUN/NAME is one.
     """
-    opened = toolkit.open_run(run)
+    opened = toolkit.open_run(run, trust=trust)
     if follow:
         lines = follow_lines(opened, ranks=ranks, attempt=attempt, grep=grep)
     else:

@@ -17,7 +17,7 @@ from toolkit.cli.following import (
     signals_cancel,
     stop_writing,
 )
-from toolkit.cli.words import CHAIN, FOLLOW, JOB, RUN, SET, TO, cli, example
+from toolkit.cli.words import CHAIN, FOLLOW, JOB, RUN, SET, TO, TRUST, cli, example
 from toolkit.errors import InputError
 
 __all__ = ["render", "resubmit", "run_here", "submit"]
@@ -66,12 +66,13 @@ def submit(
 @RUN
 @CHAIN
 @FOLLOW
-def resubmit(run: str, chain: int, follow: bool) -> None:
+@TRUST
+def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
     """Let a run that has ended go on; of a sweep, the points that did not succeed.
 
     The same script goes on in the same run directory, from the newest checkpoint.
     """
-    opened = toolkit.resubmit(run, chain=chain)
+    opened = toolkit.resubmit(toolkit.open_run(run, trust=trust), chain=chain)
     click.echo(opened.uri)
     if follow:
         follow_and_exit(opened)

@@ -8,7 +8,7 @@ import click
 
 import toolkit
 
-__all__ = ["CHAIN", "FOLLOW", "JOB", "JSON", "RUN", "RUNS", "SET", "TO", "cli", "example"]
+__all__ = ["CHAIN", "FOLLOW", "JOB", "JSON", "RUN", "RUNS", "SET", "TO", "TRUST", "cli", "example"]
 
 JOB = click.argument("job", metavar="JOB.yaml", type=click.Path(path_type=Path))
 RUN = click.argument("run", metavar="RUN")
@@ -47,6 +47,14 @@ CHAIN = click.option(
     help="Let N jobs take turns, each going on where the one before has ended (Slurm).",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+TRUST = click.option(
+    "--trust",
+    is_flag=True,
+    help="Believe a run directory that is not in your list of runs: what it says of its jobs, "
+    "hosts and clusters is acted upon.",
+)
 
 
 class _Commands(click.Group):

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from toolkit import secrecy
+from toolkit import secrecy, untrusted
 from toolkit.launchers.run_logs import attempt_folders
 from toolkit.launchers.torchrun_folder import Start, reports_of, starts_of
 from toolkit.launchers.torchrun_log import Reported, Trace, last_trace
@@ -22,6 +22,7 @@ from toolkit.launchers.torchrun_log import Reported, Trace, last_trace
 __all__ = ["STOPS", "Failure", "Kind", "first_failure", "first_of", "is_echo"]
 
 _LAST_WORDS = 5
+_READ_BYTES = 1 << 16
 _UNREPORTED_S = 120.0
 """How long before others a rank can have failed whose torchrun was ended before it could report."""
 
@@ -139,7 +140,7 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
 def _newest(run_dir: Path) -> Path | None:
     """Return the newest attempt that has started torchrun."""
     for attempt in reversed(attempt_folders(run_dir)):
-        if any(attempt.glob("node-*/")):
+        if any(e.is_folder and e.name.startswith("node-") for e in untrusted.entries(attempt)):
             return attempt
         if _read(attempt / "reason").partition(":")[0] not in _NOT_BEGUN:
             return None
@@ -258,5 +259,5 @@ def _earlier(attempt: Path, starts: list[Start], bases: Mapping[str, int]) -> It
 
 def _read(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return path.read_text(errors="replace", encoding="utf-8").strip()
+        return untrusted.read_text(path, limit=_READ_BYTES, below=path.parents[2]).strip()
     return ""

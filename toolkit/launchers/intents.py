@@ -11,17 +11,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from toolkit import untrusted
 from toolkit.errors import LauncherError
 
 __all__ = ["Intent", "begin", "orphans", "take"]
 
 _VERSION = 1
+_BYTES = 64 << 20
 
 
 class Intent:
     """A submission that this process alone works at, until it is closed."""
 
-    def __init__(self, path: Path, file: IO[str], data: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, file: IO[Any], data: Mapping[str, Any]) -> None:
         self._path = path
         self._file = file
         self.data = data
@@ -75,14 +77,14 @@ def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
 def take(folder: Path, name: str) -> Intent | None:
     """Return what was begun and not ended for this run; None if nothing, or somebody is at it."""
     try:
-        file = open(f"{folder}/{name}.json", encoding="utf-8")  # noqa: PTH123, SIM115  # for each run of a long list
+        file = untrusted.open_untrusted(f"{folder}/{name}.json")
     except OSError:
         return None
     path = _path(folder, name)
     data = None
     if _lock(file):
         with contextlib.suppress(OSError, ValueError):
-            data = json.load(file)
+            data = untrusted.parse_json(file.read(_BYTES))
             if not os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 data = None  # it has been done meanwhile
     if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
@@ -107,7 +109,7 @@ def _path(folder: Path, name: str) -> Path:
     return folder / f"{name}.json"
 
 
-def _lock(file: IO[str]) -> bool:
+def _lock(file: IO[Any]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

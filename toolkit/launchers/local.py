@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from toolkit import untrusted
 from toolkit.errors import LauncherError
 from toolkit.launchers import registry, rundir
 from toolkit.launchers.base import (
@@ -42,6 +43,7 @@ _LOCK = "running.lock"
 _NO_PID = "0" * 10
 """What the lock holds in the instant before the supervisor's process id is known."""
 _SCRIPT = "run.sh"
+_SUPERVISOR = "toolkit.launchers.supervisor"
 _LAUNCHER_LOG = "launcher.log"
 """What the script itself says, as when it refuses to start."""
 
@@ -55,10 +57,31 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 def _last_line(path: Path) -> str:
     try:
-        lines = path.read_text(errors="replace", encoding="utf-8").split("\n")
+        lines = untrusted.read_text(path, below=path.parents[1]).split("\n")
     except OSError:
         return ""
     return next((line for line in reversed(lines) if line), "")
+
+
+def _supervises(pid: int, run_dir: Path) -> bool:
+    """Whether a process is this user's, and keeps this run.
+
+    What a run directory says of itself may be anybody's word: a process id of -1 would be everyone.
+    """
+    if not 1 < pid < 1 << 31:
+        return False
+    process = Path(f"/proc/{pid}")
+    try:
+        if not process.parent.joinpath("self").exists():  # a system that does not tell
+            return os.getpgid(pid) == pid
+        if process.stat().st_uid != os.getuid():
+            return False
+        words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except FileNotFoundError:
+        return True  # it has ended this instant
+    except OSError:
+        return False
+    return _SUPERVISOR.encode() in words and os.fsencode(run_dir) == words[-1]
 
 
 class LocalRun(Run):
@@ -97,12 +120,17 @@ class LocalRun(Run):
         if view.attempt is None:
             return all_spans(self.run_dir, launcher_log)
         # The supervisor has started the first attempt only; people go on by hand.
-        first = [] if view.attempt else [Span(path=launcher_log)]
+        first = [] if view.attempt else [Span(path=launcher_log, below=self.run_dir)]
         return [*first, *attempt_spans(self.run_dir, view.attempt)]
 
     def cancel(self) -> None:
         """Ask the supervisor to stop the run with a checkpoint."""
         if pid := self._supervisor():
+            if not _supervises(pid, self.run_dir):
+                raise LauncherError(
+                    f"{self.uri} is not stopped: by {self.run_dir / _LOCK}, process {pid} keeps "
+                    "it, but that is none of yours which supervises this run"
+                )
             rundir.request_cancel(self.run_dir)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -113,14 +141,15 @@ class LocalRun(Run):
         A lock ends with its holder, so that a process id which the system gave away again is not
         taken for ours.
         """
-        try:
-            with (self.run_dir / _LOCK).open(encoding="utf-8") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return int(lock.read() or 0)
-        except FileNotFoundError:
-            pass
+        with (
+            contextlib.suppress(OSError),  # not there, or nothing that a supervisor can hold
+            untrusted.open_untrusted(self.run_dir / _LOCK) as lock,
+        ):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                said = lock.read(len(_NO_PID))
+                return int(said) if said.isdigit() else 0
         return None
 
 
@@ -205,7 +234,7 @@ class LocalLauncher(Launcher[LocalPlan]):
             lock.flush()
             child = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "toolkit.launchers.supervisor", *tied, *limit),
+                    *(sys.executable, "-m", _SUPERVISOR, *tied, *limit),
                     f"--stop-timeout={plan.stop_timeout_s}",
                     str(run_dir / _SCRIPT),
                     str(run_dir),

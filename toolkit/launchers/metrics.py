@@ -1,14 +1,18 @@
 """The curves of a run: what `metrics.jsonl` holds, one row per step."""
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit import untrusted
+
 __all__ = ["figures", "read_metrics", "table"]
 
 Row = dict[str, Any]
+
+_BYTES = 1 << 30
+"""How much of the curves is read: those of millions of steps."""
 
 _NOT_SHOWN = ("version",)
 _HIDDEN = ("version", "time", "attempt", "restart")
@@ -52,21 +56,10 @@ def figures(metrics: Mapping[str, Any]) -> str:
 
 
 def _records(path: Path) -> list[Mapping[str, Any]]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError:
-        return []
-    found: list[Mapping[str, Any]] = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # torn by a kill, or just being written
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            found.append(record)
-    return found
+    # Lines may be torn by a kill, or just being written.
+    found = map(untrusted.mapping, untrusted.lines_of_json(path, limit=_BYTES))
+    return [record for record in found if untrusted.whole(record.get("step")) is not None]
 
 
 def _number(record: Mapping[str, Any], key: str) -> int:
-    value = record.get(key)
-    return value if isinstance(value, int) else 0
+    return untrusted.whole(record.get(key)) or 0

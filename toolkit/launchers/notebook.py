@@ -1,12 +1,11 @@
 """What a notebook shows of a run: its state, how far it is, and the curve of its loss."""
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit import secrecy
+from toolkit import secrecy, untrusted
 from toolkit.errors import LauncherError
 from toolkit.launchers import rundir
 from toolkit.launchers.base import Run, RunState, RunStatus
@@ -79,7 +78,8 @@ class Curve:
         Long runs are drawn with at most one value per unit of the drawing's width, so that a page
         stays small; the highest and lowest values are those of all steps.
         """
-        known = [(row["step"], row[key]) for row in rows if _is_number(row.get(key))]
+        values_of = ((row["step"], untrusted.finite(row.get(key))) for row in rows)
+        known = [(step, value) for step, value in values_of if value is not None]
         if len(known) < 2:
             return None
         values = [value for _, value in known]
@@ -97,10 +97,6 @@ class Curve:
         )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def extent_of(run: Run, points: Sequence[RunStatus] = ()) -> Extent | None:
     """Return how far a run is, or a sweep whose points stand as told; None where nobody says."""
     if run.points:
@@ -108,11 +104,9 @@ def extent_of(run: Run, points: Sequence[RunStatus] = ()) -> Extent | None:
         return Extent(done=ended, total=len(run.points), unit="points")
     if run.run_dir is None:
         return None
-    steps = (rundir.outcome(run.run_dir) or {}).get("steps")
-    done = (rundir.last_metrics(run.run_dir) or {}).get("step")
-    if not isinstance(steps, int):
-        return None
-    return Extent(done=done if isinstance(done, int) else 0, total=steps, unit="steps")
+    steps = untrusted.whole((rundir.outcome(run.run_dir) or {}).get("steps"))
+    done = untrusted.whole((rundir.last_metrics(run.run_dir) or {}).get("step"))
+    return None if steps is None else Extent(done=done or 0, total=steps, unit="steps")
 
 
 def html_of(run: Run) -> str:

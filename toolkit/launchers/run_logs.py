@@ -10,11 +10,14 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
+from toolkit import untrusted
 from toolkit.errors import InputError, LauncherError, Problem
+from toolkit.launchers.state import state_folder
 
 __all__ = [
     "LogView",
@@ -24,12 +27,19 @@ __all__ = [
     "attempt_folders",
     "attempt_numbers",
     "attempt_spans",
+    "by_number",
     "follow_files",
     "refuse_attempt",
 ]
 
 _CHUNK = 1 << 20
-_RANK = re.compile(r"\[rank (\d+)\] ")
+_LINE_BYTES = 16 << 20
+"""What is longer is shown in parts, so that no file without an end of a line fills the memory."""
+
+_ATTEMPT = re.compile(r"attempt-(0|[1-9][0-9]{0,8})", re.ASCII)
+_NOTE = re.compile(r"([0-9]{1,18}) (.+)\n", re.ASCII)
+_NOTE_BYTES = 1 << 14
+_RANK = re.compile(r"\[rank (\d{1,9})\] ")
 """What torchrun puts before the lines of a rank: see TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
 
 _TORN = re.compile(r"(\[rank \d+\] .+)\[rank \d+\] ")
@@ -105,6 +115,17 @@ class Span:
     end: int | None = None
     """The byte behind its last one; None for the end of the file, which may grow."""
 
+    below: Path | None = None
+    """The folder from which on no part of the path may be a link; None for the file alone."""
+
+    def open(self) -> BinaryIO:
+        """Open the file.
+
+        Raises:
+            OSError: it is not there, not to be read, or no regular file.
+        """
+        return untrusted.open_untrusted(self.path, below=self.below)
+
 
 @dataclass(kw_only=True)
 class Tail:
@@ -116,11 +137,22 @@ class Tail:
     torn: bytes = field(default=b"", repr=False)
     """The beginning of a line whose end has not been written yet."""
 
-    def new_lines(self, path: Path, end: int | None = None) -> Iterator[str]:
-        """Yield the whole lines that have come since, up to the byte `end`."""
+    def new_lines(
+        self, path: Path, end: int | None = None, below: Path | None = None
+    ) -> Iterator[str]:
+        """Yield the whole lines that have come since, up to the byte `end`.
+
+        Args:
+            path: The file.
+            end: The byte behind the last one that is wanted.
+            below: The folder from which on no part of the path may be a link.
+
+        Raises:
+            LauncherError: the file cannot be read, or is none.
+        """
         # Opened anew each time: on network file systems only that shows what others have written.
         try:
-            file = path.open("rb")
+            file = untrusted.open_untrusted(path, below=below)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -136,6 +168,8 @@ class Tail:
                 *lines, self.torn = (self.torn + chunk).split(b"\n")
                 for line in lines:
                     yield line.decode(errors="replace")
+                if len(self.torn) > _LINE_BYTES:
+                    yield from self.last_words()
 
     def last_words(self) -> Iterator[str]:
         """Yield what was written last, where it is no whole line."""
@@ -169,7 +203,7 @@ def follow_files(
         found = False
         for span in find():
             tail = tails.setdefault(span.path, Tail(offset=span.start))
-            for line in tail.new_lines(span.path, span.end):
+            for line in tail.new_lines(span.path, span.end, span.below):
                 found = True
                 yield line
         if last_round:
@@ -186,23 +220,21 @@ def attempt_folders(run_dir: Path) -> list[Path]:
 
 
 def attempt_numbers(run_dir: Path) -> list[int]:
-    """Return the numbers of the attempts, in order."""
-    try:
-        with os.scandir(f"{run_dir}/logs") as found:
-            return sorted(int(f.name[8:]) for f in found if f.name.startswith("attempt-"))
-    except FileNotFoundError:
-        return []
+    """Return the numbers of the attempts, in order; of what has no such name, none."""
+    found = untrusted.entries(f"{run_dir}/logs")
+    return sorted(int(named[1]) for f in found if (named := _ATTEMPT.fullmatch(f.name)))
 
 
 def attempt_spans(run_dir: Path, attempt: int) -> list[Span]:
     """Return where an attempt's lines stand; nothing where it has not begun."""
     folder = run_dir / "logs" / f"attempt-{attempt}"
     if (own := _noted(folder)) is None:
-        return [Span(path=path) for path in _of_nodes(folder)]
+        return _of_nodes(folder, run_dir)
     start, name = own
     notes = filter(None, (_noted(other) for other in attempt_folders(run_dir) if other != folder))
     later = [begin for begin, other in notes if other == name and begin > start]
-    return [Span(path=_here(name, run_dir), start=start, end=min(later, default=None))]
+    span = _here(name, run_dir, folder)
+    return [replace(span, start=start, end=min(later, default=None))] if span else []
 
 
 def all_spans(run_dir: Path, first: Path) -> list[Span]:
@@ -210,15 +242,14 @@ def all_spans(run_dir: Path, first: Path) -> list[Span]:
 
     Whoever goes on with a run by hand (`sbatch FILE RUN_DIR continue`) prints elsewhere.
     """
-    names: dict[str, None] = {}
-    nodes: list[Path] = []
+    noted: dict[Path, Span] = {first: Span(path=first, below=_below(first, run_dir))}
+    nodes: list[Span] = []
     for folder in attempt_folders(run_dir):
-        if (noted := _noted(folder)) is not None:
-            names[noted[1]] = None
-        else:
-            nodes += _of_nodes(folder)
-    known = [first, *(_here(name, run_dir) for name in names), *nodes]
-    return [Span(path=path) for path in dict.fromkeys(known)]
+        if (own := _noted(folder)) is None:
+            nodes += _of_nodes(folder, run_dir)
+        elif span := _here(own[1], run_dir, folder):
+            noted.setdefault(span.path, span)
+    return [*noted.values(), *nodes]
 
 
 def refuse_attempt(run_dir: Path, view: LogView) -> None:
@@ -229,7 +260,7 @@ def refuse_attempt(run_dir: Path, view: LogView) -> None:
     """
     if view.attempt is None or view.follow:
         return
-    known = [int(folder.name.split("-")[1]) for folder in attempt_folders(run_dir)]
+    known = attempt_numbers(run_dir)
     if view.attempt not in known:
         there = f"there are {known[0]} to {known[-1]}" if known else "none has begun"
         raise InputError([Problem(place=f"--attempt {view.attempt}", message=f"{there} of it")])
@@ -238,32 +269,58 @@ def refuse_attempt(run_dir: Path, view: LogView) -> None:
 def _noted(folder: Path) -> tuple[int, str] | None:
     """Return what an attempt on Slurm has noted: where its lines begin, and in which file."""
     with contextlib.suppress(OSError, ValueError):
-        start, _, name = _note(folder / "log").partition(" ")
-        return None if name == "/dev/null" else (int(start), name)
+        start, name = _note(folder / "log")
+        return None if name == "/dev/null" else (start, name)
     return None
 
 
 @functools.lru_cache(maxsize=4096)  # a follower asks again and again, and it never changes
-def _note(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
-    if not text.endswith("\n"):
+def _note(path: Path) -> tuple[int, str]:
+    text = untrusted.read_text(path, limit=_NOTE_BYTES, below=path.parents[2])
+    if (note := _NOTE.fullmatch(text)) is None or "\0" in text:
         raise ValueError("it is being written")  # which is not kept
-    return text[:-1]
+    return int(note[1]), note[2]
 
 
-def _here(name: str, run_dir: Path) -> Path:
-    """Return by which path we know a log of a run directory, which may be a mirror of another."""
+def _here(name: str, run_dir: Path, attempt: Path) -> Span | None:
+    """Return where a log lies that an attempt has noted; None where the note is not believed.
+
+    The run directory may be a mirror of another. A log outside, as of a job that was submitted by
+    hand, is read where the note and the log are this user's, and nobody else may write the note:
+    otherwise a note could have any file shown as the run's log.
+    """
     path = Path(name)
     if path.parent.name == "logs":
         for parent in (run_dir, run_dir.parent):  # that of a point lies in the sweep's directory
             if (parent / "logs" / path.name).exists():
-                return parent / "logs" / path.name
-    return path
+                return Span(path=parent / "logs" / path.name, below=parent)
+    if path.is_relative_to(run_dir):
+        return Span(path=path, below=run_dir)
+    with contextlib.suppress(OSError):
+        note = (attempt / "log").lstat()
+        ours = {note.st_uid, path.lstat().st_uid} == {os.getuid()} and not note.st_mode & 0o022
+        if ours and state_folder() not in run_dir.parents:
+            return Span(path=path)
+    return None
 
 
-def _of_nodes(folder: Path) -> list[Path]:
-    return _by_number(folder.glob("node-*.log"))
+def _below(path: Path, run_dir: Path) -> Path | None:
+    return next((p for p in (run_dir, run_dir.parent) if path.is_relative_to(p)), None)
 
 
-def _by_number(paths: Iterator[Path]) -> list[Path]:
-    return sorted(paths, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
+def _of_nodes(folder: Path, run_dir: Path) -> list[Span]:
+    names = [e.name for e in untrusted.entries(folder, below=run_dir) if e.is_file]
+    return [Span(path=folder / name, below=run_dir) for name in by_number(names) if _is_node(name)]
+
+
+def _is_node(name: str) -> bool:
+    return name.startswith("node-") and name.endswith(".log")
+
+
+def by_number(names: Iterable[str]) -> list[str]:
+    """Return names in the order of the numbers in them.
+
+    >>> by_number(["node-10.log", "node-9.log"])
+    ['node-9.log', 'node-10.log']
+    """
+    return sorted(names, key=lambda name: [(len(n), n) for n in re.findall("[1-9][0-9]*", name)])

@@ -5,14 +5,13 @@ What a training script does not write (outcome, metrics) is simply missing from 
 
 import contextlib
 import functools
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit import secrecy
-from toolkit.documents import read_document, read_text, write_document
+from toolkit import secrecy, untrusted
+from toolkit.documents import read_document, write_document
 from toolkit.errors import InputError, LauncherError
 from toolkit.launchers.base import RunState, RunStatus
 from toolkit.launchers.run_logs import attempt_folders, attempt_numbers
@@ -37,6 +36,16 @@ __all__ = [
 
 _CANCEL = "cancel_requested"
 
+_NOT_OTHERS = 0o755
+"""What folders may at most be: their owner's to write."""
+
+_JOB_BYTES = 5 << 20
+_SECRET_BYTES = 1 << 16
+_OUTCOME_BYTES = 1 << 20
+_REASON_BYTES = 1 << 16
+_LAST_BYTES = 1 << 16
+"""How much is read of what a run leaves; its newest figures stand in the last of them."""
+
 _OUTCOMES = {
     "done": RunState.SUCCEEDED,
     "fatal": RunState.FAILED,
@@ -59,14 +68,17 @@ _OVER = ("done", "fatal", "cancelled", "no_progress", "gave_up")
 def make(parent: Path, name: str) -> Path:
     """Make a new run directory with its `logs/` and return its absolute path.
 
+    Whatever the umask, nobody else may write there: what lies in it decides what runs.
+
     Raises:
         LauncherError: it exists, or cannot be made.
     """
     run_dir = parent.absolute() / name
     try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        run_dir.mkdir()
-        (run_dir / "logs").mkdir()
+        for above in reversed(run_dir.parents):
+            above.mkdir(_NOT_OTHERS, exist_ok=True)
+        run_dir.mkdir(_NOT_OTHERS)
+        (run_dir / "logs").mkdir(_NOT_OTHERS)
     except FileExistsError:
         raise LauncherError(f"{run_dir} exists already; it holds another run") from None
     except OSError as error:
@@ -96,11 +108,12 @@ def write_inputs(
     """
     resolved = write_document(job.as_written())
     try:
-        (run_dir / "job.yaml").write_text(resolved, encoding="utf-8")
-        (run_dir / file_name).write_text(script, encoding="utf-8")
+        untrusted.write_bytes(run_dir / "job.yaml", resolved.encode())
+        untrusted.write_bytes(run_dir / file_name, script.encode())
         for name, content in files.items():
-            (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-            (run_dir / name).write_bytes(content)
+            for folder in reversed(Path(name).parents):
+                (run_dir / folder).mkdir(_NOT_OTHERS, exist_ok=True)
+            untrusted.write_bytes(run_dir / name, content)
     except OSError as error:
         raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
     return run_dir / file_name
@@ -113,19 +126,21 @@ def secrets_of(
     if run_dir is not None and not (run_dir / "job.yaml").exists():
         run_dir = run_dir.parent  # a point of a sweep
     try:
-        text = read_text(run_dir / "job.yaml") if run_dir else ""
+        text = untrusted.read_text(run_dir / "job.yaml", limit=_JOB_BYTES) if run_dir else ""
         data = read_document(text, "job.yaml").data if "secrets" in text else None
-    except InputError:
+    except (InputError, OSError):
         data = None
     places = data.get("secrets") if isinstance(data, dict) else None
-    if not places:
+    if not isinstance(places, dict | list) or not places:
         return list(_secrets_among(tuple(environ.items())))
     known = dict(environ)
     for name, place in places.items() if isinstance(places, dict) else ():
-        if isinstance(place, dict) and (file := place.get("file")):
-            with contextlib.suppress(OSError, UnicodeDecodeError, RuntimeError):
-                known[name] = Path(file).expanduser().read_text(encoding="utf-8").rstrip("\n")
-    return secrecy.values_of(known, names=places or ())
+        file = place.get("file") if isinstance(place, dict) else None
+        if isinstance(name, str) and isinstance(file, str) and "\0" not in file:
+            with contextlib.suppress(OSError, RuntimeError):  # no such home, or links in a ring
+                found = Path(file).expanduser().resolve()
+                known[name] = untrusted.read_text(found, limit=_SECRET_BYTES).rstrip("\n")
+    return secrecy.values_of(known, names=[name for name in places if isinstance(name, str)])
 
 
 @functools.lru_cache(maxsize=4)
@@ -145,20 +160,24 @@ def redacted(
 
 def outcome(run_dir: Path) -> Mapping[str, Any] | None:
     """Return what the training said of its end, or None where it said nothing."""
-    return _json_object(f"{run_dir}/outcome.json")
+    try:
+        found = untrusted.read_json(f"{run_dir}/outcome.json", limit=_OUTCOME_BYTES)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
     """Return the newest whole record of `metrics.jsonl`, or None."""
     try:
-        with (run_dir / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - 65536))
-            lines = file.read().split(b"\n")
+        with untrusted.open_untrusted(run_dir / "metrics.jsonl") as file:
+            file.seek(max(0, file.seek(0, 2) - _LAST_BYTES))
+            lines = file.read(_LAST_BYTES).split(b"\n")
     except OSError:
         return None
     for line in reversed(lines):
         try:
-            found = json.loads(line)
+            found = untrusted.parse_json(line)
         except ValueError:
             continue  # the first or the last line may be torn
         if isinstance(found, dict):
@@ -169,7 +188,8 @@ def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
 def request_cancel(run_dir: Path) -> None:
     """Leave a mark, so that whoever asks later can tell a cancelled run from a failed one."""
     with contextlib.suppress(OSError):  # a full disk must not keep a run alive
-        (run_dir / _CANCEL).touch()
+        untrusted.write_bytes(run_dir / _CANCEL, b"")
+        os.utime(run_dir / _CANCEL, follow_symlinks=False)  # it may be there, from an earlier time
 
 
 def withdraw_cancel(run_dir: Path) -> None:
@@ -200,7 +220,7 @@ def ended_status(run_dir: Path) -> RunStatus:
         if state is RunState.UNKNOWN and not cancel_requested(run_dir):
             return RunStatus(state=state, reason=reason, lost=True)
     elif said.get("status") == "running":
-        reason = f"ended without a word at step {said.get('step')}; see the logs"
+        reason = f"ended without a word at step {untrusted.whole(said.get('step'))}; see the logs"
     if state is not RunState.SUCCEEDED and numbers:
         reason = _reason(run_dir / f"logs/attempt-{numbers[-1]}") or reason
         state = _WORDS.get(reason.partition(":")[0], state)
@@ -211,8 +231,9 @@ def ended_status(run_dir: Path) -> RunStatus:
 
 def _is_of_newest(attempt: object, run_dir: Path) -> bool:
     """Whether an attempt has been, and none after it; looked up by two names, not in a list."""
-    if not isinstance(attempt, int):
+    if untrusted.whole(attempt) is None:
         return False
+    assert isinstance(attempt, int)
     own, later = (f"{run_dir}/logs/attempt-{number}" for number in (attempt, attempt + 1))
     return os.path.exists(own) and not os.path.exists(later)  # noqa: PTH110  # of many runs
 
@@ -248,7 +269,8 @@ def last_reason(run_dir: Path) -> str:
 
 def _reason(attempt: Path) -> str:
     try:
-        return (attempt / "reason").read_text(errors="replace", encoding="utf-8").strip()
+        path = attempt / "reason"
+        return untrusted.read_text(path, limit=_REASON_BYTES, below=attempt.parents[1]).strip()
     except OSError:
         return ""
 
@@ -257,7 +279,8 @@ def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     """Go by the exit status of the newest attempt, where the training wrote no outcome."""
     attempts = attempt_folders(run_dir)
     try:
-        status = int((attempts[-1] / "exit_status").read_text(encoding="utf-8"))
+        path = attempts[-1] / "exit_status"
+        status = int(untrusted.read_text(path, limit=_REASON_BYTES, below=run_dir))
     except (IndexError, OSError, ValueError):
         full = ""
         with contextlib.suppress(OSError):
@@ -266,20 +289,3 @@ def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     if status == 0:
         return RunState.SUCCEEDED, ""
     return RunState.FAILED, f"exit status {status}; see {attempts[-1]}"
-
-
-def _json_object(path: str) -> Mapping[str, Any] | None:
-    try:
-        handle = os.open(
-            path, os.O_RDONLY
-        )  # half of what open() costs, for each run of a long list
-    except OSError:
-        return None
-    try:
-        text = b"".join(iter(lambda: os.read(handle, 65536), b""))
-        found = json.loads(text)
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(handle)
-    return found if isinstance(found, dict) else None

@@ -7,7 +7,6 @@ becomes this process's child (`PR_SET_CHILD_SUBREAPER`), so that none can escape
 import argparse
 import contextlib
 import ctypes
-import json
 import math
 import os
 import signal
@@ -15,6 +14,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from toolkit import untrusted
+from toolkit.launchers.run_logs import attempt_folders
 
 __all__: list[str] = []
 
@@ -55,18 +57,17 @@ def _sweep() -> None:
 
 def _newest(run_dir: str) -> Path:
     """Return the folder of the newest attempt."""
-    found = Path(run_dir).glob("logs/attempt-*")
-    return max(found, key=lambda path: int(path.name.split("-")[1]))
+    return attempt_folders(Path(run_dir))[-1]
 
 
 def _can_go_on(run_dir: str) -> bool:
     """Whether the newest attempt has stopped where another one can begin, and nobody is against."""
     if (Path(run_dir) / "cancel_requested").exists():
         return False
-    with contextlib.suppress(OSError, ValueError):
-        said = json.loads((Path(run_dir) / "outcome.json").read_text(encoding="utf-8"))
-        newest = _newest(run_dir).name == f"attempt-{said['attempt']}"
-        return newest and said["status"] == "preempted"
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        said = untrusted.mapping(untrusted.read_json(Path(run_dir) / "outcome.json"))
+        newest = _newest(run_dir).name == f"attempt-{said.get('attempt')}"
+        return newest and said.get("status") == "preempted"
     return False
 
 
@@ -112,7 +113,7 @@ def supervise(
             print(f"time limit of {time_limit_s:.0f} s: stopping", flush=True)
             asked.append(now)
             out_of_time = True
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, IndexError):
                 (_newest(run_dir) / "stopping").write_text("walltime\n", encoding="utf-8")
         if asked and not told:
             child.terminate()

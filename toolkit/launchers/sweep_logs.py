@@ -47,7 +47,7 @@ class _Reader:
     def _new(self) -> Iterator[str]:
         for span in self.spans(self.point, self.view):
             tail = self.tails.setdefault(span.path, Tail(offset=span.start))
-            for line in tail.new_lines(span.path, span.end):
+            for line in tail.new_lines(span.path, span.end, span.below):
                 yield from self.traces.take(line)
 
     def _rest(self) -> Iterator[str]:

@@ -7,10 +7,12 @@ them where its torchrun was started anew.
 """
 
 import contextlib
-import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from toolkit import untrusted
 from toolkit.launchers.run_logs import Span, attempt_spans
 from toolkit.launchers.torchrun_log import Reported, read_reports
 
@@ -20,6 +22,13 @@ _LOG_BYTES = 8 << 20
 """How much of the end of an attempt's log may hold torchrun's reports, one per node."""
 
 _STDERR_BYTES = 1 << 16
+_ERROR_BYTES = 4 << 20
+
+_NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
+_GROUP = re.compile(r"attempt_([0-9]{1,9})", re.ASCII)
+
+_LAST_STAMP = 32503680000.0
+"""The year 3000, in seconds since 1970: beyond some year a clock's time cannot be written."""
 
 _QUARTER_S = 900
 """Time zones differ by multiples of this; that of a container may not be ours."""
@@ -51,20 +60,25 @@ class Start:
 
     def stderr(self) -> list[str]:
         """Return the last lines of what it has printed."""
-        return _end_of(Span(path=self.folder / "stderr.log"), _STDERR_BYTES)
+        return _end_of(Span(path=self.folder / "stderr.log", below=self._run_dir), _STDERR_BYTES)
 
     def silent_since(self) -> float:
         """Return when it has written to its stderr last."""
-        return (self.folder / "stderr.log").stat().st_mtime
+        return (self.folder / "stderr.log").lstat().st_mtime
 
     def error(self) -> tuple[str, tuple[str, ...], float] | None:
         """Return message, traceback and time of its error file."""
         path = self.folder / "error.json"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            said = json.loads(path.read_text(encoding="utf-8"))["message"]
-            stamp = float(said["extraInfo"]["timestamp"])
-            trace = str(said["extraInfo"].get("py_callstack") or "")
-            written = path.stat().st_mtime  # finer than the whole seconds in it
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found = untrusted.read_json(path, limit=_ERROR_BYTES, below=self._run_dir)
+            said = untrusted.mapping(untrusted.mapping(found)["message"])
+            extra = untrusted.mapping(said["extraInfo"])
+            # A number, or one as text; the years that a clock can show.
+            stamp = untrusted.finite(float(str(extra["timestamp"])[:40]))
+            if stamp is None or not 0 <= stamp < _LAST_STAMP:
+                return None
+            trace = str(extra.get("py_callstack") or "")
+            written = path.lstat().st_mtime  # finer than the whole seconds in it
             time = written if 0 <= written - stamp < 2 else stamp
             return (
                 str(said["message"]),
@@ -73,36 +87,57 @@ class Start:
             )
         return None
 
+    @property
+    def _run_dir(self) -> Path | None:
+        """The run directory, below which nothing is a link; None for a rank that is elsewhere."""
+        parents = self.folder.parents  # group, RUN_ID, node, attempt, logs, run directory
+        return parents[5] if len(parents) > 5 and parents[4].name == "logs" else None
+
 
 def starts_of(attempt: Path) -> list[Start]:
     """Return all starts of ranks in the folder of an attempt."""
     found = []
-    for node in sorted(attempt.glob("node-*/")):
+    for node in _folders(attempt, attempt):
+        if not node.name.startswith("node-"):
+            continue
         key = node.name.removeprefix("node-")
-        groups = sorted(node.glob("*/attempt_*/"), key=_age)
-        for group in groups:
-            restart = int(group.name.removeprefix("attempt_"))
-            for folder in sorted(group.iterdir()):
-                if folder.name.isdecimal() and folder.is_dir():
-                    name = _name_of(attempt, key)
-                    last = group == groups[-1]
+        name = _name_of(attempt, key)
+        groups = sorted(_groups(node, attempt), key=_age)
+        for group, restart in groups:
+            for folder in _folders(group, attempt):
+                if _NUMBER.fullmatch(folder.name):
+                    last = group == groups[-1][0]
                     start = Start(folder=folder, key=key, node=name, restart=restart, last=last)
                     found.append(start)
     return found
 
 
-def _age(group: Path) -> tuple[float, int]:
+def _groups(node: Path, attempt: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the folders of a node's starts, each with the start's number."""
+    for torchrun in _folders(node, attempt):
+        for group in _folders(torchrun, attempt):
+            if named := _GROUP.fullmatch(group.name):
+                yield group, int(named[1])
+
+
+def _folders(folder: Path, attempt: Path) -> list[Path]:
+    run_dir = attempt.parents[1]
+    return [folder / e.name for e in untrusted.entries(folder, below=run_dir) if e.is_folder]
+
+
+def _age(group: tuple[Path, int]) -> tuple[float, int]:
     """Order the starts of a node: those of one torchrun by their number, torchruns by their age."""
-    with contextlib.suppress(OSError, ValueError):
-        return group.parent.stat().st_mtime, int(group.name.removeprefix("attempt_"))
+    with contextlib.suppress(OSError):
+        return group[0].parent.lstat().st_mtime, group[1]
     return 0.0, 0
 
 
 def _name_of(attempt: Path, key: str) -> str:
+    run_dir = attempt.parents[1]
     with contextlib.suppress(OSError, IndexError):
-        if key.isdecimal():
-            return (attempt / "nodes").read_text(encoding="utf-8").splitlines()[int(key)]
-        return (attempt / f"failed-{key}").read_text(encoding="utf-8").split()[1]
+        if _NUMBER.fullmatch(key):
+            return untrusted.read_text(attempt / "nodes", below=run_dir).splitlines()[int(key)]
+        return untrusted.read_text(attempt / f"failed-{key}", below=run_dir).split()[1]
     return f"node-{key}"
 
 
@@ -152,7 +187,7 @@ def shift_s(away_s: float) -> int:
 
 def _end_of(span: Span, most: int) -> list[str]:
     """Return the last lines of a part of a file."""
-    with contextlib.suppress(OSError), span.path.open("rb") as file:
+    with contextlib.suppress(OSError), span.open() as file:
         size = file.seek(0, 2)
         end = size if span.end is None else min(span.end, size)
         begin = max(span.start, end - most)

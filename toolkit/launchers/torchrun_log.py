@@ -105,7 +105,7 @@ def read_reports(lines: Iterable[str]) -> list[Reported]:
         block.append(match[2].strip())
         if len(block) == len(_REPORT_KEYS):
             begun.remove(block)
-            with contextlib.suppress(ValueError, TypeError):
+            with contextlib.suppress(ValueError, TypeError, OverflowError, OSError):
                 found.append(_reported(*block))
     return found
 
@@ -123,7 +123,7 @@ def report_texts(lines: Iterable[str]) -> dict[int, tuple[str, ...]]:
         if match := _REPORT_LINE.match(line):
             told = None
             if match[1] == "rank":
-                rank = int((re.match(r"\d+", match[2]) or ["-1"])[0])
+                rank = int((re.match(r"\d{1,9}", match[2]) or ["-1"])[0])
             elif match[1] == "error_file":
                 written = match[2].strip() != "<N/A>"
         elif written and line.startswith("  traceback : "):
@@ -140,8 +140,8 @@ def report_texts(lines: Iterable[str]) -> dict[int, tuple[str, ...]]:
 
 
 def _reported(time: str, host: str, rank: str, exitcode: str, error_file: str) -> Reported:
-    both = re.match(r"(\d+) \(local_rank: (\d+)\)", rank)
-    code = re.match(r"-?\d+", exitcode)
+    both = re.match(r"(\d{1,9}) \(local_rank: (\d{1,9})\)", rank)
+    code = re.match(r"-?\d{1,9}", exitcode)
     if both is None or code is None:
         raise ValueError
     return Reported(
@@ -171,7 +171,7 @@ class Trace:
     """Whether nothing else follows."""
 
 
-_PREFIX = re.compile(r"\[rank(\d+)\]: ?")
+_PREFIX = re.compile(r"\[rank(\d{1,9})\]: ?")
 _START = re.compile(r"Traceback \(most recent call last\):$|Fatal Python error: |  \+ Exception G")
 _CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct")
 _FOREIGN = re.compile(

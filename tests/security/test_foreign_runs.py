@@ -1,0 +1,361 @@
+"""A run directory that others may have written is shown, and nothing is done because of it."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit
+from tests.conftest import TOOLKIT
+from toolkit import summaries
+from toolkit.errors import LauncherError
+from toolkit.launchers import registry
+
+LOCAL = {"kind": "local", "name": "local", "runs_dir": "runs"}
+
+
+def record(name: str, folder: Path, **others: Any) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "uri": f"local://{name}",
+        "name": name,
+        "job": "probe",
+        "profile": LOCAL,
+        "created": 1.7e9,
+        "run_dir": str(folder),
+        **others,
+    }
+
+
+def add_run(tmp_path: Path, name: str = "probe-1") -> Path:
+    """A run that has ended well, in the user's list."""
+    run_dir = tmp_path / name
+    attempt = run_dir / "logs/attempt-0"
+    attempt.mkdir(parents=True)
+    (attempt / "node-0.log").write_text("[rank 0] hello\n")
+    (attempt / "exit_status").write_text("0\n")
+    (run_dir / "outcome.json").write_text('{"status": "done", "attempt": 0}')
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    known = registry.parse(record(name, run_dir))
+    assert known is not None
+    registry.add(known)
+    return run_dir
+
+
+def forged(tmp_path: Path, **said: Any) -> Path:
+    """A run directory that somebody else has made, of a run that seems to go on."""
+    run_dir = tmp_path / "theirs"
+    (run_dir / "logs/attempt-0").mkdir(parents=True)
+    (run_dir / "logs/attempt-0/node-0.log").write_text("[rank 0] from afar\n")
+    (run_dir / "launch.json").write_text(json.dumps(record("theirs", run_dir, **said)))
+    return run_dir
+
+
+def program(*argv: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    done = subprocess.run(
+        [TOOLKIT, *argv],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A PATH whose ssh, scancel, sbatch, squeue and kubectl only note that they were called."""
+    folder, called = tmp_path / "tools", tmp_path / "called"
+    folder.mkdir()
+    for name in ("ssh", "rsync", "scancel", "sbatch", "squeue", "scontrol", "sacct", "kubectl"):
+        (folder / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{called}\nexit 1\n')
+        (folder / name).chmod(0o755)
+    yield f"{folder}:{os.environ['PATH']}", called
+
+
+SLURM = {"kind": "slurm", "name": "far"}
+KUBERNETES = {"kind": "kubernetes", "name": "far", "context": "prod-admin", "image": "a/b:1"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"uri": "slurm://c/4711", "profile": SLURM},
+        {"uri": "slurm://c/4711", "profile": {**SLURM, "via": "ssh eve@evil"}, "remote_dir": "/x"},
+        {"uri": "k8s://default/theirs", "profile": KUBERNETES},
+    ],
+    ids=["slurm", "ssh", "kubernetes"],
+)
+def test_nobody_is_asked_stopped_or_connected_to(
+    tmp_path: Path, tools: tuple[str, Path], said: dict[str, Any]
+) -> None:
+    path, called = tools
+    run_dir = forged(tmp_path, **said)
+    (run_dir / "jobs.jsonl").write_text('{"version": 1, "job_id": "4711", "points": null}\n')
+    before = sorted(p.name for p in run_dir.rglob("*"))
+    status = program("status", str(run_dir), PATH=path)
+    assert status.returncode == 0 and "is not in your list of runs" in status.stdout
+    assert "from afar" in program("logs", str(run_dir), PATH=path).stdout
+    for command in ("cancel", "resubmit", "wait"):
+        done = program(command, str(run_dir), PATH=path)
+        assert done.returncode == 1 and "--trust believes" in done.stderr, done.stderr
+    assert not called.exists()
+    assert sorted(p.name for p in run_dir.rglob("*")) == before
+
+
+def test_the_word_of_the_user_has_a_run_directory_believed(
+    tmp_path: Path, tools: tuple[str, Path]
+) -> None:
+    path, called = tools
+    run_dir = forged(tmp_path, uri="slurm://c/4711", profile=SLURM)
+    program("status", "--trust", str(run_dir), PATH=path)
+    assert "squeue" in called.read_text()
+
+
+def test_a_run_directory_that_says_it_is_another_is_not(tmp_path: Path) -> None:
+    own = add_run(tmp_path)
+    run_dir = forged(tmp_path, uri="local://probe-1", run_dir=str(own))
+    for trust in (False, True):
+        assert toolkit.open_run(str(run_dir), trust=trust).run_dir == run_dir
+
+
+def test_an_own_run_is_known_by_the_path_of_its_directory(tmp_path: Path) -> None:
+    own = add_run(tmp_path)
+    (own / "launch.json").write_text("{}")
+    (tmp_path / "alias").symlink_to(own)
+    for path in (own, tmp_path / "alias", own / "../probe-1/"):
+        run = toolkit.open_run(str(path))
+        assert run.record.believed and run.run_dir == own
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("said", ["-1", "0", "1", "other", "x", "9" * 30])
+def test_no_process_is_stopped_but_an_own_supervisor(
+    tmp_path: Path, said: str, trust: bool
+) -> None:
+    run_dir = forged(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        lock = run_dir / "running.lock"
+        lock.write_text(str(other.pid) if said == "other" else said)
+        with lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            run = toolkit.open_run(str(run_dir), trust=trust)
+            if said in ("other", "1", "9" * 30) or not trust:
+                with pytest.raises(LauncherError, match="is not"):
+                    run.cancel()
+            else:
+                run.cancel()
+        assert other.poll() is None
+        assert not (run_dir / "cancel_requested").exists()
+        other.communicate(b"\n")
+        assert other.returncode == 0
+
+
+DEEP = "[" * 200_000
+
+
+def fifo(name: str) -> Callable[[Path], None]:
+    def poison(run_dir: Path) -> None:
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).unlink(missing_ok=True)
+        os.mkfifo(run_dir / name)
+
+    return poison
+
+
+def link(name: str, to: str) -> Callable[[Path], None]:
+    def poison(run_dir: Path) -> None:
+        path = run_dir / name
+        if path.is_dir():
+            path.rename(path.with_name("moved"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.symlink_to(to)
+
+    return poison
+
+
+def text(name: str, content: str | bytes) -> Callable[[Path], None]:
+    def poison(run_dir: Path) -> None:
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return poison
+
+
+FILES = [
+    "outcome.json",
+    "job.yaml",
+    "metrics.jsonl",
+    "running.lock",
+    "launch.json",
+    "jobs.jsonl",
+    "cancel_requested",
+    "logs/launcher.log",
+    "logs/attempt-0/reason",
+    "logs/attempt-0/log",
+    "logs/attempt-0/exit_status",
+    "logs/attempt-0/node-0.log",
+    "logs/attempt-0/nodes",
+    "logs/attempt-0/node-0/run/attempt_0/0/error.json",
+    "logs/attempt-0/node-0/run/attempt_0/0/stderr.log",
+]
+RANK = "logs/attempt-0/node-0/run/attempt_0/0"
+ERROR = '{"message": {"message": "m", "extraInfo": {"timestamp": %s, "py_callstack": "x"}}}'
+POISONS: dict[str, Callable[[Path], None]] = {
+    **{f"fifo {name}": fifo(name) for name in FILES},
+    **{f"zero {name}": link(name, "/dev/zero") for name in FILES},
+    **{f"loop {name}": link(name, Path(name).name) for name in FILES},
+    **{f"deep {name}": text(name, DEEP) for name in FILES},
+    **{f"bytes {name}": text(name, b"\xff\xfe\x00{") for name in FILES},
+    **{f"number {name}": text(name, "9" * 6000) for name in FILES},
+    "attempt-x": text("logs/attempt-x/reason", "x"),
+    "attempt-0.bak": text("logs/attempt-0.bak/reason", "x"),
+    "attempt-9…": text(f"logs/attempt-{'9' * 200}/reason", "x"),
+    "attempt_x": text("logs/attempt-0/node-0/run/attempt_x/0/error.json", "{}"),
+    "logs is a link": link("logs", "/etc"),
+    "logs is a loop": link("logs", "logs"),
+    "a node is a link": link("logs/attempt-0/node-1", "/"),
+    "secrets number": text("job.yaml", "secrets: 5\n"),
+    "secrets odd": text("job.yaml", "secrets: {T: {file: 5}, 6: {file: x}}\n"),
+    "secrets zero": text("job.yaml", "secrets: {T: {file: /dev/zero}}\n"),
+    "secrets list": text("job.yaml", "secrets: [{}, [], 3]\n"),
+    "secrets NUL": text("job.yaml", 'secrets: {T: {file: "a\\0b"}}\n'),
+    "secrets nobody": text("job.yaml", "secrets: {T: {file: ~nobody-such/x}}\n"),
+    "half a character": text("outcome.json", r'{"status": "fatal", "reason": "\ud800"}'),
+    "outcome types": text("outcome.json", '{"status": [], "attempt": {}, "step": [], "reason": 5}'),
+    "outcome huge": text("outcome.json", f'{{"status": "running", "attempt": {"9" * 4000}}}'),
+    "metrics types": text("metrics.jsonl", '{"step": 1, "loss": {"a": []}}\n{"step": 1e400}\n'),
+    "note negative": text("logs/attempt-0/log", "-5 /etc/passwd\n"),
+    "note NUL": text("logs/attempt-0/log", "0 a\0b\n"),
+    **{
+        f"time {stamp}": text(f"{RANK}/error.json", ERROR % stamp)
+        for stamp in ("1e20", "Infinity", "NaN", "-1e20", '"x"', "[]", "1" * 400)
+    },
+    "error types": text(f"{RANK}/error.json", '{"message": [1]}'),
+}
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_an_odd_run_directory_takes_nothing_from_the_other_runs(tmp_path: Path, name: str) -> None:
+    odd, good = add_run(tmp_path, "odd-1"), add_run(tmp_path, "good-1")
+    if not name.startswith(("zero", "fifo")) or "outcome" not in name:
+        (odd / "outcome.json").write_text('{"status": "fatal", "attempt": 0, "reason": "r"}')
+        (odd / "logs/attempt-0/exit_status").write_text("1\n")
+    (odd / "running.lock").touch()
+    POISONS[name](odd)
+    for brief in (False, True):
+        rows = summaries.listed(toolkit.list_runs(), brief=brief)
+        assert [row["name"] for row in rows] == ["odd-1", "good-1"]
+        assert rows[1]["state"] == "SUCCEEDED"
+        json.dumps(rows, ensure_ascii=False).encode()
+    for trust in (False, True):
+        run = toolkit.open_run(str(odd), trust=trust)
+        for part in summaries.lines(summaries.whole(run)):
+            part.encode()
+        for ask in (lambda run=run: list(run.logs()), run.failure, run.metrics, run._repr_html_):
+            try:
+                shown = str(ask())
+            except LauncherError as error:
+                shown = str(error)
+            assert "root:" not in shown
+    assert "hello" in next(iter(toolkit.open_run(str(good)).logs()))
+
+
+def test_no_file_outside_is_shown_as_a_log(tmp_path: Path) -> None:
+    run_dir = forged(tmp_path)
+    (tmp_path / "id_rsa").write_text("PRIVATE KEY\n")
+    note = run_dir / "logs/attempt-0/log"
+    (tmp_path / "link").symlink_to("id_rsa")
+    for named in (tmp_path / "link", run_dir / "../id_rsa", Path("/etc/hostname")):
+        note.write_text(f"0 {named}\n")
+        note.chmod(0o666)
+        assert "PRIVATE" not in program("logs", str(run_dir)).stdout
+    note.unlink()
+    (run_dir / "logs/job.log").symlink_to(tmp_path / "id_rsa")
+    assert "PRIVATE" not in program("logs", str(run_dir)).stdout
+
+
+ODD_RECORDS = [
+    {"created": None},
+    {"created": "x"},
+    {"created": 1e300},
+    {"profile": None},
+    {"profile": {"kind": "local", "a_key_of_tomorrow": 1}},
+    {"profile": {"kind": "tomorrow"}},
+    {"run_dir": "a\0b"},
+    {"run_dir": 5},
+    {"job": ["x"]},
+    {"version": 2},
+    {"uri": "slurm://c/not a job\x1b[2J", "profile": SLURM},
+    {"uri": "slurm://", "profile": SLURM},
+    {"uri": "k8s://x", "profile": KUBERNETES},
+]
+
+
+@pytest.mark.parametrize("odd", ODD_RECORDS, ids=json.dumps)
+def test_an_odd_record_gets_a_line_and_the_others_theirs(
+    tmp_path: Path, own_user: Path, tools: tuple[str, Path], odd: dict[str, Any]
+) -> None:
+    add_run(tmp_path)
+    listed = own_user / "state/torch-deploy-toolkit/runs.jsonl"
+    with listed.open("ab") as file:
+        file.write(b"\xff\xfe{\n" + b"[" * 200_000 + b"\n{}\n3\nnull\n")
+        file.write(json.dumps(record("odd-1", tmp_path / "odd-1", **odd)).encode() + b"\n")
+    add_run(tmp_path, "last-1")
+    for argv in (["list"], ["list", "--json"]):
+        done = program(*argv, PATH=tools[0])
+        assert done.returncode == 0, done.stderr
+        assert "probe-1" in done.stdout and "last-1" in done.stdout
+    assert "\x1b" not in done.stdout
+    named = "odd-1" in program("list", PATH=tools[0]).stdout
+    assert named != str(odd.get("uri", "")).startswith("slurm://c/not")
+    program("status", "odd-1", PATH=tools[0])
+
+
+def test_a_terminal_is_not_commanded_by_a_log(tmp_path: Path) -> None:
+    run_dir = add_run(tmp_path)
+    log = run_dir / "logs/attempt-0/node-0.log"
+    log.write_text("\x1b]52;c;aGk=\x07\x1b]0;t\x07\x9b31m \x1b[2Jend\n")
+    (run_dir / "outcome.json").write_text(
+        json.dumps({"status": "fatal", "attempt": 0, "reason": "\x1b]0;title\x07why"})
+    )
+    (run_dir / "logs/attempt-0/exit_status").write_text("1\n")
+    for argv in (["logs", "probe-1"], ["status", "probe-1"], ["list"]):
+        done = program(*argv)
+        assert not set("\x1b\x07\x9b") & set(done.stdout + done.stderr)
+    assert r"\x1b]0;title\x07why" in program("list").stdout
+
+
+def test_a_new_run_directory_is_for_its_owner_to_write_whatever_the_umask(tmp_path: Path) -> None:
+    from toolkit.launchers import rundir
+
+    before = os.umask(0)
+    try:
+        run_dir = rundir.make(tmp_path / "runs", "one")
+        job = toolkit.JobSpec(name="probe", module="train")
+        rundir.write_inputs(
+            run_dir, job, script="#!/bin/bash\n", file_name="run.sh", files={"a/b": b"c"}
+        )
+        known = registry.parse(record("one", run_dir))
+        assert known is not None
+        registry.add(known)
+        rundir.request_cancel(run_dir)
+        at = time.time() - 100
+        os.utime(run_dir / "cancel_requested", (at, at))
+        rundir.request_cancel(run_dir)
+    finally:
+        os.umask(before)
+    assert (run_dir / "cancel_requested").stat().st_mtime > at + 50
+    made = [run_dir.parent, run_dir, *run_dir.rglob("*")]
+    assert len(made) == 9
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
