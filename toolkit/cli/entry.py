@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -30,6 +31,15 @@ def _as_given(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 codecs.register_error(_AS_GIVEN, _as_given)
+
+
+def _has_folder() -> bool:
+    """Whether the working folder is still there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def main() -> None:
@@ -57,6 +67,9 @@ def main() -> None:
         if error.errno == errno.ENOSPC and error.filename is None:
             stop_writing()
             click.echo(f"the output cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
+        if error.errno == errno.ENOENT and not _has_folder():
+            click.echo("the folder that you are in is gone; change to another one", err=True)
             sys.exit(1)
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise

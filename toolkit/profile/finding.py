@@ -82,6 +82,8 @@ def default_profile(*, environ: Mapping[str, str] = os.environ) -> str | None:
     folder = configuration_folder(environ)
     try:
         named = (folder / "default").read_text(encoding="utf-8").strip()
+        if not named.isprintable():
+            raise ProfileError(f"{folder / 'default'} holds {named[:80]!r}, which is no path")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,37 @@
+"""Odd surroundings are told in a line, and are no traceback."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, TOOLKIT
+
+JOB = str(ROOT / "jobs/digits.yaml")
+
+
+def test_a_working_folder_that_is_gone_is_told(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = subprocess.run(
+        ["bash", "-c", f'cd {gone} && rmdir {gone} && exec "$@"', "bash"]
+        + [str(TOOLKIT), "render", JOB, "--to", "slurm"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = "the folder that you are in is gone; change to another one\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+@pytest.mark.parametrize("content", ["a\0b", "profiles/\x1b[2Jx.yaml"])
+def test_a_default_profile_that_is_no_path_is_told(own_user: Path, content: str) -> None:
+    folder = own_user / "config/torch-deploy-toolkit"
+    folder.mkdir(parents=True)
+    (folder / "default").write_text(content)
+    done = subprocess.run(
+        [TOOLKIT, "render", JOB], env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{folder / 'default'} holds {content!r}, which is no path\n"
