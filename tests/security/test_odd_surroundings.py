@@ -15,8 +15,7 @@ def test_a_working_folder_that_is_gone_is_told(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     done = subprocess.run(
-        ["bash", "-c", f'cd {gone} && rmdir {gone} && exec "$@"', "bash"]
-        + [str(TOOLKIT), "render", JOB, "--to", "slurm"],
+        ["bash", "-c", f'cd {gone} && rmdir {gone} && "$0" render {JOB} --to slurm', TOOLKIT],
         capture_output=True,
         text=True,
         check=False,

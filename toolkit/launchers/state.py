@@ -24,7 +24,7 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     Raises:
         LauncherError: it belongs to another user.
     """
-    home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '')}/.local/state"
+    home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME') or Path.home()}/.local/state"
     folder = Path(home) / "torch-deploy-toolkit"
     try:
         found = folder.stat()

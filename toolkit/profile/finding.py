@@ -93,7 +93,7 @@ def default_profile(*, environ: Mapping[str, str] = os.environ) -> str | None:
 
 def configuration_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the user's configuration folder of the toolkit."""
-    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
+    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
     return Path(home) / "torch-deploy-toolkit"
 
 
