@@ -23,6 +23,7 @@ __all__ = [
     "JSON_BYTES",
     "Entry",
     "Refused",
+    "append_bytes",
     "entries",
     "finite",
     "for_terminal",
@@ -220,9 +221,25 @@ def write_bytes(path: Path | str, content: bytes) -> None:
     Raises:
         OSError: the file cannot be written, or is a link.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK
-    with os.fdopen(os.open(path, flags, 0o644), "wb") as file:
-        file.write(content)
+    _write(path, content, os.O_TRUNC)
+
+
+def append_bytes(path: Path | str, content: bytes) -> None:
+    """Add to a file by one write, as `write_bytes()` writes it.
+
+    Raises:
+        OSError: the file cannot be written, or is a link.
+    """
+    _write(path, content, os.O_APPEND)
+
+
+def _write(path: Path | str, content: bytes, how: int) -> None:
+    # Without waiting: a pipe that nobody reads would be opened for ever.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | _NO_LINK | how
+    with os.fdopen(os.open(path, flags, 0o644), "wb", buffering=0) as file:
+        left = memoryview(content)
+        while left:
+            left = left[file.write(left) :]
 
 
 @dataclass(frozen=True, kw_only=True)

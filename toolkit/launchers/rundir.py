@@ -6,6 +6,7 @@ What a training script does not write (outcome, metrics) is simply missing from 
 import contextlib
 import functools
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "outcome",
     "redacted",
     "request_cancel",
+    "require_own",
     "secrets_of",
     "withdraw_cancel",
     "write_inputs",
@@ -117,6 +119,30 @@ def write_inputs(
     except OSError as error:
         raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
     return run_dir / file_name
+
+
+def require_own(path: Path) -> None:
+    """Make sure that only this user can have written a file or folder that decides what runs.
+
+    Raises:
+        LauncherError: it is not there, is a link, belongs to somebody else, or others may write it.
+    """
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise LauncherError(f"{path} cannot be read: {error.strerror}") from error
+    if stat.S_ISLNK(found.st_mode):
+        raise LauncherError(f"{path} is a link, which may lead to anything; nothing is done by it")
+    if found.st_uid != os.getuid():
+        raise LauncherError(
+            f"{path} belongs to the user with the id {found.st_uid}, who would decide what runs in "
+            "your name; submit the job yourself"
+        )
+    if found.st_mode & 0o022:
+        raise LauncherError(
+            f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):o}), who would "
+            f"decide what runs in your name; look at it, then `chmod go-w {path}`"
+        )
 
 
 def secrets_of(

@@ -1,18 +1,19 @@
 """A host that is reached by OpenSSH, over one connection that all commands share."""
 
 import functools
+import math
 import os
 import re
 import shlex
 import shutil
 import stat
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
+from toolkit.launchers import commands
 
 __all__ = ["Host", "Lost", "host_of"]
 
@@ -85,19 +86,27 @@ class Host:
             )
         return ("ssh", *(word for option in options for word in ("-o", option)))
 
-    def bash(self, body: str) -> "subprocess.CompletedProcess[str]":
+    def bash(self, body: str, *, limit_s: float = math.inf) -> "subprocess.CompletedProcess[str]":
         """Run lines of bash in a login shell; they go by stdin, so no argument list shows them.
+
+        Args:
+            body: The lines.
+            limit_s: How long they may take.
 
         Raises:
             SchedulerMissing: there is no ssh here.
-            Lost: the host cannot be reached, or the connection was lost on the way.
+            Lost: the host cannot be reached, the connection was lost on the way, or there is no
+                end of an answer.
         """
         script = _WRAPPER.format(body=body, begin=_BEGIN, end=_END)
         argv = [*self.ssh, self.name, "exec bash -l -s"]
-        done = _run(argv, script.encode("utf-8", "surrogateescape"))
+        try:
+            done = _run(argv, script.encode("utf-8", "surrogateescape"), limit_s=limit_s)
+        except commands.TooLong as error:
+            raise self._lost(str(error)) from None
         output = done.stdout.partition(f"{_BEGIN}\n")[2]
         output, ended, status = output.rpartition(f"\n{_END} ")
-        if not ended:
+        if not ended or not re.fullmatch(r"\d{1,3}\n", status):
             raise self._lost(done.stderr)
         said = done.stderr.partition(f"{_BEGIN}\n")[2]
         return subprocess.CompletedProcess([], int(status), output, said)
@@ -110,7 +119,8 @@ class Host:
             Lost: the host cannot be reached, or the connection was lost on the way.
         """
         hidden = "unset ${!SQUEUE_*} ${!SACCT_*} SLURM_TIME_FORMAT SLURM_CLUSTERS"
-        done = self.bash(f"{hidden}\n{shlex.join(argv)}")
+        limit_s = commands.ANSWER_S if commands.only_asks(argv) else math.inf
+        done = self.bash(f"{hidden}\n{shlex.join(argv)}", limit_s=limit_s)
         if done.returncode == 127 and f"{argv[0]}: command not found" in done.stderr:
             raise SchedulerMissing(
                 f"no Slurm on {self.name}: {argv[0]} is not in the PATH of a login shell there; "
@@ -125,8 +135,12 @@ class Host:
             LauncherError: rsync is missing, here or there.
             Lost: the host cannot be reached, or the connection was lost on the way.
         """
-        argv = ["rsync", "--protect-args", f"--rsh={shlex.join(self.ssh)}", *words]
-        done = _run(argv, names)
+        waits = f"--timeout={commands.ANSWER_S:.0f}"  # for a host that sends nothing any more
+        argv = ["rsync", "--protect-args", waits, f"--rsh={shlex.join(self.ssh)}", *words]
+        try:
+            done = _run(argv, names)
+        except commands.TooLong as error:
+            raise self._lost(str(error)) from None
         if "rsync: command not found" in done.stderr:
             raise LauncherError(f"rsync is not installed on {self.name}; ask who runs it")
         if done.returncode in (10, 12, 30, 35, 255):  # sockets, the protocol's stream, time-outs
@@ -151,16 +165,12 @@ def host_of(name: str) -> Host:
     return Host(name)
 
 
-def _run(argv: Sequence[str], stdin: bytes) -> "subprocess.CompletedProcess[str]":
+def _run(
+    argv: Sequence[str], stdin: bytes, *, limit_s: float = math.inf
+) -> "subprocess.CompletedProcess[str]":
     if shutil.which(argv[0]) is None:
         raise SchedulerMissing(f"{argv[0]} is not in PATH here; a profile with `via` needs it")
-    # stderr goes to a file: the connection that stays open keeps it, and would keep a pipe open.
-    with tempfile.TemporaryFile() as errors:
-        done = subprocess.run(argv, input=stdin, stdout=subprocess.PIPE, stderr=errors, check=False)
-        errors.seek(0)
-        said = errors.read().decode(errors="replace")
-    output = done.stdout.decode(errors="replace")
-    return subprocess.CompletedProcess(argv, done.returncode, output, said)
+    return commands.run(argv, stdin=stdin, limit_s=limit_s)
 
 
 def _sockets(environ: Mapping[str, str]) -> Path | None:

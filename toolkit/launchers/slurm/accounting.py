@@ -9,7 +9,7 @@ from toolkit.launchers.slurm.queue import Command, Row, first_line
 __all__ = ["ask_accounting"]
 
 _FIELDS = "JobID,State,ExitCode,SubmitLine"
-_ROW = re.compile(r"(\d+[^|]*)\|([A-Z_]+)[^|]*\|(\d+):(\d+)\|(.*)")
+_ROW = re.compile(r"(\d{1,18}[\w,%\[\].+-]{0,4000})\|([A-Z_]+)[^|]*\|(\d+):(\d+)\|(.*)")
 """`CANCELLED by 0` is CANCELLED; what people write comes last, and may hold newlines."""
 
 _NONE = re.compile("accounting storage is disabled|not running a supported accounting_storage")

@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import socket
 import time
@@ -19,9 +18,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from toolkit import untrusted
 from toolkit.errors import LauncherError
 from toolkit.launchers.slurm.accounting import ask_accounting
-from toolkit.launchers.slurm.queue import Command, Row, ask_jobs, ask_mine, is_busy
+from toolkit.launchers.slurm.queue import Command, Row, ask_jobs, ask_mine, cluster_name, is_busy
 from toolkit.launchers.state import state_folder
 
 __all__ = ["Queue", "Snapshot", "place_of_answers"]
@@ -38,6 +38,9 @@ _ASK_AGAIN_S = 60.0
 _TURN_S = 60.0
 """How long to wait for another process that asks just now; squeue itself gives up sooner."""
 _MOST_ENDED = 20_000
+_FILE_BYTES = 256 << 20
+_LAST = 32503680000.0
+"""The year 3000: what is later cannot be shown as a time everywhere."""
 
 
 def place_of_answers(environ: Mapping[str, str] = os.environ, *, host: str = "") -> Path:
@@ -214,10 +217,10 @@ class Queue:
         known = self._load()
         if not known.cluster or known.cluster_asked < self._clock() - _CLUSTER_S:
             shown = self._command(["scontrol", "show", "config"]).stdout
-            found = re.search(r"^ClusterName\s*=\s*(\S+)", shown, re.MULTILINE)
+            name = cluster_name(shown)
             with self._turn():
                 known = self._load()
-                known.cluster, known.cluster_asked = found[1] if found else "", self._clock()
+                known.cluster, known.cluster_asked = name, self._clock()
                 self._save(known)
         return known.cluster
 
@@ -295,15 +298,18 @@ class Queue:
         try:
             if self._stamp == (stamp := _stamp(file)):
                 return self._memory
-            said: dict[str, Any] = json.loads(file.read_bytes())
+            said = untrusted.mapping(untrusted.read_json(file, limit=_FILE_BYTES))
             if said.pop("version") != _VERSION or said.keys() != {f.name for f in fields(_Known)}:
                 return _Known()
             said["rows"] = [_row(row) for row in said["rows"]]
             said["ended"] = {
-                job_id: (asked, [_row(row) for row in rows])
+                job_id: (_moment(asked), [_row(row) for row in rows])
                 for job_id, (asked, rows) in said["ended"].items()
             }
-            known = _Known(**said)
+            moments = {f.name: _moment(said[f.name]) for f in fields(_Known) if f.type is float}
+            known = _Known(**said | moments)
+            if not isinstance(known.cluster, str) or not isinstance(known.busy, str):
+                return _Known()
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return _Known()
         self._stamp = stamp
@@ -336,6 +342,17 @@ def _stamp(path: Path) -> object:
     """Return what changes when a file is replaced."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _moment(value: Any) -> float:
+    """Return seconds since 1970.
+
+    Raises:
+        ValueError: the value is none, or none that a clock shows.
+    """
+    if (found := untrusted.finite(value)) is None or not 0 <= found < _LAST:
+        raise ValueError(value)
+    return found
 
 
 def _values(row: Row) -> list[str]:

@@ -4,13 +4,15 @@ They stand in `jobs.jsonl` of the run directory, the oldest first, so that every
 knows them all.
 """
 
-import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from toolkit import untrusted
 from toolkit.errors import LauncherError
 from toolkit.sweeps import Point
 
@@ -18,6 +20,7 @@ __all__ = [
     "SlurmJob",
     "as_lines",
     "has_points",
+    "is_job_id",
     "read_jobs",
     "read_points",
     "write_jobs",
@@ -26,6 +29,12 @@ __all__ = [
 
 _JOBS, _POINTS = "jobs.jsonl", "points.jsonl"
 _VERSION = 1
+_BYTES = 64 << 20
+_MODES = ("", "continue", "chain")
+_JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?", re.ASCII)
+_AFTER = re.compile(r"[a-z0-9:,_?+]{0,100000}", re.ASCII)
+_POINT = re.compile(r"(?!\.)[^/\x00-\x1f]{1,255}")
+"""A point's name is that of its folder in the sweep's run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +59,35 @@ class SlurmJob:
 
 def read_jobs(run_dir: Path | None) -> list[SlurmJob]:
     """Return the jobs of a run, the oldest first; none where they were not written down."""
-    found = []
-    for line in _lines(run_dir, _JOBS):
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            known = json.loads(line)
-            if known.pop("version") == _VERSION:
-                points = known.pop("points")
-                found.append(SlurmJob(**known, points=points if points is None else tuple(points)))
-    return found
+    return [job for line in _lines(run_dir, _JOBS) if (job := _job(line)) is not None]
+
+
+def is_job_id(text: object) -> bool:
+    """Whether a text is an id of Slurm: `1234`, or `1234_7` for a task.
+
+    >>> is_job_id("1234_7"), is_job_id("-1"), is_job_id("1; rm")
+    (True, False, False)
+    """
+    return isinstance(text, str) and _JOB_ID.fullmatch(text) is not None
+
+
+def _job(line: Any) -> SlurmJob | None:
+    """Return a job as a line of the file tells it; None where the line tells of none."""
+    known = untrusted.mapping(line)
+    texts = {name: known.get(name, "") for name in ("job_id", "mode", "after", "folder")}
+    points = known.get("points")
+    good = (
+        known.get("version") == _VERSION
+        and is_job_id(texts["job_id"])
+        and all(
+            isinstance(text, str) and untrusted.printable(text) == text for text in texts.values()
+        )
+        and texts["mode"] in _MODES
+        and _AFTER.fullmatch(texts["after"])
+        and (points is None or isinstance(points, list))
+        and all(untrusted.whole(point) is not None for point in points or ())
+    )
+    return SlurmJob(**texts, points=None if points is None else tuple(points)) if good else None
 
 
 def as_lines(jobs: Iterable[SlurmJob]) -> list[str]:
@@ -74,8 +104,7 @@ def write_jobs(run_dir: Path, jobs: Iterable[SlurmJob]) -> None:
     known = {job.job_id for job in read_jobs(run_dir)}
     lines = [f"{line}\n" for line in as_lines(job for job in jobs if job.job_id not in known)]
     try:
-        with (run_dir / _JOBS).open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+        untrusted.append_bytes(run_dir / _JOBS, "".join(lines).encode())
     except OSError as error:
         raise LauncherError(
             f"the jobs are submitted, but {run_dir / _JOBS} cannot be written: {error.strerror}"
@@ -95,7 +124,7 @@ def write_points(run_dir: Path, points: Sequence[Point]) -> None:
         for p in points
     ]
     try:
-        (run_dir / _POINTS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        untrusted.write_bytes(run_dir / _POINTS, "".join(f"{line}\n" for line in lines).encode())
     except OSError as error:
         raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
 
@@ -107,16 +136,32 @@ def has_points(run_dir: Path | None) -> bool:
 
 
 def read_points(run_dir: Path | None) -> list[tuple[str, dict[str, str | bool]]]:
-    """Return name and settings of each point of a sweep; none where the run is none."""
-    known = [json.loads(line) for line in _lines(run_dir, _POINTS)]
-    return [(point["name"], point["settings"]) for point in known]
+    """Return name and settings of each point of a sweep; none where the run is none.
 
-
-def _lines(run_dir: Path | None, name: str) -> list[str]:
-    try:
-        if run_dir is None:
-            return []
-        with open(f"{run_dir}/{name}", encoding="utf-8") as file:  # noqa: PTH123  # asked for each run of a long list
-            return file.read().splitlines()
-    except OSError:
+    Raises:
+        LauncherError: one of them cannot be read: the points after it would be taken for others.
+    """
+    if run_dir is None or not has_points(run_dir):
         return []
+    try:
+        lines = untrusted.read_bytes(run_dir / _POINTS, limit=_BYTES).split(b"\n")
+        return [_point(line) for line in lines if line]
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is torn, or none of ours"
+        raise LauncherError(f"the points of the sweep cannot be read: {_POINTS}: {why}") from None
+
+
+def _point(line: bytes) -> tuple[str, dict[str, str | bool]]:
+    known = untrusted.mapping(untrusted.parse_json(line))
+    name, settings = known.get("name"), known.get("settings")
+    if not isinstance(name, str) or not _POINT.fullmatch(name) or not isinstance(settings, dict):
+        raise ValueError(line)
+    if not all(isinstance(value, str | bool) for value in settings.values()):
+        raise ValueError(line)
+    return name, settings
+
+
+def _lines(run_dir: Path | None, name: str) -> list[Any]:
+    if run_dir is None:
+        return []
+    return list(untrusted.lines_of_json(f"{run_dir}/{name}", limit=_BYTES))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from toolkit.launchers.slurm.begun import SETTLED_S, BegunRun
 from toolkit.launchers.slurm.cache import Queue, Snapshot, place_of_answers
 from toolkit.launchers.slurm.jobs import SlurmJob, as_lines, has_points, write_jobs, write_points
 from toolkit.launchers.slurm.login import Folder, Here, Login
-from toolkit.launchers.slurm.queue import Command, refused, run_command
+from toolkit.launchers.slurm.queue import Command, cluster_name, refused, run_command
 from toolkit.launchers.slurm.remote import There
 from toolkit.launchers.slurm.run import SlurmRun
 from toolkit.launchers.slurm.site import site_findings
@@ -174,6 +173,8 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         script = (run_dir or Path()) / f"{run.record.job}.sbatch"
         if run_dir is None or not script.is_file():
             raise LauncherError(f"{run.uri}: {script} is not here, so it cannot be submitted again")
+        for path in (run_dir, script, run_dir / "job.yaml"):
+            rundir.require_own(path)
         self._cluster()
         points = run.unfinished()
         made = plan(load(run_dir / "job.yaml"), self._profile)
@@ -225,6 +226,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             raise LauncherError(f"{run.name} is being submitted by another process just now")
         with intent:
             order = _order_of(intent, run.record)
+            rundir.require_own(order.folder.here / "job.yaml")
             made = plan(load(order.folder.here / "job.yaml"), self._profile)
             require_secrets(made, self._environ)
             secrets = exported(made, self._environ)
@@ -247,6 +249,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
     def _opened(self, record: registry.RunRecord) -> SlurmRun:
         kind = SlurmSweep if has_points(record.run_dir) else SlurmRun
         run = kind(record, self._command, self._queue, self._login)
+        _ = run.points  # a sweep of which they cannot be read says so now, by itself
         self._login.watch(run)
         return run
 
@@ -271,6 +274,8 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         found: list[str] = []
         for dependency in after:
             record, point = registry.find_point(dependency.run, environ=self._environ)
+            if not record.believed or record.problem:
+                raise LauncherError(f"after {dependency.run}: it is not in your list of runs")
             if not record.uri.startswith(f"slurm://{cluster}/"):
                 raise LauncherError(
                     f"after {record.uri}: it is not of cluster {cluster!r}, whose jobs can wait "
@@ -285,10 +290,10 @@ class SlurmLauncher(Launcher[SlurmPlan]):
     def _cluster(self) -> str:
         """Return the cluster's name; asking also shows whether there is a cluster."""
         answer = self._command(["scontrol", "show", "config"])
-        match = re.search(r"^ClusterName\s*=\s*(\S+)", answer.stdout, re.MULTILINE)
-        if answer.returncode != 0 or match is None:
+        name = cluster_name(answer.stdout)
+        if answer.returncode != 0 or not name:
             raise refused("scontrol", answer)
-        return match[1]
+        return name
 
 
 class _Queue(Queue):

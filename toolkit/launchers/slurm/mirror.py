@@ -29,7 +29,16 @@ _BIG = 16 * 2**20
 """The bytes from which a file is brought only if it is a log, and then what was added to it."""
 
 _STAYS = ("--exclude=/*/code/", "--exclude=checkpoints/", "--exclude=/*/profile/")
-_OURS = "--exclude=/*/launch.json"  # how this machine opens the run
+
+_FILES = ("-rt", "--no-links", "--no-devices", "--no-specials")
+"""What is brought: files and folders. A link would lead here to a file of this machine."""
+
+_OURS = tuple(
+    f"--exclude=/*/{name}" for name in ("launch.json", "job.yaml", "*.sbatch", "points.jsonl")
+)
+"""What this machine has written, and by which it opens the run and submits it again: whoever may
+write on the login node does not decide which secrets, paths and commands leave this machine."""
+
 _GROWING = ("--include=*/", "--include=*.log", "--include=*.jsonl", "--exclude=*")
 
 _PARTIAL = (0, 23, 24)
@@ -105,8 +114,8 @@ class Mirrors:
     def _bring(self, parent: str, names: list[str]) -> None:
         listed = "".join(f"{name}\0" for name in dict.fromkeys(names)).encode()
         ends = (f"{self._host.name}:{parent}/", f"{self.folder}/")
-        words = ("-rlt", "--from0", "--files-from=-", "--ignore-missing-args", *_STAYS)
-        small = (*words, "--delete", _OURS, f"--max-size={_BIG}")
+        words = (*_FILES, *_OURS, "--from0", "--files-from=-", "--ignore-missing-args", *_STAYS)
+        small = (*words, "--delete", f"--max-size={_BIG}")
         # What is only added to a big log is brought; comparing the rest would read it all again.
         large = (*words, "--append", f"--min-size={_BIG + 1}", *_GROWING)
         for options in (small, large):

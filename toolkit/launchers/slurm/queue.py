@@ -1,5 +1,6 @@
 """What Slurm says of its jobs, and what that means."""
 
+import math
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.launchers import rundir
+from toolkit.launchers import commands, rundir
 from toolkit.launchers.base import RunState, RunStatus
 from toolkit.launchers.slurm.reasons import expected, in_words
 
@@ -18,6 +19,7 @@ __all__ = [
     "Row",
     "ask_jobs",
     "ask_mine",
+    "cluster_name",
     "first_line",
     "is_busy",
     "judge",
@@ -46,7 +48,7 @@ _BUSY = re.compile(
 """What they say when the controller has more to do than it can (Slurm, slurm_errno.c)."""
 
 _FORMAT = "==job|%i|%T|%S|%r|%o"
-_ROW = re.compile(r"==job\|(\d+[^|]*)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)")
+_ROW = re.compile(r"==job\|(\d{1,18}[\w,%\[\]+-]{0,4000})\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)")
 """Text, since Slurm's JSON is another in every version. What people write comes last, and a line
 that does not begin like a job belongs to the command above it: arguments may hold newlines."""
 
@@ -122,25 +124,19 @@ class Row:
 
 
 def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    """Run a command of Slurm.
+    """Run a command of Slurm; what only asks is bounded in seconds, sbatch and scancel are not.
 
     Raises:
         SchedulerMissing: it is not installed here.
+        TooLong: it gives no end of an answer.
     """
     if shutil.which(argv[0]) is None:
         raise SchedulerMissing(f"no Slurm here: {argv[0]} is not in PATH. {_NO_CLUSTER}")
     # What people set for their own listings (SQUEUE_PARTITION, …) would hide jobs from us.
     hidden = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    return subprocess.run(
-        argv,
-        env=environ,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        encoding="utf-8",
-    )
+    limit_s = commands.ANSWER_S if commands.only_asks(argv) else math.inf
+    return commands.run(argv, environ=environ, limit_s=limit_s)
 
 
 def ask_mine(command: Command) -> list[Row]:
@@ -243,6 +239,18 @@ def refused(program: str, answer: "subprocess.CompletedProcess[str]") -> Launche
 def is_busy(text: str) -> bool:
     """Whether a controller says that it has too much to do, so that asking again makes it worse."""
     return bool(_BUSY.search(text))
+
+
+def cluster_name(config: str) -> str:
+    """Return the cluster's name, as `scontrol show config` tells it; empty where it does not.
+
+    Raises:
+        LauncherError: what is told is no name: it becomes a part of URIs.
+    """
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
+    if found and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", found[1]):
+        raise LauncherError(f"Slurm says that its cluster is called {found[1][:80]!r}: no name")
+    return found[1] if found else ""
 
 
 def first_line(text: str) -> str:

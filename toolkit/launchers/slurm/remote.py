@@ -114,7 +114,9 @@ class There(Login):
         )
         if done.returncode != 0:
             raise LauncherError(f"{self._host.name}: {done.stderr.strip() or done.stdout.strip()}")
-        runs, latest = done.stdout.split("\n")[:2]
+        runs, latest, *_ = [*done.stdout.split("\n"), "", ""]
+        if not runs.startswith("/") or not f"{runs}{latest}".isprintable():
+            raise LauncherError(f"{self._host.name}: {runs[:200]!r} is no folder for runs")
         there = f"{runs}/{name}"
         here = rundir.make(self._mirrors.folder, name)
         self._before = latest

@@ -15,7 +15,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.launchers.slurm.jobs import SlurmJob
+from toolkit.launchers.slurm.jobs import SlurmJob, is_job_id
 from toolkit.launchers.slurm.login import Folder, Login
 from toolkit.launchers.slurm.queue import ask_mine, first_line, refused
 from toolkit.launchers.ssh import Lost
@@ -189,7 +189,9 @@ def _once(
         except LauncherError as error:  # from the look at the queue
             why = str(error)
             continue
-        if done.returncode == 0 and (match := re.fullmatch(r"(\d+)(;.*)?", done.stdout.strip())):
+        if done.returncode == 0 and (
+            match := re.fullmatch(r"(\d{1,18})(;.*)?", done.stdout.strip())
+        ):
             return match[1]
         if not _is_doubtful(done):
             raise refused("sbatch", done)
@@ -221,7 +223,8 @@ def find(login: Login, order: Order) -> list[SlurmJob]:
     """
     keys = [order.key(index) for index in range(len(order.jobs))]
     said = login.answers(order.folder, keys)
-    answers = {key: answer.strip().partition(";")[0] for key, answer in said.items()}
+    known_by = {key: answer.strip().partition(";")[0] for key, answer in said.items()}
+    answers = {key: job_id for key, job_id in known_by.items() if is_job_id(job_id)}
     sent: list[SlurmJob] = []
     for job, key in zip(order.jobs, keys, strict=True):
         job_id = answers.get(key, "")

@@ -1,0 +1,124 @@
+"""Commands whose answer is bounded: in bytes, and in seconds where they only ask.
+
+A scheduler that hangs, or a login node that prints without end, costs an error and neither the
+memory of this machine nor the patience of whoever waits.
+"""
+
+import contextlib
+import math
+import os
+import selectors
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from toolkit.errors import LauncherError
+
+__all__ = ["ANSWER_BYTES", "ANSWER_S", "TooLong", "only_asks", "run"]
+
+ANSWER_BYTES = 64 << 20
+"""How much a command may print: squeue's rows of a hundred thousand jobs."""
+
+ANSWER_S = 90.0
+"""How long a question may take; squeue itself gives up on its controller sooner."""
+
+_CHUNK = 1 << 16
+
+
+class TooLong(LauncherError):
+    """A command gave no end of an answer: it was ended."""
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    environ: Mapping[str, str] | None = None,
+    limit_s: float = math.inf,
+    limit_bytes: int = ANSWER_BYTES,
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command and return what it has printed; bytes that are no UTF-8 stand as U+FFFD.
+
+    Args:
+        argv: The command.
+        stdin: What it reads.
+        environ: Its environment; this process's where it is None.
+        limit_s: How long it may take.
+        limit_bytes: How much it may print.
+
+    Raises:
+        TooLong: it has taken longer, or printed more.
+    """
+    deadline = time.monotonic() + limit_s
+    # stderr goes to a file: what ssh leaves in the background keeps it, and would keep a pipe open.
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environ
+        ) as process,
+    ):
+        writer = threading.Thread(target=_give, args=(process, stdin), daemon=True)
+        writer.start()
+        try:
+            output = bytearray()
+            for chunk in _chunks(process, deadline):
+                output += chunk
+                if len(output) + os.fstat(errors.fileno()).st_size > limit_bytes:
+                    raise TooLong(f"{argv[0]} prints more than {limit_bytes >> 20} MiB: ended")
+            process.wait(None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()))
+        except (TimeoutError, subprocess.TimeoutExpired):
+            process.kill()
+            raise TooLong(f"{argv[0]} gives no answer within {limit_s:g} s: ended") from None
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            # Whoever reads no more may leave the writer in the middle.
+            writer.join(timeout=1.0)
+        errors.seek(0)
+        said = errors.read(limit_bytes)
+    return subprocess.CompletedProcess(
+        argv, process.returncode, output.decode(errors="replace"), said.decode(errors="replace")
+    )
+
+
+def _give(process: "subprocess.Popen[bytes]", stdin: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, ValueError):  # it may end before it has read all
+        process.stdin.write(stdin)
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+
+
+def _chunks(process: "subprocess.Popen[bytes]", deadline: float) -> Iterator[bytes]:
+    """Yield what a process prints until it closes its output; b"" each second meanwhile.
+
+    Raises:
+        TimeoutError: the deadline is over.
+    """
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            if not selector.select(min(1.0, left)):
+                yield b""
+                continue
+            chunk = os.read(process.stdout.fileno(), _CHUNK)
+            if not chunk:
+                return
+            yield chunk
+
+
+def only_asks(argv: Sequence[str]) -> bool:
+    """Whether a command changes nothing, so that it can be ended and run again.
+
+    >>> only_asks(["squeue", "--me"]), only_asks(["sbatch", "x"]), only_asks(["scontrol", "hold"])
+    (True, False, False)
+    """
+    questions = ("squeue", "sinfo", "sacct", "sacctmgr", "id")
+    return argv[0] in questions or (argv[0] == "scontrol" and "show" in argv)
