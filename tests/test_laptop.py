@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TOOLKIT, Cluster, Until
-from tests.laptop import Laptop, missing
+from tests.laptop import ROOT, Laptop, missing
 
 pytestmark = pytest.mark.slurm
 
@@ -378,3 +379,76 @@ def test_a_mirror_takes_what_is_new_and_leaves_what_is_big(laptop: Laptop) -> No
     assert laptop.shell(f"tail -n 1 {here}/one/logs/job.log") == "the end\n"
     size = (there / "logs/job.log").stat().st_size
     assert laptop.shell(f"stat -c %s {here}/one/logs/job.log") == f"{size}\n"
+
+
+def test_a_login_node_decides_nothing_that_leaves_the_laptop(laptop: Laptop) -> None:
+    """Whoever may write the run directory there: an admin, the job itself, a group."""
+    job = write_job(laptop, "fails", command=["bash", "-c", "exit 3"], secrets=["HF_TOKEN"])
+    uri = laptop.toolkit("submit", job, "--to", "away.yaml", HF_TOKEN="a-token").strip()
+    laptop.run(TOOLKIT, "wait", uri)
+    found = status(laptop, uri)
+    there = laptop.home / "torch-deploy-toolkit/runs" / str(found["name"])
+    here = str(found["run_dir"])
+    laptop.shell(f"echo PRIVATE KEY >id_rsa; sha256sum {here}/job.yaml >before")
+    mine = str(laptop.project / "id_rsa")
+
+    text = (there / "job.yaml").read_text()
+    (there / "job.yaml").write_text(text.replace("HF_TOKEN", "AWS_SECRET_ACCESS_KEY"))
+    (there / "points.jsonl").write_text('{"version": 1, "name": "../x", "settings": {}}\n')
+    (there / "launch.json").write_text("{}")
+    for name, target in {
+        "logs/job.log": mine,
+        "jobs.jsonl": mine,
+        "cancel_requested": f"{laptop.project}/made",
+        "outcome.json": "/dev/zero",
+        "logs/attempt-0/reason": "/etc/passwd",
+        "metrics.jsonl": "metrics.jsonl",
+    }.items():
+        (there / name).unlink(missing_ok=True)
+        (there / name).symlink_to(target)
+    os.mkfifo(there / "running.lock")
+    (there / "logs/attempt-0/log").write_text(f"0 {mine}\n")
+    (there / "logs/attempt-1").mkdir()
+    (there / "logs/attempt-1/log").write_text("0 /etc/passwd\n")
+
+    seen = laptop.home / "seen-environ"
+    laptop.replace("sbatch", f'#!/bin/bash\nenv >{seen}\nexec @REAL@ "$@"\n')
+    secrets = {"HF_TOKEN": "a-token", "AWS_SECRET_ACCESS_KEY": "of-the-laptop"}
+    for argv in (["list"], ["status", uri], ["logs", uri], ["cancel", uri], ["resubmit", uri]):
+        done = laptop.run(TOOLKIT, *argv, environ=secrets)
+        said = done.stdout + done.stderr
+        assert f'File "{ROOT}/toolkit/' not in said, said
+        assert "PRIVATE" not in said and "root:" not in said, said
+    assert "a-token" in seen.read_text() and "of-the-laptop" not in seen.read_text()
+    assert laptop.shell("cat id_rsa; ls made 2>/dev/null || :") == "PRIVATE KEY\n"
+    assert "OK" in laptop.shell("sha256sum -c before")
+    assert laptop.shell(f"find {here} -type l -o -type p") == ""
+
+
+def test_an_answer_without_an_end_is_ended(laptop: Laptop) -> None:
+    limited = (
+        "import sys\nfrom toolkit.launchers import commands\nfrom toolkit.__main__ import main\n"
+        "commands.ANSWER_S, commands.run.__kwdefaults__['limit_bytes'] = 5.0, 1 << 20\n"
+        "sys.argv = ['toolkit', 'list']\nmain()\n"
+    )
+    laptop.toolkit("submit", held(laptop), "--to", "later.yaml")
+    python = TOOLKIT.parent / "python"
+    for answer, said in {
+        "exec sleep 1000": "gives no answer within 5 s",
+        "exec yes": "prints more than 1 MiB",
+    }.items():
+        laptop.replace("squeue", f"#!/bin/bash\n{answer}\n")
+        done = laptop.run(python, "-c", limited)
+        assert done.returncode == 0, done.stderr
+        assert "UNKNOWN" in done.stdout and said in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("name", ["../../x", "x\x1b[2J", "x" * 100])
+def test_a_cluster_has_a_name_that_can_be_part_of_a_uri(laptop: Laptop, name: str) -> None:
+    laptop.replace(
+        "scontrol", f"#!/bin/bash\nprintf '%s\\n' {shlex.quote('ClusterName = ' + name)}\n"
+    )
+    done = laptop.run(TOOLKIT, "submit", held(laptop), "--to", "later.yaml")
+    assert done.returncode == 1
+    assert "Slurm says that its cluster is called" in done.stderr and "\x1b" not in done.stderr
+    assert laptop.toolkit("list", "--json") == "[]\n"
