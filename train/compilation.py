@@ -52,8 +52,12 @@ def pieces(model: nn.Module, names: Sequence[str], config: Config, *, cut: bool 
     """
     if not config.compile:
         return
+    seen: set[nn.Module] = set()
     for name in names:
         module = model.get_submodule(name)
+        if module in seen:
+            continue  # one module may be several pieces
+        seen.add(module)
         if not config.activation_checkpointing:
             forward(module)
         if cut:

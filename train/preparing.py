@@ -37,8 +37,8 @@ def prepare(
     if config.sync_batch_norm:
         model = synchronised(model, device=device)
     if config.activation_checkpointing:
-        for name in task.pieces(model):
-            module = model.get_submodule(name)
+        # One module may be several pieces.
+        for module in dict.fromkeys(map(model.get_submodule, task.pieces(model))):
             if config.compile:
                 # Inside: what keeps running statistics from moving twice is not for a compiler,
                 # which could not see, either, which of both passes it is in.

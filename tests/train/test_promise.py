@@ -220,6 +220,24 @@ def keeps(draw: Draw) -> str:
         return "equal"
 
 
+def layout_of(*flags: str) -> Layout:
+    """The first of the layouts with these flags."""
+    return next(layout for layout in LAYOUTS if layout.flags == flags)
+
+
+PLAIN = Draw(
+    odd=Oddities(),
+    first=LAYOUTS[0],
+    then=LAYOUTS[0],
+    optimizer="sgd",
+    micro_batch=3,
+    precision="fp32",
+    clip=False,
+    recompute=False,
+    compiled=False,
+)
+
+
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda n: " ".join(LAYOUTS[n].flags))
 def test_an_ordinary_model_trains_under_each_layout_and_goes_on_under_the_next(number: int) -> None:
     first = LAYOUTS[number]
@@ -238,6 +256,23 @@ def test_an_ordinary_model_trains_under_each_layout_and_goes_on_under_the_next(n
         compiled=False,
     )
     assert keeps(draw) == "equal"
+
+
+FAILED_ONCE = {
+    "one module that is two pieces, compiled and computed again": replace(
+        PLAIN, odd=Oddities(again=True), recompute=True, compiled=True
+    ),
+    "a weight used outside of its piece, behind a branch on data": replace(
+        PLAIN,
+        odd=Oddities(tie="function", branch="experts", bare_piece=True),
+        first=layout_of("--strategy", "fsdp"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILED_ONCE)
+def test_what_a_draw_has_failed_of_once_does_not_come_again(name: str) -> None:
+    assert keeps(FAILED_ONCE[name]) == ("refused" if "outside" in name else "equal")
 
 
 def far(mine: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], draw: Draw) -> float:

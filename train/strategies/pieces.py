@@ -26,6 +26,8 @@ from train.trees import Tree, mapped, tensors_of
 
 # Beside the size of the outputs; the operations are the same ones, in the same order.
 FAR = 1e-6
+ASKED_MOST = 1000
+"""How often a model may ask for a number of its data before it is taken for a loop."""
 
 
 def check_complete(parts: Parts, batch: Batch, *, asked: str) -> None:
@@ -64,13 +66,17 @@ def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, asked: st
     """
     if not units or not len(batch):
         return
-    record = _Record()
-    # A model with branches on its data cannot run on `meta`; torch refuses it at the first step.
-    with suppress(Exception):
-        model = parts.model(torch.device("meta"))
-        record.watch(model, units)
-        _run(model, mapped(_to_meta, batch.part(0, 1).inputs), record)
-    for name, piece in record.abroad:
+    abroad: list[tuple[str, str]] = []
+    # On `meta` there are no numbers: a branch on them goes the one way, and then the other.
+    for number in (0, 1):
+        record = _Record(number)
+        # What cannot run there is refused by torch at the first step.
+        with suppress(Exception):
+            model = parts.model(torch.device("meta"))
+            record.watch(model, units)
+            _run(model, mapped(_to_meta, batch.part(0, 1).inputs), record)
+        abroad += record.abroad
+    for name, piece in abroad:
         raise UsageError(
             f"{asked}: parameter {name!r} of task {parts.task.name!r} is used outside of piece "
             f"{piece!r}, for which alone it is gathered; share it between two modules "
@@ -90,8 +96,14 @@ def looks_at_data(parts: Parts, batch: Batch) -> bool:
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations of a forward pass, and which parameters they take."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int | None = None) -> None:
+        """Begin.
+
+        Args:
+            number: what the model is told where it asks for a number that `meta` does not have.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        self._number, self._asked = number, 0
         self.operations: list[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]] = []
         self.abroad: list[tuple[str, str]] = []
         self._names: dict[int, str] = {}
@@ -120,6 +132,11 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             home = self._homes.get(id(tensor))
             if home is not None and home not in self._running:
                 self.abroad.append((self._names[id(tensor)], home))
+        if self._number is not None and func is torch.ops.aten._local_scalar_dense.default:
+            self._asked += 1
+            if self._asked > ASKED_MOST:
+                raise RuntimeError("a loop that ends by its data")
+            return torch.tensor(self._number, dtype=taken[0].dtype).tolist()
         return func(*args, **(kwargs or {}))
 
 
