@@ -12,19 +12,26 @@ from train.errors import UsageError
 from train.fields import Field, field_docs, fields, nearest
 
 _HEAD = "# A configuration of `python -m train`, for its --config; flags override what stands here."
+_MOST_BYTES = 1 << 20
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def read(path: Path) -> tuple[dict[str, object], list[str]]:
     """Read the fields that a file gives, and what is wrong with it, each with its line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            return {}, [f"--config {path}: more than {_MOST_BYTES} bytes, is that a configuration?"]
+        text = content.decode()
         document = tomllib.loads(text)
     except OSError as error:
         return {}, [f"--config {path}: {error.strerror}"]
     except UnicodeDecodeError as error:
         return {}, [f"--config {path}: not UTF-8: {error.reason} at byte {error.start}"]
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        return {}, [f"--config {path}: nested too deeply; a configuration is one flat table"]
+    except ValueError as error:  # also of a number with thousands of digits
         return {}, [f"--config {path}: not TOML: {error}"]
     values: dict[str, object] = {}
     problems = []

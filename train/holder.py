@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
+import math
 import os
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from train import untrusted
 from train.console import Console
 from train.environment import Place
 from train.jsontext import dump
@@ -81,7 +82,8 @@ class Holder:
         """Name it for people, who may want to end it."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S")
         return (
-            f"rank 0 of attempt {self.attempt} is process {self.pid} on {self.host} since "
+            f"rank 0 of attempt {self.attempt} is process {self.pid} on "
+            f"{untrusted.printable(self.host)} since "
             f"{since} UTC"
         )
 
@@ -144,7 +146,7 @@ class Contender:
         Raises:
             OSError: the file cannot be read or written.
         """
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = untrusted.open_file(self.path, os.O_RDWR | os.O_CREAT)
         try:
             # Until the end of the look: who else looks from this machine waits for us.
             lock, holder, status = _lock(handle), _read(handle), os.fstat(handle)
@@ -224,7 +226,17 @@ def _lock(handle: int) -> Lock:
 
 def _read(handle: int) -> Holder | None:
     try:
-        read = json.loads(os.pread(handle, 1 << 16, 0))
-        return Holder(**{field.name: read[field.name] for field in fields(Holder)})
-    except (ValueError, KeyError, TypeError):
+        read = untrusted.json_object(os.pread(handle, 1 << 16, 0))
+        launch, since = read["launch"], untrusted.number(read["since"])
+        return Holder(
+            host=untrusted.text(read["host"]),
+            boot=untrusted.text(read["boot"]),
+            pid=untrusted.whole(read["pid"]),
+            attempt=untrusted.whole(read["attempt"]),
+            restart=untrusted.whole(read["restart"]),
+            launch=None if launch is None else untrusted.text(launch),
+            # What a calendar can show: until the year 9999.
+            since=min(max(since, 0.0), 2.5e11) if math.isfinite(since) else 0.0,
+        )
+    except (ValueError, KeyError):
         return None

@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from train import untrusted
+
 # Lines that follow each other faster than this find the file open, for as long as this at most. A
 # network file system shows others what was written when the file is closed; opening and closing it
 # there for every line costs milliseconds.
@@ -63,7 +65,8 @@ class Journal:
             if now - self._opened <= OPEN_S and status.st_nlink:
                 return self._handle, status.st_size
             self.close()
-        flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        self._handle = os.open(self.path, flags, 0o666)
+        flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0)
+        # A link would have lines appended to any file of the user's.
+        self._handle = untrusted.open_file(self.path, flags)
         self._opened, self._length = now, -1
         return self._handle, os.fstat(self._handle).st_size

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from train import untrusted
 from train.checkpoints import disk
 from train.config import Config
 from train.console import Console, figures
@@ -86,7 +85,13 @@ def _judge(
 ) -> tuple[str, str]:
     place, path = directory.place, directory.path
     try:
-        known = _known_identity(directory)
+        try:
+            known = _known_identity(directory)
+        except ValueError as error:
+            return "refused", (
+                f"{path / RUN} is damaged ({error}), so nothing says whose run this is: give this "
+                "run another --run-dir, or remove that file if the run is this one"
+            )
         if known is not None and not may_adopt(known, identity, adopt):
             return "refused", _other_run(path, known, identity, adopt)
         if strange:
@@ -128,6 +133,8 @@ def _judge(
     except OSError as error:
         where = Path(error.filename or path)
         outside = "" if where.is_relative_to(path) else f" ({where})"
+        if isinstance(error, untrusted.Refused):
+            return "unusable", f"cannot use run directory {path}: {where.name} {error.strerror}"
         return "unusable", f"cannot use run directory {path}: {error.strerror}{outside}"
     return "mine", ""
 
@@ -210,39 +217,41 @@ def _former(directory: RunDirectory, identity: Identity, adopt: str | None) -> l
     """List what else this run has been called: all that was adopted, and what shall be now."""
     try:
         known = _known_identity(directory)
-    except OSError:
+    except (OSError, ValueError):
         return []  # rank 0 says what is wrong with its own directory
     if known is None or not may_adopt(known, identity, adopt):
         return []
-    return [known, *(entry["identity"] for entry in _history(directory))]
+    adopted = (entry.get("identity") for entry in _history(directory))
+    return [known, *(identity for identity in adopted if isinstance(identity, dict))]
 
 
-def _history(directory: RunDirectory) -> list[dict[str, Any]]:
+def _history(directory: RunDirectory) -> list[dict[str, object]]:
     try:
-        history: list[dict[str, Any]] = json.loads(
-            (directory.path / RUN).read_text(encoding="utf-8")
-        )["adopted"]
-        return history
-    except (OSError, ValueError, KeyError, TypeError):
+        history = untrusted.read_object(directory.path / RUN).get("adopted")
+    except (OSError, ValueError):
         return []
+    entries = history if isinstance(history, list) else []
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def _known_identity(directory: RunDirectory) -> dict[str, object] | None:
+    """Read which run the directory holds; None: it holds none.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+        ValueError: it does not say.
+    """
     try:
-        identity: dict[str, object] = json.loads(
-            (directory.path / RUN).read_text(encoding="utf-8")
-        )["identity"]
-        return identity
+        return untrusted.mapping(untrusted.read_object(directory.path / RUN).get("identity"))
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
-        return {}
 
 
 def differences(there: Identity, here: Identity) -> list[str]:
     """Name the fields in which two identities differ, with both values."""
     return [
-        f"{name}: {_shown(there.get(name))} there, {_shown(here.get(name))} here"
+        f"{untrusted.printable(name)}: {_shown(there.get(name))} there, "
+        f"{_shown(here.get(name))} here"
         for name in sorted({*there, *here})
         if there.get(name) != here.get(name)
     ]

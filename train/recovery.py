@@ -105,7 +105,7 @@ def describe(
                 listing=Stored(path).listing(),
                 source=None if shared else source,
             )
-        except (CheckpointError, OSError, ValueError, TypeError) as error:
+        except CheckpointError as error:
             found = str(error)
     found = group.broadcast(found, source=source)
     if isinstance(found, str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import time
@@ -12,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from train import untrusted
 from train.environment import Place
 from train.journal import Journal
 from train.jsontext import dump
@@ -88,9 +88,21 @@ class RunDirectory:
     def read_outcome(self) -> Outcome | None:
         """Read the outcome; None when there is none, or one that we cannot read."""
         try:
-            read = json.loads(self.outcome_path.read_text(encoding="utf-8"))
-            return Outcome(**{k: v for k, v in read.items() if k not in ("version", "time")})
-        except (OSError, ValueError, TypeError, AttributeError):
+            read = untrusted.read_object(self.outcome_path)
+            steps, rank = read["steps"], read["rank"]
+            metrics = untrusted.mapping(read.get("metrics", {})).items()
+            return Outcome(
+                status=untrusted.text(read["status"]),
+                attempt=untrusted.whole(read["attempt"]),
+                restart=untrusted.whole(read["restart"]),
+                step=untrusted.whole(read["step"]),
+                steps=None if steps is None else untrusted.whole(steps),
+                samples_seen=untrusted.whole(read["samples_seen"]),
+                rank=None if rank is None else untrusted.whole(rank),
+                reason=untrusted.text(read["reason"]),
+                metrics={untrusted.printable(k): untrusted.number(v) for k, v in metrics},
+            )
+        except (OSError, ValueError, KeyError):
             return None
 
     def write_outcome(self, outcome: Outcome) -> bool:
@@ -136,7 +148,7 @@ class RunDirectory:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Let one process of this node at a time compare and replace the outcome."""
-        handle = os.open(self.path, os.O_RDONLY)
+        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             # Some network file systems know no locks, and an attempt that hangs may hold one for
             # ever; the window without one is a millisecond.
@@ -216,12 +228,4 @@ def draft_of(path: Path) -> Path:
 
 def read_lines(path: Path) -> list[dict[str, object]]:
     """Read `events.jsonl` or `metrics.jsonl`; a torn line, and a missing file, count as nothing."""
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_bytes().splitlines():
-        with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                records.append(record)
-    return records
+    return list(untrusted.read_lines(path))

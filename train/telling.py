@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from train import untrusted
 from train.environment import Place
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -84,7 +85,7 @@ def _said_by(place: Place, text: str, *, own: bool) -> str:
 
 def _read(note: Path) -> str:
     with suppress(OSError):
-        return note.read_text(encoding="utf-8")
+        return untrusted.read_bytes(note, limit=100).decode("utf-8", "replace")
     return ""
 
 

@@ -197,7 +197,7 @@ def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(tmp_path
     writer.wait()  # said once
     assert not blocked.with_name(blocked.name + ".tmp").exists()
     disk.verify(before)
-    writer.save(Position(attempt=0, step=7), STATE, TENSORS)
+    writer.save(Position(attempt=0, step=7), replace(STATE, step=7), TENSORS)
     writer.wait()
     assert look(tmp_path, attempt=0).best == Position(attempt=0, step=7)
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ class Case:
     def make(self, run_dir: Path, model: Path) -> None:
         for position, fate in self.fates.items():
             path = position.path(run_dir)
-            shutil.copytree(model, path)
+            copy(model, path, step=position.step)
             match fate:
                 case "short":
                     os.truncate(path / FILE, 3)
@@ -76,6 +76,13 @@ class Case:
         if len(whole) < self.keep:
             return set(self.fates)
         return {p for p in self.fates if p not in ours or p >= whole[-self.keep]}
+
+
+def copy(model: Path, path: Path, *, step: int) -> None:
+    """Copy a checkpoint as one of another step."""
+    shutil.copytree(model, path)
+    state = replace(disk.read_state(model), step=step)
+    disk.complete(path, state, {FILE: disk.measure(path / FILE)})
 
 
 def flip(path: Path) -> None:
@@ -149,7 +156,7 @@ def test_a_fenced_attempt_takes_nothing_from_the_one_that_has_replaced_it(
 def test_what_cannot_be_removed_does_not_keep_the_rest(tmp_path: Path, model: Path) -> None:
     newest = Position(attempt=1, step=5)
     for position in (newest, *(Position(attempt=0, step=step) for step in STEPS)):
-        shutil.copytree(model, position.path(tmp_path))
+        copy(model, position.path(tmp_path), step=position.step)
     stuck = Position(attempt=0, step=3).path(tmp_path)
     stuck.with_suffix(".old.tmp").write_text("in the way")
     retention.prune(tmp_path, newest, keep=1)

@@ -6,21 +6,23 @@ checkpoints/attempt-<A>/step-<NNNNNNNN>/{rank-<NNNNN>.safetensors,state.json,man
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from train import untrusted
 from train.errors import CheckpointError
 from train.jsontext import dump
 from train.rundir import VERSION
 
 STATE = "state.json"
 MANIFEST = "manifest.json"
+_TENSORS = re.compile(r"rank-[0-9]+\.safetensors", re.ASCII)
 # Size and SHA-256 of a file, as the manifest has them.
 Proof = Mapping[str, object]
 
@@ -163,40 +165,142 @@ def verify(
     Raises:
         CheckpointError: the first difference.
     """
+    manifest = _manifest(path)
+    if names is None:
+        first, every = share
+        names = sorted(manifest.files)[first::every]
+    for name in names:
+        _check(path / name, manifest.files[name], by_size=by_size)
+    if STATE in names and not by_size:
+        state = read_state(path)
+        for word, there in (("step", manifest.step), ("samples_seen", manifest.samples_seen)):
+            if (here := getattr(state, word)) != there:
+                raise CheckpointError(f"{path / STATE}: {word} {here}, not {there}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manifest:
+    """What `manifest.json` holds."""
+
+    step: int
+    """Optimizer steps made."""
+    samples_seen: int
+    """Training samples drawn."""
+    files: Mapping[str, Proof]
+    """What the checkpoint consists of: `state.json`, and at least one file of tensors."""
+
+
+def _manifest(path: Path) -> _Manifest:
+    """Read what a checkpoint consists of.
+
+    Raises:
+        CheckpointError: there is no manifest, or the manifest of another folder.
+    """
+    with _told(path / MANIFEST, "manifest"):
+        read = _versioned(path / MANIFEST)
+        files = untrusted.mapping(read["files"])
+        # Nothing but what `complete()` lists: so none of the names leads out of the folder.
+        tensors = [name for name in files if _TENSORS.fullmatch(name)]
+        if strange := sorted({*files}.difference(tensors, [STATE])):
+            raise ValueError(f"lists {strange[0]!r}, which is no file of a checkpoint")
+        if not tensors or STATE not in files:
+            raise ValueError(f"lists no {'file of tensors' if STATE in files else STATE}")
+        found = _Manifest(
+            step=untrusted.whole(read["step"]),
+            samples_seen=untrusted.whole(read["samples_seen"]),
+            files={name: untrusted.mapping(proof) for name, proof in files.items()},
+        )
+    if path.name != f"step-{found.step:08d}":
+        raise CheckpointError(f"{path / MANIFEST}: is of step {found.step}")
+    return found
+
+
+def _versioned(path: Path) -> dict[str, object]:
+    """Read a JSON object of this version."""
+    read = untrusted.read_object(path)
+    if (version := read["version"]) != VERSION:
+        shown = version if isinstance(version, int) else repr(version)[:40]
+        raise CheckpointError(f"{path}: format version {shown}, not {VERSION}")
+    return read
+
+
+@contextmanager
+def _told(path: Path, what: str) -> Iterator[None]:
+    """Make any failure to read a file of JSON ours, with its path."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files: Mapping[str, Proof] = manifest["files"]
-        if manifest["version"] != VERSION:
-            raise CheckpointError(f"{path}: format version {manifest['version']}, not {VERSION}")
-        if names is None:
-            first, every = share
-            names = sorted(files)[first::every]
-        for name in names:
-            _check(path / name, files[name], by_size=by_size)
+        yield
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / MANIFEST}: not a manifest ({error!r})") from error
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except KeyError as error:
+        raise CheckpointError(f"{path}: not a {what} (no {error})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a {what} ({error})") from error
 
 
 def _check(path: Path, expected: Proof, *, by_size: bool) -> None:
-    if (size := path.stat().st_size) != expected["bytes"]:
-        raise CheckpointError(f"{path}: {size} bytes, not {expected['bytes']}")
-    if not by_size and measure(path) != expected:
+    try:
+        handle = untrusted.open_file(path)
+        with os.fdopen(handle, "rb") as file:
+            size = os.fstat(handle).st_size
+            if size != expected.get("bytes"):
+                raise CheckpointError(f"{path}: {size} bytes, not {_shown(expected.get('bytes'))}")
+            if by_size:
+                return
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    if {"bytes": size, "sha256": digest} != expected:
         raise CheckpointError(f"{path}: SHA-256 differs from the manifest")
 
 
+def _shown(size: object) -> str:
+    good = isinstance(size, int) and 0 <= size <= untrusted.MOST
+    return str(size) if good else "what the manifest says"
+
+
 def tensor_files(path: Path) -> list[str]:
-    """Name the files of tensors that a checkpoint consists of."""
-    names = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-    return sorted(name for name in names if name != STATE)
+    """Name the files of tensors that a checkpoint consists of.
+
+    Raises:
+        CheckpointError: its manifest is damaged or missing.
+    """
+    return sorted(name for name in _manifest(path).files if name != STATE)
 
 
 def read_state(path: Path) -> State:
-    """Read the state of a checkpoint that `verify()` has found whole."""
-    known = {each.name for each in fields(State)}
-    values = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return State(**{name: value for name, value in values.items() if name in known})
+    """Read the state of a checkpoint; what a later version has added is left out.
+
+    Raises:
+        CheckpointError: there is none of this version, or one that no run can have written.
+    """
+    with _told(path / STATE, "state"):
+        read = _versioned(path / STATE)
+        config, scaler, frozen = read["config"], read.get("scaler", {}), read.get("frozen")
+        if frozen is not None and not isinstance(frozen, list):
+            raise ValueError("'frozen' is no list")
+        loss = read.get("loss")
+        return State(
+            step=untrusted.whole(read["step"]),
+            epoch=untrusted.whole(read["epoch"]),
+            samples_seen=untrusted.whole(read["samples_seen"]),
+            world_size=untrusted.whole(read["world_size"], least=1),
+            identity=untrusted.mapping(read["identity"]),
+            config=untrusted.mapping(config),
+            scaler=_scaler(untrusted.mapping(scaler)),
+            loss=None if loss is None else untrusted.number(loss),
+            frozen=None if frozen is None else [untrusted.text(name) for name in frozen],
+            rng=untrusted.text(read.get("rng", State.rng)),
+        )
+
+
+def _scaler(read: Mapping[str, object]) -> dict[str, float]:
+    """Return the state of a loss scaler; there is none where the run needed none."""
+    if not read:
+        return {}
+    scale = untrusted.number(read["scale"])
+    if not 0 < scale < math.inf:
+        raise ValueError(f"a loss cannot be scaled by {scale}")
+    return {"scale": scale, "good_steps": untrusted.whole(read["good_steps"])}
 
 
 def identity(path: Path) -> Mapping[str, object]:
@@ -206,10 +310,7 @@ def identity(path: Path) -> Mapping[str, object]:
         CheckpointError: its `state.json` is damaged or missing.
     """
     verify(path, [STATE])
-    known: Mapping[str, object] = json.loads((path / STATE).read_text(encoding="utf-8")).get(
-        "identity", {}
-    )
-    return known
+    return read_state(path).identity
 
 
 def measure(path: Path) -> Proof:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ class Stored:
         """Read the headers.
 
         Raises:
-            CheckpointError: they are no headers.
+            CheckpointError: they are no headers, or those of parts that make up no tensors.
         """
         self.path = path
         self._reader = HuggingFaceStorageReader(str(path))
@@ -45,12 +46,20 @@ class Stored:
             self._metadata: Metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
             self._meant = {name: dtype for file in files for name, dtype in _meant(file).items()}
+            self._listing = self._listed()
 
     def listing(self) -> Listing:
         """List the tensors."""
+        return self._listing
+
+    def _listed(self) -> Listing:
         listing = {}
         for name, entry in sorted(self._metadata.state_dict_metadata.items()):
             if isinstance(entry, TensorStorageMetadata):
+                if not _complete(entry):
+                    raise ValueError(
+                        f"the parts of {name!r} leave the tensor, or do not make it up"
+                    )
                 dtype = self._meant.get(name, entry.properties.dtype)
                 # Of complex numbers, each lies there as two.
                 listing[name] = (entry.size[:-1] if dtype.is_complex else entry.size, dtype)
@@ -95,7 +104,22 @@ def _meant(file: Path) -> dict[str, torch.dtype]:
     """Read which tensors of a file lie there in another type than their own."""
     with safe_open(file, framework="pt") as opened:
         names: dict[str, str] = json.loads((opened.metadata() or {}).get(MEANT, "{}"))
-    return {name: getattr(torch, dtype) for name, dtype in names.items()}
+    meant = {name: getattr(torch, dtype) for name, dtype in names.items()}
+    if strange := [name for name, dtype in meant.items() if not isinstance(dtype, torch.dtype)]:
+        raise ValueError(f"{names[strange[0]]!r} is no type of torch")
+    return meant
+
+
+def _complete(entry: TensorStorageMetadata) -> bool:
+    """Say whether the parts of a tensor lie within it, and are as many numbers as it has."""
+    rank = len(entry.size)
+    inside = all(
+        len(chunk.offsets) == len(chunk.sizes) == rank and min(chunk.offsets, default=0) >= 0
+        for chunk in entry.chunks
+    )
+    # Ranks that hold the same part may each have written it.
+    boxes = {(*chunk.offsets, *chunk.sizes): math.prod(chunk.sizes) for chunk in entry.chunks}
+    return inside and sum(boxes.values()) == math.prod(entry.size)
 
 
 @contextmanager
@@ -106,7 +130,7 @@ def _told(path: Path) -> Iterator[None]:
     # torch raises an AssertionError where shapes differ.
     except (
         OSError, SafetensorError, RuntimeError, ValueError, LookupError, TypeError, AttributeError,
-        AssertionError,
+        AssertionError, ArithmeticError,
     ) as error:  # fmt: skip
         raise CheckpointError(f"cannot read checkpoint {path}: {error}") from error
 

@@ -1,0 +1,179 @@
+"""Files of a run directory that somebody else may have written: read as data, within limits.
+
+A checkpoint or a record may come from another user or another cluster. Such a file is opened
+without following a link and without waiting for a writer, has to be a regular file, and is read up
+to a limit. What is wrong with a file is an OSError, what is wrong with its text a ValueError.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+# A manifest takes 130 bytes per rank, a state some dozens per frozen parameter.
+JSON_BYTES = 16 << 20
+# What every reader of JSON holds exactly.
+MOST = 2**53
+_LINE_BYTES = 1 << 20
+_LINES_BYTES = 256 << 20
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class Refused(OSError):
+    """A file that is there and is not used: a link, a device, too large."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        """Name the file, and what is wrong with it."""
+        super().__init__(errno.EINVAL, why, str(path))
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file and return its descriptor.
+
+    Raises:
+        Refused: the path is a link, or no regular file.
+        OSError: the file is not there, or cannot be opened.
+    """
+    try:
+        # Without waiting: a pipe to which nobody writes would be opened for ever.
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Refused(path, "is a link, which is not followed") from None
+        if error.errno == errno.ENXIO:
+            raise Refused(path, "is a socket or a pipe, no regular file") from None
+        raise
+    kind = stat.S_IFMT(os.fstat(handle).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(handle)
+        raise Refused(path, f"is {_KINDS.get(kind, 'something else')}, no regular file")
+    return handle
+
+
+def read_bytes(path: Path, *, limit: int = JSON_BYTES) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular file of at most so many bytes.
+    """
+    with os.fdopen(open_file(path), "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise Refused(path, f"has more than {limit} bytes")
+    return content
+
+
+def read_object(path: Path) -> dict[str, object]:
+    """Return the JSON object that a file holds.
+
+    Raises:
+        OSError: the file cannot be read, as from `read_bytes()`.
+        ValueError: the text is no JSON object.
+    """
+    return json_object(read_bytes(path))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, object]]:
+    """Yield the JSON objects of a file that has one in each line; other lines are passed over.
+
+    A file that is missing, or no regular file, has none.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        handle = open_file(path)
+    except (FileNotFoundError, Refused):
+        return
+    with os.fdopen(handle, "rb") as file:
+        while file.tell() < _LINES_BYTES and (line := file.readline(_LINE_BYTES)):
+            try:
+                yield json_object(line)
+            except ValueError:
+                continue
+
+
+def json_object(text: bytes) -> dict[str, object]:
+    """Return a JSON object.
+
+    Raises:
+        ValueError: the text is something else, or nested too deeply to be read.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return mapping(value)
+
+
+def mapping(value: object) -> dict[str, object]:
+    """Return a JSON object.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON object is wanted, not {_short(value)}")
+    return value
+
+
+def whole(value: object, *, least: int = 0, most: int = MOST) -> int:
+    """Return a whole number within bounds.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"a whole number from {least} to {most} is wanted, not {_short(value)}")
+    return value
+
+
+def number(value: object) -> float:
+    """Return a number; NaN for null, as which JSON holds what is not finite.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    if value is None:
+        return float("nan")
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ValueError(f"a number is wanted, not {_short(value)}")
+
+
+def text(value: object) -> str:
+    """Return a string.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"a string is wanted, not {_short(value)}")
+    return value
+
+
+def printable(value: str) -> str:
+    """Return a string as a terminal may have it: quoted, if there is anything to be escaped."""
+    return value if value.isprintable() else repr(value)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "a JSON object"
+    if isinstance(value, int) and abs(value) > MOST:
+        return "a larger one" if value > 0 else "a smaller one"  # repr() refuses 5000 digits
+    shown = "null" if value is None else repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:60]}…"
