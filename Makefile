@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-nightly test-cluster test-gpu lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
+.PHONY: help install image run test test-nightly test-cluster test-gpu fuzz lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,6 +13,7 @@ WORKLOAD ?= PyTorchJob
 NODES ?= 4
 ARGS ?=
 BASE ?=
+MINUTES ?= 60
 
 help:  ## Show the targets
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
@@ -60,6 +61,9 @@ test-nightly: install  ## Run the tests that take too long for each change
 
 test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs for
 	@$(BIN)/pytest -m gpu tests/train $(ARGS)
+
+fuzz: install  ## Try odd inputs for MINUTES
+	@TOOLKIT_FUZZ_MINUTES=$(MINUTES) $(BIN)/pytest tests/security/test_fuzz.py -n 2 -o timeout=0 $(ARGS)
 
 test-cluster: install  ## Run the tests that hold on a real Kubernetes cluster, on that of KUBECONFIG
 	@TOOLKIT_TEST_CLUSTER=1 $(BIN)/pytest tests/k8s -m any_cluster -n 2 --dist worksteal -o timeout=1800 $(ARGS)

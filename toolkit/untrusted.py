@@ -181,9 +181,10 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: it is no JSON, or nested too deeply to be read.
     """
     try:
-        value = json.loads(text)
-        escapes = b"\\ud" if isinstance(text, bytes) else "\\ud"
-        return _whole_characters(value) if escapes in text.lower() else value  # type: ignore[operator]
+        # Not by json itself, which takes bytes for halves of characters, too.
+        known = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        value = json.loads(known)
+        return _whole_characters(value) if "\\u" in known or not known.isascii() else value
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

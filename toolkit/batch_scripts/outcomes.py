@@ -146,7 +146,9 @@ class _Flow:
 
     def _waited_for(self, call: Call, after: Sequence) -> Iterator[Fault]:
         """Look for a `wait` whose status counts; one without a process always succeeds."""
-        waits = [c for c in self.script.walk.calls if c.name == "wait" and c.order > call.order]
+        calls = self.script.walk.calls
+        # In the background, wait is a child that has none to wait for.
+        waits = [c for c in calls if c.name == "wait" and c.order > call.order and not c.background]
         if not waits or call.function:
             return  # srun-without-wait tells the first
         bare = [wait for wait in waits if len(wait.arguments) == 1]

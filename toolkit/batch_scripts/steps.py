@@ -182,7 +182,8 @@ def _in_the_way(script: BatchScript, one: Step, other: Step) -> bool:
     fix="end the script with wait $!",
 )
 def _no_wait(script: BatchScript) -> Iterator[Fault]:
-    waits = [call.order for call in script.walk.calls if call.name == "wait"]
+    calls = script.walk.calls
+    waits = [call.order for call in calls if call.name == "wait" and not call.background]
     for step in script.walk.steps:
         call = step.call
         started = call.background and call.level == "batch" and step in script.training

@@ -206,7 +206,13 @@ class LocalLauncher(Launcher[LocalPlan]):
         return LocalRun(record)
 
     def open(self, record: registry.RunRecord) -> LocalRun:
-        """Return the handle of an earlier run."""
+        """Return the handle of an earlier run.
+
+        Raises:
+            LauncherError: nobody knows its run directory.
+        """
+        if record.run_dir is None:
+            raise LauncherError(f"{record.uri}: its record names no run directory")
         return LocalRun(record)
 
     def _start(self, run_dir: Path, plan: LocalPlan) -> None:

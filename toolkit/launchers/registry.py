@@ -290,7 +290,7 @@ def parse(data: Any) -> RunRecord | None:
             "job": job,
             "created": created is not None and 0 <= created < _LAST,
             "profile": isinstance(profile, dict),
-            "run_dir": run_dir is None or _word(run_dir),
+            "run_dir": run_dir is None or _is_path(_word(run_dir)),
             "remote_dir": remote_dir is None or _word(remote_dir),
         }.items()
         if not good
@@ -306,6 +306,10 @@ def parse(data: Any) -> RunRecord | None:
         run_dir=Path(run_dir) if run_dir else None,
         remote_dir=remote_dir,
     )
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith("/") and all(len(os.fsencode(part)) < 256 for part in text.split("/"))
 
 
 def _word(value: Any) -> str:
