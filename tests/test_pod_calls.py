@@ -3,10 +3,11 @@
 import json
 import os
 import pickle
+import secrets
 import subprocess
 import sys
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,22 @@ import toolkit
 from tests import calls
 from tests.cluster import FakeKubernetes, Fault
 from tests.conftest import ROOT, Until
-from toolkit.executors.deliver import CHUNK, LIMIT, LONGEST, MARK, left_here, lines_of
-from toolkit.executors.in_pods import files_in
+from toolkit.executors import deliver, in_pods
+from toolkit.executors.deliver import CHUNK, LIMIT, LONGEST, MARK, left_here
 from toolkit.executors.payload import files_of
 from toolkit.launchers.k8s.submission import PAYLOAD_LIMIT, apart
 from toolkit.pods import FILE_MARK
+
+KEY = "ab" * 32
+
+
+def lines_of(name: str, content: bytes, room: int = LIMIT, *, key: str = KEY) -> Iterator[str]:
+    return deliver.lines_of(name, content, room, key=key)
+
+
+def files_in(lines: Iterable[str], key: str = KEY) -> dict[str, bytes]:
+    return in_pods.files_in(lines, key)
+
 
 NAMES = st.sampled_from(["outcome.json", "function/attempt-0/rank-1.pkl"])
 
@@ -64,6 +76,45 @@ def test_the_launcher_knows_the_mark_of_such_lines() -> None:
     assert FILE_MARK.startswith(MARK)
 
 
+@pytest.mark.parametrize("key", ["cd" * 32, ""])
+def test_what_a_rank_prints_is_never_taken_for_a_result(key: str) -> None:
+    """Such as a sample of the data, or the answer of a server, that holds such lines."""
+    name = "function/attempt-999/rank-0.pkl"
+    (true,) = lines_of(name, b"true")
+    (forged,) = lines_of(name, b"forged", key="cd" * 32)
+    code = true.rpartition(" ")[2]
+    hostile = [
+        forged,
+        f"{forged.rpartition(' ')[0]} {code}",
+        true.replace("rank-0", "rank-1"),
+        true.replace("1/1", "1/2"),
+        f"printed: {true}",
+        f"{true} and more",
+        f"{MARK} outcome.json 1/1 eA==",
+        f"{MARK} {name} 1/1 gASVBQAAAAAAAACMAWGULg==",
+        f"{MARK} outcome.json {'9' * 5000}/{'9' * 5000} eA== {code}",
+        f"{MARK} outcome.json 1/1 {'0' * 64} e== {code}",
+        f"{MARK} {name} too-large {'9' * 5000} {code}",
+    ]
+    assert files_in(hostile) == {}
+    assert files_in([*hostile, f"[pod] {true}", *hostile]) == {name: b"true"}
+    assert files_in([true], key) == {}
+
+
+@pytest.mark.parametrize("outcome", [b"x", b"[]", b"null", b"[" * 10**5, b'{"attempt": "x"}'])
+def test_an_outcome_that_is_none_weighs_nothing(outcome: bytes) -> None:
+    done = json.dumps({"status": "done", "attempt": 0, "restart": 0}).encode()
+    lines = [*lines_of("outcome.json", done), *lines_of("outcome.json", outcome)]
+    assert files_in(lines) == {"outcome.json": done}
+
+
+def test_parts_of_two_files_of_one_name_are_not_mixed() -> None:
+    name = "function/attempt-0/rank-0.pkl"
+    first, second = (list(lines_of(name, c * 2 * CHUNK)) for c in (b"a", b"b"))
+    assert files_in([first[0], second[1]]) == {}
+    assert files_in([first[0], second[1], first[1]]) == {name: b"a" * 2 * CHUNK}
+
+
 def leave(folder: Path, ranks: dict[int, str]) -> None:
     """Leave results of ranks as their hosts do."""
     attempt = folder / "function/attempt-0"
@@ -102,7 +153,10 @@ def test_a_pod_prints_no_more_than_its_node_keeps(tmp_path: Path) -> None:
     for name, mib in zip(names, (3, 2, 2, 1), strict=True):
         (tmp_path / name).write_bytes(b"x" * mib * 2**20)
     env = os.environ | {"TRAIN_RUN_DIR": str(tmp_path), "HOSTNAME": "pod"}
-    argv = [sys.executable, str(ROOT / "toolkit/executors/deliver.py")]
+    program = tmp_path / "deliver.py"
+    program.write_text((ROOT / "toolkit/executors/deliver.py").read_text())
+    (tmp_path / "call.json").write_text(json.dumps({"key": KEY}))
+    argv = [sys.executable, str(program)]
     printed = subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout
     assert len(printed) < 10 * 2**20
     found = files_in(printed.splitlines())
@@ -171,9 +225,10 @@ def pods(server: FakeKubernetes) -> list[str]:
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_call_of_just_the_limit_is_in_the_configmap_and_a_larger_one_on_the_claim(
-    server: FakeKubernetes, until: Until, more: int
+    server: FakeKubernetes, until: Until, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = executor(claim="runs")
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "ab" * count)
 
     def files(size: int) -> dict[str, bytes]:
         job = ours._job(ours.parameters, len)

@@ -7,6 +7,8 @@ ended. It imports nothing of the toolkit.
 from __future__ import annotations
 
 import base64
+import hashlib
+import hmac
 import json
 import os
 import sys
@@ -28,17 +30,31 @@ ECHO_WAIT_S = 5
 can take all others along, with their logs, and that shall be the cause's own."""
 
 
-def lines_of(name: str, content: bytes, room: int = LIMIT) -> Iterator[str]:
-    """Yield the lines that hold a file: its name, `PART/PARTS`, and the bytes in base 64.
+def lines_of(name: str, content: bytes, room: int = LIMIT, *, key: str) -> Iterator[str]:
+    """Yield the lines that hold a file: its name, `PART/PARTS`, its digest, the bytes in base 64.
 
-    Of a file larger than LIMIT or `room`, one line says how large it is.
+    Of a file larger than LIMIT or `room`, one line says how large it is. Last in each line stands
+    its code (HMAC-SHA256), by which it is told apart from what ranks print.
+
+    Args:
+        name: The file's.
+        content: Its bytes.
+        room: How many there is room for.
+        key: The run's, in hex; call.json has it.
     """
     if len(content) > min(LIMIT, room):
-        yield f"{MARK} {name} too-large {len(content)}"
+        yield _signed(f"{name} too-large {len(content)}", key)
         return
+    digest = hashlib.sha256(content).hexdigest()
     chunks = [content[at : at + CHUNK] for at in range(0, len(content), CHUNK)] or [b""]
     for number, chunk in enumerate(chunks, 1):
-        yield f"{MARK} {name} {number}/{len(chunks)} {base64.b64encode(chunk).decode()}"
+        part = base64.b64encode(chunk).decode()
+        yield _signed(f"{name} {number}/{len(chunks)} {digest} {part}", key)
+
+
+def _signed(said: str, key: str) -> str:
+    code = hmac.new(bytes.fromhex(key), said.encode(), hashlib.sha256).hexdigest()
+    return f"{MARK} {said} {code}"
 
 
 def left_here(run_dir: Path, host: str, attempt: int) -> Iterator[tuple[str, bytes]]:
@@ -71,9 +87,10 @@ def main() -> int:
     """Print them; then, since Kubernetes keeps the end of a log, once more what has failed."""
     attempt = int(os.environ.get("TRAIN_ATTEMPT") or 0)
     run_dir, host = Path(os.environ["TRAIN_RUN_DIR"]), os.environ["HOSTNAME"]
+    key = json.loads(Path(__file__).with_name("call.json").read_text(encoding="utf-8"))["key"]
     failures, room = [], POD_LIMIT
     for name, content in left_here(run_dir, host, attempt):
-        for line in lines_of(name, content, room):
+        for line in lines_of(name, content, room, key=key):
             print(line)
         room -= len(content) if len(content) <= min(LIMIT, room) else 0
         if name.endswith(".error.json"):

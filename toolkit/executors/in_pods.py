@@ -1,8 +1,6 @@
 """Calls on all ranks of a group of pods, on Kubernetes."""
 
-import base64
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,14 +9,15 @@ from typing import Any, TypeVar
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission, UncompletedJobError
 
+from toolkit import untrusted
 from toolkit.errors import LauncherError, PlanError, ProfileError
-from toolkit.executors.deliver import MARK
 from toolkit.executors.jobs import FunctionJob
 from toolkit.executors.payload import files_of
 from toolkit.executors.submitting import RunExecutor
 from toolkit.executors.worker import weight
 from toolkit.launchers.base import Run
 from toolkit.launchers.k8s import KubernetesLauncher, KubernetesRun, claim
+from toolkit.launchers.k8s.delivered import files_of_parts, parts_of
 from toolkit.launchers.k8s.submission import PAYLOAD_LIMIT, apart
 from toolkit.launchers.state import state_folder
 from toolkit.planning import plan
@@ -30,12 +29,8 @@ __all__ = ["KubernetesExecutor", "PodJob", "files_in"]
 
 R = TypeVar("R", covariant=True)
 
-_PART = re.compile(
-    rf"{MARK} (?P<name>[\w./-]+) (?:(?P<number>\d+)/(?P<count>\d+) (?P<chunk>[\w+/=]*)"
-    r"|too-large (?P<size>\d+))$"
-)
 _SIZE = ".size"
-_NAME = re.compile(r"outcome\.json|function/attempt-\d+/rank-\d+\.(?:pkl|error\.json)")
+_NAME = re.compile(r"outcome\.json|function/attempt-\d{1,6}/rank-\d{1,9}\.(?:pkl|error\.json)")
 
 
 class PodJob(FunctionJob[R]):
@@ -74,7 +69,7 @@ class PodJob(FunctionJob[R]):
     def _fetch(self) -> None:
         assert isinstance(self.run, KubernetesRun)
         with contextlib.suppress(LauncherError):  # asked again, and told at last as a missing file
-            write(files_in(self.run.delivered()), self._call.run_dir)
+            write(files_in(self.run.delivered(), self.run.key), self._call.run_dir)
 
     def _can_tell(self) -> bool:
         if not super()._can_tell():
@@ -151,43 +146,40 @@ class KubernetesExecutor(RunExecutor):
         return PodJob(run)
 
 
-def files_in(lines: Iterable[str]) -> dict[str, bytes]:
-    """Return the files that the lines of a log hold; of several outcomes, what weighs most.
+def files_in(lines: Iterable[str], key: str) -> dict[str, bytes]:
+    """Return the files that the pods of a run hand over; of several outcomes, what weighs most.
 
     Of a file that was too large for the log, the size, see `size_of`.
+
+    Args:
+        lines: Of the pods' logs; those that ranks print are passed over.
+        key: The run's.
     """
-    parts: dict[tuple[str, int], dict[int, bytes]] = {}
     found: dict[str, bytes] = {}
-    for line in lines:
-        if MARK not in line or (match := _PART.search(line)) is None:
-            continue
-        name = match["name"]
+    for name, content in files_of_parts(parts_of(lines, key)):
         if not _NAME.fullmatch(name):
             continue
-        if match["size"]:
-            found[f"{name}{_SIZE}"] = match["size"].encode()
-            continue
-        number, count = int(match["number"]), int(match["count"])
-        kept = parts.setdefault((name, count), {})
-        if number == 1:
-            kept.clear()  # an earlier start of the container may have left the same name
-        kept[number] = base64.b64decode(match["chunk"])
-        if len(kept) == count:
-            _keep(found, name, b"".join(kept[n] for n in sorted(kept)))
+        if isinstance(content, int):
+            found[f"{name}{_SIZE}"] = str(content).encode()
+        elif name != "outcome.json" or _weight(content) >= _weight(found.get(name, b"")):
+            found[name] = content
     return found
 
 
-def _keep(found: dict[str, bytes], name: str, content: bytes) -> None:
-    known = found.get(name) if name == "outcome.json" else None
-    if known is None or weight(json.loads(content)) >= weight(json.loads(known)):
-        found[name] = content
+def _weight(outcome: bytes) -> tuple[int, ...]:
+    """Return how much an outcome says; nothing weighs less than what is none."""
+    try:
+        found = weight(untrusted.mapping(untrusted.parse_json(outcome)))
+    except ValueError:
+        return ()
+    return found if all(isinstance(number, int) for number in found) else ()
 
 
 def size_of(path: Path) -> int:
     """Return the size of a file that was too large for a log; 0 where none is known."""
     try:
-        return int(path.with_name(f"{path.name}{_SIZE}").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return int(untrusted.read_text(path.with_name(f"{path.name}{_SIZE}"), limit=20))
+    except (OSError, ValueError):
         return 0
 
 

@@ -13,7 +13,9 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, Unc
 
 from toolkit.errors import LauncherError
 from toolkit.executors.payload import Call, Failure
+from toolkit.launchers import rundir
 from toolkit.launchers.base import Run, RunState, RunStatus
+from toolkit.launchers.shown import ShownRun
 from toolkit.runs import open_run
 
 __all__ = ["FunctionJob", "Inquiry", "attach"]
@@ -233,10 +235,22 @@ class FunctionJob(core.Job[R]):
         path = self._call.result(rank)
         _within(_FILES_WITHIN_S, lambda: self._is_here(path))
         try:
+            self._require_own(path)
             return pickle.loads(path.read_bytes())
-        except OSError as error:
+        except (OSError, LauncherError) as error:
             message = f"Job {self.job_id}: the result of rank {rank} cannot be read: {error}"
             raise UncompletedJobError(message) from error
+
+    def _require_own(self, path: Path) -> None:
+        """Make sure that nobody else can have written a result: unpickling it can do anything.
+
+        Raises:
+            LauncherError: somebody else can.
+        """
+        base = self._call.run_dir
+        inside = [folder for folder in path.parents if folder.is_relative_to(base)]
+        for part in (path, *inside):
+            rundir.require_own(part)
 
     def wait(self) -> None:
         """Return when the job has ended."""
@@ -302,6 +316,8 @@ def attach(run: str | Run) -> FunctionJob[Any]:
         LauncherError: it is no call of a function, or an array of them.
     """
     opened = open_run(run) if isinstance(run, str) else run
+    if isinstance(opened, ShownRun):
+        opened.refuse("give its results")
     if opened.points and Call.is_in(opened.points[0].run_dir):
         raise LauncherError(
             f"{opened.uri} is an array of {len(opened.points)} calls; name one, like "

@@ -5,6 +5,8 @@ docs/reference/run-directory.md tells what the files are; worker.py is the other
 
 import json
 import pickle
+import re
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,14 +15,18 @@ from typing import Any
 
 import cloudpickle
 
+from toolkit import untrusted
+from toolkit.errors import LauncherError
 from toolkit.fields import IN_RUN_DIR
 from toolkit.launchers import rundir
+from toolkit.launchers.run_logs import attempt_numbers
 from toolkit.spec import JobSpec
 
 __all__ = ["SCRIPT", "Call", "Failure", "files_of"]
 
 FOLDER = "function"
 _VERSION = 1
+_ERROR = re.compile(r"rank-[0-9]{1,9}\.error\.json", re.ASCII)
 
 SCRIPT = f"{IN_RUN_DIR}{FOLDER}/worker.py"
 """What torchrun starts."""
@@ -64,13 +70,15 @@ def files_of(
         delivered: Whether results must be printed, since nobody else sees the run directory.
     """
     need = job.resources
-    facts = {
+    facts: dict[str, Any] = {
         "version": _VERSION,
         "ranks": need.max_nodes * need.nproc_per_node,
         "gpus_per_node": need.gpus_per_node,
         "restarts": job.retries.in_job,
         "python": "{}.{}".format(*sys.version_info),
     }
+    if delivered:  # what tells its lines in a log from others
+        facts["key"] = secrets.token_hex(32)
     programs = ("worker.py", "deliver.py") if delivered else ("worker.py",)
     return {
         f"{FOLDER}/call.json": json.dumps(facts).encode(),
@@ -85,9 +93,15 @@ class Call:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.folder = run_dir / FOLDER
-        facts = json.loads((self.folder / "call.json").read_text(encoding="utf-8"))
-        self.ranks: int = facts["ranks"]
-        self._restarts: int = facts["restarts"]
+        try:
+            facts = untrusted.mapping(untrusted.read_json(self.folder / "call.json", below=run_dir))
+        except (OSError, ValueError) as error:
+            raise LauncherError(f"{self.folder / 'call.json'} cannot be read: {error}") from error
+        ranks, restarts = (untrusted.whole(facts.get(key)) for key in ("ranks", "restarts"))
+        if not ranks or restarts is None:
+            raise LauncherError(f"{self.folder / 'call.json'} does not tell of a call")
+        self.ranks: int = ranks
+        self._restarts: int = restarts
 
     @staticmethod
     def is_in(run_dir: Path | None) -> bool:
@@ -107,8 +121,7 @@ class Call:
     @property
     def attempt(self) -> int:
         """The newest attempt; 0 before the first."""
-        names = (path.name for path in self.run_dir.glob("logs/attempt-*"))
-        return max((int(name.removeprefix("attempt-")) for name in names), default=0)
+        return max(attempt_numbers(self.run_dir), default=0)
 
     def said(self) -> str:
         """Return what the newest attempt says of its end, `done` or `fatal`; "" while it may go on.
@@ -119,9 +132,10 @@ class Call:
         if outcome.get("attempt") != self.attempt:
             return ""
         status = outcome.get("status")
-        if status == "fatal" and outcome.get("restart", 0) < self._restarts:
+        restart = untrusted.whole(outcome.get("restart")) or 0
+        if status == "fatal" and restart < self._restarts:
             return ""
-        return status if status in ("done", "fatal") else ""
+        return str(status) if status in ("done", "fatal") else ""
 
     def result(self, rank: int) -> Path:
         """Return where a rank's result lies."""
@@ -130,7 +144,9 @@ class Call:
     def failures(self) -> list[Failure]:
         """Return why ranks of the newest attempt have failed, the cause first."""
         folder = self.folder / f"attempt-{self.attempt}"
-        found = [_failure(path) for path in folder.glob("rank-*.error.json")]
+        names = [entry.name for entry in untrusted.entries(folder, below=self.run_dir)]
+        paths = [folder / name for name in names if _ERROR.fullmatch(name)]
+        found = [failure for path in paths if (failure := _failure(path, self.run_dir))]
         return sorted(found, key=lambda failure: (failure.echo, failure.time))
 
     def streams(self, rank: int, name: str) -> list[Path]:
@@ -140,12 +156,20 @@ class Call:
         return [path for path in files if path.is_file()]
 
 
-def _failure(path: Path) -> Failure:
-    extra = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
+def _failure(path: Path, run_dir: Path) -> Failure | None:
+    """Return what a rank has left of its failure; None where that cannot be read."""
+    try:
+        said = untrusted.mapping(untrusted.read_json(path, below=run_dir))
+    except (OSError, ValueError):
+        return None
+    extra = untrusted.mapping(untrusted.mapping(said.get("message")).get("extraInfo"))
+    rank, time = untrusted.whole(extra.get("rank")), untrusted.finite(extra.get("time"))
+    if rank is None or time is None:
+        return None
     return Failure(
-        rank=extra["rank"],
-        host=extra["host"],
-        time=extra["time"],
-        echo=extra["echo"],
-        trace=extra["py_callstack"],
+        rank=rank,
+        host=str(extra.get("host") or ""),
+        time=time,
+        echo=extra.get("echo") is True,
+        trace=str(extra.get("py_callstack") or ""),
     )

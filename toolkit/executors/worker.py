@@ -364,6 +364,7 @@ def main() -> int:
     atexit._clear()  # what torchrun has registered is torchrun's
     for stream in (sys.stdout, sys.stderr):  # torchrun would pass on a line without its end
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    os.umask(os.umask(0o022) | 0o022)  # what is unpickled later is nobody else's to write
     notes = Notes(place := Place())
     stop = Stop(place, notes)
     tell_submitit(place)

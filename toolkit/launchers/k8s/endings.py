@@ -8,12 +8,12 @@ from toolkit.errors import LauncherError
 from toolkit.launchers.failures import Failure
 from toolkit.launchers.k8s.cluster import Cluster
 from toolkit.launchers.k8s.connection import Away
+from toolkit.launchers.k8s.delivered import is_delivery
 from toolkit.launchers.k8s.failing import Line, Printed, first_failure, of_conditions, seconds_of
 from toolkit.launchers.k8s.kinds import Kind, Object
 from toolkit.launchers.k8s.pod_log import STAMPED
 from toolkit.launchers.k8s.pod_reasons import attempt_of, disruption, newest_of, short_name
 from toolkit.launchers.k8s.watching import lines_of
-from toolkit.pods import FILE_MARK
 
 __all__ = ["failure_of"]
 
@@ -115,5 +115,5 @@ def _read(lines: Iterable[bytes]) -> Iterator[Line]:
             whole = datetime.fromisoformat(f"{match[1].decode()}+00:00").timestamp()
             time = whole + float(b"0." + (match[2] or b"0"))
             text = match[3]
-        if FILE_MARK not in (line := text.decode(errors="replace")):
+        if not is_delivery(line := text.decode(errors="replace")):
             yield time, line

@@ -9,8 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from toolkit.launchers.failures import STOPS
+from toolkit.launchers.k8s.delivered import is_delivery
 from toolkit.launchers.torchrun_log import last_trace, read_reports, report_texts
-from toolkit.pods import FILE_MARK
 
 __all__ = ["OF_RANK", "LastWords", "last_words"]
 
@@ -54,7 +54,7 @@ def last_words(message: str) -> LastWords:
     >>> str(last_words("[rank 3] ValueError: NaN\ntorchrun ended with 1; gives up: 42\n"))
     'rank 3: ValueError: NaN; torchrun ended with 1; gives up: 42'
     """
-    lines = [line for line in message.rstrip().splitlines() if FILE_MARK not in line]
+    lines = [line for line in message.rstrip().splitlines() if not is_delivery(line)]
     verdict = next((m[0] for line in reversed(lines) if (m := _OF_ENTRYPOINT.match(line))), "")
     by_rank: defaultdict[int, list[str]] = defaultdict(list)
     others = []

@@ -14,6 +14,7 @@ from toolkit.launchers.k8s import kept
 from toolkit.launchers.k8s.begun import cut_short
 from toolkit.launchers.k8s.cluster import Cluster, selector_of
 from toolkit.launchers.k8s.connection import Away
+from toolkit.launchers.k8s.delivered import is_delivery, key_of, part_of
 from toolkit.launchers.k8s.endings import failure_of
 from toolkit.launchers.k8s.kinds import Kind, Object, pods_of
 from toolkit.launchers.k8s.logs import Round, read_lines
@@ -23,7 +24,7 @@ from toolkit.launchers.k8s.states import judge, state_of
 from toolkit.launchers.k8s.watching import Watch
 from toolkit.launchers.metrics import read_metrics
 from toolkit.launchers.run_logs import LogView
-from toolkit.pods import FILE_MARK, RUN_LABEL
+from toolkit.pods import RUN_LABEL
 
 __all__ = ["KubernetesRun"]
 
@@ -219,7 +220,13 @@ class KubernetesRun(Run):
             raise LauncherError(
                 f"{self.uri}: nothing counts the attempts of a {self.kind.kind}; all are 0"
             )
-        return (line for line in self._read(view, on_status) if FILE_MARK not in line)
+        key = self.key
+        return (line for line in self._read(view, on_status) if part_of(line, key) is None)
+
+    @property
+    def key(self) -> str:
+        """What the lines are signed with by which its pods hand over files; empty for no call."""
+        return key_of(self.record.run_dir)
 
     def delivered(self) -> Iterator[str]:
         """Yield the lines in which the pods of a call hand over files.
@@ -229,7 +236,7 @@ class KubernetesRun(Run):
             LauncherError: the logs cannot be read.
         """
         lines = self._read(LogView(), lambda _: None)
-        return (line for line in lines if FILE_MARK in line)
+        return (line for line in lines if is_delivery(line))
 
     def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         found = self.cluster.get(self.kind, self.object_name)
