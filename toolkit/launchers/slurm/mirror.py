@@ -6,6 +6,8 @@ files stay where they are.
 
 import contextlib
 import fcntl
+import os
+import stat
 import threading
 import time
 import weakref
@@ -40,6 +42,9 @@ _OURS = tuple(
 write on the login node does not decide which secrets, paths and commands leave this machine."""
 
 _GROWING = ("--include=*/", "--include=*.log", "--include=*.jsonl", "--exclude=*")
+
+_WITHOUT_LINKS = ".without-links"
+"""Stands beside the mirrors once no link is left in them."""
 
 _PARTIAL = (0, 23, 24)
 """Exit statuses of rsync: all is there, or files went away or could not be read meanwhile."""
@@ -77,6 +82,7 @@ class Mirrors:
                 return
             began = time.time()
             with self._alone():
+                self._remove_links()
                 for parent, names in self._wanted().items():
                     self._bring(parent, names)
             self._as_of = began
@@ -96,6 +102,30 @@ class Mirrors:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    def _remove_links(self) -> None:
+        """Remove links, pipes and devices that an older version has brought; once for all mirrors.
+
+        rsync leaves them where the host still has them: it neither brings nor deletes them.
+
+        Raises:
+            LauncherError: one of them cannot be removed.
+        """
+        mark = self.folder / _WITHOUT_LINKS
+        if os.path.lexists(mark):
+            return
+        try:
+            for folder, names, files in os.walk(self.folder):
+                for path in (Path(folder, name) for name in (*names, *files)):
+                    mode = path.lstat().st_mode
+                    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                        path.unlink()
+            mark.touch()
+        except OSError as error:
+            raise LauncherError(
+                f"{error.filename}: a mirror holds a link that cannot be removed: "
+                f"{error.strerror}; remove {self.folder}, which is brought again"
+            ) from error
 
     def _wanted(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = defaultdict(list)
