@@ -6,7 +6,9 @@ a field that wants a string or a number refuses it with the reason, a field with
 own (a time) may take it.
 """
 
+import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,7 @@ __all__ = ["Ambiguous", "Document", "KeyPath", "read_document", "read_text", "wr
 KeyPath = tuple[str | int, ...]
 """Keys and list positions from the top of a document to a value."""
 
+_MAX_BYTES = 5_000_000
 _MAX_NODES = 100_000  # what aliases may expand to; a job file has dozens
 _MAX_DEPTH = 100  # libyaml composes by recursion and takes the process with it
 _MAX_DIGITS = 18  # what every reader holds in 64 bits; Go goes on in floating point
@@ -94,8 +97,8 @@ class Document:
 class _Reader:
     """One walk over the nodes of a document."""
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    def __init__(self, source: str, above: int) -> None:
+        self.source, self.above = source, above
         self.places: dict[KeyPath, str] = {}
         self.written: dict[KeyPath, str] = {}
         self.problems: list[Problem] = []
@@ -179,7 +182,7 @@ class _Reader:
         return value
 
     def _at(self, node: yaml.Node) -> str:
-        return place_of(self.source, node.start_mark.line)
+        return place_of(self.source, self.above + node.start_mark.line)
 
     def _refuse(self, node: yaml.Node, message: str) -> None:
         self.problems.append(Problem(place=self._at(node), message=message))
@@ -226,7 +229,7 @@ def _old_int(written: str) -> int:
     return int(written, 0)
 
 
-_streams: dict[Path, str] = {}
+_streams: dict[Path, bytes] = {}
 """What pipes have said: they say it once, and it is looked at more than once."""
 
 
@@ -234,37 +237,59 @@ def read_text(path: Path) -> str:
     """Return the file's text; `-` is standard input.
 
     Raises:
-        InputError: it is not there, not readable, or not UTF-8.
+        InputError: it is not there, not readable, not UTF-8, or too large for anything that a
+            person writes; then at most 5 MB of it are read.
     """
-    if path in _streams:
-        return _streams[path]
     try:
-        file = Path("/dev/stdin") if path == Path("-") else path
-        text = file.read_text(encoding="utf-8-sig")
-        if not file.is_file():
-            _streams[path] = text
-        return text
+        content = _streams[path] if path in _streams else _read(path)
+        if len(content) > _MAX_BYTES:
+            _fail(f"{path}", _too_large(None))
+        text = content.decode("utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
     except OSError as error:
         _fail(f"{path}", f"cannot be read: {error.strerror or error}")
     except UnicodeDecodeError as error:
         _fail(f"{path}", f"is not UTF-8 text (byte {error.start})")
 
 
-def read_document(text: str, source: str) -> Document:
+def _read(path: Path) -> bytes:
+    file = Path("/dev/stdin") if path == Path("-") else path
+    with file.open("rb") as opened:
+        found = os.fstat(opened.fileno())
+        regular = stat.S_ISREG(found.st_mode)
+        if regular and found.st_size > _MAX_BYTES:
+            _fail(f"{path}", _too_large(found.st_size))
+        content = opened.read(_MAX_BYTES + 1)
+    if not regular:
+        _streams[path] = content
+    return content
+
+
+def _too_large(size: int | None) -> str:
+    there = "no end in sight" if size is None else f"{size:,} bytes"
+    return f"has {there}, and at most {_MAX_BYTES:,} bytes are read; is that the right file?"
+
+
+def read_document(text: str, source: str, *, above: int = 0) -> Document:
     """Read YAML text; mistakes that leave something to read are kept as problems.
+
+    Args:
+        text: The document.
+        source: The file's name, for messages.
+        above: How many lines of the file stand above the text.
 
     Raises:
         InputError: the text is not YAML at all.
     """
     if found := _UNREADABLE.search(text):
-        place = place_of(source, text.count("\n", 0, found.start()))
+        place = place_of(source, above + text.count("\n", 0, found.start()))
         _fail(place, f"the character U+{ord(found[0]):04X}, which not every reader of YAML takes")
-    reader = _Reader(source)
+    reader = _Reader(source, above)
     try:
-        _refuse_depth(text, source)
+        _refuse_excess(text, source, above)
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        _fail(*_explain(error, text, source))
+        _fail(*_explain(error, text, source, above))
     data = None if node is None else reader.value(node, (), ())
     return Document(
         data=data,
@@ -297,20 +322,22 @@ def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 _Dumper.add_representer(str, _quoted)
 
 
-def _refuse_depth(text: str, source: str) -> None:
-    depth = 0
+def _refuse_excess(text: str, source: str, above: int) -> None:
+    """Refuse what would take all memory or libyaml's stack, before a tree is made of it."""
+    depth = values = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            mark = event.start_mark
-            line = None if mark is None else mark.line
-            _fail(place_of(source, line), f"more than {_MAX_DEPTH} levels")
+        values += isinstance(event, yaml.NodeEvent)
+        if depth > _MAX_DEPTH or values > 2 * _MAX_NODES:  # keys are none of the values
+            line = None if event.start_mark is None else above + event.start_mark.line
+            what = f"{_MAX_DEPTH} levels" if depth > _MAX_DEPTH else f"{_MAX_NODES} values"
+            _fail(place_of(source, line), f"more than {what}")
 
 
-def _explain(error: yaml.MarkedYAMLError, text: str, source: str) -> tuple[str, str]:
+def _explain(error: yaml.MarkedYAMLError, text: str, source: str, above: int) -> tuple[str, str]:
     mark = error.problem_mark or error.context_mark
-    place = place_of(source, None if mark is None else mark.line)
+    place = place_of(source, None if mark is None else above + mark.line)
     problem = error.problem or "cannot be read"
     if mark is not None and text[mark.index : mark.index + 1] == "\t":
         return place, "a tab; YAML is indented with spaces"

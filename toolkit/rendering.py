@@ -3,12 +3,17 @@
 Pure: the same plan gives the same bytes. Templates place values and decide nothing.
 """
 
+import contextlib
 import functools
 import re
 import shlex
+import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from jinja2 import (
     ChoiceLoader,
@@ -20,6 +25,7 @@ from jinja2 import (
     TemplateSyntaxError,
     UndefinedError,
 )
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import toolkit
@@ -44,6 +50,10 @@ _TEMPLATES: dict[type[LaunchPlan], str] = {
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ANSI_C = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "'": r"\'", "\\": r"\\"}
+
+_SECONDS = 5.0  # of a processor, for a template that somebody else may have written
+_MOST = 5_000_000  # characters of a template, of what is rendered, and entries of a value
+_MOST_BITS = 10_000
 
 _EXPANDED = re.compile(r"\$(?:[$(]|[^\x00-\x7f])")
 
@@ -160,10 +170,42 @@ def _render_yours(folder: Path, name: str, known: Mapping[str, object]) -> str:
             f"templates_dir {str(folder)!r} {what}; write that template, or leave the key out"
         )
     try:
-        return _environment(folder).get_template(name).render(known)
+        environment = _environment(folder)
+        with _limited(environment):
+            parts, size = [], 0
+            for part in environment.get_template(name).generate(known):
+                parts.append(part)
+                size += len(part)
+                if size > _MOST:
+                    raise RenderError(f"renders more than {_MOST:,} characters; is there a loop?")
+        return "".join(parts)
     except Exception as error:
         problem = Problem(place=_place(error, folder, name), message=_said(error, name, known))
         raise RenderError([problem]) from error
+
+
+@contextlib.contextmanager
+def _limited(environment: Environment) -> Iterator[None]:
+    """End templates that take too long, in whatever thread: each line of one looks at the clock.
+
+    A signal would reach the main thread only. A single filter runs to its end.
+    """
+    until = time.thread_time() + _SECONDS
+
+    def line(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.thread_time() > until:
+            raise RenderError(f"takes more than {_SECONDS:g} s; is there a loop that never ends?")
+        return line
+
+    def call(frame: FrameType, event: str, argument: Any) -> Any:
+        return line if frame.f_globals.get("environment") is environment else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
@@ -235,13 +277,41 @@ class _YourLoader(FileSystemLoader):
     def get_source(
         self, environment: Environment, template: str
     ) -> tuple[str, str, Callable[[], bool]]:
+        path = Path(self.searchpath[0], template)
+        if path.is_file() and path.stat().st_size > _MOST:
+            raise TemplateSyntaxError(f"has more than {_MOST:,} bytes", 1, template, str(path))
         try:
             return super().get_source(environment, template)
         except UnicodeDecodeError as error:
             line = error.object.count(b"\n", 0, error.start) + 1
             said = f"not UTF-8: byte 0x{error.object[error.start]:02x}"
-            path = str(Path(self.searchpath[0], template))
-            raise TemplateSyntaxError(said, line, template, path) from None
+            raise TemplateSyntaxError(said, line, template, str(path)) from None
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Where templates of a project's folder run, which may be a stranger's.
+
+    They fill in values, do nothing else, and make nothing that takes all memory at once.
+    """
+
+    intercepted_binops = frozenset({"*", "**", "+"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute what is of reasonable size."""
+        if _size(operator, left, right) > _MOST:
+            raise RenderError(f"a value of more than {_MOST:,} entries")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(operator: str, left: Any, right: Any) -> int:
+    """Return how many entries a result will have; of a number that is too large, too many."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * right}
+        return _MOST + 1 if bits.get(operator, 0) > _MOST_BITS else 0
+    one, other = (len(v) if hasattr(v, "__len__") else v for v in (left, right))
+    if not isinstance(one, int) or not isinstance(other, int):
+        return 0
+    return one * other if operator == "*" else one + other if operator == "+" else 0
 
 
 def _yaml(value: object, indent: int | None = None) -> str:
@@ -259,8 +329,7 @@ def _environment(folder: Path | None = None) -> Environment:
     """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
     ours = FileSystemLoader(_templates_folder())
     yours = [_YourLoader(folder), PrefixLoader({"toolkit": ours})] if folder else []
-    # Templates of a project's folder may be a stranger's: they fill in values, and do nothing else.
-    environment = (ImmutableSandboxedEnvironment if folder else Environment)(
+    environment = (_Sandbox if folder else Environment)(
         loader=ChoiceLoader([*yours, ours]),
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -185,18 +185,22 @@ Sequence = tuple[AndOr, ...]
 
 def joined(parts: Iterable[Part]) -> Iterator[Part]:
     """Join neighbours of literal text that stand on one line and are quoted alike."""
-    last: Part | None = None
+    like: list[Part] = []
+    ends = 0  # the line on which the last of them ends
     for part in parts:
-        if last is not None and _one_text(last, part):
-            last = replace(last, text=last.text + part.text)
-            continue
-        if last is not None:
-            yield last
-        last = part
-    if last is not None:
-        yield last
+        if like and not (_alike(like[0], part) and part.line == ends):
+            yield _one(like)
+            like = []
+        like.append(part)
+        ends = part.line + part.text.count("\n")
+    if like:
+        yield _one(like)
 
 
-def _one_text(one: Part, other: Part) -> bool:
-    alike = one.kind == other.kind == "text" and one.quoted == other.quoted
-    return alike and one.line + one.text.count("\n") == other.line
+def _alike(one: Part, other: Part) -> bool:
+    return one.kind == other.kind == "text" and one.quoted == other.quoted
+
+
+def _one(parts: list[Part]) -> Part:
+    # At once: a here-document has two parts per line.
+    return replace(parts[0], text="".join(p.text for p in parts)) if len(parts) > 1 else parts[0]

@@ -72,23 +72,28 @@ def _argument(word: str, line: int) -> Argument:
 
 def _words(row: str) -> Iterator[str]:
     """Split as sbatch does: with quotes, and backslashes in both kinds; `$` is a character."""
-    word, begun, quote, escaped = "", False, "", False
+    word, begun, quote, escaped = list[str](), False, "", False
     for char in row:
         if escaped:
-            word, escaped = word + char, False
+            word.append(char)
+            escaped = False
         elif char == "\\":
             begun = escaped = True
         elif quote:
-            quote, word = ("", word) if char == quote else (quote, word + char)
+            if char == quote:
+                quote = ""
+            else:
+                word.append(char)
         elif char in "\"'":
             begun, quote = True, char
         elif char.isspace():
             if begun:
-                yield word
-            word, begun = "", False
+                yield "".join(word)
+            word, begun = [], False
         elif char == "#" and not begun:
             return
         else:
-            word, begun = word + char, True
+            word.append(char)
+            begun = True
     if begun:
-        yield word
+        yield "".join(word)

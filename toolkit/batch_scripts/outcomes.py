@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 
 from toolkit.bash.syntax import AndOr, Command, Compound, Function, Node, Pipeline, Sequence, Word
 from toolkit.batch_scripts.calls import Call
@@ -12,6 +13,9 @@ __all__: list[str] = []
 
 _HARMLESS = frozenset({":", "true", "echo", "printf", "date", "sleep", "say", "log"})
 """Commands that succeed, whatever was before."""
+
+# So that the work grows with the script, no faster: a status is asked for close by.
+_MOST_WORK, _MOST_AFTER = 200, 500
 
 _ASKS = re.compile(r"\$\{?(\?|PIPESTATUS)")
 
@@ -28,7 +32,8 @@ def _masked(script: BatchScript) -> Iterator[Fault]:
     for run in script.walk.torchruns:
         if run.step is None and not run.call.captured:
             work[id(run.call.node)] = run.call
-    work = {key: call for key, call in work.items() if call.level == "batch"}
+    batch = ((key, call) for key, call in work.items() if call.level == "batch")
+    work = dict(islice(batch, _MOST_WORK))
     yield from _Flow(script, work).faults(script.commands, ends=True)
 
 
@@ -45,7 +50,7 @@ class _Flow:
             ends: Whether the status of its last command is that of the script, or is asked for.
         """
         for index, item in enumerate(commands):
-            after = commands[index + 1 :]
+            after = commands[index + 1 : index + 1 + _MOST_AFTER]
             for place, pipeline in enumerate(item.pipelines):
                 for call in self._in_pipeline(pipeline):
                     if item.background:

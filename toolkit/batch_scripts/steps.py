@@ -183,11 +183,12 @@ def _in_the_way(script: BatchScript, one: Step, other: Step) -> bool:
 )
 def _no_wait(script: BatchScript) -> Iterator[Fault]:
     calls = script.walk.calls
-    waits = [call.order for call in calls if call.name == "wait" and not call.background]
-    for step in script.walk.steps:
+    waits = (call.order for call in calls if call.name == "wait" and not call.background)
+    last = max(waits, default=-1)
+    for step in script.training:
         call = step.call
-        started = call.background and call.level == "batch" and step in script.training
-        if started and not call.function and not any(order > call.order for order in waits):
+        started = call.background and call.level == "batch"
+        if started and not call.function and last <= call.order:
             yield Fault(
                 line=step.line,
                 what="nothing waits for this srun, and Slurm kills it at the script's end",

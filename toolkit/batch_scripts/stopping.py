@@ -1,6 +1,7 @@
 """Rules about signals: who is warned before the end, and what becomes of the step."""
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from toolkit.batch_scripts.calls import Call, Trap
@@ -157,10 +158,11 @@ def _handlers_end(script: BatchScript, traps: list[Trap]) -> bool:
 def _sigterm(script: BatchScript) -> Iterator[Fault]:
     steps = {step.call.order for step in script.walk.steps if step.call.background}
     started: dict[str, int] = {}
+    background = [call.order for call in script.walk.calls if call.background]
     for setting in script.walk.settings:
         if [piece.name for piece in setting.value.pieces] == ["!"]:
-            before = [c.order for c in script.walk.calls[: setting.call.order] if c.background]
-            if before and before[-1] >= 0 and _begun(script, before[-1]) in steps:
+            before = bisect_left(background, setting.call.order)
+            if before and _begun(script, background[before - 1]) in steps:
                 started[setting.name] = setting.call.order
     last = max(steps, default=None)
     for call in script.walk.calls:

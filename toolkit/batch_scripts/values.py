@@ -16,6 +16,7 @@ _MARK, _END = "\ue000", "\ue001"  # around what the outer shell has expanded alr
 _HIDDEN = 0xE100  # which stands there in characters that mean nothing to bash
 _DEEPEST = 20
 _MOST_PIECES = 200
+_MOST_NAMES = 2000  # a subshell copies them all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ class Values:
             items = tuple(a for word in assignment.items for a in self.arguments(word))
             whole = (*(self.arrays.get(name, ()) if assignment.added else ()), *items)
             self.forget(name)
-            if len(whole) <= _MOST_PIECES:
+            if len(whole) <= _MOST_PIECES and len(self.arrays) < _MOST_NAMES:
                 self.arrays[name] = whole
             blank = Piece(text=" ", line=assignment.line)
             pieces = tuple(p for item in items for p in (*item.pieces, blank))
@@ -123,7 +124,8 @@ class Values:
         self.forget(name)
         pieces = (*before, *value.pieces)
         # A process is known by its variable; what grows without end is no option of anybody.
-        if [piece.name for piece in pieces] != ["!"] and len(pieces) <= _MOST_PIECES:
+        known = [piece.name for piece in pieces] != ["!"] and len(pieces) <= _MOST_PIECES
+        if known and len(self.scalars) < _MOST_NAMES:
             self.scalars[name] = pieces
         return value
 

@@ -37,6 +37,7 @@ _PRINTS = ("echo", "printf")
 _PYTHON = re.compile(r"python[0-9.]*")
 _RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _DEEPEST = 8
+_MOST_WORDS = 1000  # before the program that a command starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +224,7 @@ class _Walker:
         asks = words[0] == "command" and words[1:] in (["-v"], ["-V"])
         if asks or PurePath(words[0]).name in QUIET:
             return
-        for index, argument in enumerate(arguments):
+        for index, argument in enumerate(arguments[:_MOST_WORDS]):
             name, rest = PurePath(argument.text).name, arguments[index + 1 :]
             if name in REMOTE:
                 place = replace(place, remote=name, level="task")

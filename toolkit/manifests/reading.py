@@ -37,9 +37,9 @@ def read_manifests(text: str, source: str, *, pod_security: str | None = None) -
     """
     found: list[Manifest] = []
     problems: list[Problem] = []
-    for part in _parts(text):
+    for above, part in _parts(text):
         try:
-            document = read_document(part, source)
+            document = read_document(part, source, above=above)
         except InputError as error:
             problems += error.problems
             continue
@@ -58,15 +58,15 @@ def read_manifests(text: str, source: str, *, pod_security: str | None = None) -
     return Stream(manifests=tuple(numbered), pod_security=pod_security)
 
 
-def _parts(text: str) -> Iterator[str]:
-    """Yield the documents of a stream, each below as many empty lines as stand above it."""
+def _parts(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the documents of a stream, each with the number of lines above it."""
     starts = [match.start() for match in _MARK.finditer(text) if match[1] == "---"]
     bounds = [0, *starts, len(text)]
     above = 0
     for start, end in itertools.pairwise(bounds):
         part = text[start:end]
         if not all(map(_is_silent, part.splitlines())):
-            yield "\n" * above + part
+            yield above, part
         above += part.count("\n")
 
 
@@ -76,9 +76,9 @@ def _is_silent(row: str) -> bool:
 
 def _objects(data: Any, document: Document, problems: list[Problem]) -> Iterator[Manifest]:
     """Yield the objects of a document."""
-    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), data)]
+    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), data)]  # the last is the next
     while waiting:
-        path, value = waiting.pop(0)
+        path, value = waiting.pop()
         if not isinstance(value, Mapping):
             what = "is no object; write apiVersion, kind and metadata"
             problems.append(Problem(place=document.place(path), message=what))
@@ -89,8 +89,8 @@ def _objects(data: Any, document: Document, problems: list[Problem]) -> Iterator
             problems.append(Problem(place=document.place(path), message=what))
         elif value["kind"] == "List" or isinstance(value.get("items"), tuple):
             items = value.get("items")
-            listed = enumerate(items if isinstance(items, tuple) else ())
-            waiting[:0] = [((*path, "items", index), one) for index, one in listed]
+            listed = [*enumerate(items if isinstance(items, tuple) else ())]
+            waiting += [((*path, "items", index), one) for index, one in reversed(listed)]
         else:
             yield Manifest(data=value, document=document, path=path)
 

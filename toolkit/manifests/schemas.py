@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from toolkit.documents import read_text
 from toolkit.errors import InputError, Problem
 from toolkit.manifests.registry import Fault
 from toolkit.manifests.views import Stream, View
@@ -77,9 +78,9 @@ def read_schemas(folder: Path) -> Schemas:
     objects: list[Any] = []
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".yaml", ".yml", ".json")):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
             found = [json.loads(text)] if path.suffix == ".json" else _documents(text)
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
             words = " ".join(str(error).split())
             raise InputError([Problem(place=str(path), message=f"not YAML: {words}")]) from error
         objects += found
@@ -97,13 +98,13 @@ def _documents(text: str) -> list[Any]:
 def schemas_of(objects: Iterable[Any]) -> Schemas:
     """Return the schemas among objects: CustomResourceDefinitions, and lists of them."""
     served: dict[tuple[str, str, str], _Schema] = {}
-    waiting = list(objects)
+    waiting = [*objects][::-1]
     while waiting:
-        one = waiting.pop(0)
+        one = waiting.pop()
         if not isinstance(one, Mapping):
             continue
         if isinstance(one.get("items"), list):
-            waiting[:0] = one["items"]
+            waiting += reversed(one["items"])
         spec = one.get("spec")
         if one.get("kind") != "CustomResourceDefinition" or not isinstance(spec, Mapping):
             continue
