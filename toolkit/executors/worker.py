@@ -120,8 +120,7 @@ class Notes:
     def _said(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
             found = json.loads((self._place.run_dir / "outcome.json").read_text(encoding="utf-8"))
-            if isinstance(found, dict):
-                return found
+            return found if isinstance(found, dict) else {}
         return {}
 
     def peer_has_failed(self) -> bool:

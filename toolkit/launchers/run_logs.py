@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
 
 from toolkit import untrusted
 from toolkit.errors import InputError, LauncherError, Problem
@@ -117,14 +116,6 @@ class Span:
 
     below: Path | None = None
     """The folder from which on no part of the path may be a link; None for the file alone."""
-
-    def open(self) -> BinaryIO:
-        """Open the file.
-
-        Raises:
-            OSError: it is not there, not to be read, or no regular file.
-        """
-        return untrusted.open_untrusted(self.path, below=self.below)
 
 
 @dataclass(kw_only=True)
