@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from toolkit.errors import LauncherError
+from toolkit.launchers.k8s import shapes
 from toolkit.launchers.k8s.connection import Conflict, Connection, Missing, NotServed
 from toolkit.launchers.k8s.kinds import KINDS, Kind, Object, Place
 from toolkit.launchers.k8s.pod_reasons import index_of
@@ -54,22 +56,25 @@ class Cluster:
             LauncherError: the server refused; its words are in the message.
         """
         query = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
-        found: dict[str, Any] = self.connection.ask(
-            "PATCH",
-            place.path(body["metadata"].get("namespace", self.namespace), body["metadata"]["name"]),
-            query=query | ({"dryRun": "All", "force": "true"} if dry_run else {}),
-            body=body,
-            content_type="application/apply-patch+yaml",
+        return shapes.one(
+            self.connection.ask(
+                "PATCH",
+                place.path(
+                    body["metadata"].get("namespace", self.namespace), body["metadata"]["name"]
+                ),
+                query=query | ({"dryRun": "All", "force": "true"} if dry_run else {}),
+                body=body,
+                content_type="application/apply-patch+yaml",
+            )
         )
-        return found
 
     def get(self, place: Place, name: str) -> dict[str, Any] | None:
         """Return an object, or None where there is none."""
         try:
-            found: dict[str, Any] = self.connection.ask("GET", place.path(self.namespace, name))
+            found = self.connection.ask("GET", place.path(self.namespace, name))
         except Missing:
             return None
-        return found
+        return shapes.one(found)
 
     def delete(self, place: Place, found: Object, *, changed: bool = False) -> bool:
         """Delete an object as it was read; its pods get their grace.
@@ -83,9 +88,13 @@ class Cluster:
             Whether it is done; False where the object has changed, so that it must be read again.
         """
         metadata = found["metadata"]
-        wanted = {"uid": metadata["uid"]}
-        if not changed:
-            wanted["resourceVersion"] = metadata["resourceVersion"]
+        kept = ("uid",) if changed else ("uid", "resourceVersion")
+        if missing := [key for key in kept if key not in metadata]:
+            raise LauncherError(
+                f"{metadata['name']} is not deleted: the API server does not tell its "
+                f"{' and '.join(missing)}"
+            )
+        wanted = {key: metadata[key] for key in kept}
         # Foreground: the object stays until the pods have ended, so that all can see it stop.
         body = {
             "apiVersion": "v1",
@@ -104,24 +113,21 @@ class Cluster:
 
     def objects(self, kind: Kind, selector: str) -> tuple[list[dict[str, Any]], str]:
         """Return the objects that a selector of labels picks, and the version of the list."""
-        found = self._list(kind, {"labelSelector": selector})
-        return list(found["items"]), str(found["metadata"].get("resourceVersion") or "")
+        return self._list(kind, {"labelSelector": selector})
 
     def pods(self, selector: str) -> list[dict[str, Any]]:
         """Return the pods that a selector picks, by their index."""
-        found = self._list(PODS, {"labelSelector": selector})
-        return sorted(found["items"], key=index_of)
+        return sorted(self._list(PODS, {"labelSelector": selector})[0], key=index_of)
 
     def jobs_of(self, runs: Collection[str]) -> list[dict[str, Any]]:
         """Return the Jobs between JobSets and their pods."""
         selector = selector_of("jobset.sigs.k8s.io/jobset-name", runs)
-        return list(self._list(KINDS["Job"], {"labelSelector": selector})["items"])
+        return self._list(KINDS["Job"], {"labelSelector": selector})[0]
 
     def warnings(self, name: str = "") -> list[dict[str, Any]]:
         """Return the warning events about an object, or all of the namespace, oldest first."""
         selector = "type=Warning" + (name and f",involvedObject.name={name}")
-        found = self._list(EVENTS, {"fieldSelector": selector})
-        return sorted(found["items"], key=_when)
+        return sorted(self._list(EVENTS, {"fieldSelector": selector})[0], key=_when)
 
     def queued(self) -> list[dict[str, Any]]:
         """Return Kueue's Workloads of the namespace; none where there is no Kueue."""
@@ -129,7 +135,7 @@ class Cluster:
             version = _QUEUE_VERSIONS[self._queue_version]
             place = Place(api_version=version, plural="workloads", kind="Workload")
             with contextlib.suppress(NotServed):
-                return list(self._list(place, {})["items"])
+                return self._list(place, {})[0]
             self._queue_version += 1
         return []
 
@@ -150,7 +156,10 @@ class Cluster:
 
     def groups(self) -> set[str]:
         """Return the API groups that the cluster has."""
-        return {str(group["name"]) for group in self.connection.ask("GET", "/apis")["groups"]}
+        answer = self.connection.ask("GET", "/apis")
+        groups = answer.get("groups") if isinstance(answer, dict) else None
+        named = groups if isinstance(groups, list) else []
+        return {str(group.get("name")) for group in named if isinstance(group, dict)}
 
     def log(
         self, pod: str, container: str, *, previous: bool, follow: bool, most: int | None = None
@@ -176,9 +185,8 @@ class Cluster:
         query["follow"] = "true"
         return self.connection.open("GET", path, query=query, timeout_s=_LOG_TIMEOUT_S)
 
-    def _list(self, place: Place, query: Mapping[str, str]) -> dict[str, Any]:
-        found: dict[str, Any] = self.connection.ask("GET", place.path(self.namespace), query=query)
-        return found
+    def _list(self, place: Place, query: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
+        return shapes.listed(self.connection.ask("GET", place.path(self.namespace), query=query))
 
 
 def selector_of(label: str, names: Collection[str]) -> str:

@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 
 import yaml
 
+from toolkit import untrusted
 from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.profile import KubernetesProfile
 
@@ -29,6 +30,15 @@ TIMEOUT_S = (5.0, 60.0)
 
 LONGEST_PAUSE_S = 30.0
 """The longest wait that a server is granted, whatever its Retry-After says."""
+
+BODY_BYTES = 256 << 20
+"""How large an answer may be: a list of ten thousand pods."""
+
+BODY_S = 300.0
+"""How long an answer may take to come."""
+
+_WORDS_BYTES = 1 << 20
+"""How much a refusal may say."""
 
 _READ_ATTEMPTS = 4
 
@@ -138,8 +148,8 @@ class Connection:
                 with self.open(
                     method, path, query=query, body=body, content_type=content_type
                 ) as answer:
-                    text = answer.data
-                return json.loads(text)
+                    text = body_of(answer)
+                return untrusted.parse_json(text)
             except ValueError as error:
                 host = self._client().configuration.host
                 raise LauncherError(
@@ -173,7 +183,8 @@ class Connection:
             response = self._send(method, path, query, body, content_type, timeout_s)
             try:
                 if response.status >= 400:
-                    raise refusal(response.status, response.data, response.headers)
+                    words = body_of(response, limit=_WORDS_BYTES)
+                    raise refusal(response.status, words, response.headers)
                 yield response
             finally:
                 response.close()
@@ -292,12 +303,30 @@ class Connection:
         return client, config, exceptions
 
 
+def body_of(response: Any, *, limit: int = BODY_BYTES) -> bytes:
+    """Return all that a server answers, unpacked.
+
+    Raises:
+        LauncherError: it is more than the limit.
+        Away: it has not come within `BODY_S`: a server may send a byte now and then.
+    """
+    parts, size, until = [], 0, time.monotonic() + BODY_S
+    for part in response.stream(1 << 16, decode_content=True):
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise LauncherError(f"the Kubernetes API server answers more than {limit:,} bytes")
+        if time.monotonic() > until:
+            raise Away(f"the Kubernetes API server has not answered within {BODY_S:g} s")
+    return b"".join(parts)
+
+
 def refusal(status: int, content: bytes, headers: Mapping[str, str]) -> LauncherError:
     """Return the exception for an answer that is no success."""
     text = content.decode(errors="replace").strip()
     try:
-        words, told = str(json.loads(text)["message"]), True
-    except (KeyError, TypeError, ValueError):
+        words, told = str(untrusted.mapping(untrusted.parse_json(text))["message"]), True
+    except (KeyError, ValueError):
         words, told = text or f"HTTP status {status}", False
     # A Status object says which object is missing; what is not served is refused by the router.
     if status == 404 and (not told or words.startswith("the server could not find the requested")):
@@ -307,7 +336,8 @@ def refusal(status: int, content: bytes, headers: Mapping[str, str]) -> Launcher
     if status == 429 or status >= 500:
         wait_s = None
         with contextlib.suppress(KeyError, ValueError):
-            wait_s = float(headers["Retry-After"])
+            asked = untrusted.finite(float(headers["Retry-After"]))
+            wait_s = asked if asked is not None and asked >= 0 else None
         return Away(f"the Kubernetes API server cannot answer: {words}", retry_after_s=wait_s)
     kind = {403: Denied, 404: Missing, 409: Conflict, 410: Expired}.get(status, LauncherError)
     if status == 400 and _NO_LOG.search(words):

@@ -314,7 +314,7 @@ def _signal(number: int) -> str:
 def _seconds(stamp: object) -> float:
     try:
         return datetime.fromisoformat(str(stamp)).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError, OSError):
         return 0.0
 
 

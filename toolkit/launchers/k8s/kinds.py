@@ -150,14 +150,15 @@ KINDS: Mapping[Workload, Kind] = {
 
 def pods_of(kind: Kind, found: Object) -> int:
     """Return how many pods an object has at a time."""
-    spec = found["spec"]
+    spec = found.get("spec") or {}
     match kind.kind:
         case "PyTorchJob":
-            return sum(int(r.get("replicas") or 1) for r in spec["pytorchReplicaSpecs"].values())
+            replicas = spec.get("pytorchReplicaSpecs") or {}
+            return sum(int(r.get("replicas") or 1) for r in replicas.values())
         case "TrainJob":
             return int((spec.get("trainer") or {}).get("numNodes") or 1)
         case "JobSet":
-            jobs = spec["replicatedJobs"]
+            jobs = spec.get("replicatedJobs") or ()
             return sum(int(job["template"]["spec"].get("parallelism") or 1) for job in jobs)
     return int(spec.get("parallelism") or 1)
 

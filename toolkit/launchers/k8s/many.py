@@ -85,7 +85,7 @@ def evidence_of(
     pods: defaultdict[str, list[Object]] = defaultdict(list)
     if asked:
         for pod in _allowed(lambda: cluster.pods(selector_of(RUN_LABEL, asked))):
-            pods[str(pod["metadata"]["labels"].get(RUN_LABEL))].append(pod)
+            pods[str((pod["metadata"].get("labels") or {}).get(RUN_LABEL))].append(pod)
     stuck = {n: stuck_objects(kind, objects[n], pods.get(n, ())) for n in asked}
     failed = [n for n in asked if states[n] is RunState.FAILED]
     queued: list[Object] = []
@@ -114,7 +114,8 @@ def _events(cluster: Cluster, names: Collection[str]) -> dict[str, list[Object]]
             found[name] = list(_allowed(partial(cluster.warnings, name)))
         return found
     for event in _allowed(cluster.warnings):
-        found.setdefault(str(event["involvedObject"].get("name")), []).append(event)
+        about = event.get("involvedObject") or {}
+        found.setdefault(str(about.get("name")), []).append(event)
     return found
 
 

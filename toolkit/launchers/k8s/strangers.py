@@ -79,4 +79,7 @@ def run_in_cluster(
 
 
 def _created(found: Object) -> float:
-    return datetime.fromisoformat(str(found["metadata"]["creationTimestamp"])).timestamp()
+    try:
+        return datetime.fromisoformat(str(found["metadata"].get("creationTimestamp"))).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return 0.0

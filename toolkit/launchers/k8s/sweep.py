@@ -137,7 +137,7 @@ class KubernetesPoint(KubernetesRun):
 
 
 def _run_of(pod: Object) -> str:
-    return str(pod["metadata"]["labels"].get(RUN_LABEL))
+    return str((pod["metadata"].get("labels") or {}).get(RUN_LABEL))
 
 
 def opened(

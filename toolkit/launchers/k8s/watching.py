@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit import untrusted
 from toolkit.errors import LauncherError
 from toolkit.launchers.base import RunState
+from toolkit.launchers.k8s import shapes
 from toolkit.launchers.k8s.cluster import Cluster
 from toolkit.launchers.k8s.connection import LONGEST_PAUSE_S, Away, Expired, refusal
 from toolkit.launchers.k8s.kinds import Kind, Object
@@ -22,6 +24,7 @@ from toolkit.launchers.k8s.states import digest, state_of
 __all__ = ["Change", "Watch", "lines_of", "watch_states"]
 
 _FIRST_PAUSE_S = 0.5
+_LINE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,15 +155,17 @@ class Watch:
                 return  # who closed it may have come too early for this response
             self._note(None)
             for line in lines_of(self._response):
-                event = json.loads(line)
-                thing = event["object"]
-                if event["type"] == "ERROR":
-                    raise refusal(int(thing.get("code") or 500), json.dumps(thing).encode(), {})
-                self._version = thing["metadata"]["resourceVersion"]
-                if event["type"] == "BOOKMARK":
+                kind, thing = _event_of(line)
+                if kind == "ERROR":
+                    code = untrusted.whole(thing.get("code"), least=400, most=599)
+                    raise refusal(code or 500, json.dumps(thing).encode(), {})
+                metadata = untrusted.mapping(thing.get("metadata"))
+                self._version = str(metadata.get("resourceVersion") or "")
+                if kind == "BOOKMARK":
                     continue
+                thing = shapes.one(thing)
                 name = str(thing["metadata"]["name"])
-                gone = event["type"] == "DELETED"
+                gone = kind == "DELETED"
                 with self._changed:
                     if gone:
                         self.objects.pop(name, None)
@@ -195,11 +200,28 @@ def watch_states(cluster: Cluster, kind: Kind, selector: str) -> Iterator[Change
         watch.close()
 
 
+def _event_of(line: bytes) -> tuple[str, dict[str, Any]]:
+    """Return the type of a watch's event, and its object.
+
+    Raises:
+        LauncherError: the line tells of no event.
+    """
+    try:
+        event = untrusted.mapping(untrusted.parse_json(line))
+    except ValueError:
+        event = {}
+    if not isinstance(event.get("object"), dict):
+        raise LauncherError("the API server's watch has sent what is no event")
+    return str(event.get("type")), event["object"]
+
+
 def lines_of(response: Any) -> Iterator[bytes]:
     """Yield the lines of a response as they come."""
     rest = b""
     for chunk in response.stream(amt=None, decode_content=False):
         *whole, rest = (rest + chunk).split(b"\n")
         yield from whole
+        if len(rest) > _LINE_BYTES:
+            raise LauncherError("the API server sends a line without an end")
     if rest:
         yield rest

@@ -1,0 +1,157 @@
+"""What is read of an answer of the API server, and of which type it has to be.
+
+An answer may come from a proxy, a broken aggregated API, or a server that somebody else has set up.
+What is not of its type is left out, as if the server had not said it; an answer of which nothing
+is left that is needed is refused.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit.errors import LauncherError
+
+__all__ = ["listed", "one"]
+
+ANY = "*"
+"""The form of each value of a mapping whose keys are names."""
+
+_CONDITION = {
+    "type!": str,
+    "status": str,
+    "reason": str,
+    "message": str,
+    "lastTransitionTime": str,
+}
+_ENDED = {
+    "exitCode": int,
+    "reason": str,
+    "message": str,
+    "finishedAt": str,
+    "containerID": str,
+}
+_STATE = {
+    "waiting": {"reason": str, "message": str},
+    "running": {"startedAt": str},
+    "terminated": _ENDED,
+}
+_CONTAINER = {"name": str, "containerID": str, "state": _STATE, "lastState": _STATE}
+_COUNTS = {"ready": int, "succeeded": int, "failed": int, "active": int}
+
+_OBJECT: dict[str, Any] = {
+    "kind": str,
+    "apiVersion": str,
+    "metadata!": {
+        "name!": str,
+        "uid": str,
+        "resourceVersion": str,
+        "creationTimestamp": str,
+        "deletionTimestamp": str,
+        "labels": {ANY: str},
+        "annotations": {ANY: str},
+        "ownerReferences": [{"uid": str, "name": str, "kind": str}],
+    },
+    "spec": {
+        "suspend": bool,
+        "active": bool,
+        "parallelism": int,
+        "pytorchReplicaSpecs": {ANY: {"replicas": int}},
+        "trainer": {"numNodes": int},
+        "replicatedJobs": [{"template!": {"spec!": {"parallelism": int}}}],
+    },
+    "status": {
+        "phase": str,
+        "reason": str,
+        "message": str,
+        "restarts": int,
+        **_COUNTS,
+        "conditions": [_CONDITION],
+        "containerStatuses": [_CONTAINER],
+        "initContainerStatuses": [_CONTAINER],
+        "replicatedJobsStatus": [{"name": str, **_COUNTS}],
+        "jobsStatus": [{"name": str, **_COUNTS}],
+        "replicaStatuses": {ANY: _COUNTS},
+    },
+    # Of an event.
+    "involvedObject": {"name": str, "kind": str, "uid": str},
+    "type": str,
+    "reason": str,
+    "message": str,
+    "lastTimestamp": str,
+    "eventTime": str,
+}
+
+
+class _Misfit(Exception):
+    """A value is of another type than it has to be."""
+
+
+def one(answer: Any) -> dict[str, Any]:
+    """Return an object.
+
+    Raises:
+        LauncherError: the answer is none.
+    """
+    try:
+        found: dict[str, Any] = _fitted(answer, _OBJECT)
+    except _Misfit:
+        raise LauncherError(
+            "the API server has answered with what is no object of Kubernetes: "
+            f"{type(answer).__name__}"
+        ) from None
+    return found
+
+
+def listed(answer: Any) -> tuple[list[dict[str, Any]], str]:
+    """Return the objects of a list, and its version.
+
+    Raises:
+        LauncherError: the answer is no list, or holds what is no object.
+    """
+    items = answer.get("items") if isinstance(answer, dict) else None
+    if not isinstance(items, list):
+        raise LauncherError("the API server has answered with what is no list of objects")
+    metadata = answer.get("metadata")
+    version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
+    return [one(item) for item in items], version if isinstance(version, str) else ""
+
+
+def _fitted(value: Any, form: Any) -> Any:
+    """Return a value without what does not have the form.
+
+    Raises:
+        _Misfit: nothing of the value has it.
+    """
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            raise _Misfit
+        return dict(_entries(value, form))
+    if isinstance(form, list):
+        if not isinstance(value, list):
+            raise _Misfit
+        return list(_items(value, form[0]))
+    if not isinstance(value, form) or (form is int and isinstance(value, bool)):
+        raise _Misfit
+    return value
+
+
+def _entries(value: Mapping[str, Any], form: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if any(name.endswith("!") and name[:-1] not in value for name in form):
+        raise _Misfit
+    for key, inner in value.items():
+        wanted = form.get(f"{key}!", form.get(key, form.get(ANY)))
+        if wanted is None:
+            yield key, inner
+            continue
+        try:
+            yield key, _fitted(inner, wanted)
+        except _Misfit:
+            if f"{key}!" in form:
+                raise
+
+
+def _items(values: list[Any], form: Any) -> Iterator[Any]:
+    for value in values:
+        try:
+            yield _fitted(value, form)
+        except _Misfit:
+            continue
