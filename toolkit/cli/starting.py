@@ -29,7 +29,11 @@ __all__ = ["render", "resubmit", "run_here", "submit"]
 @TO
 def render(job: Path, overrides: tuple[str, ...], to: str) -> None:
     """Print the script or manifest, whole, and do nothing."""
-    made = toolkit.plan(toolkit.load(job, overrides), toolkit.load_profile(to))
+    from toolkit.checks import placed
+
+    spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
+    with placed(job, overrides):
+        made = toolkit.plan(spec, profile)
     click.echo(toolkit.render(made), nl=False)
 
 
@@ -54,8 +58,11 @@ def submit(
     follow: bool,
 ) -> None:
     """Start a new run, or all points of a sweep, and print its URI."""
+    from toolkit.checks import placed
+
     spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
-    note(toolkit.plan(spec, profile).notes)
+    with placed(job, overrides):
+        note(toolkit.plan(spec, profile).notes)
     run = toolkit.submit(spec, to=profile, after=after, chain=chain)
     click.echo(run.uri)
     if follow:
@@ -84,12 +91,14 @@ def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
 @click.option("--to", default="local", metavar="PROFILE", help="A profile of this machine.")
 def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
     """Run on this machine, in the foreground; Ctrl-C stops it with a checkpoint."""
+    from toolkit.checks import placed
     from toolkit.launchers.local import LocalLauncher
 
     spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
     if not isinstance(profile, toolkit.LocalProfile):
         raise InputError(f"profile {to!r} is not of this machine; use `toolkit submit --to {to}`")
-    made = toolkit.plan(spec, profile)
+    with placed(job, overrides):
+        made = toolkit.plan(spec, profile)
     run = LocalLauncher(profile, tied=True).submit(made)
     with signals_cancel(run):
         click.echo(f"{run.uri}: run directory {run.run_dir}", err=True)
