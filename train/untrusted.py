@@ -93,7 +93,7 @@ def read_lines(path: Path) -> Iterator[dict[str, object]]:
     """
     try:
         handle = open_file(path)
-    except (FileNotFoundError, Refused):
+    except (FileNotFoundError, NotADirectoryError, Refused):
         return
     with os.fdopen(handle, "rb") as file:
         while file.tell() < _LINES_BYTES and (line := file.readline(_LINE_BYTES)):

@@ -4,6 +4,7 @@ An input is drawn by its number alone, so that a failure comes again: `seed=…`
 """
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -103,7 +104,7 @@ def mutated(rng: random.Random, value: Any) -> Any:
         at = rng.choice(list(_places(made)))
         if not at:
             if rng.random() < 0.05:
-                made = rng.choice(ODD)
+                made = copy.deepcopy(rng.choice(ODD))
             continue
         holder = made
         for key in at[:-1]:
@@ -119,7 +120,7 @@ def mutated(rng: random.Random, value: Any) -> Any:
             case 3 if isinstance(holder, list):
                 holder.insert(0, holder[key])
             case _:
-                holder[key] = rng.choice(ODD)
+                holder[key] = copy.deepcopy(rng.choice(ODD))
         if not isinstance(made, dict | list):
             return made
     return made
