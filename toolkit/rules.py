@@ -230,8 +230,8 @@ JOB_RULES = (
     ),
     Rule(
         id="secret-overwritten",
-        finds="a secret with the name of a variable of the rendered script",
-        reason="The script would overwrite it.",
+        finds="a secret whose name is in small letters, or is one of the shell's",
+        reason="The rendered script would overwrite it, or go by it.",
         fix="use capital letters",
     ),
 )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import toolkit
+from tests import fake_slurm
 from tests.conftest import TOOLKIT
 from toolkit import summaries
 from toolkit.errors import LauncherError
@@ -358,4 +359,21 @@ def test_a_new_run_directory_is_for_its_owner_to_write_whatever_the_umask(tmp_pa
     assert (run_dir / "cancel_requested").stat().st_mtime > at + 50
     made = [run_dir.parent, run_dir, *run_dir.rglob("*")]
     assert len(made) == 9
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
+
+
+@pytest.mark.parametrize("site", [toolkit.LocalProfile(), toolkit.SlurmProfile()])
+def test_what_a_script_makes_is_for_its_owner_to_write_whatever_the_umask(
+    site: toolkit.Profile, tmp_path: Path
+) -> None:
+    job, run_dir = toolkit.JobSpec(name="probe", module="train"), tmp_path / "run"
+    before = os.umask(0)
+    try:
+        fake_slurm.execute(
+            toolkit.render(toolkit.plan(job, site)), tmp_path, nodes=1, run_dir=run_dir
+        )
+    finally:
+        os.umask(before)
+    made = [run_dir, *run_dir.rglob("*")]
+    assert len(made) > 4
     assert [path for path in made if path.stat().st_mode & 0o022] == []

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from toolkit.errors import Problem
 from toolkit.feasibility.margins import refusal
+from toolkit.feasibility.variables import of_pods
 from toolkit.kubernetes_options import IMAGE_NAME, Workload
 from toolkit.pods import workload_of
 from toolkit.profile import KubernetesProfile
@@ -19,11 +20,6 @@ TRAINJOB_WORDS_MAX = 128
 
 TORCHRUN_WORDS = 9
 """Arguments that a rendered manifest puts before the job's own, at most."""
-
-ENTRYPOINT_VARIABLES = frozenset(
-    ("attempt", "host", "link", "logs", "outcome", "status", "stopping", "torchrun")
-)
-"""What the entrypoint assigns; a variable of such a name would not reach the workers."""
 
 _LONGEST_POD: dict[Workload, str] = {
     "PyTorchJob": "{name}-worker-{last}",
@@ -43,7 +39,7 @@ def kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str)
     kind = workload_of(job, profile)
     return [
         *_secrets(job, profile),
-        *_variables(job, profile),
+        *of_pods(job, profile),
         *_elastic(job, profile, kind),
         *(_beyond_trainjob(job, profile) if kind == "TrainJob" else ()),
         *_image(job, profile),
@@ -67,16 +63,6 @@ def _secrets(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
                 f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or "
                 f"the key 'secret' in profile {profile.name!r}",
                 *("secrets", name),
-            )
-
-
-def _variables(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
-    for key, names in (("secrets", job.secrets), ("env", {**profile.env, **job.env})):
-        for name in sorted(ENTRYPOINT_VARIABLES.intersection(names)):
-            yield from refusal(
-                "variable-overwritten",
-                f"{key}: {name!r} is a variable of the pods' entrypoint; use capital letters",
-                *((key, name) if name in getattr(job, key) else ()),
             )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from toolkit.containers import refusals_of_containers
 from toolkit.documents import KeyPath
 from toolkit.errors import Problem
+from toolkit.feasibility import variables
 from toolkit.feasibility.kubernetes import kubernetes_problems
 from toolkit.feasibility.margins import (
     POD_MARGIN_S,
@@ -23,36 +24,6 @@ from toolkit.quantities import format_duration, format_size
 from toolkit.spec import JobSpec, leaked_secrets
 
 __all__ = ["refusals"]
-
-SCRIPT_VARIABLES = frozenset(
-    {
-        *("before", "entry", "mode", "point", "run_job", "since", "variables"),
-        *(
-            "attempt",
-            "devices",
-            "environment",
-            "gpu",
-            "gpus",
-            "head_node",
-            "hosts",
-            "logs",
-            "pid",
-            "pids",
-        ),
-        *(
-            "port",
-            "rank",
-            "restarts",
-            "run_dir",
-            "running",
-            "status",
-            "step",
-            "stopped",
-            "stopping",
-        ),
-    }
-)
-"""What the templates assign; a secret of such a name would not reach the workers."""
 
 _GRACE: KeyPath = ("stop", "grace")
 _NNODES: KeyPath = ("resources", "nnodes")
@@ -77,13 +48,13 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
         found += refusal("secret-in-job", reason)
     match profile:
         case LocalProfile():
-            found += _secrets_lost(job)
+            found += variables.of_scripts(job)
             found += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
         case SlurmProfile():
             if profile.runtime != "bare":
                 found += _image_missing(job, profile)
                 found += refusals_of_containers(job, profile)
-            found += _secrets_lost(job)
+            found += variables.of_scripts(job)
             found += _stop_too_long(
                 job,
                 needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
@@ -254,20 +225,6 @@ def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
                 *key,
             )
     return found
-
-
-def _secrets_lost(job: JobSpec) -> list[Problem]:
-    """Find secrets that a rendered script would overwrite with a variable of its own."""
-    return [
-        problem
-        for name in job.secrets
-        if name in SCRIPT_VARIABLES
-        for problem in refusal(
-            "secret-overwritten",
-            f"secrets: {name!r} is a variable of the rendered script; use capital letters",
-            *("secrets", name),
-        )
-    ]
 
 
 def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> list[Problem]:

@@ -1,0 +1,113 @@
+"""Names of variables: no secret of a job is taken for a variable of the script that brings it."""
+
+import re
+import subprocess
+from typing import Any
+
+import pytest
+
+import toolkit
+from tests.planned import job as job_of
+from tests.planned import site as site_of
+from toolkit.feasibility.variables import OF_BASH, OF_PODS, OF_SCRIPTS
+from toolkit.fields import RESERVED_NAMES
+
+AGAIN = {"in_job": 3, "requeue": 2}
+SCRIPTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("local", {"retries": {"in_job": 3}}, {}),
+    ("slurm", {"resources": {"nnodes": {"min": 1, "max": 3}}, "retries": AGAIN}, {}),
+    ("slurm", {"sweep": {"grid": {"--lr": ["1", "2"]}}, "retries": AGAIN}, {}),
+    *(
+        ("slurm", {"image": "a/b:1", "retries": AGAIN, "secrets": ["A"]}, {"runtime": runtime})
+        for runtime in ("apptainer", "podman", "pyxis")
+    ),
+]
+PODS = [
+    {"workload": kind, "runs_claim": claim}
+    for kind in ("PyTorchJob", "TrainJob", "JobSet", "Job")
+    for claim in (None, "runs")
+]
+
+FOR_OTHERS = {"TORCH_LOGS_OUT", "SRUN_CPUS_PER_TASK", "IFS", "CUDA_VISIBLE_DEVICES", "LC_ALL"}
+"""What scripts set by names that are not their own: for torch, for Slurm, or for one command."""
+
+
+def planned(kind: str, job: dict[str, Any], **site: Any) -> toolkit.LaunchPlan:
+    return toolkit.plan(job_of(**job), site_of(kind, **site))
+
+
+def assigned(script: str) -> set[str]:
+    """Return the names of the variables that a script sets."""
+    lines = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
+    text = re.sub(r"  # .*", "", "\n".join(lines))
+    text = re.sub(r" awk (?:-F \S+ )?'.*?\n +}'", " awk", text, flags=re.DOTALL)
+    text = re.sub(
+        r"environment=\(\n.*?\n\)", "environment=()", text, flags=re.DOTALL
+    )  # for torchrun
+    found = set(re.findall(r"(?<![\w$/.{:=\",\\-])(?<!\\ )([A-Za-z_]\w*)\+?=(?!=)", text))
+    found |= set(re.findall(r"\bfor \(?\(?(\w+)\b", text))
+    for words in re.findall(r"(?:\blocal|\bread|\bmapfile) ((?:-\w+ )?[^;&|<)\n]+)", text):
+        found |= {w.partition("=")[0] for w in words.split() if re.match(r"[A-Za-z_]\w*(=|$)", w)}
+    return found
+
+
+@pytest.mark.parametrize(("kind", "job", "site"), SCRIPTS)
+def test_every_variable_of_a_script_has_a_name_that_no_secret_has(
+    kind: str, job: dict[str, Any], site: dict[str, Any]
+) -> None:
+    found = assigned(toolkit.render(planned(kind, job, **site)))
+    assert len(found) > 10
+    left = {name for name in found if not OF_SCRIPTS.fullmatch(name)} - FOR_OTHERS
+    assert {name for name in left if not RESERVED_NAMES.fullmatch(name)} == set()
+
+
+def test_the_variables_of_the_pods_entrypoint_are_known_by_name() -> None:
+    found: set[str] = set()
+    for site in PODS:
+        text = toolkit.render(planned("kubernetes", {"retries": AGAIN}, **site))
+        (script, *_) = re.findall(r"- -c\n +- \|\n(.*?)\n +- entrypoint\n", text, re.DOTALL)
+        found |= assigned(script)
+    small = {name for name in OF_PODS if name.islower()}
+    assert {name for name in found if name.islower()} == small
+
+
+@pytest.mark.parametrize("name", ["endpoint", "nnodes", "failure_limit", "log", "why", "_", "x9"])
+@pytest.mark.parametrize("kind", ["slurm", "local"])
+def test_a_secret_in_small_letters_is_refused(kind: str, name: str) -> None:
+    with pytest.raises(toolkit.ToolkitError, match=f"secrets: '{name}' may be a variable of"):
+        planned(kind, {"secrets": [name]})
+
+
+@pytest.mark.parametrize("name", ["PATH", "IFS", "RANDOM", "SECONDS", "UID", "OPTIND", "BASH_ENV"])
+@pytest.mark.parametrize("kind", ["slurm", "local"])
+def test_a_secret_that_the_shell_takes_for_its_own_is_refused(kind: str, name: str) -> None:
+    with pytest.raises(toolkit.ToolkitError, match=f"secrets: '{name}' means something to the"):
+        planned(kind, {"secrets": [name]})
+
+
+@pytest.mark.parametrize("name", ["folder", "tries", "failures", "HOSTNAME"])
+@pytest.mark.parametrize("key", ["secrets", "env"])
+def test_the_pods_entrypoint_overwrites_nothing(key: str, name: str) -> None:
+    given: Any = [name] if key == "secrets" else {name: "x"}
+    with pytest.raises(toolkit.ToolkitError, match=f"{key}: '{name}' is a variable of the pods'"):
+        planned("kubernetes", {key: given}, secret="s")
+
+
+def test_bash_knows_no_other_variables_of_its_own() -> None:
+    said = subprocess.run(
+        ["bash", "--norc", "-c", "compgen -v"],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert len(said) > 20
+    assert {n for n in said if not OF_BASH.fullmatch(n) and not OF_SCRIPTS.fullmatch(n)} == set()
+
+
+@pytest.mark.parametrize("kind", ["slurm", "local", "kubernetes"])
+def test_other_names_are_free(kind: str) -> None:
+    names = ["https_proxy", "http_proxy", "HF_TOKEN", "Db_Pass", "ENDPOINT", "JOINS", "PATHS"]
+    site = {"secret": "s"} if kind == "kubernetes" else {}
+    plan = planned(kind, {"secrets": names}, **site)
+    assert plan is not None
