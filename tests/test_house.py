@@ -16,6 +16,7 @@ ORDER = [
     "errors",
     "untrusted",
     "secrecy",
+    "masking",
     "quantities",
     "documents",
     "validation",

@@ -8,20 +8,18 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
+    "NAMES_OF_SECRETS",
     "WAY_OUT",
     "conceal",
     "is_telling",
     "kind_of",
     "leaks",
-    "redact",
+    "leaks_of_document",
     "values_of",
 ]
 
 SHOWN = 3
 """How many characters of a token may be shown: enough to know which one is meant."""
-
-REDACTED_FROM = 6
-"""The shortest value that is replaced in logs; a shorter one would take half of the log with it."""
 
 LINE_FROM = 16
 """The shortest line of a longer secret that is replaced by itself."""
@@ -39,15 +37,38 @@ _SHAPES = {
     "a Google API key": r"AIza[0-9A-Za-z_-]{35}",
     # Words joined by '-' also begin with sk-: scikit's models do.
     "an API key": r"sk-(?:proj|svcacct|admin|ant|or|lf)-[A-Za-z0-9_-]{16,}|sk-[A-Za-z0-9]{20,}",
-    "a Slack token": r"xox[abeoprs]-[A-Za-z0-9-]{10,}",
-    "a JSON Web Token": r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",
-    "a private key": r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----(?s:.*)",
+    "a key of a model's API": r"(?:gsk_|xai-|pplx-|nvapi-|r8_|dapi)[A-Za-z0-9_-]{20,}",
+    "a Slack token": r"xox[abeoprs]-[A-Za-z0-9-]{10,}|xapp-[A-Za-z0-9-]{10,}",
+    "a Slack or Discord webhook": (
+        r"https://hooks\.slack\.com/services/[A-Za-z0-9/_-]{16,}"
+        r"|https://discord(?:app)?\.com/api/webhooks/[0-9]{10,}/[A-Za-z0-9_-]{16,}"
+    ),
+    "an npm token": r"npm_[A-Za-z0-9]{16,}|//[a-z0-9./:-]{1,200}/:_authToken=[^\s$]{8,}",
+    "a PyPI token": r"pypi-Ag[A-Za-z0-9_-]{16,}",
+    "a Docker token": r"dckr_[op]at_[A-Za-z0-9_-]{16,}",
+    "a SendGrid key": r"SG\.[A-Za-z0-9_-]{16,64}\.[A-Za-z0-9_-]{16,}",
+    "a Stripe key": r"[rs]k_(?:live|test)_[A-Za-z0-9]{16,}",
+    "a Twilio key": r"(?:AC|SK)[0-9a-f]{32}(?![0-9A-Za-z])",
+    "a Square secret": r"sq0csp-[A-Za-z0-9_-]{32,}",
+    "a Mailchimp key": r"[0-9a-f]{32}-us[0-9]{1,2}(?![0-9A-Za-z])",
+    "a Telegram token": r"[0-9]{8,10}:[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])",
+    "a Discord token": r"[MNO][A-Za-z0-9]{23,25}\.[A-Za-z0-9_-]{6}\.[A-Za-z0-9_-]{27,}",
+    "an Artifactory key": r"AK[Cc][A-Za-z0-9]{30,}|AP[0-9A-F][A-Za-z0-9]{60,}",
+    "a Vault token": r"hv[sbr]\.[A-Za-z0-9_-]{20,}",
+    "a Google OAuth token": r"ya29\.[A-Za-z0-9_-]{16,}|GOCSPX-[A-Za-z0-9_-]{16,}",
+    "a key of Azure": r"(?:Account|SharedAccess)Key=[A-Za-z0-9+/]{16,}={0,2}",
+    "a bearer token": r"(?i:bearer)[ =:]+(?=[^\s]{0,200}[0-9])[A-Za-z0-9._~+/-]{16,}=*",
+    # Bounded: texts that begin again and again like one would be read as often.
+    "a JSON Web Token": r"eyJ[A-Za-z0-9_-]{8,500}\.eyJ[A-Za-z0-9_-]{8,5000}\.[A-Za-z0-9_-]{8,}",
+    "a private key": r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----(?s:.*)",
 }
 _TOKEN = re.compile("|".join(f"(?<![A-Za-z0-9])(?:{shape})" for shape in _SHAPES.values()))
 
 _HOLDS = re.compile(
-    r"(TOKEN|SECRETS?|PASSW(OR)?D|PASSPHRASE|APIKEY|CREDENTIALS?)$"
-    r"|^(API|SECRET|ACCESS|PRIVATE|AUTH|SIGNING|ENCRYPTION)_KEY$"
+    r"(TOKEN|SECRETS?|PASSW(OR)?D|PASSPHRASE|PASSCODE|APIKEY|CRED(ENTIAL)?S?)$"
+    r"|^(API|SECRET|ACCESS|PRIVATE|AUTH|SIGNING|ENCRYPTION|STORAGE|ACCOUNT|MASTER|DEPLOY)_KEY$"
+    r"|^(?!(BY|FORWARD|BACKWARD|FIRST|SECOND|LAST|SINGLE|MULTI|ONE|TWO|EACH|FULL|LOW|HIGH|BAND)_)"
+    r"[A-Z0-9]+_(PASS|PWD)$"
 )
 """Words of a name that say: my value is a secret."""
 
@@ -57,6 +78,14 @@ _DESCRIBES = re.compile(
     "|PAD|BOS|EOS|UNK|MASK|CLS|SEP|STOP|START|END|SPECIAL|IMAGE|NEXT|FIRST|LAST|PROVIDER|CLASS"
 )
 """Words that say: I only describe a secret, or a token of a language model."""
+
+NAMES_OF_SECRETS = frozenset(
+    {
+        *("secret", "secrets", "image_pull_secrets"),
+        *("secretName", "secretKeyRef", "secretRef", "imagePullSecrets"),
+    }
+)
+"""Keys of job files, profiles and pods that hold no secret, but say which one is meant."""
 
 _SWITCH = re.compile(r"(?i:true|false|yes|no|on|off|none|null|auto|default|[01])")
 _NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]+)?")
@@ -96,7 +125,7 @@ def kind_of(value: str, *, name: str = "") -> str | None:
     >>> kind_of("hf_" + "a1" * 17), kind_of("hunter2", name="DB_PASSWORD"), kind_of("hunter2")
     ('a Hugging Face token (hf_…)', 'a value for DB_PASSWORD', None)
     """
-    for kind, shape in _SHAPES.items():
+    for kind, shape in _SHAPES.items() if _TOKEN.search(value) else ():
         if found := re.search(f"(?<![A-Za-z0-9])(?:{shape})", value):
             return f"{kind} ({found[0][:SHOWN]}…)"
     if _WITH_PASSWORD.match(value):
@@ -139,6 +168,36 @@ def leaks_of_words(place: str, words: Sequence[str]) -> Iterator[tuple[int, str]
         before = word.lstrip("-") if word.startswith("--") and not equals else ""
 
 
+def leaks_of_document(
+    place: str, value: object, *, name: str = "", skip: Collection[str] = ()
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield the path and the reason of every text of a document that holds a secret.
+
+    Args:
+        place: What the document is called.
+        value: Lists, mappings and texts, as JSON has them.
+        name: What a text itself is called.
+        skip: Keys whose values are the names of secrets, or of files.
+    """
+    if isinstance(value, str):
+        yield from (((), reason) for reason in leaks(place, value, name=name))
+    elif isinstance(value, list | tuple):
+        if all(isinstance(one, str) for one in value):
+            yield from (((at,), reason) for at, reason in leaks_of_words(place, list(value)))
+            return
+        for at, one in enumerate(value):
+            for path, reason in leaks_of_document(f"{place}[{at}]", one, skip=skip):
+                yield (at, *path), reason
+    elif isinstance(value, dict):
+        # A variable of a pod, or an operation of JSON Patch.
+        called = value.get("name") or str(value.get("path") or "").rpartition("/")[2]
+        for key, one in value.items():
+            if key not in skip:
+                inner = str(called if key == "value" and called else key)
+                found = leaks_of_document(f"{place}.{key}", one, name=inner, skip=skip)
+                yield from (((key, *path), reason) for path, reason in found)
+
+
 def leaks_of_mapping(place: str, entries: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield the key and the reason of every entry that holds a secret."""
     for name, value in entries.items():
@@ -167,16 +226,5 @@ def values_of(known: Mapping[str, str], names: Collection[str] = ()) -> list[tup
     for name, value in known.items():
         if name in names or kind_of(value, name=name):
             lines = [line for line in value.splitlines() if len(line) >= LINE_FROM]
-            found += [(name, part) for part in (value, *lines) if len(part) >= REDACTED_FROM]
+            found += [(name, part) for part in (value, *lines) if part]
     return sorted(found, key=lambda entry: len(entry[1]), reverse=True)
-
-
-def redact(text: str, secrets: Iterable[tuple[str, str]]) -> str:
-    """Replace every value of `secrets` by `***NAME***`.
-
-    >>> redact("login with s3cr3t-x", [("HF_TOKEN", "s3cr3t-x")])
-    'login with ***HF_TOKEN***'
-    """
-    for name, value in secrets:
-        text = text.replace(value, f"***{name}***")
-    return text

@@ -385,11 +385,10 @@ def _checked(document: Document) -> JobSpec:
 def leaked_secrets(job: JobSpec) -> list[tuple[KeyPath, str]]:
     """Return where a secret is written down, and what to do about it."""
     found: list[tuple[KeyPath, str]] = []
-    for key, words in (("command", job.command or ()), ("args", job.args)):
-        found += (((key, at), reason) for at, reason in secrecy.leaks_of_words(key, words))
-    for key, entries in (("env", job.env), ("sbatch", job.sbatch)):
-        named = secrecy.leaks_of_mapping(key, entries)
-        found += (((key, name), reason) for name, reason in named)
+    for key, value in job.as_written().items():
+        if key not in ("secrets", "sweep"):
+            holes = secrecy.leaks_of_document(key, value, name=key, skip=secrecy.NAMES_OF_SECRETS)
+            found += (((key, *path), reason) for path, reason in holes)
     return [*found, *(leaks(job.sweep) if job.sweep else ())]
 
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from toolkit import secrecy
 from toolkit.launchers import rundir
 from toolkit.launchers.base import Run, RunState, RunStatus
 from toolkit.launchers.metrics import figures
@@ -42,13 +41,13 @@ def whole(run: Run) -> dict[str, Any]:
         failed = run.failure() if found["state"] == RunState.FAILED.upper() else None
         return found | {"failure": {"summary": str(failed), **asdict(failed)} if failed else None}
     found_of = run.statuses()
-    secrets = rundir.secrets_of(run.run_dir)
+    mask = rundir.mask_of(run.run_dir)
     points = [
         {
             "uri": point.uri,
             "name": point.name.rpartition("/")[2],
             "state": found.state.upper(),
-            "reason": secrecy.redact(found.reason, secrets),
+            "reason": mask.hide(found.reason),
             "settings": dict(point.settings),
             "run_dir": str(point.run_dir),
             "metrics": rundir.last_metrics(point.run_dir) if point.run_dir else None,
@@ -64,7 +63,7 @@ def _standing(run: Run, found: RunStatus, environ: Mapping[str, str]) -> dict[st
         "uri": run.uri,
         "name": run.name,
         "state": found.state.upper(),
-        "reason": secrecy.redact(reason, rundir.secrets_of(run.run_dir, environ)) if reason else "",
+        "reason": rundir.mask_of(run.run_dir, environ).hide(reason) if reason else "",
     }
 
 

@@ -15,6 +15,7 @@ from toolkit import secrecy
 from toolkit.cli.following import note
 from toolkit.cli.words import JSON, SET, cli, example
 from toolkit.errors import InputError
+from toolkit.masking import Mask
 
 __all__ = ["check"]
 
@@ -74,7 +75,7 @@ def check(
 
 
 def _without_secrets(text: str) -> str:
-    return secrecy.conceal(secrecy.redact(text, secrecy.values_of(os.environ)))
+    return secrecy.conceal(Mask(secrecy.values_of(os.environ)).hide(text))
 
 
 def _is_of_kubernetes(name: str) -> bool:

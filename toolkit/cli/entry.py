@@ -60,7 +60,9 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except ToolkitError as error:
-        said = secrecy.redact(str(error), secrecy.values_of(os.environ))
+        from toolkit.masking import Mask
+
+        said = Mask(secrecy.values_of(os.environ)).hide(str(error))
         say(secrecy.conceal(said), err=True)
         sys.exit(error.exit_status)
     except OSError as error:

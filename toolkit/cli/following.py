@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import toolkit
-from toolkit import secrecy, untrusted
+from toolkit import untrusted
 
 __all__ = [
     "echo_failure",
@@ -169,7 +169,7 @@ def report(run: toolkit.Run, found: toolkit.RunStatus) -> None:
 def _say(run: toolkit.Run, text: str) -> None:
     from toolkit.launchers import rundir
 
-    say(secrecy.redact(text, rundir.secrets_of(run.run_dir)), err=True)
+    say(rundir.mask_of(run.run_dir).hide(text), err=True)
 
 
 def stop_writing() -> None:

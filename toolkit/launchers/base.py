@@ -11,7 +11,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from toolkit import untrusted
 from toolkit.errors import LauncherError, RunLost, RunNotFound
+from toolkit.launchers import marks
 from toolkit.launchers.registry import RunRecord
 from toolkit.launchers.run_logs import LogView
 from toolkit.planning import LaunchPlan
@@ -29,6 +31,7 @@ __all__ = [
     "require_secrets",
 ]
 
+_SECRET_BYTES = 1 << 16
 _NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
 _POLL_S = (0.2, 5.0)
 """First and longest pause between two questions to a scheduler; clusters limit how often."""
@@ -213,7 +216,7 @@ class Run(abc.ABC):
         if self.run_dir is None:
             return None
         found = first_failure(self.run_dir, attempt)
-        return found and found.redacted(rundir.secrets_of(self.run_dir))
+        return found and found.redacted(rundir.mask_of(self.run_dir))
 
     @abc.abstractmethod
     def cancel(self) -> None:
@@ -343,15 +346,20 @@ def new_run_name(job_name: str) -> str:
 def require_secrets(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Make sure that the secrets are there which the job takes from here.
 
-    A file that is not here may be on the node; the script asks again.
+    A file that is not here may be on the node; the script asks again. What is remembered of the
+    values has logs hide them later, when the variables are no longer set.
 
     Raises:
         LauncherError: a variable is not set, or others may read a file.
     """
     if missing := [name for name in plan.exported_secrets if not environ.get(name)]:
         raise LauncherError(f"secrets are not set here: {', '.join(missing)}; export them first")
+    values = {name: environ[name] for name in plan.exported_secrets}
     for name, written in plan.secret_files.items():
         at_home = written.startswith("~/")
         path = Path(environ.get("HOME", "/"), written[2:]) if at_home else Path(written)
         if path.is_file() and path.stat().st_mode & 0o077:
             raise LauncherError(f"secret {name}: others may read {path}; chmod 600 it")
+        with contextlib.suppress(OSError):
+            values[name] = untrusted.read_text(path.resolve(), limit=_SECRET_BYTES).rstrip("\n")
+    marks.remember(values, environ)

@@ -14,10 +14,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from toolkit import secrecy, untrusted
+from toolkit import untrusted
 from toolkit.launchers.run_logs import attempt_folders
 from toolkit.launchers.torchrun_folder import Start, reports_of, starts_of
 from toolkit.launchers.torchrun_log import Reported, Trace, last_trace
+from toolkit.masking import Mask
 
 __all__ = ["STOPS", "Failure", "Kind", "first_failure", "first_of", "is_echo"]
 
@@ -99,14 +100,13 @@ class Failure:
         again = f", restart {self.restart}" if counted else ""
         return f"attempt {self.attempt}{again}, {datetime.fromtimestamp(self.time):%H:%M:%S}"
 
-    def redacted(self, secrets: Iterable[tuple[str, str]]) -> "Failure":
+    def redacted(self, mask: Mask) -> "Failure":
         """Return it with `***NAME***` in place of every secret."""
-        known = list(secrets)
         return replace(
             self,
-            message=secrecy.redact(self.message, known),
-            traceback=tuple(secrecy.redact(line, known) for line in self.traceback),
-            earlier=tuple(before.redacted(known) for before in self.earlier),
+            message=mask.hide(self.message),
+            traceback=tuple(mask.hide(line) for line in self.traceback),
+            earlier=tuple(before.redacted(mask) for before in self.earlier),
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit import secrecy, untrusted
+from toolkit import untrusted
 from toolkit.errors import LauncherError
 from toolkit.launchers import rundir
 from toolkit.launchers.base import Run, RunState, RunStatus
@@ -121,7 +121,7 @@ def html_of(run: Run) -> str:
 
 def page_of(run: Run, found: RunStatus, statuses: Sequence[RunStatus]) -> str:
     """Return a run as a piece of HTML; everything in it is escaped, and secrets are left out."""
-    secrets = rundir.secrets_of(run.run_dir)
+    mask = rundir.mask_of(run.run_dir)
     rows = [] if run.points or run.run_dir is None else read_metrics(run.run_dir)
     extent = extent_of(run, statuses)
     points = [
@@ -130,7 +130,7 @@ def page_of(run: Run, found: RunStatus, statuses: Sequence[RunStatus]) -> str:
             "settings": point.settings,
             "state": status.state.upper(),
             "colour": _COLOURS[status.state],
-            "said": secrecy.redact(_said(point, status), secrets),
+            "said": mask.hide(_said(point, status)),
         }
         for point, status in list(zip(run.points, statuses, strict=False))[:_MOST_POINTS]
     ]
@@ -140,7 +140,7 @@ def page_of(run: Run, found: RunStatus, statuses: Sequence[RunStatus]) -> str:
         "run_dir": run.run_dir,
         "state": found.state.upper(),
         "colour": _COLOURS[found.state],
-        "reason": secrecy.redact(found.reason, secrets),
+        "reason": mask.hide(found.reason),
         "done": extent and extent.done,
         "total": extent and extent.total,
         "unit": extent and extent.unit,

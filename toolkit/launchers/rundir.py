@@ -14,8 +14,10 @@ from typing import Any
 from toolkit import secrecy, untrusted
 from toolkit.documents import read_document, write_document
 from toolkit.errors import InputError, LauncherError
+from toolkit.launchers import marks
 from toolkit.launchers.base import RunState, RunStatus
 from toolkit.launchers.run_logs import attempt_folders, attempt_numbers
+from toolkit.masking import Mark, Mask
 from toolkit.spec import JobSpec
 
 __all__ = [
@@ -27,11 +29,11 @@ __all__ = [
     "last_metrics",
     "last_reason",
     "make",
+    "mask_of",
     "outcome",
     "redacted",
     "request_cancel",
     "require_own",
-    "secrets_of",
     "withdraw_cancel",
     "write_inputs",
 ]
@@ -145,10 +147,8 @@ def require_own(path: Path) -> None:
         )
 
 
-def secrets_of(
-    run_dir: Path | None, environ: Mapping[str, str] = os.environ
-) -> list[tuple[str, str]]:
-    """Return the secrets of a run whose values are known here, by variable or file."""
+def mask_of(run_dir: Path | None, environ: Mapping[str, str] = os.environ) -> Mask:
+    """Return what hides a run's secrets: by variable or file, or by what is remembered of them."""
     if run_dir is not None and not os.path.exists(f"{run_dir}/job.yaml"):  # noqa: PTH110  # any name
         run_dir = run_dir.parent  # a point of a sweep
     try:
@@ -157,8 +157,9 @@ def secrets_of(
     except (InputError, OSError):
         data = None
     places = data.get("secrets") if isinstance(data, dict) else None
+    remembered = tuple(marks.known(environ))
     if not isinstance(places, dict | list) or not places:
-        return list(_secrets_among(tuple(environ.items())))
+        return _mask_of_all(tuple(environ.items()), remembered)
     known = dict(environ)
     for name, place in places.items() if isinstance(places, dict) else ():
         file = place.get("file") if isinstance(place, dict) else None
@@ -166,22 +167,23 @@ def secrets_of(
             with contextlib.suppress(OSError, RuntimeError):  # no such home, or links in a ring
                 found = Path(file).expanduser().resolve()
                 known[name] = untrusted.read_text(found, limit=_SECRET_BYTES).rstrip("\n")
-    return secrecy.values_of(known, names=[name for name in places if isinstance(name, str)])
+    names = [name for name in places if isinstance(name, str)]
+    return Mask(secrecy.values_of(known, names=names), remembered)
 
 
 @functools.lru_cache(maxsize=4)
-def _secrets_among(variables: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """Return which variables are secrets; asked for each run of a list, and the same for all."""
-    return tuple(secrecy.values_of(dict(variables)))
+def _mask_of_all(variables: tuple[tuple[str, str], ...], remembered: tuple[Mark, ...]) -> Mask:
+    """Return a mask of the secrets among variables: one for all runs of a list."""
+    return Mask(secrecy.values_of(dict(variables)), remembered)
 
 
 def redacted(
     lines: Iterator[str], run_dir: Path | None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
     """Yield `lines` with `***NAME***` in place of every secret that is known here."""
-    secrets = secrets_of(run_dir, environ)
+    mask = mask_of(run_dir, environ)
     for line in lines:
-        yield secrecy.redact(line, secrets)
+        yield mask.hide(line)
 
 
 def outcome(run_dir: Path) -> Mapping[str, Any] | None:

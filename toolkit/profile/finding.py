@@ -131,14 +131,12 @@ def _read(path: Path) -> Profile:
 def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:
     """Return where a profile holds a secret, and what to do about it."""
     found: list[tuple[KeyPath, str]] = []
-    for name, why in secrecy.leaks_of_mapping("env", profile.env):
-        found.append((("env", name), why))
+    lines_of_shell = ("prolog", "epilog")
+    for key, value in profile.model_dump(mode="json", by_alias=True, exclude_defaults=True).items():
+        if key not in (*lines_of_shell, *secrecy.NAMES_OF_SECRETS):
+            leaks = secrecy.leaks_of_document(key, value, name=key, skip=secrecy.NAMES_OF_SECRETS)
+            found += (((key, *path), why) for path, why in leaks)
     if isinstance(profile, SlurmProfile):
-        for name, why in secrecy.leaks_of_mapping("sbatch", profile.sbatch):
-            found.append((("sbatch", name), why))
-        options = profile.container_options
-        for index, why in secrecy.leaks_of_words("container_options", options):
-            found.append((("container_options", index), why))
         for key, lines in (("prolog", profile.prolog), ("epilog", profile.epilog)):
             for index, line in enumerate(lines):
                 words = re.sub("[\"']", "", line).replace(";", " ").split()

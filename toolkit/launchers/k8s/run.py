@@ -177,7 +177,7 @@ class KubernetesRun(Run):
             failed = failure_of(self.cluster, self.kind, found, self.own_pods, attempt)
         except LauncherError:
             return None
-        return failed and failed.redacted(rundir.secrets_of(self.run_dir, self._environ))
+        return failed and failed.redacted(rundir.mask_of(self.run_dir, self._environ))
 
     def _measured(self) -> list[dict[str, Any]]:
         """Return what the run has measured, as it stands on the claim of its pods.
