@@ -25,7 +25,7 @@ _ENCODED_FROM = 8
 _ROUNDS = 10_000
 """Of PBKDF2-HMAC-SHA-256: some milliseconds for each guess, and for each text that is looked at."""
 
-_MOST_GUESSES = 2_000
+_MOST_GUESSES = 500
 """Texts that are looked at so; what comes after them and begins like a secret is masked unseen."""
 
 

@@ -42,16 +42,16 @@ def remember(secrets: Mapping[str, str], environ: Mapping[str, str] = os.environ
     salt = before[-1].salt if before else os.urandom(_SALT_BYTES)
     there = {(mark.name, mark.digest) for mark in before}
     with contextlib.suppress(OSError):
+        if len(before) > _MOST:
+            draft = path.with_name(f".{path.name}.{os.getpid()}")
+            kept = "".join(f"{_line(mark)}\n" for mark in before[-_MOST // 2 :])
+            untrusted.write_bytes(draft, kept.encode())
+            draft.replace(path)
         for name, value in values_of(secrets, names=secrets):
             for mark in marks_of(name, value, salt):
                 if (name, mark.digest) in there:
                     break  # its first form, which is the value itself
                 append(path, _line(mark))
-        if len(before) > _MOST:
-            draft = path.with_name(f".{path.name}.{os.getpid()}")
-            lines = "".join(f"{_line(mark)}\n" for mark in before[-_MOST // 2 :])
-            untrusted.write_bytes(draft, lines.encode())
-            draft.replace(path)
 
 
 def known(environ: Mapping[str, str] = os.environ) -> list[Mark]:
