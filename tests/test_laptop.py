@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -441,6 +442,22 @@ def test_an_answer_without_an_end_is_ended(laptop: Laptop) -> None:
         done = laptop.run(python, "-c", limited)
         assert done.returncode == 0, done.stderr
         assert "UNKNOWN" in done.stdout and said in done.stdout, done.stdout
+
+
+def test_a_submission_without_an_end_is_ended_and_tried_once(laptop: Laptop) -> None:
+    limited = (
+        "import sys\nfrom toolkit.launchers import commands\nfrom toolkit.__main__ import main\n"
+        "commands.ACTION_S = 5.0\n"
+        f"sys.argv = ['toolkit', 'submit', {held(laptop)!r}, '--to', 'later.yaml']\nmain()\n"
+    )
+    calls = laptop.folder / "calls"
+    laptop.replace("sbatch", f"#!/bin/bash\necho $$ >>{calls}\nexec sleep 1000\n")
+    done = laptop.run(TOOLKIT.parent / "python", "-c", limited)
+    (pid,) = calls.read_text().split()
+    os.kill(int(pid), signal.SIGKILL)
+    assert done.returncode == 1, done.stderr
+    assert "gives no answer within 5 s" in done.stderr
+    assert "whether Slurm has the job of" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["../../x", "x\x1b[2J", "x" * 100])

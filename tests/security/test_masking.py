@@ -115,13 +115,14 @@ def test_odd_lines_among_the_marks_are_passed_over(own_user: Path) -> None:
     marks.remember({"X": PLAIN})
     path = own_user / "state/torch-deploy-toolkit/masked.jsonl"
     good, odd = path.read_text().splitlines()[0], ["[]", "{", "\xff", "5"]
-    for key, value in (
-        *(("salt", one) for one in ("", "zz", "00" * 65, None, 5, [])),
-        *(("digest", one) for one in ("zz", None, {})),
-        *(("length", one) for one in (-1, 0, 1e300, "5", None, 10**30)),
-        *(("start", one) for one in (-1, 2**16, "x", None)),
-        *(("name", one) for one in (None, 5, [])),
-    ):
+    values: dict[str, list[object]] = {
+        "salt": ["", "zz", "00" * 65, None, 5, []],
+        "digest": ["zz", None, {}],
+        "length": [-1, 0, 1e300, "5", None, 10**30],
+        "start": [-1, 2**16, "x", None],
+        "name": [None, 5, []],
+    }
+    for key, value in ((key, one) for key in values for one in values[key]):
         odd.append(json.dumps(json.loads(good) | {key: value}))
     path.write_text("\n".join([*odd, good]))
     (found,) = marks.known()

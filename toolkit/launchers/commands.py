@@ -16,13 +16,20 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from toolkit.errors import LauncherError
 
-__all__ = ["ANSWER_BYTES", "ANSWER_S", "TooLong", "only_asks", "run"]
+__all__ = ["ACTION_S", "ANSWER_BYTES", "ANSWER_S", "TRANSFER_S", "TooLong", "only_asks", "run"]
 
 ANSWER_BYTES = 64 << 20
 """How much a command may print: squeue's rows of a hundred thousand jobs."""
 
 ANSWER_S = 90.0
 """How long a question may take; squeue itself gives up on its controller sooner."""
+
+ACTION_S = 600.0
+"""How long a login node may take for what changes something there, like an sbatch that waits for
+its controller."""
+
+TRANSFER_S = 3600.0
+"""How long files may be on their way to a login node, or back."""
 
 _CHUNK = 1 << 16
 

@@ -1,7 +1,6 @@
 """A host that is reached by OpenSSH, over one connection that all commands share."""
 
 import functools
-import math
 import os
 import re
 import shlex
@@ -15,7 +14,7 @@ from pathlib import Path
 from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.launchers import commands
 
-__all__ = ["Host", "Lost", "host_of"]
+__all__ = ["Host", "Hung", "Lost", "host_of"]
 
 _OPTIONS = (
     "BatchMode=yes",  # never ask for a password: nobody may be there to type it
@@ -53,6 +52,10 @@ class Lost(LauncherError):
     """The connection was cut or could not be made: nobody knows what was done there."""
 
 
+class Hung(Lost):
+    """The host was reached, and gave no end of an answer for as long as is waited for one."""
+
+
 class Host:
     """A login node, by the name that ssh knows."""
 
@@ -72,7 +75,7 @@ class Host:
             SchedulerMissing: there is no ssh here.
         """
         options = list(_OPTIONS)
-        own = _run(["ssh", "-G", self.name], b"")
+        own = _run(["ssh", "-G", self.name], b"", limit_s=commands.ANSWER_S)
         if not re.search(r"^controlpath (?!none$)", own.stdout, re.MULTILINE):
             folder = _sockets(os.environ)
             options += (
@@ -86,12 +89,14 @@ class Host:
             )
         return ("ssh", *(word for option in options for word in ("-o", option)))
 
-    def bash(self, body: str, *, limit_s: float = math.inf) -> "subprocess.CompletedProcess[str]":
+    def bash(
+        self, body: str, *, limit_s: float | None = None
+    ) -> "subprocess.CompletedProcess[str]":
         """Run lines of bash in a login shell; they go by stdin, so no argument list shows them.
 
         Args:
             body: The lines.
-            limit_s: How long they may take.
+            limit_s: How long they may take; ten minutes where it is left out.
 
         Raises:
             SchedulerMissing: there is no ssh here.
@@ -101,9 +106,13 @@ class Host:
         script = _WRAPPER.format(body=body, begin=_BEGIN, end=_END)
         argv = [*self.ssh, self.name, "exec bash -l -s"]
         try:
-            done = _run(argv, script.encode("utf-8", "surrogateescape"), limit_s=limit_s)
+            done = _run(
+                argv,
+                script.encode("utf-8", "surrogateescape"),
+                limit_s=commands.ACTION_S if limit_s is None else limit_s,
+            )
         except commands.TooLong as error:
-            raise self._lost(str(error)) from None
+            raise Hung(str(self._lost(str(error)))) from None
         output = done.stdout.partition(f"{_BEGIN}\n")[2]
         output, ended, status = output.rpartition(f"\n{_END} ")
         if not ended or not re.fullmatch(r"\d{1,3}\n", status):
@@ -119,7 +128,7 @@ class Host:
             Lost: the host cannot be reached, or the connection was lost on the way.
         """
         hidden = "unset ${!SQUEUE_*} ${!SACCT_*} SLURM_TIME_FORMAT SLURM_CLUSTERS"
-        limit_s = commands.ANSWER_S if commands.only_asks(argv) else math.inf
+        limit_s = commands.ANSWER_S if commands.only_asks(argv) else None
         done = self.bash(f"{hidden}\n{shlex.join(argv)}", limit_s=limit_s)
         if done.returncode == 127 and f"{argv[0]}: command not found" in done.stderr:
             raise SchedulerMissing(
@@ -138,9 +147,9 @@ class Host:
         waits = f"--timeout={commands.ANSWER_S:.0f}"  # for a host that sends nothing any more
         argv = ["rsync", "--protect-args", waits, f"--rsh={shlex.join(self.ssh)}", *words]
         try:
-            done = _run(argv, names)
+            done = _run(argv, names, limit_s=commands.TRANSFER_S)
         except commands.TooLong as error:
-            raise self._lost(str(error)) from None
+            raise Hung(str(self._lost(str(error)))) from None
         if "rsync: command not found" in done.stderr:
             raise LauncherError(f"rsync is not installed on {self.name}; ask who runs it")
         if done.returncode in (10, 12, 30, 35, 255):  # sockets, the protocol's stream, time-outs
@@ -166,7 +175,7 @@ def host_of(name: str) -> Host:
 
 
 def _run(
-    argv: Sequence[str], stdin: bytes, *, limit_s: float = math.inf
+    argv: Sequence[str], stdin: bytes, *, limit_s: float
 ) -> "subprocess.CompletedProcess[str]":
     if shutil.which(argv[0]) is None:
         raise SchedulerMissing(f"{argv[0]} is not in PATH here; a profile with `via` needs it")

@@ -23,7 +23,7 @@ from toolkit.launchers.slurm.login import Folder, Login
 from toolkit.launchers.slurm.mirror import Mirrors
 from toolkit.launchers.slurm.queue import first_line
 from toolkit.launchers.slurm.submission import DOUBTFUL
-from toolkit.launchers.ssh import Host, Lost, host_of
+from toolkit.launchers.ssh import Host, Hung, Lost, host_of
 from toolkit.launchers.state import state_folder
 from toolkit.launchers.working_tree import WorkingTree, working_tree
 from toolkit.profile import SlurmProfile
@@ -276,6 +276,8 @@ def _patiently(
     for pause_s in _PAUSES_S:
         try:
             return ask()
+        except Hung:
+            raise
         except Lost:
             time.sleep(pause_s)
     return ask()

@@ -18,7 +18,7 @@ from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.launchers.slurm.jobs import SlurmJob, is_job_id
 from toolkit.launchers.slurm.login import Folder, Login
 from toolkit.launchers.slurm.queue import ask_mine, first_line, refused
-from toolkit.launchers.ssh import Lost
+from toolkit.launchers.ssh import Hung, Lost
 from toolkit.planning import LaunchPlan
 
 __all__ = ["Order", "Unclear", "exported", "find", "new_token", "send"]
@@ -180,6 +180,9 @@ def _once(
             done = login.sbatch(
                 argv, folder=order.folder, key=key, again=doubt and looks >= _LOOKS, secrets=secrets
             )
+        except Hung as error:
+            why = str(error)
+            break
         except Lost as error:
             # What was cut off may have been done, which the login node has written down.
             doubt, looks, why = False, 0, str(error)
