@@ -122,8 +122,8 @@ def test_odd_lines_among_the_marks_are_passed_over(own_user: Path) -> None:
         "start": [-1, 2**16, "x", None],
         "name": [None, 5, []],
     }
-    for key, value in ((key, one) for key in values for one in values[key]):
-        odd.append(json.dumps(json.loads(good) | {key: value}))
+    for key, bad in values.items():
+        odd += (json.dumps(json.loads(good) | {key: value}) for value in bad)
     path.write_text("\n".join([*odd, good]))
     (found,) = marks.known()
     assert found.length == len(PLAIN)
