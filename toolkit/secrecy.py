@@ -198,13 +198,6 @@ def leaks_of_document(
                 yield from (((key, *path), reason) for path, reason in found)
 
 
-def leaks_of_mapping(place: str, entries: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield the key and the reason of every entry that holds a secret."""
-    for name, value in entries.items():
-        if isinstance(value, str):
-            yield from ((name, reason) for reason in leaks(f"{place}.{name}", value, name=name))
-
-
 def conceal(text: str, hidden: Iterable[str] = ()) -> str:
     """Return a message without the tokens in it, and without what is `hidden`.
 
