@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, UncompletedJobError
 
+from toolkit import untrusted
 from toolkit.errors import LauncherError
 from toolkit.executors.payload import Call, Failure
 from toolkit.launchers import rundir
@@ -29,6 +31,9 @@ _LOOK_EVERY_S = (0.1, 1.0)
 _FILES_WITHIN_S = 15.0
 """How long a file may take to appear here after its job has ended on another machine."""
 _LOG_LINES = 20
+
+_STREAM_BYTES = 64 << 20
+"""How much of what a rank has printed is shown, from its end."""
 
 _SAID = {"done": RunState.SUCCEEDED, "fatal": RunState.FAILED}
 _STATES = {RunState.SUCCEEDED: "COMPLETED"}
@@ -236,7 +241,8 @@ class FunctionJob(core.Job[R]):
         _within(_FILES_WITHIN_S, lambda: self._is_here(path))
         try:
             self._require_own(path)
-            return pickle.loads(path.read_bytes())
+            with untrusted.open_untrusted(path, below=self._call.run_dir) as file:
+                return pickle.load(file)
         except (OSError, LauncherError) as error:
             message = f"Job {self.job_id}: the result of rank {rank} cannot be read: {error}"
             raise UncompletedJobError(message) from error
@@ -291,11 +297,7 @@ class FunctionJob(core.Job[R]):
     def _get_logs_string(self, name: str) -> str | None:
         """Return a rank's `stdout` or `stderr` of all attempts; None if it has not begun."""
         files = self._call.streams(self._rank or 0, name)
-        return (
-            "".join(path.read_text(errors="replace", encoding="utf-8") for path in files)
-            if files
-            else None
-        )
+        return "".join(_end_of(path) for path in files) if files else None
 
     def __reduce__(self) -> tuple[Callable[..., "FunctionJob[Any]"], tuple[Any, ...]]:
         return _reopen, (self.uri, self._rank)
@@ -303,6 +305,16 @@ class FunctionJob(core.Job[R]):
     def __del__(self) -> None:
         if self.__dict__.get("_cancel_at_deletion") and not self.done():
             self.cancel(check=False)
+
+
+def _end_of(path: Path) -> str:
+    """Return what a rank has printed, of much the end; or why it is not shown."""
+    try:
+        with untrusted.open_untrusted(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _STREAM_BYTES))
+            return file.read(_STREAM_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        return f"{path} is not shown: {error.strerror}\n"
 
 
 def attach(run: str | Run) -> FunctionJob[Any]:

@@ -115,7 +115,9 @@ class Call:
 
     def parts(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Return the function and its arguments."""
-        function, args, kwargs = pickle.loads(self.submitted.read_bytes())
+        function, args, kwargs = pickle.loads(
+            untrusted.read_bytes(self.submitted, limit=sys.maxsize)
+        )
         return function, args, kwargs
 
     @property

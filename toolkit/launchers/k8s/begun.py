@@ -6,7 +6,9 @@ later looks which of its objects there are, and puts in order what was left half
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from toolkit import untrusted
 from toolkit.errors import LauncherError
 from toolkit.launchers.base import RunState, RunStatus
 from toolkit.launchers.intents import Intent
@@ -39,6 +41,9 @@ __all__ = [
     "tidy",
 ]
 
+_FILE_BYTES = 1 << 34
+"""The arguments of a call; what it takes is what the user has pickled."""
+
 SETTLED_S = 120.0
 """After this time nothing is under way any more: an API server gives up a request after 60 s."""
 
@@ -68,10 +73,14 @@ def groups_begun(
     """
     folder = kept.folder_of(name, environ)
     try:
-        files = {str(path): (folder / path).read_bytes() for path in intent.data["files"]}
+        files = {str(path): _file(folder, str(path)) for path in intent.data["files"]}
     except (KeyError, OSError, TypeError) as error:
         raise LauncherError(f"what was to be submitted as {name} is gone: {error}") from error
     return groups_for(kept.job_of(name, environ), profile, kind, name, files)
+
+
+def _file(folder: Path, path: str) -> bytes:
+    return untrusted.read_bytes(folder / path, limit=_FILE_BYTES, below=folder)
 
 
 def missing_of(cluster: Cluster, kind: Kind, groups: Sequence[Group], name: str) -> list[Group]:

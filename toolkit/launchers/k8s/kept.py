@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from toolkit import untrusted
 from toolkit.documents import write_document
 from toolkit.errors import LauncherError
 from toolkit.launchers.base import RunState, RunStatus
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 Settings = Mapping[str, str | bool]
+
+_POINTS_BYTES = 64 << 20
+"""Names and settings of a hundred thousand points."""
 
 
 def keep(
@@ -78,7 +82,7 @@ def job_of(name: str, environ: Mapping[str, str]) -> JobSpec:
 def points_of(name: str, environ: Mapping[str, str]) -> list[tuple[str, Settings]]:
     """Return name and settings of each point of a sweep; none where the run is none."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        found = json.loads((folder_of(name, environ) / "points.json").read_text(encoding="utf-8"))
+        found = untrusted.read_json(folder_of(name, environ) / "points.json", limit=_POINTS_BYTES)
         return [(str(point), dict(settings)) for point, settings in found]
     return []
 
@@ -92,14 +96,14 @@ def remember_end(
         if not folder_of(name, environ).is_dir():
             return
         path = _end(name, object_name, environ)
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
+        if not path.exists() or untrusted.read_text(path) != text:
+            untrusted.write_bytes(path, text.encode())
 
 
 def end_of(name: str, object_name: str, environ: Mapping[str, str]) -> RunStatus | None:
     """Return how an object of a run had ended when somebody last asked; None if it had not."""
     try:
-        known = json.loads(_end(name, object_name, environ).read_text(encoding="utf-8"))
+        known = untrusted.read_json(_end(name, object_name, environ))
         return RunStatus(state=RunState(known["state"]), reason=str(known["reason"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -6,7 +6,6 @@ which every server speaks, a command cannot see its stdin end: it must know how 
 """
 
 import contextlib
-import json
 import selectors
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlencode
 
+from toolkit import untrusted
 from toolkit.errors import LauncherError
 from toolkit.launchers.k8s.cluster import PODS, Cluster
 from toolkit.launchers.k8s.connection import Away, Missing, refusal
@@ -106,7 +106,7 @@ class _Command:
             elif channel == _STDERR:
                 self._said = (self._said + rest)[-_LAST_WORDS:]
             elif channel == _ERROR:
-                self._status = json.loads(rest)
+                self._status = _status(rest)
         return self.goes_on
 
     def check(self, pod: str) -> None:
@@ -116,6 +116,18 @@ class _Command:
             return
         words = self._said.decode(errors="replace").strip().rpartition("\n")[2]
         raise LauncherError(f"pod {pod}: {words or status.get('message') or status}")
+
+
+def _status(text: bytes) -> dict[str, Any]:
+    """Return what the server says of the command's end.
+
+    Raises:
+        ConnectionError: that cannot be read.
+    """
+    try:
+        return untrusted.mapping(untrusted.parse_json(text))
+    except ValueError as error:
+        raise ConnectionError(f"the end of a command cannot be read: {error}") from None
 
 
 @contextlib.contextmanager
