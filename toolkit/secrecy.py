@@ -31,12 +31,15 @@ WAY_OUT = (
 
 _SHAPES = {
     "a Hugging Face token": r"hf_[A-Za-z0-9]{16,}",
-    "a GitHub token": r"gh[pousr]_[A-Za-z0-9]{16,}|github_pat_[A-Za-z0-9_]{16,}",
-    "a GitLab token": r"glpat-[A-Za-z0-9_-]{16,}",
-    "an AWS access key": r"A[KS]IA[0-9A-Z]{16}(?![0-9A-Za-z])",
+    "a GitHub token": r"gh[pousr]_[A-Za-z0-9_]{16,}|github_pat_[A-Za-z0-9_]{16,}",
+    "a GitLab token": (
+        r"gl(?:pat|dt|ft|soat|rt|cbt|imt|ptt|agent|oas)-[A-Za-z0-9_-]{16,}|GR1348941[A-Za-z0-9_-]{16,}"
+    ),
+    "an AWS access key": r"A(?:KIA|SIA|BIA|CCA|3T[A-Z0-9])[0-9A-Z]{16}(?![0-9A-Za-z])",
     "a Google API key": r"AIza[0-9A-Za-z_-]{35}",
     # Words joined by '-' also begin with sk-: scikit's models do.
-    "an API key": r"sk-(?:proj|svcacct|admin|ant|or|lf)-[A-Za-z0-9_-]{16,}|sk-[A-Za-z0-9]{20,}",
+    "an API key": r"sk-(?:proj|svcacct|admin|ant|or|lf)-[A-Za-z0-9_-]{16,}|sk-[A-Za-z0-9]{20,}"
+    r"|sk-[A-Za-z0-9_-]{0,200}T3BlbkFJ[A-Za-z0-9]{16,}",
     "a key of a model's API": r"(?:gsk_|xai-|pplx-|nvapi-|r8_|dapi)[A-Za-z0-9_-]{20,}",
     "a Slack token": r"xox[abeoprs]-[A-Za-z0-9-]{10,}|xapp-[A-Za-z0-9-]{10,}",
     "a Slack or Discord webhook": (
@@ -48,15 +51,15 @@ _SHAPES = {
     "a Docker token": r"dckr_[op]at_[A-Za-z0-9_-]{16,}",
     "a SendGrid key": r"SG\.[A-Za-z0-9_-]{16,64}\.[A-Za-z0-9_-]{16,}",
     "a Stripe key": r"[rs]k_(?:live|test)_[A-Za-z0-9]{16,}",
-    "a Twilio key": r"(?:AC|SK)[0-9a-f]{32}(?![0-9A-Za-z])",
-    "a Square secret": r"sq0csp-[A-Za-z0-9_-]{32,}",
-    "a Mailchimp key": r"[0-9a-f]{32}-us[0-9]{1,2}(?![0-9A-Za-z])",
+    "a Twilio key": r"(?:AC|SK)[0-9a-z]{32}(?![0-9A-Za-z])",
+    "a Square secret": r"sq0csp-[A-Za-z0-9_\\-]{32,}",
+    "a Mailchimp key": r"[0-9a-z]{32}-us[0-9]{1,2}(?![0-9A-Za-z])",
     "a Telegram token": r"[0-9]{8,10}:[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])",
-    "a Discord token": r"[MNO][A-Za-z0-9]{23,25}\.[A-Za-z0-9_-]{6}\.[A-Za-z0-9_-]{27,}",
+    "a Discord token": r"[MNO][A-Za-z0-9_-]{23,25}\.[A-Za-z0-9_-]{6}\.[A-Za-z0-9_-]{27,}",
     "an Artifactory key": r"AK[Cc][A-Za-z0-9]{30,}|AP[0-9A-F][A-Za-z0-9]{60,}",
     "a Vault token": r"hv[sbr]\.[A-Za-z0-9_-]{20,}",
     "a Google OAuth token": r"ya29\.[A-Za-z0-9_-]{16,}|GOCSPX-[A-Za-z0-9_-]{16,}",
-    "a key of Azure": r"(?:Account|SharedAccess)Key=[A-Za-z0-9+/]{16,}={0,2}",
+    "a key of Azure": r"(?:Account|SharedAccess)Key=[A-Za-z0-9+/=]{16,}",
     "a bearer token": r"(?i:bearer)[ =:]+(?=[^\s]{0,200}[0-9])[A-Za-z0-9._~+/-]{16,}=*",
     # Bounded: texts that begin again and again like one would be read as often.
     "a JSON Web Token": r"eyJ[A-Za-z0-9_-]{8,500}\.eyJ[A-Za-z0-9_-]{8,5000}\.[A-Za-z0-9_-]{8,}",
@@ -96,7 +99,9 @@ _REFERENCE = re.compile(
 
 _RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/=_.-]{16,}")
 _HEX = re.compile(r"[0-9a-f]{32,64}|[0-9A-F]{32,64}")
-_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:(?!\$)[^/\s@]+@")
+_WITH_PASSWORD = re.compile(
+    r"(?i)((?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://[^/\s:@]{0,200}):(?![$<{*])[^/\s@]{1,500}@"
+)
 
 
 def is_telling(name: str) -> bool:
@@ -128,7 +133,7 @@ def kind_of(value: str, *, name: str = "") -> str | None:
     for kind, shape in _SHAPES.items() if _TOKEN.search(value) else ():
         if found := re.search(f"(?<![A-Za-z0-9])(?:{shape})", value):
             return f"{kind} ({found[0][:SHOWN]}…)"
-    if _WITH_PASSWORD.match(value):
+    if _WITH_PASSWORD.search(value):
         return "an address with its password"
     keyed = _words(name)[-1:] in (["KEY"], ["TOKEN"]) and _HEX.fullmatch(value) is not None
     if keyed or (is_telling(name) and _is_literal(value, name)):
@@ -206,6 +211,7 @@ def conceal(text: str, hidden: Iterable[str] = ()) -> str:
     """
     for value in sorted(hidden, key=len, reverse=True):
         text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", "***", text) if value else text
+    text = _WITH_PASSWORD.sub(r"\1:***@", text)
     return _TOKEN.sub(lambda found: f"{found[0][:SHOWN]}***", text)
 
 

@@ -2,13 +2,14 @@
 
 import base64
 import html
+import importlib
 import json
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import toolkit
@@ -252,6 +253,7 @@ SHAPES = {
     "NVIDIA": f"nvapi-{LETTERS}",
     "Databricks": "dapi" + "0123456789abcdef" * 2,
     "Telegram": f"110201543:{LETTERS}abc",
+    "an address within a text": "clone https://me:hunter2-hunter2@git.example.com/a.git",
     "Slack": f"https://hooks.slack.com/services/T00000000/B00000000/{LETTERS[:24]}",
 }
 NAMES = ["DB_PASS", "SMTP_PASS", "DB_PWD", "AZURE_STORAGE_KEY", "AWS_CREDS", "GIT_CRED"]
@@ -264,6 +266,8 @@ OTHERS = {
     "SORT_KEY": "length",
     "CREDIT": "high",
     "HEADER": "bearer of news and of others",
+    "URL": "see https://wandb.example.com:8080/api, or ask me@example.com",
+    "PROXY": "http://user:$PASSWORD@proxy:3128",
     "MODEL": "r8_models_of_old",
     "PACKAGE": "pypi-mirror-of-the-whole-company",
 }
@@ -273,7 +277,43 @@ OTHERS = {
 def test_a_token_is_known_by_its_shape(name: str) -> None:
     assert secrecy.kind_of(SHAPES[name]) is not None
     assert secrecy.kind_of(f"x {SHAPES[name]} y") is not None
-    assert LETTERS[:20] not in secrecy.conceal(f"what is {SHAPES[name]} here?")
+    shown = secrecy.conceal(f"what is {SHAPES[name]} here?")
+    assert LETTERS[:20] not in shown and "hunter2" not in shown
+    assert shown.startswith("what is ") and shown.endswith(" here?")
+
+
+DETECTORS = {
+    "aws.AWSKeyDetector": 1,  # the second pattern goes by the name of a variable
+    "azure_storage_key.AzureStorageKeyDetector": 1,
+    "discord.DiscordBotTokenDetector": 1,
+    "github_token.GitHubTokenDetector": 1,
+    "gitlab_token.GitLabTokenDetector": 7,
+    "mailchimp.MailchimpDetector": 1,
+    "openai.OpenAIDetector": 1,
+    "pypi_token.PypiTokenDetector": 2,
+    "sendgrid.SendGridDetector": 1,
+    "square_oauth.SquareOAuthDetector": 1,
+    "stripe.StripeDetector": 1,
+    "telegram_token.TelegramBotTokenDetector": 1,
+    "twilio.TwilioKeyDetector": 2,
+}
+"""Those of a library that go by the shape alone, and how many of their patterns are tried. Left out
+are names of products beside hexadecimal digits, JSON Web Tokens of two parts, and short words."""
+
+
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_what_a_library_of_shapes_finds_is_found(detector: str) -> None:
+    module, _, name = detector.partition(".")
+    found = getattr(importlib.import_module(f"detect_secrets.plugins.{module}"), name)()
+    printable = st.characters(min_codepoint=33, max_codepoint=126)
+    for pattern in list(found.denylist)[: DETECTORS[detector]]:
+
+        @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.from_regex(pattern, fullmatch=True, alphabet=printable))
+        def is_found(value: str) -> None:
+            assert secrecy.kind_of(value) is not None
+
+        is_found()
 
 
 @pytest.mark.parametrize("name", NAMES)
