@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import re
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from toolkit.launchers.k8s import KubernetesLauncher, claim, watch_states
 from toolkit.launchers.k8s.cluster import Cluster
 from toolkit.launchers.k8s.connection import Connection
 from toolkit.launchers.k8s.kinds import KINDS
-from toolkit.pods import MANAGER, RUN_LABEL
+from toolkit.pods import MANAGER
 
 Object = dict[str, Any]
 
@@ -33,6 +34,7 @@ MODELS = {
     "ServiceAccount": client.V1ServiceAccount,
     "PersistentVolumeClaim": client.V1PersistentVolumeClaim,
     "NetworkPolicy": client.V1NetworkPolicy,
+    "Service": client.V1Service,
     "Role": client.V1Role,
     "RoleBinding": client.V1RoleBinding,
 }
@@ -149,7 +151,8 @@ def test_an_overlay_moves_everything_and_changes_what_teams_differ_in() -> None:
     assert namespaces == {None, "team-a"}
     assert "Namespace/team-a" in found
     base["Namespace/team-a"] = base.pop("Namespace/training")
-    assert {*base, "LocalQueue/training", "TrainingRuntime/torch-deploy-toolkit"} == set(found)
+    own = {"LocalQueue/training", "TrainingRuntime/torch-deploy-toolkit"}
+    assert {*base, *own, "NetworkPolicy/training-egress"} == set(found)
     assert found["LocalQueue/training"]["spec"]["clusterQueue"] == "research"
     assert found["PersistentVolumeClaim/runs"]["spec"] == {
         "accessModes": ["ReadWriteMany"],
@@ -210,22 +213,88 @@ def test_a_profile_names_what_its_folder_makes(
             assert f"{kind}/{name}" in found
 
 
-def test_the_closed_door_is_for_the_toolkits_pods_and_theirs_is_the_key() -> None:
-    policy = things("base")["NetworkPolicy/training-default-deny"]["spec"]
-    assert policy == {
-        "podSelector": {"matchLabels": {"app.kubernetes.io/managed-by": MANAGER}},
-        "policyTypes": ["Ingress"],
-    }
-    site = toolkit.load_profile(str(ROOT / "k8s/profiles/k8s.yaml"))
-    first, *_, last = yaml.safe_load_all(
-        toolkit.render(toolkit.plan(toolkit.load(ROOT / "jobs/digits.yaml"), site))
+DNS = {(53, "UDP"), (53, "TCP"), (5353, "UDP"), (5353, "TCP")}
+OURS = {"podSelector": {"matchLabels": {"app.kubernetes.io/managed-by": MANAGER}}}
+
+
+def test_training_pods_reach_each_other_and_dns_and_nobody_else_reaches_them() -> None:
+    found = things("base")
+    closed = found["NetworkPolicy/training-default-deny"]["spec"]
+    assert closed == {**OURS, "policyTypes": ["Ingress", "Egress"]}
+    opened = found["NetworkPolicy/training-pods"]["spec"]
+    assert opened["podSelector"] == OURS["podSelector"]
+    assert opened["ingress"] == [{"from": [OURS]}]
+    each_other, names = opened["egress"]
+    assert each_other == {"to": [OURS]}
+    assert {(port["port"], port["protocol"]) for port in names["ports"]} == DNS
+    job = toolkit.load(ROOT / "jobs/digits.yaml")
+    for name in ("k8s", "team-a"):
+        site = toolkit.load_profile(str(ROOT / f"k8s/profiles/{name}.yaml"))
+        assert isinstance(site, toolkit.KubernetesProfile)
+        for kind in ("PyTorchJob", "TrainJob", "JobSet", "Job"):
+            one = site.model_copy(update={"workload": kind})
+            (made,) = yaml.safe_load_all(toolkit.render(toolkit.plan(job, one)))
+            labels = values_of(made, "app.kubernetes.io/managed-by")
+            assert labels == {MANAGER}
+            if kind == "Job":
+                service = found["Service/training"]
+                assert made["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+                assert service["spec"]["selector"] == OURS["podSelector"]["matchLabels"]
+                assert service["spec"]["clusterIP"] == "None"
+
+
+def reached(policy: Object, address: str) -> bool:
+    """Whether a policy lets pods reach an address, by whatever port but those of DNS."""
+    blocks = [
+        peer["ipBlock"]
+        for rule in policy["spec"].get("egress") or ()
+        if {(port["port"], port["protocol"]) for port in rule.get("ports") or ()} != DNS
+        for peer in rule["to"]
+        if "ipBlock" in peer
+    ]
+    return any(
+        ip_address(address) in ip_network(block["cidr"])
+        and not any(ip_address(address) in ip_network(out) for out in block.get("except") or ())
+        for block in blocks
     )
-    labels = last["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["metadata"]["labels"]
-    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
-    assert first["kind"] == "NetworkPolicy"
-    assert first["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-    assert first["spec"]["ingress"] == [{"from": [{"podSelector": first["spec"]["podSelector"]}]}]
-    assert list(first["spec"]["podSelector"]["matchLabels"]) == [RUN_LABEL]
+
+
+def test_no_policy_lets_pods_reach_where_clouds_give_out_credentials() -> None:
+    policies = [
+        thing
+        for folder in FOLDERS
+        for thing in things(folder).values()
+        if thing["kind"] == "NetworkPolicy"
+    ]
+    for networks in (["0.0.0.0/0", "::/0"], ["128.0.0.0/1", "fd00::/8"], ["10.0.0.0/8"], []):
+        text = toolkit.render(
+            toolkit.plan(
+                toolkit.load(ROOT / "jobs/digits.yaml"),
+                toolkit.KubernetesProfile.model_validate({"egress": networks}),
+            )
+        )
+        policy, *_ = yaml.safe_load_all(text)
+        assert reached(policy, "10.1.2.3") == bool({"0.0.0.0/0", "10.0.0.0/8"} & set(networks))
+        assert reached(policy, "203.0.113.9") == bool({"0.0.0.0/0", "128.0.0.0/1"} & set(networks))
+        for version in VERSIONS:
+            assert faults_of(policy, version) == []
+        policies.append(policy)
+    assert len(policies) > 8
+    for policy in policies:
+        assert not any(reached(policy, one) for one in ("169.254.169.254", "fd00:ec2::254"))
+
+
+@pytest.mark.parametrize("network", ["169.254.169.254/32", "fd00:ec2::254/128", "10.0.0.1/8", "x"])
+def test_a_network_that_pods_must_not_reach_or_that_is_none_is_refused(network: str) -> None:
+    with pytest.raises(ValueError, match=r"credentials|write a network like"):
+        toolkit.KubernetesProfile.model_validate({"egress": [network]})
+
+
+def test_who_submits_has_no_right_to_services_policies_and_foreign_configmaps() -> None:
+    rights = granted("submit")
+    resources = {resource for _, resource, _ in rights}
+    assert not resources & {"services", "networkpolicies", "pods", "secrets", "endpoints"}
+    assert {verb for _, resource, verb in rights if resource == "configmaps"} == {"create"}
 
 
 def test_the_runtime_restarts_all_pods_unless_the_entrypoint_says_that_it_is_no_use() -> None:
@@ -331,7 +400,7 @@ def used(rights: set[Right]) -> set[Right]:
 def test_each_role_grants_what_its_commands_ask_for_and_no_more(tmp_path: Path) -> None:
     submitting, watching, logging = set[Right](), set[Right](), set[Right]()
     job, files = toolkit.load(ROOT / "jobs/digits.yaml"), {"payload.pkl": b"a function's code"}
-    path = ".*/(networkpolicies|podgroups|services|configmaps)/.*"
+    path = ".*/(podgroups)/.*"
     gangs: dict[Workload, str | None] = {
         "PyTorchJob": "volcano",
         "TrainJob": None,
@@ -343,6 +412,7 @@ def test_each_role_grants_what_its_commands_ask_for_and_no_more(tmp_path: Path) 
         for kind, gang in gangs.items():
             site = toolkit.KubernetesProfile.model_validate(
                 {"workload": kind, "runs_claim": "runs", "queue": "q", "gang_scheduler": gang}
+                | {"service": "training", "network_policy": False}
             )
             api, environ = server.api_client(), {"HOME": str(tmp_path)}
             launcher = KubernetesLauncher(site, api_client=api, environ=environ)

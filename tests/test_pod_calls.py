@@ -6,13 +6,14 @@ import pickle
 import secrets
 import subprocess
 import sys
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import submitit
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,8 @@ from tests.conftest import ROOT, Until
 from toolkit.executors import deliver, in_pods
 from toolkit.executors.deliver import CHUNK, LIMIT, LONGEST, MARK, left_here
 from toolkit.executors.payload import files_of
-from toolkit.launchers.k8s.submission import PAYLOAD_LIMIT, apart
+from toolkit.launchers.k8s.cluster import Cluster
+from toolkit.launchers.k8s.groups import PAYLOAD_LIMIT, apart
 from toolkit.pods import FILE_MARK
 
 KEY = "ab" * 32
@@ -198,6 +200,48 @@ def test_every_rank_calls_the_function_and_what_it_returns_comes_back(
     (payload,) = server.objects_of("ConfigMap")
     (owner,) = payload["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["name"]) == (workload, job.run.name)
+
+
+def test_what_is_run_is_what_was_submitted(
+    server: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = Cluster.create
+    evil = b64encode(f"open({str(tmp_path / 'came-in')!r}, 'w')".encode()).decode()
+
+    def come_first(self: Cluster, place: Any, body: Any) -> None:
+        assert body["immutable"] is True
+        known = {key: body["metadata"][key] for key in ("name", "namespace", "labels")}
+        data = {**body["binaryData"], "worker.py": evil, "deliver.py": evil}
+        server.apply(yaml.safe_dump({**body, "metadata": known, "binaryData": data}))
+        create(self, place, body)
+
+    monkeypatch.setattr(Cluster, "create", come_first)
+    job = executor(nodes=1).submit(len, b"abc")
+    with pytest.raises(submitit.core.utils.UncompletedJobError, match="not hold what"):
+        job.result()
+    assert job.state == "FAILED"
+    assert "does not hold what was submitted" in "".join(job.run.logs())
+    assert not (tmp_path / "came-in").exists()
+
+
+def test_a_call_that_is_cut_short_before_its_configmap_is_completed_by_whoever_looks(
+    server: FakeKubernetes,
+) -> None:
+    server.faults = [Fault(method="POST", path=".*/configmaps", status=503, times=99)]
+    with pytest.raises(toolkit.LauncherError, match="toolkit status"):
+        executor(nodes=1).submit(len, b"abc")
+    assert server.objects_of("ConfigMap") == []
+    server.faults.clear()
+    (run,) = toolkit.list_runs()
+    assert toolkit.attach(run).result() == 3
+
+
+def test_a_call_whose_configmap_is_refused_leaves_nothing(server: FakeKubernetes) -> None:
+    server.forbid("configmaps", "create")
+    with pytest.raises(toolkit.LauncherError, match="configmaps"):
+        executor().submit(len, b"abc")
+    assert [kind for kind in ("Job", "Pod", "Service") if server.objects_of(kind)] == []
+    assert list(toolkit.list_runs()) == []
 
 
 def test_the_first_rank_to_fail_is_told_with_its_trace(server: FakeKubernetes) -> None:

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Mapping
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
 from toolkit.documents import Ambiguous
-from toolkit.fields import NaturalInt, SecretName, matching
+from toolkit.fields import NaturalInt, SecretName, matching, schema_extra
 from toolkit.validation import FrozenModel, Text
 
 __all__ = [
@@ -15,10 +16,12 @@ __all__ = [
     "KubernetesOptions",
     "LabelKey",
     "LabelValue",
+    "Network",
     "Patch",
     "Toleration",
     "Topology",
     "Workload",
+    "block_of",
 ]
 
 Workload = Literal["PyTorchJob", "TrainJob", "JobSet", "Job"]
@@ -48,6 +51,42 @@ LabelValue = Annotated[
     ),
 ]
 """A label's value."""
+
+
+_METADATA = (ip_network("169.254.0.0/16"), ip_network("fd00:ec2::/32"))
+"""Link-local addresses of IPv4, and Amazon's own of IPv6: there, clouds give the rights of the node
+to whoever asks."""
+
+
+def _network(value: str) -> str:
+    try:
+        found = ip_network(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; write a network like 10.0.0.0/8") from None
+    if any(_holds(one, found) for one in _METADATA):
+        raise ValueError(f"{value!r} is where clouds give out credentials; leave it out")
+    return str(found)
+
+
+def _holds(outer: IPv4Network | IPv6Network, inner: IPv4Network | IPv6Network) -> bool:
+    return inner.network_address in outer and inner.prefixlen >= outer.prefixlen
+
+
+Network = Annotated[
+    Text, AfterValidator(_network), schema_extra(examples=["10.0.0.0/8", "0.0.0.0/0"])
+]
+"""Addresses that pods may reach, like `10.0.0.0/8`."""
+
+
+def block_of(network: str) -> dict[str, Any]:
+    """Return a network as an `ipBlock` of a NetworkPolicy, without the metadata services in it.
+
+    >>> block_of("0.0.0.0/0")
+    {'cidr': '0.0.0.0/0', 'except': ['169.254.0.0/16']}
+    """
+    whole = ip_network(network)
+    inner = [str(one) for one in _METADATA if _holds(whole, one)]
+    return {"cidr": network} | ({"except": inner} if inner else {})
 
 
 T = TypeVar("T")

@@ -290,21 +290,11 @@ class Kubelet(Api):
             container_status(pod)["state"] = {"waiting": waiting}
             self.put(POD, pod)
             return None
-        texts, space = self._texts("ConfigMap"), pod["metadata"]["namespace"]
-        secrets = {**self.secrets, **self._texts("Secret")}
-        for volume in pod["spec"].get("volumes") or ():
-            for kind, key, there in (
-                ("configMap", "name", texts),
-                ("secret", "secretName", secrets),
-            ):
-                name = volume.get(kind, {}).get(key)
-                if name is not None and name not in there:
-                    words = f'MountVolume.SetUp failed for volume "{volume["name"]}": '
-                    words += f'{kind.lower()} "{name}" not found'
-                    self.warn(
-                        pod["metadata"]["name"], "FailedMount", words, namespace=space, kind="Pod"
-                    )
-                    return None
+        texts, secrets = self._texts("ConfigMap"), {**self.secrets, **self._texts("Secret")}
+        if words := self._not_mounted(pod):
+            name, space = pod["metadata"]["name"], pod["metadata"]["namespace"]
+            self.warn(name, "FailedMount", words, namespace=space, kind="Pod")
+            return None
         try:
             return Container(pod, root=self.root, secrets=secrets, configs=texts, hosts=self.hosts)
         except KeyError as missing:
@@ -313,6 +303,20 @@ class Kubelet(Api):
             container_status(pod)["state"] = {"waiting": waiting}
             self.put(POD, pod)
             return None
+
+    def _not_mounted(self, pod: Object) -> str:
+        """Say which volume cannot be mounted, since what it is made of is not there."""
+        texts, secrets = self._texts("ConfigMap"), {**self.secrets, **self._texts("Secret")}
+        for volume in pod["spec"].get("volumes") or ():
+            for kind, key, there in (
+                ("configMap", "name", texts),
+                ("secret", "secretName", secrets),
+            ):
+                name = volume.get(kind, {}).get(key)
+                if name is not None and name not in there:
+                    words = f'MountVolume.SetUp failed for volume "{volume["name"]}": '
+                    return f'{words}{kind.lower()} "{name}" not found'
+        return ""
 
     def _run_pod(self, name: str, pod: Object) -> None:
         """Run a pod's container as a process, again and again as its policy says."""
@@ -328,8 +332,14 @@ class Kubelet(Api):
                     return
                 if (container := self._made_container(pod)) is None:
                     self.settle()
-                    self.changed.wait_for(is_over)
-                    return
+                    # The kubelet mounts again and again; what else fails here stays as it is.
+                    if self._not_mounted(pod):
+                        self.changed.wait_for(lambda: is_over() or not self._not_mounted(pod))
+                    else:
+                        self.changed.wait_for(is_over)
+                    if is_over():
+                        return
+                    continue
                 identity = self.start_container(pod)
                 self._containers[uid] = container
                 self.settle()

@@ -10,7 +10,7 @@ from tests.k8s.live import NOWHERE, Live
 from tests.k8s.site import CANCELLED, PENDING, RUNNING, SUCCEEDED, a_job, every_workload, short
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.launchers.k8s import dry_run, watch_states
-from toolkit.launchers.k8s.submission import documents_of
+from toolkit.launchers.k8s.groups import documents_of
 from toolkit.planning import plan
 from toolkit.rendering import render
 

@@ -18,7 +18,7 @@ from toolkit.executors.worker import weight
 from toolkit.launchers.base import Run
 from toolkit.launchers.k8s import KubernetesLauncher, KubernetesRun, claim
 from toolkit.launchers.k8s.delivered import files_of_parts, parts_of
-from toolkit.launchers.k8s.submission import PAYLOAD_LIMIT, apart
+from toolkit.launchers.k8s.groups import PAYLOAD_LIMIT, apart
 from toolkit.launchers.state import state_folder
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile, Profile, load_profile

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from toolkit.feasibility import POD_MARGIN_S
-from toolkit.kubernetes_options import Workload
+from toolkit.kubernetes_options import Workload, block_of
 from toolkit.planning.common import carried_options, environment, torchrun_options
 from toolkit.planning.plans import KubernetesPlan
 from toolkit.pods import MANAGER, RUN_LABEL, SWEEP_LABEL, payload_dir_of, pod_of, workload_of
 from toolkit.profile import KubernetesProfile
 from toolkit.spec import JobSpec, Secret
 
-__all__ = ["kubernetes_plan", "submitted_again"]
+__all__ = ["kubernetes_plan", "submitted_again", "with_checksums"]
 
 PORT = 29500
 """Where the pods of a run meet; each pod has a network of its own."""
@@ -87,6 +87,17 @@ def submitted_again(plan: KubernetesPlan, token: str) -> KubernetesPlan:
     return replace(plan, env=env, parts=tuple(submitted_again(p, token) for p in plan.parts))
 
 
+def with_checksums(plan: KubernetesPlan, checksums: str) -> KubernetesPlan:
+    """Return a plan whose pods check the files that they are submitted with.
+
+    Args:
+        plan: What is submitted.
+        checksums: Lines as `sha256sum -c` reads them.
+    """
+    env = {**plan.env, "TRAIN_SUBMITTED_SHA256": checksums}
+    return replace(plan, env=env, parts=tuple(with_checksums(p, checksums) for p in plan.parts))
+
+
 def _plan(
     job: JobSpec,
     profile: KubernetesProfile,
@@ -129,6 +140,7 @@ def _plan(
         labels=labels,
         workload_labels=labels | _queue_labels(job, profile),
         failure_limit=job.retries.requeue,
+        egress=tuple(map(block_of, profile.egress)),
     )
     return _of_pytorchjob(plan) if kind == "PyTorchJob" else _of_indexed_pods(plan)
 
@@ -166,7 +178,8 @@ def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
 def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
     """Add what Indexed Jobs need, alone, in a JobSet, or in the JobSet of a TrainJob."""
     job, name = plan.job, plan.run_name
-    first = f"{name}-0.{name}" if plan.workload == "Job" else f"{name}-node-0-0.{name}"
+    service = plan.profile.service or name
+    first = f"{name}-0.{service}" if plan.workload == "Job" else f"{name}-node-0-0.{name}"
     spare = SPARE_RESTARTS if job.retries.requeue and plan.profile.runs_claim else 0
     in_jobset = plan.workload != "Job"
     # Trainer refuses variables of torchrun in a TrainJob, whose names are its to use.
@@ -184,7 +197,7 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
         meeting=f"{first}:{PORT}",
         host_port=PORT if plan.profile.host_network else None,
         backoff_limit=job.retries.requeue + spare,
-        subdomain=None if in_jobset else name,
+        subdomain=None if in_jobset else service,
         pod_restart_policy="Never",
         from_labels=({"TRAIN_ATTEMPT": _RESTARTS} if in_jobset else {}) | {_STARTED: _START},
         gang=in_jobset,

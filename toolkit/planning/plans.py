@@ -1,7 +1,8 @@
 """What is decided of a launch, as plain values: one class per kind of site."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from toolkit.feasibility import REQUEUE_MARGIN_S
 from toolkit.kubernetes_options import Patch, Workload
@@ -181,6 +182,9 @@ class KubernetesPlan(LaunchPlan):
     host_port: int | None = None
     """The port that each pod takes of its node, so that no two runs meet on one; None without
     `host_network`, and where the operator declares it."""
+
+    egress: Sequence[Mapping[str, Any]] = ()
+    """Networks that the pods may reach, as a NetworkPolicy has them: `ipBlock`."""
 
     subdomain: str | None = None
     """The Service that gives the pods of a Job their names."""

@@ -13,7 +13,15 @@ from toolkit.fields import (
     SecretName,
     matching,
 )
-from toolkit.kubernetes_options import LabelKey, LabelValue, Patch, Toleration, Topology, Workload
+from toolkit.kubernetes_options import (
+    LabelKey,
+    LabelValue,
+    Network,
+    Patch,
+    Toleration,
+    Topology,
+    Workload,
+)
 from toolkit.profile.site import SiteProfile
 from toolkit.spec import Mount
 from toolkit.validation import Text
@@ -21,6 +29,7 @@ from toolkit.validation import Text
 __all__ = ["KubernetesProfile"]
 
 Flag = Annotated[bool, Strict()]
+
 ResourceName = Annotated[
     LabelKey, *matching(".+/.+", "write a device plugin's resource, like nvidia.com/gpu")
 ]
@@ -80,8 +89,17 @@ class KubernetesProfile(SiteProfile):
     `restricted` and `baseline`. One pod per node then, since all use the same port."""
 
     network_policy: Flag = True
-    """Whether a NetworkPolicy lets only the pods of a run reach each other, where the cluster's
-    network enforces it."""
+    """Whether each run brings a NetworkPolicy, for networks that enforce it: its pods reach each
+    other, DNS and what `egress` names, and nobody else reaches them. Without it the namespace's own
+    policies hold, like those of `k8s/base`, where all training pods reach each other."""
+
+    egress: tuple[Network, ...] = ()
+    """Networks that the pods of a run may reach besides, like `0.0.0.0/0` for all that is outside.
+    The addresses at which clouds give out credentials (169.254.0.0/16) are left out of any."""
+
+    service: SecretName | None = None
+    """The headless Service of the namespace that gives the pods of a Job their names, as `k8s/base`
+    has one. Without it, each run brings its own."""
 
     gpu_resource: ResourceName = "nvidia.com/gpu"
     """The name of the GPU resource."""

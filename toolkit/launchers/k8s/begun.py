@@ -15,17 +15,12 @@ from toolkit.launchers.intents import Intent
 from toolkit.launchers.k8s import kept
 from toolkit.launchers.k8s.cluster import Cluster, selector_of
 from toolkit.launchers.k8s.connection import Denied
+from toolkit.launchers.k8s.groups import Group, checksums, groups_of, is_of, with_files
 from toolkit.launchers.k8s.kinds import Kind, Object
-from toolkit.launchers.k8s.submission import (
-    TOGETHER,
-    Group,
-    adopt,
-    groups_of,
-    is_of,
-    with_files,
-    withdraw,
-)
+from toolkit.launchers.k8s.submission import TOGETHER, complete, withdraw
+from toolkit.planning import KubernetesPlan
 from toolkit.planning import plan as make_plan
+from toolkit.planning.kubernetes import with_checksums
 from toolkit.pods import SWEEP_LABEL
 from toolkit.profile import KubernetesProfile
 from toolkit.rendering import render
@@ -55,7 +50,11 @@ def groups_for(
     job: JobSpec, profile: KubernetesProfile, kind: Kind, name: str, files: Mapping[str, bytes]
 ) -> list[Group]:
     """Return the objects of a run of this name; of a sweep, of each of its points."""
-    groups = groups_of(render(make_plan(job, profile, run_name=name)), kind)
+    made = make_plan(job, profile, run_name=name)
+    assert isinstance(made, KubernetesPlan)
+    if files:
+        made = with_checksums(made, checksums(files))
+    groups = groups_of(render(made), kind)
     return [with_files(group, files) for group in groups] if files else groups
 
 
@@ -111,8 +110,8 @@ def tidy(
     for group in groups[start : start + 2 * TOGETHER]:
         if group.name not in absent:
             found = cluster.get(kind, group.name)
-            if found is not None and group.companions:
-                adopt(cluster, kind, group, found)
+            if found is not None and (group.companions or group.payload):
+                complete(cluster, kind, group, found)
         elif settled:
             withdraw(cluster, group)
 

@@ -68,6 +68,17 @@ class Cluster:
             )
         )
 
+    def create(self, place: Place, body: Object) -> None:
+        """Make an object.
+
+        Raises:
+            Conflict: there is one of this name.
+            LauncherError: the server refused; its words are in the message.
+        """
+        path = place.path(body["metadata"].get("namespace", self.namespace))
+        query = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
+        self.connection.ask("POST", path, query=query, body=body)
+
     def get(self, place: Place, name: str) -> dict[str, Any] | None:
         """Return an object, or None where there is none."""
         try:

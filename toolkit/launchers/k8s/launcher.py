@@ -13,9 +13,10 @@ from toolkit.launchers.base import Launcher, Run, new_run_name
 from toolkit.launchers.k8s import begun, kept, watching
 from toolkit.launchers.k8s.cluster import Cluster
 from toolkit.launchers.k8s.connection import Connection, NotServed
+from toolkit.launchers.k8s.groups import groups_of
 from toolkit.launchers.k8s.kinds import KINDS, Kind, Object, place_of
 from toolkit.launchers.k8s.run import KubernetesRun
-from toolkit.launchers.k8s.submission import Unclear, groups_of, remove, submit_all
+from toolkit.launchers.k8s.submission import Unclear, remove, submit_all
 from toolkit.launchers.k8s.sweep import KubernetesPoint, opened
 from toolkit.planning import KubernetesPlan
 from toolkit.planning import plan as make_plan

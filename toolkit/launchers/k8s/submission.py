@@ -2,13 +2,9 @@
 
 import contextlib
 import re
-from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
-
-import yaml
+from typing import TypeVar
 
 from toolkit.errors import LauncherError
 from toolkit.launchers.k8s.claim import placed
@@ -20,35 +16,21 @@ from toolkit.launchers.k8s.connection import (
     Denied,
     NotServed,
 )
+from toolkit.launchers.k8s.groups import Group, is_of
 from toolkit.launchers.k8s.kinds import KINDS, Kind, Object, Place, place_of
-from toolkit.pods import RUN_LABEL
 
 __all__ = [
-    "PAYLOAD_LIMIT",
     "TOGETHER",
-    "Group",
     "Unclear",
     "adopt",
-    "apart",
-    "documents_of",
-    "groups_of",
-    "is_of",
+    "complete",
     "remove",
     "submit",
     "submit_all",
-    "with_files",
     "withdraw",
 ]
 
 T = TypeVar("T")
-
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The same in C, where PyYAML was built with it: a sweep has thousands of objects."""
-
-JOB_ANNOTATION = "torch-deploy-toolkit/job"
-
-PAYLOAD_LIMIT = 1024 * 1024 - 16 * 1024
-"""Bytes of a run's files in a ConfigMap, which holds 1 MiB, keys and names included."""
 
 TOGETHER = 16
 """How many runs are made before the next ones are begun: who is killed leaves no more half done."""
@@ -72,62 +54,6 @@ _RBAC = re.compile(r" cannot (create|patch|get) resource ")
 
 class Unclear(Away):
     """Nobody knows what has arrived, or what was made is still there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """A run's objects."""
-
-    companions: Sequence[Object]
-    """What must be there before it, and goes with it."""
-
-    workload: Object
-    """The object that makes the pods."""
-
-    apart: Mapping[str, bytes] = field(default_factory=dict)
-    """What its pods find in their run directory, by path, since no ConfigMap holds it."""
-
-    @property
-    def name(self) -> str:
-        """The name of the object."""
-        return str(self.workload["metadata"]["name"])
-
-
-def documents_of(text: str) -> list[dict[str, Any]]:
-    """Return the objects of a rendered manifest."""
-    return [document for document in yaml.load_all(text, Loader=_Loader) if document]
-
-
-def groups_of(text: str, kind: Kind) -> list[Group]:
-    """Return the runs of a rendered manifest: one, or each point of a sweep."""
-    found: list[Group] = []
-    companions: list[Object] = []
-    for document in documents_of(text):
-        if document["kind"] == kind.kind:
-            found.append(Group(companions=companions, workload=document))
-            companions = []
-        else:
-            companions.append(document)
-    return found
-
-
-def with_files(group: Group, files: Mapping[str, bytes]) -> Group:
-    """Return a run with the ConfigMap that its pods find their files in, by their names alone."""
-    metadata, large = group.workload["metadata"], apart(files)
-    known = {key: metadata[key] for key in ("name", "namespace", "labels")}
-    small = {name.rpartition("/")[2]: text for name, text in files.items() if name not in large}
-    data = {name: b64encode(text).decode() for name, text in small.items()}
-    payload = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": known, "binaryData": data}
-    return replace(group, companions=[*group.companions, payload], apart=large)
-
-
-def apart(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return those files that no ConfigMap holds beside the others: the largest."""
-    rest = dict(sorted(files.items(), key=lambda item: len(item[1])))
-    found: dict[str, bytes] = {}
-    while sum(map(len, rest.values())) > PAYLOAD_LIMIT:
-        found |= [rest.popitem()]
-    return found
 
 
 def submit_all(
@@ -205,6 +131,10 @@ def submit(cluster: Cluster, kind: Kind, group: Group) -> None:
             made.append(_apply(cluster, place_of(asked), asked))
         asked = group.workload
         workload = _apply_workload(cluster, kind, asked)
+        made.append(workload)
+        if group.payload is not None:
+            asked = group.payload
+            _create(cluster, _owned(asked, kind, group, workload))
     except Away:
         raise  # who knows what has arrived
     except LauncherError as error:
@@ -217,17 +147,32 @@ def submit(cluster: Cluster, kind: Kind, group: Group) -> None:
 
 def adopt(cluster: Cluster, kind: Kind, group: Group, workload: Object) -> None:
     """Let the companions of a run go with it, as far as the server lets us."""
+    for document in group.companions:
+        # The run is under way: that its companions outlive it is no reason to say it were not.
+        with contextlib.suppress(LauncherError):
+            _apply(cluster, place_of(document), _owned(document, kind, group, workload))
+
+
+def complete(cluster: Cluster, kind: Kind, group: Group, workload: Object) -> None:
+    """Make what a run is still without, whose submission was cut short.
+
+    Raises:
+        LauncherError: the server refused.
+    """
+    adopt(cluster, kind, group, workload)
+    if group.payload is not None:
+        _create(cluster, _owned(group.payload, kind, group, workload))
+
+
+def _owned(document: Object, kind: Kind, group: Group, workload: Object) -> Object:
+    """Return an object that is deleted with the run."""
     owner = {
         "apiVersion": kind.api_version,
         "kind": kind.kind,
         "name": group.name,
         "uid": workload["metadata"]["uid"],
     }
-    for document in group.companions:
-        metadata = {**document["metadata"], "ownerReferences": [owner]}
-        # The run is under way: that its companions outlive it is no reason to say it were not.
-        with contextlib.suppress(LauncherError):
-            _apply(cluster, place_of(document), {**document, "metadata": metadata})
+    return {**document, "metadata": {**document["metadata"], "ownerReferences": [owner]}}
 
 
 def withdraw(cluster: Cluster, group: Group) -> None:
@@ -302,6 +247,23 @@ def _apply(cluster: Cluster, place: Place, body: Object) -> Object:
         raise Unclear(f"{error} ({_ATTEMPTS} attempts)") from error
 
 
+def _create(cluster: Cluster, body: Object) -> None:
+    """Make an object, or find that there is one of its name.
+
+    Who may only make it cannot look whose that is: the pods see whether it holds what they were
+    told (`checksums`).
+
+    Raises:
+        LauncherError: the server refused.
+        Unclear: the server has not answered in all attempts.
+    """
+    try:
+        with contextlib.suppress(Conflict):
+            _patiently(cluster, lambda: cluster.create(place_of(body), body))
+    except Away as error:
+        raise Unclear(f"{error} ({_ATTEMPTS} attempts)") from error
+
+
 def _patiently(cluster: Cluster, question: Callable[[], T]) -> T:
     """Ask until there is an answer, or it has been too long; at once where nobody listens."""
     for pause_s in _pauses():
@@ -321,23 +283,12 @@ def _pauses() -> Iterator[float | None]:
     yield None
 
 
-def is_of(body: Object, found: Object) -> bool:
-    """Tell whether an object that is there is the one that we want to make."""
-    return _identity(body) == _identity(found)
-
-
 def _there(cluster: Cluster, place: Place, name: str) -> Object | None:
     """Return an object; None also where we may make objects and not look at them."""
     try:
         return cluster.get(place, name)
     except (Denied, NotServed):
         return None
-
-
-def _identity(thing: Object) -> tuple[str, str]:
-    metadata = thing["metadata"]
-    labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    return str(labels.get(RUN_LABEL)), str(notes.get(JOB_ANNOTATION))
 
 
 def _explained(
@@ -366,6 +317,11 @@ def _explained(
             return Denied(
                 f"{error}; leave the NetworkPolicy out with network_policy: false in the profile, "
                 "or ask for the right to make one"
+            )
+        case Denied() if what == "Service":
+            return Denied(
+                f"{error}; name a headless Service that is there already: service: training in the "
+                "profile, if k8s/base has made the namespace"
             )
         case Denied() if _RBAC.search(str(error)):
             return Denied(f"{error}; k8s/base has a Role with all that submitting needs")
