@@ -1,6 +1,5 @@
 """Files held to rules: job files with their profiles; batch scripts and manifests of people."""
 
-import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -125,28 +124,6 @@ def check(
         else:
             found += map(finding, ask_site(job, to=profile))
     return list(dict.fromkeys(found))
-
-
-@contextlib.contextmanager
-def placed(path: Path, overrides: Iterable[str] = ()) -> Iterator[None]:
-    """Give what a job cannot do at a site its place in the job file, as `check` tells it.
-
-    Args:
-        path: The job file.
-        overrides: Assignments to its keys.
-
-    Raises:
-        PlanError: what was raised within, with `FILE:LINE`.
-    """
-    try:
-        yield
-    except PlanError as error:
-        document = _document(path, overrides)
-        places = [document.place(p.key) if p.key else document.source for p in error.problems]
-        raise PlanError(
-            replace(problem, place=problem.place or place)
-            for problem, place in zip(error.problems, places, strict=True)
-        ) from None
 
 
 def is_manifests(path: Path) -> bool:

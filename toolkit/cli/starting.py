@@ -29,7 +29,7 @@ __all__ = ["render", "resubmit", "run_here", "submit"]
 @TO
 def render(job: Path, overrides: tuple[str, ...], to: str) -> None:
     """Print the script or manifest, whole, and do nothing."""
-    from toolkit.checks import placed
+    from toolkit.cli.placing import placed
 
     spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
     with placed(job, overrides):
@@ -58,7 +58,7 @@ def submit(
     follow: bool,
 ) -> None:
     """Start a new run, or all points of a sweep, and print its URI."""
-    from toolkit.checks import placed
+    from toolkit.cli.placing import placed
 
     spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
     with placed(job, overrides):
@@ -91,7 +91,7 @@ def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
 @click.option("--to", default="local", metavar="PROFILE", help="A profile of this machine.")
 def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
     """Run on this machine, in the foreground; Ctrl-C stops it with a checkpoint."""
-    from toolkit.checks import placed
+    from toolkit.cli.placing import placed
     from toolkit.launchers.local import LocalLauncher
 
     spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
