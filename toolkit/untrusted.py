@@ -93,7 +93,7 @@ def _opened(path: Path | str, below: Path | None, flags: int) -> int:
         raise Refused("?", "a name that no file can have")
     handle = -1
     try:
-        handle = os.open(text, flags) if below is None else _walked(Path(text), below, flags)
+        handle = os.open(text, flags) if below is None else _walked(text, below, flags)
         found = os.fstat(handle)
     except OSError as error:
         if handle >= 0:
@@ -110,12 +110,12 @@ def _opened(path: Path | str, below: Path | None, flags: int) -> int:
     return handle
 
 
-def _walked(path: Path, below: Path, flags: int) -> int:
+def _walked(path: str, below: Path, flags: int) -> int:
     """Open part after part, each as an entry of the one before and none a link."""
-    try:
-        parts = path.relative_to(below).parts
-    except ValueError:
-        raise Refused(path, f"is not below {below}") from None
+    start = os.fspath(below)
+    if path != start and not path.startswith(f"{start.rstrip('/')}/"):
+        raise Refused(path, f"is not below {below}")
+    parts = [part for part in path[len(start) :].split("/") if part not in ("", ".")]
     if ".." in parts:
         raise Refused(path, f"is not below {below}")
     folder = os.open(below, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -317,6 +317,8 @@ def printable(text: str) -> str:
     >>> print(printable("\x1b]0;title\x07 ok"))
     \x1b]0;title\x07 ok
     """
+    if text.isprintable():
+        return text
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

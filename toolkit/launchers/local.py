@@ -143,7 +143,7 @@ class LocalRun(Run):
         """
         with (
             contextlib.suppress(OSError),  # not there, or nothing that a supervisor can hold
-            untrusted.open_untrusted(self.run_dir / _LOCK) as lock,
+            untrusted.open_untrusted(f"{self.run_dir}/{_LOCK}") as lock,
         ):
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -276,10 +276,9 @@ def parse(data: Any) -> RunRecord | None:
     uri, name = (_word(known.get(key)) for key in ("uri", "name"))
     if not uri or not name:
         return None
-    named = RunRecord(uri=uri, name=name, job=name, profile={}, created=0.0)
     if known.get("version") != _VERSION:
         version = untrusted.whole(known.get("version"))
-        return replace(named, problem=f"its record is of version {version}, and this one reads 1")
+        return _odd(uri, name, f"its record is of version {version}, and this one reads 1")
     run_dir, remote_dir = known.get("run_dir"), known.get("remote_dir")
     job = _word(known.get("job"))
     created = untrusted.finite(known.get("created"))
@@ -296,7 +295,7 @@ def parse(data: Any) -> RunRecord | None:
         if not good
     ]
     if odd or created is None or not isinstance(profile, dict):
-        return replace(named, problem=f"its record has no right value of {', '.join(odd)}")
+        return _odd(uri, name, f"its record has no right value of {', '.join(odd)}")
     return RunRecord(
         uri=uri,
         name=name,
@@ -308,8 +307,14 @@ def parse(data: Any) -> RunRecord | None:
     )
 
 
+def _odd(uri: str, name: str, problem: str) -> RunRecord:
+    return RunRecord(uri=uri, name=name, job=name, profile={}, created=0.0, problem=problem)
+
+
 def _is_path(text: str) -> bool:
-    return text.startswith("/") and all(len(os.fsencode(part)) < 256 for part in text.split("/"))
+    return text.startswith("/") and (
+        len(text) < 64 or all(len(os.fsencode(part)) < 256 for part in text.split("/"))
+    )
 
 
 def _word(value: Any) -> str:
