@@ -22,7 +22,7 @@ ALLOWED = {
     # Files of this package.
     "launchers/k8s/claim/files.py": {"read_text"},
     # What this program has just rendered.
-    "launchers/k8s/submission.py": {"yaml.load_all"},
+    "launchers/k8s/groups.py": {"yaml.load_all"},
     "launchers/k8s/claim/reading.py": {"yaml.safe_load_all", "open(wb)"},
     # The kernel's.
     "launchers/supervisor.py": {"read_text"},
