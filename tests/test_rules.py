@@ -96,6 +96,7 @@ CASES: dict[str, tuple[str, str, int | None]] = {
     ),
     "mount-without-container": ("mounts:\n- {source: /x, target: /y}\n", SLURM, 5),
     "secret-not-in-cluster": ("secrets: [TOKEN]\n", KUBERNETES, 4),
+    "workers-beyond-machine": ("resources: {nnodes: 100000}\n", LOCAL, 4),
     "secret-overwritten": ("secrets: [port]\n", SLURM, 4),
 }
 """Rule: lines of a job, a profile, and the line of the finding."""

@@ -229,6 +229,12 @@ JOB_RULES = (
         fix="use capital letters",
     ),
     Rule(
+        id="workers-beyond-machine",
+        finds="thousands of workers on one machine",
+        reason="No machine has processors for them; what was meant is a cluster.",
+        fix="simulate fewer nodes, or submit to a cluster",
+    ),
+    Rule(
         id="secret-overwritten",
         finds="a secret whose name is in small letters, or is one of the shell's",
         reason="The rendered script would overwrite it, or go by it.",

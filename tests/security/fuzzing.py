@@ -5,6 +5,7 @@ An input is drawn by its number alone, so that a failure comes again: `seed=…`
 
 import contextlib
 import copy
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,16 +205,18 @@ def guarded() -> Iterator[None]:
     assert not Path("made-by-a-shell").exists()
 
 
-def fuzz(attack: Callable[[random.Random], None], *, count: int = COUNT) -> None:
-    """Try so many inputs, or for as long as `make fuzz` wants."""
+def fuzz(
+    attack: Callable[[random.Random], None], *, count: int = COUNT, again: Sequence[int] = ()
+) -> None:
+    """Try so many inputs, or for as long as `make fuzz` wants; those that have failed first."""
     first = 0 if not MINUTES else random.SystemRandom().randrange(1 << 40)
     deadline = time.monotonic() + MINUTES * 60
-    number = 0
-    while number < count or time.monotonic() < deadline:
-        seed = first + number
+    for number in itertools.count(-len(again)):
+        if number >= count and time.monotonic() >= deadline:
+            return
+        seed = first + number if number >= 0 else again[number]
         try:
             attack(random.Random(seed))
         except BaseException as error:
             error.add_note(f"{attack.__name__}: seed={seed}")
             raise
-        number += 1

@@ -64,6 +64,12 @@ def test_odd_points_are_told_in_one_line(tmp_path: Path, odd: bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_sweep_without_points_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "points.jsonl").touch()
+    with pytest.raises(LauncherError, match="the points of the sweep cannot be read"):
+        read_points(tmp_path)
+
+
 def test_jobs_and_points_are_neither_read_nor_written_through_links(tmp_path: Path) -> None:
     mine = tmp_path / "bashrc"
     mine.write_text(f"{GOOD}\n")

@@ -25,6 +25,9 @@ from toolkit.spec import JobSpec, leaked_secrets
 
 __all__ = ["refusals"]
 
+_WORKERS_MAX = 4096
+"""Workers on one machine: more than any has processors for, and few enough to be started."""
+
 _GRACE: KeyPath = ("stop", "grace")
 _NNODES: KeyPath = ("resources", "nnodes")
 
@@ -48,6 +51,7 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
         found += refusal("secret-in-job", reason)
     match profile:
         case LocalProfile():
+            found += _too_many_here(job)
             found += variables.of_scripts(job)
             found += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
         case SlurmProfile():
@@ -225,6 +229,20 @@ def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
                 *key,
             )
     return found
+
+
+def _too_many_here(job: JobSpec) -> list[Problem]:
+    """Find a job that no machine has the processes for."""
+    resources = job.resources
+    each = max(resources.nproc_per_node, resources.gpus_per_node)
+    if resources.max_nodes * each <= _WORKERS_MAX:
+        return []
+    return refusal(
+        "workers-beyond-machine",
+        f"{resources.max_nodes} simulated nodes with {each} workers or GPUs each are more than "
+        f"{_WORKERS_MAX} on this machine; make them fewer: --set resources.nnodes=2",
+        "resources",
+    )
 
 
 def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> list[Problem]:

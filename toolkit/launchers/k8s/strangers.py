@@ -17,7 +17,9 @@ from toolkit.profile import KubernetesProfile
 
 __all__ = ["is_uri", "run_in_cluster"]
 
-_URI = re.compile(r"k8s://(?P<namespace>[a-z0-9-]+)/(?P<name>[a-z0-9.-]+)")
+_URI = re.compile(
+    r"k8s://(?P<namespace>[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)/(?P<name>[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)"
+)
 
 
 def is_uri(name: str) -> bool:

@@ -145,7 +145,10 @@ def read_points(run_dir: Path | None) -> list[tuple[str, dict[str, str | bool]]]
         return []
     try:
         lines = untrusted.read_bytes(run_dir / _POINTS, limit=_BYTES).split(b"\n")
-        return [_point(line) for line in lines if line]
+        found = [_point(line) for line in lines if line]
+        if not found:  # a sweep has one at least
+            raise ValueError(_POINTS)
+        return found
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is torn, or none of ours"
         raise LauncherError(f"the points of the sweep cannot be read: {_POINTS}: {why}") from None
