@@ -62,8 +62,8 @@ test-nightly: install  ## Run the tests that take too long for each change
 test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs for
 	@$(BIN)/pytest -m gpu tests/train $(ARGS)
 
-fuzz: install  ## Try odd inputs for MINUTES
-	@TOOLKIT_FUZZ_MINUTES=$(MINUTES) $(BIN)/pytest tests/security/test_fuzz.py -n 2 -o timeout=0 $(ARGS)
+fuzz: install  ## Try odd inputs for MINUTES, all seven fuzzers side by side
+	@TOOLKIT_FUZZ_MINUTES=$(MINUTES) $(BIN)/pytest tests/security/test_fuzz.py -n 7 -o timeout=0 $(ARGS)
 
 test-cluster: install  ## Run the tests that hold on a real Kubernetes cluster, on that of KUBECONFIG
 	@TOOLKIT_TEST_CLUSTER=1 $(BIN)/pytest tests/k8s -m any_cluster -n 2 --dist worksteal -o timeout=1800 $(ARGS)

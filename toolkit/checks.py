@@ -159,7 +159,7 @@ def finding(problem: Problem, document: Document | None = None) -> Finding:
     place = problem.place
     if place is None and document is not None:
         place = document.place(problem.key) if problem.key else document.source
-    match = re.fullmatch(r"(.*):(\d+)", place or "")
+    match = re.fullmatch(r"(.*):(\d{1,18})", place or "")
     rule = _rules().get(problem.rule or "")
     return Finding(
         file=match[1] if match else place or "",

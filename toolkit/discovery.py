@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from toolkit.quantities import whole_number
+
 __all__ = ["Ask", "Context", "Discovery", "Namespace", "Partition", "SlurmSite", "discover"]
 
 _TIMEOUT_S = 20
@@ -182,7 +184,7 @@ def _memory(root: Path) -> int | None:
         text = (root / "proc/meminfo").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"^MemTotal: +(\d+) kB", text, re.MULTILINE)
+    found = re.search(r"^MemTotal: +(\d{1,18}) kB", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
@@ -194,7 +196,7 @@ def _slurm(ask: Ask) -> SlurmSite | None:
     config = dict(re.findall(r"^(\w+) *= *(.*?) *$", text or "", re.MULTILINE))
     if "ClusterName" not in config:
         return None
-    seconds = re.match(r"(\d+) sec", config.get("KillWait", ""))
+    seconds = re.match(r"(\d{1,9}) sec", config.get("KillWait", ""))
     return SlurmSite(
         cluster=config["ClusterName"],
         version=config.get("SLURM_VERSION", ""),
@@ -223,7 +225,7 @@ def _partitions(text: str) -> tuple[Partition, ...]:
             nodes=_number(nodes) or 0,
             cpus=_number(cpus),
             memory_bytes=(_number(memory) or 0) * 2**20 or None,
-            gpus=sum(int(number) for _, number in kinds),
+            gpus=sum(whole_number(number) or 0 for _, number in kinds),
             gpu_types=tuple(word for word, _ in kinds if word),
         )
         found[name] = kind if known is None else _both(known, kind)
@@ -245,7 +247,7 @@ def _both(one: Partition, other: Partition) -> Partition:
 
 def _number(text: str) -> int | None:
     found = re.match(r"\d+", text)
-    return int(found[0]) if found else None
+    return whole_number(found[0]) if found else None
 
 
 def _accounts(ask: Ask) -> tuple[str, ...]:

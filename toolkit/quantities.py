@@ -18,6 +18,7 @@ __all__ = [
     "parse_size",
     "slurm_megabytes",
     "slurm_time",
+    "whole_number",
 ]
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -159,3 +160,15 @@ def kubernetes_size(size_bytes: int) -> str:
         if size_bytes % factor == 0:
             return f"{size_bytes // factor}{unit}"
     return str(size_bytes)
+
+
+def whole_number(text: str) -> int | None:
+    """Return the whole number that a text stands for; None for anything else.
+
+    Python refuses to convert texts of more than 4300 digits, so a text of more than 18 digits is no
+    number here. Such texts come from scripts, logs and answers that somebody else has written.
+
+    >>> whole_number("12"), whole_number("-1"), whole_number("9" * 5000)
+    (12, None, None)
+    """
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None

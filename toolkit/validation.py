@@ -18,6 +18,7 @@ from pydantic import (
 
 from toolkit.documents import Ambiguous, Document, KeyPath, read_document
 from toolkit.errors import InputError, Problem
+from toolkit.quantities import whole_number
 from toolkit.secrecy import conceal, is_telling
 
 __all__ = ["FrozenModel", "Text", "assign", "frozen", "nearest", "override", "validate"]
@@ -188,7 +189,8 @@ def validate(model: type[Model], document: Document, error_type: type[InputError
 
 def _by_line(problem: Problem) -> tuple[str, int]:
     source, _, line = (problem.place or "").rpartition(":")
-    return (source, int(line)) if line.isdecimal() else (problem.place or "", 0)
+    number = whole_number(line)
+    return (problem.place or "", 0) if number is None else (source, number)
 
 
 def _problem(model: type[BaseModel], document: Document, error: Any) -> Problem:

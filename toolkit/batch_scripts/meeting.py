@@ -8,6 +8,7 @@ from toolkit.batch_scripts.options import Option
 from toolkit.batch_scripts.registry import Fault, rule
 from toolkit.batch_scripts.scripts import BatchScript
 from toolkit.batch_scripts.values import Argument
+from toolkit.quantities import whole_number
 
 __all__: list[str] = []
 
@@ -268,7 +269,7 @@ def _nnodes(script: BatchScript) -> Iterator[Fault]:
 
 
 def _range(text: str) -> tuple[int, int] | None:
-    found = re.fullmatch(r"([0-9]+)(?:[:-]([0-9]+))?", text)
+    found = re.fullmatch(r"([0-9]{1,18})(?:[:-]([0-9]{1,18}))?", text)
     return (int(found[1]), int(found[2] or found[1])) if found else None
 
 
@@ -314,5 +315,4 @@ def _gpus_per_node(script: BatchScript) -> tuple[str, int | None]:
 
 
 def _last_number(text: str) -> int | None:
-    last = re.sub(r"\(.*\)", "", text).rpartition(":")[2]
-    return int(last) if last.isdecimal() else None
+    return whole_number(re.sub(r"\(.*\)", "", text).rpartition(":")[2])

@@ -13,6 +13,7 @@ from toolkit.batch_scripts.directives import Directive, read_directives
 from toolkit.batch_scripts.options import Option, names
 from toolkit.batch_scripts.values import Argument
 from toolkit.batch_scripts.walking import walk
+from toolkit.quantities import whole_number
 
 __all__ = ["TOOLS", "BatchScript", "read_batch_script"]
 
@@ -63,8 +64,8 @@ class BatchScript:
     def several_nodes(self) -> bool:
         """Whether the job has more than one node, as far as the script says."""
         if "nodes" in self.options:
-            found = re.fullmatch(r"(?:\d+-)?(\d+)", self.value("nodes") or "")
-            return found is None or int(found[1]) > 1
+            most = whole_number((self.value("nodes") or "").rpartition("-")[2])
+            return most is None or most > 1
         tasks, each = count(self.value("ntasks")), count(self.value("ntasks-per-node"))
         return bool(tasks and each and tasks > each)
 
@@ -140,7 +141,7 @@ def read_batch_script(text: str, source: str) -> BatchScript:
 def count(text: str | None) -> int | None:
     """Return the number that `2` or the least that `2-4` stands for."""
     found = re.match(r"([0-9]+)(-[0-9]+)?$", text or "")
-    return int(found[1]) if found else None
+    return whole_number(found[1]) if found else None
 
 
 def is_work(step: Step) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from toolkit.bash.syntax import Assignment, Part, Span, Word
+from toolkit.quantities import whole_number
 
 __all__ = ["Argument", "Piece", "Values", "uncovered"]
 
@@ -59,7 +60,7 @@ class Argument:
     @property
     def number(self) -> int | None:
         """The value of a whole number."""
-        return int(self.text) if self.known and self.text.isdecimal() else None
+        return whole_number(self.text) if self.known else None
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -178,10 +179,8 @@ class Values:
         items = self.arrays.get(array, ())
         if array not in self.arrays or (bracket and index == "@]"):
             return None
-        number = int(index.rstrip("]")) if bracket and index.rstrip("]").isdecimal() else 0
-        if bracket and not index.rstrip("]").isdecimal():
-            return None
-        return items[number] if number < len(items) else None
+        number = whole_number(index.rstrip("]")) if bracket else 0
+        return items[number] if number is not None and number < len(items) else None
 
 
 def _hidden(text: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.launchers.base import Run, RunState, RunStatus
+from toolkit.quantities import whole_number
 
 __all__ = ["index_of", "sum_of", "unfinished_of"]
 
@@ -41,8 +42,8 @@ def index_of(sweep: Run, key: str) -> int:
     names = [point.name.rpartition("/")[2] for point in sweep.points]
     if key in names:
         return names.index(key)
-    if key.isdecimal() and int(key) < len(names):
-        return int(key)
+    if (number := whole_number(key)) is not None and number < len(names):
+        return number
     raise RunNotFound(
         f"{sweep.uri} has no point {key!r}; it has 0 to {len(names) - 1}, as in "
         f"{sweep.uri}_0 or {sweep.name}/{names[0]}"

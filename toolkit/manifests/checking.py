@@ -98,7 +98,7 @@ def in_order(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def _line(problem: Problem) -> int:
-    match = re.search(r":(\d+)$", problem.place or "")
+    match = re.search(r":(\d{1,18})$", problem.place or "")
     return int(match[1]) if match else 0
 
 

@@ -8,6 +8,7 @@ from toolkit.manifests.pods import containers_of, pods_of
 from toolkit.manifests.registry import Fault, rule
 from toolkit.manifests.views import Manifest, Stream, View
 from toolkit.manifests.writing import said
+from toolkit.quantities import whole_number
 
 __all__: list[str] = []
 
@@ -153,7 +154,7 @@ def _alone(stream: Stream) -> Iterator[Fault]:
         count = launch.pods.together
         if standalone or nodes is None or nodes == "1":
             yield Fault(at=at, what=f"torchrun knows of one node, and there are {count} pods")
-        elif nodes.isdecimal() and int(nodes) != count:
+        elif nodes.isdecimal() and whole_number(nodes) != count:
             yield Fault(
                 at=at,
                 what=f"torchrun waits for {nodes} nodes, and there are {count} pods",

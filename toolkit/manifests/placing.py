@@ -9,6 +9,7 @@ from toolkit.manifests.quantities import amount
 from toolkit.manifests.registry import Fault, rule
 from toolkit.manifests.views import Stream, View
 from toolkit.manifests.writing import said
+from toolkit.quantities import whole_number
 
 __all__: list[str] = []
 
@@ -117,7 +118,7 @@ def _workers(stream: Stream) -> Iterator[Fault]:
         if number is None and at.value is not None and not isinstance(at.value, tuple):
             number = str(at.value)
         for name, count in gpus:
-            if number and number.isdecimal() and count and int(number) > count:
+            if number and count and (whole_number(number) or 0) > count:
                 yield Fault(at=at, what=f"{number} workers, and {name}: {limits.at(name).value}")
 
 

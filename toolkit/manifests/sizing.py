@@ -8,6 +8,7 @@ from toolkit.manifests.pods import Container, containers_of, pods_of
 from toolkit.manifests.quantities import amount
 from toolkit.manifests.registry import Fault, rule
 from toolkit.manifests.views import Stream, View
+from toolkit.quantities import whole_number
 
 __all__: list[str] = []
 
@@ -138,8 +139,8 @@ def _several_workers(container: Container, launch: Launch) -> bool:
     spec = container.pods.owner.view.at("spec")
     number = launch.option("nproc-per-node") or spec.text("nprocPerNode")
     gpus = [v for _, name, _, v in _asked(container) if _is_device(name) and "gpu" in name]
-    if number.isdecimal():
-        return int(number) > 1
+    if (workers := whole_number(number)) is not None:
+        return workers > 1
     return any(count > 1 for count in gpus)
 
 

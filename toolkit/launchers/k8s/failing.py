@@ -23,7 +23,7 @@ __all__ = ["Line", "Printed", "first_failure", "of_conditions", "seconds_of"]
 Line = tuple[float | None, str]
 """When it was printed, in seconds since 1970, where that is known; and the line."""
 
-_AGAIN = re.compile(r"E\d{4} \S+ .*\] failed \(exitcode: (-?\d+)\) local_rank: (\d+) ")
+_AGAIN = re.compile(r"E\d{4} \S+ .*\] failed \(exitcode: (-?\d{1,9})\) local_rank: (\d{1,9}) ")
 """What torchrun logs before it ends the ranks of a start (torch 2.13, multiprocessing/api.py)."""
 
 _OWN = re.compile(r"torch\S+(ChildFailedError|SignalException)")

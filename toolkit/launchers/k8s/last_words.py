@@ -14,7 +14,7 @@ from toolkit.launchers.torchrun_log import last_trace, read_reports, report_text
 
 __all__ = ["OF_RANK", "LastWords", "last_words"]
 
-OF_RANK = re.compile(r"\[rank (\d+)\] (.*)", re.DOTALL)
+OF_RANK = re.compile(r"\[rank (\d{1,9})\] (.*)", re.DOTALL)
 """A line of a rank, as torchrun passes it on."""
 
 _OF_ENTRYPOINT = re.compile(r"torchrun ended with \d+; .*: \d+")

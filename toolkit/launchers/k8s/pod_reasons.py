@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from toolkit.launchers.k8s.kinds import ATTEMPT_LABEL, Object
 from toolkit.launchers.k8s.last_words import LastWords, last_words
+from toolkit.quantities import whole_number
 
 __all__ = [
     "FATAL",
@@ -46,8 +47,9 @@ _ROLE_LABEL = "training.kubeflow.org/replica-type"
 def index_of(pod: Object) -> tuple[str, int, str]:
     """Return what pods are ordered by: role, index, name; a master comes before workers."""
     labels = pod["metadata"].get("labels") or {}
-    found = (labels[name] for name in _INDEX_LABELS if str(labels.get(name, "")).isdecimal())
-    return labels.get(_ROLE_LABEL, ""), int(next(found, "0")), pod["metadata"]["name"]
+    numbers = (whole_number(str(labels.get(name, ""))) for name in _INDEX_LABELS)
+    index = next((number for number in numbers if number is not None), 0)
+    return labels.get(_ROLE_LABEL, ""), index, pod["metadata"]["name"]
 
 
 def short_name(pod: Object) -> str:
@@ -58,8 +60,7 @@ def short_name(pod: Object) -> str:
 
 def attempt_of(pod: Object) -> int | None:
     """Return which start of all pods a pod belongs to, from 0; None where nothing counts them."""
-    found = str((pod["metadata"].get("labels") or {}).get(ATTEMPT_LABEL, ""))
-    return int(found) if found.isdecimal() else None
+    return whole_number(str((pod["metadata"].get("labels") or {}).get(ATTEMPT_LABEL, "")))
 
 
 def conditions_of(thing: Object) -> Sequence[Object]:

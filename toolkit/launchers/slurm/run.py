@@ -19,7 +19,7 @@ from toolkit.launchers.run_logs import (
     refuse_attempt,
 )
 from toolkit.launchers.slurm.cache import Queue, Snapshot
-from toolkit.launchers.slurm.jobs import SlurmJob, read_jobs
+from toolkit.launchers.slurm.jobs import SlurmJob, is_job_id, read_jobs
 from toolkit.launchers.slurm.login import Here, Login
 from toolkit.launchers.slurm.many import LIST_AGE_S, STATUS_AGE_S, statuses
 from toolkit.launchers.slurm.queue import Command, Row, first_line, judge
@@ -162,7 +162,7 @@ class SlurmRun(Run):
         known = {job.job_id.partition("_")[0] for job in jobs}
         by_hand: dict[str, list[int]] = {}
         for row in rows.values():
-            if row.whole not in known and row.goes_on:
+            if row.whole not in known and row.goes_on and is_job_id(row.job_id):
                 by_hand.setdefault(row.whole, []).append(int(row.job_id.partition("_")[2] or -1))
         more = [
             SlurmJob(job_id=job_id, mode="continue", points=tuple(by_hand[job_id]))

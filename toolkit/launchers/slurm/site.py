@@ -9,7 +9,7 @@ from toolkit.errors import LauncherError, Problem
 from toolkit.feasibility import SIGNAL_SLACK_S, warning_lead_s
 from toolkit.launchers.slurm.access import account_findings, path_findings, verdict
 from toolkit.planning import SlurmPlan
-from toolkit.quantities import format_duration
+from toolkit.quantities import format_duration, whole_number
 from toolkit.rendering import render
 
 __all__ = ["site_findings"]
@@ -97,7 +97,7 @@ def _config(text: str) -> dict[str, str]:
 def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> list[Problem]:
     found = []
     profile = plan.profile
-    seconds = re.match(r"(\d+) sec", config["KillWait"])
+    seconds = re.match(r"(\d{1,9}) sec", config["KillWait"])
     if seconds is not None and int(seconds[1]) != profile.kill_wait_s:
         there = format_duration(int(seconds[1]))
         message = (
@@ -112,13 +112,13 @@ def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> list[Problem]:
         )
         found.append(_found("site-preempt-mode", _CONFIG, message))
     most = config.get("MaxArraySize", "")
-    if most.isdecimal() and len(plan.points) > int(most):
+    if (limit := whole_number(most)) is not None and len(plan.points) > limit:
         message = (
             f"{len(plan.points)} points exceed MaxArraySize {most}, which is how many tasks an "
             "array may have; make several sweeps of it"
         )
         found.append(_found("site-array-size", _CONFIG, message))
-    version = re.match(r"(\d+)\.(\d+)", config["SLURM_VERSION"])
+    version = re.match(r"(\d{1,9})\.(\d{1,9})", config["SLURM_VERSION"])
     if version is not None and (int(version[1]), int(version[2])) < OLDEST:
         message = (
             f"SLURM_VERSION is {config['SLURM_VERSION']}, and the script is tried with "
