@@ -26,18 +26,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from train.config import Config
-from train.console import Console
-from train.data import Batch
-from train.distributed import Group
-from train.environment import Place
-from train.optimizing import NamedOptimizer
-from train.progress import Progress
-from train.rundir import RunDirectory
-from train.saving import Saver
-from train.scaling import LossScaler
-from train.strategies.base import Parts
-from train.strategies.single import Single
+from train.checkpoints.progress import Progress
+from train.checkpoints.state import Saver
+from train.cli.config import Config
+from train.data.order import Batch
+from train.model.loss_scaling import LossScaler
+from train.model.optimizer import NamedOptimizer
+from train.parallel.base import Parts
+from train.parallel.single import Single
+from train.rundir.console import Console
+from train.rundir.files import RunDirectory
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 from train.tasks.base import Task
 
 WIDTH = 1024

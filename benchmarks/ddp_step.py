@@ -23,10 +23,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.trainers import trainer_of
-from train.config import Config
-from train.data import Batch
-from train.distributed import Group
-from train.environment import Place
+from train.cli.config import Config
+from train.data.order import Batch
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 from train.tasks import Classifier
 
 RANKS = 2

@@ -26,7 +26,7 @@ import yaml
 
 import toolkit
 from benchmarks.render import HERE, PEER, in_turn, install_peer
-from toolkit.launchers import registry
+from toolkit.runs import registry
 
 RUNS, EVENTS = 1_000, 100_000
 GROWTH_MIB = 5.0

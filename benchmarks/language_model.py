@@ -28,9 +28,9 @@ import torch
 from torch.nn import functional
 
 from benchmarks.trainers import trainer_of
-from train.config import Config
+from train.cli.config import Config
 from train.dryrun.flops import Flops
-from train.strategies.base import DTYPES
+from train.parallel.base import DTYPES
 from train.tasks.chars import Chars, Sizes
 
 LR = 0.0003

@@ -29,8 +29,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.trainers import trainer_of
-from train.config import Config
-from train.data import Batch, Samples
+from train.cli.config import Config
+from train.data.order import Batch, Samples
 from train.loop import Trainer
 from train.tasks.digits import Digits
 

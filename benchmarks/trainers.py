@@ -4,16 +4,16 @@ from pathlib import Path
 
 import torch
 
-from train.config import Config
-from train.console import Console
-from train.distributed import Group
-from train.environment import Place
+from train.checkpoints.progress import Progress
+from train.cli.config import Config
 from train.loop import Trainer
-from train.progress import Progress
-from train.rundir import RunDirectory
+from train.parallel.base import Parts
+from train.rundir.console import Console
+from train.rundir.files import RunDirectory
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
+from train.runtime.signals import StopRequest
 from train.session import assemble
-from train.stopping import StopRequest
-from train.strategies.base import Parts
 from train.tasks import Task
 
 

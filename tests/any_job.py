@@ -5,8 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from toolkit.fields import RESERVED_NAMES
-from toolkit.quantities import format_duration, format_size
+from toolkit.job.types import RESERVED_NAMES
+from toolkit.text.quantities import format_duration, format_size
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 TRICKY = st.sampled_from(

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import toolkit
-from toolkit.launchers.registry import RunRecord
-from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.slurm.jobs import SlurmJob, write_jobs, write_points
-from toolkit.launchers.slurm.run import SlurmRun
-from toolkit.sweeps import Point
+from toolkit.job.sweeps import Point
+from toolkit.runs.registry import RunRecord
+from toolkit.slurm import SlurmLauncher
+from toolkit.slurm.jobs import SlurmJob, write_jobs, write_points
+from toolkit.slurm.run import SlurmRun
 
 Answer = subprocess.CompletedProcess[str]
 NO_ACCOUNTING = "Slurm accounting storage is disabled"

@@ -2,10 +2,10 @@
 
 import pytest
 
-from toolkit.documents import read_document
 from toolkit.errors import InputError, SpecError
-from toolkit.spec import JobSpec
-from toolkit.validation import validate
+from toolkit.job.loader import validate
+from toolkit.job.spec import JobSpec
+from toolkit.text.yaml_reader import read_document
 
 FULL = """\
 name: full

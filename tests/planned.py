@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from toolkit.errors import PlanError
+from toolkit.job.spec import JobSpec
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
-from toolkit.spec import JobSpec
 
 KINDS: dict[str, Callable[..., Profile]] = {
     "local": LocalProfile,

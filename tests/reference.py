@@ -8,13 +8,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from toolkit import dependencies, kubernetes_options, profile, schema, spec, sweeps
-from toolkit.batch_scripts.checking import SCRIPT_RULES
-from toolkit.manifests.checking import MANIFEST_RULES
-from toolkit.quantities import format_duration
-from toolkit.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
-from toolkit.validation import FrozenModel
-from train import commandline
+from toolkit import profile
+from toolkit.job import dependencies, kubernetes_options, schema, spec, sweeps
+from toolkit.job.loader import FrozenModel
+from toolkit.lint.manifests.check import MANIFEST_RULES
+from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
+from toolkit.lint.scripts.check import SCRIPT_RULES
+from toolkit.text.quantities import format_duration
+from train.cli import flags
 
 JOB = (
     spec.JobSpec,
@@ -90,18 +91,18 @@ def _default(name: str, field: FieldInfo) -> str:
     return f"`{str(shown).lower() if isinstance(shown, bool) else shown}`"
 
 
-def flags() -> str:
+def train_page() -> str:
     """Return the page of `python -m train`: a table for each section of its help."""
     parts = [
         "# The command line of `train`",
-        "Written by `make golden` from the docstrings in `train/config.py`, of which "
+        "Written by `make golden` from the docstrings in `train/cli/config.py`, of which "
         "`python -m train --help` is made as well. How to choose among the strategies: "
         "[parallelism](../how-to/parallelism.md).",
         "A flag without a value is a switch; `--no-NAME` turns it off. The same names stand in the "
         "file that `--config` reads, with `_` or `-`.",
     ]
     sections: dict[str, list[str]] = {}
-    for field, text in commandline.documented(inline=False):
+    for field, text in flags.documented(inline=False):
         unset = field.default is None or field.default is False
         default = "" if unset else f"`{field.default}`"
         takes = " ".join(f"`{choice}`" for choice in field.choices) or field.takes.lower()
@@ -110,8 +111,8 @@ def flags() -> str:
     sections["The command line itself"] = [
         f"| `{flag}` | {takes.lower()} | | {text} |"
         for flag, (takes, text) in {
-            **commandline.FILES,
-            commandline.HELP[0]: ("", commandline.HELP[1]),
+            **flags.FILES,
+            flags.HELP[0]: ("", flags.HELP[1]),
         }.items()
     ]
     for title, rows in sections.items():
@@ -150,9 +151,9 @@ def rules() -> str:
 
 
 PAGES = {
-    "docs/reference/job-file.md": page("The job file", "toolkit/spec.py", JOB),
+    "docs/reference/job-file.md": page("The job file", "toolkit/job/spec.py", JOB),
     "docs/reference/profiles.md": page("Profiles", "toolkit/profile/", PROFILES),
     "docs/reference/rules.md": rules(),
-    "docs/reference/train.md": flags(),
+    "docs/reference/train.md": train_page(),
 }
 """Reference page: what it must hold."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import toolkit
-from toolkit.launchers.slurm import SlurmLauncher, SlurmRun
+from toolkit.slurm import SlurmLauncher, SlurmRun
 
 if TYPE_CHECKING:
     from tests.conftest import Cluster

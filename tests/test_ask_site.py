@@ -13,8 +13,8 @@ import toolkit
 from tests.conftest import SANDBOX, Cluster
 from toolkit.cli import cli
 from toolkit.errors import LauncherError, ProfileError
-from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.slurm import site as slurm_site
+from toolkit.slurm import SlurmLauncher
+from toolkit.slurm import site_check as slurm_site
 
 # Recorded from Slurm 22.05.8, shortened.
 CONFIG = """\

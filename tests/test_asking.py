@@ -11,12 +11,12 @@ import pytest
 
 import toolkit
 from tests.asked_slurm import Slurm, User, counted, fake_squeue, shown
-from toolkit import summaries
-from toolkit.launchers import registry
-from toolkit.launchers.local import LocalRun
-from toolkit.launchers.registry import RunRecord
-from toolkit.launchers.slurm.queue import Row, ask_jobs, ask_mine, judge
-from toolkit.launchers.slurm.reasons import expected, in_words
+from toolkit.cli import summary
+from toolkit.local.launcher import LocalRun
+from toolkit.runs import registry
+from toolkit.runs.registry import RunRecord
+from toolkit.slurm.squeue import Row, ask_jobs, ask_mine, judge
+from toolkit.slurm.status import expected, in_words
 
 
 @pytest.fixture
@@ -305,8 +305,8 @@ def test_a_list_reads_no_more_than_it_shows(
     left_behind(run, "done")
     assert run.run_dir is not None
     (run.run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
-    (row,) = summaries.listed([run], brief=True)
+    (row,) = summary.listed([run], brief=True)
     assert (row["state"], set(row)) == ("SUCCEEDED", {"uri", "name", "state", "reason"})
-    (row,) = summaries.listed([run])
+    (row,) = summary.listed([run])
     assert row["metrics"] == {"step": 7}
-    assert summaries.listed([run], states=[toolkit.RunState.FAILED]) == []
+    assert summary.listed([run], states=[toolkit.RunState.FAILED]) == []

@@ -16,8 +16,8 @@ from tests.conftest import ROOT, SANDBOX, TOOLKIT, Cluster, Until
 from tests.slurm_site import Site, failure, output
 from tests.test_chains import Shell, started
 from tests.test_submission import submit_a_chain_to_one_that_answers_too_late
-from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.slurm.run import SlurmRun
+from toolkit.slurm import SlurmLauncher
+from toolkit.slurm.run import SlurmRun
 
 pytestmark = pytest.mark.slurm
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
-from toolkit.bash.reading import read_script
-from toolkit.bash.syntax import Command, Compound, Function, Node, Sequence
 from toolkit.errors import InputError
+from toolkit.lint.bash.ast import Command, Compound, Function, Node, Sequence
+from toolkit.lint.bash.parser import read_script
 
 
 def commands(found: Sequence) -> Iterator[Command]:

@@ -11,9 +11,9 @@ from tests.chaos.frame import TASK, Trial
 from tests.conftest import ROOT, Cluster, Until
 from tests.ending_job import Job
 from tests.slurm_site import Site, failure, output
-from toolkit.dependencies import Dependency, parse_dependency
-from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.slurm.run import SlurmRun
+from toolkit.job.dependencies import Dependency, parse_dependency
+from toolkit.slurm import SlurmLauncher
+from toolkit.slurm.run import SlurmRun
 
 LOOP = 'trap "exit 75" TERM; while [ ! -e "$GO" ]; do sleep 0.1; done; exec bash -c "$THEN"'
 

@@ -20,16 +20,17 @@ from tests.cluster import FakeKubernetes, Fault
 from tests.conftest import Until
 from tests.k8s.site import Site, every_workload, runtime
 from toolkit.errors import LauncherError
-from toolkit.kubernetes_options import Workload
-from toolkit.launchers.k8s.claim import commands, fetch, placed, read_file, transfer
-from toolkit.launchers.k8s.claim import files as claim_files
-from toolkit.launchers.k8s.claim import transfers as claim_transfers
-from toolkit.launchers.k8s.claim.files import CHUNK, _Received
-from toolkit.launchers.k8s.claim.pod import TRANSFER_LABEL, run_dir_of, transfer_pod
-from toolkit.launchers.k8s.connection import Away, Denied
-from toolkit.launchers.k8s.kinds import KINDS, Object
-from toolkit.launchers.k8s.sweep import KubernetesPoint
-from toolkit.pods import RUN_LABEL
+from toolkit.job.kubernetes_options import Workload
+from toolkit.kubernetes.client import exec
+from toolkit.kubernetes.client.connection import Away, Denied
+from toolkit.kubernetes.sweep import KubernetesPoint
+from toolkit.kubernetes.volume import fetch, placed, read_file, transfer
+from toolkit.kubernetes.volume import files as claim_files
+from toolkit.kubernetes.volume import transfer as claim_transfers
+from toolkit.kubernetes.volume.files import CHUNK, _Received
+from toolkit.kubernetes.volume.helper_pod import TRANSFER_LABEL, run_dir_of, transfer_pod
+from toolkit.kubernetes.workloads import KINDS, Object
+from toolkit.planning.pods import RUN_LABEL
 
 SITE: Mapping[str, Any] = {
     "service_account": "training",
@@ -267,14 +268,14 @@ def test_a_connection_that_breaks_on_the_way_is_made_again(
 def test_a_server_that_never_answers_a_websocket_is_not_waited_for_for_ever(
     site: Site, server: FakeKubernetes, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
-    monkeypatch.setattr(commands, "_ANSWER_S", 5)
+    monkeypatch.setattr(exec, "_ANSWER_S", 5)
     never = threading.Event()
     server.faults = [Fault(path=".*/exec", held=never)]
     with open_transfer(site) as files:
         files.write("x", b"y")  # by a connection that is made anew
     assert (server.root / "claims/runs/t/x").read_bytes() == b"y"
 
-    monkeypatch.setattr(commands, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(exec, "_ANSWER_S", 0.1)
     server.faults = [Fault(path=".*/exec", held=never, times=9)]
     with pytest.raises(Away, match=r"no connection into pod t-\w+-\w+: no answer within 0.1 s"):  # noqa: SIM117
         with open_transfer(site) as files:

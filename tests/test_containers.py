@@ -14,7 +14,7 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, Cluster, Until
 from tests.slurm_site import Site, events, failure, nodes_of
-from toolkit.launchers.slurm import SlurmLauncher, SlurmRun
+from toolkit.slurm import SlurmLauncher, SlurmRun
 
 NODES = ("node1", "node2", "node3", "node4")
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.ending_job import Job
-from toolkit.launchers import failures
+from toolkit.runs import failure
 
 AGAIN = ["requeue 7"]
 END = "; another start would end like these two; not queued again"
@@ -270,7 +270,7 @@ def test_the_words_of_a_lost_peer_are_those_that_the_toolkit_knows() -> None:
     text = (ROOT / "templates/first_error.sh").read_text()
     _, _, listed = text.partition("peer = ")
     listed = "".join(re.findall(r'"(.*)"', listed.partition("hosts[")[0]))
-    assert listed == failures._ECHO.pattern.replace(r"\d", "[0-9]")
+    assert listed == failure._ECHO.pattern.replace(r"\d", "[0-9]")
 
 
 def test_the_functions_are_sh() -> None:

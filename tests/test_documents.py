@@ -9,8 +9,8 @@ import yaml
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from toolkit.documents import Ambiguous, read_document, read_text
 from toolkit.errors import InputError
+from toolkit.text.yaml_reader import Ambiguous, read_document, read_text
 
 
 def refusal(text: str) -> str:

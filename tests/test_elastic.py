@@ -10,7 +10,7 @@ import pytest
 import toolkit
 from tests.conftest import Cluster, Until
 from tests.slurm_site import Site, events, failure, nodes_of, output
-from toolkit.launchers.slurm import SlurmRun
+from toolkit.slurm import SlurmRun
 
 pytestmark = pytest.mark.slurm
 

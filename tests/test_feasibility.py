@@ -6,8 +6,8 @@ import pytest
 
 from tests.planned import EVERYWHERE, job, refusal, site
 from toolkit.errors import PlanError
+from toolkit.job.spec import Secret
 from toolkit.planning import KubernetesPlan, SlurmPlan, plan
-from toolkit.spec import Secret
 
 # ---- What does not fit
 

@@ -12,9 +12,9 @@ import toolkit
 from tests.cluster import FakeKubernetes
 from tests.conftest import ROOT, TOOLKIT, Cluster
 from tests.kubectl import kubectl_path
-from toolkit.discovery import Ask, discover
-from toolkit.drafts import draft, found_lines, keep_draft
 from toolkit.errors import InputError, ProfileError
+from toolkit.profile.detect import Ask, discover
+from toolkit.profile.draft import draft, found_lines, keep_draft
 
 # Recorded from Slurm 22.05.8 and shortened; the nodes of `main` are of two kinds.
 CONFIG = "ClusterName = Ivy 2\nKillWait = 30 sec\nSLURM_VERSION = 22.05.8\n"

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 
 from tests.any_job import JOBS
 from tests.job_texts import FULL, read
-from toolkit.documents import write_document
-from toolkit.spec import JobSpec
+from toolkit.job.spec import JobSpec
+from toolkit.text.yaml_reader import write_document
 
 
 def test_a_job_cannot_be_changed() -> None:

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from tests.job_texts import FULL, of_job, read, refusal
-from toolkit.spec import JobSpec, Mount, NodeRange, Resources, Retries, Secret, Stop
+from toolkit.job.spec import JobSpec, Mount, NodeRange, Resources, Retries, Secret, Stop
 
 
 def test_every_key_arrives_as_it_was_written() -> None:

@@ -12,9 +12,9 @@ from tests.conftest import ROOT
 from tests.k8s.site import every_workload, make_job, make_profile, runtime
 from tests.kubectl import kubectl
 from tests.kubernetes_schemas import VERSIONS, faults_of
-from toolkit.kubernetes_options import Workload
+from toolkit.job.kubernetes_options import Workload
 from toolkit.planning import plan
-from toolkit.pods import RUN_LABEL
+from toolkit.planning.pods import RUN_LABEL
 from toolkit.rendering import render
 
 Object = dict[str, Any]

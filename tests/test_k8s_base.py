@@ -19,12 +19,12 @@ from tests.cluster.patching import laid_over
 from tests.conftest import ROOT
 from tests.kubectl import kubectl
 from tests.kubernetes_schemas import VERSIONS, faults_of
-from toolkit.kubernetes_options import Workload
-from toolkit.launchers.k8s import KubernetesLauncher, claim, watch_states
-from toolkit.launchers.k8s.cluster import Cluster
-from toolkit.launchers.k8s.connection import Connection
-from toolkit.launchers.k8s.kinds import KINDS
-from toolkit.pods import MANAGER
+from toolkit.job.kubernetes_options import Workload
+from toolkit.kubernetes import KubernetesLauncher, volume, watch_states
+from toolkit.kubernetes.client.connection import Connection
+from toolkit.kubernetes.client.resources import Cluster
+from toolkit.kubernetes.workloads import KINDS
+from toolkit.planning.pods import MANAGER
 
 Object = dict[str, Any]
 
@@ -460,7 +460,7 @@ def test_the_role_for_transfers_grants_what_they_ask_for_and_no_more(tmp_path: P
     assert isinstance(site, toolkit.KubernetesProfile)
     with FakeKubernetes(namespaces=("training",), auto_run=True, restricted=True) as server:
         cluster = Cluster(Connection(site, api_client=server.api_client()))
-        with claim.placed(cluster, KINDS["PyTorchJob"], workload, {"call.pkl": b"x" * 2**20}):
+        with volume.placed(cluster, KINDS["PyTorchJob"], workload, {"call.pkl": b"x" * 2**20}):
             pass
         rights = asked(server)
     assert rights == granted("transfer")

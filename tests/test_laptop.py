@@ -184,7 +184,7 @@ MOMENTS = {
 
 
 QUICKLY = (
-    "import toolkit.launchers.slurm.submission as s, toolkit.launchers.slurm.remote as r\n"
+    "import toolkit.slurm.submission as s, toolkit.slurm.login.ssh_host as r\n"
     "s._PAUSES_S = r._PAUSES_S = (0.1,) * 8\n"
     "import toolkit.cli; toolkit.cli.main()"
 )
@@ -342,9 +342,9 @@ def test_what_does_not_work_is_said_before_anything_is_brought(laptop: Laptop) -
 
 FETCH = """
 import pathlib, sys
-from toolkit.launchers.registry import RunRecord
-from toolkit.launchers.slurm.mirror import Mirrors
-from toolkit.launchers.ssh import Host
+from toolkit.runs.registry import RunRecord
+from toolkit.slurm.login.mirror import Mirrors
+from toolkit.slurm.login.ssh import Host
 class Run:
     def __init__(self, folder):
         facts = {"uri": "", "name": "", "job": "", "profile": {}, "created": 0}
@@ -428,7 +428,7 @@ def test_a_login_node_decides_nothing_that_leaves_the_laptop(laptop: Laptop) -> 
 
 def test_an_answer_without_an_end_is_ended(laptop: Laptop) -> None:
     limited = (
-        "import sys\nfrom toolkit.launchers import commands\nfrom toolkit.__main__ import main\n"
+        "import sys\nfrom toolkit.runs import commands\nfrom toolkit.__main__ import main\n"
         "commands.ANSWER_S, commands.run.__kwdefaults__['limit_bytes'] = 5.0, 1 << 20\n"
         "sys.argv = ['toolkit', 'list']\nmain()\n"
     )
@@ -446,7 +446,7 @@ def test_an_answer_without_an_end_is_ended(laptop: Laptop) -> None:
 
 def test_a_submission_without_an_end_is_ended_and_tried_once(laptop: Laptop) -> None:
     limited = (
-        "import sys\nfrom toolkit.launchers import commands\nfrom toolkit.__main__ import main\n"
+        "import sys\nfrom toolkit.runs import commands\nfrom toolkit.__main__ import main\n"
         "commands.ACTION_S = 5.0\n"
         f"sys.argv = ['toolkit', 'submit', {held(laptop)!r}, '--to', 'later.yaml']\nmain()\n"
     )

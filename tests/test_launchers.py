@@ -12,7 +12,7 @@ import pytest
 import toolkit
 from tests.cluster import FakeKubernetes
 from tests.conftest import ROOT, TOOLKIT, Cluster, Until
-from toolkit.runs import launcher_for
+from toolkit.api import launcher_for
 
 # Long enough that no busy machine comes to its end before it is cancelled.
 FOREVER = "echo begun; trap 'echo stopped; exit 75' TERM; while :; do sleep 0.1; done"

@@ -14,8 +14,8 @@ import toolkit
 from tests import fake_slurm
 from tests.conftest import ROOT, TOOLKIT, Until
 from tests.processes import with_environment
-from toolkit.launchers import rundir
-from toolkit.launchers.local import LocalLauncher
+from toolkit.local.launcher import LocalLauncher
+from toolkit.runs import run_directory
 
 JOB = """
 name: probe
@@ -332,7 +332,7 @@ def test_make_run_trains_digits_above_95_percent(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
-    outcome = rundir.outcome(run_dir)
+    outcome = run_directory.outcome(run_dir)
     assert outcome is not None
     assert outcome["status"] == "done"
     assert outcome["metrics"]["test_accuracy"] > 0.95

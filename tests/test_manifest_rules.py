@@ -27,11 +27,11 @@ from tests.conftest import ROOT
 from toolkit.checks import Finding, check
 from toolkit.cli import cli
 from toolkit.errors import InputError
-from toolkit.manifests import fields
-from toolkit.manifests.checking import MANIFEST_RULES, check_manifests
-from toolkit.manifests.reading import is_manifest, read_manifests
-from toolkit.manifests.schemas import Schemas, read_schemas
-from toolkit.rules import CLUSTER_RULES
+from toolkit.lint.manifests import fields
+from toolkit.lint.manifests.check import MANIFEST_RULES, check_manifests
+from toolkit.lint.manifests.schema import Schemas, read_schemas
+from toolkit.lint.rules import CLUSTER_RULES
+from toolkit.text.manifest_reader import is_manifest, read_manifests
 
 FOLDER = ROOT / "tests" / "manifests"
 SCHEMAS = FOLDER / "schemas"

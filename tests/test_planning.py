@@ -6,9 +6,9 @@ import pytest
 
 from tests.planned import EVERYWHERE, FULL, KINDS, job, site
 from toolkit.errors import PlanError
+from toolkit.job.spec import JobSpec
 from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan, plan
 from toolkit.profile import KubernetesProfile, LocalProfile, SlurmProfile
-from toolkit.spec import JobSpec
 
 # ---- Environment
 

@@ -21,22 +21,22 @@ import toolkit
 from tests import calls
 from tests.cluster import FakeKubernetes, Fault
 from tests.conftest import ROOT, Until
-from toolkit.executors import deliver, in_pods
-from toolkit.executors.deliver import CHUNK, LIMIT, LONGEST, MARK, left_here
-from toolkit.executors.payload import files_of
-from toolkit.launchers.k8s.cluster import Cluster
-from toolkit.launchers.k8s.groups import PAYLOAD_LIMIT, apart
-from toolkit.pods import FILE_MARK
+from toolkit.functions import pod_executor, pod_results
+from toolkit.functions.payload import files_of
+from toolkit.functions.pod_results import CHUNK, LIMIT, LONGEST, MARK, left_here
+from toolkit.kubernetes.client.resources import Cluster
+from toolkit.kubernetes.objects import PAYLOAD_LIMIT, apart
+from toolkit.planning.pods import FILE_MARK
 
 KEY = "ab" * 32
 
 
 def lines_of(name: str, content: bytes, room: int = LIMIT, *, key: str = KEY) -> Iterator[str]:
-    return deliver.lines_of(name, content, room, key=key)
+    return pod_results.lines_of(name, content, room, key=key)
 
 
 def files_in(lines: Iterable[str], key: str = KEY) -> dict[str, bytes]:
-    return in_pods.files_in(lines, key)
+    return pod_executor.files_in(lines, key)
 
 
 NAMES = st.sampled_from(["outcome.json", "function/attempt-0/rank-1.pkl"])
@@ -156,7 +156,7 @@ def test_a_pod_prints_no_more_than_its_node_keeps(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x" * mib * 2**20)
     env = os.environ | {"TRAIN_RUN_DIR": str(tmp_path), "HOSTNAME": "pod"}
     program = tmp_path / "deliver.py"
-    program.write_text((ROOT / "toolkit/executors/deliver.py").read_text())
+    program.write_text((ROOT / "toolkit/functions/pod_results.py").read_text())
     (tmp_path / "call.json").write_text(json.dumps({"key": KEY}))
     argv = [sys.executable, str(program)]
     printed = subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout

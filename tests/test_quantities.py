@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit import documents, quantities, rendering
-from toolkit.quantities import (
+from toolkit.rendering import environment
+from toolkit.text import quantities, yaml_reader
+from toolkit.text.quantities import (
     DURATION_PATTERN,
     SIZE_PATTERN,
     format_duration,
@@ -47,7 +48,7 @@ UNITS = {
 NUMBERS = st.from_regex(r"[0-9]{1,5}(\.[0-9]{1,5})?", fullmatch=True)
 
 
-@pytest.mark.parametrize("module", [quantities, rendering, documents], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [quantities, environment, yaml_reader], ids=lambda m: m.__name__)
 def test_examples_in_docstrings_are_true(module: object) -> None:
     found = doctest.testmod(module)  # type: ignore[arg-type]  # a module of ours
     assert (found.failed, found.attempted > 0) == (0, True)

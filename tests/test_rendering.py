@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toolkit
-import toolkit.rendering
+import toolkit.rendering.environment
 from tests import fake_slurm
 from tests.golden import EXAMPLES, ROOT, rendered
 from tests.reference import PAGES
-from toolkit.batch_scripts.directives import read_directives
 from toolkit.errors import RenderError
+from toolkit.lint.scripts.directives import read_directives
 from toolkit.rendering import sbatch_quote, shell_quote
 
 HOSTILE = [
@@ -370,4 +370,4 @@ def test_rendering_is_the_same_in_every_process() -> None:
 
 
 def test_the_examples_in_docstrings_are_true() -> None:
-    assert doctest.testmod(toolkit.rendering).failed == 0
+    assert doctest.testmod(toolkit.rendering.environment).failed == 0

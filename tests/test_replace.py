@@ -7,7 +7,7 @@ import pytest
 
 import toolkit
 from tests.conftest import ROOT
-from toolkit.spec import Resources
+from toolkit.job.spec import Resources
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster
 from tests.test_ask_site import CONFIG, PARTITIONS, Site
-from toolkit.batch_scripts.checking import SCRIPT_RULES
 from toolkit.checks import check
-from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.manifests.checking import MANIFEST_RULES
-from toolkit.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES
+from toolkit.lint.manifests.check import MANIFEST_RULES
+from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES
+from toolkit.lint.scripts.check import SCRIPT_RULES
+from toolkit.slurm import SlurmLauncher
 
 JOB = "name: probe\nmodule: train\nimage: r.io/t:1\n"
 SLURM, KUBERNETES, LOCAL = "kind: slurm\n", "kind: kubernetes\n", "kind: local\n"

@@ -7,13 +7,13 @@ import pytest
 
 import toolkit
 from toolkit.errors import LauncherError
-from toolkit.launchers import rundir
-from toolkit.launchers.base import RunState
+from toolkit.runs import run_directory
+from toolkit.runs.state import RunState
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    return rundir.make(tmp_path, "run")
+    return run_directory.make(tmp_path, "run")
 
 
 def attempt(run_dir: Path, number: int, exit_status: int | None = None) -> None:
@@ -35,7 +35,7 @@ def test_the_resolved_job_is_the_job_when_it_is_read_again(run_dir: Path) -> Non
         args=("1e-3", "no", "012", "\u2028", "ü", "a\nb"),
         env={"LR": "1e-3", "EMPTY": ""},
     )
-    rundir.write_inputs(run_dir, job, script="#!/bin/bash\n", file_name="run.sh")
+    run_directory.write_inputs(run_dir, job, script="#!/bin/bash\n", file_name="run.sh")
     assert toolkit.load(run_dir / "job.yaml") == job
 
 
@@ -55,7 +55,7 @@ def test_the_reason_of_the_last_attempt_is_told(
     attempt(run_dir, 0, exit_status=1)
     (run_dir / "logs/attempt-0/reason").write_text("done: x\n" if status == "done" else reason)
     said(run_dir, status)
-    found = rundir.ended_status(run_dir)
+    found = run_directory.ended_status(run_dir)
     assert (found.state, found.reason) == (state, reason)
 
 
@@ -64,7 +64,7 @@ def test_the_last_reason_is_that_of_the_newest_attempt_that_has_ended(run_dir: P
         attempt(run_dir, number)
     for number in (9, 10):
         (run_dir / f"logs/attempt-{number}/reason").write_text(f"walltime: {number}\n")
-    assert rundir.last_reason(run_dir) == "walltime: 10"
+    assert run_directory.last_reason(run_dir) == "walltime: 10"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_outcome_decides_and_not_the_exit_status(
 ) -> None:
     attempt(run_dir, 0, exit_status=1)
     said(run_dir, status)
-    found = rundir.ended_status(run_dir)
+    found = run_directory.ended_status(run_dir)
     assert found.state is state
     assert found.reason == ("" if status == "done" else f"because {status}")
 
@@ -89,13 +89,13 @@ def test_the_outcome_decides_and_not_the_exit_status(
 def test_a_run_that_was_killed_without_a_word_has_failed(run_dir: Path) -> None:
     attempt(run_dir, 0)
     said(run_dir, "running")
-    assert rundir.ended_status(run_dir).state is RunState.FAILED
+    assert run_directory.ended_status(run_dir).state is RunState.FAILED
 
 
 def test_a_status_from_the_future_is_never_success(run_dir: Path) -> None:
     attempt(run_dir, 0)
     said(run_dir, "splendid")
-    found = rundir.ended_status(run_dir)
+    found = run_directory.ended_status(run_dir)
     assert (found.state, found.lost) == (RunState.UNKNOWN, True)
 
 
@@ -105,38 +105,38 @@ def test_the_outcome_of_an_earlier_attempt_is_not_this_ones(run_dir: Path, statu
     said(run_dir, status, number=0)
     for number in range(1, 11):  # ten comes after nine
         attempt(run_dir, number, exit_status=4 if number == 10 else 1)
-    found = rundir.ended_status(run_dir)
+    found = run_directory.ended_status(run_dir)
     assert found.state is RunState.FAILED
     assert found.reason == f"exit status 4; see {run_dir / 'logs/attempt-10'}"
 
 
 def test_without_an_outcome_the_exit_status_decides(run_dir: Path) -> None:
     attempt(run_dir, 0, exit_status=0)
-    assert rundir.ended_status(run_dir).state is RunState.SUCCEEDED
+    assert run_directory.ended_status(run_dir).state is RunState.SUCCEEDED
 
 
 def test_a_run_that_left_nothing_is_unknown_for_ever(run_dir: Path) -> None:
-    found = rundir.ended_status(run_dir)
+    found = run_directory.ended_status(run_dir)
     assert (found.state, found.lost) == (RunState.UNKNOWN, True)
 
 
 def test_a_cancelled_run_is_cancelled_unless_it_was_done_before(run_dir: Path) -> None:
     attempt(run_dir, 0, exit_status=1)
-    rundir.request_cancel(run_dir)
-    assert rundir.ended_status(run_dir).state is RunState.CANCELLED
+    run_directory.request_cancel(run_dir)
+    assert run_directory.ended_status(run_dir).state is RunState.CANCELLED
     said(run_dir, "done")
-    assert rundir.ended_status(run_dir).state is RunState.SUCCEEDED
+    assert run_directory.ended_status(run_dir).state is RunState.SUCCEEDED
 
 
 def test_an_existing_run_directory_is_never_taken(run_dir: Path) -> None:
     with pytest.raises(LauncherError, match="exists already; it holds another run"):
-        rundir.make(run_dir.parent, run_dir.name)
+        run_directory.make(run_dir.parent, run_dir.name)
 
 
 def test_the_newest_whole_metrics_line_is_read(run_dir: Path) -> None:
-    assert rundir.last_metrics(run_dir) is None
+    assert run_directory.last_metrics(run_dir) is None
     lines = [json.dumps({"step": step, "pad": "x" * 100}) for step in range(2000)]
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 2000, "lo')
-    metrics = rundir.last_metrics(run_dir)
+    metrics = run_directory.last_metrics(run_dir)
     assert metrics is not None
     assert metrics["step"] == 1999

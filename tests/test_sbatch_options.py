@@ -11,9 +11,9 @@ import pytest
 
 import toolkit
 from tests import fake_slurm
-from toolkit import sbatch_options
 from toolkit.errors import InputError, ProfileError
-from toolkit.sbatch_options import ALLOWED, DECIDED, FLAGS, OPTIONAL, VALUED
+from toolkit.job import sbatch_options
+from toolkit.job.sbatch_options import ALLOWED, DECIDED, FLAGS, OPTIONAL, VALUED
 
 
 def job(**keys: Any) -> toolkit.JobSpec:

@@ -12,9 +12,9 @@ from tests.any_job import JOBS
 from tests.conftest import ROOT
 from tests.test_bash import PIECES
 from tests.test_rendering import HOSTILE, scripts
-from toolkit.batch_scripts.checking import SCRIPT_RULES, check_script
-from toolkit.batch_scripts.directives import read_directives
 from toolkit.errors import InputError
+from toolkit.lint.scripts.check import SCRIPT_RULES, check_script
+from toolkit.lint.scripts.directives import read_directives
 
 SCRIPTS = ROOT / "tests" / "scripts"
 

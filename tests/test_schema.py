@@ -18,7 +18,7 @@ import toolkit
 from tests.any_job import JOBS
 from toolkit.cli import cli
 from toolkit.errors import InputError
-from toolkit.spec import JobSpec
+from toolkit.job.spec import JobSpec
 
 ROOT = Path(__file__).parent.parent
 COMMITTED = ROOT / "docs" / "reference" / "job.schema.json"

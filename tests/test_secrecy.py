@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import toolkit
-import toolkit.spec
+import toolkit.job.spec
 from tests import fake_slurm
 from tests.conftest import TOOLKIT
-from toolkit import secrecy
 from toolkit.errors import InputError, LauncherError, PlanError, ProfileError
-from toolkit.launchers import rundir
-from toolkit.launchers.base import require_secrets
+from toolkit.runs import run_directory
+from toolkit.runs.run import require_secrets
+from toolkit.text import secret_scan
 
 LETTERS = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0xF"
 HEX = "0123456789abcdef" * 2 + "01234567"
@@ -111,7 +111,7 @@ def test_a_secret_in_env_is_refused_without_being_shown(name: str) -> None:
 @pytest.mark.parametrize("name", PASSED)
 def test_what_only_looks_a_little_like_a_secret_passes(name: str) -> None:
     variable, value = PASSED[name]
-    assert secrecy.kind_of(value, name=variable) is None
+    assert secret_scan.kind_of(value, name=variable) is None
     toolkit.plan(job(env={variable: value}), toolkit.SlurmProfile(name="s"))
 
 
@@ -127,7 +127,7 @@ def test_what_only_looks_a_little_like_a_secret_passes(name: str) -> None:
     ],
 )
 def test_a_secret_among_the_arguments_is_refused(args: list[str], at: int) -> None:
-    ((path, reason),) = toolkit.spec.leaked_secrets(job(args=args))
+    ((path, reason),) = toolkit.job.spec.leaked_secrets(job(args=args))
     assert path == ("args", at)
     assert reason.startswith(f"args[{at}] holds what looks like ")
     assert not any(word in reason for word in ("abc123", "hunter2", LETTERS))
@@ -146,7 +146,7 @@ def test_a_secret_among_the_arguments_is_refused(args: list[str], at: int) -> No
     ],
 )
 def test_arguments_of_a_training_pass(args: list[str]) -> None:
-    assert toolkit.spec.leaked_secrets(job(args=args)) == []
+    assert toolkit.job.spec.leaked_secrets(job(args=args)) == []
 
 
 def test_a_file_with_secrets_is_refused_at_their_lines(tmp_path: Path) -> None:
@@ -309,15 +309,15 @@ def test_no_pod_sees_a_file_of_yours() -> None:
 def test_known_values_are_taken_out_of_logs(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("-----BEGIN PRIVATE KEY-----\n0123456789abcdefghij\n")
     spec = job(secrets={"LOGIN": None, "SHORT": None, "KEY_A": {"file": str(tmp_path / "key")}})
-    rundir.write_inputs(tmp_path, spec, script="", file_name="run.sh")
+    run_directory.write_inputs(tmp_path, spec, script="", file_name="run.sh")
     environ = {"LOGIN": "me:abcdef", "SHORT": "1", "HF_TOKEN": "tok-123", "HOME": "/home/me"}
     lines = ["login me:abcdef 1", "hub tok-123 at /home/me", "x 0123456789abcdefghij"]
-    assert list(rundir.redacted(iter(lines), tmp_path, environ)) == [
+    assert list(run_directory.redacted(iter(lines), tmp_path, environ)) == [
         "login ***LOGIN*** 1",
         "hub ***HF_TOKEN*** at /home/me",
         "x ***KEY_A***",
     ]
-    assert list(rundir.redacted(iter(lines), None, environ))[:2] == [
+    assert list(run_directory.redacted(iter(lines), None, environ))[:2] == [
         lines[0],
         "hub ***HF_TOKEN*** at /home/me",
     ]
@@ -349,4 +349,4 @@ def test_an_error_of_the_scheduler_does_not_show_a_secret(tmp_path: Path) -> Non
 
 
 def test_the_examples_in_docstrings_are_true() -> None:
-    assert doctest.testmod(secrecy).failed == 0
+    assert doctest.testmod(secret_scan).failed == 0

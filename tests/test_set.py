@@ -9,7 +9,7 @@ import pytest
 import toolkit
 from tests.job_texts import read
 from toolkit.errors import SpecError
-from toolkit.spec import JobSpec, Mount, Resources
+from toolkit.job.spec import JobSpec, Mount, Resources
 
 BASE = 'name: a\nmodule: m\nargs: [x, "1"]\nresources: {nnodes: 2, memory: 1GiB}\nenv: {A: b}\n'
 Load = Callable[..., JobSpec]

@@ -11,7 +11,7 @@ import pytest
 import toolkit
 from tests.asked_slurm import Answer, fake_squeue
 from tests.conftest import TOOLKIT
-from toolkit.launchers import registry
+from toolkit.runs import registry
 
 
 @pytest.fixture

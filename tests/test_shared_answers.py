@@ -11,10 +11,10 @@ import pytest
 
 import toolkit
 from tests.asked_slurm import Slurm, User, counted, fake_squeue, shown
-from toolkit.launchers.registry import RunRecord
-from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.slurm.cache import Queue, place_of_answers
-from toolkit.launchers.slurm.run import SlurmRun
+from toolkit.runs.registry import RunRecord
+from toolkit.slurm import SlurmLauncher
+from toolkit.slurm.run import SlurmRun
+from toolkit.slurm.snapshot import Queue, place_of_answers
 
 BUSY = "slurm_load_jobs error: Socket timed out on send/recv operation"
 
@@ -137,8 +137,8 @@ def test_shells_that_ask_at_once_make_one_question(tmp_path: Path) -> None:
     commands = fake_squeue(tmp_path, seconds=1.0)
     environ = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
     code = (
-        "import sys; from toolkit.launchers.slurm.cache import Queue, place_of_answers\n"
-        "from toolkit.launchers.slurm.queue import run_command\n"
+        "import sys; from toolkit.slurm.snapshot import Queue, place_of_answers\n"
+        "from toolkit.slurm.squeue import run_command\n"
         "queue = Queue(run_command, file=place_of_answers())\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "print(len(queue.look(max_age_s=60).rows('1', '')), flush=True)"

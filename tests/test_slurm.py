@@ -15,7 +15,7 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster, Until
 from tests.slurm_site import Site, events, failure, nodes_of, output
-from toolkit.launchers.slurm import SlurmLauncher
+from toolkit.slurm import SlurmLauncher
 
 pytestmark = pytest.mark.slurm
 

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.slurm_answers import FOLDER, Recording
-from toolkit.launchers.base import RunState
-from toolkit.launchers.slurm.accounting import ask_accounting
-from toolkit.launchers.slurm.queue import ask_jobs
+from toolkit.runs.state import RunState
+from toolkit.slurm.sacct import ask_accounting
+from toolkit.slurm.squeue import ask_jobs
 
 RECORDED = sorted(FOLDER.glob("*.json"))
 STATES = {

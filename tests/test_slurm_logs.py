@@ -9,7 +9,7 @@ import pytest
 import toolkit
 from tests.conftest import TOOLKIT
 from tests.slurm_site import Site
-from toolkit import summaries
+from toolkit.cli import summary
 
 pytestmark = pytest.mark.slurm
 
@@ -84,7 +84,7 @@ def test_the_first_failing_rank_is_shown_over_nodes_and_requeues(
     assert (failure.attempt, failure.kind) == (1, "exception")
     assert failure.message == "ValueError: bad sample in attempt 1"
     assert failure.node in nodes
-    shown = summaries.whole(run)["failure"]["summary"]
+    shown = summary.whole(run)["failure"]["summary"]
     assert shown == str(failure)
     done = subprocess.run(
         [TOOLKIT, "logs", run.uri, "--attempt", "0"],

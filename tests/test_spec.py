@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import toolkit
 from tests.job_texts import read, refusal
 from toolkit.errors import InputError
-from toolkit.spec import JobSpec
+from toolkit.job.spec import JobSpec
 
 ROOT = Path(__file__).parent.parent
 

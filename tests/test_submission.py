@@ -15,10 +15,10 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster
 from tests.slurm_site import Site
-from toolkit.launchers import intents, registry
-from toolkit.launchers.registry import RunRecord
-from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.state import state_folder
+from toolkit.runs import registry, submission_journal
+from toolkit.runs.registry import RunRecord
+from toolkit.runs.state_dir import state_folder
+from toolkit.slurm import SlurmLauncher
 
 LATER = {"begin": "now+1hour"}
 
@@ -127,7 +127,7 @@ def test_after_an_unclear_answer_the_job_is_looked_for_twice(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("toolkit.launchers.slurm.submission._PAUSES_S", (0.0,) * 7)
+    monkeypatch.setattr("toolkit.slurm.submission._PAUSES_S", (0.0,) * 7)
     command, seen = scripted(answers, queue)
     profile = toolkit.SlurmProfile(name="s", runs_dir=str(tmp_path))
     job = toolkit.JobSpec(name="probe", command=("true",))
@@ -139,7 +139,7 @@ def test_after_an_unclear_answer_the_job_is_looked_for_twice(
 def test_what_stays_unclear_keeps_the_run_and_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.launchers.slurm.submission._PAUSES_S", (0.0,) * 7)
+    monkeypatch.setattr("toolkit.slurm.submission._PAUSES_S", (0.0,) * 7)
     command, _ = scripted([None] * 9, [])
     profile = toolkit.SlurmProfile(name="s", runs_dir=str(tmp_path))
     launcher = SlurmLauncher(profile, command=command)
@@ -258,18 +258,18 @@ def test_a_run_that_never_came_to_sbatch_is_submitted_when_told(
 
 
 def test_what_somebody_is_submitting_is_left_to_him(tmp_path: Path) -> None:
-    with intents.begin(tmp_path, "run", {"a": 1}) as intent:
-        assert intents.take(tmp_path, "run") is None
-        assert list(intents.orphans(tmp_path)) == []
+    with submission_journal.begin(tmp_path, "run", {"a": 1}) as intent:
+        assert submission_journal.take(tmp_path, "run") is None
+        assert list(submission_journal.orphans(tmp_path)) == []
         with pytest.raises(toolkit.LauncherError, match="run is being submitted by another"):
-            intents.begin(tmp_path, "run", {"a": 2})
-    assert list(intents.orphans(tmp_path)) == [{"a": 1}]
-    with intents.begin(tmp_path, "run", {"a": 3}) as intent:
+            submission_journal.begin(tmp_path, "run", {"a": 2})
+    assert list(submission_journal.orphans(tmp_path)) == [{"a": 1}]
+    with submission_journal.begin(tmp_path, "run", {"a": 3}) as intent:
         intent.done()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "torn.json").write_text('{"version": 1, "a"')
     (tmp_path / "newer.json").write_text('{"version": 2}')
-    assert list(intents.orphans(tmp_path)) == []
+    assert list(submission_journal.orphans(tmp_path)) == []
 
 
 def test_a_line_that_a_full_disk_cut_off_takes_no_other_with_it(own_user: Path) -> None:

@@ -14,15 +14,16 @@ import toolkit
 from tests import fake_slurm
 from tests.conftest import ROOT, Until
 from tests.slurm_site import Site
-from toolkit import summaries, sweeps
-from toolkit.launchers import registry
-from toolkit.launchers.base import RunStatus
-from toolkit.launchers.registry import RunRecord
-from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.slurm.jobs import SlurmJob, write_jobs, write_points
-from toolkit.launchers.slurm.run import SlurmRun
-from toolkit.runs import open_run
-from toolkit.spec import JobSpec
+from toolkit.api import open_run
+from toolkit.cli import summary
+from toolkit.job import sweeps
+from toolkit.job.spec import JobSpec
+from toolkit.runs import registry
+from toolkit.runs.registry import RunRecord
+from toolkit.runs.state import RunStatus
+from toolkit.slurm import SlurmLauncher
+from toolkit.slurm.jobs import SlurmJob, write_jobs, write_points
+from toolkit.slurm.run import SlurmRun
 
 # ---- Points
 
@@ -208,9 +209,9 @@ def test_one_question_tells_where_all_points_stand(tmp_path: Path) -> None:
     (done / "logs/attempt-0").mkdir(parents=True)
     (done / "outcome.json").write_text('{"status": "done", "attempt": 0}')
     (done / "metrics.jsonl").write_text('{"step": 7, "loss": 0.25}\n')
-    found = summaries.whole(sweep)
+    found = summary.whole(sweep)
     assert [argv[0] for argv in asked] == ["squeue"]
-    assert list(summaries.lines(found))[2:] == [
+    assert list(summary.lines(found))[2:] == [
         "state:     RUNNING",
         "reason:    1 PENDING, 1 RUNNING, 1 SUCCEEDED, 1 FAILED, 1 CANCELLED",
         f"created:   {found['created']}",

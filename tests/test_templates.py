@@ -87,8 +87,8 @@ def test_a_template_may_replace_ours(kind: str, tmp_path: Path) -> None:
     [
         ("a\n{{ jobb.name }}\n", 2, "'jobb' is undefined; templates know plan, job, profile, "
          "version"),
-        ("{{ job.nmae }}\n", 1, "'toolkit.spec.JobSpec object' has no attribute 'nmae'; templates "
-         "know plan, job, profile, version"),
+        ("{{ job.nmae }}\n", 1, "'toolkit.job.spec.JobSpec object' has no attribute 'nmae'; "
+         "templates know plan, job, profile, version"),
         ("a\nb\n{% if %}\n", 3, "Expected an expression, got 'end of statement block'"),
         ("{{ job.name | quote }}\n", 1, "No filter named 'quote'."),
         ("\n{% include 'other.j2' %}\n", 2, "there is no template 'other.j2'; the toolkit's own is "

@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.launchers.torchrun_log import last_trace, read_reports, without_stop_traces
+from toolkit.runs.torchrun_report import last_trace, read_reports, without_stop_traces
 
 STOPPED = """\
 Traceback (most recent call last):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.job_texts import of_job, read
-from toolkit.fields import RESERVED_NAMES
-from toolkit.spec import JobSpec
+from toolkit.job.spec import JobSpec
+from toolkit.job.types import RESERVED_NAMES
 
 
 @pytest.mark.parametrize(

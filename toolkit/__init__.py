@@ -11,10 +11,11 @@ Names are imported when they are first used, so that `import toolkit` costs next
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from toolkit.version import __version__ as __version__
+
 if TYPE_CHECKING:
+    from toolkit.api import ask_site, list_runs, open_run, resubmit, statuses, submit, wait
     from toolkit.checks import Finding, check
-    from toolkit.discovery import discover
-    from toolkit.drafts import draft, keep_draft
     from toolkit.errors import (
         InputError,
         LauncherError,
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
         SpecError,
         ToolkitError,
     )
-    from toolkit.executors import (
+    from toolkit.functions import (
         DebugExecutor,
         KubernetesExecutor,
         LocalExecutor,
         SlurmExecutor,
         attach,
     )
-    from toolkit.launchers.base import Launcher, Run, RunState, RunStatus
-    from toolkit.launchers.failures import Failure
+    from toolkit.job.schema import json_schema
+    from toolkit.job.spec import JobSpec, load
     from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan, plan
     from toolkit.profile import (
         KubernetesProfile,
@@ -46,26 +47,26 @@ if TYPE_CHECKING:
         default_profile,
         load_profile,
     )
+    from toolkit.profile.detect import discover
+    from toolkit.profile.draft import draft, keep_draft
     from toolkit.rendering import render
-    from toolkit.runs import ask_site, list_runs, open_run, resubmit, statuses, submit, wait
-    from toolkit.schema import json_schema
-    from toolkit.spec import JobSpec, load
-
-__version__ = "0.1.0"
+    from toolkit.runs.failure import Failure
+    from toolkit.runs.run import Launcher, Run
+    from toolkit.runs.state import RunState, RunStatus
 
 _HOME = {
-    "DebugExecutor": "executors",
-    "Failure": "launchers.failures",
+    "DebugExecutor": "functions",
+    "Failure": "runs.failure",
     "Finding": "checks",
     "InputError": "errors",
-    "JobSpec": "spec",
-    "KubernetesExecutor": "executors",
+    "JobSpec": "job.spec",
+    "KubernetesExecutor": "functions",
     "KubernetesPlan": "planning",
     "KubernetesProfile": "profile",
     "LaunchPlan": "planning",
-    "Launcher": "launchers.base",
+    "Launcher": "runs.run",
     "LauncherError": "errors",
-    "LocalExecutor": "executors",
+    "LocalExecutor": "functions",
     "LocalPlan": "planning",
     "LocalProfile": "profile",
     "PlanError": "errors",
@@ -73,35 +74,35 @@ _HOME = {
     "Profile": "profile",
     "ProfileError": "errors",
     "RenderError": "errors",
-    "Run": "launchers.base",
+    "Run": "runs.run",
     "RunLost": "errors",
     "RunNotFound": "errors",
-    "RunState": "launchers.base",
-    "RunStatus": "launchers.base",
+    "RunState": "runs.state",
+    "RunStatus": "runs.state",
     "SchedulerMissing": "errors",
-    "SlurmExecutor": "executors",
+    "SlurmExecutor": "functions",
     "SlurmPlan": "planning",
     "SlurmProfile": "profile",
     "SpecError": "errors",
     "ToolkitError": "errors",
-    "ask_site": "runs",
-    "attach": "executors",
+    "ask_site": "api",
+    "attach": "functions",
     "check": "checks",
     "default_profile": "profile",
-    "discover": "discovery",
-    "draft": "drafts",
-    "json_schema": "schema",
-    "keep_draft": "drafts",
-    "list_runs": "runs",
-    "load": "spec",
+    "discover": "profile.detect",
+    "draft": "profile.draft",
+    "json_schema": "job.schema",
+    "keep_draft": "profile.draft",
+    "list_runs": "api",
+    "load": "job.spec",
     "load_profile": "profile",
-    "open_run": "runs",
+    "open_run": "api",
     "plan": "planning",
     "render": "rendering",
-    "resubmit": "runs",
-    "statuses": "runs",
-    "submit": "runs",
-    "wait": "runs",
+    "resubmit": "api",
+    "statuses": "api",
+    "submit": "api",
+    "wait": "api",
 }
 
 __all__ = [

@@ -7,26 +7,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolkit.batch_scripts.checking import SCRIPT_RULES, check_script
-from toolkit.batch_scripts.directives import is_batch_script
-from toolkit.batch_scripts.scripts import BatchScript, read_batch_script
-from toolkit.documents import Document, read_document, read_text
+from toolkit.api import ask_site
 from toolkit.errors import InputError, PlanError, Problem, ProfileError
-from toolkit.launchers.base import new_run_name
-from toolkit.launchers.slurm.queue import Command, run_command
-from toolkit.manifests.checking import MANIFEST_RULES, allowed, check_manifests, faults, in_order
-from toolkit.manifests.reading import is_manifest, read_manifests
-from toolkit.manifests.registry import Fault
-from toolkit.manifests.schemas import Schemas, read_schemas, schemas_of
-from toolkit.manifests.tracing import key_of
-from toolkit.manifests.views import Manifest
+from toolkit.job.loader import override
+from toolkit.job.spec import JobSpec, load
+from toolkit.lint.manifests.check import MANIFEST_RULES, allowed, check_manifests, faults, in_order
+from toolkit.lint.manifests.registry import Fault
+from toolkit.lint.manifests.schema import Schemas, read_schemas, schemas_of
+from toolkit.lint.manifests.source_map import key_of
+from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
+from toolkit.lint.scripts.check import SCRIPT_RULES, check_script
+from toolkit.lint.scripts.directives import is_batch_script
+from toolkit.lint.scripts.script import BatchScript, read_batch_script
 from toolkit.planning import KubernetesPlan, plan
 from toolkit.profile import KubernetesProfile, Profile, load_profile
 from toolkit.rendering import render
-from toolkit.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
-from toolkit.runs import ask_site
-from toolkit.spec import JobSpec, load
-from toolkit.validation import override
+from toolkit.runs.run import new_run_name
+from toolkit.slurm.squeue import Command, run_command
+from toolkit.text.manifest_reader import is_manifest, read_manifests
+from toolkit.text.manifests import Manifest
+from toolkit.text.yaml_reader import Document, read_document, read_text
 
 __all__ = ["Finding", "check", "finding", "is_manifests", "is_script"]
 
@@ -191,7 +191,7 @@ def _manifest_findings(
     asked = site or KubernetesProfile(name="current")
     manifests = read_manifests(text, str(path)).manifests
     if server and schemas is None:
-        from toolkit.launchers.k8s.definitions import definitions
+        from toolkit.kubernetes.client.definitions import definitions
 
         objects = [manifest.data for manifest in manifests]
         schemas = schemas_of(definitions(objects, asked, api_client=api_client))
@@ -206,7 +206,7 @@ def _server_problems(
     manifests: Sequence[Manifest], site: KubernetesProfile, api_client: Any
 ) -> list[Problem]:
     """Ask the API server what it would say; nothing is made."""
-    from toolkit.launchers.k8s import dry_run
+    from toolkit.kubernetes import dry_run
 
     named = [manifest for manifest in manifests if manifest.name]
     answers = dry_run([manifest.data for manifest in named], site, api_client=api_client)
@@ -275,7 +275,7 @@ def _script_findings(path: Path, *, server: bool, command: Command) -> list[Find
 
 def _site_findings(script: BatchScript, path: Path, command: Command) -> list[Problem]:
     """Ask the site about a script: account, QOS, folders, and sbatch's own verdict."""
-    from toolkit.launchers.slurm.access import account_findings, log_folder, path_findings, verdict
+    from toolkit.slurm.access_check import account_findings, log_folder, path_findings, verdict
 
     def place(name: str) -> str:
         option = script.options.get(name)

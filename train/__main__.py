@@ -10,9 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from train import commandline, configfile
-from train.console import Console, keep_lines_whole
-from train.environment import Place
+from train.cli import config_file, flags
 from train.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -21,9 +19,11 @@ from train.errors import (
     TrainError,
     UsageError,
 )
-from train.rundir import Outcome, RunDirectory
-from train.stopping import StopRequest
-from train.telling import tell, tell_torchrun
+from train.failure.report import tell, tell_torchrun
+from train.rundir.console import Console, keep_lines_whole
+from train.rundir.files import Outcome, RunDirectory
+from train.runtime.rank import Place
+from train.runtime.signals import StopRequest
 
 
 def main() -> int:
@@ -35,18 +35,18 @@ def main() -> int:
         return error.exit_status
     console = Console(rank=place.rank)
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
-        console.say(commandline.usage())
+        console.say(flags.usage())
         return EXIT_DONE
     directory: RunDirectory | None = None
-    named = os.environ.get(commandline.RUN_DIR)
+    named = os.environ.get(flags.RUN_DIR)
     # A look at a plan is no try at the run.
-    if named and not commandline.only_looks(sys.argv[1:]):
+    if named and not flags.only_looks(sys.argv[1:]):
         directory = RunDirectory(Path(named), place)
     # First of all: importing torch takes a second, in which a signal may come.
     stop = StopRequest()
     stop.install(at_once=lambda name: end_early(directory, name))
     try:
-        request = commandline.read(sys.argv[1:], os.environ, place)
+        request = flags.read(sys.argv[1:], os.environ, place)
         if request.only_looking:
             return look(request, console)
         config = request.config
@@ -67,11 +67,11 @@ def main() -> int:
         return error.exit_status
 
 
-def look(request: commandline.Request, console: Console) -> int:
+def look(request: flags.Request, console: Console) -> int:
     """Do what needs no training: write the configuration, show the plan."""
     if request.write_config is not None:
         if console.rank == 0:
-            configfile.write(request.write_config, request.config)
+            config_file.write(request.write_config, request.config)
         console.say(f"wrote the configuration to {request.write_config}; nothing was trained")
         return EXIT_DONE
     from train import dryrun
@@ -82,7 +82,7 @@ def look(request: commandline.Request, console: Console) -> int:
 
 def run_spawned(count: int, directory: RunDirectory, stop: StopRequest) -> int:
     """Train in processes of our own, which record how it ended; unless they had no time to."""
-    from train.spawning import spawn
+    from train.runtime.spawn import spawn
 
     exit_status = spawn(count, sys.argv[1:], stop)
     if exit_status == EXIT_PREEMPTED:

@@ -7,26 +7,26 @@ import time
 
 import torch
 
-from train.clipping import clip, total_norm
-from train.config import Config
-from train.console import Console, figures
-from train.data import Order, resident, seed_of, source_of
-from train.distributed import Group
+from train.checkpoints.progress import Progress
+from train.checkpoints.state import Saver
+from train.cli.config import Config
+from train.data.loader import Feed
+from train.data.order import Order, resident, seed_of, source_of
+from train.data.seeding import mixed, seed_device
 from train.errors import NonFiniteLoss
-from train.evaluation import batch_size, evaluated_epoch, measure
-from train.optimizing import NamedOptimizer
-from train.profiling import Profiler
-from train.progress import Progress
-from train.rank_consistency import check_counters, check_data
-from train.reading import Feed
-from train.rundir import RunDirectory
-from train.saving import Saver
-from train.scaling import LossScaler
-from train.schedule import Schedule
-from train.seeding import mixed, seed_device
-from train.stopping import StopRequest
-from train.strategies.base import Strategy, Sums, is_sharded
-from train.strategies.trained_parameters import Untrained, some_of
+from train.model.clipping import clip, total_norm
+from train.model.evaluation import batch_size, evaluated_epoch, measure
+from train.model.loss_scaling import LossScaler
+from train.model.optimizer import NamedOptimizer
+from train.model.schedule import Schedule
+from train.parallel.base import Strategy, Sums, is_sharded
+from train.parallel.rank_consistency import check_counters, check_data
+from train.parallel.trained_parameters import Untrained, some_of
+from train.profiling.capture import Profiler
+from train.rundir.console import Console, figures
+from train.rundir.files import RunDirectory
+from train.runtime.process_group import Group
+from train.runtime.signals import StopRequest
 from train.tasks.base import Task
 
 

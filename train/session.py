@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from train import configfile, recovery, strategies, tasks
-from train.checkpoints import exporting
-from train.config import Config
-from train.console import Console, figures
-from train.data import source_of
-from train.distributed import Group, open_group
-from train.environment import Place
+from train import parallel, tasks
+from train.checkpoints import export, recovery
+from train.checkpoints.progress import Progress
+from train.checkpoints.state import Saver
+from train.cli import config_file
+from train.cli.config import Config
+from train.data.order import source_of
 from train.errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
@@ -23,19 +23,20 @@ from train.errors import (
     PeerError,
     UsageError,
 )
-from train.failing import fail
+from train.failure.record import fail
 from train.loop import Trainer
-from train.optimizing import NamedOptimizer
-from train.ownership import adopt, claim
-from train.profiling import Profiler
-from train.progress import Progress
-from train.rundir import RunDirectory
-from train.saving import Saver
-from train.scaling import LossScaler
-from train.stopping import StopRequest
-from train.strategies.base import Parts
+from train.model.loss_scaling import LossScaler
+from train.model.optimizer import NamedOptimizer
+from train.parallel.base import Parts
+from train.profiling.capture import Profiler
+from train.profiling.timeline import Profile
+from train.rundir.claim import adopt, claim
+from train.rundir.console import Console, figures
+from train.rundir.files import RunDirectory
+from train.runtime.process_group import Group, open_group
+from train.runtime.rank import Place
+from train.runtime.signals import StopRequest
 from train.tasks.base import Task
-from train.timeline import Profile
 
 
 def train(config: Config, place: Place, stop: StopRequest, console: Console) -> int:
@@ -65,7 +66,7 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
                     console.say(f"wrote its weights to {config.export}")
                 return EXIT_DONE
             check_ahead(config, progress, group)
-            group.on_rank_0(lambda: configfile.write(directory.path / "config.toml", config))
+            group.on_rank_0(lambda: config_file.write(directory.path / "config.toml", config))
             parts = Parts(task=task, config=config, layout=layout, group=group)
             trainer = assemble(parts, identity, progress, directory, console, stop)
             saver = trainer.saver
@@ -98,7 +99,7 @@ def check_ahead(config: Config, progress: Progress, group: Group) -> None:
         raise UsageError(f"--profile {config.profile}: the run has {progress.steps} steps only")
     if config.export:
         path = config.export
-        problem = group.broadcast(exporting.problem(path) if group.place.rank == 0 else "")
+        problem = group.broadcast(export.problem(path) if group.place.rank == 0 else "")
         if problem:
             raise UsageError(f"--export {path}: {problem}")
 
@@ -122,7 +123,7 @@ def export_finished(directory: RunDirectory, group: Group, path: Path) -> None:
         )
     try:
         found = recovery.describe(directory.path, group, best, source=source, shared=False)
-        found = dataclasses.replace(found, listing=exporting.weights(found.listing))
+        found = dataclasses.replace(found, listing=export.weights(found.listing))
         # The source may be another node, while the file is wanted where rank 0 runs.
         model = {
             name: torch.empty(shape, dtype=dtype)
@@ -130,7 +131,7 @@ def export_finished(directory: RunDirectory, group: Group, path: Path) -> None:
             if group.place.rank == 0
         }
         recovery.fill(directory.path, group, found, model)
-        group.on_rank_0(lambda: exporting.export(path, found.listing, model.__getitem__))
+        group.on_rank_0(lambda: export.export(path, found.listing, model.__getitem__))
     except (CheckpointError, PeerError) as error:
         # Not a failure of the run, which would be recorded as its outcome.
         raise UsageError(str(error)) from error
@@ -150,7 +151,7 @@ def assemble(
         UsageError: the model cannot be cut as the layout says.
     """
     config, group = parts.config, parts.group
-    strategy = strategies.build(config.strategy_on(group.place), parts)
+    strategy = parallel.build(config.strategy_on(group.place), parts)
     strategy.verify()
     # After the strategy has wrapped the model: it may have replaced the parameters.
     optimizer = NamedOptimizer(strategy.named_parameters(), config)
@@ -192,7 +193,7 @@ def trainer_class(strategy: str) -> type[Trainer]:
     if strategy != "ps":
         return Trainer
     # Only here, as it imports torch.distributed.rpc.
-    from train.parameter_server.loop import ServedTrainer
+    from train.parallel.parameter_server.loop import ServedTrainer
 
     return ServedTrainer
 

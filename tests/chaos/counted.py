@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from train.data import Batch
+from train.data.order import Batch
 from train.tasks import Task
 
 SAMPLES = 1000

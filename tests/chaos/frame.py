@@ -15,9 +15,9 @@ from tests.chaos.counted import SAMPLES
 from tests.processes import with_environment
 from tests.slurm_site import Site, events, failure
 from tests.train.reading import same, whole
-from toolkit.launchers.slurm import SlurmLauncher, SlurmRun
-from train.checkpoints import disk
-from train.rundir import read_lines
+from toolkit.slurm import SlurmLauncher, SlurmRun
+from train.checkpoints import store
+from train.rundir.files import read_lines
 
 STEPS, BATCH = 300, 16
 TASK = Path(__file__).with_name("counted.py")
@@ -155,14 +155,14 @@ def unharmed(trial: Trial, reference: Trial, until: Callable[..., None]) -> None
 
 def consistent(trial: Trial) -> None:
     """Insist that what lies in the run directory is whole, whenever its processes were killed."""
-    for position in disk.places(trial.run_dir):
-        disk.verify(position.path(trial.run_dir))
+    for position in store.places(trial.run_dir):
+        store.verify(position.path(trial.run_dir))
     outcome = trial.run_dir / "outcome.json"
     assert not outcome.exists() or json.loads(outcome.read_text())["version"] == 1
 
 
 def _last_checkpoint(trial: Trial) -> Path:
-    (best, *_) = disk.places(trial.run_dir)
+    (best, *_) = store.places(trial.run_dir)
     assert best.step == STEPS
     return best.path(trial.run_dir)
 

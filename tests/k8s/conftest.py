@@ -11,7 +11,7 @@ from tests.cluster import FakeKubernetes
 from tests.cluster.real import ClusterUnderTest, FakeCluster, RealCluster, is_real
 from tests.k8s.live import Live
 from tests.k8s.site import Site, runtime
-from toolkit.kubernetes_options import Workload
+from toolkit.job.kubernetes_options import Workload
 
 
 @pytest.fixture(autouse=True)

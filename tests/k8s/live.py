@@ -10,7 +10,7 @@ import pytest
 
 import toolkit
 from tests.cluster.real import CLAIM, ClusterUnderTest
-from toolkit.kubernetes_options import Workload
+from toolkit.job.kubernetes_options import Workload
 
 __all__ = ["NOWHERE", "Live"]
 

@@ -8,13 +8,13 @@ import yaml
 
 from tests.cluster import FakeKubernetes
 from tests.conftest import ROOT
-from toolkit.kubernetes_options import Workload
-from toolkit.launchers.base import RunState, RunStatus
-from toolkit.launchers.k8s import KubernetesLauncher, KubernetesRun
+from toolkit.job.kubernetes_options import Workload
+from toolkit.job.spec import JobSpec
+from toolkit.kubernetes import KubernetesLauncher, KubernetesRun
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile
 from toolkit.rendering import render
-from toolkit.spec import JobSpec
+from toolkit.runs.state import RunState, RunStatus
 
 PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN
 FAILED, PREEMPTED, SUCCEEDED = RunState.FAILED, RunState.PREEMPTED, RunState.SUCCEEDED

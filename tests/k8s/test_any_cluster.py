@@ -9,8 +9,8 @@ import toolkit
 from tests.k8s.live import NOWHERE, Live
 from tests.k8s.site import CANCELLED, PENDING, RUNNING, SUCCEEDED, a_job, every_workload, short
 from toolkit.errors import LauncherError, RunNotFound
-from toolkit.launchers.k8s import dry_run, watch_states
-from toolkit.launchers.k8s.groups import documents_of
+from toolkit.kubernetes import dry_run, watch_states
+from toolkit.kubernetes.objects import documents_of
 from toolkit.planning import plan
 from toolkit.rendering import render
 
@@ -54,7 +54,7 @@ def test_what_is_submitted_twice_under_a_name_is_one_run(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"{live.cluster.tag}-same-{live.workload.lower()}"
-    monkeypatch.setattr("toolkit.launchers.k8s.launcher.new_run_name", lambda job: name)
+    monkeypatch.setattr("toolkit.kubernetes.launcher.new_run_name", lambda job: name)
     live.submit(**NOWHERE)
     before = live.cluster.job(name, kind=live.workload)["metadata"]
     live.submit(**NOWHERE)

@@ -16,9 +16,9 @@ from tests.cluster import FakeKubernetes, Fault
 from tests.conftest import TOOLKIT, Until
 from tests.k8s.site import CANCELLED, FAILED, GROUPS, PENDING, UNKNOWN, runtime
 from toolkit.errors import LauncherError
-from toolkit.kubernetes_options import Workload
-from toolkit.launchers import registry
-from toolkit.launchers.state import state_folder
+from toolkit.job.kubernetes_options import Workload
+from toolkit.runs import registry
+from toolkit.runs.state_dir import state_folder
 
 POLICY = ".*/networkpolicies/.*"
 HOUR_S = 3600.0
@@ -36,7 +36,7 @@ class User:
     def is_killed_at(self, fault: Fault, until: Until, **job: Any) -> None:
         """Submit, and be killed while the server holds the request that a fault is for."""
         spec = {"name": "t", "module": "train", "image": "i:1", **job}
-        (self.folder / "job.yaml").write_text(toolkit.documents.write_document(spec))
+        (self.folder / "job.yaml").write_text(toolkit.text.yaml_reader.write_document(spec))
         (self.folder / "site.yaml").write_text(
             f"kind: kubernetes\nworkload: {self.kind}\nruns_claim: runs\n"
         )
@@ -196,7 +196,7 @@ def test_a_submit_that_was_not_answered_leaves_a_run_that_can_be_asked_for(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server takes the run, says nothing until it is given up, and has it all the same."""
-    monkeypatch.setattr("toolkit.launchers.k8s.submission._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("toolkit.kubernetes.submission._FIRST_PAUSE_S", 0.01)
     path = GROUPS["Job"] + "/.*"
     user.server.faults = [
         Fault(method="PATCH", path=path, arrives=True, times=6),

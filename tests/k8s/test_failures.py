@@ -12,8 +12,8 @@ import toolkit
 from tests.cluster import FakeKubernetes
 from tests.conftest import TOOLKIT
 from tests.k8s.site import Site, a_job, every_workload, short
-from toolkit.launchers.failures import Failure
-from toolkit.launchers.k8s import KubernetesRun
+from toolkit.kubernetes import KubernetesRun
+from toolkit.runs.failure import Failure
 
 VERDICT = "torchrun ended with 1; to be started again: 138"
 STOPPED = "torchrun ended with 1; stopped from outside; goes on from its checkpoint: 138"

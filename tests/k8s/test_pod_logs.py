@@ -8,9 +8,9 @@ import pytest
 from tests.cluster import Fault
 from tests.k8s.site import Site, a_job, every_workload, short
 from toolkit.errors import InputError, LauncherError
-from toolkit.launchers.k8s.kinds import Object
-from toolkit.launchers.k8s.logs import Round, read_lines
-from toolkit.launchers.run_logs import LogView
+from toolkit.kubernetes.logs import Round, read_lines
+from toolkit.kubernetes.workloads import Object
+from toolkit.runs.log_reader import LogView
 
 
 @every_workload

@@ -24,9 +24,9 @@ from tests.k8s.site import (
     status,
 )
 from toolkit.errors import LauncherError, RunNotFound
-from toolkit.launchers.base import RunStatus
 from toolkit.planning import plan
 from toolkit.rendering import render
+from toolkit.runs.state import RunStatus
 
 
 @every_workload

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from toolkit.kubernetes_options import Workload
-from toolkit.launchers.base import RunState, RunStatus
-from toolkit.launchers.k8s.kinds import KINDS
-from toolkit.launchers.k8s.last_words import last_words
-from toolkit.launchers.k8s.queueing import queue_reason
-from toolkit.launchers.k8s.states import Evidence, digest, judge, stuck_objects
+from toolkit.job.kubernetes_options import Workload
+from toolkit.kubernetes.kueue import queue_reason
+from toolkit.kubernetes.status import Evidence, digest, judge, stuck_objects
+from toolkit.kubernetes.termination_message import last_words
+from toolkit.kubernetes.workloads import KINDS
+from toolkit.runs.state import RunState, RunStatus
 
 PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN
 FAILED, PREEMPTED, SUCCEEDED = RunState.FAILED, RunState.PREEMPTED, RunState.SUCCEEDED

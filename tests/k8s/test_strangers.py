@@ -9,8 +9,8 @@ import toolkit
 from tests.cluster import FakeKubernetes
 from tests.k8s.site import Site, every_workload, make_job
 from toolkit.errors import RunNotFound
-from toolkit.launchers.k8s import KubernetesRun
-from toolkit.launchers.k8s.strangers import run_in_cluster
+from toolkit.kubernetes import KubernetesRun
+from toolkit.kubernetes.foreign import run_in_cluster
 
 
 @every_workload

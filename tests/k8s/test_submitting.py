@@ -21,11 +21,11 @@ from tests.k8s.site import (
     status,
 )
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.kubernetes_options import Workload
-from toolkit.launchers import registry
-from toolkit.launchers.k8s import KubernetesLauncher, dry_run
+from toolkit.job.kubernetes_options import Workload
+from toolkit.kubernetes import KubernetesLauncher, dry_run
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile
+from toolkit.runs import registry
 
 PROFILE = make_profile("Job")
 
@@ -38,7 +38,7 @@ def submit_by(environ: dict[str, str], profile: KubernetesProfile = PROFILE) -> 
 
 
 def test_importing_the_launcher_does_not_import_the_client() -> None:
-    code = "import sys, toolkit.launchers.k8s; print('kubernetes' in sys.modules)"
+    code = "import sys, toolkit.kubernetes; print('kubernetes' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

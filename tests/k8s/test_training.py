@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 from tests.k8s.live import Live
 from tests.k8s.site import CANCELLED, FAILED, SUCCEEDED, WORKLOADS, every_workload
 from tests.train import held
-from toolkit.launchers.k8s.kinds import ATTEMPT_LABEL
+from toolkit.kubernetes.workloads import ATTEMPT_LABEL
 
 pytestmark = pytest.mark.any_cluster
 

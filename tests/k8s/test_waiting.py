@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import Until
 from tests.k8s.site import PENDING, SUCCEEDED, Site, a_job, every_workload, status
 from toolkit.errors import RunNotFound
-from toolkit.launchers.k8s import KubernetesRun
+from toolkit.kubernetes import KubernetesRun
 
 SWEEP: dict[str, Any] = {"sweep": {"grid": {"--lr": ["0.1", "0.2", "0.3"]}}}
 

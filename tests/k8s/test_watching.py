@@ -13,18 +13,18 @@ import pytest
 from tests.cluster import Fault
 from tests.k8s.site import PENDING, RUNNING, SUCCEEDED, Site, a_job, every_workload
 from toolkit.errors import LauncherError
-from toolkit.launchers.k8s import watch_states, watching
-from toolkit.launchers.k8s.cluster import Cluster
-from toolkit.launchers.k8s.connection import Connection
-from toolkit.launchers.k8s.kinds import KINDS
-from toolkit.launchers.k8s.watching import Change, Watch
-from toolkit.pods import RUN_LABEL
+from toolkit.kubernetes import watch_states, watcher
+from toolkit.kubernetes.client.connection import Connection
+from toolkit.kubernetes.client.resources import Cluster
+from toolkit.kubernetes.watcher import Change, Watch
+from toolkit.kubernetes.workloads import KINDS
+from toolkit.planning.pods import RUN_LABEL
 
 
 @pytest.fixture
 def changes(site: Site) -> Iterator[Iterator[Change]]:
     """Yield the changes of all runs of a site."""
-    found = watching.watch_states(cluster_of(site), KINDS[site.workload], RUN_LABEL)
+    found = watcher.watch_states(cluster_of(site), KINDS[site.workload], RUN_LABEL)
     yield found
     found.close()  # type: ignore[attr-defined]  # it is a generator
 

@@ -11,7 +11,7 @@ import toolkit
 from tests.chaos.frame import STEPS, submit
 from tests.conftest import Cluster, Until
 from tests.slurm_site import Site, events, failure, nodes_of, output
-from toolkit.launchers.slurm import SlurmRun
+from toolkit.slurm import SlurmRun
 
 pytestmark = pytest.mark.slurm
 

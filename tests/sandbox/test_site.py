@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.job.sbatch_options import ALLOWED, DECIDED, FLAGS, VALUED
 from toolkit.rendering import sbatch_quote
-from toolkit.sbatch_options import ALLOWED, DECIDED, FLAGS, VALUED
 
 from .conftest import Sandbox
 

@@ -14,11 +14,12 @@ import pytest
 from kubernetes import client
 
 from tests.security.fuzzing import fuzz, guarded, mutated
-from toolkit import summaries
+from toolkit.cli import summary
 from toolkit.errors import LauncherError
-from toolkit.launchers.k8s import KubernetesLauncher, connection
-from toolkit.launchers.registry import RunRecord
+from toolkit.kubernetes import KubernetesLauncher
+from toolkit.kubernetes.client import connection
 from toolkit.profile import KubernetesProfile
+from toolkit.runs.registry import RunRecord
 
 TOKEN = "a-token-of-the-user"
 PROFILE = KubernetesProfile(name="k", namespace="default", workload="JobSet")
@@ -99,8 +100,8 @@ def looked_at(launcher: KubernetesLauncher) -> str:
     """Look at a run in all ways; return all that is said."""
     run, said = launcher.open(record()), []
     asks: tuple[Callable[[], Any], ...] = (
-        lambda: "\n".join(summaries.lines(summaries.whole(run))),
-        lambda: summaries.listed([run]),
+        lambda: "\n".join(summary.lines(summary.whole(run))),
+        lambda: summary.listed([run]),
         lambda: "\n".join(run.logs()),
         run.failure,
         run.cancel,

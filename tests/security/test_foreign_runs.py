@@ -15,9 +15,9 @@ import pytest
 import toolkit
 from tests import fake_slurm
 from tests.conftest import TOOLKIT
-from toolkit import summaries
+from toolkit.cli import summary
 from toolkit.errors import LauncherError
-from toolkit.launchers import registry
+from toolkit.runs import registry
 
 LOCAL = {"kind": "local", "name": "local", "runs_dir": "runs"}
 
@@ -255,13 +255,13 @@ def test_an_odd_run_directory_takes_nothing_from_the_other_runs(tmp_path: Path, 
     (odd / "running.lock").touch()
     POISONS[name](odd)
     for brief in (False, True):
-        rows = summaries.listed(toolkit.list_runs(), brief=brief)
+        rows = summary.listed(toolkit.list_runs(), brief=brief)
         assert [row["name"] for row in rows] == ["odd-1", "good-1"]
         assert rows[1]["state"] == "SUCCEEDED"
         json.dumps(rows, ensure_ascii=False).encode()
     for trust in (False, True):
         run = toolkit.open_run(str(odd), trust=trust)
-        for part in summaries.lines(summaries.whole(run)):
+        for part in summary.lines(summary.whole(run)):
             part.encode()
         for ask in (lambda run=run: list(run.logs()), run.failure, run.metrics, run._repr_html_):
             try:
@@ -338,22 +338,22 @@ def test_a_terminal_is_not_commanded_by_a_log(tmp_path: Path) -> None:
 
 
 def test_a_new_run_directory_is_for_its_owner_to_write_whatever_the_umask(tmp_path: Path) -> None:
-    from toolkit.launchers import rundir
+    from toolkit.runs import run_directory
 
     before = os.umask(0)
     try:
-        run_dir = rundir.make(tmp_path / "runs", "one")
+        run_dir = run_directory.make(tmp_path / "runs", "one")
         job = toolkit.JobSpec(name="probe", module="train")
-        rundir.write_inputs(
+        run_directory.write_inputs(
             run_dir, job, script="#!/bin/bash\n", file_name="run.sh", files={"a/b": b"c"}
         )
         known = registry.parse(record("one", run_dir))
         assert known is not None
         registry.add(known)
-        rundir.request_cancel(run_dir)
+        run_directory.request_cancel(run_dir)
         at = time.time() - 100
         os.utime(run_dir / "cancel_requested", (at, at))
-        rundir.request_cancel(run_dir)
+        run_directory.request_cancel(run_dir)
     finally:
         os.umask(before)
     assert (run_dir / "cancel_requested").stat().st_mtime > at + 50

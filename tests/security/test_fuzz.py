@@ -15,10 +15,11 @@ import yaml
 import toolkit
 from tests.conftest import ROOT
 from tests.security.fuzzing import CANARY, as_text, deep, fuzz, guarded, mutated, torn
-from toolkit import checks, summaries
-from toolkit.launchers import registry, rundir
-from toolkit.launchers.slurm import SlurmLauncher
+from toolkit import checks
+from toolkit.cli import summary
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
+from toolkit.runs import registry, run_directory
+from toolkit.slurm import SlurmLauncher
 
 PROFILES: tuple[Profile, ...] = (
     LocalProfile(name="local"),
@@ -190,8 +191,8 @@ def shown(run: toolkit.Run) -> None:
     """Look at a run in all ways; nothing of another file is among what is shown."""
     seen: list[str] = []
     asked: tuple[Callable[[], str], ...] = (
-        lambda: "\n".join(summaries.lines(summaries.whole(run))),
-        lambda: json.dumps(summaries.listed([run]), ensure_ascii=False),
+        lambda: "\n".join(summary.lines(summary.whole(run))),
+        lambda: json.dumps(summary.listed([run]), ensure_ascii=False),
         lambda: "\n".join(run.logs()),
         lambda: "\n".join(failure.lines()) if (failure := run.failure()) else "",
         lambda: str(run.metrics()),
@@ -244,7 +245,7 @@ def test_run_directories_and_login_nodes(tmp_path: Path) -> None:
             match rng.randrange(3):
                 case 0:
                     known = record(run_dir, PROFILES[0], "local://probe-1")
-                    run = toolkit.runs.launcher_for(PROFILES[0]).open(known)
+                    run = toolkit.api.launcher_for(PROFILES[0]).open(known)
                 case 1:
                     uri = f"slurm://c/{rng.choice(['77', '77', '', 'x y', '9' * 40])}"
                     known = record(run_dir, PROFILES[1], uri)
@@ -278,16 +279,16 @@ def test_states(tmp_path: Path, own_user: Path) -> None:
         (state / "cancelled").write_bytes(torn(rng, b"local://c/run-0\n"))
         with guarded():
             runs = list(toolkit.list_runs())
-            names = [row["name"] for row in summaries.listed(runs)]
+            names = [row["name"] for row in summary.listed(runs)]
             assert "sound" in names
-            json.dumps(summaries.listed(runs), ensure_ascii=False).encode()
+            json.dumps(summary.listed(runs), ensure_ascii=False).encode()
             toolkit.open_run("sound").status()
 
     fuzz(attack)
 
 
 def test_names_on_the_command_line(tmp_path: Path) -> None:
-    run_dir = rundir.make(tmp_path, "probe-1")
+    run_dir = run_directory.make(tmp_path, "probe-1")
     (run_dir / "launch.json").write_text(
         json.dumps(record(run_dir, PROFILES[0], "local://probe-1").as_json())
     )

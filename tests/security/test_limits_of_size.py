@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 import toolkit
-from toolkit import documents, rendering
-from toolkit.bash.reading import read_script
-from toolkit.bash.syntax import Part, joined
-from toolkit.batch_scripts.checking import check_script
-from toolkit.batch_scripts.directives import read_directives
-from toolkit.batch_scripts.values import Values
-from toolkit.documents import Document, read_document, read_text
 from toolkit.errors import InputError, RenderError
-from toolkit.manifests import reading
-from toolkit.manifests.checking import check_manifests
+from toolkit.lint.bash.ast import Part, joined
+from toolkit.lint.bash.parser import read_script
+from toolkit.lint.manifests.check import check_manifests
+from toolkit.lint.scripts.check import check_script
+from toolkit.lint.scripts.directives import read_directives
+from toolkit.lint.scripts.values import Values
+from toolkit.rendering import environment
+from toolkit.text import manifest_reader, yaml_reader
+from toolkit.text.yaml_reader import Document, read_document, read_text
 
 SIZE = 5_000_000
 LIMIT = "at most 5,000,000 bytes are read; is that the right file?"
@@ -62,7 +62,7 @@ def test_a_device_without_an_end_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Path]]:
     """Make a pipe in which a process writes so many empty lines of comment."""
-    monkeypatch.setattr(documents, "_streams", {})  # another test's pipe had the same number
+    monkeypatch.setattr(yaml_reader, "_streams", {})  # another test's pipe had the same number
     started: list[subprocess.Popen[bytes]] = []
 
     def make(count: int) -> Path:
@@ -180,20 +180,22 @@ def test_each_character_of_a_stream_is_parsed_once(monkeypatch: pytest.MonkeyPat
         parsed += len(text)
         return read_document(text, source, **named)
 
-    monkeypatch.setattr(reading, "read_document", read)
+    monkeypatch.setattr(manifest_reader, "read_document", read)
     text = "".join(POD % n for n in range(300))
-    stream = reading.read_manifests(text, "x")
+    stream = manifest_reader.read_manifests(text, "x")
     assert parsed == len(text)
     # The lines are those of the file all the same.
     assert [one.place(()) for one in stream.manifests][::299] == ["x:2", f"x:{2 + 5 * 299}"]
     wrong = "---\nkind: A\n" * 3 + "---\na: {\n"
-    assert "x:9: " in said(lambda: reading.read_manifests(wrong.replace("\na: {", "\n- {"), "x"))
+    assert "x:9: " in said(
+        lambda: manifest_reader.read_manifests(wrong.replace("\na: {", "\n- {"), "x")
+    )
 
 
 def test_items_of_a_list_stay_in_their_order() -> None:
     item = "- {apiVersion: v1, kind: ConfigMap, metadata: {name: c%d}}\n"
     text = "apiVersion: v1\nkind: List\nitems:\n" + "".join(item % n for n in range(50))
-    found = reading.read_manifests(text, "x").manifests
+    found = manifest_reader.read_manifests(text, "x").manifests
     assert [one.name for one in found] == [f"c{n}" for n in range(50)]
 
 
@@ -283,7 +285,7 @@ def refusal(folder: Path, text: str) -> str:
 def test_a_template_that_never_ends_is_ended_in_any_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(rendering, "_SECONDS", 0.05)
+    monkeypatch.setattr(environment, "_SECONDS", 0.05)
     place = tmp_path / "templates/slurm/train.sbatch.j2"
     expected = f"{place}:2: takes more than 0.05 s; is there a loop that never ends?"
     trace = sys.gettrace()

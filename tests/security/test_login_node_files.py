@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import LauncherError
-from toolkit.launchers.slurm.jobs import SlurmJob, read_jobs, read_points, write_jobs
-from toolkit.launchers.slurm.mirror import Mirrors
-from toolkit.launchers.ssh import Host
+from toolkit.slurm.jobs import SlurmJob, read_jobs, read_points, write_jobs
+from toolkit.slurm.login.mirror import Mirrors
+from toolkit.slurm.login.ssh import Host
 
 GOOD = '{"version": 1, "job_id": "7", "mode": "", "points": null, "after": "", "folder": "/a"}'
 

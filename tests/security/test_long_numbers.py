@@ -9,12 +9,12 @@ import yaml
 
 import toolkit
 from tests.conftest import ROOT
-from toolkit.discovery import discover
 from toolkit.errors import RunNotFound
-from toolkit.launchers.k8s.failing import Printed, first_failure
-from toolkit.launchers.k8s.last_words import last_words
-from toolkit.launchers.k8s.pod_reasons import attempt_of, index_of, short_name
-from toolkit.launchers.sums import index_of as position
+from toolkit.kubernetes.failure import Printed, first_failure
+from toolkit.kubernetes.pods import attempt_of, index_of, short_name
+from toolkit.kubernetes.termination_message import last_words
+from toolkit.profile.detect import discover
+from toolkit.runs.sweep_status import index_of as position
 
 LONG = "9" * 5000
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import toolkit
 from tests.security.fuzzing import guarded
-from toolkit import secrecy
-from toolkit.launchers import marks, rundir
-from toolkit.launchers.base import require_secrets
-from toolkit.masking import Mask, marks_of
+from toolkit.runs import run_directory, secret_hashes
+from toolkit.runs.run import require_secrets
+from toolkit.text import secret_scan
+from toolkit.text.masking import Mask, marks_of
 
 ODD = 'two "words" & a\\b\'s/é+'
 PLAIN = "s3cr3t-of-mine"
@@ -99,7 +99,7 @@ def test_logs_hide_tomorrow_what_was_exported_today(own_user: Path, tmp_path: Pa
     key.unlink()
     printed = f"token={PLAIN} and from-a-file-once {json.dumps({'a': PLAIN})}"
     for folder in (None, tmp_path):
-        mask = rundir.mask_of(folder, environ)
+        mask = run_directory.mask_of(folder, environ)
         assert mask.hide(printed) == ('token=***HF_TOKEN*** and ***DB*** {"a": "***HF_TOKEN***"}')
     path = own_user / "state/torch-deploy-toolkit/masked.jsonl"
     assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -108,12 +108,12 @@ def test_logs_hide_tomorrow_what_was_exported_today(own_user: Path, tmp_path: Pa
     require_secrets(plan, environ | {"HF_TOKEN": PLAIN})
     assert path.read_text() == text  # once
     require_secrets(plan, environ | {"HF_TOKEN": "another-one"})
-    shown = rundir.mask_of(None, environ).hide(f"another-one {PLAIN}")
+    shown = run_directory.mask_of(None, environ).hide(f"another-one {PLAIN}")
     assert shown == "***HF_TOKEN*** ***HF_TOKEN***"
 
 
 def test_odd_lines_among_the_marks_are_passed_over(own_user: Path) -> None:
-    marks.remember({"X": PLAIN})
+    secret_hashes.remember({"X": PLAIN})
     path = own_user / "state/torch-deploy-toolkit/masked.jsonl"
     good, odd = path.read_text().splitlines()[0], ["[]", "{", "\xff", "5"]
     values: dict[str, list[object]] = {
@@ -126,17 +126,17 @@ def test_odd_lines_among_the_marks_are_passed_over(own_user: Path) -> None:
     for key, bad in values.items():
         odd += (json.dumps(json.loads(good) | {key: value}) for value in bad)
     path.write_text("\n".join([*odd, good]))
-    (found,) = marks.known()
+    (found,) = secret_hashes.known()
     assert found.length == len(PLAIN)
-    assert rundir.mask_of(None).hide(f"a {PLAIN}") == "a ***X***"
+    assert run_directory.mask_of(None).hide(f"a {PLAIN}") == "a ***X***"
 
 
 def test_the_oldest_marks_are_forgotten(own_user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marks, "_MOST", 20)
+    monkeypatch.setattr(secret_hashes, "_MOST", 20)
     for number in range(12):
-        marks.remember({"X": f"value-number-{number}"})
-    mask = rundir.mask_of(None)
-    assert len(marks.known()) < 40
+        secret_hashes.remember({"X": f"value-number-{number}"})
+    mask = run_directory.mask_of(None)
+    assert len(secret_hashes.known()) < 40
     assert mask.hide("value-number-11 value-number-0") == "***X*** value-number-0"
 
 
@@ -275,9 +275,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_token_is_known_by_its_shape(name: str) -> None:
-    assert secrecy.kind_of(SHAPES[name]) is not None
-    assert secrecy.kind_of(f"x {SHAPES[name]} y") is not None
-    shown = secrecy.conceal(f"what is {SHAPES[name]} here?")
+    assert secret_scan.kind_of(SHAPES[name]) is not None
+    assert secret_scan.kind_of(f"x {SHAPES[name]} y") is not None
+    shown = secret_scan.conceal(f"what is {SHAPES[name]} here?")
     assert LETTERS[:20] not in shown and "hunter2" not in shown
     assert shown.startswith("what is ") and shown.endswith(" here?")
 
@@ -311,19 +311,19 @@ def test_what_a_library_of_shapes_finds_is_found(detector: str) -> None:
         @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
         @given(st.from_regex(pattern, fullmatch=True, alphabet=printable))
         def is_found(value: str) -> None:
-            assert secrecy.kind_of(value) is not None
+            assert secret_scan.kind_of(value) is not None
 
         is_found()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_secret_is_known_by_the_name_of_its_variable(name: str) -> None:
-    assert secrecy.kind_of("hunter2", name=name) == f"a value for {name}"
+    assert secret_scan.kind_of("hunter2", name=name) == f"a value for {name}"
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_names_and_values_that_look_a_little_like_it_pass(name: str) -> None:
-    assert secrecy.kind_of(OTHERS[name], name=name) is None
+    assert secret_scan.kind_of(OTHERS[name], name=name) is None
 
 
 BEGINNINGS = [
@@ -337,5 +337,5 @@ BEGINNINGS = [
 def test_texts_that_begin_like_a_token_are_read_once(beginning: str) -> None:
     text = beginning * (1_000_000 // len(beginning))
     with guarded():
-        secrecy.conceal(text)
-        secrecy.kind_of(text, name="X")
+        secret_scan.conceal(text)
+        secret_scan.kind_of(text, name="X")

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from train import untrusted
-from train.checkpoints import disk, tensorfile
-from train.checkpoints.disk import Position, State
-from train.checkpoints.stored import Stored
-from train.checkpoints.tensorfile import Part
-from train.console import Console
-from train.distributed import Group
-from train.environment import Place
+from train.checkpoints import safetensors_file, store
+from train.checkpoints.reader import Stored
+from train.checkpoints.recovery import look
+from train.checkpoints.safetensors_file import Part
+from train.checkpoints.store import Position, State
 from train.errors import CheckpointError, RefusedError, UsageError
-from train.holder import Contender
-from train.journal import Journal
-from train.ownership import claim
-from train.recovery import look
-from train.rundir import RunDirectory, read_lines
+from train.rundir import untrusted
+from train.rundir.claim import claim
+from train.rundir.console import Console
+from train.rundir.files import RunDirectory, read_lines
+from train.rundir.jsonl import Journal
+from train.rundir.lock import Contender
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 
 ROOT = Path(__file__).parents[2]
 FILE = "rank-00000.safetensors"
@@ -39,23 +39,23 @@ HUGE = 10**30
 
 def save(run_dir: Path, *, step: int, state: State | None = None) -> Path:
     path = Position(attempt=0, step=step).path(run_dir)
-    disk.begin(path)
+    store.begin(path)
     part = Part(name="model.weight", dtype=torch.float32, offsets=(0,), sizes=(2,))
-    proof = tensorfile.write(path / FILE, [part], [torch.ones(2)])
-    disk.complete(path, state or replace(STATE, step=step), {FILE: proof})
+    proof = safetensors_file.write(path / FILE, [part], [torch.ones(2)])
+    store.complete(path, state or replace(STATE, step=step), {FILE: proof})
     return path
 
 
 def manifest(path: Path, **changed: Any) -> None:
     """Write a manifest that fits the files that lie there, but for what is changed."""
     read = json.loads((path / "manifest.json").read_text())
-    read["files"]["state.json"] = disk.measure(path / "state.json")
+    read["files"]["state.json"] = store.measure(path / "state.json")
     (path / "manifest.json").write_text(json.dumps({**read, **changed}))
 
 
 def listed(path: Path, name: str) -> None:
     files = json.loads((path / "manifest.json").read_text())["files"]
-    manifest(path, files={**files, name: disk.measure(path / name)})
+    manifest(path, files={**files, name: store.measure(path / name)})
 
 
 def state(path: Path, text: str = "", **changed: Any) -> None:
@@ -167,7 +167,7 @@ def header(path: Path, **metadata: str) -> None:
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     (path / FILE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    disk.complete(path, replace(STATE, step=6), {FILE: disk.measure(path / FILE)})
+    store.complete(path, replace(STATE, step=6), {FILE: store.measure(path / FILE)})
 
 
 def offsets(value: object) -> dict[str, str]:

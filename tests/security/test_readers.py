@@ -8,32 +8,32 @@ import pytest
 
 from tests.conftest import ROOT
 
-ROOMS = ("launchers", "executors", "cli", "runs.py", "summaries.py")
+ROOMS = ("runs", "local", "slurm", "kubernetes", "functions", "cli", "api.py")
 READERS = {"read_text", "read_bytes"}
 MODULES = {"json", "pickle", "yaml", "marshal", "cloudpickle", "shelve", "tarfile", "zipfile"}
 ALLOWED = {
     # What runs in pods and in run directories alone, without this package.
-    "executors/worker.py": None,
-    "executors/deliver.py": None,
-    "launchers/k8s/claim/inside.py": None,
+    "functions/worker.py": None,
+    "functions/pod_results.py": None,
+    "kubernetes/volume/agent.py": None,
     # The user's own call, and results that nobody else can have written.
-    "executors/payload.py": {"pickle.loads", "read_bytes"},  # and programs of this package
-    "executors/jobs.py": {"pickle.load"},
+    "functions/payload.py": {"pickle.loads", "read_bytes"},  # and programs of this package
+    "functions/job.py": {"pickle.load"},
     # Files of this package.
-    "launchers/k8s/claim/files.py": {"read_text"},
+    "kubernetes/volume/files.py": {"read_text"},
     # What this program has just rendered.
-    "launchers/k8s/groups.py": {"yaml.load_all"},
-    "launchers/k8s/claim/reading.py": {"yaml.safe_load_all", "open(wb)"},
+    "kubernetes/objects.py": {"yaml.load_all"},
+    "kubernetes/volume/reader.py": {"yaml.safe_load_all", "open(wb)"},
     # The kernel's.
-    "launchers/supervisor.py": {"read_text"},
-    "launchers/local.py": {"read_bytes", "open(w)"},
+    "local/supervisor.py": {"read_text"},
+    "local/launcher.py": {"read_bytes", "open(w)"},
     # Files that are written, in folders that nobody else may enter.
-    "launchers/intents.py": {"open(w)"},
-    "launchers/registry.py": {"open(a)"},
-    "launchers/state.py": {"open(ab+)"},
-    "launchers/slurm/mirror.py": {"open(w)"},
-    "launchers/slurm/cache.py": {"open(w)"},
-    "cli/following.py": {"os.open"},
+    "runs/submission_journal.py": {"open(w)"},
+    "runs/registry.py": {"open(a)"},
+    "runs/state_dir.py": {"open(ab+)"},
+    "slurm/login/mirror.py": {"open(w)"},
+    "slurm/snapshot.py": {"open(w)"},
+    "cli/output.py": {"os.open"},
 }
 """Calls that read nothing that others have written, by module; all of them where it is None."""
 

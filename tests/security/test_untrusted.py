@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import untrusted
-from toolkit.untrusted import Refused, entries, finite, parse_json, printable, read_bytes, whole
+from toolkit.text import untrusted
+from toolkit.text.untrusted import (
+    Refused,
+    entries,
+    finite,
+    parse_json,
+    printable,
+    read_bytes,
+    whole,
+)
 
 
 def test_a_regular_file_is_read_up_to_its_limit(tmp_path: Path) -> None:

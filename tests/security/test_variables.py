@@ -9,8 +9,8 @@ import pytest
 import toolkit
 from tests.planned import job as job_of
 from tests.planned import site as site_of
-from toolkit.feasibility.variables import OF_BASH, OF_PODS, OF_SCRIPTS
-from toolkit.fields import RESERVED_NAMES
+from toolkit.job.types import RESERVED_NAMES
+from toolkit.planning.reserved_variables import OF_BASH, OF_PODS, OF_SCRIPTS
 
 AGAIN = {"in_job": 3, "requeue": 2}
 SCRIPTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.slurm_answers import FOLDER
-from toolkit.launchers.slurm.accounting import ask_accounting
-from toolkit.launchers.slurm.queue import ask_jobs, run_command
+from toolkit.slurm.sacct import ask_accounting
+from toolkit.slurm.squeue import ask_jobs, run_command
 
 SCRIPT = """\
 #!/bin/bash

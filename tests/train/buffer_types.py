@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from train.data import Batch
+from train.data.order import Batch
 from train.tasks.base import Task
 
 TYPES = (

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.train import held
-from train.rundir import read_lines
+from train.rundir.files import read_lines
 
 ROOT = Path(__file__).parents[2]
 # Generous: a loaded machine is slow, not broken. Nothing waits this long when all is well.

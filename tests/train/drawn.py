@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from train.data import Batch
+from train.data.order import Batch
 from train.layers import CausalAttention, Positions
 from train.tasks.base import Task
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from train import stages
 from train.layers import CausalAttention
-from train.strategies import cp, fsdp, hybrid, tp
-from train.strategies.base import Parts
+from train.parallel import cp, fsdp, hybrid, tp
+from train.parallel.base import Parts
+from train.parallel.pipeline import split
 
 _unforced = hybrid.parallelise
 
@@ -40,4 +40,4 @@ def _parallelise(
 
 hybrid.parallelise = _parallelise
 # A pipeline of one rank is refused.
-stages.check = lambda config, layout: None
+split.check = lambda config, layout: None

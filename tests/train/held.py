@@ -16,8 +16,8 @@ from pathlib import Path
 
 # None of them imports torch: that shall come, as it does without us, when signals are listened to.
 from train.__main__ import enter
-from train.rundir import RunDirectory
-from train.stopping import StopRequest
+from train.rundir.files import RunDirectory
+from train.runtime.signals import StopRequest
 
 MODULE = ("-m", "tests.train.held")
 SAYING = "held after step "

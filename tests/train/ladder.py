@@ -28,17 +28,17 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from tests.train.processes import PROCESSES
 from train import session, tasks
-from train.config import Config
-from train.console import Console
-from train.data import Batch, Samples
-from train.distributed import Group, open_group
-from train.environment import Place
-from train.layout import Layout
+from train.checkpoints.progress import Progress
+from train.cli.config import Config
+from train.data.order import Batch, Samples
 from train.loop import Trainer
-from train.progress import Progress
-from train.rundir import RunDirectory
-from train.stopping import StopRequest
-from train.strategies.base import Parts
+from train.parallel.base import Parts
+from train.parallel.layout import Layout
+from train.rundir.console import Console
+from train.rundir.files import RunDirectory
+from train.runtime.process_group import Group, open_group
+from train.runtime.rank import Place
+from train.runtime.signals import StopRequest
 from train.tasks import Task
 
 STEPS = 3

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from train.data import Batch
+from train.data.order import Batch
 from train.layers import CausalAttention, Positions
 from train.tasks.base import Classifier
 from train.tasks.styles import Replicated

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from tests.train.ladder import Alone, trainer_of
-from train.config import Config
-from train.distributed import Group
-from train.environment import Place
+from train.cli.config import Config
 from train.loop import Trainer
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 
 
 def config_of(**chosen: object) -> Config:

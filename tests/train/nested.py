@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
 
-from train.data import Batch, Samples
+from train.data.order import Batch, Samples
 from train.layers import CausalAttention, Positions
+from train.model.trees import Tree
 from train.tasks import Task
-from train.trees import Tree
 
 TRAINED, TESTED, WIDTH, KINDS = 24, 10, 8, 3
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data import Batch
+from train.data.order import Batch
 from train.tasks.chars import CONTEXT, VOCABULARY, Chars
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from train.data import Batch
+from train.data.order import Batch
 from train.tasks.base import Task
 from train.tasks.chars import Block, Sizes
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from train.data import Batch
+from train.data.order import Batch
 from train.layers import CausalAttention
 from train.tasks.base import Task
 from train.tasks.chars import Block, Chars, Sizes, Transformer

@@ -16,10 +16,10 @@ from tests.train.ladder import Case, climb, whole
 from tests.train.making import config_of, trainer_for
 from tests.train.ranks import on_ranks
 from train import tasks
-from train.clipping import total_norm
-from train.data import source_of
+from train.data.order import source_of
 from train.loop import Trainer
-from train.preparing import prepare
+from train.model.clipping import total_norm
+from train.model.prepare import prepare
 
 MESHES: dict[str, dict[str, Any]] = {
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.train.ladder import Case, climb
-from train.config import Config
-from train.data import Batch, Chance, Order
-from train.reading import Feed, Reader
+from train.cli.config import Config
+from train.data.loader import Feed, Reader
+from train.data.order import Batch, Chance, Order
 
 SIZE, BATCH, STEPS = 6, 4, 4
 PINNED = [0.188485682, -0.922186255, 0.678247511, 0.729589701, 0.236017495, 0.169199884]

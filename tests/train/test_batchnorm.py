@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.train.ladder import Case, climb, double_precision, trainer_of
 from tests.train.ranks import on_ranks
-from train import buffers
-from train.batchnorm import among, synchronised
-from train.config import Config
-from train.data import Batch
-from train.distributed import Group
-from train.environment import Place
-from train.layout import Layout
-from train.preparing import prepare
+from train.cli.config import Config
+from train.data.order import Batch
+from train.model import buffers
+from train.model.batchnorm import among, synchronised
+from train.model.prepare import prepare
+from train.parallel.layout import Layout
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 from train.tasks import load
 
 PICTURES = f"{Path(__file__).parent / 'pictures.py'}:Pictures"

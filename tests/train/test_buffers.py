@@ -15,13 +15,13 @@ from tests.train.buffer_types import TYPES, filled
 from tests.train.making import trainer_for
 from tests.train.ranks import on_ranks
 from train.checkpoints.checkpointer import Checkpointer
-from train.checkpoints.disk import Position, State
-from train.checkpoints.exporting import export
-from train.checkpoints.stored import MODEL, Stored
-from train.checkpoints.tensorfile import bytes_of
-from train.distributed import Group
-from train.environment import Place
+from train.checkpoints.export import export
+from train.checkpoints.reader import MODEL, Stored
+from train.checkpoints.safetensors_file import bytes_of
+from train.checkpoints.store import Position, State
 from train.errors import UsageError
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 
 FILE = Path(__file__).with_name("buffer_types.py")
 RANKS, STEPS = 3, 3

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.train.reading import same, whole
-from train.checkpoints import disk
+from train.checkpoints import store
 from train.checkpoints.checkpointer import Checkpointer
-from train.checkpoints.disk import Position, State
-from train.checkpoints.exporting import export
-from train.checkpoints.stored import Stored, differences
-from train.distributed import Group
-from train.environment import Place
+from train.checkpoints.export import export
+from train.checkpoints.reader import Stored, differences
+from train.checkpoints.recovery import Sighting, look
+from train.checkpoints.store import Position, State
 from train.errors import CheckpointError, FencedError
-from train.recovery import Sighting, look
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 
 STATE = State(
     step=3, epoch=0, samples_seen=192, world_size=1, identity={"task": "digits"}, config={"lr": 0.1}
@@ -58,8 +58,8 @@ def names(run_dir: Path) -> list[str]:
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = save(tmp_path)
     assert path == tmp_path / "checkpoints/attempt-0/step-00000003"
-    disk.verify(path)
-    assert disk.read_state(path) == STATE
+    store.verify(path)
+    assert store.read_state(path) == STATE
     assert same(whole(path), TENSORS)
     stored = Stored(path)
     assert stored.listing() == {n: (t.shape, t.dtype) for n, t in sorted(TENSORS.items())}
@@ -131,7 +131,7 @@ def test_a_state_with_words_that_are_not_known_yet_is_read(tmp_path: Path) -> No
     path = save(tmp_path)
     values = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**values, "of a later version": 1}))
-    assert disk.read_state(path) == STATE
+    assert store.read_state(path) == STATE
 
 
 class Poison:
@@ -158,8 +158,8 @@ def test_a_poisoned_pickle_is_refused_and_never_unpickled(tmp_path: Path) -> Non
     (path / ".metadata").unlink()
     # In the place of tensors, by somebody who can also write a manifest.
     (path / FILE).write_bytes(poison)
-    disk.complete(path, STATE, {FILE: disk.measure(path / FILE)})
-    disk.verify(path)
+    store.complete(path, STATE, {FILE: store.measure(path / FILE)})
+    store.verify(path)
     with pytest.raises(CheckpointError, match=rf"^cannot read checkpoint {path}: "):
         Stored(path)
     assert not victim.exists()
@@ -196,7 +196,7 @@ def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(tmp_path
         writer.wait()
     writer.wait()  # said once
     assert not blocked.with_name(blocked.name + ".tmp").exists()
-    disk.verify(before)
+    store.verify(before)
     writer.save(Position(attempt=0, step=7), replace(STATE, step=7), TENSORS)
     writer.wait()
     assert look(tmp_path, attempt=0).best == Position(attempt=0, step=7)

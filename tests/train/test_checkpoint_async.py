@@ -17,13 +17,13 @@ from torch import Tensor
 from tests.train.ranks import on_ranks
 from tests.train.reading import whole
 from train.checkpoints.checkpointer import Checkpointer
-from train.checkpoints.disk import Position, State
-from train.distributed import Group
-from train.environment import Place
+from train.checkpoints.progress import Progress
+from train.checkpoints.recovery import look
+from train.checkpoints.store import Position, State
 from train.errors import FencedError, TrainError
-from train.progress import Progress
-from train.recovery import look
-from train.rundir import RunDirectory
+from train.rundir.files import RunDirectory
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -193,7 +193,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from train import __main__
 from train.checkpoints.checkpointer import Checkpointer
-from train.distributed import limit_waiting
+from train.runtime.process_group import limit_waiting
 
 begun, gone_on = threading.Event(), threading.Event()
 broadcast, save, wait = distributed_c10d.broadcast, Checkpointer.save, Checkpointer.wait

@@ -22,13 +22,12 @@ from torch.distributed.tensor.parallel import (
 
 from tests.train.ranks import on_ranks
 from tests.train.reading import same, whole
-from train import recovery
-from train.checkpoints import disk
+from train.checkpoints import recovery, store
 from train.checkpoints.checkpointer import Checkpointer
-from train.checkpoints.disk import Position, State
-from train.checkpoints.stored import Stored
-from train.distributed import Group
-from train.environment import Place
+from train.checkpoints.reader import Stored
+from train.checkpoints.store import Position, State
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 
 RANKS = 4
 STATE = State(step=3, epoch=0, samples_seen=192, world_size=RANKS, identity={}, config={})
@@ -153,7 +152,7 @@ def test_what_one_layout_has_saved_any_other_loads(tmp_path: Path) -> None:
     for writer in (*(change.__name__ for change in CUTS), "stages"):
         for folder in ("together", "apart/0"):
             path = HERE.path(tmp_path / writer / folder)
-            disk.verify(path)
+            store.verify(path)
             # By one process, and by libraries that know nothing of us.
             live = {name: torch.zeros_like(tensor) for name, tensor in reference.items()}
             Stored(path).load(live)

@@ -19,16 +19,16 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.train.conftest import Start
 from tests.train.ranks import on_ranks
-from train.collectives import barriers, lesson, options, timing
-from train.collectives.lesson import WrongResult
+from train.collectives import barriers, demo, options, timing
+from train.collectives.demo import WrongResult
 from train.collectives.names import NAMES, SIZED
 from train.collectives.operations import COLLECTIVES, Call, Collective
 from train.collectives.options import Options, parse
 from train.collectives.ranks import Ranks
 from train.collectives.session import run
-from train.console import Console
-from train.environment import Place
 from train.errors import EXIT_FAILED, EXIT_USAGE, UsageError
+from train.rundir.console import Console
+from train.runtime.rank import Place
 
 ALONE = Place()
 OF_THREE = Place(world_size=3, launched=True, addressed=True)
@@ -190,7 +190,7 @@ def test_sizes_go_up_in_steps_of_four_to_the_largest() -> None:
     assert parse(["--sizes", "1MiB,96"], OF_THREE).sizes_bytes == (1 << 20, 96)
 
 
-@pytest.mark.parametrize("module", [barriers, lesson, options, timing])
+@pytest.mark.parametrize("module", [barriers, demo, options, timing])
 def test_examples_in_docstrings_hold(module: object) -> None:
     result = doctest.testmod(module)  # type: ignore[arg-type]  # modules, by import
     assert (result.failed, result.attempted > 0) == (0, True)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from train.commandline import FILES, documented, only_looks, parse, usage
-from train.config import SECTIONS, Config
-from train.environment import Place
+from train.cli.config import SECTIONS, Config
+from train.cli.fields import field_docs, fields
+from train.cli.flags import FILES, documented, only_looks, parse, usage
 from train.errors import UsageError
-from train.fields import field_docs, fields
+from train.runtime.rank import Place
 
 ROOT = Path(__file__).parents[2]
 ONE = Place()

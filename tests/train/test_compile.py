@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from tests.train.ladder import whole
 from tests.train.making import trainer_for
 from tests.train.ranks import on_ranks
-from train import compilation
-from train.data import Batch
+from train.data.order import Batch
 from train.errors import UsageError
+from train.model import compilation
 from train.tasks.base import Classifier
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def test_copies_of_a_compiled_model_on_several_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gpus = [torch.device("cuda", number) for number in range(2)]
-    monkeypatch.setattr("train.strategies.dataparallel.devices", lambda listed: gpus)
+    monkeypatch.setattr("train.parallel.data_parallel.devices", lambda listed: gpus)
     for flag in ("compile", "activation_checkpointing"):
         with pytest.raises(UsageError, match=f"--{flag.replace('_', '-')} does not go with"):
             trainer_for(0, 1, tmp_path, strategy="dataparallel", **{flag: True})

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from train import configfile
-from train.commandline import parse
-from train.config import Config
-from train.environment import Place
+from train.cli import config_file
+from train.cli.config import Config
+from train.cli.fields import Field, fields
+from train.cli.flags import parse
 from train.errors import UsageError
-from train.fields import Field, fields
+from train.runtime.rank import Place
 
 ONE = Place()
 
@@ -48,8 +48,8 @@ def other_value(field: Field) -> Any:
 
 
 def read_back(config: Config, file: Path) -> Config:
-    configfile.write(file, config)
-    values, wrong = configfile.read(file)
+    config_file.write(file, config)
+    values, wrong = config_file.read(file)
     assert not wrong
     return Config(**values)  # type: ignore[arg-type]
 
@@ -152,6 +152,6 @@ def test_a_file_passes_the_checks_that_flags_pass(file: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"^cannot write the configuration to .*/file/x.toml: "):
-        configfile.write(tmp_path / "file/x.toml", Config())
+        config_file.write(tmp_path / "file/x.toml", Config())
     with pytest.raises(UsageError, match=r"is not Unicode$"):
-        configfile.write(tmp_path / "x.toml", Config(devices="\udc80"))
+        config_file.write(tmp_path / "x.toml", Config(devices="\udc80"))

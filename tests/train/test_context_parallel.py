@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.train.ranks import on_ranks
-from train.config import Config
-from train.data import Batch
-from train.distributed import Group
-from train.environment import Place
+from train.cli.config import Config
+from train.data.order import Batch
 from train.errors import UsageError
 from train.layers import CausalAttention, Positions
-from train.layout import Layout
-from train.strategies import cp
-from train.strategies.base import Parts
-from train.strategies.cp import GatheredKeys, HeadsForTime, SequenceSlice
+from train.parallel import cp
+from train.parallel.base import Parts
+from train.parallel.cp import GatheredKeys, HeadsForTime, SequenceSlice
+from train.parallel.layout import Layout
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 from train.tasks import Classifier, load
 
 RANKS = 4

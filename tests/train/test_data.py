@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from train import trees
-from train.data import Batch, Order, permutation, share_of, source_of, targets_of
+from train.data.loader import Feed, Reader
+from train.data.order import Batch, Order, permutation, share_of, source_of, targets_of
 from train.errors import UsageError
-from train.reading import Feed, Reader
+from train.model import trees
+from train.model.trees import Tree
 from train.tasks import Task, load
-from train.trees import Tree
 
 sizes = st.integers(1, 200)
 shard_counts = st.integers(1, 9)

@@ -18,11 +18,17 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import _random
 
 from tests.train.making import trainer_for
-from train.batchnorm import SynchronisedBatchNorm
-from train.checks import problems
-from train.config import Config
-from train.data import Batch, resident
-from train.distributed import (
+from train.cli.compatibility import problems
+from train.cli.config import Config
+from train.data.order import Batch, resident
+from train.errors import UsageError
+from train.model.batchnorm import SynchronisedBatchNorm
+from train.parallel.base import Parts, WholeModel
+from train.parallel.data_parallel import Threaded
+from train.parallel.layout import Layout
+from train.parallel.manual import Manual
+from train.parallel.single import Single
+from train.runtime.process_group import (
     Group,
     agree_on_device,
     arrange,
@@ -31,13 +37,7 @@ from train.distributed import (
     open_group,
     set_tf32,
 )
-from train.environment import Place
-from train.errors import UsageError
-from train.layout import Layout
-from train.strategies.base import Parts, WholeModel
-from train.strategies.dataparallel import Threaded
-from train.strategies.manual import Manual
-from train.strategies.single import Single
+from train.runtime.rank import Place
 from train.tasks.base import Classifier
 from train.tasks.chars import Chars
 from train.tasks.digits import Digits
@@ -94,7 +94,7 @@ def test_training_on_a_list_of_devices_equals_one_device(
 def test_pieces_fetch_their_inputs_to_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # `meta` computes shapes without numbers: a second kind of device that every machine has.
     elsewhere = torch.device("meta")
-    monkeypatch.setattr("train.strategies.manual.devices", lambda listed: [HERE, elsewhere])
+    monkeypatch.setattr("train.parallel.manual.devices", lambda listed: [HERE, elsewhere])
     strategy = Manual(parts_of(Digits(), devices="pretended"))
     kinds = [parameter.device.type for _, parameter in strategy.named_parameters()]
     assert kinds == ["cpu", "cpu", "meta", "meta", "meta", "meta"]
@@ -162,7 +162,7 @@ def test_wrong_form_mean_of_the_devices_means_weighs_samples_differently() -> No
 def test_dataparallel_brings_batches_to_its_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # Which need not be the one that this process calls `cuda`.
     elsewhere = torch.device("meta")
-    monkeypatch.setattr("train.strategies.dataparallel.devices", lambda listed: [elsewhere])
+    monkeypatch.setattr("train.parallel.data_parallel.devices", lambda listed: [elsewhere])
     strategy = Threaded(parts_of(Digits(), devices="pretended"))
     batch = Digits().train().part(0, 4)
     assert strategy.evaluate(batch).loss.device == elsewhere
@@ -219,7 +219,7 @@ def test_a_device_beside_a_list_of_devices_is_refused() -> None:
 def agreed(gpus: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What each rank says, of which number r is shown this GPU and no other."""
     sees(monkeypatch, 1)
-    monkeypatch.setattr("train.distributed.gpu_of", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr("train.runtime.process_group.gpu_of", lambda device: f"GPU-{device.index}")
     store = HashStore()
 
     def rank(number: int) -> str:
@@ -288,7 +288,8 @@ def test_tensors_of_several_ranks_draw_without_asking_others(
     )
     monkeypatch.setattr(_random, "_rng_tracker", None)
     monkeypatch.setattr(
-        "train.distributed.init_device_mesh", lambda *given, mesh_dim_names: "mesh of GPUs"
+        "train.runtime.process_group.init_device_mesh",
+        lambda *given, mesh_dim_names: "mesh of GPUs",
     )
     arrange(Group(place=Place(), device=torch.device("cuda", 0)), {}, timeout_s=1)
     assert made == [False]

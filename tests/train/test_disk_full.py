@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.train.making import trainer_for
-from train.checkpoints import disk
-from train.checkpoints.disk import Position
+from train.checkpoints import store
+from train.checkpoints.store import Position
 from train.errors import CheckpointError
 from train.loop import Trainer
-from train.rundir import read_lines
+from train.rundir.files import read_lines
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs root: mounts a small disk")
 TASK = f"{Path(__file__).with_name('wide.py')}:Wide"
@@ -58,9 +58,9 @@ def save(made: Trainer, count: int = 1) -> None:
 
 def steps(run_dir: Path) -> list[int]:
     """The steps of the checkpoints that are whole."""
-    found = disk.places(run_dir)
+    found = store.places(run_dir)
     for position in found:
-        disk.verify(position.path(run_dir))
+        store.verify(position.path(run_dir))
     return sorted(position.step for position in found)
 
 
@@ -122,7 +122,7 @@ def test_room_is_made_also_where_only_the_write_tells_that_there_is_none(
     small_disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As under a quota, which the file system's count of free bytes does not know."""
-    monkeypatch.setattr(disk, "free_bytes", lambda path: float("inf"))
+    monkeypatch.setattr(store, "free_bytes", lambda path: float("inf"))
     run_dir = small_disk(2.5) / "run"
     made = trainer(run_dir)
     save(made, 3)
@@ -141,7 +141,7 @@ def test_a_start_that_was_replaced_removes_nothing_to_make_room(small_disk: Disk
         old.train_step()
         old.saver._checkpointer.save(
             Position(attempt=0, step=3),
-            disk.read_state(Position(attempt=0, step=2).path(run_dir)),
+            store.read_state(Position(attempt=0, step=2).path(run_dir)),
             old.saver._tensors(),
             make_room=lambda: old.saver._retention.make_room(Position(attempt=0, step=3)),
         )

@@ -22,22 +22,23 @@ from torch.nn import functional
 from tests.train import large, wide
 from tests.train.ladder import trainer_of
 from tests.train.ranks import on_ranks
-from train import sizes, tasks
-from train.config import Config, ScheduleName
-from train.console import Console
-from train.data import Batch
-from train.distributed import Group
+from train import tasks
+from train.cli import sizes
+from train.cli.config import Config, ScheduleName
+from train.data.order import Batch
 from train.dryrun import bubbles, examine, show
 from train.dryrun.bubbles import bubble
-from train.dryrun.findings import Findings, Flow
 from train.dryrun.flops import Flops
 from train.dryrun.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, Memory
-from train.dryrun.rehearsal import _Step
+from train.dryrun.result import Findings, Flow
+from train.dryrun.simulate import _Step
 from train.dryrun.traffic import Exchange, Traffic
-from train.environment import Place
 from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
-from train.layout import Layout
-from train.strategies.base import Parts
+from train.parallel.base import Parts
+from train.parallel.layout import Layout
+from train.rundir.console import Console
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 from train.tasks import chars
 from train.tasks.base import Task
 

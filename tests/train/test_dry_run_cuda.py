@@ -15,12 +15,12 @@ from torch.nn import functional
 
 from tests.train.ladder import Alone, trainer_of
 from tests.train.test_dry_run import LARGE
-from train.config import Config
+from train.cli.config import Config
 from train.dryrun import autocast, examine
 from train.dryrun.autocast import as_on_cuda
 from train.dryrun.memory import ACTIVATIONS
-from train.environment import Place
-from train.layout import Layout
+from train.parallel.layout import Layout
+from train.runtime.rank import Place
 
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 

@@ -34,18 +34,18 @@ from torch.utils.flop_counter import (
 from tests.train.ladder import Alone, trainer_of
 from tests.train.ranks import on_ranks
 from tests.train.test_dry_run import WIDE
-from train.config import Config
-from train.data import Batch
-from train.distributed import Group
+from train.cli.config import Config
+from train.data.order import Batch
 from train.dryrun import examine
 from train.dryrun.autocast import as_on_cuda
 from train.dryrun.memory import GRADIENTS, OPTIMIZER, PARAMETERS
-from train.dryrun.rehearsal import EVALUATION, TRAINING
+from train.dryrun.simulate import EVALUATION, TRAINING
 from train.dryrun.traffic import KINDS
-from train.environment import Place
 from train.loop import Trainer
-from train.strategies import cp
-from train.strategies.base import local
+from train.parallel import cp
+from train.parallel.base import local
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 
 aten = torch.ops.aten
 CHARS: dict[str, Any] = {"task": "chars", "global_batch": 16}

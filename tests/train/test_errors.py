@@ -12,11 +12,11 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from train.__main__ import end_early
-from train.environment import Place
+from train.checkpoints.progress import Progress
 from train.errors import CheckpointError, NonFiniteLoss, PeerError, UsageError, is_collateral
-from train.failing import explain, is_ours_alone, lost, unwritable
-from train.progress import Progress
-from train.telling import ERROR_FILE, tell, tell_echo
+from train.failure.record import explain, is_ours_alone, lost, unwritable
+from train.failure.report import ERROR_FILE, tell, tell_echo
+from train.runtime.rank import Place
 
 
 @pytest.mark.parametrize(

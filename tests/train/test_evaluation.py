@@ -13,14 +13,14 @@ from tests.train.ladder import double_precision, like_the_models
 from tests.train.making import config_of, trainer_for
 from tests.train.ranks import on_ranks
 from train import tasks
-from train.checkpoints import disk
-from train.checkpoints.disk import Position
-from train.data import Batch, source_of
-from train.distributed import Group
-from train.environment import Place
-from train.evaluation import batch_size, measure
-from train.rundir import read_lines
-from train.strategies.base import Strategy, Tally, tally
+from train.checkpoints import store
+from train.checkpoints.store import Position
+from train.data.order import Batch, source_of
+from train.model.evaluation import batch_size, measure
+from train.parallel.base import Strategy, Tally, tally
+from train.rundir.files import read_lines
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -207,7 +207,7 @@ def test_a_failure_of_the_last_evaluation_costs_no_step_and_the_next_start_makes
     failed = start.single(*flags, run_dir=run_dir).finish(1)
     assert failed.outcome()["status"] == "fatal"
     assert "in the evaluation after step 7" in failed.output()
-    assert [position.step for position in disk.places(run_dir)] == [7, 5]
+    assert [position.step for position in store.places(run_dir)] == [7, 5]
     (tmp_path / "broken").unlink()
     done = start.single(*flags, run_dir=run_dir).finish()
     assert losses(run_dir) == [1, 2, 3, 4, 5, 6, 7]
@@ -241,7 +241,7 @@ def test_each_epoch_is_evaluated_once_after_its_checkpoint_whatever_fails(
     with pytest.raises(RuntimeError, match="out of memory"):
         run()
     # What was being written when it failed is whole.
-    assert [position.step for position in disk.places(run_dir)] == [10, 5]
+    assert [position.step for position in store.places(run_dir)] == [10, 5]
     assert evaluations(run_dir) == []
     with pytest.raises(RuntimeError, match="out of memory"):
         run()

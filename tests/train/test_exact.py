@@ -17,15 +17,15 @@ from torch import Tensor
 from tests.train.ladder import trainer_of
 from tests.train.ranks import on_ranks
 from tests.train.reading import whole
-from train.config import Config
-from train.distributed import Group
-from train.environment import Place
+from train.cli.config import Config
 from train.errors import UsageError
-from train.layout import Layout
-from train.rundir import read_lines
-from train.strategies import build
-from train.strategies.base import Parts
-from train.strategies.exact import sum_rows
+from train.parallel import build
+from train.parallel.base import Parts
+from train.parallel.exact import sum_rows
+from train.parallel.layout import Layout
+from train.rundir.files import read_lines
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 from train.tasks import load
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.checkpoints.disk import verify
+from train.checkpoints.store import verify
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start

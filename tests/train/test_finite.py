@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.train.making import trainer_for
 from tests.train.ranks import on_ranks
-from train.checkpoints.disk import Position, places, verify
+from train.checkpoints.store import Position, places, verify
 from train.errors import NonFiniteLoss
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def test_a_part_that_is_not_finite_is_found_wherever_it_lies() -> None:
 
 
 def searched(rank: int) -> dict[str, tuple[list[str], int]]:
-    from train.clipping import not_finite
+    from train.model.clipping import not_finite
 
     found = {}
     for name, guilty in (("ddp", 0), ("fsdp", 1)):

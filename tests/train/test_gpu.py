@@ -20,8 +20,8 @@ from tests.train.ladder import Case, climb
 from tests.train.reading import same, whole
 from tests.train.test_ladder import EIGHT, FOUR, MOST, ONE, TWO, close
 from tests.train.test_precision import largest, rounded
+from train.checkpoints.safetensors_file import Part
 from train.checkpoints.staging import Staging
-from train.checkpoints.tensorfile import Part
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start

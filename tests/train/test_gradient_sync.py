@@ -17,15 +17,16 @@ from tests.train.ranks import on_ranks
 from tests.train.test_dry_run import WIDE, WIDE_BYTES
 from tests.train.test_dry_run_figures import Bytes, tracked
 from tests.train.test_ladder import close
-from train import checks, devicememory
-from train.config import Config
-from train.console import Console
-from train.distributed import Group
+from train.cli import compatibility
+from train.cli.config import Config
 from train.dryrun import examine, show
-from train.environment import Place
-from train.strategies import gradientsync
-from train.strategies.base import Sums
-from train.strategies.hybrid import Composed
+from train.parallel import gradient_sync
+from train.parallel.base import Sums
+from train.parallel.hybrid import Composed
+from train.rundir.console import Console
+from train.runtime import device_memory
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 
 MIB = 2**20
 # In double precision, where a fault and rounding are far apart.
@@ -56,14 +57,14 @@ def test_gradients_reduced_in_each_micro_batch_equal_one_process(world: int) -> 
 
 def test_pipelines_refuse_to_reduce_in_each_micro_batch() -> None:
     config = Config(task="chars", pp=2, dp_shard=2, gradient_sync="each", spawn=4)
-    (problem,) = checks.problems(config, Place())
+    (problem,) = compatibility.problems(config, Place())
     assert problem.startswith("--gradient-sync each does not go with --pp: ")
 
 
 @pytest.mark.parametrize("chosen", [{"strategy": "ddp"}, {"tp": 2}, {"tp": 1, "dp_replicate": 2}])
 def test_ranks_that_shard_nothing_have_no_choice(chosen: dict[str, Any]) -> None:
     config = Config(task="chars", gradient_sync="each", spawn=2, **chosen)
-    problems = checks.problems(config, Place())
+    problems = compatibility.problems(config, Place())
     wanted = "--gradient-sync each belongs to --strategy fsdp or --dp-shard"
     assert any(problem.startswith(wanted) for problem in problems)
 
@@ -74,7 +75,7 @@ def held_by(rank: int, chosen: list[str]) -> list[tuple[int, str]]:
     group = Group(place=place, device=torch.device("cpu"))
     # Of the two ranks, only the second has so little that whole gradients would be too much.
     memory = [100 * WIDE_BYTES, 9 * WIDE_BYTES][rank]
-    devicememory.of_a_rank = lambda group: memory
+    device_memory.of_a_rank = lambda group: memory
     results = []
     for sync in chosen:
         config = Config(
@@ -159,17 +160,17 @@ def test_a_job_has_what_its_control_group_allows(tmp_path: Path) -> None:
     (inner.parent / "memory.max").write_text(f"{64 * MIB}\n")
     membership = tmp_path / "membership"
     membership.write_text("0::/job/step\n")
-    assert devicememory.of_the_host(tmp_path / "cgroup", membership) == 64 * MIB
-    whole = devicememory.of_the_host(tmp_path / "cgroup", tmp_path / "none")
+    assert device_memory.of_the_host(tmp_path / "cgroup", membership) == 64 * MIB
+    whole = device_memory.of_the_host(tmp_path / "cgroup", tmp_path / "none")
     assert whole > 64 * MIB
 
 
 def test_ranks_on_the_cpu_share_the_memory_of_the_host() -> None:
     place = Place(local_world_size=4)
-    mine = devicememory.of_a_rank(Group(place=place, device=torch.device("cpu")))
-    assert mine == devicememory.of_the_host() // 4
+    mine = device_memory.of_a_rank(Group(place=place, device=torch.device("cpu")))
+    assert mine == device_memory.of_the_host() // 4
 
 
 def test_examples_are_right() -> None:
-    examples = doctest.testmod(gradientsync)
+    examples = doctest.testmod(gradient_sync)
     assert examples.attempted and not examples.failed

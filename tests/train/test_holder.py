@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.train.conftest import PATIENCE_S, ROOT
-from train import holder
-from train.checkpoints import disk
-from train.console import Console
-from train.environment import Place
-from train.holder import NAME, Contender, Holder, Verdict
+from train.checkpoints import store
+from train.rundir import lock
+from train.rundir.console import Console
+from train.rundir.lock import NAME, Contender, Holder, Verdict
+from train.runtime.rank import Place
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -36,9 +36,9 @@ ENDLESS = (*FLAGS, "--steps=100000")
 PROCESS = """
 import fcntl, json, os, sys, time
 from pathlib import Path
-from train.console import Console
-from train.environment import Place
-from train.holder import Contender
+from train.rundir.console import Console
+from train.runtime.rank import Place
+from train.rundir.lock import Contender
 
 def unsupported(*arguments):
     raise OSError({errno}, "no locks available")
@@ -135,7 +135,7 @@ def test_a_second_start_is_refused_by_name_and_a_killed_one_is_followed(
     assert first.outcome()["status"] == "running"
     assert [e["event"] for e in first.events()].count("start") == 1
     first.end()
-    best = disk.places(run_dir)[0]
+    best = store.places(run_dir)[0]
     third = start.single(*FLAGS, f"--steps={best.step + 2}", run_dir=run_dir).finish()
     assert [e["step"] for e in third.events() if e["event"] == "resume"] == [best.step]
     assert third.outcome()["status"] == "done"
@@ -184,8 +184,8 @@ def test_whose_draft_a_newer_attempt_removes_says_that_it_is_fenced(
         "__main__.enter()\n"
     )
     old = start.command([sys.executable, "slow.py", *ENDLESS], tmp_path / "run", 0, {})
-    draft = disk.Position(attempt=0, step=20).draft(old.run_dir)
-    old.wait_until(lambda: (draft / disk.tensor_file(0)).exists())
+    draft = store.Position(attempt=0, step=20).draft(old.run_dir)
+    old.wait_until(lambda: (draft / store.tensor_file(0)).exists())
     start.single(*FLAGS, "--steps=2", run_dir=old.run_dir, attempt=1).finish()
     assert not draft.exists()
     (tmp_path / "go").touch()
@@ -262,7 +262,7 @@ def test_a_machine_without_power_blocks_for_a_while_at_most(
     at_once: bool,
 ) -> None:
     """A server that has not heard of its end may hold its lock for ever."""
-    monkeypatch.setattr(holder, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
     path = tmp_path / NAME
     dead = replace(Holder.here(Place(launch="job-7")), host="node7", boot="before")
     path.write_text(json.dumps({"version": 1, **asdict(dead)}))
@@ -284,7 +284,7 @@ def test_without_locks_a_killed_holder_blocks_for_a_while_only(
     path = tmp_path / NAME
     with living(path, error=errno.ENOLCK):
         pass
-    monkeypatch.setattr(holder, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
     no_locks(monkeypatch)
     next_one = Contender(path, Place(), Console(rank=0))
     assert decide(next_one) == ["wait", "mine"]
@@ -313,14 +313,14 @@ def test_who_has_opened_a_file_that_is_replaced_now_looks_again(
 ) -> None:
     path = tmp_path / NAME
     with ExitStack() as stack:
-        lock = holder._lock
+        in_time = lock._lock
 
-        def lock_too_late(handle: int) -> holder.Lock:
+        def lock_too_late(handle: int) -> lock.Lock:
             monkeypatch.undo()
             stack.enter_context(living(path))
-            return lock(handle)
+            return in_time(handle)
 
-        monkeypatch.setattr(holder, "_lock", lock_too_late)
+        monkeypatch.setattr(lock, "_lock", lock_too_late)
         assert decide(contender(path)) == ["wait", "taken"]
 
 

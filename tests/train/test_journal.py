@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from train import journal
-from train.journal import Journal
+from train.rundir import jsonl
+from train.rundir.jsonl import Journal
 
 
 def test_lines_follow_each_other(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_lines_that_are_rare_leave_the_file_closed(
     lines.append("one")
     assert open_files(path) == 0
     # Any line now follows the one before too late.
-    monkeypatch.setattr(journal, "OPEN_S", -1.0)
+    monkeypatch.setattr(jsonl, "OPEN_S", -1.0)
     lines.append("two")
     assert open_files(path) == 0
 
@@ -65,7 +65,7 @@ def test_lines_that_come_fast_find_the_file_open_and_it_is_let_go_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "lines"
-    monkeypatch.setattr(journal, "OPEN_S", 1e9)
+    monkeypatch.setattr(jsonl, "OPEN_S", 1e9)
     lines = Journal(path)
     for text in ("one", "two", "three"):
         lines.append(text)
@@ -78,7 +78,7 @@ def test_a_full_disk_is_said(tmp_path: Path) -> None:
     # A limit on the size of files stands for the full disk: the same error path, without root.
     script = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from train.journal import Journal\n"
+        "from train.rundir.jsonl import Journal\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))\n"
         "lines = Journal(Path(sys.argv[1]))\n"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.train.ladder import Case, Differences, climb
-from train.config import Config
+from train.cli.config import Config
 from train.tasks.chars import CONTEXT
 
 # Double precision has 2.2e-16: rounding makes 1e-15 of it, and the least fault 1e-4.
@@ -147,17 +147,17 @@ def test_a_lone_rank_that_is_cut_equals_one_that_is_not() -> None:
 
 FAULTS = {
     "ddp's mean over ranks is not turned into a sum": (
-        "from train.strategies import base, ddp\n"
+        "from train.parallel import base, ddp\n"
         "plain = base.WholeModel.backward\n"
         "ddp.DataParallel.backward = lambda self, b, f: plain(self, b, f / self.shards)",
         case("ddp", 2, strategy="ddp"),
     ),
     "all ranks draw the same slice": (
-        "from train.layout import Layout\nLayout.shard = lambda self, rank: 0",
+        "from train.parallel.layout import Layout\nLayout.shard = lambda self, rank: 0",
         case("ddp", 2, strategy="ddp"),
     ),
     "only the last micro-batch counts": (
-        "from train.strategies.hybrid import Composed\n"
+        "from train.parallel.hybrid import Composed\n"
         "whole = Composed.accumulate\n"
         "Composed.accumulate = lambda self, parts, factor=1.0: whole(self, parts[-1:], factor)",
         case("fsdp", 2, strategy="fsdp", micro_batch=2),

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from train.errors import UsageError
-from train.layout import ALONE, Layout, resolve
+from train.parallel.layout import ALONE, Layout, resolve
 
 SIZES = dict(pp=2, dp_replicate=3, dp_shard=2, cp=2, tp=2)
 

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from tests.train.ladder import double_precision, like_the_models, trainer_of
 from tests.train.ranks import on_ranks
-from train.config import Config
-from train.data import Order, share_of
-from train.distributed import Group
-from train.environment import Place
+from train.cli.config import Config
+from train.data.order import Order, share_of
 from train.errors import UsageError
-from train.layout import Layout
 from train.loop import Trainer
-from train.strategies.base import Parts
-from train.strategies.local_sgd import LocalSgd
+from train.parallel.base import Parts
+from train.parallel.layout import Layout
+from train.parallel.local_sgd import LocalSgd
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 from train.tasks import load
 
 PICTURES = f"{Path(__file__).parent / 'pictures.py'}:Pictures"

@@ -30,12 +30,12 @@ from tests.ports import free_port
 from tests.train.making import trainer_for
 from tests.train.processes import PROCESSES
 from tests.train.ranks import on_ranks
-from train.config import Config
-from train.distributed import device_and_backend, open_group
-from train.environment import Place
+from train.cli.config import Config
 from train.errors import PeerError, UsageError, is_collateral
-from train.meeting import AGENT_STORE, await_server, meet
-from train.membership import enter, gather
+from train.runtime.membership import enter, gather
+from train.runtime.process_group import device_and_backend, open_group
+from train.runtime.rank import Place
+from train.runtime.rendezvous import AGENT_STORE, await_server, meet
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -299,7 +299,7 @@ def outcomes(
     places: Sequence[tuple[int, int]], order: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     """Let ranks (of so many) gather, in a given order of their operations; say how each ended."""
-    monkeypatch.setattr("train.membership.PrefixStore", lambda _, stepwise: stepwise)
+    monkeypatch.setattr("train.runtime.membership.PrefixStore", lambda _, stepwise: stepwise)
     turns, shared = Turns(order, len(places)), HashStore()
     ends = [""] * len(places)
 
@@ -562,7 +562,7 @@ def test_a_rank_that_comes_first_knocks_until_the_store_is_served(
 
         # Its clock stands still: however long this takes, it does not give up.
         clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=pause)
-        monkeypatch.setattr("train.meeting.time", clock)
+        monkeypatch.setattr("train.runtime.rendezvous.time", clock)
         await_server(host, port, first, timedelta(seconds=PATIENCE_S))
         assert len(pauses) == 3
         socket.create_connection((host, port)).close()

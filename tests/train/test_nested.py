@@ -21,10 +21,10 @@ from tests.train.ladder import Recording, merged
 from tests.train.making import trainer_for
 from tests.train.nested import KINDS, Nested
 from tests.train.ranks import on_ranks
-from train.config import Config
+from train.cli.config import Config
 from train.dryrun import examine
 from train.errors import UsageError
-from train.strategies.base import Tally, tally
+from train.parallel.base import Tally, tally
 
 FILE = Path(__file__).with_name("nested.py")
 # In double precision: sums over ranks are made in another order.

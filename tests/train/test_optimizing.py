@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.train.making import config_of
-from train.optimizing import NamedOptimizer, without_span
+from train.model.optimizer import NamedOptimizer, without_span
 
 CHOICES: dict[str, tuple[dict[str, Any], type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": ({"weight_decay": 0.1}, torch.optim.AdamW, {"weight_decay": 0.1}),

@@ -10,7 +10,7 @@ import torch
 from tests.train import strange
 from tests.train.ladder import Case, climb
 from tests.train.whole_runs import run
-from train.config import Config
+from train.cli.config import Config
 
 # Double precision has 2.2e-16; a fault is six orders and more above this.
 MOST = 1e-12

@@ -14,9 +14,9 @@ from tests.conftest import ROOT
 from tests.train.conftest import Start
 from tests.train.making import trainer_for
 from train import tasks
-from train.diagnosis import describe, part_of
 from train.errors import UsageError
-from train.failing import in_short
+from train.failure.diagnose import describe, part_of
+from train.failure.record import in_short
 
 PAGE = ROOT / "docs/how-to/own-task.md"
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from train.checkpoints import disk, tensorfile
-from train.checkpoints.disk import Position, State
-from train.checkpoints.tensorfile import Part
-from train.distributed import Group
-from train.environment import Place
+from train.checkpoints import safetensors_file, store
+from train.checkpoints.safetensors_file import Part
+from train.checkpoints.store import Position, State
 from train.errors import RefusedError
-from train.ownership import claim
-from train.rundir import RunDirectory, read_lines
+from train.rundir.claim import claim
+from train.rundir.files import RunDirectory, read_lines
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 
 if TYPE_CHECKING:
     from tests.train.conftest import Running, Start
@@ -31,10 +31,10 @@ def save(run_dir: Path, *, attempt: int, **identity: object) -> Path:
     state = State(
         step=3, epoch=0, samples_seen=192, world_size=1, identity=identity, config={"steps": 9}
     )
-    disk.begin(path)
+    store.begin(path)
     part = Part(name="model.weight", dtype=torch.float32, offsets=(0,), sizes=(2,))
-    proof = tensorfile.write(path / "rank-00000.safetensors", [part], [torch.ones(2)])
-    disk.complete(path, state, {"rank-00000.safetensors": proof})
+    proof = safetensors_file.write(path / "rank-00000.safetensors", [part], [torch.ones(2)])
+    store.complete(path, state, {"rank-00000.safetensors": proof})
     return path
 
 
@@ -150,6 +150,6 @@ def test_a_run_whose_task_has_moved_goes_on_when_it_is_told_so_and_keeps_that_in
     (former,) = after["adopted"]
     assert former["identity"] == before["identity"]
     # From now on it is this run, with the checkpoints that it had under its former name.
-    assert [position.step for position in disk.places(run_dir)] == [4, 2]
+    assert [position.step for position in store.places(run_dir)] == [4, 2]
     run(f"{new}:Mine", 5, attempt=3).finish()
     assert [m["step"] for m in moved.metrics() if "loss" in m] == [1, 2, 3, 4, 5]

@@ -16,21 +16,21 @@ from torch import Tensor
 
 from tests.train.ladder import double_precision, like_the_models, reference_of, trainer_of
 from tests.train.ranks import on_ranks
-from train.config import Config
-from train.data import Batch, Order
-from train.distributed import Group
-from train.environment import Place
+from train.cli.config import Config
+from train.data.order import Batch, Order
 from train.errors import NonFiniteLoss, UsageError
-from train.layout import Layout
 from train.loop import Trainer
-from train.optimizing import NamedOptimizer
-from train.parameter_server import wire
-from train.parameter_server.loop import Alone, ServedTrainer
-from train.parameter_server.pacing import Apart, Ticket
-from train.parameter_server.server import Gradient, Server, Stretch, Work
-from train.rundir import read_lines
-from train.strategies.base import Parts, Sums
-from train.strategies.ps import check
+from train.model.optimizer import NamedOptimizer
+from train.parallel.base import Parts, Sums
+from train.parallel.layout import Layout
+from train.parallel.parameter_server import wire
+from train.parallel.parameter_server.loop import Alone, ServedTrainer
+from train.parallel.parameter_server.pacing import Apart, Ticket
+from train.parallel.parameter_server.server import Gradient, Server, Stretch, Work
+from train.parallel.parameter_server.strategy import check
+from train.rundir.files import read_lines
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 from train.tasks import load
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ def test_a_killed_trainer_costs_a_restart_and_changes_nothing(start: Start, tmp_
         "import os, signal, time\n"
         "from pathlib import Path\n"
         "from train.__main__ import enter\n"
-        "from train.parameter_server import wire\n"
+        "from train.parallel.parameter_server import wire\n"
         "push = wire.push\n"
         "def die_or_push(gradient):\n"
         "    first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"

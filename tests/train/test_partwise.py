@@ -16,11 +16,11 @@ from tests.train import rotary
 from tests.train.ladder import Case, climb
 from tests.train.making import trainer_for
 from tests.train.ranks import on_ranks
-from train.config import Config
+from train.cli.config import Config
 from train.errors import UsageError
 from train.layers import CausalAttention, Places, Positions
-from train.strategies.cp import GatheredKeys
-from train.strategies.partwise import differs
+from train.parallel.cp import GatheredKeys
+from train.parallel.sequence_check import differs
 from train.tasks.chars import Transformer
 
 TIME, WIDTH = 8, 6

@@ -20,17 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.train.ladder import Case, climb
 from tests.train.ranks import on_ranks
-from train import stages
-from train.config import Config
-from train.data import Batch
-from train.distributed import Group
-from train.environment import Place
+from train.cli.config import Config
+from train.data.order import Batch
 from train.errors import UsageError
-from train.layout import Layout
-from train.strategies.base import Parts, Sums, Tally
-from train.strategies.cutting import plan
-from train.strategies.pp import Pipelined
-from train.strategies.single import Single
+from train.parallel.base import Parts, Sums, Tally
+from train.parallel.layout import Layout
+from train.parallel.pipeline import split
+from train.parallel.pipeline.schedule import Pipelined
+from train.parallel.pipeline.stages import plan
+from train.parallel.single import Single
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
 from train.tasks.base import Classifier
 
 ALL = (
@@ -170,7 +170,7 @@ def test_a_step_and_an_evaluation_equal_those_of_one_process(
     close(first.gradients | second.gradients, one.gradients)
     close(first.state | second.state, one.state)
     # Without the factor; told by the rank of the last stage alone.
-    told, silent = (first, second) if schedule in stages.V_SHAPED else (second, first)
+    told, silent = (first, second) if schedule in split.V_SHAPED else (second, first)
     close(told.sums.loss, one.sums.loss)
     assert (told.sums.count, silent.sums.count, silent.sums.loss.item()) == (16, 0, 0.0)
     close(told.tally.loss, one.tally.loss)
@@ -217,7 +217,7 @@ def _apart(schedule: str, stage_rank: int, copy: int, mesh: DeviceMesh) -> float
     group, copies = mesh.get_group("pp"), mesh.get_group("dp")
     torch.manual_seed(0)
     pieces = [DistributedDataParallel(nn.Linear(4, 4), process_group=copies) for _ in range(4)]
-    held, count = stages.stages_of(stage_rank, schedule, 2), stages.stage_count(schedule, 2)
+    held, count = split.stages_of(stage_rank, schedule, 2), split.stage_count(schedule, 2)
     made = [PipelineStage(pieces[n], n, count, torch.device("cpu"), group=group) for n in held]
     run = get_schedule_class(schedule)(
         made[0] if len(made) == 1 else made,
@@ -241,7 +241,7 @@ def test_wrong_form_ddp_around_stages_leaves_copies_apart() -> None:
     ranks = on_ranks(4, wrapped_in_ddp)
     apart = {schedule for rank in ranks for schedule in ALL if rank[schedule] > 1e-3}
     # Silently: each copy has the gradients of its own samples only.
-    assert apart == set(stages.TWO_PASSES)
+    assert apart == set(split.TWO_PASSES)
 
 
 RESHARDING = """
@@ -271,10 +271,10 @@ def constructible(rank: int) -> dict[tuple[str, int, int], bool]:
         if rank > 0:
             continue
         for schedule, count in itertools.product(ALL, range(1, 14)):
-            total = stages.stage_count(schedule, pp)
+            total = split.stage_count(schedule, pp)
             made = [
                 PipelineStage(nn.Linear(1, 1), n, total, torch.device("cpu"), group=group)
-                for n in stages.stages_of(rank, schedule, pp)
+                for n in split.stages_of(rank, schedule, pp)
             ]
             try:
                 get_schedule_class(schedule)(
@@ -290,7 +290,7 @@ def constructible(rank: int) -> dict[tuple[str, int, int], bool]:
 def test_torch_makes_the_schedules_that_we_say_it_makes() -> None:
     found = on_ranks(4, constructible)[0]
     assert len(found) == 3 * 13 * len(ALL)
-    assert found == {case: stages.accepts(*case) for case in found}
+    assert found == {case: split.accepts(*case) for case in found}
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_default_is_two_micro_batches_per_stage_where_that_divides(
     schedule: str, pp: int, shards: int, batch: int, count: int
 ) -> None:
     config = Config(pp_schedule=schedule, global_batch=batch)  # type: ignore[arg-type]
-    assert stages.micro_batches(config, Layout(pp=pp, dp_shard=shards)) == count
+    assert split.micro_batches(config, Layout(pp=pp, dp_shard=shards)) == count
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_what_cannot_work_is_refused_with_the_arithmetic(
     layout: Layout, config: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(says)):
-        stages.check(Config(**config), layout)
+        split.check(Config(**config), layout)
 
 
 class Tied(Awkward):

@@ -18,11 +18,11 @@ from tests.train import multiplied
 from tests.train.ladder import Case, Differences, climb, whole
 from tests.train.making import config_of, trainer_for
 from tests.train.ranks import on_ranks
-from train import scaling
-from train.checkpoints.disk import read_state
+from train.checkpoints.store import read_state
 from train.errors import NonFiniteLoss
-from train.scaling import GROW_AFTER, SMALLEST, START, LossScaler
-from train.strategies.base import full
+from train.model import loss_scaling
+from train.model.loss_scaling import GROW_AFTER, SMALLEST, START, LossScaler
+from train.parallel.base import full
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -112,7 +112,7 @@ def gathered(rank: int, ranks: int, folder: Path, precision: str) -> tuple[dict[
     """Weights after a step of two micro-batches, by strategy; in which type each is gathered."""
     chosen = {"task": MULTIPLIED, "precision": precision, "optimizer": "sgd", "lr": 0.5}
     # No overflow, so that the step is not left out.
-    scaling.START = 256.0
+    loss_scaling.START = 256.0
     types, weights = {}, {}
     for strategy in ("ddp", "fsdp"):
         trainer = trainer_for(rank, ranks, folder, strategy=strategy, micro_batch=2, **chosen)

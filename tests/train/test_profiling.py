@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.train.ranks import on_ranks
-from train import profiling, timeline
-from train.console import Console
-from train.environment import Place
 from train.errors import UsageError
-from train.profiling import Profile, Profiler
-from train.timeline import Split, split
+from train.profiling import capture, timeline
+from train.profiling.capture import Profile, Profiler
+from train.profiling.timeline import Split, split
+from train.rundir.console import Console
+from train.runtime.rank import Place
 
 LARGE = 1_000_000
 
@@ -331,5 +331,5 @@ def test_a_profile_that_makes_no_sense_is_refused(text: str) -> None:
 
 
 def test_examples_in_docstrings_hold() -> None:
-    assert doctest.testmod(profiling).failed == doctest.testmod(timeline).failed == 0
+    assert doctest.testmod(capture).failed == doctest.testmod(timeline).failed == 0
     assert Profile.parse("5") == Profile(first=5, last=5)

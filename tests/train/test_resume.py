@@ -86,7 +86,7 @@ def test_wrong_form_without_warm_up_differs(
     script = tmp_path / "cold.py"
     script.write_text(
         "from train.__main__ import enter\n"
-        "from train.strategies.ddp import DataParallel\n"
+        "from train.parallel.ddp import DataParallel\n"
         "DataParallel.warm_up = lambda self, batch: None\n"
         "enter()\n"
     )

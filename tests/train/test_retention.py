@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.test_ownership import save
-from train.checkpoints import disk, retention
-from train.checkpoints.disk import Position
-from train.environment import Place
-from train.progress import Progress
-from train.recovery import look
-from train.rundir import RunDirectory
+from train.checkpoints import retention, store
+from train.checkpoints.progress import Progress
+from train.checkpoints.recovery import look
+from train.checkpoints.store import Position
+from train.rundir.files import RunDirectory
+from train.runtime.rank import Place
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -81,8 +81,8 @@ class Case:
 def copy(model: Path, path: Path, *, step: int) -> None:
     """Copy a checkpoint as one of another step."""
     shutil.copytree(model, path)
-    state = replace(disk.read_state(model), step=step)
-    disk.complete(path, state, {FILE: disk.measure(path / FILE)})
+    state = replace(store.read_state(model), step=step)
+    store.complete(path, state, {FILE: store.measure(path / FILE)})
 
 
 def flip(path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_newest_whole_ones_stay_and_what_lies_behind_them_goes(model: Path, 
         before = entries(run_dir), [look(run_dir, attempt=a).best for a in attempts]
         case.prune(run_dir)
         after = entries(run_dir), [look(run_dir, attempt=a).best for a in attempts]
-        assert set(disk.places(run_dir)) == case.expected()
+        assert set(store.places(run_dir)) == case.expected()
         # Nobody from now on goes on from anything worse.
         assert before[1] == after[1]
         # What stays is as it was, and a later attempt's drafts stay as well.
@@ -160,7 +160,7 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(tmp_path: Path, model: Pa
     stuck = Position(attempt=0, step=3).path(tmp_path)
     stuck.with_suffix(".old.tmp").write_text("in the way")
     retention.prune(tmp_path, newest, keep=1)
-    assert [p.path(tmp_path) for p in disk.places(tmp_path)] == [newest.path(tmp_path), stuck]
+    assert [p.path(tmp_path) for p in store.places(tmp_path)] == [newest.path(tmp_path), stuck]
 
 
 def test_a_later_attempt_counts_earlier_ones_checkpoints_but_no_damaged_ones(
@@ -208,11 +208,11 @@ def test_who_is_fenced_while_it_commits_removes_nothing(start: Start, tmp_path: 
     argv += ["--checkpoint-every=20", "--keep-checkpoints=1"]
     old = start.command(argv, tmp_path / "run", 0, {})
     both = [Position(attempt=0, step=step) for step in (40, 20)]
-    old.wait_until(lambda: disk.places(old.run_dir) == both)
+    old.wait_until(lambda: store.places(old.run_dir) == both)
     newer = Place(attempt=1)
     outcome = Progress(steps=9).outcome(newer, "running", "starting")
     assert RunDirectory(old.run_dir, newer).write_outcome(outcome)
     (tmp_path / "go").touch()
     old.finish(1)
     assert "a newer attempt has taken over" in old.output()
-    assert disk.places(old.run_dir) == both
+    assert store.places(old.run_dir) == both

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from train import rundir
-from train.environment import Place
-from train.jsontext import dump
-from train.rundir import Outcome, RunDirectory, may_forestall, may_replace, read_lines
+from train.rundir import files
+from train.rundir.files import Outcome, RunDirectory, may_forestall, may_replace, read_lines
+from train.rundir.json_text import dump
+from train.runtime.rank import Place
 
 RUNNING = Outcome(
     status="running",
@@ -144,7 +144,7 @@ def test_json_has_no_numbers_that_json_does_not_know() -> None:
 def test_who_hangs_and_keeps_the_lock_keeps_nobody_from_telling_an_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rundir, "LOCK_WITHIN_S", 0.1)
+    monkeypatch.setattr(files, "LOCK_WITHIN_S", 0.1)
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     directory = RunDirectory(tmp_path, Place(attempt=1))

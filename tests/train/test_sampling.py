@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, WeightedRandomSampler
 
 from tests.train.datasets import SHUTTLE, there
-from train.data import Order, weighted_draws
+from train.data.loader import Feed
+from train.data.order import Order, weighted_draws
 from train.errors import UsageError
-from train.reading import Feed
 from train.tasks.base import class_weights
 from train.tasks.shuttle import Shuttle
 

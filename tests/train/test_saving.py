@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.train.making import trainer_for
-from train import clipping, saving
-from train.checkpoints import checkpointer, disk
+from train.checkpoints import checkpointer, state, store
 from train.checkpoints.staging import Staging
-from train.console import Console
-from train.rundir import RunDirectory, read_lines
+from train.model import clipping
+from train.rundir.console import Console
+from train.rundir.files import RunDirectory, read_lines
 
 FROZEN = '''
 from train.tasks.digits import Digits
@@ -68,15 +68,15 @@ def test_stall_seconds_is_all_the_time_that_training_stood(
         now[0] += 1000
         real_commit(draft, path)
 
-    real_join, real_commit = checkpointer.Checkpointer._join, disk.commit
+    real_join, real_commit = checkpointer.Checkpointer._join, store.commit
     clock = SimpleNamespace(monotonic=lambda: now[0])
     trainer = trainer_for(0, 1, tmp_path)
     trainer.resume()
-    monkeypatch.setattr(saving, "time", clock)
+    monkeypatch.setattr(state, "time", clock)
     monkeypatch.setattr(checkpointer, "time", clock)
     monkeypatch.setattr(checkpointer.Checkpointer, "_join", join)
-    monkeypatch.setattr(disk, "commit", commit)
-    monkeypatch.setattr(saving, "not_finite", taking(10, clipping.not_finite))
+    monkeypatch.setattr(store, "commit", commit)
+    monkeypatch.setattr(state, "not_finite", taking(10, clipping.not_finite))
     monkeypatch.setattr(Staging, "copy", taking(100, Staging.copy))
 
     def save() -> None:

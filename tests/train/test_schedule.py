@@ -10,7 +10,7 @@ import pytest
 
 from tests.train.making import config_of, trainer_for
 from train.errors import UsageError
-from train.schedule import Schedule
+from train.model.schedule import Schedule
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.seeding import Watch, mixed, seed_device, seed_sample
+from train.data.seeding import Watch, mixed, seed_device, seed_sample
 
 
 def test_numbers_are_those_of_manual_seed() -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from train.checks import problems
-from train.config import Config
-from train.environment import Place
+from train.cli.compatibility import problems
+from train.cli.config import Config
+from train.runtime.rank import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from train.checkpoints.disk import verify
+from train.checkpoints.store import verify
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -88,7 +88,7 @@ def test_no_rank_leaves_before_the_outcome_says_preempted(start: Start, tmp_path
     (tmp_path / "slow.py").write_text(
         "import os, pathlib, time\n"
         "from train import __main__\n"
-        "from train.rundir import RunDirectory\n"
+        "from train.rundir.files import RunDirectory\n"
         "write = RunDirectory.write_outcome\n"
         "def write_slowly(self, outcome):\n"
         "    time.sleep(2.0 if outcome.status == 'preempted' else 0.0)\n"

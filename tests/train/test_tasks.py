@@ -18,12 +18,12 @@ import toolkit
 from tests.conftest import ROOT
 from tests.train.datasets import FASHION_MNIST, SHUTTLE, there
 from train import tasks
-from train.data import Batch, Order, permutation, source_of
-from train.environment import Place
+from train.data.loader import Feed
+from train.data.order import Batch, Order, permutation, source_of
 from train.errors import UsageError
-from train.evaluation import parts_of
 from train.layers import CausalAttention, Positions
-from train.reading import Feed
+from train.model.evaluation import parts_of
+from train.runtime.rank import Place
 from train.tasks import rda
 from train.tasks.base import Classifier, Task
 from train.tasks.fashion_mnist import FashionMnist
@@ -300,7 +300,7 @@ def test_attention_and_positions_can_be_told_that_they_see_a_part() -> None:
 @pytest.mark.parametrize("job", sorted(path.name for path in (ROOT / "jobs").glob("*.yaml")))
 @pytest.mark.parametrize("profile", ["slurm/profiles/slurm.yaml", "k8s/profiles/k8s.yaml"])
 def test_every_job_can_be_rendered_and_its_arguments_are_understood(job: str, profile: str) -> None:
-    from train import commandline
+    from train.cli import flags
 
     site = toolkit.load_profile(str(ROOT / profile))
     # A sweep is one job array of Slurm; elsewhere its points are jobs of their own.
@@ -316,7 +316,7 @@ def test_every_job_can_be_rendered_and_its_arguments_are_understood(job: str, pr
         launched=True,
         addressed=True,
     )
-    config = commandline.parse(list(spec.args), {commandline.RUN_DIR: "run"}, place)
+    config = flags.parse(list(spec.args), {flags.RUN_DIR: "run"}, place)
     assert config.task == {"sweep": "digits"}.get(spec.name, spec.name)
 
 

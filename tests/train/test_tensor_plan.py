@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
 
 from tests.train.ranks import on_ranks
 from train import tasks
-from train.data import source_of
+from train.data.order import source_of
 from train.errors import UsageError
-from train.strategies import tp
+from train.parallel import tp
 from train.tasks.base import Task, classes_can_be_sharded
 from train.tasks.chars import Chars
 

@@ -31,10 +31,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.train.making import group_of, trainer_for
 from tests.train.ranks import on_ranks
-from train.config import Config
-from train.distributed import disconnect, limit_waiting, open_group
-from train.environment import Place
-from train.strategies.base import local
+from train.cli.config import Config
+from train.parallel.base import local
+from train.runtime.process_group import disconnect, limit_waiting, open_group
+from train.runtime.rank import Place
 
 # For what is to be waited for in vain; all before it may take as long as it does.
 BRIEF_S = 2

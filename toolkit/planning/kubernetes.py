@@ -3,13 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from toolkit.feasibility import POD_MARGIN_S
-from toolkit.kubernetes_options import Workload, block_of
-from toolkit.planning.common import carried_options, environment, torchrun_options
+from toolkit.job.kubernetes_options import Workload, block_of
+from toolkit.job.spec import JobSpec, Secret
 from toolkit.planning.plans import KubernetesPlan
-from toolkit.pods import MANAGER, RUN_LABEL, SWEEP_LABEL, payload_dir_of, pod_of, workload_of
+from toolkit.planning.pods import (
+    MANAGER,
+    RUN_LABEL,
+    SWEEP_LABEL,
+    payload_dir_of,
+    pod_of,
+    workload_of,
+)
+from toolkit.planning.stop_times import POD_MARGIN_S
+from toolkit.planning.torchrun import carried_options, environment, torchrun_options
 from toolkit.profile import KubernetesProfile
-from toolkit.spec import JobSpec, Secret
 
 __all__ = ["kubernetes_plan", "submitted_again", "with_checksums"]
 

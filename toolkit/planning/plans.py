@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.feasibility import REQUEUE_MARGIN_S
-from toolkit.kubernetes_options import Patch, Workload
-from toolkit.pods import Pod, carried, payload_dir_of
+from toolkit.job.kubernetes_options import Patch, Workload
+from toolkit.job.spec import JobSpec, Secret
+from toolkit.job.sweeps import Point
+from toolkit.planning.pods import Pod, carried, payload_dir_of
+from toolkit.planning.stop_times import REQUEUE_MARGIN_S
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
-from toolkit.spec import JobSpec, Secret
-from toolkit.sweeps import Point
 
 __all__ = [
     "RENDEZVOUS_TIMEOUT_S",

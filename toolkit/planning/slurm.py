@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable
 
-from toolkit.containers import image_for, mounts_for
-from toolkit.feasibility import cpus_of, warning_lead_s
-from toolkit.planning.common import environment, in_container, torchrun_options
+from toolkit.job.sbatch_options import SbatchValue, merged
+from toolkit.job.spec import JobSpec
+from toolkit.job.sweeps import Sweep
+from toolkit.planning.containers import image_for, mounts_for
 from toolkit.planning.plans import SlurmPlan
+from toolkit.planning.stop_times import cpus_of, warning_lead_s
+from toolkit.planning.torchrun import environment, in_container, torchrun_options
 from toolkit.profile import SlurmProfile
-from toolkit.quantities import format_duration, slurm_megabytes, slurm_time
-from toolkit.sbatch_options import SbatchValue, merged
-from toolkit.spec import JobSpec
-from toolkit.sweeps import Sweep
+from toolkit.text.quantities import format_duration, slurm_megabytes, slurm_time
 
 __all__ = ["array_of", "slurm_plan"]
 

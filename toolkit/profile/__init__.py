@@ -1,6 +1,7 @@
 """Profiles: the facts of a site, one file each, so that a job file need not know them."""
 
-from toolkit.profile.finding import (
+from toolkit.profile.base import LocalProfile, NodeFacts
+from toolkit.profile.finder import (
     Profile,
     configuration_folder,
     default_profile,
@@ -9,7 +10,6 @@ from toolkit.profile.finding import (
     profile_names,
 )
 from toolkit.profile.kubernetes import KubernetesProfile
-from toolkit.profile.site import LocalProfile, NodeFacts
 from toolkit.profile.slurm import SlurmProfile, Switches
 
 __all__ = [

@@ -5,15 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from toolkit.fields import (
-    AbsolutePath,
-    Duration,
-    NaturalInt,
-    PositiveInt,
-    SecretName,
-    matching,
-)
-from toolkit.kubernetes_options import (
+from toolkit.job.kubernetes_options import (
     LabelKey,
     LabelValue,
     Network,
@@ -22,9 +14,10 @@ from toolkit.kubernetes_options import (
     Topology,
     Workload,
 )
-from toolkit.profile.site import SiteProfile
-from toolkit.spec import Mount
-from toolkit.validation import Text
+from toolkit.job.loader import Text
+from toolkit.job.spec import Mount
+from toolkit.job.types import AbsolutePath, Duration, NaturalInt, PositiveInt, SecretName, matching
+from toolkit.profile.base import SiteProfile
 
 __all__ = ["KubernetesProfile"]
 

@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from toolkit.fields import Duration, HomePath, PositiveInt, Size, Via, matching
-from toolkit.profile.site import FolderPath, SiteProfile, Word
-from toolkit.sbatch_options import SbatchOptions
-from toolkit.spec import Mount
-from toolkit.validation import FrozenModel, Text
+from toolkit.job.loader import FrozenModel, Text
+from toolkit.job.sbatch_options import SbatchOptions
+from toolkit.job.spec import Mount
+from toolkit.job.types import Duration, HomePath, PositiveInt, Size, Via, matching
+from toolkit.profile.base import FolderPath, SiteProfile, Word
 
 __all__ = ["SlurmProfile", "Switches"]
 

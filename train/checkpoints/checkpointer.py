@@ -12,14 +12,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from train.checkpoints import disk, tensorfile
-from train.checkpoints.channel import Channel
-from train.checkpoints.disk import Position, Proof, State
+from train.checkpoints import safetensors_file, store
 from train.checkpoints.job import Job, Problem, Timing, room_beside
-from train.checkpoints.planning import Planner
+from train.checkpoints.planner import Planner
+from train.checkpoints.process_group import Channel
 from train.checkpoints.staging import Staging
-from train.distributed import Group
+from train.checkpoints.store import Position, Proof, State
 from train.errors import CheckpointError, TrainError
+from train.runtime.process_group import Group
 
 
 class Checkpointer:
@@ -186,15 +186,15 @@ class Checkpointer:
 
     def _prepare(self, job: Job, draft: Path) -> Problem | None:
         """Make a directory for the draft, if it has room."""
-        if disk.free_bytes(draft) < job.needed_bytes:
+        if store.free_bytes(draft) < job.needed_bytes:
             return Problem(text="No space left on device", full=True)
-        return _attempt(lambda: disk.begin(draft))
+        return _attempt(lambda: store.begin(draft))
 
     def _write_own(self, job: Job, draft: Path) -> dict[str, Proof]:
         if not job.parts:
             return {}
-        name = disk.tensor_file(self._channel.rank)
-        return {name: tensorfile.write(draft / name, job.parts, job.tensors)}
+        name = store.tensor_file(self._channel.rank)
+        return {name: safetensors_file.write(draft / name, job.parts, job.tensors)}
 
     def _send_own(self, job: Job) -> None:
         """Send this rank's tensors to rank 0, which has the directory that counts."""
@@ -209,9 +209,9 @@ class Checkpointer:
         for rank, parts in enumerate(described[1:], start=1):
             arriving = (self._channel.receive(part.nbytes, rank) for part in parts)
             if parts and problem is None:
-                name = disk.tensor_file(rank)
+                name = store.tensor_file(rank)
                 try:
-                    files[name] = tensorfile.write(draft / name, parts, arriving)
+                    files[name] = safetensors_file.write(draft / name, parts, arriving)
                 except OSError as error:
                     problem = Problem.of(error)
             # To the end even so: a sender that nobody listens to would wait for ever.
@@ -231,20 +231,20 @@ class Checkpointer:
         files = {name: proof for _, own in reports for name, proof in own.items()}
         try:
             if not problems:
-                disk.complete(draft, job.state, files)
+                store.complete(draft, job.state, files)
                 job.may_commit()
-                disk.commit(draft, job.position.path(self.run_dir))
+                store.commit(draft, job.position.path(self.run_dir))
                 # It exists now: an event that finds the disk full, or an old checkpoint that
                 # cannot be removed, does not undo it.
                 with suppress(OSError):
                     job.committed(self._timing(job))
                 return None, False
         except TrainError as error:
-            disk.discard(draft)
+            store.discard(draft)
             return error, False
         except Exception as error:
             problems = [(0, Problem.of(error))]
-        disk.discard(draft)
+        store.discard(draft)
         full = any(problem.full for _, problem in problems)
         return self._failure(job, problems, gone), full
 
@@ -262,7 +262,7 @@ class Checkpointer:
         alone = self._channel.size == 1
         reasons = [p.text if alone else f"rank {rank}: {p.text}" for rank, p in problems]
         if any(problem.full for _, problem in problems):
-            free = disk.free_bytes(job.position.path(self.run_dir))
+            free = store.free_bytes(job.position.path(self.run_dir))
             there = f", {free:,} are free on that disk" if free < math.inf else ""
             reasons.append(f"it needs {job.needed_bytes:,} bytes{there}")
             with suppress(OSError):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from train.checkpoints.disk import Position, State
-from train.checkpoints.tensorfile import Part
+from train.checkpoints.safetensors_file import Part
+from train.checkpoints.store import Position, State
 
 # Beside the tensors: state, manifest, and room in which to say how it has ended.
 BESIDE_BYTES = 1 << 16

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from train.checkpoints import disk
-from train.checkpoints.disk import Position
-from train.console import Console
+from train.checkpoints import store
+from train.checkpoints.store import Position
 from train.errors import CheckpointError
-from train.rundir import RunDirectory
+from train.rundir.console import Console
+from train.rundir.files import RunDirectory
 
 
 class Retention:
@@ -51,7 +51,7 @@ class Retention:
         run_dir, texts = self._directory.path, []
         spare = behind(run_dir, position, keep=1, damaged=self.damaged)
         useless = sorted(self.damaged.difference(spare))
-        whole = [p for p in disk.places(run_dir) if p not in (*spare, *useless, position)]
+        whole = [p for p in store.places(run_dir) if p not in (*spare, *useless, position)]
         if spare:
             texts.append(f"{_listed(spare)} may go, as with --keep-checkpoints 1")
         if useless:
@@ -76,9 +76,9 @@ def prune(
         keep: how many to keep that are whole, as far as their files' sizes tell.
         damaged: some that are known not to be.
     """
-    for _, path in list(disk.entries(run_dir, newest.attempt)):
+    for _, path in list(store.entries(run_dir, newest.attempt)):
         if path.suffix == ".tmp":
-            disk.discard(path)
+            store.discard(path)
     removed = []
     for position in behind(run_dir, newest, keep=keep, damaged=damaged):
         path = position.path(run_dir)
@@ -100,7 +100,7 @@ def behind(
     and stays until that step is reached.
     """
     whole, last = 0, []
-    for position in disk.places(run_dir, up_to_attempt=newest.attempt):
+    for position in store.places(run_dir, up_to_attempt=newest.attempt):
         if position.step > newest.step:
             continue
         if whole < keep:
@@ -113,7 +113,7 @@ def behind(
 def looks_whole(path: Path) -> bool:
     """Say whether all files are there in their sizes; their contents are not read."""
     try:
-        disk.verify(path, by_size=True)
+        store.verify(path, by_size=True)
     except CheckpointError:
         return False
     return True

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from train.checkpoints.tensorfile import Part
+from train.checkpoints.safetensors_file import Part
 
 
 class Staging:

@@ -7,9 +7,9 @@ import sys
 from typing import NoReturn
 
 from train.collectives.options import parse, parser
-from train.console import Console, keep_lines_whole
-from train.environment import Place
 from train.errors import EXIT_DONE, UsageError
+from train.rundir.console import Console, keep_lines_whole
+from train.runtime.rank import Place
 
 
 def main() -> int:

@@ -8,10 +8,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from train.collectives.lesson import show
+from train.collectives.demo import show
 from train.collectives.ranks import Ranks
 from train.collectives.timing import format_time, latency
-from train.console import Console
+from train.rundir.console import Console
 
 PATIENCE = timedelta(seconds=1)
 

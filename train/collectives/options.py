@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from train.cli.fields import nearest
 from train.collectives.names import NAMES
-from train.environment import Place
 from train.errors import UsageError
-from train.fields import nearest
+from train.runtime.rank import Place
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _WAY_OUT = (

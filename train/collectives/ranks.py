@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from train.distributed import agree_on_device, device_and_backend, disconnect
-from train.environment import Place
-from train.meeting import meet
+from train.runtime.process_group import agree_on_device, device_and_backend, disconnect
+from train.runtime.rank import Place
+from train.runtime.rendezvous import meet
 
 Value = TypeVar("Value")
 

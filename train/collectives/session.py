@@ -11,14 +11,14 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from train.collectives.barriers import demonstrate_barrier, demonstrate_monitored_barrier
-from train.collectives.lesson import WrongResult, demonstrate
+from train.collectives.demo import WrongResult, demonstrate
 from train.collectives.operations import COLLECTIVES, Collective
 from train.collectives.options import Options
 from train.collectives.ranks import Ranks, connect
 from train.collectives.timing import table
-from train.console import Console
-from train.environment import Place
 from train.errors import EXIT_DONE, EXIT_FAILED, TrainError
+from train.rundir.console import Console
+from train.runtime.rank import Place
 
 
 def spawn(options: Options, nproc: int) -> int:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from train.collectives.lesson import WrongResult
+from train.collectives.demo import WrongResult
 from train.collectives.operations import Collective
 from train.collectives.ranks import Ranks
-from train.console import Console
+from train.rundir.console import Console
 
 WARM_UP = 3
 _ITEM_BYTES = 4

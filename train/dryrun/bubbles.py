@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from train import stages
-from train.config import ScheduleName
+from train.cli.config import ScheduleName
+from train.parallel.pipeline import split
 
 # In units of a forward pass: the gradients of inputs take as long, and those of weights too.
 _TIME = {"FORWARD": 1.0, "BACKWARD_INPUT": 1.0, "BACKWARD_WEIGHT": 1.0, "FULL_BACKWARD": 2.0}
@@ -22,7 +22,7 @@ def bubbles(pp: int, micro_batches: int) -> dict[str, float]:
     return {
         name: bubble(name, pp, micro_batches)
         for name in get_args(ScheduleName)
-        if stages.accepts(name, pp, micro_batches)
+        if split.accepts(name, pp, micro_batches)
     }
 
 
@@ -35,7 +35,7 @@ def bubble(schedule: str, pp: int, micro_batches: int) -> float:
     waiting = _orders(schedule, pp, micro_batches)
     clocks, work = [0.0] * pp, 0.0
     done: _Done = {}
-    last = stages.stage_count(schedule, pp) - 1
+    last = split.stage_count(schedule, pp) - 1
     while any(waiting):
         before = len(done), work
         for rank, actions in enumerate(waiting):
@@ -52,7 +52,7 @@ def bubble(schedule: str, pp: int, micro_batches: int) -> float:
 
 def _orders(schedule: str, pp: int, micro_batches: int) -> list[list[_Action]]:
     """List each rank's actions, in their order."""
-    if schedule in stages.ONE_STAGE:
+    if schedule in split.ONE_STAGE:
         # Not torch's own list: of 1F1B, it misnumbers micro-batches on all ranks but the first.
         ahead = [micro_batches if schedule == "GPipe" else pp - rank for rank in range(pp)]
         return [_one_stage(rank, micro_batches, ahead[rank]) for rank in range(pp)]

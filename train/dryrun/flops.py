@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from train.dryrun.observing import Observer
+from train.dryrun.op_mode import Observer
 
 _aten = torch.ops.aten
 # The CPU's attention, of which torch's table knows only the GPU's.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from train.dryrun.observing import Observer
-from train.strategies.base import local
+from train.dryrun.op_mode import Observer
+from train.parallel.base import local
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"

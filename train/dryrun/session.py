@@ -11,17 +11,18 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from train import checks, sizes, tasks
-from train.config import Config
-from train.console import Console
+from train import tasks
+from train.cli import compatibility, sizes
+from train.cli.config import Config
 from train.dryrun.bubbles import bubbles
-from train.dryrun.findings import Findings
-from train.dryrun.fitting import misfit
-from train.dryrun.rehearsal import Rehearsal, Rehearsed
 from train.dryrun.report import lines
-from train.environment import Place
+from train.dryrun.result import Findings
+from train.dryrun.simulate import Rehearsal, Rehearsed
+from train.dryrun.suggestions import misfit
 from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
-from train.layout import OWN_AXIS, flag
+from train.parallel.layout import OWN_AXIS, flag
+from train.rundir.console import Console
+from train.runtime.rank import Place
 from train.tasks.base import Task
 
 # Not one device per rank, or not one kind of rank.
@@ -68,7 +69,12 @@ def examine(config: Config, limit: int | None = None) -> Findings:
     if limit is not None:
         # A pipeline's ranks make the model in the host's memory; those that do not shard it have
         # no less of it later on.
-        if strategy in checks.COMPOSED and not config.meta_init and layout.pp == 1 and size > limit:
+        if (
+            strategy in compatibility.COMPOSED
+            and not config.meta_init
+            and layout.pp == 1
+            and size > limit
+        ):
             misfits.append(
                 f"while the run starts, each rank holds the whole model: {sizes.written(size)} of "
                 f"--device-memory {sizes.written(limit)}; use --meta-init"
@@ -101,7 +107,7 @@ def place_of(config: Config) -> Place:
             f"--dry-run knows strategies whose ranks have a device each and are alike, not "
             f"--strategy {config.strategy}; use --strategy single to see the model's memory"
         )
-    place = checks.ranks_of(config, Place(), only_looking=True)
+    place = compatibility.ranks_of(config, Place(), only_looking=True)
     if place.world_size == 1 and config.strategy not in ("auto", "single"):
         axis = flag(OWN_AXIS.get(config.strategy, "dp_shard"))
         raise UsageError(

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
-from train.dryrun.observing import Observer
-from train.layout import Layout
+from train.dryrun.op_mode import Observer
+from train.parallel.layout import Layout
 
 # By what the operation's name begins with; the first that fits. `wait_tensor` moves nothing.
 KINDS = {

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from train.data import Batch, Samples, targets_of
+from train.data.order import Batch, Samples, targets_of
 from train.errors import UsageError
-from train.trees import Tree, sample_count, tensors_of
+from train.model.trees import Tree, sample_count, tensors_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

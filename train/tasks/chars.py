@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from train.data import Batch
+from train.data.order import Batch
 from train.errors import UsageError
 from train.layers import CausalAttention, Positions
 from train.tasks.base import Classifier, check_divisible, classes_can_be_sharded

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from train.data import Batch, permutation
+from train.data.order import Batch, permutation
 from train.errors import UsageError
 from train.tasks.base import Classifier
 from train.tasks.perceptron import perceptron, perceptron_plan

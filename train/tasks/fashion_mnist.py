@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from train.data import Batch
+from train.data.order import Batch
 from train.errors import UsageError
 from train.tasks.base import Classifier
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.data import Batch, permutation
+from train.data.order import Batch, permutation
 from train.errors import UsageError
 from train.tasks import rda
 from train.tasks.base import Classifier

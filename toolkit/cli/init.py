@@ -1,0 +1,49 @@
+"""The command with which everything begins."""
+
+from __future__ import annotations  # naming a type must not import it
+
+from pathlib import Path
+
+import click
+
+from toolkit.cli.options import cli, example
+
+__all__ = ["init"]
+
+
+@cli.command(epilog=example("toolkit init && toolkit submit jobs/digits.yaml --follow"))
+@click.option(
+    "--kind",
+    type=click.Choice(["slurm", "kubernetes", "local"]),
+    help="Which of what is there; Slurm first, then Kubernetes, where it is left out.",
+)
+@click.option("--name", metavar="NAME", help="The profile's name; that of the cluster by default.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where to write it, if not among your own profiles.",
+)
+@click.option("--print", "only_print", is_flag=True, help="Show the profile and write nothing.")
+@click.option("--force", is_flag=True, help="Write over a profile, and make it the default one.")
+def init(
+    kind: str | None, name: str | None, output: Path | None, only_print: bool, force: bool
+) -> None:
+    """Look around, and write a profile of what there is; it becomes the default one."""
+    from toolkit.profile import draft
+    from toolkit.profile.detect import discover
+
+    found = discover()
+    made = draft.draft(found, kind=kind, name=name)
+    if only_print:
+        click.echo(made.text, nl=False)
+        return
+    for line in draft.found_lines(found):
+        click.echo(line)
+    path, is_default = draft.keep_draft(made, output=output, force=force)
+    click.echo()
+    said = "the default profile from now on" if is_default else "another one stays the default"
+    click.echo(f"written: {path}, {said}")
+    to = "" if is_default else f" --to {path if output else made.name}"
+    click.echo(f"next: look at it, then `toolkit submit JOB.yaml{to} --follow`")

@@ -1,0 +1,183 @@
+"""A call in its run directory: what goes in, and what comes out. The same for every place.
+
+docs/reference/run-directory.md tells what the files are; worker.py is the other side.
+"""
+
+import json
+import pickle
+import re
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from toolkit.errors import LauncherError
+from toolkit.job.spec import JobSpec
+from toolkit.job.types import IN_RUN_DIR
+from toolkit.runs import run_directory
+from toolkit.runs.log_reader import attempt_numbers
+from toolkit.text import untrusted
+
+__all__ = ["SCRIPT", "Call", "Failure", "files_of"]
+
+FOLDER = "function"
+_VERSION = 1
+_ERROR = re.compile(r"rank-[0-9]{1,9}\.error\.json", re.ASCII)
+
+_PROGRAMS = {"worker.py": "worker.py", "deliver.py": "pod_results.py"}
+"""What is put into a run directory, by its name there: the files of this package."""
+
+SCRIPT = f"{IN_RUN_DIR}{FOLDER}/worker.py"
+"""What torchrun starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a rank has failed."""
+
+    rank: int
+    """Which."""
+
+    host: str
+    """Where."""
+
+    time: float
+    """When, in seconds since 1970."""
+
+    echo: bool
+    """Whether it has only lost another rank, or has not met the others."""
+
+    trace: str
+    """The traceback."""
+
+
+def files_of(
+    job: JobSpec,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    delivered: bool = False,
+) -> dict[str, bytes]:
+    """Return what a run directory must hold before its job starts, by path.
+
+    Args:
+        job: The job that makes the call.
+        function: What is called.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        delivered: Whether results must be printed, since nobody else sees the run directory.
+    """
+    need = job.resources
+    facts: dict[str, Any] = {
+        "version": _VERSION,
+        "ranks": need.max_nodes * need.nproc_per_node,
+        "gpus_per_node": need.gpus_per_node,
+        "restarts": job.retries.in_job,
+        "python": "{}.{}".format(*sys.version_info),
+    }
+    if delivered:  # what tells its lines in a log from others
+        facts["key"] = secrets.token_hex(32)
+    programs = _PROGRAMS if delivered else {"worker.py": _PROGRAMS["worker.py"]}
+    return {
+        f"{FOLDER}/call.json": json.dumps(facts).encode(),
+        f"{FOLDER}/call.pkl": cloudpickle.dumps((function, args, dict(kwargs))),
+        **{
+            f"{FOLDER}/{name}": (Path(__file__).parent / source).read_bytes()
+            for name, source in programs.items()
+        },
+    }
+
+
+class Call:
+    """A call that was submitted."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.folder = run_dir / FOLDER
+        try:
+            facts = untrusted.mapping(untrusted.read_json(self.folder / "call.json", below=run_dir))
+        except (OSError, ValueError) as error:
+            raise LauncherError(f"{self.folder / 'call.json'} cannot be read: {error}") from error
+        ranks, restarts = (untrusted.whole(facts.get(key)) for key in ("ranks", "restarts"))
+        if not ranks or restarts is None:
+            raise LauncherError(f"{self.folder / 'call.json'} does not tell of a call")
+        self.ranks: int = ranks
+        self._restarts: int = restarts
+
+    @staticmethod
+    def is_in(run_dir: Path | None) -> bool:
+        """Whether a run directory is that of a call."""
+        return run_dir is not None and (run_dir / FOLDER / "call.json").is_file()
+
+    @property
+    def submitted(self) -> Path:
+        """The function and its arguments, pickled."""
+        return self.folder / "call.pkl"
+
+    def parts(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Return the function and its arguments."""
+        function, args, kwargs = pickle.loads(
+            untrusted.read_bytes(self.submitted, limit=sys.maxsize)
+        )
+        return function, args, kwargs
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt; 0 before the first."""
+        return max(attempt_numbers(self.run_dir), default=0)
+
+    def said(self) -> str:
+        """Return what the newest attempt says of its end, `done` or `fatal`; "" while it may go on.
+
+        Only what nothing can follow counts: the rest is the scheduler's to say.
+        """
+        outcome = run_directory.outcome(self.run_dir) or {}
+        if outcome.get("attempt") != self.attempt:
+            return ""
+        status = outcome.get("status")
+        restart = untrusted.whole(outcome.get("restart")) or 0
+        if status == "fatal" and restart < self._restarts:
+            return ""
+        return str(status) if status in ("done", "fatal") else ""
+
+    def result(self, rank: int) -> Path:
+        """Return where a rank's result lies."""
+        return self.folder / f"attempt-{self.attempt}" / f"rank-{rank}.pkl"
+
+    def failures(self) -> list[Failure]:
+        """Return why ranks of the newest attempt have failed, the cause first."""
+        folder = self.folder / f"attempt-{self.attempt}"
+        names = [entry.name for entry in untrusted.entries(folder, below=self.run_dir)]
+        paths = [folder / name for name in names if _ERROR.fullmatch(name)]
+        found = [failure for path in paths if (failure := _failure(path, self.run_dir))]
+        return sorted(found, key=lambda failure: (failure.echo, failure.time))
+
+    def streams(self, rank: int, name: str) -> list[Path]:
+        """Return the files of a rank's `stdout` or `stderr`, one for each attempt."""
+        folders = [self.folder / f"attempt-{n}" / f"logs-{rank}" for n in range(self.attempt + 1)]
+        files = (folder / f"{name}.log" for folder in folders)
+        return [path for path in files if path.is_file()]
+
+
+def _failure(path: Path, run_dir: Path) -> Failure | None:
+    """Return what a rank has left of its failure; None where that cannot be read."""
+    try:
+        said = untrusted.mapping(untrusted.read_json(path, below=run_dir))
+    except (OSError, ValueError):
+        return None
+    extra = untrusted.mapping(untrusted.mapping(said.get("message")).get("extraInfo"))
+    rank, time = untrusted.whole(extra.get("rank")), untrusted.finite(extra.get("time"))
+    if rank is None or time is None:
+        return None
+    return Failure(
+        rank=rank,
+        host=str(extra.get("host") or ""),
+        time=time,
+        echo=extra.get("echo") is True,
+        trace=str(extra.get("py_callstack") or ""),
+    )

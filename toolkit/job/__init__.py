@@ -1,0 +1,1 @@
+"""The job file: its models, and how it is read."""

@@ -1,0 +1,87 @@
+"""Runs that a job waits for, and what it expects of them. Pure."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from toolkit.errors import InputError
+from toolkit.job.loader import FrozenModel, Text
+from toolkit.text.yaml_reader import Ambiguous
+
+__all__ = ["After", "Dependency", "after_schema", "parse_dependency"]
+
+WISHES = ("ok", "any", "fail")
+"""What a job may expect of another run's end: success, nothing, or failure."""
+
+
+class Dependency(FrozenModel):
+    """A run to wait for, by its URI, its name or its run directory; one of the three keys."""
+
+    ok: Text | None = None
+    """It must succeed; where it fails, this job is cancelled. A run without a key means this."""
+
+    any: Text | None = None
+    """It must end."""
+
+    fail: Text | None = None
+    """It must fail; where it succeeds, this job is cancelled."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        there = [wish for wish in WISHES if given.get(wish) is not None]
+        if len(there) != 1:
+            return [f"one of ok, any and fail names a run; found {' and '.join(there) or 'none'}"]
+        return [] if given[there[0]] else [f"{there[0]}: the run has no name"]
+
+    @property
+    def wish(self) -> str:
+        """What is expected: ok, any or fail."""
+        return next(wish for wish in WISHES if getattr(self, wish) is not None)
+
+    @property
+    def run(self) -> str:
+        """The run's URI, name or run directory."""
+        return str(getattr(self, self.wish))
+
+
+def _by_name(value: object) -> object:
+    if isinstance(value, Ambiguous):
+        raise ValueError(value.reason)
+    return {"ok": value} if isinstance(value, str) else value
+
+
+After = tuple[Annotated[Dependency, BeforeValidator(_by_name)], ...]
+"""Runs to wait for, all of them."""
+
+
+def parse_dependency(text: str) -> Dependency:
+    """Read `RUN[:ok|any|fail]`, as `toolkit submit --after` takes it.
+
+    Raises:
+        InputError: no run is named.
+
+    >>> parse_dependency("slurm://c/7:any").any, parse_dependency("slurm://c/7").ok
+    ('slurm://c/7', 'slurm://c/7')
+    """
+    run, _, wish = text.rpartition(":")
+    if wish not in WISHES:
+        run, wish = text, "ok"
+    if not run:
+        raise InputError(f"--after {text}: no run is named; write it like slurm://CLUSTER/1234:any")
+    return Dependency.model_validate({wish: run})
+
+
+def after_schema() -> dict[str, Any]:
+    """Return the JSON Schema of `after`."""
+    name = {"type": "string", "minLength": 1}
+    one = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {wish: {"anyOf": [name, {"type": "null"}]} for wish in WISHES},
+        "oneOf": [
+            {"required": [wish], "properties": {wish: {"type": "string"}}} for wish in WISHES
+        ],
+    }
+    return {"type": "array", "items": {"anyOf": [name, one]}, "default": []}

@@ -1,0 +1,322 @@
+"""From a document to a model: overrides, and every mistake put into words with its place."""
+
+import difflib
+import re
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    model_validator,
+)
+
+from toolkit.errors import InputError, Problem
+from toolkit.text.quantities import whole_number
+from toolkit.text.secret_scan import conceal, is_telling
+from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_document
+
+__all__ = ["FrozenModel", "Text", "assign", "frozen", "nearest", "override", "validate"]
+
+Model = TypeVar("Model", bound="FrozenModel")
+
+
+def _refuse_ambiguous(value: object) -> object:
+    if isinstance(value, Ambiguous):
+        raise ValueError(value.reason)
+    return value
+
+
+def _refuse_unspeakable(value: str) -> str:
+    if "\0" in value:
+        raise ValueError(f"{value!r} holds a NUL byte, which no argument or variable can hold")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{value!r} holds half a surrogate pair, which is not text") from None
+    return value
+
+
+Text = Annotated[str, BeforeValidator(_refuse_ambiguous), AfterValidator(_refuse_unspeakable)]
+"""A string that means the same to every reader and fits into argv and the environment."""
+
+
+class FrozenModel(BaseModel):
+    """The base of everything read from a file: frozen, keyword-only, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys of `given` say against each other, whatever else is wrong."""
+        return []
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if found := self.contradictions(dict(self)):
+            raise ValueError("; ".join(found))
+        return self
+
+
+def override(document: Document, assignments: Iterable[str], model: type[BaseModel]) -> Document:
+    """Return the document with `KEY.KEY=VALUE` assignments applied.
+
+    A value is taken as it stands where `model` wants a string, and read as YAML elsewhere.
+    """
+    data, problems = document.data, list(document.problems)
+    places, shown = dict(document.places), dict(document.written)
+    for assignment in assignments:
+        dotted, equals, written = assignment.partition("=")
+        hidden = [written] if _is_secret(tuple(dotted.split("."))) else []
+        place = f"--set {dotted}{equals}{conceal(written, hidden)}"
+        if not equals or not all(dotted.split(".")):
+            problems.append(Problem(place=place, message="write it like resources.nnodes=4"))
+            continue
+        path = _path(dotted)
+        if len(path) > _DEEPEST:
+            problems.append(Problem(place=place, message=f"no key is {len(path)} levels deep"))
+            continue
+        wanted = _annotation(model, path)
+        try:
+            if wanted is not None and _wants_text(wanted):
+                parsed = Document(data=written, source=place)
+            else:
+                parsed = read_document(written, place)
+            data = _assign(data, path, parsed.data)
+        except InputError as error:
+            problems += error.problems
+            continue
+        except (TypeError, IndexError):
+            problems.append(
+                Problem(place=place, message=f"there is no {dotted!r} to set in {document.source}")
+            )
+            continue
+        problems += parsed.problems
+        places = {key: at for key, at in places.items() if key[: len(path)] != path}
+        shown = {key: text for key, text in shown.items() if key[: len(path)] != path}
+        for length in range(1, len(path)):
+            places.setdefault(path[:length], place)
+        places[path] = place
+        shown |= {(*path, *below): text for below, text in parsed.written.items()}
+    return replace(document, data=data, places=places, written=shown, problems=tuple(problems))
+
+
+_DEEPEST = 50
+_INDEX = re.compile(r"[0-9]{1,9}")
+
+
+def _path(dotted: str) -> KeyPath:
+    """Take `KEY.0.KEY` apart."""
+    return tuple(int(p) if _INDEX.fullmatch(p) else p for p in dotted.split("."))
+
+
+def assign(document: Document, changes: Mapping[str, Any]) -> Document:
+    """Return the document with `KEY.KEY` set to Python values; None takes a key out."""
+    data, problems = document.data, list(document.problems)
+    for dotted, value in changes.items():
+        path = _path(dotted)
+        try:
+            data = _assign(data, path, _NOTHING if value is None else frozen(value))
+        except (TypeError, IndexError):
+            said = f"there is no {dotted!r} to set"
+            problems.append(Problem(place=document.source, message=said))
+    return replace(document, data=data, problems=tuple(problems))
+
+
+def frozen(value: Any) -> Any:
+    """Return a value as documents hold it: models as mappings of what they set, lists as tuples."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    if isinstance(value, Mapping):
+        return {key: frozen(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(map(frozen, value))
+    return value
+
+
+_NOTHING = object()
+"""Assigned to a key, it takes the key out."""
+
+
+def _assign(data: Any, path: KeyPath, value: Any) -> Any:
+    """Return `data` with `value` at `path`; missing mappings are made, missing items are not."""
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    if isinstance(data, tuple) and isinstance(key, int):
+        items = list(data)
+        items[key] = _assign(items[key], rest, value)
+        return tuple(items)
+    if isinstance(data, dict | None) and isinstance(key, str):
+        entries = dict(data or {})
+        if value is _NOTHING and not rest:
+            return {other: item for other, item in entries.items() if other != key}
+        return entries | {key: _assign(entries.get(key), rest, value)}
+    raise TypeError
+
+
+def validate(model: type[Model], document: Document, error_type: type[InputError]) -> Model:
+    """Return the model that the document describes.
+
+    Raises:
+        InputError: of `error_type`, with every problem of the document.
+    """
+    problems = list(document.problems)
+    if not isinstance(document.data, dict):
+        kind = "is empty" if document.data is None else "is not a mapping of keys to values"
+        raise error_type([Problem(place=document.place(()), message=f"the file {kind}"), *problems])
+    try:
+        instance = model.model_validate(document.data)
+    except ValidationError as error:
+        # pydantic looks at a model as a whole only when its fields are right, so that part is ours.
+        problems += (
+            _problem(model, document, e) for e in error.errors(include_url=False) if e["loc"]
+        )
+        problems += (
+            Problem(place=document.place(()), message=message)
+            for message in model.contradictions(document.data)
+        )
+    else:
+        if not problems:
+            return instance
+    raise error_type(sorted(problems, key=_by_line))
+
+
+def _by_line(problem: Problem) -> tuple[str, int]:
+    source, _, line = (problem.place or "").rpartition(":")
+    number = whole_number(line)
+    return (problem.place or "", 0) if number is None else (source, number)
+
+
+def _problem(model: type[BaseModel], document: Document, error: Any) -> Problem:
+    path: KeyPath = tuple(part for part in error["loc"] if part not in _NOT_WRITTEN)
+    written = document.written.get(path)
+    message = _message(model, path, error, written)
+    is_value = "[key]" not in error["loc"] and _is_secret(path)
+    known = [written or "", str(error["input"])] if is_value else []
+    return Problem(place=document.place(path), message=conceal(message, known))
+
+
+_NOT_WRITTEN = ("[key]", "[count]", "[range]")
+"""What pydantic puts into a place that stands in no file: part of a pair, or an alternative."""
+
+
+def _is_secret(path: KeyPath) -> bool:
+    """Whether what stands there may be a secret that somebody has written down."""
+    if len(path) != 2:
+        return False
+    return path[0] == "secrets" or (path[0] == "env" and is_telling(str(path[1])))
+
+
+def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | None) -> str:
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    name = _dotted(path)
+    if kind == "extra_forbidden":
+        where = f" under {_dotted(path[:-1])!r}" if path[:-1] else ""
+        return f"unknown key {str(path[-1])!r}{where}; {nearest(path[-1], _keys(model, path[:-1]))}"
+    if kind == "missing":
+        return f"the key {name!r} is missing"
+    if kind == "value_error":
+        return f"{name}: {context['error']}" if name else str(context["error"])
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        return f"{name}: {value!r} is not a choice; {nearest(value, choices)}"
+    if kind == "string_type":
+        if value is None and not written:
+            return f'{name}: nothing is written here; write "" for an empty string'
+        if written is not None:
+            return f'{name}: {written} is not a string to YAML; write "{written}"'
+    if kind == "too_short":
+        return f"{name}: the list is empty"
+    if kind == "greater_than_equal":
+        return f"{name}: must be at least {context['ge']}, not {written or value}"
+    wanted = _WANTED.get(kind)
+    if wanted is None:
+        return f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}, not {_shown(value)}"
+    if isinstance(value, Ambiguous):
+        return f"{name}: must be {wanted}; {value.reading}"
+    return f"{name}: must be {wanted}, not {written or _shown(value)}"
+
+
+_WANTED = {
+    "bool_type": "true or false",
+    "dict_type": "a mapping of keys to values",
+    "int_type": "a whole number",
+    "model_type": "a mapping of keys to values",
+    "quantity_type": "a string with a unit",
+    "secrets_type": "a list of names, or a mapping of names to places",
+    "string_type": "a string",
+    "tuple_type": "a list",
+}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, tuple):
+        return "a list"
+    return "nothing" if value is None else repr(value)
+
+
+def _dotted(path: KeyPath) -> str:
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def nearest(word: object, choices: Iterable[str]) -> str:
+    """Return the way out for a word that is none of `choices`."""
+    choices = list(choices)
+    begun = [choice for choice in choices if word and choice.startswith(str(word))]
+    close = begun or difflib.get_close_matches(str(word), choices, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"valid are {', '.join(choices)}" if choices else "none is valid here"
+
+
+def _annotation(root: Any, path: KeyPath) -> Any:
+    """Return the type at `path`, or None where the model knows of nothing there."""
+    wanted: Any = root
+    for part in path:
+        for option in _options(wanted):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                fields = {f.alias or name: f.annotation for name, f in option.model_fields.items()}
+                wanted = fields.get(str(part))
+                break
+            if get_origin(option) in (dict, tuple):
+                wanted = get_args(option)[1 if get_origin(option) is dict else 0]
+                break
+        else:
+            return None
+        if wanted is None:
+            return None
+    return wanted
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a union, without None and without annotations."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(
+            option for a in get_args(annotation) for option in _options(a) if a is not type(None)
+        )
+    return (annotation,)
+
+
+def _wants_text(annotation: Any) -> bool:
+    options = _options(annotation)
+    return str in options and bool not in options
+
+
+def _keys(model: type[BaseModel], path: KeyPath) -> list[str]:
+    for option in _options(_annotation(model, path) or model):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return [f.alias or name for name, f in option.model_fields.items()]
+    return []

@@ -1,0 +1,195 @@
+"""The options of sbatch that a profile or a job may set, and those that the toolkit sets itself.
+
+Names and their kinds come from the manual page sbatch(1) of Slurm 22.05, and from the documented
+additions up to 25.11. Which of them a site's own sbatch knows, `toolkit check --server` asks it.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator
+
+from toolkit.job.loader import Text, nearest
+from toolkit.text.yaml_reader import Ambiguous
+
+__all__ = ["SbatchOptions", "SbatchValue", "merged", "options_schema"]
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+FLAGS = _names("""
+    consolidate-segments contiguous hold ignore-pbs overcommit oversubscribe reboot spread-job
+    spread-segments stepmgr use-min-nodes
+""")
+"""Options that take no value."""
+
+OPTIONAL = _names("""
+    exclusive get-user-env nice no-kill oom-kill-step propagate
+""")
+"""Options that take a value or none."""
+
+VALUED = _names("""
+    account acctg-freq batch bb bbf begin cluster-constraint comment constraint container
+    container-id core-spec cores-per-socket cpu-freq deadline delay-boot distribution exclude
+    extra extra-node-info gpu-bind gpu-freq gres gres-flags hint kill-on-invalid-dep licenses
+    mail-type mail-user mcs-label mem-bind mincpus network nodefile nodelist partition power
+    prefer priority profile qos reservation segment sockets-per-node switches thread-spec
+    threads-per-core time-min tmp tres-bind wait-all-nodes wckey
+""")
+"""Options that need a value."""
+
+_WORKERS = (
+    "there is one task per node, which starts the workers; "
+    "set resources.nnodes and resources.nproc_per_node"
+)
+_CPUS = "set resources.cpus_per_node"
+_MEMORY = "set resources.memory"
+_GPUS = "set resources.gpus_per_node, and gpus_flag in the profile for how they are asked for"
+_LOG = "the log belongs to the run directory, and goes on after a requeue"
+_WAITS = "the toolkit reads sbatch's answer; `toolkit submit --follow` waits"
+_USER = "jobs are yours; submit as the user who shall own them"
+
+DECIDED = {
+    "array": "set 'sweep', whose points are the tasks of an array",
+    "chdir": "relative paths are below the submit folder; write absolute ones",
+    "clusters": "the toolkit asks one cluster about its jobs; submit on a login node of the other",
+    "cpus-per-gpu": _CPUS,
+    "cpus-per-task": _CPUS,
+    "dependency": "set 'after', or use `toolkit submit --after RUN`",
+    "error": _LOG,
+    "export": "the script needs the environment it is submitted in; use 'env' and 'secrets'",
+    "export-file": "the script needs the environment it is submitted in; use 'env' and 'secrets'",
+    "gid": _USER,
+    "gpus": _GPUS,
+    "gpus-per-node": _GPUS,
+    "gpus-per-socket": _GPUS,
+    "gpus-per-task": _GPUS,
+    "help": _WAITS,
+    "input": "a training reads no standard input; name the file in 'args'",
+    "job-name": "set the key 'name'",
+    "mem": _MEMORY,
+    "mem-per-cpu": _MEMORY,
+    "mem-per-gpu": _MEMORY,
+    "no-requeue": "set retries.requeue",
+    "nodes": "set resources.nnodes",
+    "ntasks": _WORKERS,
+    "ntasks-per-core": _WORKERS,
+    "ntasks-per-gpu": _WORKERS,
+    "ntasks-per-node": _WORKERS,
+    "ntasks-per-socket": _WORKERS,
+    "open-mode": _LOG,
+    "output": _LOG,
+    "parsable": _WAITS,
+    "quiet": _WAITS,
+    "requeue": "set retries.requeue",
+    "signal": "set stop.grace, from which the warning follows",
+    "test-only": "`toolkit check --server` asks without submitting",
+    "time": "set time_limit",
+    "tres-per-task": "set 'resources'",
+    "uid": _USER,
+    "usage": _WAITS,
+    "verbose": _WAITS,
+    "version": _WAITS,
+    "wait": _WAITS,
+    "wrap": "the rendered script is what runs; set module, script or command",
+}
+"""Options that follow from other keys, and which."""
+
+ALLOWED = FLAGS | OPTIONAL | VALUED
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def _known(name: str) -> str:
+    plain = name.lstrip("-").replace("_", "-")
+    if name in DECIDED:
+        raise ValueError(f"{name!r} is not yours to set: {DECIDED[name]}")
+    if name in ALLOWED:
+        return name
+    if plain in ALLOWED | DECIDED.keys():
+        raise ValueError(f"{name!r} is written {plain!r} here, as in sbatch's manual")
+    found = nearest(plain, sorted(ALLOWED | DECIDED.keys())) if len(plain) > 1 else ""
+    way_out = found if found.startswith("did") else "write its long name, as in sbatch's manual"
+    raise ValueError(f"sbatch knows no option {name!r}; {way_out}")
+
+
+def _one_value(value: object) -> object:
+    if isinstance(value, Ambiguous):
+        raise ValueError(value.reason)
+    if isinstance(value, tuple | list | dict):
+        kind = "a mapping" if isinstance(value, dict) else "a list"
+        raise ValueError(f'an option has one value, not {kind}; write it as Slurm does, like "a,b"')
+    if value is False:
+        raise ValueError("leave the option out; null takes back what the profile sets")
+    if isinstance(value, float):
+        raise ValueError(f'a number with a point may be written in many ways; write "{value}"')
+    if value == "":
+        raise ValueError("the value is empty; write true for an option without a value")
+    if isinstance(value, str) and (found := _CONTROL.search(value)):
+        raise ValueError(f"it holds {found[0]!r}, which no #SBATCH line can hold")
+    return value
+
+
+def _right_kinds(options: dict[str, Any]) -> dict[str, Any]:
+    found = []
+    for name, value in options.items():
+        if name in VALUED and value is True:
+            found.append(f"{name} needs a value")
+        if name in FLAGS and value is not True and value is not None:
+            found.append(f"{name} takes no value; write true")
+        gres = str(value).split(",") if name == "gres" else []
+        if any(re.match(r"(gres[/:])?gpu(:|=|$)", word) for word in gres):
+            found.append(f"gres asks for GPUs: {_GPUS}")
+    if found:
+        raise ValueError("; ".join(found))
+    return options
+
+
+SbatchValue = Annotated[bool | int | str | None, BeforeValidator(_one_value)]
+"""`true` for an option without a value, a number, a text, or null to take a profile's back."""
+
+SbatchOptions = Annotated[
+    dict[Annotated[Text, AfterValidator(_known)], SbatchValue], AfterValidator(_right_kinds)
+]
+"""Options by their long names without dashes."""
+
+
+def options_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the options, each with what it takes."""
+    text = {"type": "string", "pattern": "^[^\\x00-\\x1f\\x7f]+$"}
+    gres = {**text, "not": {"pattern": "(^|,)(gres[/:])?gpu(:|=|,|$)"}}
+    number, flag, nothing = {"type": "integer"}, {"const": True}, {"type": "null"}
+    kinds: list[tuple[Iterable[str], list[dict[str, Any]]]] = [
+        (FLAGS, [flag]),
+        (OPTIONAL, [flag, number, text]),
+        (VALUED - {"gres"}, [number, text]),
+        (["gres"], [number, gres]),
+    ]
+    return {
+        "type": "object",
+        "propertyNames": {"enum": sorted(ALLOWED)},
+        "patternProperties": {
+            f"^({'|'.join(sorted(names))})$": {"anyOf": [*choices, nothing]}
+            for names, choices in kinds
+        },
+        "default": {},
+    }
+
+
+def merged(layers: Iterable[Mapping[str, SbatchValue]]) -> dict[str, str | None]:
+    """Lay options over one another, the last on top; None stands for an option without a value.
+
+    >>> merged([{"comment": "site", "nice": 5}, {"comment": None, "exclusive": True}])
+    {'nice': '5', 'exclusive': None}
+    """
+    chosen: dict[str, SbatchValue] = {}
+    for layer in layers:
+        chosen |= layer
+    return {
+        name: None if value is True else str(value)
+        for name, value in chosen.items()
+        if value is not None
+    }

@@ -1,0 +1,92 @@
+"""The JSON Schema of the job file, and the docstrings of fields that it shows."""
+
+import ast
+import inspect
+from typing import Any
+
+from pydantic import BaseModel
+
+from toolkit.job.dependencies import after_schema
+from toolkit.job.kubernetes_options import KubernetesOptions, Patch
+from toolkit.job.sbatch_options import options_schema
+from toolkit.job.spec import JobSpec, Mount, NodeRange, Resources, Retries, Secret, Stop
+from toolkit.job.sweeps import Sweep, sweep_schema
+from toolkit.job.types import ENV_NAME, RESERVED_NAMES
+
+__all__ = ["field_docstrings", "json_schema"]
+
+_MODELS = (
+    *(JobSpec, Resources, NodeRange, Stop, Retries, Mount, Secret, Sweep),
+    *(KubernetesOptions, Patch),
+)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the job file; descriptions are the docstrings of the fields."""
+    schema = JobSpec.model_json_schema(by_alias=True)
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    known = {"type": "string", "pattern": f"^(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}$"}
+    place = {"anyOf": [{"$ref": "#/$defs/Secret"}, {"type": "null"}]}
+    schema["properties"] |= {
+        "env": {
+            "type": "object",
+            "propertyNames": known,
+            "additionalProperties": {"type": "string"},
+            "default": {},
+        },
+        "secrets": {
+            "anyOf": [
+                {"type": "array", "items": known, "uniqueItems": True},
+                {"type": "object", "propertyNames": known, "additionalProperties": place},
+            ],
+            "default": {},
+        },
+        "sbatch": options_schema(),
+        "after": after_schema(),
+    }
+    schema["$defs"]["Sweep"]["properties"] |= sweep_schema()
+    schema["$defs"]["Sweep"]["anyOf"] = [
+        {"required": [key], "properties": {key: {smallest: 1}}}
+        for key, smallest in (
+            ("grid", "minProperties"),
+            ("zip", "minProperties"),
+            ("list", "minItems"),
+        )
+    ]
+    schema["$defs"].pop("Dependency", None)
+    schema["$defs"]["Secret"]["oneOf"] = [
+        {
+            "required": list(needed),
+            "properties": {key: {"not": {"type": "null"}} for key in needed}
+            | {key: {"type": "null"} for key in left_out},
+        }
+        for needed, left_out in ((("secret", "key"), ("file",)), (("file",), ("secret", "key")))
+    ]
+    for model in _MODELS:
+        part = schema if model is JobSpec else schema["$defs"][model.__name__]
+        for name, text in field_docstrings(model).items():
+            alias = model.model_fields[name].alias or name
+            # Beside a $ref, a description must not replace what the reference says.
+            part["properties"][alias]["description"] = text
+            part["properties"][alias].pop("title", None)
+    schema["oneOf"] = [
+        {"required": [key], "properties": {key: {"not": {"type": "null"}}}}
+        for key in ("module", "script", "command")
+    ]
+    return schema
+
+
+def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Read the string below each field from the source; pydantic would do it at every import."""
+    (tree,) = ast.parse(inspect.getsource(model)).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
+            found[field.target.id] = inspect.cleandoc(str(below.value.value))
+    return found

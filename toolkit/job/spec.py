@@ -1,0 +1,401 @@
+"""The job file: what to run, on what, and what to do when it is stopped or fails.
+
+A `JobSpec` is portable: nothing in it names a site. Where it runs is the profile's business.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Strict,
+    Tag,
+    ValidationError,
+)
+
+from toolkit.errors import InputError, Problem, SpecError
+from toolkit.job.dependencies import After
+from toolkit.job.kubernetes_options import KubernetesOptions
+from toolkit.job.loader import FrozenModel, Text, assign, frozen, override, validate
+from toolkit.job.sbatch_options import SbatchOptions
+from toolkit.job.sweeps import Point, Sweep, expand, leaks, misread
+from toolkit.job.types import (
+    AbsolutePath,
+    Duration,
+    EnvName,
+    Image,
+    JobName,
+    ModuleName,
+    MountSource,
+    NaturalInt,
+    PositiveInt,
+    Program,
+    SecretFile,
+    SecretKey,
+    SecretName,
+    Size,
+    program_first,
+    schema_extra,
+    secrets_by_name,
+)
+from toolkit.text import secret_scan
+from toolkit.text.yaml_reader import Document, KeyPath, read_document, read_text
+
+__all__ = [
+    "JobSpec",
+    "Mount",
+    "NodeRange",
+    "Resources",
+    "Retries",
+    "Secret",
+    "Stop",
+    "leaked_secrets",
+    "load",
+]
+
+
+class NodeRange(FrozenModel):
+    """How few nodes a job goes on with, and how many it takes where it can have them."""
+
+    min: PositiveInt
+    """With fewer, the run waits for another node, and is queued again after ten minutes."""
+
+    max: PositiveInt
+    """As many as are free when the job starts; on Slurm, others join later."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        few, many = given.get("min"), given.get("max")
+        if isinstance(few, int) and isinstance(many, int) and few > many:
+            return [f"min {few} is more than max {many}"]
+        return []
+
+
+def _kind_of_nnodes(value: object) -> str:
+    return "[range]" if isinstance(value, dict | NodeRange) else "[count]"
+
+
+class Resources(FrozenModel):
+    """What one job asks of the machines; all but `nnodes` counts per node."""
+
+    nnodes: Annotated[
+        Annotated[PositiveInt, Tag("[count]")] | Annotated[NodeRange, Tag("[range]")],
+        Discriminator(_kind_of_nnodes),
+    ] = 1
+    """Nodes; one torchrun starts on each. `{min: 2, max: 4}` goes on when nodes are lost. See
+    [elasticity](../how-to/elasticity.md)."""
+
+    nproc_per_node: PositiveInt = 1
+    """Workers that torchrun starts on each node, usually one per GPU."""
+
+    gpus_per_node: NaturalInt = 0
+    """GPUs on each node."""
+
+    cpus_per_node: PositiveInt | None = None
+    """CPUs on each node; as many as workers where it is left out."""
+
+    memory_bytes: Size | None = Field(default=None, alias="memory")
+    """Memory on each node, like `64GiB`; the site's default where it is left out."""
+
+    shm_bytes: Size | None = Field(default=None, alias="shm")
+    """Shared memory for data loaders; part of `memory`. Containers have 64 MiB by default."""
+
+    @property
+    def min_nodes(self) -> int:
+        """The fewest nodes to run on."""
+        return self.nnodes.min if isinstance(self.nnodes, NodeRange) else self.nnodes
+
+    @property
+    def max_nodes(self) -> int:
+        """The most nodes to run on."""
+        return self.nnodes.max if isinstance(self.nnodes, NodeRange) else self.nnodes
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of nodes may change while the job runs."""
+        return self.min_nodes < self.max_nodes
+
+
+class Stop(FrozenModel):
+    """How a run is stopped: by walltime, preemption, a drained node, or you."""
+
+    grace_s: Duration = Field(default=60, alias="grace", json_schema_extra={"default": "60s"})
+    """How long a checkpoint may take between the warning and the kill."""
+
+
+class Retries(FrozenModel):
+    """How often a failed run is tried again; each try resumes from the newest checkpoint."""
+
+    in_job: NaturalInt = 0
+    """Restarts of the workers by torchrun inside the running job, as after a killed rank."""
+
+    requeue: NaturalInt = 0
+    """New starts of the whole job after failures that may pass: a lost node, a killed rank.
+
+    On Slurm, those after a preemption or when time was over do not count, but with 0 there are none
+    of them either. Of a script that writes no `outcome.json`, running out of time counts, too.
+    """
+
+    no_progress: PositiveInt = 3
+    """Attempts in a row without a new step in `outcome.json` after which a Slurm job ends."""
+
+
+class Mount(FrozenModel):
+    """A folder from outside that the job needs."""
+
+    source: MountSource
+    """The folder on the node: an absolute path. On Kubernetes also `claim:NAME` (a volume claim),
+    `configmap:NAME`, `secret:NAME`, `nfs:SERVER:/PATH`, or `empty:` for a scratch folder that is
+    lost with the pod, `empty:10GiB` for one of limited size."""
+
+    target: AbsolutePath
+    """Where the job sees it."""
+
+    read_only: Annotated[bool, Strict()] = False
+    """Whether the job may only read it; without containers nothing holds it to that."""
+
+    @property
+    def kind(self) -> str:
+        """What the source is: `path`, or the word before its colon."""
+        return "path" if self.source.startswith("/") else self.source.partition(":")[0]
+
+    @property
+    def named(self) -> str:
+        """What follows that word: a name, `SERVER:/PATH`, or a size; the path of a folder."""
+        return self.source if self.kind == "path" else self.source.partition(":")[2]
+
+
+class Secret(FrozenModel):
+    """Where a secret's value is found; the value itself is never written down."""
+
+    secret: SecretName | None = None
+    """The name of the Kubernetes Secret."""
+
+    key: SecretKey | None = None
+    """The key in it."""
+
+    file: SecretFile | None = None
+    """A file that only you may read (`chmod 600`), read by the script on its node; here and on
+    Slurm."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        there = {key for key in ("secret", "key", "file") if given.get(key) is not None}
+        if there in ({"secret", "key"}, {"file"}):
+            return []
+        found = " and ".join(sorted(there)) or "none of them"
+        return [f"secret and key say where it is, or file does; found {found}"]
+
+
+class JobSpec(FrozenModel):
+    """One training job."""
+
+    name: JobName
+    """The job's name; runs are called NAME-DATE-TIME-XXXX."""
+
+    module: ModuleName | None = None
+    """The Python module that every worker runs, as after `python -m`."""
+
+    script: Program | None = None
+    """The Python file that every worker runs; a relative path is below the submit folder, and
+    `$TRAIN_RUN_DIR/FILE` in the run directory: torchrun forks those workers from itself."""
+
+    command: (
+        Annotated[
+            tuple[Text, ...],
+            AfterValidator(program_first),
+            schema_extra(minItems=1, prefixItems=[{"type": "string", "pattern": "^[^-]"}]),
+        ]
+        | None
+    ) = None
+    """Any program and its first arguments, started once per worker in place of Python."""
+
+    args: tuple[Text, ...] = ()
+    """Arguments of the module, script or command."""
+
+    image: Image | None = None
+    """The container image, where the profile runs containers."""
+
+    workdir: AbsolutePath | None = None
+    """The folder in which the workers start; where it is left out, the image's own, or the submit
+    folder where there are no containers."""
+
+    resources: Resources = Field(default_factory=Resources)
+    """What the job needs."""
+
+    time_limit_s: Duration | None = Field(default=None, alias="time_limit")
+    """How long the job may run, like `4h`; the site's default where it is left out."""
+
+    env: dict[EnvName, Text] = Field(default={})
+    """Environment variables of every worker."""
+
+    stop: Stop = Field(default_factory=Stop)
+    """What happens between the warning and the kill."""
+
+    retries: Retries = Field(default_factory=Retries)
+    """What happens after a failure."""
+
+    secrets: Annotated[dict[EnvName, Secret | None], BeforeValidator(secrets_by_name)] = Field(
+        default={}
+    )
+    """Secret environment variables: names, or `{NAME: {secret: …, key: …}}` for Kubernetes, or
+    `{NAME: {file: …}}`; never values."""
+
+    sbatch: SbatchOptions = Field(default={})
+    """More options of sbatch, by their long names: `true` for one without a value, null to take
+    back what the profile sets. Other places ignore them."""
+
+    mounts: tuple[Mount, ...] = ()
+    """Folders from outside."""
+
+    kubernetes: KubernetesOptions = Field(default_factory=KubernetesOptions)
+    """What the job asks of Kubernetes alone; other places ignore it."""
+
+    sweep: Sweep | None = None
+    """Many runs of this job, each with other arguments or variables; on Slurm."""
+
+    after: After = ()
+    """Runs of the same cluster to wait for; on Slurm. A name alone means that it must succeed."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        found = []
+        entries = [key for key in ("module", "script", "command") if given.get(key) is not None]
+        if len(entries) != 1:
+            which = " and ".join(entries) or "none of them"
+            found.append(f"one of module, script and command says what to run; found {which}")
+        if given.get("command") == ():
+            found.append("command: the list is empty; name the program first")
+        words = [
+            word
+            for key in ("command", "args")
+            if isinstance(given.get(key), tuple)
+            for word in given[key]
+        ]
+        if words[1 if given.get("command") else 0 :][:1] == ["--"]:
+            found.append(
+                "the first argument is '--', which torchrun's own command line would swallow; "
+                "put another one before it"
+            )
+        env, secrets = (given.get(key) or () for key in ("env", "secrets"))
+        if isinstance(env, dict) and isinstance(secrets, dict | tuple):
+            found += (
+                f"{name!r} stands under env and under secrets; keep one"
+                for name in sorted({str(name) for name in secrets} & set(env))
+            )
+        sweep, args = given.get("sweep"), given.get("args", ())
+        if isinstance(sweep, dict):  # as a file holds it
+            with contextlib.suppress(ValidationError):
+                sweep = Sweep.model_validate(sweep)
+        # An argument that is no text is told by itself.
+        texts = isinstance(args, tuple) and all(isinstance(word, str) for word in args)
+        if isinstance(sweep, Sweep) and texts:
+            try:
+                points = expand(sweep, args)
+            except ValueError as error:
+                return [*found, str(error)]
+            swept = {name for point in points for name in point.env}
+            found += (
+                f"{name!r} stands under sweep and under secrets; keep one"
+                for name in sorted(
+                    swept & set(secrets if isinstance(secrets, dict | tuple) else ())
+                )
+            )
+        return found
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The points of the sweep; none without one."""
+        return () if self.sweep is None else expand(self.sweep, self.args)
+
+    def at(self, point: Point) -> "JobSpec":
+        """Return the plain job of a point."""
+        changes = {"sweep": None, "args": point.args, "env": {**self.env, **point.env}}
+        return self.model_copy(update=changes)
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What follows torchrun's own options: the module, script or command."""
+        if self.module is not None:
+            return ("-m", self.module)
+        if self.script is not None:
+            return (self.script,)
+        assert self.command is not None
+        return ("--no-python", *self.command)
+
+    @property
+    def entry(self) -> tuple[str, ...]:
+        """The program with its arguments."""
+        return (*self.program, *self.args)
+
+    @property
+    def digest(self) -> str:
+        """The first 12 hexadecimal digits of the SHA-256 of everything the file sets."""
+        canonical = json.dumps(self.as_written(), sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+    def as_written(self) -> dict[str, Any]:
+        """Return the job as a job file holds it, without the keys left at their defaults."""
+        return self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+
+    def replace(self, **changes: Any) -> "JobSpec":
+        """Return the job with other values, checked like a file.
+
+        Keys are those of the job file, like `args` or `**{"resources.nnodes": 4}`; values are what
+        stands there, as Python has it: `"4h"`, `["--epochs", "3"]`, `{"min": 2, "max": 4}`; None
+        takes a key back to its default.
+
+        Raises:
+            SpecError: every problem of the changed job.
+        """
+        written = Document(data=frozen(self.as_written()), source=f"job {self.name!r}")
+        return _checked(assign(written, changes))
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
+    """Read a job file.
+
+    Args:
+        path: The YAML file.
+        overrides: Assignments like `resources.nnodes=4`, applied before anything is checked.
+
+    Raises:
+        SpecError: Every problem of the file and of the overrides.
+    """
+    return _checked(override(_document(Path(path)), overrides, JobSpec))
+
+
+def _checked(document: Document) -> JobSpec:
+    job = validate(JobSpec, document, SpecError)
+    if found := [*leaked_secrets(job), *misread(document)]:
+        raise SpecError([Problem(place=document.place(at), message=reason) for at, reason in found])
+    return job
+
+
+def leaked_secrets(job: JobSpec) -> list[tuple[KeyPath, str]]:
+    """Return where a secret is written down, and what to do about it."""
+    found: list[tuple[KeyPath, str]] = []
+    for key, value in job.as_written().items():
+        if key not in ("secrets", "sweep"):
+            holes = secret_scan.leaks_of_document(
+                key, value, name=key, skip=secret_scan.NAMES_OF_SECRETS
+            )
+            found += (((key, *path), reason) for path, reason in holes)
+    return [*found, *(leaks(job.sweep) if job.sweep else ())]
+
+
+def _document(path: Path) -> Document:
+    try:
+        return read_document(read_text(path), str(path))
+    except InputError as error:
+        raise SpecError(error.problems) from None

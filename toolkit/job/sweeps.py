@@ -1,0 +1,294 @@
+"""Sweeps: one job at many points, each with other arguments or variables. Pure."""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from toolkit.job.loader import FrozenModel, Text
+from toolkit.job.types import ENV_NAME, RESERVED_NAMES, PositiveInt
+from toolkit.text import secret_scan
+from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath
+
+__all__ = ["Point", "Sweep", "expand", "leaks", "misread", "sweep_schema"]
+
+MOST_POINTS = 100_000
+"""More is a mistake; Slurm's own limit for an array (MaxArraySize) is 1001 by default."""
+
+NAME_LENGTH = 72
+"""The longest name of a point, in characters; file systems take 255 bytes."""
+
+_OPTION = "--[A-Za-z0-9][-A-Za-z0-9_.]*"
+_KEY = f"{_OPTION}|env\\.(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}"
+
+
+def _known(key: str) -> str:
+    if re.fullmatch(_KEY, key):
+        return key
+    name = key.removeprefix("env.")
+    if RESERVED_NAMES.fullmatch(name):
+        raise ValueError(f"{name!r} is set by torchrun, the scheduler or the toolkit; leave it out")
+    raise ValueError(
+        f"{key!r} cannot vary: the points of a sweep are one job array with one set of resources "
+        "and options; write --OPTION for an argument or env.NAME for a variable, and submit the "
+        "job once per value of anything else"
+    )
+
+
+def _text(value: object) -> object:
+    """Turn a number into its text; a boolean stays one."""
+    if isinstance(value, Ambiguous):
+        raise ValueError(value.reason)
+    if value is None:
+        raise ValueError('nothing is written here; write "" for an empty string')
+    if isinstance(value, tuple | list | dict):
+        kind = "a mapping" if isinstance(value, dict) else "a list"
+        raise ValueError(f"a point has one value, not {kind}; write it as the program takes it")
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _no_switch(settings: dict[str, Any]) -> dict[str, Any]:
+    for key, given in settings.items():
+        values = given if isinstance(given, tuple) else (given,)
+        if key.startswith("env.") and any(isinstance(value, bool) for value in values):
+            raise ValueError(
+                f'{key}: true may be "1", "true" or "yes" to a program; write the text you mean'
+            )
+    return settings
+
+
+Key = Annotated[Text, AfterValidator(_known)]
+Value = Annotated[bool | Text, BeforeValidator(_text)]
+Axes = Annotated[
+    dict[Key, Annotated[tuple[Value, ...], Field(min_length=1)]], AfterValidator(_no_switch)
+]
+Settings = Annotated[dict[Key, Value], AfterValidator(_no_switch)]
+
+
+class Sweep(FrozenModel):
+    """Many runs of one job, as one job array; see [sweeps](../how-to/sweeps.md)."""
+
+    grid: Axes = Field(default={})
+    """Lists of values by `--OPTION` of `args`, or `env.NAME`; every combination is a point, and the
+    last key varies fastest."""
+
+    zipped: Axes = Field(default={}, alias="zip")
+    """Lists of one length; the first values of all are a point, then the second ones."""
+
+    listed: tuple[Settings, ...] = Field(default=(), alias="list")
+    """The points themselves, each with its keys. Every point of `grid`, `zip` and `list` goes with
+    every one of the others."""
+
+    max_running: PositiveInt | None = None
+    """How many points may run at the same time; as many as there is room for, if left out."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        grid, zipped, listed = (given.get(key) for key in ("grid", "zipped", "listed"))
+        if not (isinstance(grid, dict) and isinstance(zipped, dict) and isinstance(listed, tuple)):
+            return []
+        if not (grid or zipped or listed):
+            return ["grid, zip or list says what varies; found none of them"]
+        lengths = {key: len(values) for key, values in zipped.items()}
+        if len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{key} has {count}" for key, count in lengths.items())
+            return [f"the lists of zip go together, value by value: {shown}; make them equal"]
+        in_list = {key for settings in listed for key in settings}
+        places = [("grid", set(grid)), ("zip", set(zipped)), ("list", in_list)]
+        for (one, keys), (other, others) in itertools.combinations(places, 2):
+            if twice := sorted(keys & others):
+                return [f"{twice[0]} stands under {one} and under {other}; keep one"]
+        count = max([1, *lengths.values()]) * max(1, len(listed))
+        for values in grid.values():
+            count *= len(values)
+        if count > MOST_POINTS:
+            return [f"{count} points are more than {MOST_POINTS}; vary less at a time"]
+        return _twice(list(_combinations(grid, zipped, listed)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run of a sweep."""
+
+    index: int
+    """Its number, from 0; Slurm's array task."""
+
+    name: str
+    """Its name, and that of its folder in the run directory, like `0003-lr=0.01-seed=2`."""
+
+    settings: Mapping[str, str | bool]
+    """What was set, by the keys of the sweep."""
+
+    args: tuple[str, ...]
+    """All arguments of the program."""
+
+    env: Mapping[str, str]
+    """Variables, over those of the job."""
+
+
+def expand(sweep: Sweep, args: Sequence[str]) -> tuple[Point, ...]:
+    """Return the points in their order: grid outermost, then zip, then list.
+
+    Args:
+        sweep: What varies.
+        args: The arguments of the job, in which options are set.
+
+    Raises:
+        ValueError: an option that cannot be set, with the reason.
+    """
+    combinations = list(_combinations(sweep.grid, sweep.zipped, sweep.listed))
+    width = max(4, len(str(len(combinations) - 1)))
+    varying = {
+        key
+        for key in dict.fromkeys(key for settings in combinations for key in settings)
+        if len({settings.get(key) for settings in combinations}) > 1
+    }
+    return tuple(
+        Point(
+            index=index,
+            name=_name(f"{index:0{width}}", {k: v for k, v in settings.items() if k in varying}),
+            settings=settings,
+            args=_with_options(args, settings),
+            env={
+                key.removeprefix("env."): str(value)
+                for key, value in settings.items()
+                if key.startswith("env.")
+            },
+        )
+        for index, settings in enumerate(combinations)
+    )
+
+
+def _combinations(
+    grid: Mapping[str, Sequence[str | bool]],
+    zipped: Mapping[str, Sequence[str | bool]],
+    listed: Sequence[Mapping[str, str | bool]],
+) -> Iterator[dict[str, str | bool]]:
+    product = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    rows = zip(*zipped.values(), strict=True) if zipped else [()]
+    together = [dict(zip(zipped, values, strict=True)) for values in rows]
+    for one, two, three in itertools.product(product, together, listed or [{}]):
+        yield {**one, **two, **three}
+
+
+def _twice(combinations: list[dict[str, str | bool]]) -> list[str]:
+    seen: dict[frozenset[tuple[str, str | bool]], int] = {}
+    for index, settings in enumerate(combinations):
+        first = seen.setdefault(frozenset(settings.items()), index)
+        if first != index:
+            return [f"points {first} and {index} set the same; leave one out"]
+    return []
+
+
+def _name(number: str, settings: Mapping[str, str | bool]) -> str:
+    """Return a name that is safe as a folder's: letters, digits and `._=+-`.
+
+    >>> _name("0003", {"--optim.lr": "0.01", "env.SEED": "2", "--data": "/my data/x"})
+    '0003-lr=0.01-seed=2-data=my-data-x'
+    """
+    text = number
+    for key, value in settings.items():
+        short = key.lstrip("-").rpartition(".")[2].lower()
+        shown = str(value).lower() if isinstance(value, bool) else value
+        text += f"-{short}=" + re.sub(r"[^A-Za-z0-9._+-]+", "-", shown).strip("-.")
+    return text[:NAME_LENGTH].rstrip("-.=")
+
+
+def _with_options(args: Sequence[str], settings: Mapping[str, str | bool]) -> tuple[str, ...]:
+    words = list(args)
+    for key, value in settings.items():
+        if key.startswith("--"):
+            words = _with_option(words, key, value)
+    return tuple(words)
+
+
+def _with_option(words: list[str], option: str, value: str | bool) -> list[str]:
+    """Set an option: where it stands last, which is the one that counts; else at the end.
+
+    >>> _with_option(["--lr", "1", "x"], "--lr", "2"), _with_option(["--lr=1"], "--lr", "2")
+    (['--lr', '2', 'x'], ['--lr=2'])
+    >>> _with_option(["x"], "--lr", "2"), _with_option(["--lr", "--fast"], "--fast", False)
+    (['x', '--lr', '2'], ['--lr'])
+    """
+    found = [at for at, word in enumerate(words) if word.partition("=")[0] == option]
+    if isinstance(value, str):
+        # `--x --y` would be two options.
+        pair = [f"{option}={value}"] if value.startswith("--") else [option, value]
+        if not found:
+            return [*words, *pair]
+        at = found[-1]
+        if "=" in words[at]:
+            return [*words[:at], f"{option}={value}", *words[at + 1 :]]
+        return [*words[:at], *pair, *words[at + 1 + _followed(words, at) :]]
+    if not found:
+        return [*words, *[option] * value]
+    at = found[-1]
+    if "=" in words[at] or _followed(words, at):
+        raise ValueError(
+            f"{option} is true or false in the sweep, as a switch is, and args[{at}] gives it a "
+            "value; take it out of args, or write values into the sweep"
+        )
+    return [*words[:at], *[option] * value, *words[at + 1 :]]
+
+
+def _followed(words: list[str], at: int) -> bool:
+    """Whether a value follows the option at `at`."""
+    return at + 1 < len(words) and not words[at + 1].startswith("--")
+
+
+def leaks(sweep: Sweep) -> Iterator[tuple[KeyPath, str]]:
+    """Yield where a secret is written down, and what to do about it."""
+    for group, axes in (("grid", sweep.grid), ("zip", sweep.zipped)):
+        for key, values in axes.items():
+            for index, value in enumerate(values):
+                yield from _leak(("sweep", group, key, index), key, value)
+    for index, settings in enumerate(sweep.listed):
+        for key, value in settings.items():
+            yield from _leak(("sweep", "list", index, key), key, value)
+
+
+def _leak(place: KeyPath, key: str, value: str | bool) -> Iterator[tuple[KeyPath, str]]:
+    if isinstance(value, bool):
+        return
+    shown = "sweep" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place[1:])
+    if key.startswith("--"):  # as in args: the option's name and its value
+        reasons = [reason for _, reason in secret_scan.leaks_of_words(shown, [key, value])]
+        yield from ((place, reason.replace(f"{shown}[1]", shown, 1)) for reason in reasons)
+    else:
+        name = key.removeprefix("env.")
+        yield from ((place, reason) for reason in secret_scan.leaks(shown, value, name=name))
+
+
+def misread(document: Document) -> Iterator[tuple[KeyPath, str]]:
+    """Yield numbers whose text is not the one that was written: `3.10`, which YAML reads as 3.1."""
+    for path, written in document.written.items():
+        value: Any = document.data
+        for part in path if path[:1] == ("sweep",) else ():
+            value = value[part]
+        if isinstance(value, int | float) and not isinstance(value, bool) and str(value) != written:
+            yield path, f'{written} is read as {value}; write "{written}" if you mean the text'
+
+
+def sweep_schema() -> dict[str, Any]:
+    """Return what the JSON Schema must say of the keys, which pydantic leaves out."""
+    switch, text, number = {"type": "boolean"}, {"type": "string"}, {"type": "number"}
+    kinds = {"^--": {"anyOf": [text, number, switch]}, "^env\\.": {"anyOf": [text, number]}}
+    names = {"type": "string", "pattern": f"^(?:{_KEY})$"}
+    axes = {
+        "type": "object",
+        "propertyNames": names,
+        "patternProperties": {
+            begin: {"type": "array", "items": value, "minItems": 1}
+            for begin, value in kinds.items()
+        },
+    }
+    settings = {"type": "object", "propertyNames": names, "patternProperties": kinds}
+    return {
+        "grid": {**axes, "default": {}},
+        "zip": {**axes, "default": {}},
+        "list": {"type": "array", "items": settings, "default": []},
+    }

@@ -1,0 +1,228 @@
+"""The types of the fields of job files and profiles, each with its rule and its JSON Schema."""
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Strict, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from toolkit.job.loader import Text
+from toolkit.text.quantities import (
+    DURATION_PATTERN,
+    SIZE_PATTERN,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+from toolkit.text.yaml_reader import Ambiguous
+
+__all__ = [
+    "ENV_NAME",
+    "IN_RUN_DIR",
+    "RESERVED_NAMES",
+    "AbsolutePath",
+    "Duration",
+    "EnvName",
+    "HomePath",
+    "Image",
+    "JobName",
+    "ModuleName",
+    "MountSource",
+    "NaturalInt",
+    "PositiveInt",
+    "Program",
+    "SecretFile",
+    "SecretKey",
+    "SecretName",
+    "Size",
+    "Via",
+    "matching",
+    "program_first",
+    "schema_extra",
+    "secrets_by_name",
+]
+
+RESERVED_NAMES = re.compile(
+    "PET_.*|TORCHELASTIC_.*|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE"
+    "|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE|TRAIN_RUN_DIR|TRAIN_ATTEMPT"
+    "|TRAIN_ENDPOINT|TRAIN_JOINS|TRAIN_START|TRAIN_SUBMITTED_DIR|TRAIN_SUBMITTED_SHA256"
+    "|SLURM_.*"
+)
+"""Variables that torchrun, the scheduler or the toolkit set: a job cannot choose them."""
+
+
+IN_RUN_DIR = "$TRAIN_RUN_DIR/"
+"""The beginning of a script that lies in the run directory, whose name only the place knows."""
+
+
+def _from_text(parse: Callable[[str], int]) -> Callable[[object], int]:
+    def convert(value: object) -> int:
+        if isinstance(value, bool | float) or not isinstance(value, str | int):
+            raise PydanticCustomError("quantity_type", "a string with a unit is wanted")
+        # An integer has lost its unit; the parser's message says which ones there are.
+        return parse(str(value))
+
+    return convert
+
+
+def _quantity(
+    parse: Callable[[str], int], show: Callable[[int], str], schema: dict[str, Any]
+) -> Any:
+    return (
+        BeforeValidator(_from_text(parse)),
+        PlainSerializer(show, return_type=str),
+        WithJsonSchema({"type": "string", **schema}),
+    )
+
+
+Duration = Annotated[
+    int,
+    *_quantity(
+        parse_duration,
+        format_duration,
+        {"pattern": DURATION_PATTERN, "examples": ["90s", "30m", "1h30m", "01:30:00"]},
+    ),
+]
+"""Whole seconds, written like `30m`."""
+
+Size = Annotated[
+    int,
+    *_quantity(parse_size, format_size, {"pattern": SIZE_PATTERN, "examples": ["64GiB", "500MB"]}),
+]
+"""Bytes, written like `64GiB`."""
+
+
+def matching(pattern: str, rule: str) -> Any:
+    """Return the annotations of a text that must match; `rule` is the way out."""
+    expression = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if not expression.fullmatch(value):
+            raise ValueError(f"{value!r} cannot be used; {rule}")
+        return value
+
+    return AfterValidator(check), schema_extra(pattern=f"^(?:{pattern})$")
+
+
+def schema_extra(**more: Any) -> Any:
+    """Return the annotation that adds to a field's JSON Schema."""
+    return Field(json_schema_extra=more)
+
+
+def _unreserved(name: str) -> str:
+    if RESERVED_NAMES.fullmatch(name):
+        raise ValueError(f"{name!r} is set by torchrun, the scheduler or the toolkit; leave it out")
+    return name
+
+
+ENV_NAME = "[A-Za-z_][A-Za-z0-9_]*"
+EnvName = Annotated[
+    Text,
+    *matching(ENV_NAME, "use letters, digits and underscores, no digit first"),
+    AfterValidator(_unreserved),
+]
+JobName = Annotated[
+    Text,
+    *matching(
+        "[a-z]([-a-z0-9]{0,30}[a-z0-9])?",
+        "use at most 32 of a-z, 0-9 and '-', a letter first and no '-' last "
+        "(Kubernetes allows no other names, and adds to this one)",
+    ),
+]
+ModuleName = Annotated[
+    Text,
+    *matching(
+        r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*",
+        "write it as after `python -m`, like train; a file goes under the key 'script'",
+    ),
+]
+SecretName = Annotated[
+    Text, *matching("[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "write a Kubernetes object name")
+]
+SecretKey = Annotated[Text, *matching("[-._a-zA-Z0-9]+", "use letters, digits, '-', '_' and '.'")]
+SecretFile = Annotated[Text, *matching(r"(/|~/)[^\r\n]+", "write an absolute path, or ~/PATH")]
+HomePath = Annotated[Text, *matching(r"(/|~/[^/]).*", "write /PATH, or ~/PATH for your home there")]
+"""A folder on another machine."""
+
+Via = Annotated[
+    Text,
+    *matching(
+        r"ssh (\w[\w.+-]*@)?\w[\w.-]*",
+        "write ssh HOST or ssh USER@HOST; what else ssh needs to know stands in ~/.ssh/config",
+    ),
+]
+"""How a login node is reached."""
+
+Image = Annotated[Text, *matching(r"\S+", "write it like registry/name:tag")]
+
+
+def _not_an_option(value: str) -> str:
+    if not value:
+        raise ValueError("the program has no name; write its file")
+    if value.startswith("-"):
+        raise ValueError(f"{value!r} would be read as an option of torchrun; write ./{value}")
+    return value
+
+
+def program_first(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `command` if its first word can be a program.
+
+    Raises:
+        ValueError: torchrun would take it for an option of its own.
+    """
+    if command:
+        _not_an_option(command[0])
+    return command
+
+
+def _absolute(value: str) -> str:
+    if not value.startswith("/"):
+        raise ValueError(f"{value!r} must be an absolute path; it is the same on every node")
+    return value
+
+
+_SERVER = r"(?:[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])"
+_OBJECT = "[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
+_SOURCE = (
+    f"(?:claim|configmap|secret):{_OBJECT}|nfs:{_SERVER}:/.*"
+    f"|empty:|empty:{SIZE_PATTERN.strip('^$')}"
+)
+
+
+def _path_or_volume(value: str) -> str:
+    if not value.startswith("/") and not re.fullmatch(_SOURCE, value):
+        raise ValueError(
+            f"{value!r} must be an absolute path; on Kubernetes also claim:NAME, configmap:NAME, "
+            "secret:NAME, nfs:SERVER:/PATH, empty: or empty:10GiB"
+        )
+    return value
+
+
+MountSource = Annotated[
+    Text, AfterValidator(_path_or_volume), schema_extra(pattern=f"^(?:/|(?:{_SOURCE})$)")
+]
+Program = Annotated[Text, AfterValidator(_not_an_option), schema_extra(pattern="^[^-]")]
+AbsolutePath = Annotated[Text, AfterValidator(_absolute), schema_extra(pattern="^/")]
+PositiveInt = Annotated[int, Strict(), Field(ge=1)]
+NaturalInt = Annotated[int, Strict(), Field(ge=0)]
+
+
+def secrets_by_name(value: object) -> object:
+    """Turn a list of names into a mapping whose values say nothing about the place.
+
+    Raises:
+        ValueError: what is no name, or stands twice.
+    """
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, tuple | list):
+        raise PydanticCustomError("secrets_type", "names are wanted")
+    names = [item for item in value if isinstance(item, str)]
+    found = [f"a name is wanted, not {item!r}" for item in value if not isinstance(item, str)]
+    found += (name.reason for name in names if isinstance(name, Ambiguous))
+    found += (f"{name!r} stands twice" for name in sorted(set(names)) if names.count(name) > 1)
+    if found:
+        raise ValueError("; ".join(found))
+    return dict.fromkeys(names)

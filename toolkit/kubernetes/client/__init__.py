@@ -1,0 +1,1 @@
+"""The API server: a connection, its resources, and commands in pods."""

@@ -1,0 +1,201 @@
+"""Commands in running containers: `pods/exec` over a websocket, as it comes, in bounded memory.
+
+The official client makes the connection, with its certificates and proxies. Its WSClient is not
+used: that keeps all that has come, and reads for as long as there is something to read. With v4,
+which every server speaks, a command cannot see its stdin end: it must know how much there is.
+"""
+
+import contextlib
+import selectors
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+from urllib.parse import urlencode
+
+from toolkit.errors import LauncherError
+from toolkit.kubernetes.client.connection import Away, Missing, refusal
+from toolkit.kubernetes.client.resources import PODS, Cluster
+from toolkit.text import untrusted
+
+__all__ = ["execute"]
+
+_PROTOCOL = "v4.channel.k8s.io"
+_STDIN, _STDOUT, _STDERR, _ERROR = range(4)
+"""The first byte of each message (k8s.io/apimachinery, remotecommand)."""
+
+_BINARY, _CLOSE, _TEXT = 2, 8, 1  # RFC 6455, section 11.8
+
+_ANSWER_S = 60.0
+"""How long the server may take to agree to a websocket."""
+
+_SILENCE_S = 300.0
+"""How long a command may say nothing: a network disk takes its time to write what it was given."""
+
+_LAST_WORDS = 2000
+
+
+def execute(
+    cluster: Cluster,
+    pod: str,
+    container: str,
+    argv: Sequence[str],
+    *,
+    stdin: Iterable[bytes | memoryview] = (),
+    show: Callable[[bytes], object] = lambda _: None,
+) -> None:
+    """Run a command in a container, and return when it has ended with 0.
+
+    Args:
+        cluster: Where.
+        pod: The pod's name.
+        container: Its container.
+        argv: The command.
+        stdin: What it is told, in parts of some 10 KiB.
+        show: Called with each part of what it prints.
+
+    Raises:
+        Away: the connection is lost, so that nobody knows how the command ended.
+        Missing: there is no such pod, or its container does not run.
+        LauncherError: it cannot be run, or has ended otherwise; its last words are in the message.
+    """
+    command = _Command(show)
+    with _connected(cluster, pod, container, argv) as socket:
+        errors = _errors()
+        try:
+            with contextlib.suppress(*errors), selectors.DefaultSelector() as waiting:
+                # Who has stopped listening has said why: that is to be read.
+                waiting.register(socket.sock, selectors.EVENT_READ)
+                for part in stdin:
+                    socket.send(bytes([_STDIN]) + part, _BINARY)
+                    if waiting.select(0) and not command.hears(*_message(socket)):
+                        break
+            while command.goes_on:
+                command.hears(*_message(socket))
+        except errors as error:
+            raise Away(f"the connection into pod {pod} is lost: {error or 'no answer'}") from error
+    command.check(pod)
+
+
+class _Command:
+    """What is known of a command."""
+
+    def __init__(self, show: Callable[[bytes], object]) -> None:
+        self._show = show
+        self._said = b""
+        self._status: dict[str, Any] | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._status is None
+
+    def hears(self, opcode: int, content: bytes) -> bool:
+        """Take a message; return whether there will be more.
+
+        Raises:
+            ConnectionError: the server has hung up, and not said how the command ended.
+        """
+        if opcode == _CLOSE:
+            if self._status is None:
+                raise ConnectionError("the server has hung up")
+        elif opcode in (_BINARY, _TEXT) and content:
+            channel, rest = content[0], content[1:]
+            if channel == _STDOUT and rest:
+                self._show(rest)
+            elif channel == _STDERR:
+                self._said = (self._said + rest)[-_LAST_WORDS:]
+            elif channel == _ERROR:
+                self._status = _status(rest)
+        return self.goes_on
+
+    def check(self, pod: str) -> None:
+        """Raise unless it has ended well."""
+        status = self._status or {}
+        if status.get("status") == "Success":
+            return
+        words = self._said.decode(errors="replace").strip().rpartition("\n")[2]
+        raise LauncherError(f"pod {pod}: {words or status.get('message') or status}")
+
+
+def _status(text: bytes) -> dict[str, Any]:
+    """Return what the server says of the command's end.
+
+    Raises:
+        ConnectionError: that cannot be read.
+    """
+    try:
+        return untrusted.mapping(untrusted.parse_json(text))
+    except ValueError as error:
+        raise ConnectionError(f"the end of a command cannot be read: {error}") from None
+
+
+@contextlib.contextmanager
+def _connected(cluster: Cluster, pod: str, container: str, argv: Sequence[str]) -> Iterator[Any]:
+    from kubernetes.stream import ws_client
+    from websocket import WebSocketBadStatusException
+
+    configuration, headers = cluster.connection.credentials()
+    query = [("container", container), *(("command", word) for word in argv)]
+    query += [(stream, "true") for stream in ("stdin", "stdout", "stderr")]
+    path = f"{PODS.path(cluster.namespace, pod)}/exec?{urlencode(query)}"
+    url = "ws" + configuration.host.rstrip("/").removeprefix("http") + path
+    known = {key.lower(): value for key, value in headers.items()}
+    known["sec-websocket-protocol"] = _PROTOCOL
+    make: Callable[..., Any] = ws_client.create_websocket
+    try:
+        socket = _in_time(lambda: make(configuration, url, known))
+    except WebSocketBadStatusException as error:
+        body = getattr(error, "resp_body", None) or str(error).encode()
+        if b"container not found" in body:  # which servers answer with 500
+            raise Missing(f"pod {pod} does not run any more") from error
+        raise refusal(error.status_code, body, getattr(error, "resp_headers", {})) from error
+    except _errors() as error:
+        raise Away(f"no connection into pod {pod}: {error}") from error
+    try:
+        socket.settimeout(_SILENCE_S)
+        yield socket
+    finally:
+        socket.shutdown()
+
+
+def _in_time(connect: Callable[[], Any]) -> Any:
+    """Return the connection; the official client would wait for the server's answer for ever.
+
+    Raises:
+        TimeoutError: there is no answer.
+    """
+    made: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            socket = connect()
+        except Exception as error:
+            if made.set_running_or_notify_cancel():
+                made.set_exception(error)
+            return
+        if made.set_running_or_notify_cancel():
+            made.set_result(socket)
+        else:
+            socket.shutdown()  # nobody waits for it any more
+
+    # Left behind where it waits for ever: it must not keep the process from ending.
+    threading.Thread(target=work, name="websocket", daemon=True).start()
+    try:
+        return made.result(_ANSWER_S)
+    except TimeoutError as error:
+        if not made.cancel():
+            return made.result()  # which has just come
+        raise TimeoutError(f"no answer within {_ANSWER_S:g} s") from error
+
+
+def _message(socket: Any) -> tuple[int, bytes]:
+    """Return the next message; what only keeps the connection alive is answered on the way."""
+    opcode, frame = socket.recv_data_frame(True)
+    return int(opcode), bytes(frame.data)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    from websocket import WebSocketException
+
+    return WebSocketException, OSError

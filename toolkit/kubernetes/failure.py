@@ -1,0 +1,323 @@
+"""Which rank of a run in pods has failed first, and why: by what the pods have printed. Pure.
+
+No disk of a pod is seen from here, so what is read is its log, or the end of it that Kubernetes
+keeps: the ranks' lines as torchrun passes them on, torchrun's report, and what the entrypoint said.
+"""
+
+import re
+import signal
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+from toolkit.kubernetes.pods import conditions_of
+from toolkit.kubernetes.termination_message import OF_RANK, last_words
+from toolkit.kubernetes.workloads import Object
+from toolkit.runs.failure import STOPS, Failure, Kind, first_of, is_echo
+from toolkit.runs.torchrun_log_dir import shift_s
+from toolkit.runs.torchrun_report import Reported, Trace, last_trace, read_reports, report_texts
+
+__all__ = ["Line", "Printed", "first_failure", "of_conditions", "seconds_of"]
+
+Line = tuple[float | None, str]
+"""When it was printed, in seconds since 1970, where that is known; and the line."""
+
+_AGAIN = re.compile(r"E\d{4} \S+ .*\] failed \(exitcode: (-?\d{1,9})\) local_rank: (\d{1,9}) ")
+"""What torchrun logs before it ends the ranks of a start (torch 2.13, multiprocessing/api.py)."""
+
+_OWN = re.compile(r"torch\S+(ChildFailedError|SignalException)")
+"""How torchrun ends because of its ranks."""
+
+_NO_FAILURE = re.compile("stopped from outside|all steps made")
+"""What the entrypoint says of an end that is none."""
+
+_POD_FAILED = re.compile(r"pod \S+?/(\S+) failed with exit code (\d+)")
+"""What the Job controller says of a pod for which it has ended the Job."""
+
+_INDEX = re.compile(r"-(\d+)-\w+$")
+_LAST_WORDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Printed:
+    """What a container has printed that has ended badly."""
+
+    pod: str
+    """The pod's short name."""
+
+    attempt: int
+    """The start of all pods that it belongs to."""
+
+    exit_code: int
+    """Its exit status."""
+
+    reason: str
+    """What the kubelet says of its end."""
+
+    ended: float
+    """When it has ended, in seconds since 1970."""
+
+    lines: Sequence[Line]
+    """The last lines, oldest first."""
+
+
+@dataclass(kw_only=True)
+class _Start:
+    """What was printed in one start of a pod's ranks."""
+
+    ranks: dict[int, list[Line]] = field(default_factory=lambda: defaultdict(list))
+    others: list[Line] = field(default_factory=list)
+    noticed: list[tuple[float | None, int, int]] = field(default_factory=list)
+    """Time, exit status and local rank of which torchrun says that it has failed."""
+
+
+def first_failure(printed: Iterable[Printed]) -> Failure | None:
+    """Return what failed first; None where nothing tells.
+
+    Of several starts of the ranks within a pod, the last one counts. Ranks that have only lost
+    another one come last, whenever they said so.
+    """
+    found: list[Failure] = []
+    before: dict[int, list[Failure]] = {}
+    for pod in printed:
+        *earlier, last = _starts_of(pod.lines)
+        reports = _reports(pod, last)
+        base = next((said.rank - said.local_rank for said in reports), None)
+        found += _of_ranks(pod, last, reports, base, len(earlier)) or _of_pod(pod, last)
+        for restart, start in enumerate(earlier):
+            before.setdefault(restart, []).extend(_noticed(pod, start, base, restart))
+    if not found:
+        return None
+    known = tuple(first_of(those) for _, those in sorted(before.items()) if those)
+    return replace(first_of(found), earlier=known)
+
+
+def of_conditions(things: Iterable[Object]) -> Failure | None:
+    """Return what an object, or a Job of it, says of the pod that has ended it."""
+    for thing in things:
+        for condition in conditions_of(thing):
+            said = str(condition.get("message") or "")
+            match = _POD_FAILED.search(said)
+            if condition["type"] != "Failed" or condition.get("status") != "True" or not match:
+                continue
+            index = _INDEX.search(match[1])
+            return Failure(
+                kind="exit",
+                rank=None,
+                local_rank=None,
+                node=f"node-{index[1]}" if index else match[1],
+                attempt=0,
+                restart=0,
+                time=_seconds(condition.get("lastTransitionTime")),
+                message=f"exit status {match[2]}; its pod is gone: {said}",
+                traceback=(),
+            )
+    return None
+
+
+def _starts_of(lines: Sequence[Line]) -> list[_Start]:
+    """Return what was printed, by the starts of the ranks; the last one holds torchrun's report."""
+    found = [_Start()]
+    for time, text in lines:
+        if match := OF_RANK.match(text):
+            if found[-1].noticed and not _reported(found[-1].others):
+                found.append(_Start())
+            found[-1].ranks[int(match[1])].append((time, match[2]))
+        else:
+            found[-1].others.append((time, text))
+            if match := _AGAIN.match(text):
+                found[-1].noticed.append((time, int(match[1]), int(match[2])))
+    if len(found) > 1 and not found[-1].noticed and _reported(found[-1].others):
+        late = found.pop()  # what ranks had printed at their end, and torchrun passed on after it
+        for rank, said in late.ranks.items():
+            found[-1].ranks[rank] += said
+        found[-1].others += late.others
+    return found
+
+
+def _reported(others: Sequence[Line]) -> bool:
+    return any(_OWN.match(text) for _, text in others)
+
+
+def _reports(pod: Printed, start: _Start) -> list[Reported]:
+    """Return torchrun's report, by the clock of the log: a pod's time zone may not be ours."""
+    found = read_reports(text for _, text in start.others)
+    stamps = [time for time, text in start.others if time and "error_file:" in text]
+    now = stamps[-1] if stamps else pod.ended
+    last = max((said.time for said in found), default=now)
+    shift = shift_s(now - last)
+    return [replace(said, time=said.time + shift) for said in found]
+
+
+def _of_ranks(
+    pod: Printed, start: _Start, reports: Sequence[Reported], base: int | None, restart: int
+) -> list[Failure]:
+    """Return how the ranks have failed that torchrun reports, or else that left a traceback."""
+    told = report_texts(text for _, text in start.others)
+    found = []
+    for said in reports:
+        one = _judged(pod, said, start.ranks.get(said.rank, []), told.get(said.rank, ()))
+        found += [replace(one, restart=restart)] if one is not None else []
+    if not reports and not _NO_FAILURE.search(_verdict(pod)):
+        found = _traces(pod, start, base, restart)
+    return found
+
+
+def _judged(
+    pod: Printed, said: Reported, lines: Sequence[Line], told: Sequence[str]
+) -> Failure | None:
+    """Tell as `toolkit.runs.failure` does what a rank has failed of; None for a victim.
+
+    Args:
+        pod: Where it ran.
+        said: What torchrun reports of it.
+        lines: What it has printed.
+        told: What its error file says.
+    """
+    if -said.exitcode in STOPS and not told:
+        return None
+    printed = last_trace([text for _, text in lines])
+    words = tuple(text for _, text in lines if text.strip())[-_LAST_WORDS:]
+    time = None
+    kind: Kind
+    if told:
+        trace = last_trace(told)
+        message = trace.message if trace else "\n".join(told)
+        kind = "echo" if is_echo(message) else "exception"
+        trace = trace or printed
+        words = trace.lines if trace else ()
+        time = _time_of(lines, trace) if kind == "exception" else None
+    elif said.exitcode == 1 and printed is not None:
+        kind = "echo" if is_echo(printed.message) else "exception"
+        message, words, time = printed.message, printed.lines, _time_of(lines, printed)
+    elif said.exitcode < 0:
+        aborted = said.exitcode == -signal.SIGABRT and is_echo("\n".join(words))
+        kind = "echo" if aborted else "signal"
+        message = f"killed by {_signal(-said.exitcode)}"
+        if said.exitcode == -signal.SIGKILL and _is_out_of_memory(pod):
+            message += "; the kernel has killed a process there for want of memory"
+        if printed is not None and printed.at_end:
+            words = printed.lines
+    else:
+        kind = "exit"
+        message = f"exit status {said.exitcode}" + (f": {words[-1]}" if words else "")
+    return Failure(
+        kind=kind,
+        rank=said.rank,
+        local_rank=said.local_rank,
+        node=pod.pod,
+        attempt=pod.attempt,
+        restart=0,
+        time=time or said.time,
+        message=message,
+        traceback=words,
+    )
+
+
+def _traces(pod: Printed, start: _Start, base: int | None, restart: int) -> list[Failure]:
+    """Return the exceptions with which ranks have ended."""
+    found = []
+    for rank, lines in start.ranks.items():
+        trace = last_trace([text for _, text in lines])
+        if trace is not None and trace.at_end:
+            one = Failure(
+                kind="echo" if is_echo(trace.message) else "exception",
+                rank=rank,
+                local_rank=None if base is None else rank - base,
+                node=pod.pod,
+                attempt=pod.attempt,
+                restart=restart,
+                time=_time_of(lines, trace) or pod.ended,
+                message=trace.message,
+                traceback=trace.lines,
+            )
+            found.append(one)
+    return found
+
+
+def _noticed(pod: Printed, start: _Start, base: int | None, restart: int) -> Iterator[Failure]:
+    """Yield how the ranks have failed of a start that torchrun did not report."""
+    traces = _traces(pod, start, base, restart)
+    yield from traces
+    for time, status, local_rank in start.noticed:
+        rank = None if base is None else base + local_rank
+        if status != 1 or rank not in {one.rank for one in traces}:
+            yield Failure(
+                kind="signal" if status < 0 else "exit",
+                rank=rank,
+                local_rank=local_rank,
+                node=pod.pod,
+                attempt=pod.attempt,
+                restart=restart,
+                time=time or pod.ended,
+                message=f"killed by {_signal(-status)}" if status < 0 else f"exit status {status}",
+                traceback=(),
+            )
+
+
+def _of_pod(pod: Printed, start: _Start) -> list[Failure]:
+    """Return the end of a container of whose ranks nothing is known."""
+    verdict = _verdict(pod)
+    if _NO_FAILURE.search(verdict) and pod.reason != "OOMKilled":
+        return []
+    texts = [text for _, text in start.others]
+    trace = last_trace(texts)
+    kind: Kind
+    lines: tuple[str, ...] = ()
+    if pod.reason == "OOMKilled":
+        kind, message = "signal", "OOMKilled: the pod needs more memory"
+    elif trace is not None and not _OWN.match(trace.message):
+        kind = "echo" if is_echo(trace.message) else "exception"
+        message, lines = trace.message, trace.lines
+    else:
+        said = str(last_words("\n".join(text for _, text in pod.lines)))
+        kind = "exit"
+        message = f"exit status {pod.exit_code}" + (f": {said}" if said else "")
+    return [
+        Failure(
+            kind=kind,
+            rank=None,
+            local_rank=None,
+            node=pod.pod,
+            attempt=pod.attempt,
+            restart=0,
+            time=pod.ended,
+            message=message,
+            traceback=lines,
+        )
+    ]
+
+
+def _verdict(pod: Printed) -> str:
+    return last_words("\n".join(text for _, text in pod.lines[-3:])).verdict
+
+
+def _is_out_of_memory(pod: Printed) -> bool:
+    return pod.reason == "OOMKilled" or "out of memory" in _verdict(pod)
+
+
+def _time_of(lines: Sequence[Line], trace: Trace | None) -> float | None:
+    """Return when the last line of a traceback was printed."""
+    if trace is None or not trace.lines:
+        return None
+    return next((time for time, text in reversed(lines) if text.endswith(trace.message)), None)
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _seconds(stamp: object) -> float:
+    try:
+        return datetime.fromisoformat(str(stamp)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return 0.0
+
+
+def seconds_of(ended: Mapping[str, object]) -> float:
+    """Return when a container has ended, in seconds since 1970; 0 where nobody says."""
+    return _seconds(ended.get("finishedAt"))

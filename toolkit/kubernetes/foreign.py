@@ -1,0 +1,87 @@
+"""Runs that were not submitted from here: by `kubectl apply`, or by somebody else."""
+
+import os
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from toolkit.errors import LauncherError, RunNotFound
+from toolkit.kubernetes.client.connection import Connection, Denied, NotServed
+from toolkit.kubernetes.client.resources import Cluster
+from toolkit.kubernetes.run import KubernetesRun
+from toolkit.kubernetes.workloads import KINDS, Object
+from toolkit.planning.pods import RUN_LABEL
+from toolkit.profile import KubernetesProfile
+from toolkit.runs.registry import RunRecord
+
+__all__ = ["is_uri", "run_in_cluster"]
+
+_URI = re.compile(
+    r"k8s://(?P<namespace>[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)/(?P<name>[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)"
+)
+
+
+def is_uri(name: str) -> bool:
+    """Tell whether a name is the URI of a run in a namespace."""
+    return _URI.fullmatch(name) is not None
+
+
+def run_in_cluster(
+    uri: str, *, api_client: Any = None, environ: Mapping[str, str] = os.environ
+) -> KubernetesRun:
+    """Return the handle of a run that the current context's cluster has, whoever submitted it.
+
+    Args:
+        uri: `k8s://NAMESPACE/NAME`.
+        api_client: A `kubernetes.client.ApiClient`; by kubeconfig or in the cluster without.
+        environ: Where KUBECONFIG is looked for.
+
+    Raises:
+        RunNotFound: the cluster has no such object, or one that nothing of ours has rendered.
+        LauncherError: it cannot be asked.
+    """
+    match = _URI.fullmatch(uri)
+    assert match is not None, uri
+    namespace, name = match["namespace"], match["name"]
+    profile = KubernetesProfile(name="current", namespace=namespace)
+    cluster = Cluster(Connection(profile, api_client=api_client, environ=environ))
+    hidden: list[LauncherError] = []
+    for workload, kind in KINDS.items():
+        try:
+            found = cluster.get(kind, name)
+        except NotServed:
+            continue
+        except Denied as error:
+            hidden.append(error)
+            continue
+        if found is None:
+            continue
+        labels = found["metadata"].get("labels") or {}
+        if labels.get(RUN_LABEL) != name:
+            raise RunNotFound(
+                f"{uri}: this {workload} has no label {RUN_LABEL}; only what this toolkit has "
+                "rendered can be asked about"
+            )
+        known = {"workload": workload, "context": cluster.connection.context}
+        record = RunRecord(
+            uri=uri,
+            name=name,
+            job=str(labels.get("app.kubernetes.io/name", name)),
+            profile=profile.model_copy(update=known).model_dump(mode="json"),
+            created=_created(found),
+        )
+        return KubernetesRun(record, cluster, kind, environ)
+    if hidden:
+        raise hidden[0]
+    raise RunNotFound(
+        f"no run {uri!r}: nothing of this name was submitted from here, and namespace "
+        f"{namespace!r} has no {', '.join(KINDS)} called {name!r}"
+    )
+
+
+def _created(found: Object) -> float:
+    try:
+        return datetime.fromisoformat(str(found["metadata"].get("creationTimestamp"))).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return 0.0

@@ -1,0 +1,256 @@
+"""Submits to a Kubernetes cluster."""
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from toolkit.errors import InputError, LauncherError, SchedulerMissing
+from toolkit.job.kubernetes_options import Workload
+from toolkit.kubernetes import local_state, reopen, watcher
+from toolkit.kubernetes.client.connection import Connection, NotServed
+from toolkit.kubernetes.client.resources import Cluster
+from toolkit.kubernetes.objects import groups_of
+from toolkit.kubernetes.run import KubernetesRun
+from toolkit.kubernetes.submission import Unclear, remove, submit_all
+from toolkit.kubernetes.sweep import KubernetesPoint, opened
+from toolkit.kubernetes.workloads import KINDS, Kind, Object, place_of
+from toolkit.planning import KubernetesPlan
+from toolkit.planning import plan as make_plan
+from toolkit.planning.kubernetes import submitted_again
+from toolkit.planning.pods import RUN_LABEL
+from toolkit.profile import KubernetesProfile
+from toolkit.rendering import render
+from toolkit.runs import registry, submission_journal
+from toolkit.runs.run import Launcher, Run, new_run_name
+
+__all__ = ["KubernetesLauncher", "dry_run", "watch_states"]
+
+
+class KubernetesLauncher(Launcher[KubernetesPlan]):
+    """Applies manifests."""
+
+    def __init__(
+        self,
+        profile: KubernetesProfile,
+        *,
+        api_client: Any = None,
+        sleep: Callable[[float], None] = time.sleep,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Prepare to submit; nothing is imported or asked yet.
+
+        Args:
+            profile: The site.
+            api_client: A `kubernetes.client.ApiClient`; by kubeconfig or in the cluster without.
+            sleep: Waits between two attempts.
+            environ: Where KUBECONFIG and the user's list of runs are looked for.
+        """
+        self._profile = profile
+        self._environ = environ
+        self._intents = registry.intents_folder(environ)
+        self._cluster = Cluster(
+            Connection(profile, api_client=api_client, sleep=sleep, environ=environ)
+        )
+
+    def submit(
+        self, plan: KubernetesPlan, *, files: Mapping[str, bytes] | None = None
+    ) -> KubernetesRun:
+        """Start a new run; its objects are those that `render` shows, with a name of its own.
+
+        Args:
+            plan: What to start.
+            files: What pods shall find in `plan.payload_dir`, by path in the run directory, in a
+                ConfigMap; what that cannot hold they find in the run directory itself.
+
+        Raises:
+            LauncherError: the cluster refused; nothing is left there.
+            SchedulerMissing: no cluster, or none that answers.
+        """
+        registry.check(environ=self._environ)
+        self._cluster.connection.connect()
+        name = new_run_name(plan.job.name)
+        kind = KINDS[plan.workload]
+        known: dict[str, Any] = {
+            "context": self._cluster.connection.context,
+            "workload": plan.workload,  # the job may have its own wish
+            "master": self._profile.master and plan.workload == "PyTorchJob",
+        }
+        profile = self._profile.model_copy(update=known)
+        groups = reopen.groups_for(plan.job, profile, kind, name, files or {})
+        folder = local_state.keep(name, plan.job, self._environ, files=files or {})
+        record = registry.RunRecord(
+            uri=f"k8s://{profile.namespace}/{name}",
+            name=name,
+            job=plan.job.name,
+            profile=profile.model_dump(mode="json", by_alias=True),
+            created=time.time(),
+            run_dir=folder if files else None,
+        )
+        data = {"record": record.as_json(), "files": list(files or {})}
+        with submission_journal.begin(self._intents, name, data) as intent:
+            try:
+                submit_all(self._cluster, kind, groups, goes_on=intent.goes_on)
+            except Unclear as error:
+                raise Unclear(
+                    f"{error}; `toolkit status {name}` tells whether it has arrived, and "
+                    f"`toolkit resubmit {name}` submits it if not"
+                ) from error
+            except LauncherError:
+                local_state.forget(name, self._environ)
+                intent.done()
+                raise
+            registry.add(record, environ=self._environ)
+            intent.done()
+        return opened(record, self._cluster, kind, self._environ)
+
+    def resubmit(self, run: Run, *, chain: int = 1) -> Run:
+        """Let a run that has ended go on from its checkpoints; of a sweep, what did not succeed.
+
+        The object is deleted and made again under its name, so that it finds its run directory.
+
+        Raises:
+            LauncherError: it has succeeded or not ended, or the cluster refused.
+        """
+        assert isinstance(run, KubernetesRun)
+        if chain > 1:
+            raise LauncherError("--chain is Slurm's; on Kubernetes retries.requeue starts again")
+        if run.begun is not None:
+            return self._finish(run)
+        if self._profile.runs_claim is None:
+            raise LauncherError(
+                f"{run.uri}: profile {self._profile.name!r} names no runs_claim, so its "
+                "checkpoints are gone with its pods; submit the job anew"
+            )
+        again = run.unfinished()
+        whole = run.sweep if isinstance(run, KubernetesPoint) else run
+        job = local_state.job_of(whole.name, self._environ)
+        plan = make_plan(job, self._profile, run_name=whole.object_name)
+        if plan.payload_dir:
+            raise LauncherError(f"{run.uri}: its code is gone with its pods; call it again")
+        names = {part.object_name for part in again}
+        renewed = submitted_again(plan, secrets.token_hex(4))
+        groups = [g for g in groups_of(render(renewed), run.kind) if g.name in names]
+        for group in groups:
+            remove(self._cluster, run.kind, group.name)
+        for part in again:
+            part.withdraw_end()
+        submit_all(self._cluster, run.kind, groups)
+        return run
+
+    def _finish(self, run: KubernetesRun) -> Run:
+        """Submit what was begun and cut short, as far as the cluster has not got it."""
+        record = (run.sweep if isinstance(run, KubernetesPoint) else run).record
+        intent = submission_journal.take(self._intents, record.name)
+        if intent is None:
+            raise LauncherError(f"{record.name} is being submitted by another process just now")
+        with intent:
+            groups = reopen.groups_begun(
+                intent, self._profile, run.kind, record.name, self._environ
+            )
+            missing = reopen.missing_of(self._cluster, run.kind, groups, record.name)
+            submit_all(self._cluster, run.kind, missing, goes_on=intent.goes_on)
+            self._add(record)
+            intent.done()
+        whole = opened(record, self._cluster, run.kind, self._environ)
+        for part in whole.parts:
+            part.withdraw_end()
+        return whole.point(str(run.index)) if isinstance(run, KubernetesPoint) else whole
+
+    def open(self, record: registry.RunRecord) -> KubernetesRun:
+        """Return the handle of an earlier run, or sweep."""
+        kind = KINDS[self._profile.workload]
+        intent = submission_journal.take(self._intents, record.name)
+        if intent is None:
+            return opened(record, self._cluster, kind, self._environ)
+        with intent:
+            return self._recovered(record, kind, intent)
+
+    def _recovered(
+        self, record: registry.RunRecord, kind: Kind, intent: submission_journal.Intent
+    ) -> KubernetesRun:
+        """Return a run whose submission was cut short, with what the cluster has of it."""
+        run = opened(record, self._cluster, kind, self._environ, begun=intent.begun)
+        age_s = time.time() - intent.begun
+        try:
+            groups = reopen.groups_begun(intent, self._profile, kind, record.name, self._environ)
+            missing = reopen.missing_of(self._cluster, kind, groups, record.name)
+            settled = age_s > reopen.SETTLED_S
+            reopen.tidy(self._cluster, kind, groups, missing, settled=settled)
+        except (LauncherError, InputError):
+            return run  # whoever asks for its status is told why
+        if len(missing) < len(groups):
+            self._add(record)
+            if not missing:
+                intent.done()
+                return opened(record, self._cluster, kind, self._environ)
+        elif age_s > reopen.FORGOTTEN_S:
+            intent.done()
+            if not self._is_known(record):
+                local_state.forget(record.name, self._environ)
+        return run
+
+    def _add(self, record: registry.RunRecord) -> None:
+        """Record a run, unless that was done before."""
+        if not self._is_known(record):
+            registry.add(record, environ=self._environ)
+
+    def _is_known(self, record: registry.RunRecord) -> bool:
+        # Its intent is ours just now, so it is not among what was cut short.
+        return any(known.name == record.name for known in registry.records(environ=self._environ))
+
+
+def dry_run(
+    documents: Sequence[Object],
+    profile: KubernetesProfile,
+    *,
+    api_client: Any = None,
+    environ: Mapping[str, str] = os.environ,
+) -> list[tuple[Object, str]]:
+    """Ask the API server what it would say to objects; nothing is made.
+
+    Args:
+        documents: The objects of a manifest.
+        profile: The site; an object that names another namespace is asked about there.
+        api_client: A `kubernetes.client.ApiClient`; by kubeconfig or in the cluster without.
+        environ: Where KUBECONFIG is looked for.
+
+    Returns:
+        Each object, and what the server has against it; empty where it would take it.
+
+    Raises:
+        SchedulerMissing: no cluster, or none that answers.
+    """
+    cluster = Cluster(Connection(profile, api_client=api_client, environ=environ))
+
+    def words(document: Object) -> str:
+        try:
+            cluster.apply(place_of(document), document, dry_run=True)
+        except SchedulerMissing:
+            raise
+        except NotServed as error:
+            return f"the cluster knows no {document['kind']} ({error})"
+        except LauncherError as error:
+            return str(error).removeprefix("Kubernetes refused: ")
+        return ""
+
+    return [(document, words(document)) for document in documents]
+
+
+def watch_states(
+    profile: KubernetesProfile,
+    workload: Workload,
+    *,
+    api_client: Any = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Iterator[watcher.Change]:
+    """Yield the state of each run of a namespace and kind, and every change of it, for ever.
+
+    One list and one connection, however many runs; closing the iterator ends it.
+
+    Raises:
+        LauncherError: the server refuses.
+    """
+    cluster = Cluster(Connection(profile, api_client=api_client, environ=environ))
+    return watcher.watch_states(cluster, KINDS[workload], RUN_LABEL)

@@ -1,0 +1,124 @@
+"""What is kept here of a run on Kubernetes, since its run directory cannot be seen: its job file.
+
+A sweep's points are kept beside it, so that a long list of runs reads no job files; and how each
+object has ended, since its cluster deletes it after `ttl`.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from toolkit.errors import LauncherError
+from toolkit.job.spec import JobSpec, load
+from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.state_dir import state_folder
+from toolkit.text import untrusted
+from toolkit.text.yaml_reader import write_document
+
+__all__ = [
+    "end_of",
+    "folder_of",
+    "forget",
+    "forget_end",
+    "job_of",
+    "keep",
+    "points_of",
+    "remember_end",
+]
+
+Settings = Mapping[str, str | bool]
+
+_POINTS_BYTES = 64 << 20
+"""Names and settings of a hundred thousand points."""
+
+
+def keep(
+    name: str, job: JobSpec, environ: Mapping[str, str], *, files: Mapping[str, bytes]
+) -> Path:
+    """Write down the job of a run, and the files that go with it; return the folder.
+
+    Raises:
+        LauncherError: nothing can be written.
+    """
+    folder = folder_of(name, environ)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "job.yaml").write_text(write_document(job.as_written()), encoding="utf-8")
+        if job.sweep is not None:
+            points = [[point.name, dict(point.settings)] for point in job.points]
+            (folder / "points.json").write_text(json.dumps(points), encoding="utf-8")
+        for path, content in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+    except OSError as error:
+        raise LauncherError(
+            f"the job cannot be kept: {error}; set XDG_STATE_HOME to another folder"
+        ) from error
+    return folder
+
+
+def forget(name: str, environ: Mapping[str, str]) -> None:
+    """Throw away what was kept of a run that never was."""
+    shutil.rmtree(folder_of(name, environ), ignore_errors=True)
+
+
+def job_of(name: str, environ: Mapping[str, str]) -> JobSpec:
+    """Return the job of a run.
+
+    Raises:
+        LauncherError: it was submitted elsewhere.
+        InputError: this version cannot read it.
+    """
+    path = folder_of(name, environ) / "job.yaml"
+    if not path.is_file():
+        raise LauncherError(
+            f"the job of {name} is not kept here ({path}); submit it again from its job file"
+        )
+    return load(path)
+
+
+def points_of(name: str, environ: Mapping[str, str]) -> list[tuple[str, Settings]]:
+    """Return name and settings of each point of a sweep; none where the run is none."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        found = untrusted.read_json(folder_of(name, environ) / "points.json", limit=_POINTS_BYTES)
+        return [(str(point), dict(settings)) for point, settings in found]
+    return []
+
+
+def remember_end(
+    name: str, object_name: str, status: RunStatus, environ: Mapping[str, str]
+) -> None:
+    """Write down how an object of a run has ended, where the run is kept."""
+    text = json.dumps({"state": status.state, "reason": status.reason})
+    with contextlib.suppress(OSError):
+        if not folder_of(name, environ).is_dir():
+            return
+        path = _end(name, object_name, environ)
+        if not path.exists() or untrusted.read_text(path) != text:
+            untrusted.write_bytes(path, text.encode())
+
+
+def end_of(name: str, object_name: str, environ: Mapping[str, str]) -> RunStatus | None:
+    """Return how an object of a run had ended when somebody last asked; None if it had not."""
+    try:
+        known = untrusted.read_json(_end(name, object_name, environ))
+        return RunStatus(state=RunState(known["state"]), reason=str(known["reason"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def forget_end(name: str, object_name: str, environ: Mapping[str, str]) -> None:
+    """Take back that an object of a run has ended, since it is made again."""
+    with contextlib.suppress(OSError):
+        _end(name, object_name, environ).unlink(missing_ok=True)
+
+
+def _end(name: str, object_name: str, environ: Mapping[str, str]) -> Path:
+    return folder_of(name, environ) / f"ended-{object_name}.json"
+
+
+def folder_of(name: str, environ: Mapping[str, str]) -> Path:
+    """Return the folder in which a run is kept, whether or not there is one."""
+    return state_folder(environ) / "kubernetes" / name

@@ -1,0 +1,118 @@
+"""The objects of a run: what is rendered, and the files that its pods find."""
+
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
+
+import yaml
+
+from toolkit.kubernetes.workloads import Kind, Object
+from toolkit.planning.pods import RUN_LABEL
+
+__all__ = [
+    "PAYLOAD_LIMIT",
+    "Group",
+    "apart",
+    "checksums",
+    "documents_of",
+    "groups_of",
+    "is_of",
+    "with_files",
+]
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The same in C, where PyYAML was built with it: a sweep has thousands of objects."""
+
+JOB_ANNOTATION = "torch-deploy-toolkit/job"
+
+PAYLOAD_LIMIT = 1024 * 1024 - 16 * 1024
+"""Bytes of a run's files in a ConfigMap, which holds 1 MiB, keys and names included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A run's objects."""
+
+    companions: Sequence[Object]
+    """What must be there before it, and goes with it."""
+
+    workload: Object
+    """The object that makes the pods."""
+
+    payload: Object | None = None
+    """The ConfigMap that its pods find their files in: made after the run, and owned by it."""
+
+    apart: Mapping[str, bytes] = field(default_factory=dict)
+    """What its pods find in their run directory, by path, since no ConfigMap holds it."""
+
+    @property
+    def name(self) -> str:
+        """The name of the object."""
+        return str(self.workload["metadata"]["name"])
+
+
+def documents_of(text: str) -> list[dict[str, Any]]:
+    """Return the objects of a rendered manifest."""
+    return [document for document in yaml.load_all(text, Loader=_Loader) if document]
+
+
+def groups_of(text: str, kind: Kind) -> list[Group]:
+    """Return the runs of a rendered manifest: one, or each point of a sweep."""
+    found: list[Group] = []
+    companions: list[Object] = []
+    for document in documents_of(text):
+        if document["kind"] == kind.kind:
+            found.append(Group(companions=companions, workload=document))
+            companions = []
+        else:
+            companions.append(document)
+    return found
+
+
+def with_files(group: Group, files: Mapping[str, bytes]) -> Group:
+    """Return a run with the ConfigMap that its pods find their files in, by their names alone."""
+    metadata = group.workload["metadata"]
+    payload = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {key: metadata[key] for key in ("name", "namespace", "labels")},
+        "binaryData": {name: b64encode(text).decode() for name, text in _small(files).items()},
+        "immutable": True,
+    }
+    return replace(group, payload=payload, apart=apart(files))
+
+
+def checksums(files: Mapping[str, bytes]) -> str:
+    """Return what `sha256sum -c` wants of the files in a run's ConfigMap.
+
+    The pods are told with the run itself, which nobody changes who may only make ConfigMaps.
+    """
+    rows = (f"{sha256(text).hexdigest()}  {name}" for name, text in _small(files).items())
+    return "\n".join(sorted(rows))
+
+
+def _small(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    large = apart(files)
+    return {name.rpartition("/")[2]: text for name, text in files.items() if name not in large}
+
+
+def apart(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return those files that no ConfigMap holds beside the others: the largest."""
+    rest = dict(sorted(files.items(), key=lambda item: len(item[1])))
+    found: dict[str, bytes] = {}
+    while sum(map(len, rest.values())) > PAYLOAD_LIMIT:
+        found |= [rest.popitem()]
+    return found
+
+
+def is_of(body: Object, found: Object) -> bool:
+    """Tell whether an object that is there is the one that we want to make."""
+    return _identity(body) == _identity(found)
+
+
+def _identity(thing: Object) -> tuple[str, str]:
+    metadata = thing["metadata"]
+    labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    return str(labels.get(RUN_LABEL)), str(notes.get(JOB_ANNOTATION))

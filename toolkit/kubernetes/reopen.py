@@ -1,0 +1,149 @@
+"""Runs whose submission was cut short: whoever submitted was killed, or was not answered.
+
+What is to be submitted is written down first (toolkit/runs/submission_journal.py). Who opens the
+run later looks which of its objects there are, and puts in order what was left half done.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from toolkit.errors import LauncherError
+from toolkit.job.spec import JobSpec
+from toolkit.kubernetes import local_state
+from toolkit.kubernetes.client.connection import Denied
+from toolkit.kubernetes.client.resources import Cluster, selector_of
+from toolkit.kubernetes.objects import Group, checksums, groups_of, is_of, with_files
+from toolkit.kubernetes.submission import TOGETHER, complete, withdraw
+from toolkit.kubernetes.workloads import Kind, Object
+from toolkit.planning import KubernetesPlan
+from toolkit.planning import plan as make_plan
+from toolkit.planning.kubernetes import with_checksums
+from toolkit.planning.pods import SWEEP_LABEL
+from toolkit.profile import KubernetesProfile
+from toolkit.rendering import render
+from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.submission_journal import Intent
+from toolkit.text import untrusted
+
+__all__ = [
+    "FORGOTTEN_S",
+    "SETTLED_S",
+    "cut_short",
+    "groups_begun",
+    "groups_for",
+    "missing_of",
+    "tidy",
+]
+
+_FILE_BYTES = 1 << 34
+"""The arguments of a call; what it takes is what the user has pickled."""
+
+SETTLED_S = 120.0
+"""After this time nothing is under way any more: an API server gives up a request after 60 s."""
+
+FORGOTTEN_S = 86_400.0
+"""How long people are told of a run that never was."""
+
+
+def groups_for(
+    job: JobSpec, profile: KubernetesProfile, kind: Kind, name: str, files: Mapping[str, bytes]
+) -> list[Group]:
+    """Return the objects of a run of this name; of a sweep, of each of its points."""
+    made = make_plan(job, profile, run_name=name)
+    assert isinstance(made, KubernetesPlan)
+    if files:
+        made = with_checksums(made, checksums(files))
+    groups = groups_of(render(made), kind)
+    return [with_files(group, files) for group in groups] if files else groups
+
+
+def groups_begun(
+    intent: Intent,
+    profile: KubernetesProfile,
+    kind: Kind,
+    name: str,
+    environ: Mapping[str, str],
+) -> list[Group]:
+    """Return what was to be submitted.
+
+    Raises:
+        LauncherError: what was kept of it is gone.
+    """
+    folder = local_state.folder_of(name, environ)
+    try:
+        files = {str(path): _file(folder, str(path)) for path in intent.data["files"]}
+    except (KeyError, OSError, TypeError) as error:
+        raise LauncherError(f"what was to be submitted as {name} is gone: {error}") from error
+    return groups_for(local_state.job_of(name, environ), profile, kind, name, files)
+
+
+def _file(folder: Path, path: str) -> bytes:
+    return untrusted.read_bytes(folder / path, limit=_FILE_BYTES, below=folder)
+
+
+def missing_of(cluster: Cluster, kind: Kind, groups: Sequence[Group], name: str) -> list[Group]:
+    """Return the runs of which there is no object.
+
+    Raises:
+        LauncherError: nobody answers, or says.
+    """
+    there = _there(cluster, kind, groups, name)
+    return [group for group in groups if group.name not in there]
+
+
+def tidy(
+    cluster: Cluster,
+    kind: Kind,
+    groups: Sequence[Group],
+    missing: Sequence[Group],
+    *,
+    settled: bool,
+) -> None:
+    """Finish what was begun of each run, and take away what was made for those that never were.
+
+    Runs are made some at a time, in order: only the last of them can be half done.
+    """
+    absent = {group.name for group in missing}
+    last = max((n for n, group in enumerate(groups) if group.name not in absent), default=0)
+    start = last - last % TOGETHER
+    for group in groups[start : start + 2 * TOGETHER]:
+        if group.name not in absent:
+            found = cluster.get(kind, group.name)
+            if found is not None and (group.companions or group.payload):
+                complete(cluster, kind, group, found)
+        elif settled:
+            withdraw(cluster, group)
+
+
+def cut_short(kind: Kind, begun: float, name: str) -> RunStatus:
+    """Return where a run stands that has no object.
+
+    Args:
+        kind: What it was to be.
+        begun: When its submission went on last, in seconds since 1970.
+        name: By which it is submitted again.
+    """
+    if time.time() < begun + SETTLED_S:
+        reason = f"its submission was cut short, and the cluster has no {kind.kind} of it yet"
+        return RunStatus(state=RunState.UNKNOWN, reason=reason)
+    reason = (
+        f"its submission was cut short before the cluster had the {kind.kind}; "
+        f"`toolkit resubmit {name}` submits it"
+    )
+    return RunStatus(state=RunState.FAILED, reason=reason)
+
+
+def _there(cluster: Cluster, kind: Kind, groups: Sequence[Group], name: str) -> dict[str, Object]:
+    """Return the objects that there are, by name."""
+    if len(groups) > 1:
+        try:
+            items, _ = cluster.objects(kind, selector_of(SWEEP_LABEL, [name]))
+        except Denied:  # who may submit need not be allowed to list
+            pass
+        else:
+            return {str(item["metadata"]["name"]): item for item in items}
+    found = ((group, cluster.get(kind, group.name)) for group in groups)
+    return {
+        group.name: one for group, one in found if one is not None and is_of(group.workload, one)
+    }

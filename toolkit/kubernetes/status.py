@@ -1,0 +1,173 @@
+"""Where a run stands and why, read from what the cluster says of it and its pods. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.kubernetes.kueue import QUEUE_LABEL, queue_reason, workload_for
+from toolkit.kubernetes.pods import (
+    FATAL,
+    attempt_of,
+    conditions_of,
+    disruption,
+    first_death,
+    is_running,
+    is_starting,
+    sentence,
+    short_name,
+    trouble,
+)
+from toolkit.kubernetes.workloads import Kind, Object
+from toolkit.runs.state import RunState, RunStatus
+
+__all__ = ["Evidence", "digest", "is_suspended", "judge", "queue_of", "state_of", "stuck_objects"]
+
+_OUT_OF_TIME = ("DeadlineExceeded", "active longer than specified deadline")
+"""What is said of a run that has met its deadline; the Training Operator's reason does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What is known beside the object itself."""
+
+    pods: Sequence[Object] = ()
+    """Its pods."""
+
+    warnings: Sequence[Object] = ()
+    """Warning events about the objects that `stuck_objects` names, oldest first."""
+
+    jobs: Sequence[Object] = ()
+    """The Jobs between it and its pods."""
+
+    queued: Sequence[Object] = ()
+    """Kueue's Workloads; its own is among them where it has one."""
+
+
+def judge(kind: Kind, found: Object, evidence: Evidence | None = None) -> RunStatus:
+    """Return the state of an object, with the reason that lies closest to the cause."""
+    known = evidence or Evidence()
+    state, said = state_of(kind, found)
+    if state is RunState.SUCCEEDED:
+        return RunStatus(state=state)
+    if state is RunState.FAILED:
+        return _failed(found, said, known)
+    if found["metadata"].get("deletionTimestamp"):
+        return RunStatus(state=RunState.RUNNING, reason="being stopped")
+    if state is RunState.UNKNOWN:
+        return RunStatus(state=state, reason=said)
+    if is_suspended(found):
+        if queue := queue_of(found):
+            workload = workload_for(found, known.queued)
+            said = queue_reason(queue, workload)
+        return RunStatus(state=state, reason=said)
+    if any(is_running(pod) or attempt_of(pod) for pod in known.pods):
+        state = RunState.RUNNING
+    return RunStatus(state=state, reason=_trouble(known) or said or _again(found, known))
+
+
+def state_of(kind: Kind, found: Object) -> tuple[RunState, str]:
+    """Return the state that the object alone tells, and what is said of it."""
+    by_type = {c["type"]: c for c in conditions_of(found) if c.get("status") == "True"}
+    for name, state in kind.conditions.items():
+        if (said := by_type.get(name)) is not None and state is not None:
+            quiet = name in ("Created", "Running") or state is RunState.SUCCEEDED
+            return state, "" if quiet else said.get("message") or said.get("reason") or name
+    if strange := sorted(set(by_type) - set(kind.conditions)):
+        return RunState.UNKNOWN, f"the {kind.kind} says {', '.join(strange)}"
+    status = found.get("status") or {}
+    counts = status.get(kind.counts) or () if kind.counts else (status,)
+    begun = any(one.get("ready") or one.get("succeeded") for one in counts)
+    again = status.get("restarts") or 0
+    if again:
+        return RunState.RUNNING, "" if begun else f"starts again (restart {again})"
+    if begun or (not kind.counts and status.get("failed")):
+        return RunState.RUNNING, ""
+    return RunState.PENDING, ""  # nobody has seen it yet, or can make its pods
+
+
+def stuck_objects(kind: Kind, found: Object, pods: Sequence[Object]) -> list[str]:
+    """Return the names of the objects whose events tell why nothing starts, if nothing does."""
+    if state_of(kind, found)[0] is not RunState.PENDING or is_suspended(found):
+        return []
+    if not pods:
+        name = str(found["metadata"]["name"])
+        # The Job that cannot make its pods; the JobSet of a TrainJob is called like it.
+        return [name, f"{name}-node-0"] if kind.jobs else [name]
+    return [str(pod["metadata"]["name"]) for pod in pods if is_starting(pod)][:1]
+
+
+def digest(kind: Kind, found: Object) -> dict[str, Object]:
+    """Return what of an object tells its state: a small part of it."""
+    metadata, status = found["metadata"], found.get("status") or {}
+    kept = ("name", "uid", "deletionTimestamp", "ownerReferences")
+    labels = metadata.get("labels") or {}
+    return {
+        "metadata": {key: metadata[key] for key in kept if key in metadata}
+        | {"labels": {QUEUE_LABEL: labels[QUEUE_LABEL]} if QUEUE_LABEL in labels else {}},
+        "spec": {"suspend": bool((found.get("spec") or {}).get("suspend"))},
+        "status": {
+            key: status[key]
+            for key in ("conditions", "restarts", "ready", "succeeded", "failed", kind.counts)
+            if key in status
+        },
+    }
+
+
+def queue_of(found: Object) -> str:
+    """Return the LocalQueue that an object waits in; empty without one."""
+    return str((found["metadata"].get("labels") or {}).get(QUEUE_LABEL) or "")
+
+
+def is_suspended(found: Object) -> bool:
+    """Tell whether somebody holds an object back."""
+    return any(
+        c["type"] == "Suspended" and c.get("status") == "True" for c in conditions_of(found)
+    ) or bool((found.get("spec") or {}).get("suspend"))
+
+
+def _failed(found: Object, said: str, known: Evidence) -> RunStatus:
+    """Return how a run failed: by itself, or because the cluster took it or its time was over."""
+    words = [said, *_ends_of([found, *known.jobs])]
+    death = first_death(pod for pod in known.pods if not disruption(pod))
+    fatal = death is not None and death.exit_code == FATAL
+    if late := next((w for w in words if any(text in w for text in _OUT_OF_TIME)), ""):
+        cause = "" if late == said else late
+        reason = "; ".join(filter(None, [said, cause]))
+        return RunStatus(state=RunState.PREEMPTED, reason=reason)
+    taken = next((text for pod in known.pods if (text := disruption(pod))), "")
+    if taken and not fatal:
+        return RunStatus(state=RunState.PREEMPTED, reason="; ".join(filter(None, [said, taken])))
+    causes = [said.removesuffix(".") if death else said, str(death or "")]
+    return RunStatus(state=RunState.FAILED, reason="; ".join(filter(None, causes)))
+
+
+def _ends_of(things: Sequence[Object]) -> list[str]:
+    """Return what is said of the ends of an object and its Jobs."""
+    return [
+        sentence("", condition)
+        for thing in things
+        for condition in conditions_of(thing)
+        if condition["type"] == "Failed" and condition.get("status") == "True"
+    ]
+
+
+def _again(found: Object, known: Evidence) -> str:
+    """Return how often a run has started again; who looks now is to know that it may not go on."""
+    status = found.get("status") or {}
+    restarts = max([status.get("restarts") or 0, *(attempt_of(pod) or 0 for pod in known.pods)])
+    if restarts:
+        return f"restart {restarts}"
+    if failed := status.get("failed"):  # of a Job
+        return f"{failed} {'pod has' if failed == 1 else 'pods have'} failed and been replaced"
+    return ""
+
+
+def _trouble(known: Evidence) -> str:
+    """Return what keeps a run from running, or made it start again."""
+    if said := next((text for pod in known.pods if (text := trouble(pod))), ""):
+        return said
+    if not known.warnings:
+        return ""
+    latest = known.warnings[-1]
+    about = latest.get("involvedObject") or {}
+    pod = next((p for p in known.pods if p["metadata"]["name"] == about.get("name")), None)
+    return sentence(short_name(pod) if pod else "", latest)

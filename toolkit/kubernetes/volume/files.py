@@ -1,0 +1,148 @@
+"""The run directory of a run as a container sees it: files in and out, whole or not at all."""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from toolkit.errors import LauncherError
+from toolkit.kubernetes.client.connection import Away, Denied
+from toolkit.kubernetes.client.exec import execute
+from toolkit.kubernetes.client.resources import Cluster
+
+__all__ = ["ATTEMPTS", "PAUSE_S", "Files", "explained"]
+
+T = TypeVar("T")
+
+CHUNK = 32 * 1024
+"""Bytes of a message; kubectl's are as large."""
+
+ATTEMPTS = 3
+"""How often a file is sent, or asked for, if the connection is lost on the way."""
+
+PAUSE_S = 0.5
+
+_PROGRAM = Path(__file__).parent / "agent.py"
+
+_RBAC = re.compile(r" cannot \w+ resource ")
+
+
+class Files:
+    """The files of a run directory, through a container that mounts the claim."""
+
+    def __init__(self, cluster: Cluster, pod: str, container: str, run_dir: str) -> None:
+        self._cluster = cluster
+        self._pod = pod
+        self._container = container
+        self._run_dir = run_dir.rstrip("/")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, whole or not at all.
+
+        Args:
+            name: Its path in the run directory.
+            content: What it shall hold.
+
+        Raises:
+            LauncherError: it cannot be written, or the connection was lost too often.
+        """
+        view, size = memoryview(content), len(content)
+        digest = hashlib.sha256(content).hexdigest()
+
+        def send() -> None:
+            stdin = (view[at : at + CHUNK] for at in range(0, size, CHUNK))
+            self._run("write", self._path(name), str(size), digest, stdin=stdin)
+
+        self._tried(send)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, what is left of it, and the folders that have held nothing else."""
+        self._tried(lambda: self._run("remove", self._path(name), self._run_dir.rpartition("/")[0]))
+
+    def fetch(self, name: str, out: BinaryIO) -> bool:
+        """Read a file into another one; return whether there is such a file.
+
+        Raises:
+            LauncherError: it cannot be read, or the connection was lost too often.
+        """
+
+        def receive() -> bool:
+            out.seek(0)
+            out.truncate()
+            received = _Received(out)
+            self._run("read", self._path(name), show=received.take)
+            return received.is_there()
+
+        return self._tried(receive)
+
+    def _run(self, *argv: str, **streams: Any) -> None:
+        command = ("python3", "-I", "-c", _PROGRAM.read_text(encoding="utf-8"), *argv)
+        execute(self._cluster, self._pod, self._container, command, **streams)
+
+    def _path(self, name: str) -> str:
+        return f"{self._run_dir}/{name}"
+
+    def _tried(self, work: Callable[[], T]) -> T:
+        with explained():
+            for _ in range(ATTEMPTS - 1):
+                with contextlib.suppress(Away):
+                    return work()
+                self._cluster.connection.sleep(PAUSE_S)
+            try:
+                return work()
+            except Away as error:
+                raise Away(f"{error} ({ATTEMPTS} attempts)") from error
+
+
+class _Received:
+    """What comes of a file: its size, a line, its bytes, and their SHA-256."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self._head = self._tail = b""
+        self._left: int | None = None
+        self._digest = hashlib.sha256()
+
+    def take(self, part: bytes) -> None:
+        """Take the next part."""
+        if self._left is None:
+            self._head, line, part = (self._head + part).partition(b"\n")
+            if not line:
+                return
+            self._left = 0 if self._head == b"-" else int(self._head)
+        content = part[: self._left]
+        self._left -= len(content)
+        self._digest.update(content)
+        self._tail += part[len(content) :]
+        try:
+            self._out.write(content)
+        except OSError as error:  # which would else be taken for one of the connection
+            raise LauncherError(f"what comes from the claim cannot be kept: {error}") from error
+
+    def is_there(self) -> bool:
+        """Return whether there is such a file, when all has come.
+
+        Raises:
+            Away: something is missing.
+        """
+        if self._head == b"-":
+            return False
+        if self._left != 0 or self._tail.decode() != self._digest.hexdigest():
+            raise Away("a file of the claim has come here damaged")
+        return True
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Say which rights are missing, where one is."""
+    try:
+        yield
+    except Denied as error:
+        if not _RBAC.search(str(error)):
+            raise
+        raise Denied(
+            f"{error}; files go to and from the claim through a pod that is made for it, and the "
+            "Role training-transfer in k8s/base/transfer.yaml has the rights that this needs"
+        ) from error

@@ -1,0 +1,1 @@
+"""Rules for batch scripts and manifests that people have written."""

@@ -1,0 +1,363 @@
+"""From characters to words: quotes, expansions, here-documents."""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence as Several
+from typing import NoReturn
+
+from toolkit.errors import InputError, Problem
+from toolkit.lint.bash.ast import Part, Sequence, Span, Word, joined
+
+__all__ = ["WordReader"]
+
+_NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
+_SHORT_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
+_OPERATOR = re.compile(r":[-=?+]|[-=?+]|##?|%%?|//?|\^\^?|,,?|:|@")
+_DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
+_PLAIN = re.compile(r"[\w./:,%~=-]+")
+_PLAIN_QUOTED = re.compile(r"[\w./:,%~= ;&|()<>-]+")
+_ENDS_WORD = frozenset(" \t\n;&|()<>")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "e": "\x1b"}
+
+
+class WordReader:
+    """A place in the text, and what can be read from there."""
+
+    def __init__(self, spans: Several[Span], source: str) -> None:
+        """Prepare to read.
+
+        Args:
+            spans: The text, in pieces whose lines are known.
+            source: The file's name, for messages.
+        """
+        self.text = "".join(span.text for span in spans)
+        self.source = source
+        self.at, self.limit = 0, len(self.text)
+        self.comments: list[Span] = []
+        self._lines = [span.line for span in spans] or [1]
+        self._starts = [0]
+        for span in spans[:-1]:
+            self._starts.append(self._starts[-1] + len(span.text))
+        self._newlines = [match.start() for match in re.finditer("\n", self.text)]
+        self._after_newline: dict[int, int] = {}
+
+    # ---- Where we are
+
+    def line(self, at: int | None = None) -> int:
+        """Return the line of a place; of the current one where none is given."""
+        at = self.at if at is None else at
+        index = bisect_right(self._starts, at) - 1
+        before = bisect_left(self._newlines, self._starts[index])
+        return self._lines[index] + bisect_left(self._newlines, at) - before
+
+    def fail(self, what: str, at: int | None = None) -> NoReturn:
+        """Give up; bash would, too."""
+        raise InputError([Problem(place=f"{self.source}:{self.line(at)}", message=what)])
+
+    @property
+    def done(self) -> bool:
+        """Whether all is read."""
+        return self.at >= self.limit
+
+    def sees(self, text: str) -> bool:
+        """Whether `text` comes next."""
+        return self.text.startswith(text, self.at) and self.at + len(text) <= self.limit
+
+    def take(self, text: str) -> bool:
+        """Step over `text`, if it comes next."""
+        found = self.sees(text)
+        self.at += len(text) if found else 0
+        return found
+
+    def char(self, ahead: int = 0) -> str:
+        """Return the next character; nothing at the end."""
+        at = self.at + ahead
+        return self.text[at] if at < self.limit else ""
+
+    def match(self, pattern: re.Pattern[str]) -> "re.Match[str] | None":
+        """Match at this place."""
+        return pattern.match(self.text, self.at, self.limit)
+
+    def blanks(self) -> None:
+        """Step over blanks, continued lines and a comment."""
+        while not self.done:
+            if self.char() in " \t":
+                self.at += 1
+            elif self.sees("\\\n"):
+                self.at += 2
+            elif self.char() == "#":
+                end = self.text.find("\n", self.at, self.limit)
+                end = self.limit if end < 0 else end
+                self.comments.append(Span(self.text[self.at : end], self.line()))
+                self.at = end
+            else:
+                return
+
+    def newline(self) -> bool:
+        """Step over the end of a line, and over the here-documents below it."""
+        if self.char() != "\n":
+            return False
+        self.at = self._after_newline.pop(self.at, self.at + 1)
+        return True
+
+    # ---- Words
+
+    def word(self) -> Word:
+        """Read a word; it may be empty."""
+        line, parts = self.line(), list[Part]()
+        while not self.done:
+            if self.char() in "<>" and self.char(1) == "(":
+                parts.append(self._process())
+            elif self.char() in "?*+@!" and self.char(1) == "(":
+                start = self.at
+                self.at += 1
+                self._balance("(", ")")
+                parts.append(self._text(self.text[start : self.at], start))
+            elif self.char() in _ENDS_WORD:
+                break
+            else:
+                parts += self.parts()
+        return Word(parts=tuple(joined(parts)), line=line)
+
+    def test_word(self) -> Word:
+        """Read a word inside `[[ ]]`, where only blanks part words."""
+        line, parts = self.line(), list[Part]()
+        while not self.done and self.char() not in " \t\n":
+            if self.char() in _ENDS_WORD:
+                parts.append(self._text(self.char(), self.at))
+                self.at += 1
+            else:
+                parts += self.parts()
+        return Word(parts=tuple(joined(parts)), line=line)
+
+    def parts(self, *, double: bool = False, plain_quotes: bool = False) -> list[Part]:
+        """Read what comes next: plain characters, or a quoted or expanded piece.
+
+        Args:
+            double: Whether this is between double quotes, or in a here-document.
+            plain_quotes: Whether a single quote is a character like any other.
+        """
+        start, char = self.at, self.char()
+        if char == "\\":
+            self.at += 2
+            escaped = self.text[start + 1 : self.at]
+            if escaped == "\n":
+                return []
+            if double and escaped not in ("$", "`", '"', "\\"):
+                return [self._text(char + escaped, start, quoted=True)]
+            return [self._text(escaped, start, quoted=True)]
+        if char == "`":
+            return [self._backticks(quoted=double)]
+        if char == "$" and (found := self._expansion(double=double)) is not None:
+            return found
+        if char == "'" and not plain_quotes and not double:
+            end = self.text.find("'", start + 1, self.limit)
+            if end < 0:
+                self.fail("this single quote is never closed", start)
+            self.at = end + 1
+            return [self._text(self.text[start + 1 : end], start + 1, quoted=True)]
+        if char == '"' and not double:
+            return self._double()
+        plain = self.match(_PLAIN_QUOTED if double else _PLAIN)
+        self.at = plain.end() if plain else start + 1
+        return [self._text(self.text[start : self.at], start, quoted=double)]
+
+    def until(self, end: str, *, double: bool, plain_quotes: bool) -> tuple[Part, ...]:
+        """Read parts up to `end`, which is stepped over."""
+        start, parts = self.at, list[Part]()
+        while not self.take(end):
+            if self.done:
+                self.fail(f"{end} is missing for what begins here", start)
+            if double and self.char() == '"' and end != '"':
+                parts += self._double()
+                continue
+            parts += self.parts(double=double, plain_quotes=plain_quotes)
+        return tuple(joined(parts))
+
+    def _double(self) -> list[Part]:
+        start = self.at
+        self.at += 1
+        parts: list[Part] = [self._text("", start, quoted=True)]
+        while not self.take('"'):
+            if self.done:
+                self.fail("this double quote is never closed", start)
+            parts += self.parts(double=True)
+        return parts
+
+    def _text(self, text: str, at: int, *, quoted: bool = False) -> Part:
+        return Part(kind="text", text=text, line=self.line(at), quoted=quoted)
+
+    def _computed(self, start: int, *, quoted: bool) -> Part:
+        source = self.text[start : self.at]
+        return Part(kind="computed", text=source, line=self.line(start), quoted=quoted)
+
+    # ---- Expansions
+
+    def _expansion(self, *, double: bool) -> list[Part] | None:
+        """Read what `$` begins; None where it stands for itself."""
+        start = self.at
+        if self.sees("$((") and self._arithmetic_ends(start + 3):
+            return [self._computed(start, quoted=double)]
+        if self.take("$("):
+            inner = self.commands(frozenset({")"}))
+            if not self.take(")"):
+                self.fail("this $( is never closed", start)
+            return [self._substitution(start, inner, quoted=double)]
+        if self.take("${"):
+            return [self._braces(start, double=double)]
+        if not double and self.char(1) == "'":
+            return [self._ansi()]
+        if not double and self.char(1) == '"':
+            self.at += 1
+            return self._double()
+        self.at += 1
+        if name := self.match(_SHORT_NAME):
+            self.at = name.end()
+            text = "*[@]" if name[0] in "@*" else name[0]
+            line = self.line(start)
+            return [Part(kind="variable", text=text, line=line, quoted=double)]
+        self.at = start
+        return None
+
+    def _substitution(self, start: int, inner: Sequence, *, quoted: bool) -> Part:
+        source, line = self.text[start : self.at], self.line(start)
+        return Part(kind="command", text=source, line=line, quoted=quoted, inner=inner)
+
+    def _braces(self, start: int, *, double: bool) -> Part:
+        name = self.match(_NAME)
+        special = name is None or (name[0] in "#!" and self.char(1) not in ("}", ":", "-"))
+        if special or name is None:  # a length, an indirect one: known to a running shell only
+            self.until("}", double=double, plain_quotes=False)
+            return self._computed(start, quoted=double)
+        self.at = name.end()
+        text = "*[@]" if name[0] in "@*" else name[0]
+        if self.char() == "[":
+            begin = self.at
+            self._balance("[", "]")
+            subscript = self.text[begin : self.at]
+            text += "[@]" if subscript in ("[@]", "[*]") else subscript
+        operator = found[0] if (found := self.match(_OPERATOR)) else ""
+        self.at += len(operator)
+        plain = double and operator in _DEFAULTS
+        argument = self.until("}", double=double and operator in _DEFAULTS, plain_quotes=plain)
+        return Part(
+            kind="variable",
+            text=text,
+            line=self.line(start),
+            quoted=double,
+            operator=operator,
+            argument=argument,
+        )
+
+    def _ansi(self) -> Part:
+        start = self.at
+        self.at += 2
+        text = ""
+        while not self.take("'"):
+            if self.done:
+                self.fail("this single quote is never closed", start)
+            if self.take("\\"):
+                text += _ESCAPES.get(self.char(), self.char())
+            else:
+                text += self.char()
+            self.at += 1
+        return self._text(text, start, quoted=True)
+
+    def _backticks(self, *, quoted: bool) -> Part:
+        start = self.at
+        self.at += 1
+        text = ""
+        while not self.take("`"):
+            if self.done:
+                self.fail("this backtick is never closed", start)
+            if self.char() == "\\" and self.char(1) in ("`", "\\", "$"):
+                self.at += 1
+            text += self.char()
+            self.at += 1
+        inner = self.nested([Span(text, self.line(start))])
+        return self._substitution(start, inner, quoted=quoted)
+
+    def _process(self) -> Part:
+        start = self.at
+        self.at += 2
+        inner = self.commands(frozenset({")"}))
+        if not self.take(")"):
+            self.fail("this ( is never closed", start)
+        return self._substitution(start, inner, quoted=False)
+
+    def _arithmetic_ends(self, at: int) -> bool:
+        """Step over `… ))`, if that is what closes it; else stay."""
+        depth = 0
+        for index in range(at, self.limit):
+            char = self.text[index]
+            if char == "(":
+                depth += 1
+            elif char == ")" and depth:
+                depth -= 1
+            elif char == ")":
+                if not self.text.startswith("))", index):
+                    return False
+                self.at = index + 2
+                return True
+        return False
+
+    def arithmetic(self) -> bool:
+        """Step over `(( … ))`, if it stands here."""
+        return self.sees("((") and self._arithmetic_ends(self.at + 2)
+
+    def _balance(self, opening: str, closing: str) -> None:
+        """Step over a bracket and all up to the one that closes it."""
+        start, depth = self.at, 0
+        while not self.done:
+            char = self.char()
+            if char in "\\'\"$`":
+                self.parts()
+                continue
+            self.at += 1
+            depth += (char == opening) - (char == closing)
+            if not depth:
+                return
+        self.fail(f"this {opening} is never closed", start)
+
+    # ---- Here-documents
+
+    def here_document(self, delimiter: Word, *, tabs: bool) -> tuple[Part, ...]:
+        """Read the text below the line in which `delimiter` stands."""
+        newline = self.at
+        while (newline := self.text.find("\n", newline, self.limit)) >= 0:
+            if self.text[newline - 1] != "\\":
+                break
+            newline += 1
+        if newline < 0:
+            self.fail("a here-document begins on the last line")
+        start = at = self._after_newline.get(newline, newline + 1)
+        end = delimiter.literal if delimiter.literal is not None else delimiter.shown
+        while at < self.limit:
+            stop = self.text.find("\n", at, self.limit)
+            stop = self.limit if stop < 0 else stop
+            row = self.text[at:stop]
+            if (row.lstrip("\t") if tabs else row) == end:
+                break
+            at = stop + 1
+        else:
+            self.fail(f"the here-document has no end {end!r}")
+        self._after_newline[newline] = min(stop + 1, self.limit)
+        if any(part.quoted for part in delimiter.parts):
+            return (self._text(self.text[start:at], start, quoted=True),)
+        place, limit = self.at, self.limit
+        self.at, self.limit = start, at
+        parts: list[Part] = []
+        while not self.done:
+            parts += self.parts(double=True, plain_quotes=True)
+        self.at, self.limit = place, limit
+        return tuple(joined(parts))
+
+    # ---- Commands, which the reader of commands knows
+
+    def commands(self, ends: frozenset[str]) -> Sequence:
+        """Read commands up to one of `ends`."""
+        raise NotImplementedError
+
+    def nested(self, spans: Several[Span]) -> Sequence:
+        """Read commands that are a text of their own."""
+        raise NotImplementedError

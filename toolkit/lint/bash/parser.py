@@ -1,0 +1,389 @@
+"""From words to commands: lists, pipelines, compound commands, functions."""
+
+import re
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+
+from toolkit.errors import InputError, Problem
+from toolkit.lint.bash.ast import (
+    AndOr,
+    Assignment,
+    Command,
+    Compound,
+    Function,
+    Node,
+    Part,
+    Pipeline,
+    Redirection,
+    Sequence,
+    Span,
+    Word,
+)
+from toolkit.lint.bash.lexer import WordReader
+
+__all__ = ["DECLARES", "ReadScript", "read_commands", "read_script"]
+
+DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
+"""Builtins whose arguments are assignments."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]\n]*\])?(\+?)=")
+_REDIRECTION = re.compile(r"(?:[0-9]+|\{\w+\})?(<<<|<<-|<<|<>|<&|>>|>&|>\||<|>)|(&>>|&>)")
+_RESERVED = re.compile(r"[^\s;&|()<>'\"$`\\]+")
+_AFTER_TEST = ("", *" \t\n;&|)")
+_LAST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadScript:
+    """A script, read."""
+
+    commands: Sequence
+    comments: tuple[Span, ...]
+
+
+def read_script(text: str, source: str) -> ReadScript:
+    """Read a script.
+
+    Raises:
+        InputError: bash would refuse it as well, or it is nested beyond reason.
+    """
+    reader = _Reader([Span(text, 1)], source)
+    commands = _whole(reader)
+    return ReadScript(commands=commands, comments=tuple(reader.comments))
+
+
+def read_commands(spans: Several[Span], source: str) -> Sequence:
+    """Read commands that stand inside a script, as those of `bash -c`.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    return _whole(_Reader(spans, source))
+
+
+def _whole(reader: "_Reader") -> Sequence:
+    try:
+        return reader.commands(frozenset())
+    except RecursionError:
+        message = "nested too deeply to be read"
+        raise InputError([Problem(place=reader.source, message=message)]) from None
+
+
+class _Reader(WordReader):
+    """Recursive descent over bash's grammar (bash manual, SHELL GRAMMAR)."""
+
+    def commands(self, ends: frozenset[str]) -> Sequence:
+        found: list[AndOr] = []
+        while True:
+            self._separators()
+            if self.done:
+                return tuple(found)
+            if (end := self._ending()) is not None:
+                if end in ends:
+                    return tuple(found)
+                self.fail(f"{end!r} closes nothing here")
+            found.append(self._and_or())
+
+    def nested(self, spans: Several[Span]) -> Sequence:
+        return _Reader(spans, self.source).commands(frozenset())
+
+    def _separators(self) -> None:
+        while True:
+            self.blanks()
+            if not self.newline():
+                return
+
+    def _ending(self) -> str | None:
+        """Return the word or operator that ends a list here."""
+        for operator in (";;&", ";;", ";&", ")"):
+            if self.sees(operator):
+                return operator
+        found = self.match(_RESERVED)
+        return found[0] if found and found[0] in _LAST else None
+
+    def _reserved(self, *words: str) -> str:
+        """Step over a reserved word; return it, or nothing."""
+        found = self.match(_RESERVED)
+        if found is None or found[0] not in words:
+            return ""
+        self.at = found.end()
+        return found[0]
+
+    def _expect(self, word: str, opened: int) -> None:
+        self._separators()
+        found = self.take(word) if word in (")", "}") else self._reserved(word)
+        if not found:
+            self.fail(f"{word!r} is missing for what begins here", opened)
+
+    def _and_or(self) -> AndOr:
+        line = self.line()
+        pipelines, operators = [self._pipeline()], list[str]()
+        while True:
+            self.blanks()
+            operator = next((o for o in ("&&", "||") if self.take(o)), None)
+            if operator is None:
+                break
+            operators.append(operator)
+            self._separators()
+            pipelines.append(self._pipeline())
+        background = False
+        if not any(self.sees(end) for end in (";;", ";&")):
+            background = self.take("&")
+            if not background:
+                self.take(";")
+        return AndOr(
+            pipelines=tuple(pipelines),
+            operators=tuple(operators),
+            background=background,
+            line=line,
+        )
+
+    def _pipeline(self) -> Pipeline:
+        negated = False
+        while True:
+            self.blanks()
+            if self.char() == "!" and self.char(1) in " \t":
+                self.at += 1
+                negated = not negated
+            elif self._reserved("time"):
+                self.blanks()
+                self._reserved("-p")
+            else:
+                break
+        nodes = [self._node()]
+        while True:
+            self.blanks()
+            if self.sees("||") or not (self.take("|&") or self.take("|")):
+                return Pipeline(nodes=tuple(nodes), negated=negated)
+            self._separators()
+            nodes.append(self._node())
+
+    # ---- One command
+
+    def _node(self) -> Node:
+        start, line = self.at, self.line()
+        if self.arithmetic():
+            return self._compound("arithmetic", line)
+        if self.take("("):
+            body = self.commands(frozenset({")"}))
+            self._expect(")", start)
+            return self._compound("subshell", line, bodies=(body,))
+        word = self._reserved("{", "if", "while", "until", "for", "select", "case", "function")
+        if word == "{":
+            body = self.commands(frozenset({"}"}))
+            self._expect("}", start)
+            return self._compound("group", line, bodies=(body,))
+        if word == "if":
+            return self._if(start, line)
+        if word in ("while", "until"):
+            condition = self.commands(frozenset({"do"}))
+            return self._loop(word, start, line, conditions=(condition,))
+        if word in ("for", "select"):
+            return self._for(start, line)
+        if word == "case":
+            return self._case(start, line)
+        if word == "function":
+            self.blanks()
+            name = self.word().shown
+            self.blanks()
+            if self.take("("):
+                self._expect(")", start)
+            return self._function(name, line)
+        if self.sees("[[") and self.char(2) in " \t\n":
+            return self._test(line)
+        return self._simple(line)
+
+    def _compound(
+        self,
+        kind: str,
+        line: int,
+        *,
+        conditions: tuple[Sequence, ...] = (),
+        bodies: tuple[Sequence, ...] = (),
+        words: tuple[Word, ...] = (),
+    ) -> Compound:
+        redirections = []
+        while (found := self._redirection()) is not None:
+            redirections.append(found)
+        return Compound(
+            kind=kind,
+            conditions=conditions,
+            bodies=bodies,
+            words=words,
+            redirections=tuple(redirections),
+            line=line,
+        )
+
+    def _if(self, start: int, line: int) -> Compound:
+        conditions, bodies = [self.commands(frozenset({"then"}))], []
+        self._expect("then", start)
+        while True:
+            bodies.append(self.commands(frozenset({"elif", "else", "fi"})))
+            if self._reserved("elif"):
+                conditions.append(self.commands(frozenset({"then"})))
+                self._expect("then", start)
+            elif self._reserved("else"):
+                bodies.append(self.commands(frozenset({"fi"})))
+                self._expect("fi", start)
+                break
+            else:
+                self._expect("fi", start)
+                break
+        return self._compound("if", line, conditions=tuple(conditions), bodies=tuple(bodies))
+
+    def _loop(
+        self,
+        kind: str,
+        start: int,
+        line: int,
+        *,
+        conditions: tuple[Sequence, ...] = (),
+        words: tuple[Word, ...] = (),
+    ) -> Compound:
+        self._expect("do", start)
+        body = self.commands(frozenset({"done"}))
+        self._expect("done", start)
+        return self._compound(kind, line, conditions=conditions, bodies=(body,), words=words)
+
+    def _for(self, start: int, line: int) -> Compound:
+        self.blanks()
+        words: list[Word] = []
+        name = ""
+        if not self.arithmetic():
+            name = self.word().shown
+            self._separators()
+            if self._reserved("in"):
+                while True:
+                    self.blanks()
+                    if self.done or self.char() in "\n;":
+                        break
+                    words.append(self.word())
+                    if not words[-1].parts:
+                        self.fail("the list of this loop cannot be read", start)
+        self.blanks()
+        self.take(";")
+        self._separators()
+        if self.sees("{"):
+            body = self._node()
+            if not isinstance(body, Compound):
+                self.fail("the body of this loop cannot be read", start)
+            found = self._compound("for", line, bodies=body.bodies, words=tuple(words))
+        else:
+            found = self._loop("for", start, line, words=tuple(words))
+        return replace(found, variable=name)
+
+    def _case(self, start: int, line: int) -> Compound:
+        self.blanks()
+        subject = self.word()
+        self._expect("in", start)
+        bodies: list[Sequence] = []
+        while True:
+            self._separators()
+            if self._reserved("esac"):
+                break
+            self.take("(")
+            while True:
+                self.blanks()
+                before = self.at
+                self.word()
+                self.blanks()
+                if self.take(")"):
+                    break
+                if not self.take("|") or self.at == before:
+                    self.fail("this case has a pattern that cannot be read", start)
+            bodies.append(self.commands(frozenset({";;", ";&", ";;&", "esac"})))
+            if not any(self.take(end) for end in (";;&", ";;", ";&")):
+                self._expect("esac", start)
+                break
+        return self._compound("case", line, bodies=tuple(bodies), words=(subject,))
+
+    def _function(self, name: str, line: int) -> Function:
+        self._separators()
+        body = self._node()
+        if isinstance(body, Function):
+            self.fail(f"the function {name!r} has no body")
+        return Function(name=name, body=body, line=line)
+
+    def _test(self, line: int) -> Command:
+        start, words = self.at, list[Word]()
+        while True:
+            while self.char() in (" ", "\t", "\n") or self.sees("\\\n"):
+                self.at += 2 if self.char() == "\\" else 1
+            if self.done:
+                self.fail("this [[ is never closed", start)
+            if self.sees("]]") and self.char(2) in _AFTER_TEST:
+                self.at += 2
+                break
+            words.append(self.test_word())
+        redirections = self._compound("test", line).redirections
+        return Command(assignments=(), words=tuple(words), redirections=redirections, line=line)
+
+    def _simple(self, line: int) -> Node:
+        assignments: list[Assignment] = []
+        words: list[Word] = []
+        redirections: list[Redirection] = []
+        start = self.at
+        while True:
+            self.blanks()
+            if (redirection := self._redirection()) is not None:
+                redirections.append(redirection)
+                continue
+            if self.done or self.char() in "\n;&|)":
+                break
+            if self.char() == "(":
+                if len(words) != 1 or assignments:
+                    self.fail("a bracket that bash does not take here")
+                self.at += 1
+                self._expect(")", start)
+                return self._function(words[0].shown, line)
+            declares = bool(words) and words[0].bare in DECLARES
+            found = self.match(_ASSIGNMENT) if declares or not words else None
+            if found is not None:
+                assignments.append(self._assignment(found))
+            else:
+                words.append(self.word())
+        if self.at == start:
+            self.fail("a command is missing here")
+        return Command(
+            assignments=tuple(assignments),
+            words=tuple(words),
+            redirections=tuple(redirections),
+            line=line,
+        )
+
+    def _assignment(self, found: "re.Match[str]") -> Assignment:
+        start, line = self.at, self.line()
+        self.at = found.end()
+        items: tuple[Word, ...] | None = None
+        value = Word(parts=(), line=line)
+        if self.take("("):
+            read: list[Word] = []
+            while True:
+                self._separators()
+                if self.take(")"):
+                    break
+                before = self.at
+                read.append(self.word())
+                if self.at == before:
+                    self.fail("this list is never closed", start)
+            items = tuple(read)
+        else:
+            value = self.word()
+        name = found[1] + (found[2] or "")
+        return Assignment(name=name, added=bool(found[3]), value=value, items=items, line=line)
+
+    def _redirection(self) -> Redirection | None:
+        self.blanks()
+        found = self.match(_REDIRECTION)
+        if found is None or (found[1] in ("<", ">") and self.text[found.end() :][:1] == "("):
+            return None
+        operator = found[1] or found[2]
+        self.at = found.end()
+        self.blanks()
+        target = self.word()
+        if not target.parts:
+            self.fail(f"nothing follows {operator}")
+        body: tuple[Part, ...] = ()
+        if operator in ("<<", "<<-"):
+            body = self.here_document(target, tabs=operator == "<<-")
+        return Redirection(operator=operator, target=target, body=body)

@@ -1,0 +1,113 @@
+"""Manifests held to the rules, all of them at once."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from toolkit.errors import Problem
+from toolkit.lint.manifests.registry import RULES, Fault
+from toolkit.lint.manifests.rules import (
+    environment,
+    lifecycle,
+    object_names,
+    operators,
+    rendezvous,
+    resources,
+    scheduling,
+    schema,
+    security,
+    training,
+    volumes,
+)
+from toolkit.lint.manifests.schema import CRD_RULE, Schemas, schema_faults
+from toolkit.lint.rules import Rule
+from toolkit.text.manifest_reader import read_manifests
+from toolkit.text.manifests import Stream
+from toolkit.text.yaml_reader import KeyPath
+
+__all__ = [
+    "MANIFEST_RULES",
+    "allowed",
+    "check_manifests",
+    "faults",
+    "in_order",
+    "problem_of",
+]
+
+_MODULES = (
+    *(schema, object_names, resources, volumes, environment, security),
+    *(rendezvous, lifecycle, operators, training, scheduling),
+)  # each brings its rules
+
+MANIFEST_RULES: tuple[Rule, ...] = (*RULES.rules, CRD_RULE)
+"""The rules for manifests."""
+
+_ALLOWED = re.compile(r"(^|\s)#.*\btoolkit: *allow +([\w, -]+)")
+
+
+def check_manifests(
+    text: str,
+    source: str,
+    *,
+    pod_security: str | None = None,
+    schemas: Schemas | None = None,
+) -> list[Problem]:
+    """Return what is wrong with a stream of manifests, by line; each fault once.
+
+    A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
+
+    Args:
+        text: YAML, of one document or of several.
+        source: The file's name.
+        pod_security: The Pod Security level of the namespace, where it is known.
+        schemas: Those of the cluster's own kinds.
+
+    Raises:
+        InputError: it cannot be read, or holds what is no object.
+    """
+    stream = read_manifests(text, source, pod_security=pod_security)
+    found = [problem_of(rule, fault, source) for rule, fault in faults(stream, schemas)]
+    return in_order(allowed(found, text))
+
+
+def faults(stream: Stream, schemas: Schemas | None = None) -> Iterator[tuple[Rule, Fault]]:
+    """Yield what every rule finds; what a schema says of a place that a rule names, once."""
+    told: set[tuple[int, KeyPath]] = set()
+    for rule, fault in RULES.faults(stream):
+        told.add((fault.at.manifest.index, fault.at.path))
+        yield rule, fault
+    for fault in schema_faults(stream, schemas) if schemas else ():
+        if (fault.at.manifest.index, fault.at.path) not in told:
+            yield CRD_RULE, fault
+
+
+def problem_of(rule: Rule, fault: Fault, source: str) -> Problem:
+    """Return a fault with its place and its way out."""
+    place = fault.at.manifest.place(fault.at.path)
+    return Problem(place=place, message=f"{fault.what}; {fault.fix or rule.fix}", rule=rule.id)
+
+
+def allowed(problems: Iterable[Problem], text: str) -> list[Problem]:
+    """Return those problems that no comment of the text takes back."""
+    taken_back = _taken_back(text)
+    return [one for one in problems if one.rule not in taken_back.get(_line(one), ())]
+
+
+def in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Return problems by line, each once."""
+    return sorted(dict.fromkeys(problems), key=_line)
+
+
+def _line(problem: Problem) -> int:
+    match = re.search(r":(\d{1,18})$", problem.place or "")
+    return int(match[1]) if match else 0
+
+
+def _taken_back(text: str) -> dict[int, set[str]]:
+    """Return which rules are taken back on which lines."""
+    found: dict[int, set[str]] = {}
+    for number, row in enumerate(text.splitlines(), start=1):
+        if match := _ALLOWED.search(row):
+            alone = row.lstrip().startswith("#")
+            names = set(re.findall(r"[a-z][a-z-]+[a-z]", match[2]))
+            found.setdefault(number + alone, set()).update(names)
+    return found

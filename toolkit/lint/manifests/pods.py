@@ -1,0 +1,258 @@
+"""The pods that the objects of a stream make, each kind in its own way."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from toolkit.text.manifests import Manifest, Stream, View
+
+__all__ = ["WORKLOADS", "Container", "Pods", "containers_of", "pods_of"]
+
+WORKLOADS = ("PyTorchJob", "TrainJob", "JobSet", "Job", "Pod")
+"""The kinds that run something."""
+
+_GROUPS = {
+    "PyTorchJob": "kubeflow.org",
+    "TrainJob": "trainer.kubeflow.org",
+    "TrainingRuntime": "trainer.kubeflow.org",
+    "ClusterTrainingRuntime": "trainer.kubeflow.org",
+    "JobSet": "jobset.x-k8s.io",
+    "Job": "batch",
+    "Pod": "",
+}
+_NAMES = {"PyTorchJob": "pytorch", "TrainJob": "node"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pods:
+    """The pods of one template."""
+
+    owner: Manifest
+    """The object that makes them."""
+
+    role: str
+    """Master, Worker, or the name of the replicated job; empty where there is one template."""
+
+    template: View
+    """Their metadata and spec."""
+
+    job: View
+    """The spec of the batch Job around them, or of the role; of a Pod the pod itself."""
+
+    count: int | None
+    """How many there are; None where the manifest does not tell."""
+
+    together: int | None
+    """How many the object has in all; None where it does not tell."""
+
+    partly: bool = False
+    """Whether the rest of the pod stands elsewhere: a patch for a runtime, or a runtime."""
+
+    @property
+    def spec(self) -> View:
+        """Their spec."""
+        return self.template.at("spec")
+
+    @property
+    def kind(self) -> str:
+        """The kind of the object."""
+        return self.owner.kind
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one, which must meet."""
+        return self.together is not None and self.together > 1
+
+    @functools.cached_property
+    def containers(self) -> tuple["Container", ...]:
+        """Their containers; those that prepare them are left out."""
+        return tuple(
+            Container(pods=self, view=one, resources=one.at("resources"))
+            for one in self.spec.at("containers").items()
+        )
+
+    @functools.cached_property
+    def prepares(self) -> tuple["Container", ...]:
+        """Their init containers."""
+        return tuple(
+            Container(pods=self, view=one, resources=one.at("resources"))
+            for one in self.spec.at("initContainers").items()
+        )
+
+    @functools.cached_property
+    def labels(self) -> dict[str, str]:
+        """Their labels, with those that their operator adds."""
+        added: dict[str, str] = {}
+        name = self.owner.name
+        if self.kind == "PyTorchJob":
+            added = {
+                "training.kubeflow.org/job-name": name,
+                "training.kubeflow.org/operator-name": "pytorchjob-controller",
+                "training.kubeflow.org/replica-type": self.role.lower(),
+            }
+            if self.role == "Master":
+                added["training.kubeflow.org/job-role"] = "master"
+        elif self.kind == "Job":
+            added = {"batch.kubernetes.io/job-name": name, "job-name": name}
+        elif self.kind in ("JobSet", "TrainJob"):
+            added = {
+                "jobset.sigs.k8s.io/jobset-name": name,
+                "jobset.sigs.k8s.io/replicatedjob-name": self.role,
+                "batch.kubernetes.io/job-name": f"{name}-{self.role}-0",
+                "job-name": f"{name}-{self.role}-0",
+            }
+        return added | self.template.labels("metadata", "labels")
+
+    def known_container(self) -> str | None:
+        """Return the name by which the operator finds the training container, if it has one."""
+        return _NAMES.get(self.kind)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Container:
+    """A container, or a TrainJob's trainer, which becomes one."""
+
+    pods: Pods
+    view: View
+    resources: View
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.view.text("name")
+
+    @property
+    def words(self) -> list[str]:
+        """What it starts: command and arguments."""
+        return [*self.view.words("command"), *self.view.words("args")]
+
+    @functools.cached_property
+    def env(self) -> dict[str, View]:
+        """Its variables, by name: each an entry with `value` or `valueFrom`."""
+        return {entry.text("name"): entry for entry in self.view.at("env").items()}
+
+    def variable(self, name: str) -> str | None:
+        """Return what a variable is set to; None where the manifest does not tell."""
+        entry = self.env.get(name)
+        return entry.text("value") if entry is not None and entry.at("value") else None
+
+
+@functools.lru_cache(maxsize=1)
+def pods_of(stream: Stream) -> tuple[Pods, ...]:
+    """Return the pods of all objects of a stream."""
+    return tuple(pods for manifest in stream.manifests for pods in _pods(manifest))
+
+
+@functools.lru_cache(maxsize=1)
+def containers_of(stream: Stream) -> tuple[Container, ...]:
+    """Return what runs in the pods of a stream: containers, and the trainers of TrainJobs."""
+    found = [container for pods in pods_of(stream) for container in pods.containers]
+    for manifest in stream.of("TrainJob"):
+        trainer = manifest.view.at("spec", "trainer")
+        if manifest.group == _GROUPS["TrainJob"] and trainer:
+            pods = _pods_of_trainjob(manifest)
+            found.append(
+                Container(pods=pods, view=trainer, resources=trainer.at("resourcesPerNode"))
+            )
+    return tuple(found)
+
+
+def _pods(manifest: Manifest) -> Iterator[Pods]:
+    if _GROUPS.get(manifest.kind) != manifest.group:
+        return
+    spec = manifest.view.at("spec")
+    match manifest.kind:
+        case "Pod":
+            view = manifest.view
+            yield Pods(owner=manifest, role="", template=view, job=view, count=1, together=1)
+        case "Job":
+            count = _number(spec.at("parallelism"), default=1)
+            yield _of_job(manifest, spec, role="", count=count, together=count)
+        case "PyTorchJob":
+            yield from _of_pytorchjob(manifest, spec.at("pytorchReplicaSpecs"))
+        case "JobSet":
+            yield from _of_jobset(manifest, spec)
+        case "TrainingRuntime" | "ClusterTrainingRuntime":
+            yield from _of_jobset(manifest, spec.at("template", "spec"), partly=True)
+        case "TrainJob":
+            for patch in spec.at("runtimePatches").items():
+                jobs = patch.at("trainingRuntimeSpec", "template", "spec", "replicatedJobs")
+                for job in jobs.items():
+                    inner = job.at("template", "spec")
+                    yield _of_job(manifest, inner, role=job.text("name"), partly=True)
+
+
+def _pods_of_trainjob(manifest: Manifest) -> Pods:
+    """Return the pods that a TrainJob itself describes; its runtime says the rest."""
+    view = manifest.view.at("spec")
+    nodes = _number(view.at("trainer", "numNodes"), default=None)
+    return Pods(
+        owner=manifest,
+        role="node",
+        template=View(value=None, path=view.path, manifest=manifest),
+        job=view,
+        count=nodes,
+        together=nodes,
+        partly=True,
+    )
+
+
+def _of_pytorchjob(manifest: Manifest, roles: View) -> Iterator[Pods]:
+    counts = {role: _number(entry.at("replicas"), default=1) for role, entry in roles.entries()}
+    for role, entry in roles.entries():
+        yield Pods(
+            owner=manifest,
+            role=role,
+            template=entry.at("template"),
+            job=entry,
+            count=counts[role],
+            together=_sum(list(counts.values())),
+        )
+
+
+def _of_jobset(manifest: Manifest, spec: View, *, partly: bool = False) -> Iterator[Pods]:
+    jobs = list(spec.at("replicatedJobs").items())
+    counts = []
+    for job in jobs:
+        replicas = _number(job.at("replicas"), default=1)
+        each = _number(job.at("template", "spec", "parallelism"), default=1)
+        counts.append(None if replicas is None or each is None else replicas * each)
+    for job, count in zip(jobs, counts, strict=True):
+        inner = job.at("template", "spec")
+        yield _of_job(
+            manifest,
+            inner,
+            role=job.text("name"),
+            count=None if partly else count,
+            together=None if partly else _sum(counts),
+            partly=partly,
+        )
+
+
+def _of_job(
+    manifest: Manifest,
+    spec: View,
+    *,
+    role: str,
+    count: int | None = None,
+    together: int | None = None,
+    partly: bool = False,
+) -> Pods:
+    return Pods(
+        owner=manifest,
+        role=role,
+        template=spec.at("template"),
+        job=spec,
+        count=count,
+        together=together,
+        partly=partly,
+    )
+
+
+def _number(view: View, *, default: int | None) -> int | None:
+    return view.whole() if view else default
+
+
+def _sum(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None

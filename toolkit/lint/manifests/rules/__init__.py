@@ -1,0 +1,1 @@
+"""The rules for manifests, by topic."""

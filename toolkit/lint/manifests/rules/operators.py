@@ -1,0 +1,250 @@
+"""Rules about the kinds: what each operator makes of its object."""
+
+from collections.abc import Iterator
+
+from toolkit.lint.manifests.command import launches
+from toolkit.lint.manifests.pods import Pods, pods_of
+from toolkit.lint.manifests.registry import Fault, rule
+from toolkit.lint.manifests.rules.schema import said
+from toolkit.text.manifests import Manifest, Stream, View
+
+__all__: list[str] = []
+
+
+def _training_jobs(stream: Stream) -> Iterator[tuple[Manifest, View]]:
+    for manifest in stream.of("PyTorchJob"):
+        yield manifest, manifest.view.at("spec")
+
+
+@rule(
+    "replica-type",
+    finds="pods of a PyTorchJob that are neither Master nor Worker, or a number of Masters that is "
+    "not 1",
+    reason="The webhook refuses them (Training Operator 1.9).",
+    fix="write Master (replicas: 1) and Worker, or Worker alone with an elasticPolicy",
+)
+def _roles(stream: Stream) -> Iterator[Fault]:
+    for _, spec in _training_jobs(stream):
+        for role, entry in spec.at("pytorchReplicaSpecs").entries():
+            replicas = entry.at("replicas")
+            if role not in ("Master", "Worker"):
+                yield Fault(at=entry, what=f"a PyTorchJob has no {role!r}")
+            elif role == "Master" and replicas and replicas.value != 1:
+                yield Fault(at=replicas, what=f"{said(replicas.value)} Masters")
+
+
+@rule(
+    "container-name",
+    finds="pods without the container that the operator looks for: `pytorch` of a PyTorchJob, "
+    "`node` of a TrainingRuntime",
+    reason="The webhook refuses the PyTorchJob; a TrainJob's command and variables go nowhere "
+    "(Training Operator 1.9, Trainer 2.3).",
+    fix="name the training container so",
+)
+def _containers(stream: Stream) -> Iterator[Fault]:
+    for pods in pods_of(stream):
+        wanted = {
+            "PyTorchJob": "pytorch",
+            "TrainingRuntime": "node",
+            "ClusterTrainingRuntime": "node",
+        }.get(pods.kind)
+        if pods.kind.endswith("Runtime") and pods.role != "node":
+            continue
+        names = [one.name for one in pods.containers]
+        if wanted and names and wanted not in names:
+            at = pods.containers[0].view.at("name")
+            yield Fault(at=at, what=f"no container is called {wanted!r}; found {', '.join(names)}")
+
+
+@rule(
+    "master-restricted",
+    finds="a PyTorchJob with Master and Worker whose pods are made for Pod Security `restricted`",
+    reason="The operator gives workers an init container that waits for the master, which "
+    "`restricted` refuses: only the master is made, and waits for ever (Training Operator 1.9).",
+    fix="use Workers alone, with elasticPolicy: {rdzvBackend: c10d, minReplicas: N, "
+    "maxReplicas: N}",
+)
+def _masters(stream: Stream) -> Iterator[Fault]:
+    for manifest, spec in _training_jobs(stream):
+        roles = spec.at("pytorchReplicaSpecs")
+        workers = roles.at("Worker")
+        if not roles.at("Master") or not workers or workers.whole("replicas") == 0:
+            continue
+        if _is_restricted(stream, manifest, workers.at("template", "spec")):
+            yield Fault(at=roles.at("Master"), what="Master and Worker in restricted pods")
+
+
+def _is_restricted(stream: Stream, manifest: Manifest, pod: View) -> bool:
+    if (level := stream.known_level_of(manifest)) is not None:
+        return level == "restricted"
+    security = [c.at("securityContext") for c in pod.at("containers").items()]
+    own = pod.at("securityContext")
+    return bool(own.at("runAsNonRoot").value) and all(
+        "ALL" in one.words("capabilities", "drop") for one in security
+    )
+
+
+@rule(
+    "backoff-limit",
+    finds="a backoffLimit of a PyTorchJob that one incident uses up",
+    reason="The operator adds up the restarts of all containers: with 2 pods and a limit of 2, one "
+    "incident fails the job (Training Operator 1.9).",
+    fix="write incidents x pods + 1, or leave it out",
+)
+def _backoff(stream: Stream) -> Iterator[Fault]:
+    for manifest, spec in _training_jobs(stream):
+        limit = spec.at("runPolicy", "backoffLimit")
+        pods = [one for one in pods_of(stream) if one.owner is manifest]
+        restarts = any(one.job.text("restartPolicy") in ("OnFailure", "Always") for one in pods)
+        count = pods[0].together if pods else None
+        whole = limit.whole()
+        if whole is not None and count and restarts and whole <= count:
+            yield Fault(
+                at=limit,
+                what=f"backoffLimit: {whole} for {count} pods, each of which restarts",
+            )
+
+
+@rule(
+    "clean-pod-policy",
+    finds="a PyTorchJob with cleanPodPolicy: None, which is its default",
+    reason="When it has failed, pods that are left go on crashing and restarting, and keep their "
+    "GPUs (Training Operator 1.9).",
+    fix="write runPolicy: {cleanPodPolicy: Running}",
+)
+def _clean(stream: Stream) -> Iterator[Fault]:
+    for _, spec in _training_jobs(stream):
+        policy = spec.at("runPolicy", "cleanPodPolicy")
+        if not policy or policy.value == "None":
+            yield Fault(at=policy, what="pods of a job that has ended stay behind, and may run")
+
+
+@rule(
+    "job-restart-policy",
+    finds="pods of a Job with restartPolicy Always, which is the pods' default, or OnFailure "
+    "with a podFailurePolicy",
+    reason="The server refuses it, or the Job that a JobSet makes of it.",
+    fix="write restartPolicy: Never",
+)
+def _restarts(stream: Stream) -> Iterator[Fault]:
+    for pods in pods_of(stream):
+        if pods.kind not in ("Job", "JobSet", "TrainingRuntime", "ClusterTrainingRuntime"):
+            continue
+        policy = pods.spec.at("restartPolicy")
+        if not pods.spec or (policy and policy.value not in ("Always", "OnFailure")):
+            continue
+        if pods.kind != "Job" and not policy:
+            continue  # JobSet writes OnFailure there
+        if policy.value == "OnFailure" and not pods.job.at("podFailurePolicy"):
+            continue
+        said_there = f"restartPolicy: {policy.value}" if policy else "no restartPolicy"
+        beside = " beside a podFailurePolicy" if policy.value == "OnFailure" else ""
+        yield Fault(at=policy, what=f"{said_there}{beside}")
+
+
+@rule(
+    "failure-rule-container",
+    finds="a podFailurePolicy for a container that the pods do not have",
+    reason="The server refuses it, or the rule never matches.",
+    fix="write the container's name",
+)
+def _failure_rules(stream: Stream) -> Iterator[Fault]:
+    for pods in pods_of(stream):
+        names = [one.name for one in (*pods.containers, *pods.prepares)]
+        for entry in pods.job.at("podFailurePolicy", "rules").items():
+            name = entry.at("onExitCodes", "containerName")
+            if name.text() and names and name.text() not in names:
+                yield Fault(at=name, what=f"there is no container {name.text()!r}")
+
+
+# ---- Job
+
+
+def _meeting_jobs(stream: Stream) -> Iterator[Pods]:
+    """Yield the pods of Jobs whose torchruns must meet."""
+    for launch in launches(stream):
+        if launch.pods.kind == "Job" and launch.pods.several:
+            yield launch.pods
+
+
+@rule(
+    "job-not-indexed",
+    finds="a Job with torchrun in several pods that is not Indexed, or does not run all of them at "
+    "once",
+    reason="Without an index no pod knows its rank or the others' names; with fewer pods than "
+    "completions, torchrun waits for those that start last.",
+    fix="write completionMode: Indexed, and completions equal to parallelism",
+)
+def _indexed(stream: Stream) -> Iterator[Fault]:
+    for pods in _meeting_jobs(stream):
+        mode = pods.job.at("completionMode")
+        completions = pods.job.at("completions")
+        if mode.value != "Indexed":
+            yield Fault(at=mode, what=f"{pods.count} pods without an index")
+        elif completions and completions.value != pods.count:
+            yield Fault(
+                at=completions,
+                what=f"{said(completions.value)} completions, and {pods.count} pods at a time",
+            )
+
+
+@rule(
+    "job-unreachable",
+    finds="an Indexed Job with torchrun in several pods and no Service that names them",
+    reason="NAME-0.SUBDOMAIN is in the cluster's DNS only with a headless Service and the pods' "
+    "subdomain.",
+    fix="write subdomain: NAME into the pods, and a headless Service of that name",
+)
+def _unreachable(stream: Stream) -> Iterator[Fault]:
+    services = {service.name for service in stream.of("Service")}
+    for pods in _meeting_jobs(stream):
+        subdomain = pods.spec.at("subdomain")
+        if pods.job.at("completionMode").value != "Indexed":
+            continue
+        if not subdomain:
+            yield Fault(at=subdomain, what="the pods have no subdomain, and so no names")
+        elif services and subdomain.text() not in services:  # else it stands in another file
+            yield Fault(at=subdomain, what=f"there is no Service {subdomain.text()!r} here")
+
+
+@rule(
+    "job-peers-hang",
+    finds="an Indexed Job with torchrun in several pods that goes on without one that has failed",
+    reason="Nothing starts the others again: they wait for the lost pod, until the deadline "
+    "(Kubernetes 1.34).",
+    fix="write backoffLimitPerIndex: N and maxFailedIndexes: 0; or use a JobSet",
+)
+def _hang(stream: Stream) -> Iterator[Fault]:
+    for pods in _meeting_jobs(stream):
+        if pods.job.at("completionMode").value != "Indexed":
+            continue
+        each, most = pods.job.at("backoffLimitPerIndex"), pods.job.at("maxFailedIndexes")
+        in_place = pods.spec.text("restartPolicy") == "OnFailure"
+        if not each and not in_place:
+            yield Fault(at=each, what="no backoffLimitPerIndex: one pod's end hangs the others")
+        elif each and most.value != 0:
+            yield Fault(at=most, what="no maxFailedIndexes: 0, so the others go on waiting")
+
+
+# ---- JobSet
+
+
+@rule(
+    "jobset-backoff-limit",
+    finds="Jobs of a JobSet with a backoffLimit other than 0, where the JobSet restarts",
+    reason="The Job replaces the pod alone (six times by default), while the others hang; only its "
+    "failure has the JobSet start all again (JobSet 0.12).",
+    fix="write backoffLimit: 0 into the template of the replicated job",
+)
+def _gang(stream: Stream) -> Iterator[Fault]:
+    for pods in pods_of(stream):
+        if pods.kind == "JobSet":
+            policy = pods.owner.view.at("spec", "failurePolicy")
+        elif pods.kind.endswith("Runtime"):
+            policy = pods.owner.view.at("spec", "template", "spec", "failurePolicy")
+        else:
+            continue
+        limit = pods.job.at("backoffLimit")
+        if policy.whole("maxRestarts") and limit.value != 0:
+            there = f"backoffLimit: {said(limit.value)}" if limit else "no backoffLimit: 6"
+            yield Fault(at=limit, what=f"{there} restarts of a pod alone")

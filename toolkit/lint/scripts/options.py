@@ -1,0 +1,168 @@
+"""How sbatch, srun and torchrun read their options."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from toolkit.job.sbatch_options import ALLOWED, DECIDED, FLAGS, OPTIONAL
+from toolkit.lint.scripts.values import Argument
+
+__all__ = [
+    "PYXIS",
+    "SBATCH",
+    "SRUN",
+    "TORCHRUN",
+    "Grammar",
+    "Option",
+    "names",
+    "read_options",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option by its long name."""
+
+    name: str
+    value: Argument | None
+    """None for one without a value."""
+
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """What the options of a program are called, and which take a value."""
+
+    short: Mapping[str, str]
+    """Letter: long name."""
+
+    flags: frozenset[str]
+    """Options without a value."""
+
+    optional: frozenset[str] = frozenset()
+    """Options that take a value only after `=`, or right after their letter."""
+
+    names: frozenset[str] = frozenset()
+    """All long names, where a beginning of one may stand for it."""
+
+    underscores: bool = False
+    """Whether `_` may stand for `-`."""
+
+    def full(self, written: str) -> str:
+        """Return the long name that is meant."""
+        name = written.replace("_", "-") if self.underscores else written
+        if name in self.names:
+            return name
+        begun = [known for known in self.names if known.startswith(name)]
+        return begun[0] if len(begun) == 1 and name else name
+
+
+def names(words: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(words.split())
+
+
+def _short(words: str) -> dict[str, str]:
+    return {word[0]: word[2:] for word in words.split()}
+
+
+_BOTH = """
+    A=account b=begin B=extra-node-info c=cpus-per-task C=constraint d=dependency D=chdir e=error
+    F=nodefile G=gpus H=hold h=help i=input J=job-name k=no-kill L=licenses M=clusters
+    m=distribution N=nodes n=ntasks o=output O=overcommit p=partition Q=quiet q=qos S=core-spec
+    s=oversubscribe t=time v=verbose V=version w=nodelist x=exclude
+"""
+_QUERIES = frozenset({"help", "ignore-pbs", "quiet", "usage", "verbose", "version"})
+
+SBATCH = Grammar(
+    short=_short(f"{_BOTH} a=array W=wait"),
+    flags=FLAGS | _QUERIES | {"no-requeue", "requeue", "test-only", "wait"},
+    optional=OPTIONAL | {"parsable"},
+    names=ALLOWED | DECIDED.keys(),
+)
+"""sbatch(1)."""
+
+PYXIS = names("""
+    container-entrypoint container-entrypoint-log container-env container-image container-mount-home
+    container-mounts container-name container-readonly container-remap-root container-save
+    container-workdir container-writable no-container-entrypoint no-container-entrypoint-log
+    no-container-mount-home no-container-remap-root
+""")
+"""Options that pyxis adds to srun (pyxis, args.c)."""
+
+_PYXIS_VALUED = {
+    *("container-env", "container-image", "container-mounts", "container-name"),
+    *("container-save", "container-workdir"),
+}
+_SRUN_FLAGS = names("""
+    disable-status exact interactive label multi-prog no-allocate overlap preserve-env
+    test-only unbuffered wait-for-children whole
+""")
+
+SRUN = Grammar(
+    short=_short(
+        f"{_BOTH} E=preserve-env I=immediate K=kill-on-bad-exit l=label r=relative T=threads "
+        "u=unbuffered W=wait X=disable-status Z=no-allocate"
+    ),
+    flags=FLAGS | _QUERIES | _SRUN_FLAGS | (PYXIS - _PYXIS_VALUED),
+    optional=OPTIONAL | {"bcast", "compress", "immediate", "kill-on-bad-exit", "pty", "send-libs"},
+    names=(ALLOWED | DECIDED.keys() | _SRUN_FLAGS | PYXIS)
+    | {"bcast", "compress", "cpu-bind", "het-group", "immediate", "jobid", "kill-on-bad-exit"}
+    | {"mpi", "pty", "relative", "send-libs", "slurmd-debug", "threads", "wait"},
+)
+"""srun(1)."""
+
+TORCHRUN = Grammar(
+    short={"m": "module", "r": "redirects", "t": "tee"},
+    flags=frozenset({"module", "no-python", "run-path", "standalone", "virtual-local-rank"}),
+    underscores=True,
+)
+"""torch.distributed.run."""
+
+
+def read_options(
+    arguments: Sequence[Argument], grammar: Grammar
+) -> tuple[dict[str, Option], tuple[Argument, ...]]:
+    """Return the options at the beginning by their long names, and what follows them."""
+    found: dict[str, Option] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest[0]
+        text = argument.text
+        if text == "--":
+            return found, tuple(rest[1:])
+        if not text.startswith("-") or text == "-":
+            break
+        rest.pop(0)
+        for option, takes_next in _read_one(argument, grammar):
+            value = option.value
+            if takes_next and rest:
+                value = rest.pop(0)
+            found[option.name] = Option(name=option.name, value=value, line=option.line)
+    return found, tuple(rest)
+
+
+def _read_one(argument: Argument, grammar: Grammar) -> Iterable[tuple[Option, bool]]:
+    """Yield the options of one word, and whether the next word is its value."""
+    text, line = argument.text, argument.line_at(0)
+    if text.startswith("--"):
+        written, equals, _ = text[2:].partition("=")
+        name = grammar.full(written)
+        value = argument.cut(len(written) + 3) if equals else None
+        valued = name not in grammar.flags | grammar.optional
+        yield Option(name=name, value=value, line=line), valued and not equals
+        return
+    at = 1
+    while at < len(text):
+        name = grammar.short.get(text[at], text[at])
+        at += 1
+        if name in grammar.flags:
+            yield Option(name=name, value=None, line=line), False
+            continue
+        start = at + (text[at : at + 1] == "=")
+        rest = argument.cut(start) if at < len(text) else None
+        yield (
+            Option(name=name, value=rest, line=line),
+            rest is None and name not in grammar.optional,
+        )
+        return

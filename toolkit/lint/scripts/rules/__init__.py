@@ -1,0 +1,1 @@
+"""The rules for batch scripts, by topic."""

@@ -1,0 +1,152 @@
+"""A batch script: what it asks Slurm for, and what it starts."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePath
+
+from toolkit.lint.bash.ast import Sequence, Span
+from toolkit.lint.bash.parser import read_script
+from toolkit.lint.scripts.calls import Setting, Step, Torchrun, Walk
+from toolkit.lint.scripts.directives import Directive, read_directives
+from toolkit.lint.scripts.interpreter import walk
+from toolkit.lint.scripts.options import Option, names
+from toolkit.lint.scripts.values import Argument
+from toolkit.text.quantities import whole_number
+
+__all__ = ["TOOLS", "BatchScript", "read_batch_script"]
+
+TOOLS = names("""
+    [ cat chmod cp date df dcgmi du echo env free getent hostname id ibstat ip ln ls lscpu lsmem
+    mkdir mktemp mount mv nproc numactl nvidia-smi ping printenv printf ps pwd rm rmdir rsync
+    sbcast scontrol sleep stat sync tar test touch true ulimit umount uname uptime which
+""")
+"""Programs that a step runs beside the training."""
+
+_SHELL = re.compile(r"#!\s*(/usr/bin/env\s+(-S\s*)?)?\S*\b(bash|sh|dash|zsh|ksh)\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchScript:
+    """A script, read."""
+
+    source: str
+    text: str
+    directives: tuple[Directive, ...]
+    comments: tuple[Span, ...]
+    commands: Sequence
+    walk: Walk
+    rendered: bool
+    """Whether the toolkit has rendered it, so that the job file has decided what is left out."""
+
+    @cached_property
+    def options(self) -> dict[str, Option]:
+        """What sbatch takes from the script, by long names; the last of two wins."""
+        return {
+            option.name: option
+            for directive in self.directives
+            if not directive.late
+            for option in directive.options
+        }
+
+    def value(self, name: str) -> str | None:
+        """Return what an option is set to."""
+        option = self.options.get(name)
+        return option.value.text if option and option.value else None
+
+    @cached_property
+    def nodes(self) -> int | None:
+        """How many nodes the job has at least; None where the text does not tell."""
+        return count(self.value("nodes")) if "nodes" in self.options else None
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether the job has more than one node, as far as the script says."""
+        if "nodes" in self.options:
+            most = whole_number((self.value("nodes") or "").rpartition("-")[2])
+            return most is None or most > 1
+        tasks, each = count(self.value("ntasks")), count(self.value("ntasks-per-node"))
+        return bool(tasks and each and tasks > each)
+
+    def several(self, torchrun: Torchrun) -> bool:
+        """Whether a torchrun is one of several nodes'."""
+        if torchrun.step is not None and (own := torchrun.step.options.get("nodes")):
+            most = own.value.number if own.value else None
+            return self.several_nodes if most is None else most > 1
+        return self.several_nodes
+
+    def stranded(self, torchrun: Torchrun) -> bool:
+        """Whether a torchrun starts on the first node only, though the job has more."""
+        return torchrun.step is None and not torchrun.remote and self.several_nodes
+
+    @cached_property
+    def training(self) -> list[Step]:
+        """The steps that do the work; not those of a tool."""
+        return [step for step in self.walk.steps if is_work(step)]
+
+    @cached_property
+    def starts(self) -> list[Step]:
+        """The steps that start torchrun."""
+        found = {id(run.step): run.step for run in self.walk.torchruns if run.step}
+        return list(found.values())
+
+    def settings(self, *names: str) -> Iterator[Setting]:
+        """Yield where variables are set."""
+        return (setting for setting in self.walk.settings if setting.name in names)
+
+    def exports(self, name: str) -> bool:
+        """Whether a variable reaches the programs that the script starts."""
+        return any(
+            setting.exported or setting.prefix or setting.name in self.walk.exported
+            for setting in self.settings(name)
+        )
+
+
+def read_batch_script(text: str, source: str) -> BatchScript:
+    """Read a batch script.
+
+    Raises:
+        InputError: its bash cannot be read.
+    """
+    first = text.partition("\n")[0]
+    commands: Sequence = ()
+    comments: tuple[Span, ...] = ()
+    if not first.startswith("#!") or _SHELL.match(first):
+        read = read_script(text.replace("\r\n", "\n"), source)
+        commands, comments = read.commands, read.comments
+    # A script may carry others below its end, and write them to files.
+    others = [c.line for c in comments if c.line > 1 and c.text.startswith("#!")]
+    end = others[0] if others else text.count("\n") + 2
+    commands = tuple(item for item in commands if item.line < end)
+    comments = tuple(comment for comment in comments if comment.line < end)
+    known = {comment.line for comment in comments} if commands else None
+    directives = tuple(
+        directive
+        for directive in read_directives(text, range(end, text.count("\n") + 2))
+        if known is None or directive.line in known
+    )
+    errexit = re.search(r"\s-[a-z]*e", first) is not None and "env" not in first
+    return BatchScript(
+        source=source,
+        text=text,
+        directives=directives,
+        comments=comments,
+        commands=commands,
+        walk=walk(commands, source, errexit=errexit),
+        rendered=any("rendered by torch-deploy-toolkit" in c.text for c in comments[:3]),
+    )
+
+
+def count(text: str | None) -> int | None:
+    """Return the number that `2` or the least that `2-4` stands for."""
+    found = re.match(r"([0-9]+)(-[0-9]+)?$", text or "")
+    return whole_number(found[1]) if found else None
+
+
+def is_work(step: Step) -> bool:
+    """Whether a step does the work, rather than running a tool."""
+    words: list[Argument] = list(step.program)
+    while words and (words[0].text in ("env", "exec", "time") or "=" in words[0].text):
+        words.pop(0)
+    return bool(words) and PurePath(words[0].text).name not in TOOLS

@@ -1,0 +1,238 @@
+"""What words become: variables that the script itself sets, put in their places.
+
+The last assignment above counts, whatever condition it stands under. What the environment, a
+command or arithmetic gives is unknown, and stays so.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from toolkit.lint.bash.ast import Assignment, Part, Span, Word
+from toolkit.text.quantities import whole_number
+
+__all__ = ["Argument", "Piece", "Values", "uncovered"]
+
+_DEFAULTS = (":-", "-", ":=", "=")
+_MARK, _END = "\ue000", "\ue001"  # around what the outer shell has expanded already,
+_HIDDEN = 0xE100  # which stands there in characters that mean nothing to bash
+_DEEPEST = 20
+_MOST_PIECES = 200
+_MOST_NAMES = 2000  # a subshell copies them all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of an argument that comes from one place."""
+
+    text: str
+    line: int
+    known: bool = True
+    """Whether this is the text itself; else how it is written."""
+
+    quoted: bool = True
+    """Whether it stays in one word."""
+
+    name: str = ""
+    """The variable that an unknown piece is the value of."""
+
+    outer: bool = False
+    """Whether the shell that starts this one has expanded it already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """A word after expansion."""
+
+    pieces: tuple[Piece, ...]
+    line: int
+    """Where it is used; what it holds may come from elsewhere."""
+
+    @property
+    def text(self) -> str:
+        """The text; what is unknown as it is written."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def known(self) -> bool:
+        """Whether all of the text is known."""
+        return all(piece.known for piece in self.pieces)
+
+    @property
+    def number(self) -> int | None:
+        """The value of a whole number."""
+        return whole_number(self.text) if self.known else None
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The argument as a text to be read again, with what is expanded already marked."""
+        return tuple(
+            Span(p.text if p.known else f"{_MARK}{_hidden(p.text)}{_END}", p.line)
+            for p in self.pieces
+        )
+
+    def line_at(self, offset: int) -> int:
+        """Return where the character at `offset` of the text stands."""
+        for piece in self.pieces:
+            if offset < len(piece.text):
+                return piece.line + piece.text.count("\n", 0, max(offset, 0))
+            offset -= len(piece.text)
+        return self.line
+
+    def cut(self, start: int, end: int | None = None) -> "Argument":
+        """Return a part of the argument, by the offsets of its text."""
+        end = len(self.text) if end is None else end
+        found, at = [], 0
+        for piece in self.pieces:
+            left, right = max(start - at, 0), min(end - at, len(piece.text))
+            if left < right:
+                line = piece.line + piece.text.count("\n", 0, left)
+                kept = piece.text[left:right]
+                found.append(replace(piece, text=kept, line=line))
+            at += len(piece.text)
+        return Argument(pieces=tuple(found), line=found[0].line if found else self.line)
+
+
+@dataclass
+class Values:
+    """The variables of a shell, as far as the script sets them."""
+
+    scalars: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
+    arrays: dict[str, tuple[Argument, ...]] = field(default_factory=dict)
+
+    def copy(self) -> "Values":
+        """Return the variables of a shell that begins with these."""
+        return Values(dict(self.scalars), dict(self.arrays))
+
+    def forget(self, name: str) -> None:
+        """Know no longer what a variable holds."""
+        self.scalars.pop(name, None)
+        self.arrays.pop(name, None)
+
+    def assign(self, assignment: Assignment) -> Argument:
+        """Take over an assignment; returns the value, that of an array as one text."""
+        name = assignment.name
+        if assignment.items is not None:
+            items = tuple(a for word in assignment.items for a in self.arguments(word))
+            whole = (*(self.arrays.get(name, ()) if assignment.added else ()), *items)
+            self.forget(name)
+            if len(whole) <= _MOST_PIECES and len(self.arrays) < _MOST_NAMES:
+                self.arrays[name] = whole
+            blank = Piece(text=" ", line=assignment.line)
+            pieces = tuple(p for item in items for p in (*item.pieces, blank))
+            return Argument(pieces=pieces, line=assignment.line)
+        value = self.one(assignment.value)
+        before = self.scalars.get(name, ()) if assignment.added else ()
+        self.forget(name)
+        pieces = (*before, *value.pieces)
+        # A process is known by its variable; what grows without end is no option of anybody.
+        known = [piece.name for piece in pieces] != ["!"] and len(pieces) <= _MOST_PIECES
+        if known and len(self.scalars) < _MOST_NAMES:
+            self.scalars[name] = pieces
+        return value
+
+    def one(self, word: Word) -> Argument:
+        """Expand a word that is not split, as in an assignment."""
+        return Argument(pieces=tuple(self._pieces(word.parts)), line=word.line)
+
+    def arguments(self, word: Word) -> list[Argument]:
+        """Expand a word into the arguments that it becomes, none or several."""
+        if len(word.parts) >= 1:
+            part = next((p for p in word.parts if p.kind != "text" or p.text), word.parts[0])
+            rest = [p for p in word.parts if p is not part and (p.kind != "text" or p.text)]
+            name = part.text.removesuffix("[@]")
+            whole = part.kind == "variable" and part.text.endswith("[@]")
+            if whole and not rest and name in self.arrays:
+                return list(self.arrays[name])
+        return list(_split(Argument(pieces=tuple(self._pieces(word.parts)), line=word.line), word))
+
+    def _pieces(self, parts: Iterable[Part], depth: int = 0) -> Iterator[Piece]:
+        for part in parts:
+            if part.kind == "text":
+                yield from _texts(part)
+            elif part.kind == "variable" and depth < _DEEPEST:
+                yield from self._variable(part, depth + 1)
+            else:
+                source = part.text if part.kind == "command" else part.shown
+                yield Piece(text=source, line=part.line, known=False, quoted=part.quoted)
+
+    def _variable(self, part: Part, depth: int) -> Iterator[Piece]:
+        name = part.text
+        unknown = Piece(text=part.shown, line=part.line, known=False, quoted=part.quoted, name=name)
+        if part.operator and part.operator not in _DEFAULTS:
+            yield unknown
+        elif name in self.scalars:
+            for piece in self.scalars[name]:
+                same = piece.quoted == part.quoted
+                yield piece if same else replace(piece, quoted=part.quoted)
+        elif part.operator in _DEFAULTS and not name.startswith("SLURM"):
+            pieces = tuple(self._pieces(part.argument, depth))
+            if part.operator in (":=", "="):
+                self.scalars[name] = pieces
+            yield from pieces
+        elif (item := self._item(name)) is not None:
+            yield from item.pieces
+        else:
+            yield unknown
+
+    def _item(self, name: str) -> Argument | None:
+        array, bracket, index = name.partition("[")
+        items = self.arrays.get(array, ())
+        if array not in self.arrays or (bracket and index == "@]"):
+            return None
+        number = whole_number(index.rstrip("]")) if bracket else 0
+        return items[number] if number is not None and number < len(items) else None
+
+
+def _hidden(text: str) -> str:
+    return "".join(chr(_HIDDEN + ord(c)) if ord(c) < 128 else c for c in text)
+
+
+def _uncovered(text: str) -> str:
+    return "".join(chr(ord(c) - _HIDDEN) if _HIDDEN <= ord(c) < _HIDDEN + 128 else c for c in text)
+
+
+def uncovered(text: str) -> str:
+    """Return a text for a message, with what is hidden in it shown as it was written."""
+    return _uncovered(text.replace(_MARK, "").replace(_END, ""))
+
+
+def _texts(part: Part) -> Iterator[Piece]:
+    text, line = part.text, part.line
+    if _MARK not in text:
+        yield Piece(text=text, line=line, quoted=part.quoted)
+        return
+    for index, chunk in enumerate(text.split(_MARK)):
+        inside, end, after = chunk.partition(_END) if index else ("", "", chunk)
+        if end:
+            shown = _uncovered(inside)
+            name = shown.strip("${}")
+            yield Piece(text=shown, line=line, known=False, name=name, outer=True)
+        if after:
+            yield Piece(text=after, line=line, quoted=part.quoted)
+
+
+def _split(argument: Argument, word: Word) -> Iterator[Argument]:
+    """Split where an expansion without quotes holds blanks."""
+    quoted = any(part.quoted for part in word.parts)
+    current: list[Piece] = []
+    for piece in argument.pieces:
+        if piece.quoted or not piece.known or not any(c in piece.text for c in " \t\n"):
+            current.append(piece)
+            continue
+        line = piece.line
+        if piece.text[0] in " \t\n" and current:
+            yield Argument(pieces=tuple(current), line=argument.line)
+            current = []
+        words = piece.text.split()
+        for index, text in enumerate(words):
+            if index:
+                yield Argument(pieces=tuple(current), line=argument.line)
+                current = []
+            current.append(Piece(text=text, line=line, quoted=False))
+        if piece.text[-1] in " \t\n" and current:
+            yield Argument(pieces=tuple(current), line=argument.line)
+            current = []
+    if current and (quoted or any(piece.text for piece in current)):
+        yield Argument(pieces=tuple(current), line=argument.line)
+    elif not argument.pieces and quoted:
+        yield argument

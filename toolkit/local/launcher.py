@@ -1,0 +1,258 @@
+"""Runs on this machine: N torchrun agents stand for N nodes.
+
+The rendered script is what runs, as on a cluster. A supervisor of its own process keeps it, so that
+a run outlives the shell that submitted it, and nothing outlives the run.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from toolkit.errors import LauncherError
+from toolkit.planning import LocalPlan
+from toolkit.profile import LocalProfile
+from toolkit.rendering import render
+from toolkit.runs import registry, run_directory
+from toolkit.runs.log_reader import (
+    LogView,
+    Span,
+    all_spans,
+    attempt_spans,
+    follow_files,
+    refuse_attempt,
+)
+from toolkit.runs.run import Launcher, Run, new_run_name, require_secrets
+from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.torchrun_report import without_stop_traces
+from toolkit.text import untrusted
+
+__all__ = ["LocalLauncher", "LocalRun", "count_gpus"]
+
+_LOCK = "running.lock"
+_NO_PID = "0" * 10
+"""What the lock holds in the instant before the supervisor's process id is known."""
+_SCRIPT = "run.sh"
+_SUPERVISOR = "toolkit.local.supervisor"
+_LAUNCHER_LOG = "launcher.log"
+"""What the script itself says, as when it refuses to start."""
+
+
+def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many NVIDIA GPUs there are for us, without loading torch."""
+    if chosen := environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(chosen.split(","))
+    return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdecimal()])
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = untrusted.read_text(path, below=path.parents[1]).split("\n")
+    except OSError:
+        return ""
+    return next((line for line in reversed(lines) if line), "")
+
+
+def _supervises(pid: int, run_dir: Path) -> bool:
+    """Whether a process is this user's, and keeps this run.
+
+    What a run directory says of itself may be anybody's word: a process id of -1 would be everyone.
+    """
+    if not 1 < pid < 1 << 31:
+        return False
+    process = Path(f"/proc/{pid}")
+    try:
+        if not process.parent.joinpath("self").exists():  # a system that does not tell
+            return os.getpgid(pid) == pid
+        if process.stat().st_uid != os.getuid():
+            return False
+        words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except FileNotFoundError:
+        return True  # it has ended this instant
+    except OSError:
+        return False
+    return _SUPERVISOR.encode() in words and os.fsencode(run_dir) == words[-1]
+
+
+class LocalRun(Run):
+    """A run on this machine."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        assert self.record.run_dir is not None
+        return self.record.run_dir
+
+    def status(self) -> RunStatus:
+        """Tell by the supervisor's lock whether it lives, and by its files how it ended."""
+        if self._supervisor() is not None:
+            return RunStatus(state=RunState.RUNNING)
+        if not self.run_dir.is_dir():
+            reason = f"{self.run_dir} is gone"
+            return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
+        status = run_directory.ended_status(self.run_dir)
+        refused = _last_line(self.run_dir / "logs" / _LAUNCHER_LOG)
+        if (
+            status.state is RunState.FAILED
+            and run_directory.outcome(self.run_dir) is None
+            and refused
+        ):
+            return RunStatus(state=status.state, reason=refused)
+        return status
+
+    def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
+        """Yield the lines of all nodes, each as it comes."""
+        refuse_attempt(self.run_dir, view)
+        lines = follow_files(
+            lambda: self._spans(view),
+            ended=lambda: not view.follow or self._supervisor() is None,
+        )
+        return view.of_ranks(without_stop_traces(lines))
+
+    def _spans(self, view: LogView) -> list[Span]:
+        launcher_log = self.run_dir / "logs" / _LAUNCHER_LOG
+        if view.attempt is None:
+            return all_spans(self.run_dir, launcher_log)
+        # The supervisor has started the first attempt only; people go on by hand.
+        first = [] if view.attempt else [Span(path=launcher_log, below=self.run_dir)]
+        return [*first, *attempt_spans(self.run_dir, view.attempt)]
+
+    def cancel(self) -> None:
+        """Ask the supervisor to stop the run with a checkpoint."""
+        if pid := self._supervisor():
+            if not _supervises(pid, self.run_dir):
+                raise LauncherError(
+                    f"{self.uri} is not stopped: by {self.run_dir / _LOCK}, process {pid} keeps "
+                    "it, but that is none of yours which supervises this run"
+                )
+            run_directory.request_cancel(self.run_dir)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def _supervisor(self) -> int | None:
+        """Return the supervisor's process id while it lives; 0 in the instant before it is known.
+
+        A lock ends with its holder, so that a process id which the system gave away again is not
+        taken for ours.
+        """
+        with (
+            contextlib.suppress(OSError),  # not there, or nothing that a supervisor can hold
+            untrusted.open_untrusted(f"{self.run_dir}/{_LOCK}") as lock,
+        ):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                said = lock.read(len(_NO_PID))
+                return int(said) if said.isdigit() else 0
+        return None
+
+
+class LocalLauncher(Launcher[LocalPlan]):
+    """Starts runs on this machine."""
+
+    def __init__(
+        self,
+        profile: LocalProfile,
+        *,
+        environ: Mapping[str, str] = os.environ,
+        gpus: Callable[[], int] = count_gpus,
+        tied: bool = False,
+    ) -> None:
+        """Prepare to launch.
+
+        Args:
+            profile: Where run directories are made.
+            environ: The environment that runs inherit.
+            gpus: How many GPUs this machine has.
+            tied: Whether runs end with this process, whatever ends it.
+        """
+        self._profile = profile
+        self._environ = environ
+        self._gpus = gpus
+        self._tied = tied
+
+    def submit(self, plan: LocalPlan, *, files: Mapping[str, bytes] = {}) -> LocalRun:
+        """Start a new run, which finds `files` in its run directory, and return at once."""
+        need = plan.job.resources
+        wanted, there = need.max_nodes * need.gpus_per_node, self._gpus()
+        if wanted > there:
+            raise LauncherError(
+                f"{need.max_nodes} nodes with {need.gpus_per_node} GPUs make {wanted}, and this "
+                f"machine has {there}; --set resources.gpus_per_node=0 trains on its CPUs"
+            )
+        require_secrets(plan, self._environ)
+        script = None if plan.carried else plan.job.script
+        if script is not None and not Path(script).is_file():
+            raise LauncherError(f"script {script!r} is not below {Path.cwd()}, where it would run")
+        registry.check(environ=self._environ)
+        name = new_run_name(plan.job.name)
+        run_dir = run_directory.make(Path(self._profile.runs_dir), name)
+        run_directory.write_inputs(
+            run_dir, plan.job, script=render(plan), file_name=_SCRIPT, files=files
+        )
+        self._start(run_dir, plan)
+        record = registry.remember(
+            uri=f"local://{name}",
+            name=name,
+            job=plan.job.name,
+            profile=self._profile,
+            run_dir=run_dir,
+            environ=self._environ,
+        )
+        return LocalRun(record)
+
+    def open(self, record: registry.RunRecord) -> LocalRun:
+        """Return the handle of an earlier run.
+
+        Raises:
+            LauncherError: nobody knows its run directory.
+        """
+        if record.run_dir is None:
+            raise LauncherError(f"{record.uri}: its record names no run directory")
+        return LocalRun(record)
+
+    def _start(self, run_dir: Path, plan: LocalPlan) -> None:
+        try:
+            self._supervise(run_dir, plan)
+        except OSError as error:
+            raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
+
+    def _supervise(self, run_dir: Path, plan: LocalPlan) -> None:
+        """Start the supervisor, which holds the lock from its first instant on."""
+        tied = [f"--tied-to={os.getpid()}"] if self._tied else []
+        limit_s = plan.job.time_limit_s
+        limit = [] if limit_s is None else [f"--time-limit={limit_s}"]
+        if plan.carried:  # a call of a function, which submitit, too, starts again here
+            limit.append(f"--requeue={plan.job.retries.requeue}")
+        # torchrun lies beside the Python that runs us, whether or not its folder is in PATH.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{self._environ.get('PATH', os.defpath)}"
+        with (
+            (run_dir / _LOCK).open("w", encoding="utf-8") as lock,
+            (run_dir / "logs" / _LAUNCHER_LOG).open("w", encoding="utf-8") as log,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Takes its room on the disk now: once the supervisor runs, nothing here may fail.
+            lock.write(_NO_PID)
+            lock.flush()
+            child = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", _SUPERVISOR, *tied, *limit),
+                    f"--stop-timeout={plan.stop_timeout_s}",
+                    str(run_dir / _SCRIPT),
+                    str(run_dir),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[lock.fileno()],  # the lock is held as long as the supervisor lives
+                start_new_session=True,
+                env={**self._environ, "PATH": path},
+            )
+            lock.seek(0)
+            lock.write(f"{child.pid:0{len(_NO_PID)}}")
+        # The supervisor is waited for by nobody; a Popen object that is thrown away would complain.
+        child.returncode = 0

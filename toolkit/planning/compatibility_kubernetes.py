@@ -1,0 +1,199 @@
+"""What cannot work on Kubernetes: what a kind of object cannot say, what its pods cannot have."""
+
+from collections.abc import Iterator
+
+from toolkit.errors import Problem
+from toolkit.job.kubernetes_options import IMAGE_NAME, Workload
+from toolkit.job.spec import JobSpec, Mount
+from toolkit.planning.pods import workload_of
+from toolkit.planning.reserved_variables import of_pods
+from toolkit.planning.stop_times import refusal
+from toolkit.profile import KubernetesProfile
+
+__all__ = ["kubernetes_problems"]
+
+NAME_MAX = 63
+"""Names of pods are host names, too (RFC 1035)."""
+
+TRAINJOB_WORDS_MAX = 128
+"""How many arguments a TrainJob takes (its CustomResourceDefinition, Trainer 2.3)."""
+
+TORCHRUN_WORDS = 9
+"""Arguments that a rendered manifest puts before the job's own, at most."""
+
+_LONGEST_POD: dict[Workload, str] = {
+    "PyTorchJob": "{name}-worker-{last}",
+    "TrainJob": "{name}-node-0-{last}-xxxxx",
+    "JobSet": "{name}-node-0-{last}-xxxxx",
+    "Job": "{name}-{last}-xxxxx",
+}
+"""The name of the last pod, as controllers make it."""
+
+_LEVELS = {"path": ("privileged",), "nfs": ("privileged", "baseline")}
+"""Levels of Pod Security that allow a kind of volume; all allow the others (Pod Security
+Standards: hostPath, volume types)."""
+
+
+def kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str) -> list[Problem]:
+    """Return why a job cannot run in a namespace of a cluster."""
+    kind = workload_of(job, profile)
+    return [
+        *_secrets(job, profile),
+        *of_pods(job, profile),
+        *_elastic(job, profile, kind),
+        *(_beyond_trainjob(job, profile) if kind == "TrainJob" else ()),
+        *_image(job, profile),
+        *_mounts(job, profile),
+        *_name(job, kind, run_name),
+    ]
+
+
+def _secrets(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
+    for name, place in job.secrets.items():
+        if place is not None and place.file is not None:
+            yield from refusal(
+                "secret-not-in-cluster",
+                f"secrets: {name!r} is in a file, which no pod sees; write {{secret: …, key: …}} "
+                f"for profile {profile.name!r}",
+                *("secrets", name),
+            )
+        elif place is None and profile.secret is None:
+            yield from refusal(
+                "secret-not-in-cluster",
+                f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or "
+                f"the key 'secret' in profile {profile.name!r}",
+                *("secrets", name),
+            )
+
+
+def _elastic(job: JobSpec, profile: KubernetesProfile, kind: Workload) -> Iterator[Problem]:
+    if not job.resources.elastic:
+        return
+    nnodes = ("resources", "nnodes")
+    if kind != "PyTorchJob":
+        yield from refusal(
+            "elastic-workload",
+            f"nnodes with min and max: when a pod is lost, a {kind} waits for it or starts all "
+            "again, and only a PyTorchJob goes on with fewer; write `workload: PyTorchJob`, or one "
+            "number of nodes",
+            *nnodes,
+        )
+    elif profile.master:
+        yield from refusal(
+            "elastic-master",
+            f"nnodes with min and max: profile {profile.name!r} wants a Master, without which no "
+            "worker goes on; leave out `master`, or write one number of nodes",
+            *nnodes,
+        )
+
+
+def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
+    """Return what neither a TrainJob nor its runtimePatches have a field for (Trainer 2.3)."""
+    site = f" of profile {profile.name!r}"
+    for key, given, whose in (
+        ("host_network", profile.host_network, site),
+        ("gang_scheduler", profile.gang_scheduler, site),
+        ("ttl", profile.ttl_s is not None, site),
+        (
+            f"image_pull_policy {profile.image_pull_policy}",
+            profile.image_pull_policy != "IfNotPresent",
+            site,
+        ),
+        ("priority_class", job.kubernetes.priority_class or profile.priority_class, ""),
+        ("workdir", job.workdir, ""),
+    ):
+        if given:
+            yield from refusal(
+                "trainjob-cannot-say",
+                f"a TrainJob has no field for {key}{whose}; leave it out, or write "
+                "`workload: JobSet`",
+                *(("workdir",) if key == "workdir" else ()),
+            )
+    if (words := TORCHRUN_WORDS + len(job.entry)) > TRAINJOB_WORDS_MAX:
+        yield from refusal(
+            "trainjob-cannot-say",
+            f"a TrainJob takes {TRAINJOB_WORDS_MAX} words on a command line; these are {words}, "
+            f"{TORCHRUN_WORDS} of them torchrun's; put arguments into a file, or write "
+            "`workload: JobSet`",
+            "args",
+        )
+
+
+def _image(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
+    if job.image and not IMAGE_NAME.fullmatch(job.image):
+        yield from refusal(
+            "image-of-another-runtime",
+            f"image {job.image!r} is no name of an image, as nodes of profile {profile.name!r} "
+            "pull it; write it like registry.example.com/team/train:1.2",
+            "image",
+        )
+
+
+_SYSTEM = ("", "/dev", "/proc", "/sys")
+"""What a container cannot do without; the empty one is its root."""
+
+
+def _mounts(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
+    taken = ("/tmp", "/dev/shm", profile.runs_dir.rstrip("/"))
+    if profile.runs_dir.rstrip("/") in _SYSTEM:
+        yield from refusal(
+            "mount-target-taken",
+            f"runs_dir {profile.runs_dir!r} of profile {profile.name!r} would hide the container's "
+            "own; write a folder of its own, like /runs",
+        )
+    if ":" in profile.runs_dir:
+        yield from refusal("mount-unwritable", f"runs_dir: {_COLON.format(profile.runs_dir)}")
+    site = [(f"mounts[{at}] of profile {profile.name!r}", (), one)
+            for at, one in enumerate(profile.mounts)]  # fmt: skip
+    own = [(f"mounts[{at}]", ("mounts", at), one) for at, one in enumerate(job.mounts)]
+    for place, key, mount in (*site, *own):
+        if mount.target.rstrip("/") in _SYSTEM:
+            yield from refusal(
+                "mount-target-taken",
+                f"{place}: a mount at {mount.target!r} would hide the container's own; choose "
+                "another target, like /data",
+                *key,
+            )
+        elif mount.target.rstrip("/") in taken:
+            yield from refusal(
+                "mount-target-taken",
+                f"{place}: {mount.target!r} is taken; every pod has its own {', '.join(taken)}",
+                *key,
+            )
+        if ":" in mount.target:
+            yield from refusal("mount-unwritable", f"{place}: {_COLON.format(mount.target)}", *key)
+        if ".." in _folder(mount).split("/"):
+            yield from refusal(
+                "mount-unwritable",
+                f"{place}: Kubernetes takes no '..' in {mount.source!r}; write the path out",
+                *key,
+            )
+        allowed = _LEVELS.get(mount.kind)
+        if allowed and profile.pod_security not in allowed:
+            what = "folder of the node" if mount.kind == "path" else "NFS server"
+            yield from refusal(
+                "mount-forbidden",
+                f"{place}: Pod Security {profile.pod_security!r} of profile {profile.name!r} "
+                f"allows no {what} ({mount.source!r}); write claim:NAME",
+                *key,
+            )
+
+
+_COLON = "Kubernetes takes no ':' in {!r}, where a volume is seen; choose another path"
+
+
+def _folder(mount: Mount) -> str:
+    """Return the folder that a source names; nothing where it names none."""
+    return {"path": mount.source, "nfs": mount.named.partition(":/")[2]}.get(mount.kind, "")
+
+
+def _name(job: JobSpec, kind: Workload, run_name: str) -> Iterator[Problem]:
+    last = job.resources.max_nodes - 1
+    longest = _LONGEST_POD[kind].format(name=run_name, last=last)
+    if len(longest) > NAME_MAX:
+        yield from refusal(
+            "name-too-long",
+            f"the pod name {longest!r} has {len(longest)} characters, more than {NAME_MAX}; "
+            "shorten 'name'",
+            "name",
+        )

@@ -1,0 +1,70 @@
+"""From a job and a profile to a launch plan: every decision, as plain values.
+
+Pure: no clock, environment, network or scheduler. What cannot work is refused here, with the
+arithmetic in the message; templates only place what is decided here.
+"""
+
+from typing import overload
+
+from toolkit.errors import PlanError
+from toolkit.job.spec import JobSpec
+from toolkit.planning.compatibility import refusals
+from toolkit.planning.kubernetes import kubernetes_plan
+from toolkit.planning.plans import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
+from toolkit.planning.slurm import slurm_plan
+from toolkit.planning.torchrun import environment, torchrun_options
+from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
+
+__all__ = ["plan"]
+
+
+@overload
+def plan(job: JobSpec, profile: LocalProfile, *, run_name: str | None = ...) -> LocalPlan: ...
+@overload
+def plan(job: JobSpec, profile: SlurmProfile, *, run_name: str | None = ...) -> SlurmPlan: ...
+@overload
+def plan(
+    job: JobSpec, profile: KubernetesProfile, *, run_name: str | None = ...
+) -> KubernetesPlan: ...
+@overload
+def plan(job: JobSpec, profile: Profile, *, run_name: str | None = ...) -> LaunchPlan: ...
+
+
+def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> LaunchPlan:
+    """Decide how `job` runs on the site of `profile`.
+
+    Args:
+        job: What to run.
+        profile: Where.
+        run_name: The name of this run where the scheduler must know it (Kubernetes); the job's
+            own name where it is left out.
+
+    Raises:
+        PlanError: Every reason why this job cannot work there.
+    """
+    name = run_name or job.name
+    if problems := refusals(job, profile, run_name=name):
+        raise PlanError(problems)
+    match profile:
+        case LocalProfile():
+            return _local(job, profile)
+        case SlurmProfile():
+            return slurm_plan(job, profile)
+        case KubernetesProfile():
+            # Rendered without a name, the same job is the same run, and another job is another.
+            return kubernetes_plan(job, profile, name, run_name or f"{job.name}-{job.digest}")
+
+
+def _local(job: JobSpec, profile: LocalProfile) -> LocalPlan:
+    gpus = job.resources.gpus_per_node
+    devices = tuple(
+        tuple(range(node * gpus, (node + 1) * gpus)) for node in range(job.resources.max_nodes)
+    )
+    return LocalPlan(
+        job=job,
+        profile=profile,
+        torchrun=torchrun_options(job, numbered=True),
+        env=environment(job, profile),
+        secrets=job.secrets,
+        visible_devices=devices,
+    )

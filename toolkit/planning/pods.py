@@ -1,0 +1,273 @@
+"""The pods that a job becomes on Kubernetes: volumes, security, placement, as plain values. Pure.
+
+Values are what a manifest holds; where the cluster's own default is meant, a key is left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.job.kubernetes_options import Toleration, Workload
+from toolkit.job.spec import JobSpec, Mount
+from toolkit.job.types import IN_RUN_DIR
+from toolkit.profile import KubernetesProfile
+from toolkit.text.quantities import kubernetes_size, parse_size
+
+__all__ = [
+    "FILE_MARK",
+    "MANAGER",
+    "RUN_LABEL",
+    "SWEEP_LABEL",
+    "Pod",
+    "carried",
+    "payload_dir_of",
+    "pod_of",
+    "volume_of",
+    "workload_of",
+]
+
+MANAGER = "torch-deploy-toolkit"
+"""The field manager, and the value of `app.kubernetes.io/managed-by`."""
+
+FILE_MARK = f"@{MANAGER} "
+"""How a line of a log begins that holds a part of a file, see functions/pod_results.py."""
+
+RUN_LABEL = f"{MANAGER}/run"
+"""The label by which everything that belongs to a run is found."""
+
+SWEEP_LABEL = f"{MANAGER}/sweep"
+"""The label by which all points of a sweep are found."""
+
+_GROUP_NAMES = {
+    "volcano": ("annotations", "scheduling.k8s.io/group-name", "volcano"),
+    "scheduler-plugins": (
+        "labels",
+        "scheduling.x-k8s.io/pod-group",
+        "scheduler-plugins-scheduler",
+    ),
+}
+"""How pods name their PodGroup, and who schedules them (manuals of both)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """What all pods of a run have in common."""
+
+    labels: Mapping[str, str]
+    """Labels."""
+
+    annotations: Mapping[str, str]
+    """Annotations."""
+
+    requests: Mapping[str, str]
+    """Resources; requests and limits are the same, as those of device plugins must be."""
+
+    grace_s: int
+    """`terminationGracePeriodSeconds`."""
+
+    spec: Mapping[str, Any]
+    """More keys of the pod's spec: where it may run, who it is, in what network."""
+
+    pod_security: Mapping[str, Any]
+    """The pod's `securityContext`."""
+
+    container_security: Mapping[str, Any]
+    """The container's `securityContext`."""
+
+    volumes: tuple[Mapping[str, Any], ...]
+    """The volumes: /tmp, /dev/shm, the run directories, and what is mounted."""
+
+    volume_mounts: tuple[Mapping[str, Any], ...]
+    """Where the container sees them."""
+
+
+def carried(job: JobSpec) -> bool:
+    """Tell whether what the workers run is submitted with the run, as a call's files are."""
+    return job.script is not None and job.script.startswith(IN_RUN_DIR)
+
+
+def payload_dir_of(job: JobSpec) -> str | None:
+    """Return where pods find what was submitted with the run; None without such files."""
+    if job.script is None or not carried(job):
+        return None
+    folder = job.script.removeprefix(IN_RUN_DIR).rpartition("/")[0]
+    return f"/submitted/{folder}".rstrip("/")
+
+
+def workload_of(job: JobSpec, profile: KubernetesProfile) -> Workload:
+    """Return what a job becomes."""
+    return job.kubernetes.workload or profile.workload
+
+
+def pod_of(
+    job: JobSpec,
+    profile: KubernetesProfile,
+    *,
+    run_name: str,
+    labels: Mapping[str, str],
+    grace_s: int,
+) -> Pod:
+    """Return the pods of a job, each of which runs one torchrun."""
+    labels = dict(labels)
+    annotations: dict[str, str] = {}
+    spec: dict[str, Any] = {}
+    if profile.gang_scheduler:
+        where, key, scheduler = _GROUP_NAMES[profile.gang_scheduler]
+        (labels if where == "labels" else annotations)[key] = run_name
+        spec["schedulerName"] = scheduler
+    if profile.topology and _queue(job, profile):
+        wish = "required" if profile.topology.required else "preferred"
+        annotations[f"kueue.x-k8s.io/podset-{wish}-topology"] = profile.topology.key
+    spec |= _placement(job, profile, run_name)
+    volumes, mounts = _volumes(job, profile, run_name)
+    return Pod(
+        labels=labels,
+        annotations=annotations,
+        requests=_requests(job, profile),
+        grace_s=grace_s,
+        spec=spec,
+        pod_security=_pod_security(profile),
+        container_security=_container_security(profile),
+        volumes=volumes,
+        volume_mounts=mounts,
+    )
+
+
+def _queue(job: JobSpec, profile: KubernetesProfile) -> str | None:
+    return job.kubernetes.queue or profile.queue
+
+
+def _requests(job: JobSpec, profile: KubernetesProfile) -> dict[str, str]:
+    need = job.resources
+    requests = {"cpu": str(need.cpus_per_node or need.nproc_per_node)}
+    if need.memory_bytes:
+        requests["memory"] = kubernetes_size(need.memory_bytes)
+    if need.gpus_per_node:
+        requests[profile.gpu_resource] = str(need.gpus_per_node)
+    return requests | {name: str(count) for name, count in profile.resources.items()}
+
+
+def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[str, Any]:
+    """Return where the pods may run, and with whose rights."""
+    spec: dict[str, Any] = {}
+    if profile.service_account:
+        spec["serviceAccountName"] = profile.service_account
+    if profile.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in profile.image_pull_secrets]
+    if priority := job.kubernetes.priority_class or profile.priority_class:
+        spec["priorityClassName"] = priority
+    if profile.host_network:
+        # Without this policy such pods ask the node's resolver, which knows no Services.
+        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    if profile.node_selector:
+        spec["nodeSelector"] = dict(profile.node_selector)
+    if profile.tolerations:
+        spec["tolerations"] = [_toleration(one) for one in profile.tolerations]
+    if affinity := _affinity(job, profile, {"matchLabels": {RUN_LABEL: run_name}}):
+        spec["affinity"] = affinity
+    return spec
+
+
+def _toleration(one: Toleration) -> dict[str, Any]:
+    return one.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _affinity(
+    job: JobSpec, profile: KubernetesProfile, selector: Mapping[str, Any]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    near = profile.topology
+    if near and not _queue(job, profile):
+        term = {"labelSelector": selector, "topologyKey": near.key}
+        found["podAffinity"] = (
+            {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+            if near.required
+            else {
+                "preferredDuringSchedulingIgnoredDuringExecution": [
+                    {"weight": 100, "podAffinityTerm": term}
+                ]
+            }
+        )
+    if profile.one_pod_per_node or profile.host_network:
+        apart = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
+        found["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
+    return found
+
+
+def _pod_security(profile: KubernetesProfile) -> dict[str, Any]:
+    user = profile.run_as_user
+    return {
+        "runAsNonRoot": user > 0,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": user,
+        # A large volume is not walked through at every start to give it to the group.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _container_security(profile: KubernetesProfile) -> dict[str, Any]:
+    capabilities: dict[str, list[str]] = {"drop": ["ALL"]}
+    if profile.capabilities:
+        capabilities["add"] = list(profile.capabilities)
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": profile.read_only_root,
+        "capabilities": capabilities,
+    }
+
+
+def _volumes(
+    job: JobSpec, profile: KubernetesProfile, run_name: str
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[Mapping[str, Any], ...]]:
+    shm: dict[str, Any] = {"medium": "Memory"}
+    if job.resources.shm_bytes:
+        shm["sizeLimit"] = kubernetes_size(job.resources.shm_bytes)
+    runs: dict[str, Any] = {"emptyDir": {}}
+    if profile.runs_claim:
+        runs = {"persistentVolumeClaim": {"claimName": profile.runs_claim}}
+    volumes: list[Mapping[str, Any]] = [
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": shm},
+        {"name": "runs", **runs},
+    ]
+    mounts: list[Mapping[str, Any]] = [
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "runs", "mountPath": profile.runs_dir},
+    ]
+    if payload := payload_dir_of(job):
+        volumes.append({"name": "submitted", "configMap": {"name": run_name}})
+        mounts.append({"name": "submitted", "mountPath": payload, "readOnly": True})
+    for index, mount in enumerate((*profile.mounts, *job.mounts)):
+        name = f"mount-{index}"
+        volumes.append({"name": name, **volume_of(mount)})
+        place: dict[str, Any] = {"name": name, "mountPath": mount.target}
+        mounts.append(place | ({"readOnly": True} if mount.read_only else {}))
+    return tuple(volumes), tuple(mounts)
+
+
+def volume_of(mount: Mount) -> dict[str, Any]:
+    """Return the volume that a mount's source stands for.
+
+    >>> volume_of(Mount(source="nfs:files:/data", target="/data"))
+    {'nfs': {'server': 'files', 'path': '/data', 'readOnly': False}}
+    """
+    match mount.kind:
+        case "claim":
+            return {
+                "persistentVolumeClaim": {"claimName": mount.named, "readOnly": mount.read_only}
+            }
+        case "configmap":
+            return {"configMap": {"name": mount.named}}
+        case "secret":
+            # Group and owner only: fsGroup makes it readable to the container's user.
+            return {"secret": {"secretName": mount.named, "defaultMode": 0o440}}
+        case "nfs":
+            server, path = mount.named.split(":/", 1)  # IPv6 addresses hold colons, too
+            return {"nfs": {"server": server, "path": f"/{path}", "readOnly": mount.read_only}}
+        case "empty":
+            limit = {"sizeLimit": kubernetes_size(parse_size(mount.named))} if mount.named else {}
+            return {"emptyDir": limit}
+    return {"hostPath": {"path": mount.source}}

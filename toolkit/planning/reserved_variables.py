@@ -1,0 +1,78 @@
+"""Names of variables that a job cannot have, since a rendered script uses them for itself.
+
+A secret is exported before the script begins, so the script would work with its value, or overwrite
+it. The variables of `env` are no such danger on Slurm and on one machine: the script gives them to
+torchrun alone. On Kubernetes the entrypoint of the pods finds both in its environment.
+"""
+
+import re
+from collections.abc import Iterator
+
+from toolkit.errors import Problem
+from toolkit.job.spec import JobSpec
+from toolkit.planning.stop_times import refusal
+from toolkit.profile import KubernetesProfile
+
+__all__ = ["OF_BASH", "OF_PODS", "OF_SCRIPTS", "of_pods", "of_scripts"]
+
+OF_SCRIPTS = re.compile("(?!(all|ftp|http|https|no)_proxy$)[a-z_][a-z0-9_]*")
+"""Names in small letters are the scripts' own; those of proxies are not, and may hold passwords."""
+
+OF_BASH = re.compile(
+    "BASH.*|CDPATH|COLUMNS|COMP_.*|COMPREPLY|COPROC|DIRSTACK|ENV|EPOCH.*|EUID|EXECIGNORE|FIGNORE"
+    "|FUNCNAME|FUNCNEST|GLOBIGNORE|GROUPS|HIST.*|HOST(FILE|NAME|TYPE)|IFS|IGNOREEOF|LANG(UAGE)?"
+    "|LC_.*|LD_.*|LINENO|LINES|MACHTYPE|MAIL.*|MAPFILE|OLDPWD|OPT(ARG|ERR|IND)|OSTYPE|PATH"
+    "|PIPESTATUS|POSIXLY_CORRECT|PPID|PROMPT_.*|PS[0-4]|PWD|PYTHON(HOME|PATH|STARTUP)|RANDOM"
+    "|READLINE_.*|REPLY|SECONDS|SHELL(OPTS)?|SHLVL|SRANDOM|TERM|SRUN_.*|SBATCH_.*|TIMEFORMAT|TMOUT|TMPDIR"
+    "|UID|USER|LOGNAME"
+)
+"""Names that mean something to bash (its manual, "Shell Variables"), to the loader of programs, to
+Python or to Slurm's commands. bash takes the value of some for arithmetic and prints part of it."""
+
+OF_PODS = frozenset(
+    {
+        *("JOB_COMPLETION_INDEX", "HOSTNAME", "IFS", "PATH"),
+        *("all_ended", "at", "attempt", "before", "ended", "failures", "folder", "folder_of_one"),
+        *("host", "last", "link", "logs", "looked_at", "mode", "n", "nodes", "now", "one"),
+        *(
+            "outcome",
+            "run_dir",
+            "seen",
+            "state",
+            "status",
+            "stopping",
+            "torchrun",
+            "tries",
+            "twice",
+        ),
+    }
+)
+"""What the entrypoint of the pods assigns or goes by."""
+
+
+def of_scripts(job: JobSpec) -> Iterator[Problem]:
+    """Find secrets that a script for Slurm or for one machine would overwrite, or go by."""
+    for name in job.secrets:
+        if OF_SCRIPTS.fullmatch(name):
+            what = "may be a variable of the rendered script; use capital letters"
+        elif OF_BASH.fullmatch(name):
+            what = "means something to the shell that starts torchrun; use another name"
+        else:
+            continue
+        yield from refusal("secret-overwritten", f"secrets: {name!r} {what}", *("secrets", name))
+
+
+def of_pods(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
+    """Find variables and secrets that the entrypoint of the pods would overwrite, or go by."""
+    taken = OF_PODS - {"PATH"}  # which an image may want another value of
+    for key, names, forbidden in (
+        ("secrets", job.secrets, OF_PODS),
+        ("env", {**profile.env, **job.env}, taken),
+    ):
+        for name in sorted(forbidden.intersection(names)):
+            yield from refusal(
+                "variable-overwritten",
+                f"{key}: {name!r} is a variable of the pods' entrypoint; use "
+                f"{'capital letters' if name.islower() else 'another name'}",
+                *((key, name) if name in getattr(job, key) else ()),
+            )

@@ -1,0 +1,242 @@
+"""Profiles written from what was found, with comments for whoever goes on with them."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.errors import InputError, Problem
+from toolkit.profile import configuration_folder
+from toolkit.profile.detect import Context, Discovery, Partition
+from toolkit.text.quantities import format_duration, format_size
+from toolkit.text.yaml_reader import write_document
+
+__all__ = ["KINDS", "Draft", "draft", "found_lines", "keep_draft"]
+
+KINDS = ("slurm", "kubernetes", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A profile that can be written."""
+
+    name: str
+    text: str
+
+
+def draft(found: Discovery, *, kind: str | None = None, name: str | None = None) -> Draft:
+    """Return a profile of what was found: Slurm first, then Kubernetes, else this machine.
+
+    Args:
+        found: What there is.
+        kind: Which of them is wanted.
+        name: The profile's name; that of the cluster where it is left out.
+
+    Raises:
+        InputError: what is wanted was not found, or the name cannot be a file's.
+    """
+    if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
+        message = f"{name!r} cannot be a profile's name; take letters, digits, '-', '_' and '.'"
+        raise InputError([Problem(place="--name", message=message)])
+    current = found.context
+    kind = kind or ("slurm" if found.slurm else "kubernetes" if current else "local")
+    if kind == "slurm":
+        if found.slurm is None:
+            raise InputError(
+                "no Slurm cluster answers here; go to a login node, or write "
+                "--kind local or kubernetes"
+            )
+        lines, named = list(_slurm(found)), found.slurm.cluster
+    elif kind == "kubernetes":
+        if current is None:
+            raise InputError("no kubeconfig names a context; set KUBECONFIG, or write --kind local")
+        lines, named = list(_kubernetes(found, current)), current.name or "k8s"
+    else:
+        lines, named = list(_local(found)), "local"
+    name = name or re.sub(r"[^\w.-]+", "-", named).strip("-.") or kind
+    return Draft(name=name, text="\n".join(lines) + "\n")
+
+
+def keep_draft(
+    made: Draft,
+    *,
+    output: Path | None = None,
+    force: bool = False,
+    environ: Mapping[str, str] = os.environ,
+) -> tuple[Path, bool]:
+    """Write a profile; return its file, and whether it is the default one now.
+
+    It becomes the default unless another one is; with `force`, in any case.
+
+    Raises:
+        InputError: the file is there already, or cannot be written.
+    """
+    folder = configuration_folder(environ)
+    path = output or folder / "profiles" / f"{made.name}.yaml"
+    default = folder / "default"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("w" if force else "x", encoding="utf-8") as file:
+                file.write(made.text)
+        except FileExistsError:
+            message = "is there already; --force overwrites it, --print only shows the new one"
+            raise InputError([Problem(place=str(path), message=message)]) from None
+        named = str(path.absolute()) if output else f"profiles/{path.name}"
+        before = default.read_text(encoding="utf-8").strip() if default.is_file() else named
+        if before != named and not force:
+            return path, False
+        folder.mkdir(parents=True, exist_ok=True)
+        default.write_text(f"{named}\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{error.filename or path} cannot be written: {error.strerror}") from None
+    return path, True
+
+
+def found_lines(found: Discovery) -> Iterator[str]:
+    """Yield what was found, for people."""
+    site = found.slurm
+    if site is None:
+        yield "Slurm: none (scontrol gives no answer)"
+    else:
+        yield f"Slurm {site.version}, cluster {site.cluster}"
+        yield from (f"  partition {_described(p)}" for p in site.partitions)
+        yield f"  accounts: {', '.join(site.accounts) or 'none are kept, or none is yours'}"
+    if not found.contexts:
+        yield "Kubernetes: no kubeconfig names a context"
+    for context in found.contexts:
+        where = f"context {context.name}" if context.name else "this pod's own cluster"
+        current = " (current)" if context.current else ""
+        yield f"Kubernetes: {where}{current}, namespace {context.namespace}"
+        if context == found.context and found.namespace:
+            yield f"  workloads: {', '.join(found.namespace.workloads)}"
+            yield f"  queues: {', '.join(found.namespace.queues) or 'none'}"
+            yield f"  shared claims: {', '.join(found.namespace.claims) or 'none'}"
+        elif context == found.context:
+            yield "  its cluster does not answer kubectl"
+    pyxis = ("pyxis",) if site and site.pyxis else ()
+    yield f"containers: {', '.join((*pyxis, *found.runtimes)) or 'no runtime'}"
+    yield f"GPUs here: {', '.join(found.gpus) or 'none'}"
+    yield f"modules: {'yes' if found.modules else 'no'}"
+    without = "" if found.torchrun else ", without torchrun"
+    yield f"virtual environment: {f'{found.venv}{without}' if found.venv else 'none is active'}"
+
+
+def _described(partition: Partition) -> str:
+    types = "/".join(partition.gpu_types)
+    facts = [
+        f"{partition.nodes} nodes",
+        f"{partition.cpus} CPUs" if partition.cpus else "",
+        format_size(partition.memory_bytes) if partition.memory_bytes else "",
+        f"{partition.gpus} GPUs{f' ({types})' if types else ''}" if partition.gpus else "no GPUs",
+        f"time limit {partition.time_limit}",
+    ]
+    default = " (default)" if partition.is_default else ""
+    return f"{partition.name}{default}: {', '.join(filter(None, facts))}"
+
+
+def _entry(key: str, value: object, why: str = "") -> str:
+    """Return a line of YAML, with a comment."""
+    text = write_document({key: value}).strip()
+    return f"{text}  # {_plain(why)}" if why else text
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^\x20-\x7e\xa0-\ud7ff]", "?", text)
+
+
+def _head(found: Discovery, what: str) -> Iterator[str]:
+    yield f"# {_plain(what)}, as `toolkit init` found it on {_plain(found.host)}."
+    yield "# Every key: docs/reference/profiles.md. Lines behind a # are there to be filled in."
+
+
+def _node(gpus: int, cpus: int | None, memory_bytes: int | None) -> str:
+    facts = [f"gpus: {gpus}"]
+    facts += [f"cpus: {cpus}"] if cpus else []
+    facts += [f"memory: {format_size(memory_bytes)}"] if memory_bytes else []
+    return f"node: {{{', '.join(facts)}}}"
+
+
+def _slurm(found: Discovery) -> Iterator[str]:
+    site = found.slurm
+    assert site is not None
+    yield from _head(found, f"Slurm {site.version}, cluster {site.cluster}")
+    yield "kind: slurm"
+    yield ""
+    yield "# Partitions:"
+    yield from (f"#   {_plain(_described(partition))}" for partition in site.partitions)
+    chosen = site.partition
+    if chosen is not None:
+        yield _entry("partition", chosen.name)
+        yield f"{_node(chosen.gpus, chosen.cpus, chosen.memory_bytes)}  # its largest nodes"
+        if len(chosen.gpu_types) > 1:
+            yield f"# gpu_type: {chosen.gpu_types[0]}  # where it matters which GPUs a job gets"
+    if not site.knows_gpus:
+        yield _entry("gpus_flag", "gres", "the select plugin knows no --gpus-per-node")
+    yield ""
+    if site.accounts:
+        others = ", ".join(site.accounts[1:])
+        yield _entry("account", site.accounts[0], f"yours are also: {others}" if others else "")
+    else:
+        yield "# account: NAME  # Slurm names none of yours"
+    yield "# qos: NAME"
+    if site.kill_wait_s:
+        yield _entry("kill_wait", format_duration(site.kill_wait_s), "KillWait of the cluster")
+    yield ""
+    yield "# Run directories: below the folder in which you submit, unless the path is absolute."
+    yield "# All nodes must share it."
+    yield "runs_dir: runs"
+    yield ""
+    yield "# How workers run: bare (modules, venv); pyxis, apptainer or podman (in a job's image)."
+    runtimes = [*(["pyxis"] if site.pyxis else []), *found.runtimes]
+    yield f"# Found on {_plain(found.host)}: {', '.join(runtimes) or 'no container runtime'}."
+    yield "runtime: bare"
+    if found.modules:
+        yield "# modules: [cuda/12.8]  # `module avail` lists them"
+    if found.venv is not None:
+        why = "" if found.torchrun else "it has no torchrun yet: pip install torch"
+        yield _entry("venv", str(found.venv), why)
+    else:
+        yield "# venv: /PATH  # none is active; workers need one with torch"
+
+
+def _kubernetes(found: Discovery, chosen: Context) -> Iterator[str]:
+    where = f"context {chosen.name}" if chosen.name else "the cluster of this pod"
+    yield from _head(found, f"Kubernetes, {where}")
+    yield "kind: kubernetes"
+    if chosen.name:
+        others = ", ".join(c.name for c in found.contexts if c.name and c != chosen)
+        yield _entry("context", chosen.name, f"there are also: {others}" if others else "")
+    yield _entry("namespace", chosen.namespace)
+    site = found.namespace
+    if site is None:
+        yield "# workload: TrainJob  # or JobSet, or Job; PyTorchJob where nothing is said"
+    else:
+        others = ", ".join(site.workloads[1:])
+        yield _entry("workload", site.workloads[0], f"there are also: {others}" if others else "")
+        if "TrainJob" in site.workloads and not site.has_runtime:
+            where = _plain(chosen.namespace)
+            yield f"# TrainJobs need a runtime: kubectl apply -n {where} -k k8s/base/trainer"
+        if site.pod_security in ("restricted", "baseline", "privileged"):
+            yield _entry("pod_security", site.pod_security)
+        if site.queues:
+            others = ", ".join(site.queues[1:])
+            yield _entry("queue", site.queues[0], f"there are also: {others}" if others else "")
+    yield ""
+    claim = "checkpoints die with their pod without one that all nodes can write to"
+    if site and site.claims:
+        others = ", ".join(site.claims[1:])
+        yield _entry("runs_claim", site.claims[0], f"there are also: {others}" if others else "")
+    else:
+        yield f"# runs_claim: NAME  # a PersistentVolumeClaim; {claim}"
+    yield "# secret: NAME  # the Secret for the job's `secrets`"
+    yield "# node: {gpus: 8}  # what a node has, so that jobs that cannot fit are refused at once"
+    yield "# node_selector: {LABEL: VALUE}"
+
+
+def _local(found: Discovery) -> Iterator[str]:
+    yield from _head(found, "This machine")
+    yield "kind: local"
+    yield _node(len(found.gpus), found.cpus, found.memory_bytes)
+    yield "runs_dir: runs  # below the folder in which you start"

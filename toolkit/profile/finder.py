@@ -1,0 +1,147 @@
+"""Where profiles are found, by name or by path, and how their files are read."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import InputError, Problem, ProfileError
+from toolkit.job.loader import nearest, validate
+from toolkit.profile.base import LocalProfile
+from toolkit.profile.kubernetes import KubernetesProfile
+from toolkit.profile.slurm import SlurmProfile
+from toolkit.text import secret_scan
+from toolkit.text.yaml_reader import KeyPath, read_document, read_text
+
+__all__ = [
+    "Profile",
+    "configuration_folder",
+    "default_profile",
+    "leaks_of",
+    "load_profile",
+    "profile_names",
+]
+
+Profile = LocalProfile | SlurmProfile | KubernetesProfile
+
+_KINDS: dict[str, type[LocalProfile] | type[SlurmProfile] | type[KubernetesProfile]] = {
+    "local": LocalProfile,
+    "slurm": SlurmProfile,
+    "kubernetes": KubernetesProfile,
+}
+_BUILT_IN: dict[str, type[LocalProfile] | type[SlurmProfile] | type[KubernetesProfile]] = {
+    "local": LocalProfile,
+    "slurm": SlurmProfile,
+    "k8s": KubernetesProfile,
+}
+
+
+def load_profile(
+    name: str, *, folder: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> Profile:
+    """Return a profile by its name or by the path of its file.
+
+    A name is looked up in `slurm/profiles` and `k8s/profiles` of `folder` or the nearest folder
+    above it that has them, then in the user's configuration folder, then among the built-in ones.
+
+    Raises:
+        ProfileError: no such profile, or every problem of its file.
+    """
+    folder = folder or Path.cwd()
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        return _read(Path(name))
+    for place in _folders(folder, environ):
+        for path in place.glob("*.yaml"):  # a name need not be one that a file can have
+            if path.stem == name:
+                return _read(path)
+    if name in _BUILT_IN:
+        return _BUILT_IN[name](name=name)
+    names = profile_names(folder=folder, environ=environ)
+    searched = ", ".join(map(str, _folders(folder, environ)))
+    raise ProfileError(
+        f"no profile {name!r}; {nearest(name, names)} (searched {searched}; a path works too)"
+    )
+
+
+def profile_names(
+    *, folder: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Return the names of all profiles that `load_profile` finds, sorted."""
+    folder = folder or Path.cwd()
+    files = (p for place in _folders(folder, environ) for p in place.glob("*.yaml"))
+    return sorted({path.stem for path in files} | set(_BUILT_IN))
+
+
+def default_profile(*, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the file of the profile that is used where none is named; None where there is none.
+
+    The file `default` in the user's configuration folder holds its path, below that folder or
+    absolute; `toolkit init` writes it.
+    """
+    folder = configuration_folder(environ)
+    try:
+        named = (folder / "default").read_text(encoding="utf-8").strip()
+        if not named.isprintable():
+            raise ProfileError(f"{folder / 'default'} holds {named[:80]!r}, which is no path")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{folder / 'default'} cannot be read: {error}") from None
+    return str(folder / named)
+
+
+def configuration_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the user's configuration folder of the toolkit."""
+    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
+    return Path(home) / "torch-deploy-toolkit"
+
+
+def _folders(folder: Path, environ: Mapping[str, str]) -> Iterator[Path]:
+    """Yield where profiles may lie, first come first."""
+    for above in (folder, *folder.parents):
+        places = [p for p in (above / "slurm/profiles", above / "k8s/profiles") if p.is_dir()]
+        if places:
+            yield from places
+            break
+    yield configuration_folder(environ) / "profiles"
+
+
+def _read(path: Path) -> Profile:
+    try:
+        document = read_document(read_text(path), str(path))
+    except InputError as error:
+        raise ProfileError(error.problems) from None
+    data: Any = document.data
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if isinstance(data, dict) and (not isinstance(kind, str) or kind not in _KINDS):
+        said = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
+        place = document.place(("kind",))
+        problem = Problem(place=place, message=f"{said}; {nearest(kind, _KINDS)}")
+        raise ProfileError([problem, *document.problems])
+    profile = validate(_KINDS.get(str(kind), LocalProfile), document, ProfileError)
+    if leaks := leaks_of(profile):
+        raise ProfileError([Problem(place=document.place(at), message=why) for at, why in leaks])
+    found = {} if profile.name else {"name": path.stem}
+    if profile.templates_dir is not None:
+        found["templates_dir"] = str(path.absolute().parent / profile.templates_dir)
+    return profile.model_copy(update=found)
+
+
+def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:
+    """Return where a profile holds a secret, and what to do about it."""
+    found: list[tuple[KeyPath, str]] = []
+    lines_of_shell = ("prolog", "epilog")
+    for key, value in profile.model_dump(mode="json", by_alias=True, exclude_defaults=True).items():
+        if key not in (*lines_of_shell, *secret_scan.NAMES_OF_SECRETS):
+            leaks = secret_scan.leaks_of_document(
+                key, value, name=key, skip=secret_scan.NAMES_OF_SECRETS
+            )
+            found += (((key, *path), why) for path, why in leaks)
+    if isinstance(profile, SlurmProfile):
+        for key, lines in (("prolog", profile.prolog), ("epilog", profile.epilog)):
+            for index, line in enumerate(lines):
+                words = re.sub("[\"']", "", line).replace(";", " ").split()
+                whys = [why for _, why in secret_scan.leaks_of_words(f"{key}[{index}]", words)]
+                found += (((key, index), why) for why in whys)
+    return found

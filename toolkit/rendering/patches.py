@@ -1,0 +1,226 @@
+"""Patches of people to what is rendered: JSON Patch, and strategic merge as Kubernetes has it.
+
+Pure. The server itself knows strategic merge only for its own kinds; here it works for all of them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from toolkit.errors import Problem, RenderError
+from toolkit.job.kubernetes_options import Patch
+from toolkit.text.yaml_writer import json_quote, yaml_block
+
+__all__ = ["patched"]
+
+MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "containers": ("name",),
+    "env": ("name",),
+    "ephemeralContainers": ("name",),
+    "hostAliases": ("ip",),
+    "imagePullSecrets": ("name",),
+    "initContainers": ("name",),
+    "ports": ("containerPort", "port"),
+    "replicatedJobs": ("name",),
+    "resourceClaims": ("name",),
+    "runtimePatches": ("manager",),
+    "schedulingGates": ("name",),
+    "topologySpreadConstraints": ("topologyKey",),
+    "volumeDevices": ("devicePath",),
+    "volumeMounts": ("mountPath",),
+    "volumes": ("name",),
+}
+"""Lists whose entries are told apart by a key (Kubernetes API, `patch-merge-key`; those of JobSet
+and TrainJob by their `x-kubernetes-list-map-keys`). All others are replaced as a whole."""
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Unfit(Exception):
+    """A patch does not fit; the message says where, and what."""
+
+
+def patched(text: str, patches: Iterable[tuple[str, Patch]], *, workload: str) -> str:
+    """Return a rendered manifest with changes; comments are lost but those of its head.
+
+    Args:
+        text: The manifest, a stream of documents.
+        patches: Changes, each with where it stands, like `profile 'k8s': patches[0]`.
+        workload: The kind that a patch changes if it names none.
+
+    Raises:
+        RenderError: a patch that does not apply, and why.
+    """
+    documents = [document for document in yaml.load_all(text, Loader=_LOADER) if document]
+    for place, patch in patches:
+        kind = patch.kind or workload
+        wanted = [at for at, document in enumerate(documents) if document["kind"] == kind]
+        if not wanted:
+            kinds = ", ".join(dict.fromkeys(document["kind"] for document in documents))
+            raise _refused(place, f"no {kind} is rendered; there are {kinds}")
+        for at in wanted:
+            try:
+                changed = _apply(patch, documents[at])
+            except _Unfit as error:
+                raise _refused(place, str(error)) from None
+            if _identity(changed) != _identity(documents[at]):
+                raise _refused(
+                    place,
+                    "apiVersion, kind, name and namespace are how the run is found again; they "
+                    "follow from the job and the profile",
+                )
+            documents[at] = changed
+    head = [line for line in _head(text) if line]
+    return "\n".join([*head, *("---" + yaml_block_of(document) for document in documents)]) + "\n"
+
+
+def yaml_block_of(document: Mapping[str, Any]) -> str:
+    """Return the lines of a document, each key on a line of its own."""
+    return "".join(f"\n{key}:{yaml_block(value, 2)}" for key, value in document.items())
+
+
+def _head(text: str) -> list[str]:
+    lines = text.splitlines()
+    return lines[: next(at for at, line in enumerate(lines) if not line.startswith("#"))]
+
+
+def _refused(place: str, message: str) -> RenderError:
+    return RenderError([Problem(place=place, message=message)])
+
+
+def _identity(document: Mapping[str, Any]) -> tuple[Any, ...]:
+    metadata = document.get("metadata") or {}
+    return (
+        *(document.get(key) for key in ("apiVersion", "kind")),
+        *(metadata.get(key) for key in ("name", "namespace")),
+    )
+
+
+def _apply(patch: Patch, document: dict[str, Any]) -> dict[str, Any]:
+    if patch.merge is not None:
+        merged = _merged(document, _thawed(patch.merge), "")
+        assert isinstance(merged, dict)
+        return merged
+    return _operated(document, _thawed(patch.json_patch))
+
+
+def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dict[str, Any]:
+    """Apply the operations of a JSON Patch, one after the other."""
+    try:
+        import jsonpatch
+        from jsonpointer import JsonPointerException
+    except ImportError:
+        raise _Unfit(
+            "json needs the package jsonpatch: pip install 'torch-deploy-toolkit[kubernetes]', or "
+            "write the change as merge"
+        ) from None
+    for at, operation in enumerate(operations):
+        try:
+            document = jsonpatch.JsonPatch([operation]).apply(document)
+        except (jsonpatch.JsonPatchException, JsonPointerException, TypeError) as error:
+            said = re.sub(r" in \{.*", "", str(error), flags=re.DOTALL)  # all of the object
+            raise _Unfit(f"json[{at}] {json_quote(operation)} does not apply: {said}") from None
+    if not isinstance(document, dict):
+        raise _Unfit("json: nothing of the object is left")
+    return document
+
+
+def _merged(there: Any, patch: Any, path: str) -> Any:
+    """Return what a strategic merge makes of a value that is there."""
+    if isinstance(patch, dict):
+        if not isinstance(there, dict):
+            raise _Unfit(f"merge: {path} is {_kind(there)}, which {json_quote(patch)} cannot join")
+        return _merged_mapping(there, patch, path)
+    if isinstance(patch, list):
+        if not isinstance(there, list):
+            raise _Unfit(f"merge: {path} is {_kind(there)}, which {json_quote(patch)} cannot join")
+        return _merged_list(there, patch, path)
+    if isinstance(there, dict | list):
+        raise _Unfit(f"merge: {path} is {_kind(there)}, which {json_quote(patch)} cannot replace")
+    return patch
+
+
+def _merged_mapping(there: dict[str, Any], patch: dict[str, Any], path: str) -> dict[str, Any]:
+    patch = dict(patch)
+    directive, kept = patch.pop("$patch", None), patch.pop("$retainKeys", None)
+    _known(directive, ("replace", "merge", None), path)
+    if directive == "replace":
+        replaced: dict[str, Any] = _added(patch, path)
+        return replaced
+    found = dict(there)
+    for key, value in patch.items():
+        below = f"{path}.{key}".lstrip(".")
+        if key.startswith("$"):
+            raise _Unfit(f"merge: {below}: the toolkit knows $patch and $retainKeys")
+        if value is None or (isinstance(value, dict) and value.get("$patch") == "delete"):
+            found.pop(key, None)
+        elif key in found:
+            found[key] = _merged(found[key], value, below)
+        else:
+            found[key] = _added(value, below)
+    return found if kept is None else {key: found[key] for key in found if key in kept}
+
+
+def _merged_list(there: list[Any], patch: list[Any], path: str) -> list[Any]:
+    merge_key = _merge_key(path, [*there, *patch])
+    rest = [entry for entry in patch if entry != {"$patch": "replace"}]
+    if merge_key is None or len(rest) < len(patch):
+        replaced: list[Any] = _added(rest, path)
+        return replaced
+    found = list(there)
+    for entry in rest:
+        if not isinstance(entry, dict) or merge_key not in entry:
+            raise _Unfit(f"merge: {path}: an entry needs its {merge_key}: {json_quote(entry)}")
+        name = entry[merge_key]
+        below = f"{path}[{name}]"
+        same = [at for at, one in enumerate(found) if one.get(merge_key) == name]
+        if entry.get("$patch") == "delete":
+            if not same:
+                names = ", ".join(str(one.get(merge_key)) for one in found)
+                raise _Unfit(f"merge: {below} is not there to be deleted; there are {names}")
+            del found[same[0]]
+        elif same:
+            found[same[0]] = _merged_mapping(found[same[0]], entry, below)
+        else:
+            found.append(_added(entry, below))
+    return found
+
+
+def _merge_key(path: str, entries: list[Any]) -> str | None:
+    """Return the key by which the entries of a list are told apart; None if it is replaced."""
+    keys = MERGE_KEYS.get(path.rpartition(".")[2], ())
+    named = [entry for entry in entries if isinstance(entry, dict)]
+    return next((key for key in keys if any(key in entry for entry in named)), None)
+
+
+def _added(value: Any, path: str) -> Any:
+    """Return what is new, without the nulls and directives that have nothing to act upon."""
+    if isinstance(value, dict):
+        _known(value.get("$patch"), ("replace", "merge", None), path)
+        directives = ("$patch", "$retainKeys")
+        return {
+            key: _added(of, f"{path}.{key}")
+            for key, of in value.items()
+            if of is not None and key not in directives
+        }
+    return [_added(one, path) for one in value] if isinstance(value, list) else value
+
+
+def _known(directive: Any, known: Iterable[str | None], path: str) -> None:
+    if directive not in known:
+        raise _Unfit(f"merge: {path}: $patch is {json_quote(directive)}; write replace or delete")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    return "a list" if isinstance(value, list) else json_quote(value)
+
+
+def _thawed(value: Any) -> Any:
+    """Return a value with mappings and lists that may be changed."""
+    if isinstance(value, Mapping):
+        return {key: _thawed(of) for key, of in value.items()}
+    return [_thawed(one) for one in value] if isinstance(value, list | tuple) else value

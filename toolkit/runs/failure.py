@@ -1,0 +1,263 @@
+"""Which rank of a run has failed first, and why: by what torchrun and the ranks have left behind.
+
+A rank whose main function is wrapped by `@record` leaves an error file, as `train/` does; of others
+there is the traceback in their stderr. Which have failed, and of what signal, torchrun's report at
+its end tells. All of these lie in the folder of the attempt.
+"""
+
+import contextlib
+import re
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from toolkit.text import untrusted
+from toolkit.runs.log_reader import attempt_folders
+from toolkit.runs.torchrun_log_dir import (Start, reports_of, starts_of)
+from toolkit.runs.torchrun_report import (Reported, Trace, last_trace)
+from toolkit.text.masking import Mask
+
+__all__ = ["STOPS", "Failure", "Kind", "first_failure", "first_of", "is_echo"]
+
+_LAST_WORDS = 5
+_READ_BYTES = 1 << 16
+_UNREPORTED_S = 120.0
+"""How long before others a rank can have failed whose torchrun was ended before it could report."""
+
+_WELL = ("done", "cancelled", "preempted", "walltime", "fenced", "terminated")
+"""First words of the reasons of attempts in which nothing has failed; see decide.sh."""
+
+_NOT_BEGUN = ("gave_up", "no_progress")
+"""Those of attempts that may have ended before they have started anything."""
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""What torchrun passes on, and what it ends the other ranks with."""
+
+_ECHO = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|connection was closed|remote process exited"
+    r"|NCCL error|Dist(Backend|Network|Store)Error|Watchdog caught collective|[Tt]imed ?out"
+    r"|(recv|send)(Value|Bytes) failed|[Ff]ailed to (recv|send)|ends because of others"
+    r"|another rank went away|^the same as (rank \d+|another rank)"
+)
+"""What ranks say that have only lost another one."""
+
+Kind = Literal["exception", "signal", "exit", "echo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What the rank that failed first has left."""
+
+    kind: Kind
+    """`exception`; `signal`: it was killed; `exit`: it ended with a status and no traceback;
+    `echo`: it has only lost another rank, of which nothing is known."""
+
+    rank: int | None
+    """The global rank, where it is known."""
+
+    local_rank: int | None
+    """Its number on its node, where it is known."""
+
+    node: str
+    """The node's name; `node-1` on this machine; the pod's short name on Kubernetes."""
+
+    attempt: int
+    """The attempt of the run."""
+
+    restart: int
+    """How often its torchrun had started its ranks anew within the attempt."""
+
+    time: float
+    """When, in seconds since 1970."""
+
+    message: str
+    """The exception with what it says, or what has ended the rank."""
+
+    traceback: tuple[str, ...]
+    """The lines of its traceback; without one, the last lines of its stderr."""
+
+    earlier: "tuple[Failure, ...]" = ()
+    """What failed first in each start before, after which torchrun started all ranks anew."""
+
+    def __str__(self) -> str:
+        local = "" if self.local_rank is None else f"local rank {self.local_rank}"
+        who = local if self.rank is None else f"rank {self.rank}"
+        lost = " has lost another rank, which left no word" if self.kind == "echo" else ""
+        place = f"{who} on {self.node}" if who else self.node
+        return f"{place}{lost}: {self.message.partition(chr(10))[0]}"
+
+    def lines(self) -> Iterator[str]:
+        """Yield what people are shown; the traceback comes last."""
+        for before in self.earlier:
+            yield f"earlier failure, in {before._when(counted=True)}: {before}"
+        yield f"first failure, in {self._when(counted=bool(self.restart or self.earlier))}: {self}"
+        yield from self.traceback
+
+    def _when(self, *, counted: bool) -> str:
+        again = f", restart {self.restart}" if counted else ""
+        return f"attempt {self.attempt}{again}, {datetime.fromtimestamp(self.time):%H:%M:%S}"
+
+    def redacted(self, mask: Mask) -> "Failure":
+        """Return it with `***NAME***` in place of every secret."""
+        return replace(
+            self,
+            message=mask.hide(self.message),
+            traceback=tuple(mask.hide(line) for line in self.traceback),
+            earlier=tuple(before.redacted(mask) for before in self.earlier),
+        )
+
+
+def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
+    """Return what failed first in an attempt; None where nothing did, or nothing tells.
+
+    Of several starts of the ranks within the attempt, the last one counts. Ranks that have only
+    lost another one often notice that before the other's torchrun does, so they come last.
+
+    Args:
+        run_dir: The run directory.
+        number: Which attempt; the newest where it is None.
+    """
+    attempt = _newest(run_dir) if number is None else run_dir / "logs" / f"attempt-{number}"
+    if attempt is None or _ended_well(run_dir, attempt):
+        return None
+    starts = starts_of(attempt)
+    reports = reports_of(run_dir, attempt, starts)
+    bases = {start.key: said.rank - said.local_rank for start, said in reports.items()}
+    last = dict.fromkeys([*(start for start in starts if start.last), *reports])
+    found = [f for start in last if (f := _judge(attempt, start, bases, reports.get(start)))]
+    if (attempt / "exit_status").exists() and all(one.kind == "echo" for one in found):
+        since = min((one.time for one in found), default=0.0) - _UNREPORTED_S
+        silent = [_unreported(attempt, start, bases) for start in last if start.key not in bases]
+        found += [one for one in silent if one and one.time >= since]
+    if not found:
+        return None
+    return replace(first_of(found), earlier=tuple(_earlier(attempt, starts, bases)))
+
+
+def _newest(run_dir: Path) -> Path | None:
+    """Return the newest attempt that has started torchrun."""
+    for attempt in reversed(attempt_folders(run_dir)):
+        if any(e.is_folder and e.name.startswith("node-") for e in untrusted.entries(attempt)):
+            return attempt
+        if _read(attempt / "reason").partition(":")[0] not in _NOT_BEGUN:
+            return None
+    return None
+
+
+def _ended_well(run_dir: Path, attempt: Path) -> bool:
+    word = _read(attempt / "reason").partition(":")[0]
+    stopped = not word and (run_dir / "cancel_requested").exists()
+    return _read(attempt / "exit_status") == "0" or word in _WELL or stopped
+
+
+def _judge(
+    attempt: Path, start: Start, bases: Mapping[str, int], said: Reported | None = None
+) -> Failure | None:
+    """Tell by its error file, or else by torchrun's report, what a rank failed of."""
+    if error := start.error():
+        message, lines, time = error
+        trace = last_trace(start.stderr())
+        kind: Kind = "echo" if is_echo(message) else "exception"
+        lines = lines or (trace.lines if trace else ())
+    elif said is None or -said.exitcode in STOPS:
+        return None
+    else:
+        time, trace = said.time, last_trace(start.stderr())
+        lines = tuple([line for line in start.stderr() if line.strip()][-_LAST_WORDS:])
+        if trace and (said.exitcode == 1 or (said.exitcode < 0 and trace.at_end)):
+            lines = trace.lines
+        if said.exitcode == 1 and trace:
+            kind = "echo" if is_echo(trace.message) else "exception"
+            message, time = trace.message, start.silent_since()
+        elif said.exitcode < 0:
+            killed_by_others = said.exitcode == -signal.SIGABRT and is_echo("\n".join(lines))
+            kind = "echo" if killed_by_others else "signal"
+            message = _signalled(attempt, start, -said.exitcode)
+        else:
+            kind = "exit"
+            message = f"exit status {said.exitcode}" + (f": {lines[-1]}" if lines else "")
+    rank = said.rank if said else _rank(start, trace, bases)
+    return _failure(attempt, start, kind=kind, rank=rank, time=time, message=message, lines=lines)
+
+
+def _unreported(attempt: Path, start: Start, bases: Mapping[str, int]) -> Failure | None:
+    """Tell by the last thing that a rank has printed, where its torchrun was ended, too."""
+    trace = last_trace(start.stderr())
+    if trace is None or not trace.at_end or is_echo(trace.message):
+        return None
+    return _failure(
+        attempt,
+        start,
+        kind="exception",
+        rank=_rank(start, trace, bases),
+        time=start.silent_since(),
+        message=trace.message,
+        lines=trace.lines,
+    )
+
+
+def _failure(
+    attempt: Path,
+    start: Start,
+    *,
+    kind: Kind,
+    rank: int | None,
+    time: float,
+    message: str,
+    lines: tuple[str, ...],
+) -> Failure:
+    return Failure(
+        kind=kind,
+        rank=rank,
+        local_rank=start.local_rank,
+        node=start.node,
+        attempt=int(attempt.name.split("-")[1]),
+        restart=start.restart,
+        time=time,
+        message=message,
+        traceback=lines,
+    )
+
+
+def is_echo(text: str) -> bool:
+    """Tell whether a rank says no more than that it has lost another one."""
+    return _ECHO.search(text) is not None
+
+
+def _rank(start: Start, trace: Trace | None, bases: Mapping[str, int]) -> int | None:
+    if trace is not None and trace.rank is not None:
+        return trace.rank
+    return bases[start.key] + start.local_rank if start.key in bases else None
+
+
+def _signalled(attempt: Path, start: Start, number: int) -> str:
+    name = f"signal {number}"
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(number).name
+    if number == signal.SIGKILL and (attempt / f"oom-{start.key}").exists():
+        return f"killed by {name}; the kernel has killed a process there for want of memory"
+    return f"killed by {name}"
+
+
+def first_of(found: Iterable[Failure]) -> Failure:
+    """Return what failed first; what has only lost another rank comes last."""
+    return min(found, key=lambda one: (one.kind == "echo", one.time))
+
+
+def _earlier(attempt: Path, starts: list[Start], bases: Mapping[str, int]) -> Iterator[Failure]:
+    """Yield what failed first in each start but the last, as far as it has left a word."""
+    before = [start for start in starts if not start.last]
+    for restart in sorted({start.restart for start in before}):
+        those = [start for start in before if start.restart == restart]
+        found = [_judge(attempt, s, bases) or _unreported(attempt, s, bases) for s in those]
+        if known := [one for one in found if one]:
+            yield first_of(known)
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return untrusted.read_text(path, limit=_READ_BYTES, below=path.parents[2]).strip()
+    return ""

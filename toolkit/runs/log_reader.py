@@ -1,0 +1,317 @@
+"""What a run has printed: from which files it is read, as they grow, and which lines are wanted.
+
+On Slurm one file holds what all jobs of a run print, and each attempt notes where its part begins
+(`logs/attempt-N/log`); on this machine each node of an attempt has a file (`node-K.log`). Both hold
+the lines of all ranks as torchrun passes them on: each begins with `[rank N] `.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from toolkit.text import untrusted
+from toolkit.errors import InputError, LauncherError, Problem
+from toolkit.runs.state_dir import state_folder
+
+__all__ = [
+    "LogView",
+    "Span",
+    "Tail",
+    "all_spans",
+    "attempt_folders",
+    "attempt_numbers",
+    "attempt_spans",
+    "by_number",
+    "follow_files",
+    "refuse_attempt",
+]
+
+_CHUNK = 1 << 20
+_LINE_BYTES = 16 << 20
+"""What is longer is shown in parts, so that no file without an end of a line fills the memory."""
+
+_ATTEMPT = re.compile(r"attempt-(0|[1-9][0-9]{0,8})", re.ASCII)
+_NOTE = re.compile(r"([0-9]{1,18}) (.+)\n", re.ASCII)
+_NOTE_BYTES = 1 << 14
+_RANK = re.compile(r"\[rank (\d{1,9})\] ")
+"""What torchrun puts before the lines of a rank: see TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
+
+_TORN = re.compile(r"(\[rank \d+\] .+)\[rank \d+\] ")
+"""A line whose end torchrun has passed on by itself, with a beginning of its own: a rank under
+PYTHONUNBUFFERED writes the end by itself, and torchrun has looked in between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogView:
+    """Which lines of a run are wanted."""
+
+    follow: bool = False
+    """Whether to go on until the run has ended."""
+
+    ranks: frozenset[int] = frozenset()
+    """The ranks whose lines are wanted; all lines where it is empty."""
+
+    attempt: int | None = None
+    """The attempt whose lines are wanted; those of all where it is None."""
+
+    pattern: re.Pattern[str] | None = None
+    """What a line must hold somewhere."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        follow: bool = False,
+        ranks: Collection[int] = (),
+        attempt: int | None = None,
+        grep: str | None = None,
+    ) -> "LogView":
+        """Return the view for what people ask.
+
+        Raises:
+            InputError: `grep` is no regular expression.
+        """
+        pattern = None
+        if grep is not None:
+            try:
+                pattern = re.compile(grep)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise InputError(
+                    [Problem(place=f"--grep {grep}", message=f"no regular expression: {error}")]
+                ) from None
+        return cls(follow=follow, ranks=frozenset(ranks), attempt=attempt, pattern=pattern)
+
+    def of_ranks(self, lines: Iterator[str]) -> Iterator[str]:
+        """Yield the lines of the ranks that are wanted, as the ranks have written them."""
+        for line in lines:
+            if torn := _TORN.fullmatch(line):
+                line = torn[1]
+            of = _RANK.match(line) if self.ranks else None
+            if not self.ranks or (of and int(of[1]) in self.ranks):
+                yield line
+
+    def grepped(self, lines: Iterator[str]) -> Iterator[str]:
+        """Yield the lines that hold the pattern, as they are shown."""
+        pattern = self.pattern
+        return lines if pattern is None else (line for line in lines if pattern.search(line))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A part of a file."""
+
+    path: Path
+    """The file."""
+
+    start: int = 0
+    """Its first byte."""
+
+    end: int | None = None
+    """The byte behind its last one; None for the end of the file, which may grow."""
+
+    below: Path | None = None
+    """The folder from which on no part of the path may be a link; None for the file alone."""
+
+
+@dataclass(kw_only=True)
+class Tail:
+    """How far a growing file has been read."""
+
+    offset: int = 0
+    """The next byte."""
+
+    torn: bytes = field(default=b"", repr=False)
+    """The beginning of a line whose end has not been written yet."""
+
+    def new_lines(
+        self, path: Path, end: int | None = None, below: Path | None = None
+    ) -> Iterator[str]:
+        """Yield the whole lines that have come since, up to the byte `end`.
+
+        Args:
+            path: The file.
+            end: The byte behind the last one that is wanted.
+            below: The folder from which on no part of the path may be a link.
+
+        Raises:
+            LauncherError: the file cannot be read, or is none.
+        """
+        # Opened anew each time: on network file systems only that shows what others have written.
+        try:
+            file = untrusted.open_untrusted(path, below=below)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise LauncherError(f"{path} cannot be read: {error.strerror}") from error
+        with file:
+            if file.seek(0, 2) < self.offset:  # somebody has emptied it
+                self.offset, self.torn = 0, b""
+            file.seek(self.offset)
+            while chunk := file.read(
+                _CHUNK if end is None else max(0, min(_CHUNK, end - self.offset))
+            ):
+                self.offset += len(chunk)
+                *lines, self.torn = (self.torn + chunk).split(b"\n")
+                for line in lines:
+                    yield line.decode(errors="replace")
+                if len(self.torn) > _LINE_BYTES:
+                    yield from self.last_words()
+
+    def last_words(self) -> Iterator[str]:
+        """Yield what was written last, where it is no whole line."""
+        if self.torn:
+            yield self.torn.decode(errors="replace")
+            self.torn = b""
+
+
+def follow_files(
+    find: Callable[[], list[Span]],
+    *,
+    ended: Callable[[], bool],
+    pause_s: float = 0.2,
+    ask_every_s: float = 0.0,
+) -> Iterator[str]:
+    """Yield the lines of growing files as they come, until `ended` and all is read.
+
+    Args:
+        find: What to read, asked again and again since new files appear.
+        ended: Whether nothing more will be written.
+        pause_s: How long to wait when there is nothing new.
+        ask_every_s: How long to wait at least between two questions whether it has ended.
+    """
+    tails: dict[Path, Tail] = {}
+    asked = float("-inf")
+    while True:
+        last_round = False
+        if (now := time.monotonic()) >= asked + ask_every_s:
+            last_round = ended()  # asked first: what was written before the end is still read
+            asked = now
+        found = False
+        for span in find():
+            tail = tails.setdefault(span.path, Tail(offset=span.start))
+            for line in tail.new_lines(span.path, span.end, span.below):
+                found = True
+                yield line
+        if last_round:
+            for tail in tails.values():
+                yield from tail.last_words()
+            return
+        if not found:
+            time.sleep(pause_s)
+
+
+def attempt_folders(run_dir: Path) -> list[Path]:
+    """Return the log folders of the attempts, oldest first."""
+    return [run_dir / f"logs/attempt-{number}" for number in attempt_numbers(run_dir)]
+
+
+def attempt_numbers(run_dir: Path) -> list[int]:
+    """Return the numbers of the attempts, in order; of what has no such name, none."""
+    found = untrusted.entries(f"{run_dir}/logs")
+    return sorted(int(named[1]) for f in found if (named := _ATTEMPT.fullmatch(f.name)))
+
+
+def attempt_spans(run_dir: Path, attempt: int) -> list[Span]:
+    """Return where an attempt's lines stand; nothing where it has not begun."""
+    folder = run_dir / "logs" / f"attempt-{attempt}"
+    if (own := _noted(folder)) is None:
+        return _of_nodes(folder, run_dir)
+    start, name = own
+    notes = filter(None, (_noted(other) for other in attempt_folders(run_dir) if other != folder))
+    later = [begin for begin, other in notes if other == name and begin > start]
+    span = _here(name, run_dir, folder)
+    return [replace(span, start=start, end=min(later, default=None))] if span else []
+
+
+def all_spans(run_dir: Path, first: Path) -> list[Span]:
+    """Return where the lines of all attempts stand, beginning with the file `first`.
+
+    Whoever goes on with a run by hand (`sbatch FILE RUN_DIR continue`) prints elsewhere.
+    """
+    noted: dict[Path, Span] = {first: Span(path=first, below=_below(first, run_dir))}
+    nodes: list[Span] = []
+    for folder in attempt_folders(run_dir):
+        if (own := _noted(folder)) is None:
+            nodes += _of_nodes(folder, run_dir)
+        elif span := _here(own[1], run_dir, folder):
+            noted.setdefault(span.path, span)
+    return [*noted.values(), *nodes]
+
+
+def refuse_attempt(run_dir: Path, view: LogView) -> None:
+    """Make sure that the attempt exists, or that it still may come.
+
+    Raises:
+        InputError: it does not.
+    """
+    if view.attempt is None or view.follow:
+        return
+    known = attempt_numbers(run_dir)
+    if view.attempt not in known:
+        there = f"there are {known[0]} to {known[-1]}" if known else "none has begun"
+        raise InputError([Problem(place=f"--attempt {view.attempt}", message=f"{there} of it")])
+
+
+def _noted(folder: Path) -> tuple[int, str] | None:
+    """Return what an attempt on Slurm has noted: where its lines begin, and in which file."""
+    with contextlib.suppress(OSError, ValueError):
+        start, name = _note(folder / "log")
+        return None if name == "/dev/null" else (start, name)
+    return None
+
+
+@functools.lru_cache(maxsize=4096)  # a follower asks again and again, and it never changes
+def _note(path: Path) -> tuple[int, str]:
+    text = untrusted.read_text(path, limit=_NOTE_BYTES, below=path.parents[2])
+    if (note := _NOTE.fullmatch(text)) is None or "\0" in text:
+        raise ValueError("it is being written")  # which is not kept
+    return int(note[1]), note[2]
+
+
+def _here(name: str, run_dir: Path, attempt: Path) -> Span | None:
+    """Return where a log lies that an attempt has noted; None where the note is not believed.
+
+    The run directory may be a mirror of another. A log outside, as of a job that was submitted by
+    hand, is read where the note and the log are this user's, and nobody else may write the note:
+    otherwise a note could have any file shown as the run's log.
+    """
+    path = Path(name)
+    if path.parent.name == "logs":
+        for parent in (run_dir, run_dir.parent):  # that of a point lies in the sweep's directory
+            if (parent / "logs" / path.name).exists():
+                return Span(path=parent / "logs" / path.name, below=parent)
+    if path.is_relative_to(run_dir):
+        return Span(path=path, below=run_dir)
+    with contextlib.suppress(OSError):
+        note = (attempt / "log").lstat()
+        ours = {note.st_uid, path.lstat().st_uid} == {os.getuid()} and not note.st_mode & 0o022
+        if ours and state_folder() not in run_dir.parents:
+            return Span(path=path)
+    return None
+
+
+def _below(path: Path, run_dir: Path) -> Path | None:
+    return next((p for p in (run_dir, run_dir.parent) if path.is_relative_to(p)), None)
+
+
+def _of_nodes(folder: Path, run_dir: Path) -> list[Span]:
+    names = [e.name for e in untrusted.entries(folder, below=run_dir) if e.is_file]
+    return [Span(path=folder / name, below=run_dir) for name in by_number(names) if _is_node(name)]
+
+
+def _is_node(name: str) -> bool:
+    return name.startswith("node-") and name.endswith(".log")
+
+
+def by_number(names: Iterable[str]) -> list[str]:
+    """Return names in the order of the numbers in them.
+
+    >>> by_number(["node-10.log", "node-9.log"])
+    ['node-9.log', 'node-10.log']
+    """
+    return sorted(names, key=lambda name: [(len(n), n) for n in re.findall("[1-9][0-9]*", name)])

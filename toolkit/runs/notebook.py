@@ -1,0 +1,218 @@
+"""What a notebook shows of a run: its state, how far it is, and the curve of its loss."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.text import untrusted
+from toolkit.errors import LauncherError
+from toolkit.runs import run_directory
+from toolkit.runs.run import Run
+from toolkit.runs.state import (RunState, RunStatus)
+from toolkit.runs.metrics import (figures, read_metrics)
+from toolkit.rendering import page_environment
+
+__all__ = ["Curve", "Extent", "Progress", "extent_of", "html_of", "page_of"]
+
+_COLOURS = {
+    RunState.CANCELLED: "#6b7280",
+    RunState.FAILED: "#dc2626",
+    RunState.PENDING: "#b45309",
+    RunState.PREEMPTED: "#b45309",
+    RunState.RUNNING: "#2563eb",
+    RunState.SUCCEEDED: "#15803d",
+    RunState.UNKNOWN: "#6b7280",
+}
+_MOST_POINTS = 200
+"""Rows of a sweep's table; more would make the notebook slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How far something is."""
+
+    done: int
+    """How many of them are done."""
+
+    total: int
+    """How many there are."""
+
+    unit: str
+    """What is counted: `steps`, or the `points` of a sweep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A line over the steps, in the units of an SVG drawing."""
+
+    points: str
+    """`x,y x,y …`"""
+
+    first: int
+    """The first step."""
+
+    last: int
+    """The last step."""
+
+    lowest: str
+    """The lowest value."""
+
+    highest: str
+    """The highest value."""
+
+    width: int = 600
+    """Of the drawing."""
+
+    height: int = 160
+    """Of the drawing."""
+
+    left: int = 60
+    top: int = 10
+    right: int = 590
+    bottom: int = 140
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], key: str = "loss") -> "Curve | None":
+        """Draw a column of the metrics; None where it holds fewer than two numbers.
+
+        Long runs are drawn with at most one value per unit of the drawing's width, so that a page
+        stays small; the highest and lowest values are those of all steps.
+        """
+        values_of = ((row["step"], untrusted.finite(row.get(key))) for row in rows)
+        known = [(step, value) for step, value in values_of if value is not None]
+        if len(known) < 2:
+            return None
+        values = [value for _, value in known]
+        low, high, first, last = min(values), max(values), known[0][0], known[-1][0]
+        every = max(1, len(known) // (cls.right - cls.left))
+        drawn = [*known[:-1:every], known[-1]]
+        wide, tall = (last - first) or 1, (high - low) or 1.0
+        points = " ".join(
+            f"{cls.left + (cls.right - cls.left) * (step - first) / wide:.1f},"
+            f"{cls.bottom - (cls.bottom - cls.top) * (value - low) / tall:.1f}"
+            for step, value in drawn
+        )
+        return cls(
+            points=points, first=first, last=last, lowest=f"{low:.4g}", highest=f"{high:.4g}"
+        )
+
+
+def extent_of(run: Run, points: Sequence[RunStatus] = ()) -> Extent | None:
+    """Return how far a run is, or a sweep whose points stand as told; None where nobody says."""
+    if run.points:
+        ended = sum(status.state.final for status in points)
+        return Extent(done=ended, total=len(run.points), unit="points")
+    if run.run_dir is None:
+        return None
+    steps = untrusted.whole((run_directory.outcome(run.run_dir) or {}).get("steps"))
+    done = untrusted.whole((run_directory.last_metrics(run.run_dir) or {}).get("step"))
+    return None if steps is None else Extent(done=done or 0, total=steps, unit="steps")
+
+
+def html_of(run: Run) -> str:
+    """Ask where a run stands, and return that as a piece of HTML."""
+    try:
+        points = run.statuses() if run.points else []
+        found = run.sum_of(points) if run.points else run.status()
+    except LauncherError as error:  # a page must not fail because a cluster is away
+        points, found = [], RunStatus(state=RunState.UNKNOWN, reason=str(error))
+    return page_of(run, found, points)
+
+
+def page_of(run: Run, found: RunStatus, statuses: Sequence[RunStatus]) -> str:
+    """Return a run as a piece of HTML; everything in it is escaped, and secrets are left out."""
+    mask = run_directory.mask_of(run.run_dir)
+    rows = [] if run.points or run.run_dir is None else read_metrics(run.run_dir)
+    extent = extent_of(run, statuses)
+    points = [
+        {
+            "name": point.name.rpartition("/")[2],
+            "settings": point.settings,
+            "state": status.state.upper(),
+            "colour": _COLOURS[status.state],
+            "said": mask.hide(_said(point, status)),
+        }
+        for point, status in list(zip(run.points, statuses, strict=False))[:_MOST_POINTS]
+    ]
+    known = {
+        "name": run.name,
+        "uri": run.uri,
+        "run_dir": run.run_dir,
+        "state": found.state.upper(),
+        "colour": _COLOURS[found.state],
+        "reason": mask.hide(found.reason),
+        "done": extent and extent.done,
+        "total": extent and extent.total,
+        "unit": extent and extent.unit,
+        "curve": Curve.of(rows),
+        "figures": figures(rows[-1]) if rows else "",
+        "keys": sorted({key for point in run.points for key in point.settings}),
+        "points": points,
+        "more": max(0, len(statuses) - _MOST_POINTS),
+    }
+    return page_environment().get_template("notebook/run.html.j2").render(known)
+
+
+def _said(point: Run, status: RunStatus) -> str:
+    metrics = run_directory.last_metrics(point.run_dir) if point.run_dir else None
+    reason = status.reason.partition("\n")[0]
+    return "; ".join(filter(None, [figures(metrics or {}), reason]))
+
+
+class Progress:
+    """Shows how far a run is while somebody waits: a page in a notebook, a bar in a terminal."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._bar: Any = None
+        self._handle: Any = None
+        self._shown = 0
+
+    @staticmethod
+    def is_watched() -> bool:
+        """Whether somebody looks at what we show: in Jupyter, or at a terminal."""
+        return _in_notebook() or sys.stderr.isatty()
+
+    def show(self, found: RunStatus, points: Sequence[RunStatus]) -> None:
+        """Show where the run stands, and of a sweep each of its points."""
+        if _in_notebook():
+            self._show_page(found, points)
+        else:
+            self._show_bar(found, points)
+
+    def _show_page(self, found: RunStatus, points: Sequence[RunStatus]) -> None:
+        from IPython import display
+
+        page = display.HTML(page_of(self._run, found, points))  # type: ignore[no-untyped-call]
+        if self._handle is None:
+            self._handle = display.display(page, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(page)
+
+    def _show_bar(self, found: RunStatus, points: Sequence[RunStatus]) -> None:
+        import click
+
+        extent = extent_of(self._run, points)
+        if self._bar is None and extent is not None and not found.state.final:
+            label = f"{self._run.name} ({extent.unit})"
+            self._bar = click.progressbar(
+                length=extent.total, label=label, file=sys.stderr, show_pos=True
+            )
+            self._bar.__enter__()
+        if self._bar is not None and extent is not None:
+            self._bar.update(extent.done - self._shown)
+            self._shown = extent.done
+
+    def close(self) -> None:
+        """Leave the line."""
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)
+            self._bar = None
+
+
+def _in_notebook() -> bool:
+    """Whether this is the kernel of a notebook; IPython in a terminal is none."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"

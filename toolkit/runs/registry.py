@@ -1,0 +1,323 @@
+"""Which runs there are: one line per submitted run, for this user on this machine.
+
+The schedulers forget ended jobs within minutes; this file and the run directories do not.
+"""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.text import untrusted
+from toolkit.errors import LauncherError, RunNotFound
+from toolkit.runs import submission_journal
+from toolkit.runs.state_dir import (append, state_folder)
+from toolkit.profile import Profile
+
+__all__ = [
+    "RunRecord",
+    "add",
+    "check",
+    "find",
+    "find_point",
+    "intents_folder",
+    "is_cancelled",
+    "mark_cancelled",
+    "parse",
+    "records",
+    "remember",
+    "withdraw_cancelled",
+]
+
+_VERSION = 1
+_BYTES = 1 << 30
+_RECORD_BYTES = 1 << 20
+_WORD = 4096
+_LAST = 32503680000.0
+"""The year 3000: what is later cannot be written as a date everywhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What must be known to open a run again."""
+
+    uri: str
+    """Where it runs."""
+
+    name: str
+    """The run's name."""
+
+    job: str
+    """The job's name."""
+
+    profile: Mapping[str, Any]
+    """The profile it was submitted with, as a profile file holds it."""
+
+    created: float
+    """When it was submitted, in seconds since 1970."""
+
+    run_dir: Path | None = None
+    """The run directory, where this machine can see it; the mirror of one that is on a host."""
+
+    remote_dir: str | None = None
+    """The run directory's path on that host; None where this machine sees the directory itself."""
+
+    believed: bool = True
+    """Whether the record is this user's own; that of a run directory that was opened by its path
+    may be anybody's, and is shown, never acted upon."""
+
+    problem: str = ""
+    """Why nothing can be asked about the run; empty where all is known."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is only known that it was to be submitted: nobody has said an id."""
+        return self.uri.endswith(f"/{self.name}") and self.uri.startswith("slurm://")
+
+    @property
+    def remote(self) -> str:
+        """`HOST:PATH` of a run directory that is on another host; else empty."""
+        host = str(self.profile.get("via") or "").partition(" ")[2]
+        return f"{host}:{self.remote_dir}" if self.remote_dir else ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is written down; what a machine without mirrors does not know is left out."""
+        known = asdict(self) | {"version": _VERSION, "run_dir": self.run_dir and str(self.run_dir)}
+        del known["believed"], known["problem"]
+        return {k: v for k, v in known.items() if k != "remote_dir" or v is not None}
+
+
+def intents_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for submissions that have begun."""
+    return state_folder(environ) / "submitting"
+
+
+def _file(environ: Mapping[str, str]) -> Path:
+    return state_folder(environ) / "runs.jsonl"
+
+
+def check(*, environ: Mapping[str, str] = os.environ) -> None:
+    """Make sure that a run can be remembered, before it is submitted.
+
+    Raises:
+        LauncherError: the user's list cannot be written.
+    """
+    path = _file(environ)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise LauncherError(
+            f"the list of runs cannot be written: {error}; set XDG_STATE_HOME to another folder"
+        ) from error
+
+
+def remember(
+    *,
+    uri: str,
+    name: str,
+    job: str,
+    profile: Profile,
+    run_dir: Path | None = None,
+    remote_dir: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> RunRecord:
+    """Record a run that was submitted just now, in the user's list and in its run directory.
+
+    Raises:
+        LauncherError: nothing can be written there.
+    """
+    run = RunRecord(
+        uri=uri,
+        name=name,
+        job=job,
+        profile=profile.model_dump(mode="json", by_alias=True),
+        created=time.time(),
+        run_dir=run_dir,
+        remote_dir=remote_dir,
+    )
+    return add(run, environ=environ)
+
+
+def add(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> RunRecord:
+    """Record a run, in the user's list and in its run directory.
+
+    Raises:
+        LauncherError: nothing can be written there.
+    """
+    line = json.dumps(run.as_json())
+    path = _file(environ)
+    try:
+        # The user's list first: it may lie on another disk than a run directory that is full.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append(path, line)
+        if run.run_dir is not None:
+            untrusted.write_bytes(run.run_dir / "launch.json", f"{line}\n".encode())
+    except OSError as error:
+        raise LauncherError(f"{run.uri} is started, but not all is written: {error}") from error
+    return run
+
+
+def records(*, environ: Mapping[str, str] = os.environ) -> Iterator[RunRecord]:
+    """Yield every run that was submitted, oldest first, and pass over lines that are no record.
+
+    Last come those whose submission was cut short, of which nobody knows yet what became.
+    """
+    # First: what is finished meanwhile is then among the lines, if not among these.
+    cut_short = [parse(data.get("record")) for data in submission_journal.orphans(intents_folder(environ))]
+    names = set()
+    with contextlib.suppress(OSError):
+        for data in untrusted.lines_of_json(_file(environ), limit=_BYTES):
+            if (run := parse(data)) is not None:
+                names.add(run.name)
+                yield run
+    yield from (run for run in cut_short if run is not None and run.name not in names)
+
+
+def find(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.environ) -> RunRecord:
+    """Return the run with this URI, name, or run directory.
+
+    Args:
+        name: One of these.
+        trust: Whether to believe a run directory that is not in the user's list.
+        environ: Where the user's list of runs is looked for.
+
+    Raises:
+        RunNotFound: there is none.
+    """
+    known = list(records(environ=environ))
+    for run in reversed(known):
+        if name in (run.uri, run.name) or (name and name in (run.remote, run.remote_dir)):
+            return run
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # a name need not be a path
+        if (found := _of_folder(Path(name).resolve(), known, trust=trust)) is not None:
+            return found
+    latest = ", ".join(run.name for run in known[-3:])
+    hint = f"the latest are {latest}" if latest else "nothing was submitted from here yet"
+    raise RunNotFound(f"no run {name!r}; {hint} (see `toolkit list`)")
+
+
+def _of_folder(folder: Path, known: list[RunRecord], *, trust: bool) -> RunRecord | None:
+    """Return the run of a run directory: by the user's list, or else by what lies in it."""
+    for run in reversed(known):
+        own = run.run_dir
+        if own is not None and own.name == folder.name and own.resolve() == folder:
+            return run
+    said = parse(untrusted.read_json(folder / "launch.json", limit=_RECORD_BYTES))
+    # The run directory is the one that was opened, wherever it says that it is.
+    return said and replace(said, run_dir=folder, remote_dir=None, believed=trust)
+
+
+def find_point(
+    name: str, *, trust: bool = False, environ: Mapping[str, str] = os.environ
+) -> tuple[RunRecord, str | None]:
+    """Return a run, or a sweep and which of its points: `RUN_7`, or `RUN/NAME` of the point.
+
+    Args:
+        name: One of these.
+        trust: Whether to believe a run directory that is not in the user's list.
+        environ: Where the user's list of runs is looked for.
+
+    Raises:
+        RunNotFound: there is none.
+    """
+    try:
+        return find(name, trust=trust, environ=environ), None
+    except RunNotFound:
+        whole = name.rstrip("/")
+        for separator in ("_", "-", "/"):  # RUN-7 is what Kubernetes calls a point
+            sweep, found, point = whole.rpartition(separator)
+            if found and (separator == "/" or point.isdecimal()):
+                with contextlib.suppress(RunNotFound):
+                    return find(sweep, trust=trust, environ=environ), point
+        raise
+
+
+def mark_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:
+    """Remember that a run was cancelled, for places that leave nothing to tell it by."""
+    path = _cancelled(environ)
+    with contextlib.suppress(OSError):  # a full disk must not keep a job running
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append(path, uri)
+
+
+def is_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this user cancelled the run from this machine."""
+    try:
+        return uri in untrusted.read_text(_cancelled(environ), limit=_BYTES).splitlines()
+    except OSError:
+        return False
+
+
+def withdraw_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:
+    """Take back that a run was cancelled, since it is submitted again."""
+    path = _cancelled(environ)
+    with contextlib.suppress(OSError):
+        lines = untrusted.read_text(path, limit=_BYTES).splitlines()
+        kept = "".join(f"{line}\n" for line in lines if line != uri)
+        path.write_text(kept, encoding="utf-8")
+
+
+def _cancelled(environ: Mapping[str, str]) -> Path:
+    return _file(environ).with_name("cancelled")
+
+
+def parse(data: Any) -> RunRecord | None:
+    """Return a record that `as_json` has written; None where it tells of no run.
+
+    A record that names a run and is not understood otherwise, such as that of a newer version, has
+    its `problem`.
+    """
+    known = untrusted.mapping(data)
+    uri, name = (_word(known.get(key)) for key in ("uri", "name"))
+    if not uri or not name:
+        return None
+    if known.get("version") != _VERSION:
+        version = untrusted.whole(known.get("version"))
+        return _odd(uri, name, f"its record is of version {version}, and this one reads 1")
+    run_dir, remote_dir = known.get("run_dir"), known.get("remote_dir")
+    job = _word(known.get("job"))
+    created = untrusted.finite(known.get("created"))
+    profile = known.get("profile")
+    odd = [
+        key
+        for key, good in {
+            "job": job,
+            "created": created is not None and 0 <= created < _LAST,
+            "profile": isinstance(profile, dict),
+            "run_dir": run_dir is None or _is_path(_word(run_dir)),
+            "remote_dir": remote_dir is None or _word(remote_dir),
+        }.items()
+        if not good
+    ]
+    if odd or created is None or not isinstance(profile, dict):
+        return _odd(uri, name, f"its record has no right value of {', '.join(odd)}")
+    return RunRecord(
+        uri=uri,
+        name=name,
+        job=job,
+        profile=profile,
+        created=created,
+        run_dir=Path(run_dir) if run_dir else None,
+        remote_dir=remote_dir,
+    )
+
+
+def _odd(uri: str, name: str, problem: str) -> RunRecord:
+    return RunRecord(uri=uri, name=name, job=name, profile={}, created=0.0, problem=problem)
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith("/") and (
+        len(text) < 64 or all(len(os.fsencode(part)) < 256 for part in text.split("/"))
+    )
+
+
+def _word(value: Any) -> str:
+    """Return a text that can stand in a line; else an empty one."""
+    good = isinstance(value, str) and len(value) <= _WORD and untrusted.printable(value) == value
+    return value if good and "\n" not in value else ""

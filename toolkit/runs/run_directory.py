@@ -1,0 +1,319 @@
+"""The run directory as the launchers write and read it; docs/reference/run-directory.md has it all.
+
+What a training script does not write (outcome, metrics) is simply missing from what is reported.
+"""
+
+import contextlib
+import functools
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.text import (secret_scan, untrusted)
+from toolkit.text.yaml_reader import (read_document, write_document)
+from toolkit.errors import InputError, LauncherError
+from toolkit.runs import secret_hashes
+from toolkit.runs.state import (RunState, RunStatus)
+from toolkit.runs.log_reader import (attempt_folders, attempt_numbers)
+from toolkit.text.masking import (Mark, Mask)
+from toolkit.job.spec import JobSpec
+
+__all__ = [
+    "cancel_requested",
+    "changed_at",
+    "ended_status",
+    "has_attempts",
+    "is_over",
+    "last_metrics",
+    "last_reason",
+    "make",
+    "mask_of",
+    "outcome",
+    "redacted",
+    "request_cancel",
+    "require_own",
+    "withdraw_cancel",
+    "write_inputs",
+]
+
+_CANCEL = "cancel_requested"
+
+_NOT_OTHERS = 0o755
+"""What folders may at most be: their owner's to write."""
+
+_JOB_BYTES = 5 << 20
+_SECRET_BYTES = 1 << 16
+_OUTCOME_BYTES = 1 << 20
+_REASON_BYTES = 1 << 16
+_LAST_BYTES = 1 << 16
+"""How much is read of what a run leaves; its newest figures stand in the last of them."""
+
+_OUTCOMES = {
+    "done": RunState.SUCCEEDED,
+    "fatal": RunState.FAILED,
+    "preempted": RunState.PREEMPTED,
+    "retryable": RunState.FAILED,
+    "running": RunState.FAILED,  # it never came to say how it ended
+}
+
+_WORDS = {
+    "cancelled": RunState.CANCELLED,
+    "fatal": RunState.FAILED,  # a start that was ended for it may have called itself preempted
+    "no_progress": RunState.FAILED,
+}
+"""What the first word of an attempt's reason knows better than the outcome."""
+
+_OVER = ("done", "fatal", "cancelled", "no_progress", "gave_up")
+"""First words after which the next job of a chain ends at once; as in train.sbatch.j2."""
+
+
+def make(parent: Path, name: str) -> Path:
+    """Make a new run directory with its `logs/` and return its absolute path.
+
+    Whatever the umask, nobody else may write there: what lies in it decides what runs.
+
+    Raises:
+        LauncherError: it exists, or cannot be made.
+    """
+    run_dir = parent.absolute() / name
+    try:
+        for above in reversed(run_dir.parents):
+            above.mkdir(_NOT_OTHERS, exist_ok=True)
+        run_dir.mkdir(_NOT_OTHERS)
+        (run_dir / "logs").mkdir(_NOT_OTHERS)
+    except FileExistsError:
+        raise LauncherError(f"{run_dir} exists already; it holds another run") from None
+    except OSError as error:
+        raise LauncherError(f"{run_dir} cannot be made: {error.strerror}") from error
+    return run_dir
+
+
+def write_inputs(
+    run_dir: Path,
+    job: JobSpec,
+    *,
+    script: str,
+    file_name: str,
+    files: Mapping[str, bytes] = {},
+) -> Path:
+    """Write the resolved job file and the rendered script; return the script's path.
+
+    Args:
+        run_dir: Where.
+        job: The job.
+        script: The rendered script.
+        file_name: What it is called there.
+        files: What else the job finds there, by its path below the run directory.
+
+    Raises:
+        LauncherError: they cannot be written.
+    """
+    resolved = write_document(job.as_written())
+    try:
+        untrusted.write_bytes(run_dir / "job.yaml", resolved.encode())
+        untrusted.write_bytes(run_dir / file_name, script.encode())
+        for name, content in files.items():
+            for folder in reversed(Path(name).parents):
+                (run_dir / folder).mkdir(_NOT_OTHERS, exist_ok=True)
+            untrusted.write_bytes(run_dir / name, content)
+    except OSError as error:
+        raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
+    return run_dir / file_name
+
+
+def require_own(path: Path) -> None:
+    """Make sure that only this user can have written a file or folder that decides what runs.
+
+    Raises:
+        LauncherError: it is not there, is a link, belongs to somebody else, or others may write it.
+    """
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise LauncherError(f"{path} cannot be read: {error.strerror}") from error
+    if stat.S_ISLNK(found.st_mode):
+        raise LauncherError(f"{path} is a link, which may lead to anything; nothing is done by it")
+    if found.st_uid != os.getuid():
+        raise LauncherError(
+            f"{path} belongs to the user with the id {found.st_uid}, who would decide what runs in "
+            "your name; submit the job yourself"
+        )
+    if found.st_mode & 0o022:
+        raise LauncherError(
+            f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):o}), who would "
+            f"decide what runs in your name; look at it, then `chmod go-w {path}`"
+        )
+
+
+def mask_of(run_dir: Path | None, environ: Mapping[str, str] = os.environ) -> Mask:
+    """Return what hides a run's secrets: by variable or file, or by what is remembered of them."""
+    if run_dir is not None and not os.path.exists(f"{run_dir}/job.yaml"):  # noqa: PTH110  # any name
+        run_dir = run_dir.parent  # a point of a sweep
+    try:
+        text = untrusted.read_text(run_dir / "job.yaml", limit=_JOB_BYTES) if run_dir else ""
+        data = read_document(text, "job.yaml").data if "secrets" in text else None
+    except (InputError, OSError):
+        data = None
+    places = data.get("secrets") if isinstance(data, dict) else None
+    remembered = tuple(secret_hashes.known(environ))
+    if not isinstance(places, dict | list) or not places:
+        return _mask_of_all(tuple(environ.items()), remembered)
+    known = dict(environ)
+    for name, place in places.items() if isinstance(places, dict) else ():
+        file = place.get("file") if isinstance(place, dict) else None
+        if isinstance(name, str) and isinstance(file, str) and "\0" not in file:
+            with contextlib.suppress(OSError, RuntimeError):  # no such home, or links in a ring
+                found = Path(file).expanduser().resolve()
+                known[name] = untrusted.read_text(found, limit=_SECRET_BYTES).rstrip("\n")
+    names = [name for name in places if isinstance(name, str)]
+    return Mask(secret_scan.values_of(known, names=names), remembered)
+
+
+@functools.lru_cache(maxsize=4)
+def _mask_of_all(variables: tuple[tuple[str, str], ...], remembered: tuple[Mark, ...]) -> Mask:
+    """Return a mask of the secrets among variables: one for all runs of a list."""
+    return Mask(secret_scan.values_of(dict(variables)), remembered)
+
+
+def redacted(
+    lines: Iterator[str], run_dir: Path | None, environ: Mapping[str, str] = os.environ
+) -> Iterator[str]:
+    """Yield `lines` with `***NAME***` in place of every secret that is known here."""
+    mask = mask_of(run_dir, environ)
+    for line in lines:
+        yield mask.hide(line)
+
+
+def outcome(run_dir: Path) -> Mapping[str, Any] | None:
+    """Return what the training said of its end, or None where it said nothing."""
+    try:
+        found = untrusted.read_json(f"{run_dir}/outcome.json", limit=_OUTCOME_BYTES)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
+    """Return the newest whole record of `metrics.jsonl`, or None."""
+    try:
+        with untrusted.open_untrusted(run_dir / "metrics.jsonl") as file:
+            file.seek(max(0, file.seek(0, 2) - _LAST_BYTES))
+            lines = file.read(_LAST_BYTES).split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            found = untrusted.parse_json(line)
+        except ValueError:
+            continue  # the first or the last line may be torn
+        if isinstance(found, dict):
+            return found
+    return None
+
+
+def request_cancel(run_dir: Path) -> None:
+    """Leave a mark, so that whoever asks later can tell a cancelled run from a failed one."""
+    with contextlib.suppress(OSError):  # a full disk must not keep a run alive
+        untrusted.write_bytes(run_dir / _CANCEL, b"")
+        os.utime(run_dir / _CANCEL, follow_symlinks=False)  # it may be there, from an earlier time
+
+
+def withdraw_cancel(run_dir: Path) -> None:
+    """Take the mark back, since the run is to go on."""
+    with contextlib.suppress(OSError):
+        (run_dir / _CANCEL).unlink(missing_ok=True)
+
+
+def cancel_requested(run_dir: Path) -> bool:
+    """Whether somebody asked the run to stop."""
+    return os.path.exists(f"{run_dir}/{_CANCEL}")  # noqa: PTH110  # asked for each of many runs
+
+
+def ended_status(run_dir: Path) -> RunStatus:
+    """Return how a run ended that is not running any more, from what it left behind."""
+    said = outcome(run_dir) or {}
+    if said.get("status") == "done" and _is_of_newest(said.get("attempt"), run_dir):
+        return RunStatus(state=RunState.SUCCEEDED)  # as most of a long list
+    numbers = attempt_numbers(run_dir)
+    if numbers and said.get("attempt") != numbers[-1]:
+        said = {}  # an earlier attempt's; the newest one never came to say anything
+    state = _OUTCOMES.get(str(said.get("status")))
+    if state is RunState.SUCCEEDED:
+        return RunStatus(state=state)
+    reason = str(said.get("reason") or "")
+    if state is None:
+        state, reason = _exit_status(run_dir)
+        if state is RunState.UNKNOWN and not cancel_requested(run_dir):
+            return RunStatus(state=state, reason=reason, lost=True)
+    elif said.get("status") == "running":
+        reason = f"ended without a word at step {untrusted.whole(said.get('step'))}; see the logs"
+    if state is not RunState.SUCCEEDED and numbers:
+        reason = _reason(run_dir / f"logs/attempt-{numbers[-1]}") or reason
+        state = _WORDS.get(reason.partition(":")[0], state)
+    if state is not RunState.SUCCEEDED and cancel_requested(run_dir):
+        return RunStatus(state=RunState.CANCELLED, reason=reason)
+    return RunStatus(state=state, reason="" if state is RunState.SUCCEEDED else reason)
+
+
+def _is_of_newest(attempt: object, run_dir: Path) -> bool:
+    """Whether an attempt has been, and none after it; looked up by two names, not in a list."""
+    if untrusted.whole(attempt) is None:
+        return False
+    assert isinstance(attempt, int)
+    own, later = (f"{run_dir}/logs/attempt-{number}" for number in (attempt, attempt + 1))
+    return os.path.exists(own) and not os.path.exists(later)  # noqa: PTH110  # of many runs
+
+
+def changed_at(run_dir: Path) -> float:
+    """Return when something happened here that tells of a start, an end or a cancellation."""
+    places = [run_dir / name for name in ("logs", "jobs.jsonl", "outcome.json", _CANCEL)]
+    return max(map(_modified, [*places, *attempt_folders(run_dir)[-1:]]))
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def has_attempts(run_dir: Path) -> bool:
+    """Whether it has ever started."""
+    return bool(attempt_numbers(run_dir))
+
+
+def is_over(run_dir: Path) -> bool:
+    """Whether the newest attempt has ended for good, whatever jobs of a chain still wait."""
+    attempts = attempt_folders(run_dir)
+    return bool(attempts) and _reason(attempts[-1]).partition(":")[0] in _OVER
+
+
+def last_reason(run_dir: Path) -> str:
+    """Return why the newest attempt that says so has ended, and what was decided; else ""."""
+    return next(filter(None, map(_reason, reversed(attempt_folders(run_dir)))), "")
+
+
+def _reason(attempt: Path) -> str:
+    try:
+        path = attempt / "reason"
+        return untrusted.read_text(path, limit=_REASON_BYTES, below=attempt.parents[1]).strip()
+    except OSError:
+        return ""
+
+
+def _exit_status(run_dir: Path) -> tuple[RunState, str]:
+    """Go by the exit status of the newest attempt, where the training wrote no outcome."""
+    attempts = attempt_folders(run_dir)
+    try:
+        path = attempts[-1] / "exit_status"
+        status = int(untrusted.read_text(path, limit=_REASON_BYTES, below=run_dir))
+    except (IndexError, OSError, ValueError):
+        full = ""
+        with contextlib.suppress(OSError):
+            full = ": No space left on device" if os.statvfs(run_dir).f_bavail == 0 else ""
+        return RunState.UNKNOWN, f"the run left no outcome and no exit status{full}"
+    if status == 0:
+        return RunState.SUCCEEDED, ""
+    return RunState.FAILED, f"exit status {status}; see {attempts[-1]}"

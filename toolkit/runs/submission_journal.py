@@ -1,0 +1,119 @@
+"""Submissions that have begun: written down before the scheduler is asked.
+
+Whoever is killed in between leaves its file behind, unlocked, and who looks next can finish it.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from toolkit.text import untrusted
+from toolkit.errors import LauncherError
+
+__all__ = ["Intent", "begin", "orphans", "take"]
+
+_VERSION = 1
+_BYTES = 64 << 20
+
+
+class Intent:
+    """A submission that this process alone works at, until it is closed."""
+
+    def __init__(self, path: Path, file: IO[Any], data: Mapping[str, Any]) -> None:
+        self._path = path
+        self._file = file
+        self.data = data
+
+    @property
+    def begun(self) -> float:
+        """When it was begun, or has gone on last, in seconds since 1970."""
+        return os.fstat(self._file.fileno()).st_mtime
+
+    def goes_on(self) -> None:
+        """Note that the submission goes on: what is begun counts from now."""
+        with contextlib.suppress(OSError):
+            os.utime(self._file.fileno())
+
+    def done(self) -> None:
+        """Forget it: all is submitted and written down, or nothing ever will be."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def __enter__(self) -> "Intent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()  # and unlocks it
+
+
+def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
+    """Write down what is to be submitted for the run of this name.
+
+    Raises:
+        LauncherError: it cannot be written, or another process submits for this run just now.
+    """
+    path = _path(folder, name)
+    if path.exists():  # of an earlier call, which nobody has finished
+        with take(folder, name) or _nobody(name):
+            pass
+    part = path.with_name(f".{name}.{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = part.open("w", encoding="utf-8")
+        _lock(file)  # the lock is the file's, whatever its name
+        json.dump({"version": _VERSION, **data}, file)
+        file.flush()
+        part.replace(path)
+    except OSError as error:
+        raise LauncherError(f"{path} cannot be written: {error.strerror}") from error
+    return Intent(path, file, data)
+
+
+def take(folder: Path, name: str) -> Intent | None:
+    """Return what was begun and not ended for this run; None if nothing, or somebody is at it."""
+    try:
+        file = untrusted.open_untrusted(f"{folder}/{name}.json")
+    except OSError:
+        return None
+    path = _path(folder, name)
+    data = None
+    if _lock(file):
+        with contextlib.suppress(OSError, ValueError):
+            data = untrusted.parse_json(file.read(_BYTES))
+            if not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                data = None  # it has been done meanwhile
+    if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
+        file.close()
+        return None
+    return Intent(path, file, data)
+
+
+def orphans(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield what was begun by processes that have ended since."""
+    for path in sorted(folder.glob("*.json")):
+        if (intent := take(folder, path.stem)) is not None:
+            with intent:
+                yield intent.data
+
+
+def _nobody(name: str) -> Intent:
+    raise LauncherError(f"{name} is being submitted by another process just now")
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
+
+
+def _lock(file: IO[Any]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks
+    return True

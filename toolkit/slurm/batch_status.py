@@ -1,0 +1,109 @@
+"""Where many runs on Slurm stand: one question to the controller, and one to the accounting.
+
+The controller forgets ended jobs within minutes. What it has forgotten is told by the run
+directory, and only what that does not tell either by the accounting, where a site has one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from toolkit.errors import LauncherError
+from toolkit.runs.state import RunState, RunStatus
+from toolkit.slurm.snapshot import Queue
+from toolkit.slurm.squeue import Row
+
+if TYPE_CHECKING:
+    from toolkit.slurm.run import SlurmRun
+
+__all__ = ["LIST_AGE_S", "STATUS_AGE_S", "statuses", "statuses_of_parts"]
+
+STATUS_AGE_S = 1.0
+"""How old an answer may be for a run that somebody looks at."""
+
+LIST_AGE_S = 3.0
+"""How old an answer may be for a list."""
+
+
+@dataclass
+class _Part:
+    """A run, or a point of a sweep, and where it stands as far as is known."""
+
+    run: "SlurmRun"
+    status: RunStatus | None
+    """None for a run of somebody else, of whose jobs nothing is known yet."""
+
+
+def statuses(
+    queue: Queue, runs: "Sequence[SlurmRun]", *, max_age_s: float, changed: float
+) -> list[RunStatus]:
+    """Return where runs stand, of a sweep the sum of its points.
+
+    Args:
+        queue: Who answers for all of them.
+        runs: The runs, of one Slurm.
+        max_age_s: How old an answer may be.
+        changed: When one of them changed that the answer must know.
+    """
+    found = statuses_of_parts(queue, runs, max_age_s=max_age_s, changed=changed)
+    pairs = zip(runs, found, strict=True)
+    return [run.sum_of(parts) if run.points else parts[0] for run, parts in pairs]
+
+
+def statuses_of_parts(
+    queue: Queue, runs: "Sequence[SlurmRun]", *, max_age_s: float, changed: float
+) -> list[list[RunStatus]]:
+    """Return where the points of each run stand; a run that is no sweep is its own only part."""
+    try:
+        seen = queue.look(max_age_s=max_age_s, changed=changed)
+    except LauncherError as error:
+        return [[part.unreachable(str(error)) for part in run.parts] for run in runs]
+    found = [list(map(_Part, run.parts, run.told(seen))) for run in runs]
+    flat = [part for parts in found for part in parts]
+    _ask_for_others(queue, [part for part in flat if part.status is None])
+    _ask_accounting(queue, [part for part in flat if part.status and part.status.lost])
+    return [[_noted(part.status, seen.note) for part in parts] for parts in found]
+
+
+def _ask_for_others(queue: Queue, parts: Sequence[_Part]) -> None:
+    """Ask for the jobs of other users by their ids."""
+    if not parts:
+        return
+    try:
+        seen = queue.others([job.job_id for part in parts for job in part.run.jobs])
+    except LauncherError as error:
+        for part in parts:
+            part.status = part.run.unreachable(str(error))
+        return
+    for part in parts:
+        (part.status,) = part.run.told(seen)
+
+
+def _ask_accounting(queue: Queue, parts: Sequence[_Part]) -> None:
+    """Ask the accounting for what is lost otherwise."""
+    if not parts:
+        return
+    wholes = [job.job_id.partition("_")[0] for part in parts for job in part.run.jobs]
+    try:
+        known = queue.ended(wholes)
+    except LauncherError as error:
+        for part in parts:
+            assert part.status is not None
+            reason = f"{part.status.reason}; {error}"
+            part.status = RunStatus(state=RunState.UNKNOWN, reason=reason)
+        return
+    rows = {_key(row): row for found in (known or {}).values() for row in found}
+    for part in parts:
+        part.status = part.run.recalled(rows) or part.status
+
+
+def _key(row: Row) -> str:
+    """Return the id by which a row is looked for: that of the array for `77_[3-5]`."""
+    return row.whole if "[" in row.job_id else row.job_id
+
+
+def _noted(status: RunStatus | None, note: str) -> RunStatus:
+    assert status is not None
+    if not note or status.state.final:
+        return status
+    return replace(status, reason="; ".join(filter(None, [status.reason, note])))

@@ -1,0 +1,197 @@
+"""A host that is reached by OpenSSH, over one connection that all commands share."""
+
+import functools
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from toolkit.errors import LauncherError, SchedulerMissing
+from toolkit.runs import commands
+
+__all__ = ["Host", "Hung", "Lost", "host_of"]
+
+_OPTIONS = (
+    "BatchMode=yes",  # never ask for a password: nobody may be there to type it
+    "ConnectTimeout=10",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=3",
+    "ClearAllForwardings=yes",  # those of the user's configuration are for his own sessions
+    "RemoteCommand=none",
+    "RequestTTY=no",
+    "LogLevel=ERROR",
+)
+_PERSIST_S = 60
+"""How long the connection is kept for the next command, of whatever process."""
+
+_SOCKET_MAX = 104 - 1 - 40 - 17
+"""What is left for the folder of a socket's path (macOS allows 104) beside %C and ssh's suffix."""
+
+_BEGIN, _END = "torch-deploy-toolkit: begin", "torch-deploy-toolkit: end"
+
+_WRAPPER = """\
+main() {{
+trap '' HUP PIPE
+{body}
+}}
+echo '{begin}'; echo '{begin}' >&2
+(main) </dev/null
+status=$?
+printf '\\n{end} %s\\n' "$status"
+"""
+"""A function, so that bash has read all of it before any of it is done; in it, a lost connection
+kills nothing. The marks tell what is ours from what login shells print, and whether it was done."""
+
+
+class Lost(LauncherError):
+    """The connection was cut or could not be made: nobody knows what was done there."""
+
+
+class Hung(Lost):
+    """The host was reached, and gave no end of an answer for as long as is waited for one."""
+
+
+class Host:
+    """A login node, by the name that ssh knows."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lost = float("-inf")
+        """When it was last not reached, in seconds since 1970."""
+
+    @functools.cached_property
+    def ssh(self) -> tuple[str, ...]:
+        """The client and its options.
+
+        Who has a connection to share in his own configuration keeps that one: it may have taken a
+        second factor to make it.
+
+        Raises:
+            SchedulerMissing: there is no ssh here.
+        """
+        options = list(_OPTIONS)
+        own = _run(["ssh", "-G", self.name], b"", limit_s=commands.ANSWER_S)
+        if not re.search(r"^controlpath (?!none$)", own.stdout, re.MULTILINE):
+            folder = _sockets(os.environ)
+            options += (
+                ["ControlMaster=no", "ControlPath=none"]
+                if folder is None
+                else [
+                    "ControlMaster=auto",
+                    f"ControlPersist={_PERSIST_S}",
+                    f"ControlPath={folder}/%C",
+                ]
+            )
+        return ("ssh", *(word for option in options for word in ("-o", option)))
+
+    def bash(
+        self, body: str, *, limit_s: float | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run lines of bash in a login shell; they go by stdin, so no argument list shows them.
+
+        Args:
+            body: The lines.
+            limit_s: How long they may take; ten minutes where it is left out.
+
+        Raises:
+            SchedulerMissing: there is no ssh here.
+            Lost: the host cannot be reached, the connection was lost on the way, or there is no
+                end of an answer.
+        """
+        script = _WRAPPER.format(body=body, begin=_BEGIN, end=_END)
+        argv = [*self.ssh, self.name, "exec bash -l -s"]
+        try:
+            done = _run(
+                argv,
+                script.encode("utf-8", "surrogateescape"),
+                limit_s=commands.ACTION_S if limit_s is None else limit_s,
+            )
+        except commands.TooLong as error:
+            raise Hung(str(self._lost(str(error)))) from None
+        output = done.stdout.partition(f"{_BEGIN}\n")[2]
+        output, ended, status = output.rpartition(f"\n{_END} ")
+        if not ended or not re.fullmatch(r"\d{1,3}\n", status):
+            raise self._lost(done.stderr)
+        said = done.stderr.partition(f"{_BEGIN}\n")[2]
+        return subprocess.CompletedProcess([], int(status), output, said)
+
+    def command(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        """Run one command, as `slurm.queue.Command` wants it.
+
+        Raises:
+            SchedulerMissing: there is no ssh here, or no such command there.
+            Lost: the host cannot be reached, or the connection was lost on the way.
+        """
+        hidden = "unset ${!SQUEUE_*} ${!SACCT_*} SLURM_TIME_FORMAT SLURM_CLUSTERS"
+        limit_s = commands.ANSWER_S if commands.only_asks(argv) else None
+        done = self.bash(f"{hidden}\n{shlex.join(argv)}", limit_s=limit_s)
+        if done.returncode == 127 and f"{argv[0]}: command not found" in done.stderr:
+            raise SchedulerMissing(
+                f"no Slurm on {self.name}: {argv[0]} is not in the PATH of a login shell there; "
+                f"try `ssh {self.name} bash -lc {argv[0]}`"
+            )
+        return subprocess.CompletedProcess(argv, done.returncode, done.stdout, done.stderr)
+
+    def rsync(self, *words: str, names: bytes = b"") -> "subprocess.CompletedProcess[str]":
+        """Run rsync over the same connection; `names` are for `--files-from=-`.
+
+        Raises:
+            LauncherError: rsync is missing, here or there.
+            Lost: the host cannot be reached, or the connection was lost on the way.
+        """
+        waits = f"--timeout={commands.ANSWER_S:.0f}"  # for a host that sends nothing any more
+        argv = ["rsync", "--protect-args", waits, f"--rsh={shlex.join(self.ssh)}", *words]
+        try:
+            done = _run(argv, names, limit_s=commands.TRANSFER_S)
+        except commands.TooLong as error:
+            raise Hung(str(self._lost(str(error)))) from None
+        if "rsync: command not found" in done.stderr:
+            raise LauncherError(f"rsync is not installed on {self.name}; ask who runs it")
+        if done.returncode in (10, 12, 30, 35, 255):  # sockets, the protocol's stream, time-outs
+            raise self._lost(done.stderr)
+        return done
+
+    def _lost(self, said: str) -> Lost:
+        self.lost = time.time()
+        lines = [line for line in said.strip().splitlines() if line != _BEGIN]
+        # ssh's own word is its last; rsync adds two lines, and says it about itself.
+        own = [line for line in lines if not line.startswith("rsync")] or lines
+        why = own[-1].strip() if own else "the connection was closed"
+        return Lost(
+            f"{self.name} is not reached by ssh: {why.removeprefix('ssh: ')}; "
+            f"`ssh {self.name} true` must work without a question"
+        )
+
+
+@functools.cache
+def host_of(name: str) -> Host:
+    """Return the host of this name; one object for all who ask in this process."""
+    return Host(name)
+
+
+def _run(
+    argv: Sequence[str], stdin: bytes, *, limit_s: float
+) -> "subprocess.CompletedProcess[str]":
+    if shutil.which(argv[0]) is None:
+        raise SchedulerMissing(f"{argv[0]} is not in PATH here; a profile with `via` needs it")
+    return commands.run(argv, stdin=stdin, limit_s=limit_s)
+
+
+def _sockets(environ: Mapping[str, str]) -> Path | None:
+    """Return a folder of our own for the connection's socket; None where there can be none."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    own = Path(f"/tmp/tdt-ssh-{os.getuid()}")  # TMPDIR may be too long a path
+    folder = Path(runtime, "tdt-ssh") if runtime and Path(runtime).is_dir() else own
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    fits = len(os.fsencode(folder)) < _SOCKET_MAX and not re.search(r"[%\s'\"]", str(folder))
+    return folder if private and not found.st_mode & 0o077 and fits else None

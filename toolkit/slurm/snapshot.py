@@ -1,0 +1,364 @@
+"""Who asks Slurm: one question for all runs, its answer shared for seconds by all processes here.
+
+`watch -n1 toolkit list` in ten shells asks the controller no more often than one of them would. An
+answer lies in the user's state folder, one file for each Slurm that is asked from here.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import LauncherError
+from toolkit.runs.state_dir import state_folder
+from toolkit.slurm.sacct import ask_accounting
+from toolkit.slurm.squeue import Command, Row, ask_jobs, ask_mine, cluster_name, is_busy
+from toolkit.text import untrusted
+
+__all__ = ["Queue", "Snapshot", "place_of_answers"]
+
+_VERSION = 1
+_PAUSES_S = (2.0, 60.0)
+"""First and longest time in which a busy controller is left alone."""
+_OLDEST_S = 120.0
+"""How old an answer may be that is shown while the controller is busy."""
+_CLUSTER_S = 600.0
+"""How long a cluster's name, and the lack of accounting, are believed."""
+_ASK_AGAIN_S = 60.0
+"""How long it is believed that the accounting does not know a job; it may be late."""
+_TURN_S = 60.0
+"""How long to wait for another process that asks just now; squeue itself gives up sooner."""
+_MOST_ENDED = 20_000
+_FILE_BYTES = 256 << 20
+_LAST = 32503680000.0
+"""The year 3000: what is later cannot be shown as a time everywhere."""
+
+
+def place_of_answers(environ: Mapping[str, str] = os.environ, *, host: str = "") -> Path:
+    """Return the file for the answers of the Slurm that is asked in this environment.
+
+    Args:
+        environ: The environment of the commands.
+        host: The host that they run on, where it is not this one.
+    """
+    squeue = shutil.which("squeue", path=environ.get("PATH")) or ""
+    here = [socket.gethostname(), squeue, environ.get("SLURM_CONF", ""), str(os.getuid())]
+    digest = hashlib.sha256("\0".join([host] if host else here).encode()).hexdigest()[:16]
+    return state_folder(environ) / "queues" / f"{digest}.json"
+
+
+class Snapshot:
+    """All jobs of the user at one moment."""
+
+    def __init__(
+        self, rows: Iterable[Row], *, asked: float, note: str = "", mine: bool = True
+    ) -> None:
+        self.asked = asked
+        """When, in seconds since 1970; what happened later it does not know."""
+        self.note = note
+        """Why it is older than wanted, if it is."""
+        self.mine = mine
+        """Whether it holds jobs of this user alone."""
+        self._by_job: dict[str, list[Row]] = defaultdict(list)
+        self._by_script: dict[str, list[Row]] = defaultdict(list)
+        for row in rows:
+            self._by_job[row.whole].append(row)
+            self._by_script[row.script].append(row)
+
+    def rows(self, job_id: str, script: str) -> list[Row]:
+        """Return the rows of a job, of its tasks, and of all jobs of this batch script."""
+        found = [*self._by_job.get(job_id, ()), *self._by_script.get(script, ())]
+        return list(dict.fromkeys(found)) if len(found) > 1 else found
+
+
+@dataclass(kw_only=True)
+class _Known:
+    """What is known of a Slurm, as it lies in the file."""
+
+    asked: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+    cluster: str = ""
+    cluster_asked: float = 0.0
+    busy: str = ""
+    busy_until: float = 0.0
+    pause: float = 0.0
+    no_accounting_until: float = 0.0
+    ended: dict[str, tuple[float, list[Row]]] = field(default_factory=dict)
+    """What the accounting says of jobs, and when it did; no rows for those it does not know."""
+
+
+class Queue:
+    """Answers for many runs at once."""
+
+    def __init__(
+        self,
+        command: Command,
+        *,
+        file: Path | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Prepare to ask.
+
+        Args:
+            command: How Slurm's commands are run.
+            file: Where answers are shared; without one every question is asked.
+            clock: Seconds since 1970.
+        """
+        self._command = command
+        self._file = file
+        self._clock = clock
+        self._memory = _Known()
+        self._stamp: object = None
+        self._known_as: tuple[float, Snapshot] | None = None
+
+    @property
+    def place(self) -> Hashable:
+        """What is equal where the same Slurm is asked."""
+        return self._file or self._command
+
+    def look(
+        self, *, max_age_s: float = 0.0, changed: float = 0.0, patient: bool = True
+    ) -> Snapshot:
+        """Return the user's jobs.
+
+        Args:
+            max_age_s: How old the answer may be.
+            changed: When something happened that the answer must know.
+            patient: Whether a busy controller is left alone; a person who acts cannot wait.
+
+        Raises:
+            LauncherError: nobody answers, or the controller is too busy for it.
+        """
+        begun = self._clock()
+        oldest = max(begun - max_age_s, changed) if self._file else begun
+        known = self._load()
+        if known.asked < oldest:
+            with self._turn():
+                known = self._load()  # another process may have asked meanwhile
+                if known.asked < oldest:
+                    if patient and self._clock() < known.busy_until:
+                        return self._older(known, changed)
+                    known = self._ask(known, changed)
+        return self._snapshot(known)
+
+    def _ask(self, known: _Known, changed: float) -> _Known:
+        asked = self._clock()  # before the question: what happens meanwhile is not in the answer
+        try:
+            rows = ask_mine(self._command)
+        except LauncherError as error:
+            if not is_busy(str(error)):
+                raise
+            first, longest = _PAUSES_S
+            known.pause = min(max(known.pause * 2, first), longest)
+            known.busy, known.busy_until = str(error), self._clock() + known.pause
+            self._save(known)
+            raise LauncherError(self._busy(known)) from error
+        known.asked, known.rows = asked, rows
+        known.busy, known.busy_until, known.pause = "", 0.0, 0.0
+        self._save(known)
+        return known
+
+    def _older(self, known: _Known, changed: float) -> Snapshot:
+        """Return the last answer, if it says anything of what is asked."""
+        if known.asked < max(changed, self._clock() - _OLDEST_S):
+            raise LauncherError(self._busy(known))
+        at = time.strftime("%H:%M:%S", time.localtime(known.asked))
+        return Snapshot(known.rows, asked=known.asked, note=f"as of {at}, {self._busy(known)}")
+
+    @staticmethod
+    def _busy(known: _Known) -> str:
+        at = time.strftime("%H:%M:%S", time.localtime(known.busy_until))
+        return f"the controller is busy ({known.busy}) and is asked again at {at}"
+
+    def _snapshot(self, known: _Known) -> Snapshot:
+        if self._known_as is None or self._known_as[0] != known.asked:
+            self._known_as = known.asked, Snapshot(known.rows, asked=known.asked)
+        return self._known_as[1]
+
+    def forget(self) -> None:
+        """Make sure that what was done just now is seen by everybody who asks."""
+        with self._turn():
+            known = self._load()
+            known.asked = 0.0
+            self._save(known)
+
+    def others(self, job_ids: Sequence[str]) -> Snapshot:
+        """Return jobs that somebody else submitted.
+
+        Raises:
+            LauncherError: nobody answers.
+        """
+        asked = self._clock()
+        return Snapshot(ask_jobs(self._command, job_ids), asked=asked, mine=False)
+
+    def require(self, cluster: str) -> None:
+        """Make sure that it is this cluster which answers; another one knows nothing of its jobs.
+
+        Raises:
+            LauncherError: another one answers.
+        """
+        here = self._cluster()
+        if here and here != cluster:
+            raise LauncherError(
+                f"it is of cluster {cluster!r}, and the Slurm that answers here is {here!r}; ask "
+                f"on a login node of {cluster!r}, or set SLURM_CONF to its slurm.conf"
+            )
+
+    def _cluster(self) -> str:
+        known = self._load()
+        if not known.cluster or known.cluster_asked < self._clock() - _CLUSTER_S:
+            shown = self._command(["scontrol", "show", "config"]).stdout
+            name = cluster_name(shown)
+            with self._turn():
+                known = self._load()
+                known.cluster, known.cluster_asked = name, self._clock()
+                self._save(known)
+        return known.cluster
+
+    def ended(self, job_ids: Iterable[str]) -> dict[str, list[Row]] | None:
+        """Return what the accounting says of jobs that the controller has forgotten, by their id.
+
+        One question for all of them, None where there is no accounting.
+
+        Raises:
+            LauncherError: there is one, and it does not answer.
+        """
+        known, now = self._load(), self._clock()
+        if now < known.no_accounting_until:
+            return None
+        wanted = list(dict.fromkeys(job_ids))
+        old = now - _ASK_AGAIN_S
+        new = [i for i in wanted if i not in known.ended or not self._final(known.ended[i], old)]
+        if new:
+            rows = ask_accounting(self._command, new)
+            with self._turn():
+                known = self._load()
+                if rows is None:
+                    known.no_accounting_until = now + _CLUSTER_S
+                else:
+                    found: dict[str, list[Row]] = {job_id: [] for job_id in new}
+                    for row in rows:
+                        found.setdefault(row.whole, []).append(row)
+                    known.ended |= {job_id: (now, rows) for job_id, rows in found.items()}
+                    known.ended = dict(list(known.ended.items())[-_MOST_ENDED:])
+                self._save(known)
+            if rows is None:
+                return None
+        return {job_id: known.ended[job_id][1] for job_id in wanted if job_id in known.ended}
+
+    @staticmethod
+    def _final(answer: tuple[float, list[Row]], old: float) -> bool:
+        asked, rows = answer
+        return asked > old or (bool(rows) and all(row.state.final for row in rows))
+
+    # ---- The file
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Let one process at a time ask; without a lock all of them do, which is no harm."""
+        if self._file is None:
+            yield
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            lock = self._file.with_suffix(".lock").open("w", encoding="utf-8")
+        except OSError:
+            yield
+            return
+        with lock:
+            until = time.monotonic() + _TURN_S
+            while time.monotonic() < until:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(0.02)
+                except OSError:
+                    break  # a file system without locks
+                else:
+                    break
+            yield
+
+    def _load(self) -> _Known:
+        """Read the file; a torn or strange one is none."""
+        if self._file is not None:
+            self._memory = self._read(self._file)
+        # A clock that was set back must not make an answer last.
+        return self._memory if self._memory.asked <= self._clock() + 1 else _Known()
+
+    def _read(self, file: Path) -> _Known:
+        try:
+            if self._stamp == (stamp := _stamp(file)):
+                return self._memory
+            said = untrusted.mapping(untrusted.read_json(file, limit=_FILE_BYTES))
+            if said.pop("version") != _VERSION or said.keys() != {f.name for f in fields(_Known)}:
+                return _Known()
+            said["rows"] = [_row(row) for row in said["rows"]]
+            said["ended"] = {
+                job_id: (_moment(asked), [_row(row) for row in rows])
+                for job_id, (asked, rows) in said["ended"].items()
+            }
+            moments = {f.name: _moment(said[f.name]) for f in fields(_Known) if f.type is float}
+            known = _Known(**said | moments)
+            if not isinstance(known.cluster, str) or not isinstance(known.busy, str):
+                return _Known()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return _Known()
+        self._stamp = stamp
+        return known
+
+    def _save(self, known: _Known) -> None:
+        """Replace the file whole."""
+        self._memory = known
+        if self._file is None:
+            return
+        said = {"version": _VERSION, **vars(known)}
+        said["rows"] = [_values(row) for row in known.rows]
+        said["ended"] = {
+            job_id: (asked, [_values(row) for row in rows])
+            for job_id, (asked, rows) in known.ended.items()
+        }
+        part = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(said), encoding="utf-8")
+            part.replace(self._file)
+            self._stamp = _stamp(self._file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            self._file = None  # nothing can be shared; from now on every question is asked
+
+
+def _stamp(path: Path) -> object:
+    """Return what changes when a file is replaced."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _moment(value: Any) -> float:
+    """Return seconds since 1970.
+
+    Raises:
+        ValueError: the value is none, or none that a clock shows.
+    """
+    if (found := untrusted.finite(value)) is None or not 0 <= found < _LAST:
+        raise ValueError(value)
+    return found
+
+
+def _values(row: Row) -> list[str]:
+    return [row.job_id, row.word, row.reason, row.command, row.start]
+
+
+def _row(values: Sequence[str]) -> Row:
+    job_id, word, reason, command, start = map(str, values)
+    return Row(job_id=job_id, word=word, reason=reason, command=command, start=start)

@@ -1,0 +1,234 @@
+"""A sweep on Slurm: a job array, of which each task is a point with a run directory of its own."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from toolkit.errors import LauncherError
+from toolkit.runs import run_directory
+from toolkit.runs.log_reader import LogView
+from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.sweep_logs import follow_points
+from toolkit.runs.sweep_logs import read_points as read_lines_of
+from toolkit.runs.sweep_status import index_of, sum_of, unfinished_of
+from toolkit.slurm.batch_status import STATUS_AGE_S, statuses_of_parts
+from toolkit.slurm.jobs import SlurmJob, read_points
+from toolkit.slurm.login.host import Login
+from toolkit.slurm.run import CONDITIONS, SlurmRun
+from toolkit.slurm.snapshot import Queue, Snapshot
+from toolkit.slurm.squeue import Command, Row, judge
+
+__all__ = ["SlurmPoint", "SlurmSweep"]
+
+
+class SlurmSweep(SlurmRun):
+    """All points of a sweep together."""
+
+    @cached_property
+    def points(self) -> "tuple[SlurmPoint, ...]":
+        """The points, each a run of its own."""
+        known = read_points(self.record.run_dir)
+        return tuple(
+            SlurmPoint(self, index, name, settings, self._command, self._queue, self._login)
+            for index, (name, settings) in enumerate(known)
+        )
+
+    def point(self, key: str) -> "SlurmPoint":
+        """Return a point by its number or its name.
+
+        Raises:
+            RunNotFound: there is none.
+        """
+        return self.points[index_of(self, key)]
+
+    @property
+    def parts(self) -> "Sequence[SlurmPoint]":
+        """The points."""
+        return self.points
+
+    def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
+        """Return the status of the whole from those of its points."""
+        return sum_of(found)
+
+    def statuses(self) -> list[RunStatus]:
+        """Ask where each point stands: one question to Slurm, and what the others left behind."""
+        changed = self._changed()
+        (found,) = statuses_of_parts(self._queue, [self], max_age_s=STATUS_AGE_S, changed=changed)
+        return found
+
+    def told(self, seen: Snapshot) -> "Sequence[RunStatus | None]":
+        """Return where each point stands by what Slurm says, and by what it has left behind."""
+        rows = self._rows_in(seen)
+        newest = self.newest(rows)
+        return [point.told_by(rows, newest[point.index], seen) for point in self.points]
+
+    def newest(self, rows: Mapping[str, Row]) -> Mapping[int, SlurmJob]:
+        """Return the newest job of each point, those that people have submitted included."""
+        jobs = self._jobs_of(rows) or self.jobs
+        return {
+            index: job
+            for job in jobs
+            for index in (range(len(self.points)) if job.points is None else job.points)
+        }
+
+    def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
+        """Yield what the points have printed, each line after its point's name."""
+        self._login.fetch(time.time())
+        spans = {point.uri: point._spans for point in self.points}
+        if view.follow:
+            return follow_points(self, view, lambda point, v: spans[point.uri](v), on_status)
+        return read_lines_of(self.points, view, lambda point, v: spans[point.uri](v))
+
+    def _only_waiting(self, job_ids: list[str]) -> list[str]:
+        return ["--state=PENDING", *dict.fromkeys(i.partition("_")[0] for i in job_ids)]
+
+    def conditions(self, wish: str) -> list[str]:
+        """Return what sbatch must wait for, so that all points end as wished.
+
+        Raises:
+            LauncherError: one has ended otherwise, or nobody knows how.
+        """
+        found, newest = self.statuses(), self.newest({})
+        live = [p for p, s in zip(self.points, found, strict=True) if not (s.state.final or s.lost)]
+        if wish == "ok":
+            for point, status in zip(self.points, found, strict=True):
+                if point not in live:
+                    point._met(wish, status)
+        elif not live:
+            return self._met(wish, self.sum_of(found))
+        jobs = list(dict.fromkeys(newest[point.index].job_id for point in live))
+        if len(self.jobs) == 1:
+            return [f"{CONDITIONS[wish]}:{job_id}" for job_id in jobs]
+        if wish == "fail":
+            raise LauncherError(
+                f"after {self.uri}: some of its points were submitted again, so Slurm cannot tell "
+                "whether one of them fails; wait for it with `toolkit wait`"
+            )
+        tasks = [f"{newest[point.index].job_id}_{point.index}" for point in live]
+        return [":".join([CONDITIONS[wish], *tasks])] if tasks else []
+
+    def unfinished(self) -> list[int]:
+        """Return the points that have ended without success.
+
+        Raises:
+            LauncherError: all have succeeded, or one has not ended.
+        """
+        return unfinished_of(self, self.statuses())
+
+    def withdraw_cancel(self, points: list[int]) -> None:
+        """Take back that the sweep was cancelled, for these points; the others stay cancelled."""
+        assert self.run_dir is not None
+        whole = run_directory.cancel_requested(self.run_dir)
+        for point in self.points:
+            folder = point.run_dir
+            if point.index in points:
+                self._login.withdraw_cancel(point.record)
+            elif whole and not run_directory.has_attempts(folder):
+                self._login.request_cancel(point.record)
+        self._login.withdraw_cancel(self.record)
+
+
+class SlurmPoint(SlurmRun):
+    """A point of a sweep: a task of the array."""
+
+    def __init__(
+        self,
+        sweep: SlurmSweep,
+        index: int,
+        folder: str,
+        settings: Mapping[str, str | bool],
+        command: Command,
+        queue: Queue,
+        login: Login,
+    ) -> None:
+        whole = sweep.record
+        assert whole.run_dir is not None
+        self.sweep = sweep
+        self.index = index
+        self.folder = folder
+        self._settings = settings
+        record = replace(
+            whole,
+            uri=f"{whole.uri}_{index}",
+            name=f"{whole.name}/{folder}",
+            run_dir=whole.run_dir / folder,
+            remote_dir=whole.remote_dir and f"{whole.remote_dir}/{folder}",
+        )
+        super().__init__(record, command, queue, login)
+
+    @property
+    def settings(self) -> Mapping[str, str | bool]:
+        """What the point sets."""
+        return self._settings
+
+    @property
+    def run_dir(self) -> Path:
+        """The point's own run directory."""
+        found = super().run_dir
+        assert found is not None
+        return found
+
+    @property
+    def jobs(self) -> list[SlurmJob]:
+        """The newest task of this point."""
+        newest = self.sweep.newest({})[self.index]
+        return [replace(newest, job_id=f"{newest.job_id}_{self.index}")]
+
+    def told(self, seen: Snapshot) -> "Sequence[RunStatus | None]":
+        """Return where this point stands."""
+        rows = self._rows_in(seen)
+        return (self.told_by(rows, self.sweep.newest(rows)[self.index], seen),)
+
+    def told_by(self, rows: Mapping[str, Row], job: SlurmJob, seen: Snapshot) -> RunStatus | None:
+        """Return where the point stands, by what Slurm says of all jobs and by what it left."""
+        row = rows.get(f"{job.job_id}_{self.index}")
+        if row is None and not run_directory.has_attempts(self.run_dir):
+            row = rows.get(job.job_id)  # tasks that were cancelled before they started, together
+        return judge(row, self.run_dir, after=job.after) if row else self._forgotten(seen)
+
+    def _ids(self, job: SlurmJob) -> Sequence[str]:
+        whole = job.job_id.partition("_")[0]
+        return (job.job_id,) if run_directory.has_attempts(self.run_dir) else (job.job_id, whole)
+
+    def _rows(self) -> dict[str, Row]:
+        rows = super()._rows()
+        job_id = self.sweep.newest(rows)[self.index].job_id
+        return {i: row for i, row in rows.items() if i == f"{job_id}_{self.index}"}
+
+    def _left_behind(self) -> RunStatus:
+        if run_directory.has_attempts(self.run_dir):
+            return run_directory.ended_status(self.run_dir)
+        folders = (self.run_dir, self.record.run_dir.parent if self.record.run_dir else None)
+        if any(folder and run_directory.cancel_requested(folder) for folder in folders):
+            return RunStatus(state=RunState.CANCELLED, reason="never started")
+        return super()._left_behind()
+
+    def unreachable(self, reason: str) -> RunStatus:
+        """Believe an end that nothing can follow."""
+        if not run_directory.has_attempts(self.run_dir):
+            return RunStatus(state=RunState.UNKNOWN, reason=reason)
+        return super().unreachable(reason)
+
+    @property
+    def _home(self) -> str | None:
+        return self.sweep._home
+
+    def _log(self) -> Path:
+        return self.run_dir.parent / "logs" / f"{self.index}.log"
+
+    def cancel(self) -> None:
+        """Ask this point to stop with a checkpoint, or never to start."""
+        self.run_dir.mkdir(exist_ok=True)
+        super().cancel()
+
+    def _ask_to_stop(self, job_ids: list[str]) -> None:
+        # While other tasks of the array wait, slurmctld signals this one and answers that it could
+        # not: scancel would signal it once more after 5 s, and again for a minute and a half.
+        self._scancel("--batch", "--signal=USR2", *job_ids, within_s=4)
+
+    def unfinished(self) -> list[int]:
+        """Return this point, if it has ended without success."""
+        super().unfinished()
+        return [self.index]

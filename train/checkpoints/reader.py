@@ -1,0 +1,161 @@
+"""Reading a checkpoint: what it holds, a rank's part of it, or a whole tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from train.checkpoints import store
+from train.checkpoints.safetensors_file import MEANT, as_stored
+from train.errors import CheckpointError
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+# Shape and type of each tensor.
+Listing = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+class Stored:
+    """A checkpoint that `verify()` has found whole; at first only headers are read.
+
+    Read by torch's own reader for distributed checkpoints (DCP), which knows no pickle here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the headers.
+
+        Raises:
+            CheckpointError: they are no headers, or those of parts that make up no tensors.
+        """
+        self.path = path
+        self._reader = HuggingFaceStorageReader(str(path))
+        with _told(path):
+            files = [path / name for name in store.tensor_files(path)]
+            self._reader.fs = _Files(files)
+            self._metadata: Metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+            self._meant = {name: dtype for file in files for name, dtype in _meant(file).items()}
+            self._listing = self._listed()
+
+    def listing(self) -> Listing:
+        """List the tensors."""
+        return self._listing
+
+    def _listed(self) -> Listing:
+        listing = {}
+        for name, entry in sorted(self._metadata.state_dict_metadata.items()):
+            if isinstance(entry, TensorStorageMetadata):
+                if not _complete(entry):
+                    raise ValueError(
+                        f"the parts of {name!r} leave the tensor, or do not make it up"
+                    )
+                dtype = self._meant.get(name, entry.properties.dtype)
+                # Of complex numbers, each lies there as two.
+                listing[name] = (entry.size[:-1] if dtype.is_complex else entry.size, dtype)
+        return listing
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors in place; of a DTensor only this rank's part is read.
+
+        Raises:
+            CheckpointError: a tensor is not there, or of another shape.
+        """
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with _told(self.path), torch.no_grad():
+            # What is conjugated, or negated, when it is read has no view of what it will be.
+            lazy = {n: t for n, t in tensors.items() if t.is_conj() or t.is_neg()}
+            solid = {name: torch.empty_like(tensor) for name, tensor in lazy.items()}
+            views = {name: as_stored(tensor) for name, tensor in {**tensors, **solid}.items()}
+            planner.set_up_planner(views, self._metadata, is_coordinator=False)
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+            for name, tensor in lazy.items():
+                tensor.copy_(solid[name])
+
+    def whole(self, name: str) -> Tensor:
+        """Read all of one tensor."""
+        shape, dtype = self.listing()[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        self.load({name: tensor})
+        return tensor
+
+
+class _Files(FileSystem):
+    """Shows a reader these files and no others, whatever else lies beside them."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [str(file) for file in self._files]
+
+
+def _meant(file: Path) -> dict[str, torch.dtype]:
+    """Read which tensors of a file lie there in another type than their own."""
+    with safe_open(file, framework="pt") as opened:
+        names: dict[str, str] = json.loads((opened.metadata() or {}).get(MEANT, "{}"))
+    meant = {name: getattr(torch, dtype) for name, dtype in names.items()}
+    if strange := [name for name, dtype in meant.items() if not isinstance(dtype, torch.dtype)]:
+        raise ValueError(f"{names[strange[0]]!r} is no type of torch")
+    return meant
+
+
+def _complete(entry: TensorStorageMetadata) -> bool:
+    """Say whether the parts of a tensor lie within it, and are as many numbers as it has."""
+    rank = len(entry.size)
+    inside = all(
+        len(chunk.offsets) == len(chunk.sizes) == rank and min(chunk.offsets, default=0) >= 0
+        for chunk in entry.chunks
+    )
+    # Ranks that hold the same part may each have written it.
+    boxes = {(*chunk.offsets, *chunk.sizes): math.prod(chunk.sizes) for chunk in entry.chunks}
+    return inside and sum(boxes.values()) == math.prod(entry.size)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Make any failure to read a checkpoint ours, with its path."""
+    try:
+        yield
+    # torch raises an AssertionError where shapes differ.
+    except (
+        OSError, SafetensorError, RuntimeError, ValueError, LookupError, TypeError, AttributeError,
+        AssertionError, ArithmeticError,
+    ) as error:  # fmt: skip
+        raise CheckpointError(f"cannot read checkpoint {path}: {error}") from error
+
+
+def listing_of(tensors: Mapping[str, Tensor]) -> Listing:
+    """List live tensors in the same way."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def differences(there: Listing, here: Iterable[Listing]) -> list[str]:
+    """Name the tensors in which a checkpoint differs from what all ranks together hold."""
+    ours: Listing = {}
+    for one in here:
+        ours.update(one)
+    found = []
+    for name in sorted({*there, *ours}):
+        if name not in ours:
+            found.append(f"{name}: {_shown(there[name])} there, nothing here")
+        elif name not in there:
+            found.append(f"{name}: nothing there, {_shown(ours[name])} here")
+        elif there[name] != ours[name]:
+            found.append(f"{name}: {_shown(there[name])} there, {_shown(ours[name])} here")
+    return found
+
+
+def _shown(entry: tuple[torch.Size, torch.dtype]) -> str:
+    shape, dtype = entry
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,181 @@
+"""Files of tensors, in the safetensors format with the offsets that DCP adds to it.
+
+Written by hand, since what is at hand needs the whole file in memory a second time. Here tensors go
+to the disk and into the digest block by block, and may arrive from another rank one by one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from train.checkpoints.store import Proof
+
+# What safetensors calls the types of torch.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.bool: "BOOL",
+}
+# Types that not every reader has a name for lie there as another one: complex numbers as pairs of
+# real ones, in one more dimension, the rest as bytes. What they were stands in the file's header.
+STORED_AS = {
+    torch.complex128: torch.float64,
+    torch.complex64: torch.float32,
+    torch.complex32: torch.float16,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+}
+# Under this name: JSON, the type by the tensor's name, such as {"model.angles": "complex64"}.
+MEANT = "torch_dtypes"
+# Small enough to be hashed and written while it is in a processor's cache.
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A box cut out of a tensor; perhaps all of it."""
+
+    name: str
+    """Name of the tensor."""
+    dtype: torch.dtype
+    """Its type."""
+    offsets: tuple[int, ...]
+    """Where in the tensor the box begins, in each dimension."""
+    sizes: tuple[int, ...]
+    """Its size in each dimension."""
+
+    @property
+    def nbytes(self) -> int:
+        """How long it is."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+    def order(self) -> tuple[int, str]:
+        """Sort the widest types first, so that each starts at a multiple of its width."""
+        return -self.dtype.itemsize, self.name
+
+    def renamed(self, name: str) -> Part:
+        """Give the same part of a tensor of another name."""
+        return replace(self, name=name)
+
+    def stored(self) -> Part:
+        """Give the same part of the tensor that `as_stored()` gives."""
+        if self.dtype not in STORED_AS:
+            return self
+        pairs = self.dtype.is_complex
+        return replace(
+            self,
+            dtype=STORED_AS[self.dtype],
+            offsets=(*self.offsets, 0) if pairs else self.offsets,
+            sizes=(*self.sizes, 2) if pairs else self.sizes,
+        )
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """View a tensor in the type and shape that a file has it in; a DTensor's stays one."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.view(STORED_AS[tensor.dtype]) if tensor.dtype in STORED_AS else tensor
+
+
+def problem_of(tensor: object) -> str:
+    """Say why no file can hold something, or why it cannot be read back in place; else nothing."""
+    if not isinstance(tensor, Tensor):
+        return f"is of type {type(tensor).__name__}, no tensor"
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout != torch.strided:
+        return f"has layout {str(tensor.layout).removeprefix('torch.')}, not strided"
+    sharded = hasattr(tensor, "device_mesh")
+    if tensor.dtype not in (*DTYPES, *STORED_AS):
+        return f"is of type {kind}, which safetensors cannot hold"
+    if sharded and tensor.dtype in STORED_AS and not tensor.is_complex():
+        return f"is of type {kind}, and sharded"
+    if not sharded and torch._debug_has_internal_overlap(tensor) == 1:
+        return "has elements that share memory, as expand() makes them: give it a clone()"
+    return ""
+
+
+def size_of(parts: Sequence[Part]) -> int:
+    """Say how long a file of these parts will be."""
+    return len(_header(parts)) + sum(part.nbytes for part in parts)
+
+
+def write(path: Path, parts: Sequence[Part], tensors: Iterable[Tensor]) -> Proof:
+    """Write a file of tensors and force it onto the disk.
+
+    Args:
+        path: file to write.
+        parts: what is written, sorted by `Part.order`.
+        tensors: the same on the CPU, contiguous, in the same order.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    digest, count = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for block in _blocks(parts, tensors):
+            digest.update(block)
+            count += file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": count, "sha256": digest.hexdigest()}
+
+
+def _blocks(parts: Sequence[Part], tensors: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
+    yield _header(parts)
+    for part, tensor in zip(parts, tensors, strict=True):
+        content = memoryview(bytes_of(tensor).numpy())  # type: ignore[arg-type]  # it has a buffer
+        assert len(content) == part.nbytes, f"{part} has {len(content)} bytes"
+        for start in range(0, len(content), BLOCK_BYTES):
+            yield content[start : start + BLOCK_BYTES]
+
+
+def _header(parts: Sequence[Part]) -> bytes:
+    head = {"format": "pt"}
+    if meant := {
+        p.name: str(p.dtype).removeprefix("torch.") for p in parts if p.dtype in STORED_AS
+    }:
+        head[MEANT] = json.dumps(meant)
+    parts = [part.stored() for part in parts]
+    if any(any(part.offsets) for part in parts):
+        # Without it, all parts begin where their tensors do.
+        offsets = {part.name: {"saved_offsets": part.offsets} for part in parts}
+        head |= {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
+    entries: dict[str, object] = {"__metadata__": head}
+    start = 0
+    for part in parts:
+        entries[part.name] = {
+            "dtype": DTYPES[part.dtype],
+            "shape": part.sizes,
+            "data_offsets": (start, start + part.nbytes),
+        }
+        start += part.nbytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Give a contiguous tensor's memory as bytes, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,0 +1,286 @@
+"""From the live run to a checkpoint, and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from train.checkpoints import recovery
+from train.checkpoints.checkpointer import Checkpointer
+from train.checkpoints.export import export
+from train.checkpoints.job import Timing
+from train.checkpoints.progress import Progress
+from train.checkpoints.reader import MODEL, OPTIMIZER, Stored
+from train.checkpoints.retention import Retention
+from train.checkpoints.safetensors_file import problem_of
+from train.checkpoints.store import Position, State
+from train.cli.config import Config
+from train.cli.config_changes import changes, plain
+from train.errors import CheckpointError, FencedError, NonFiniteLoss, UsageError
+from train.model.clipping import not_finite
+from train.model.loss_scaling import LossScaler
+from train.model.optimizer import NamedOptimizer
+from train.parallel.base import Strategy
+from train.rundir.console import Console
+from train.rundir.files import RunDirectory
+from train.runtime.process_group import Group
+
+# Seconds that a failing process waits for a checkpoint that is being written.
+PATIENCE_S = 60.0
+
+
+class Saver:
+    """Knows everything that a checkpoint of this run holds."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        identity: Mapping[str, object],
+        group: Group,
+        strategy: Strategy,
+        optimizer: NamedOptimizer,
+        scaler: LossScaler,
+        directory: RunDirectory,
+        console: Console,
+    ) -> None:
+        """Connect the ranks once more; nothing is read or written yet.
+
+        Raises:
+            UsageError: on all ranks; the model holds what no checkpoint can.
+        """
+        self.config, self.identity, self.group = config, identity, group
+        self.strategy, self.optimizer, self.scaler = strategy, optimizer, scaler
+        self.directory, self.console = directory, console
+        self._checkpointer = Checkpointer(directory.path, group, timeout_s=config.timeout_s)
+        self._retention = Retention(directory, console, keep=config.keep_checkpoints)
+        # Where this moment is saved, in a directory that rank 0 sees.
+        self._saved: Position | None = None
+        self._last_step = 0
+        self._refuse_unstorable()
+        self._frozen = self._everywhere(
+            name for name, weight in self.strategy.named_parameters() if not weight.requires_grad
+        )
+
+    def resume(self, progress: Progress) -> None:
+        """Go on from the newest valid checkpoint that any rank sees, if there is one.
+
+        Raises:
+            CheckpointError: on all ranks; it is of another model, or cannot be read.
+        """
+        run_dir, shared = self.directory.path, self._checkpointer.shared
+        seen, source = recovery.find(run_dir, self.group, shared=shared)
+        self._retention.damaged = {position for position, _ in seen[0].damaged}
+        self._report_damage(seen)
+        if source is None and any(sighting.damaged for sighting in seen):
+            self.console.say("no whole checkpoint is left: starting from the first step")
+        if source is None or (best := seen[source].best) is None:
+            return
+        found = recovery.describe(run_dir, self.group, best, source=source, shared=shared)
+        slots = {
+            name.removeprefix(OPTIMIZER): entry
+            for name, entry in found.listing.items()
+            if name.startswith(OPTIMIZER)
+        }
+        self.optimizer.allocate(slots)
+        tensors = self._tensors()
+        recovery.load(run_dir, self.group, found, tensors)
+        model = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
+        self.strategy.load_model_state(model)
+        self.scaler.load(found.state.scaler)
+        progress.step, progress.samples_seen = found.state.step, found.state.samples_seen
+        if found.state.loss is not None:
+            progress.metrics["loss"] = found.state.loss
+        # Rank 0's own directory has it only if rank 0 was the one to read it.
+        self._saved = best if source == 0 else None
+        where = best.path(run_dir)
+        thawed = self._everywhere(
+            name
+            for name, weight in self.strategy.named_parameters()
+            if weight.requires_grad and name in (found.state.frozen or ())
+        )
+        changed = changes(found.state, self.config, frozen=self._frozen, thawed=thawed)
+        self.directory.event(
+            "resume",
+            step=progress.step,
+            samples_seen=progress.samples_seen,
+            checkpoint=str(where.relative_to(run_dir)),
+            read_by=source,
+            written_by_ranks=found.state.world_size,
+            changed=changed,
+        )
+        self.console.say(f"resuming after step {progress.step}/{progress.steps} from {where}")
+        if changed:
+            self.console.say(f"with another configuration: {'; '.join(changed)}")
+
+    def save(self, progress: Progress, *, epoch: int) -> None:
+        """Begin a checkpoint of this moment; `wait()` tells how it has ended.
+
+        Raises:
+            CheckpointError: on all ranks; the one before could not be written, and all shall stop.
+            FencedError: on all ranks; a later start has taken over.
+            NonFiniteLoss: on all ranks; these weights would replace good ones.
+        """
+        if self._saved and self._saved.step == progress.step:
+            self.wait()
+            if self._saved:
+                return
+        since = time.monotonic()
+        # Steps that a kill cannot take back are not to be missing from the metrics.
+        self.directory.flush()
+        self._attempt(lambda: self._checkpointer.wait(for_next=True))
+        self._refuse_unsound(progress.step)
+        position = Position(attempt=self.group.place.attempt, step=progress.step)
+        state = State(
+            step=progress.step,
+            epoch=epoch,
+            samples_seen=progress.samples_seen,
+            world_size=self.group.place.world_size,
+            identity=self.identity,
+            config=plain(self.config),
+            scaler=self.scaler.state(),
+            loss=progress.metrics.get("loss"),
+            frozen=self._frozen,
+        )
+        running = progress.outcome(self.group.place, "running", "training")
+
+        def may_commit() -> None:
+            # Our own outcome with the new step; refused if a later start has written one.
+            if not self.directory.advance(running):
+                raise self._fenced()
+
+        def committed(timing: Timing) -> None:
+            self.directory.event(
+                "checkpoint",
+                step=state.step,
+                samples_seen=state.samples_seen,
+                checkpoint=str(position.path(self.directory.path).relative_to(self.directory.path)),
+                seconds=timing.total_s,
+                stall_seconds=timing.stall_s,
+            )
+            self._retention.damaged.discard(position)
+            self._retention.prune(position)
+
+        self._saved, self._last_step = position, progress.step
+        self._attempt(
+            lambda: self._checkpointer.save(
+                position,
+                state,
+                self._tensors(),
+                since=since,
+                make_room=lambda: self._retention.make_room(position),
+                may_go=lambda: self._retention.may_go(position),
+                may_commit=may_commit,
+                committed=committed,
+            )
+        )
+
+    def wait(self, *, last: bool = False) -> None:
+        """Wait until the last checkpoint is committed, or known not to be.
+
+        Args:
+            last: none will follow, so that nothing would be left of a run that went on.
+
+        Raises:
+            CheckpointError: on all ranks; it could not be written, and all shall stop.
+            FencedError: on all ranks; a later start has taken over.
+        """
+        self._attempt(self._checkpointer.wait, last=last)
+
+    def leave(self) -> None:
+        """Let a checkpoint that is being written be committed, before an error ends the process."""
+        self._checkpointer.leave(PATIENCE_S)
+
+    def export(self, path: Path) -> None:
+        """Write the weights of the last checkpoint to one file.
+
+        Raises:
+            CheckpointError: on rank 0; there is none, or the file could not be written.
+            PeerError: on the other ranks, in both cases.
+        """
+        self.wait()
+
+        def write() -> None:
+            if self._saved is None:
+                raise CheckpointError(f"cannot export to {path}: the last step could not be saved")
+            stored = Stored(self._saved.path(self.directory.path))
+            export(path, stored.listing(), stored.whole)
+
+        self.group.on_rank_0(write)
+
+    def _everywhere(self, names: Iterable[str]) -> list[str]:
+        """Put the names of all ranks together."""
+        return sorted({name for rank in self.group.gather(list(names)) for name in rank})
+
+    def _refuse_unstorable(self) -> None:
+        """Find out now what would fail at the first checkpoint."""
+        state = self.strategy.model_state()
+        mine = [f"{name} {text}" for name, held in state.items() if (text := problem_of(held))]
+        if problems := self._everywhere(mine):
+            raise UsageError(
+                "checkpoints cannot hold all of the model: register what can be computed anew with "
+                "persistent=False, or give it another type:\n"
+                + "\n".join(f"  {problem}" for problem in problems)
+            )
+
+    def _refuse_unsound(self, step: int) -> None:
+        """Keep weights that are not finite out of checkpoints, of which only the last are kept.
+
+        A gradient can be so under a finite loss, and without clipping nobody has looked at it.
+        """
+        unsound = not_finite(self.strategy)
+        if self.group.sum([len(unsound)])[0] == 0:
+            return
+        names = sorted({name for rank in self.group.gather(unsound) for name in rank})
+        raise NonFiniteLoss(
+            f"{len(names)} parameters are not finite after step {step}, such as {names[0]}, and are"
+            " not saved: checkpoints are from before it; --clip-norm finds the step that "
+            "makes them so"
+        )
+
+    def _attempt(self, action: Callable[[], None], *, last: bool = False) -> None:
+        """Do something that may fail on all ranks alike; whether they go on then is asked for."""
+        try:
+            action()
+        except CheckpointError as error:
+            self._saved = None
+            # Whose drafts are removed by a later start shall not take it for a broken disk.
+            if self.group.broadcast(self.directory.superseded()):
+                raise self._fenced() from error
+            if last or self.config.on_checkpoint_error == "stop":
+                raise
+            # If the disk is full, the event may not fit either.
+            with suppress(OSError):
+                self.directory.event("checkpoint_failed", step=self._last_step, reason=str(error))
+            self.console.complain(f"{error}; training goes on")
+
+    def _fenced(self) -> FencedError:
+        old, attempt = self.directory.read_outcome(), self.group.place.attempt
+        newer = old is not None and old.attempt > attempt
+        return FencedError(
+            f"attempt {attempt} writes no more: "
+            f"{'a newer attempt' if newer else 'a later start of it'} has taken over "
+            f"{self.directory.path}"
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Give this rank's part of all that a checkpoint holds, live."""
+        model = {MODEL + name: tensor for name, tensor in self.strategy.model_state().items()}
+        moments = {OPTIMIZER + key: tensor for key, tensor in self.optimizer.tensors().items()}
+        return model | moments
+
+    def _report_damage(self, seen: list[recovery.Sighting]) -> None:
+        for rank, sighting in enumerate(seen):
+            for position, reason in sighting.damaged:
+                self.directory.event(
+                    "checkpoint_skipped",
+                    step=position.step,
+                    of_attempt=position.attempt,
+                    seen_by=rank,
+                    reason=reason,
+                )
+                self.console.say(f"skipping a damaged checkpoint: {reason}")

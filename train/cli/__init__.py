@@ -1,0 +1,1 @@
+"""The command line of `python -m train`: flags, config files, and what cannot be combined."""

@@ -1,0 +1,240 @@
+"""What cannot work, with the arithmetic: a command line is refused before anything starts.
+
+Without torch. What only the model or the machine can tell (heads, pieces, classes, backends) is
+refused by those who know it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from train.cli.config import Config
+from train.errors import UsageError
+from train.parallel.layout import ALONE, Layout, flag
+from train.parallel.pipeline import split
+from train.profiling.timeline import Profile
+from train.runtime.rank import Place
+
+# Strategies made by `strategies.hybrid` or by `strategies.pp`, which shard along the data axes.
+COMPOSED = ("fsdp", "hsdp", "tp", "cp", "hybrid", "pp")
+_TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^/:\s\[\]]+):(\d{1,5})")
+_FILE = re.compile(r"file://(/.*[^/])")
+
+
+def problems(config: Config, place: Place, *, only_looking: bool = False) -> list[str]:
+    """Say what cannot work on the ranks that there are, or will be with `--spawn`.
+
+    Args:
+        config: what is asked for.
+        place: where this process stands.
+        only_looking: nothing is trained, so the ranks need not be there: the sizes of the mesh say
+            how many they would be.
+    """
+    found = [*_starting(config, place), *_numbers(config)]
+    ranks = ranks_of(config, place, only_looking=only_looking)
+    if only_looking and ranks.world_size == 1:
+        # How many ranks there would be, nobody has said.
+        return found
+    try:
+        layout = config.layout_on(ranks)
+    except UsageError as error:
+        return [*found, str(error)]
+    strategy = config.strategy_on(ranks)
+    if not (only_looking or ranks.launched or strategy in ALONE):
+        found.append(
+            f"--strategy {strategy} needs a launcher that says which rank this is (RANK): start it "
+            "with `torchrun --nproc-per-node N -m train`, or let --spawn N start N processes here"
+        )
+    found += _misplaced(config, strategy, layout)
+    found += _incompatible(config, strategy)
+    return found + _shares(config, strategy, layout)
+
+
+def ranks_of(config: Config, place: Place, *, only_looking: bool = False) -> Place:
+    """Give the place of rank 0 among the ranks that the configuration is for."""
+    if place.launched:
+        return place
+    if config.spawn is not None:
+        return place.of_spawned(0, config.spawn, "")
+    sizes = [size for size in config.axis_sizes().values() if size is not None]
+    if only_looking and sizes:
+        return place.of_spawned(0, math.prod(sizes), "")
+    return place
+
+
+def backend_problem(config: Config, backend: str) -> str | None:
+    """Say what a backend cannot do."""
+    if config.comm_hook == "bf16" and backend == "gloo":
+        return (
+            "--comm-hook bf16 needs --backend nccl, as gloo cannot add bf16 numbers; use "
+            "--comm-hook fp16"
+        )
+    return None
+
+
+def exact_problems(config: Config, layout: Layout) -> list[str]:
+    """Say what would make the bits of `--reduce exact` depend on the number of ranks."""
+    ranks, virtual = layout.world_size, config.virtual_shards
+    if config.strategy not in ("auto", "single", "ddp") or layout.dp_replicate != ranks:
+        return [
+            f"--reduce exact keeps the whole model on each rank: it fits --strategy ddp, not "
+            f"--strategy {config.strategy} ({layout}); leave out one of the two"
+        ]
+    found = []
+    if virtual % ranks:
+        fitting = [str(n) for n in range(1, virtual + 1) if virtual % n == 0]
+        found.append(
+            f"--reduce exact shares --virtual-shards {virtual} evenly, but {virtual} = "
+            f"{virtual // ranks} x {ranks} + {virtual % ranks}; start {', '.join(fitting)} ranks, "
+            f"or begin a new run with --virtual-shards {ranks} or a multiple"
+        )
+    if config.global_batch < virtual:
+        found.append(
+            f"--virtual-shards {virtual} cannot each have a sample of --global-batch "
+            f"{config.global_batch}; use --virtual-shards {config.global_batch} or fewer"
+        )
+    if config.sync_batch_norm:
+        found.append(
+            "--sync-batch-norm normalises over whatever ranks there are, which --reduce exact must "
+            "not depend on; leave out one of the two"
+        )
+    if config.comm_hook != "none":
+        found.append(
+            f"--comm-hook {config.comm_hook} rounds what --reduce exact keeps; leave out one of "
+            "the two"
+        )
+    return found
+
+
+def _starting(config: Config, place: Place) -> Iterator[str]:
+    """Check how the ranks start and meet."""
+    text = config.init_method
+    if config.spawn is not None and place.launched and place.meeting is None:
+        yield (
+            f"--spawn {config.spawn} starts processes by itself, but a launcher has started this "
+            f"one as rank {place.rank} of {place.world_size}: leave out --spawn, or the launcher"
+        )
+    if text == "env://":
+        if place.launched and not (place.addressed or place.meeting):
+            yield (
+                "RANK is set, but MASTER_ADDR and MASTER_PORT are not, where --init-method env:// "
+                "meets: set them, or use --init-method tcp://HOST:PORT or file:///NEW-FILE"
+            )
+    elif text.startswith("tcp://"):
+        parts = _TCP.fullmatch(text)
+        if parts is None or not 0 < int(parts[2]) < 65536:
+            yield (
+                f"--init-method {text!r} must be tcp://HOST:PORT: rank 0's host, and a port from 1 "
+                "to 65535 that is free there"
+            )
+    elif text.startswith("file://"):
+        parts = _FILE.fullmatch(text)
+        if parts is None:
+            yield f"--init-method {text!r} must be file:///PATH: a full path that all ranks see"
+        elif not Path(parts[1]).parent.is_dir():
+            yield f"--init-method {text}: there is no directory {Path(parts[1]).parent}"
+    else:
+        yield (
+            f"--init-method {text!r} is unknown: use env://, tcp://HOST:PORT or file:///NEW-FILE"
+        )
+
+
+def _numbers(config: Config) -> Iterator[str]:
+    """Check what follows from the values alone."""
+    if config.steps is not None and config.epochs is not None:
+        yield "--steps and --epochs both say when to end: give one of them"
+    if config.dropout is not None and config.dropout > 1:
+        yield f"--dropout {config.dropout} is a probability: from 0 to 1"
+    if config.profile is not None:
+        try:
+            Profile.parse(config.profile)
+        except UsageError as error:
+            yield str(error)
+
+
+def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
+    """Name flags that would be ignored without a word, and whose they are."""
+    # `auto` takes ddp only for several ranks: a run that shrinks to one must not be refused.
+    ddp = strategy == "ddp" or (strategy == "single" and config.strategy == "auto")
+    data_axes = layout.dp_replicate * layout.dp_shard * layout.cp
+    shards = strategy in COMPOSED and (strategy in ("fsdp", "hsdp", "cp") or data_axes > 1)
+    # Copies alone have no parts of parameters.
+    parts = shards and (strategy in ("fsdp", "hsdp") or layout.dp_shard * layout.cp > 1)
+    owners = {
+        "momentum": (config.optimizer == "sgd", "--optimizer sgd"),
+        "pp_schedule": (layout.pp > 1, "--pp"),
+        "cp_method": (layout.cp > 1, "--cp"),
+        "loss_parallel": (layout.tp > 1, "--tp"),
+        "comm_hook": (ddp, "--strategy ddp"),
+        "gradient_sync": (parts, "--strategy fsdp or --dp-shard"),
+        "cpu_offload": (shards, "--strategy fsdp or --dp-shard"),
+        "meta_init": (strategy in COMPOSED, "--strategy fsdp or --dp-shard"),
+        "devices": (strategy in ("manual", "dataparallel"), "--strategy manual or dataparallel"),
+        "ps_mode": (strategy == "ps", "--strategy ps"),
+        "staleness": (config.ps_mode == "bounded", "--ps-mode bounded"),
+        "local_steps": (strategy == "local-sgd", "--strategy local-sgd"),
+        "local_start": (strategy == "local-sgd", "--strategy local-sgd"),
+        "virtual_shards": (config.reduce == "exact", "--reduce exact"),
+        "device_memory": (config.dry_run, "--dry-run"),
+        "nproc_per_node": (config.dry_run, "--dry-run"),
+        "json": (config.dry_run, "--dry-run"),
+    }
+    for name, (fits, owner) in owners.items():
+        value, unset = getattr(config, name), getattr(Config(), name)
+        if value != unset and not fits:
+            asked = flag(name) if value is True else f"{flag(name)} {value}"
+            yield f"{asked} belongs to {owner}, and would be ignored here: leave it out"
+
+
+def _incompatible(config: Config, strategy: str) -> Iterator[str]:
+    """Name pairs that contradict each other."""
+    if (strategy == "pp" or (config.pp or 1) > 1) and config.gradient_sync == "each":
+        yield (
+            "--gradient-sync each does not go with --pp: the schedules of pipelines reduce "
+            "gradients after the last micro-batch of a stage; leave it out, or leave out --pp"
+        )
+    if strategy in ("manual", "dataparallel") and config.device != "auto":
+        yield (
+            f"--device {config.device} is one for each rank, but --strategy {strategy} has several "
+            "devices: use --devices, such as `cuda:0,cuda:1` or `cpu,cpu`"
+        )
+    if strategy in ("local-sgd", "ps") and config.precision == "fp16":
+        yield (
+            f"--strategy {strategy} does not go with --precision fp16: ranks that step by "
+            "themselves would scale their losses differently; use --precision bf16"
+        )
+    if strategy == "ps":
+        given = {
+            "--profile": config.profile is not None,
+            "--sync-batch-norm": config.sync_batch_norm,
+            "--backend mpi": config.backend == "mpi",
+        }
+        for asked in (name for name, wanted in given.items() if wanted):
+            yield f"--strategy ps does not go with {asked}, which needs ranks that step together"
+    if problem := backend_problem(config, config.backend):
+        yield problem
+
+
+def _shares(config: Config, strategy: str, layout: Layout) -> list[str]:
+    """Check that each slice of the global batch has what it needs."""
+    if config.reduce == "exact":
+        return exact_problems(config, layout)
+    if strategy == "pp" or layout.pp > 1:
+        try:
+            split.check(config, layout)
+        except UsageError as error:
+            return [str(error)]
+        return []
+    shards, what = layout.shards, "data shards"
+    if strategy == "ps":
+        # Rank 0 serves; trainers that do not wait for each other take whole batches.
+        shards, what = (layout.world_size - 1 if config.ps_mode == "sync" else 1), "trainers"
+    if config.global_batch < shards:
+        return [
+            f"--global-batch {config.global_batch} cannot give each of {shards} {what} a sample: "
+            f"use --global-batch {shards} or more, or fewer ranks"
+        ]
+    return []

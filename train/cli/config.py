@@ -1,0 +1,233 @@
+"""What to train and how: one frozen object, from which the command line is generated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from train.parallel.layout import Layout, resolve
+from train.runtime.rank import Place
+
+DEFAULT_EPOCHS = 10
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """The smallest value that a number may have."""
+
+    least: float
+
+
+Count = Annotated[int, AtLeast(1)]
+Natural = Annotated[int, AtLeast(0)]
+
+StrategyName = Literal[
+    "auto", "single", "dataparallel", "ddp", "fsdp", "hsdp", "manual", "pp", "tp", "cp", "hybrid",
+    "ps", "local-sgd",
+]  # fmt: skip
+ScheduleName = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
+    "DualPipeV",
+]  # fmt: skip
+
+
+# Titles of the sections of the help, by the first field of each.
+SECTIONS = {
+    "task": "What to learn",
+    "optimizer": "Steps",
+    "strategy": "Sharing the work",
+    "precision": "Arithmetic",
+    "run_dir": "What is written",
+    "device": "Starting and watching",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that the command line says."""
+
+    task: str = "digits"
+    """What to learn: `digits`, `fashion-mnist`, `shuttle`, `chars`, or your own `FILE.py:CLASS`."""
+    steps: Count | None = None
+    """Train until this many optimizer steps have been made in all."""
+    epochs: Count | None = None
+    """Train until each sample has been seen this often (default: 10, unless --steps is given)."""
+    global_batch: Count = 64
+    """Samples per optimizer step over all ranks together."""
+    micro_batch: Count | None = None
+    """Samples per forward pass of a rank; smaller needs less memory (default: a rank's share)."""
+    eval_batch: Count | None = None
+    """Samples per forward pass of a rank in evaluations (default: as many as in training)."""
+    seed: Natural = 0
+    """Fixes initial weights, order of the data and every random number."""
+    sampling: Literal["uniform", "balanced"] = "uniform"
+    """`balanced` draws rare classes as often as frequent ones, with replacement."""
+    workers: Natural = 0
+    """Processes that read ahead, for tasks whose data is a torch Dataset."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """What turns gradients into steps."""
+    lr: float = 0.005
+    """Learning rate, at its highest."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Keep the learning rate, or let it fall to 0 until the last step."""
+    warmup_steps: Natural = 0
+    """Steps in which the learning rate rises to --lr."""
+    momentum: Annotated[float, AtLeast(0)] = 0.0
+    """Momentum of sgd."""
+    weight_decay: Annotated[float, AtLeast(0)] = 0.01
+    """Decoupled weight decay of adamw; of sgd, the gradient of half the squared weights."""
+    clip_norm: float | None = None
+    """Scale gradients down to this norm over all parameters, on whatever ranks they lie."""
+    dropout: Annotated[float, AtLeast(0)] | None = None
+    """Probability for every dropout layer of the model (default: as the task made them)."""
+
+    strategy: StrategyName = "auto"
+    """How to use several processes; `auto`: by the sizes below, else ddp when there are several."""
+    dp_replicate: Count | None = None
+    """Ranks with copies of the model."""
+    dp_shard: Count | None = None
+    """Ranks that share the parameters of one copy (FSDP)."""
+    tp: Count | None = None
+    """Ranks that share each layer's matrices (tensor parallel, with sequence parallel)."""
+    pp: Count | None = None
+    """Ranks that hold successive stages of the model (pipeline parallel)."""
+    cp: Count | None = None
+    """Ranks that share each sequence (context parallel)."""
+    pp_schedule: ScheduleName = "1F1B"
+    """In which order stages work on micro-batches."""
+    cp_method: Literal["allgather", "ulysses"] = "allgather"
+    """Exchange keys and values, or swap sequence parts for heads with all-to-all."""
+    loss_parallel: bool = False
+    """With tp: keep each rank's share of the classes to itself up to the loss."""
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """With ddp: compress gradients on the wire."""
+    gradient_sync: Literal["auto", "last", "each"] = "auto"
+    """With fsdp: reduce gradients after the last micro-batch or each; `auto`: as memory allows."""
+    cpu_offload: bool = False
+    """With fsdp: keep parameters and optimizer state in the host's memory."""
+    meta_init: bool = False
+    """With fsdp: never hold the whole model on more than one rank, not even at the start."""
+    devices: str | None = None
+    """With manual and dataparallel: the devices, such as `cuda:0,cuda:1` or `cpu,cpu`."""
+    ps_mode: Literal["sync", "async", "bounded"] = "sync"
+    """With ps: wait for all trainers, for none, or for those too far behind."""
+    staleness: Natural = 4
+    """With ps-mode bounded: how many updates old the weights of a gradient may be."""
+    local_steps: Count = 8
+    """With local-sgd: steps between two averagings."""
+    local_start: Natural = 0
+    """With local-sgd: average after each of the first so many steps (post-local SGD)."""
+    reduce: Literal["fast", "exact"] = "fast"
+    """`exact`: the same bits on any number of ranks that divides --virtual-shards."""
+    virtual_shards: Count = 4
+    """With --reduce exact: slices whose gradients are summed in fixed order."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Numbers that matrices are multiplied in; fp16 scales the loss."""
+    tf32: Literal["auto", "on", "off"] = "auto"
+    """Have GPUs round fp32 factors to 10 bits; `auto`, as torch: in convolutions only."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    sync_batch_norm: bool = False
+    """Normalise over the batch of all ranks instead of each rank's own."""
+
+    run_dir: Path | None = None
+    """Directory of checkpoints, events and outcome (default: $TRAIN_RUN_DIR)."""
+    adopt: str | None = None
+    """The --task that the run in --run-dir names, if it is the same one at another path."""
+    checkpoint_every: Natural = 100
+    """Write a checkpoint each so many steps; 0: only when stopped and at the end."""
+    keep_checkpoints: Count = 2
+    """How many whole checkpoints to keep, over all attempts."""
+    on_checkpoint_error: Literal["stop", "continue"] = "stop"
+    """What to do when one cannot be written; the ones before it stay. The last one must be."""
+    export: Path | None = None
+    """Write the final weights to this file, as plain safetensors."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; `auto`: on GPUs where this process sees some, one for each rank."""
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    """What ranks talk through; `auto`: nccl where each has a GPU, else gloo."""
+    init_method: str = "env://"
+    """Where ranks meet: `env://` (torchrun), `tcp://HOST:PORT` or `file:///NEW-FILE`."""
+    spawn: Count | None = None
+    """Start so many processes on this machine by itself, without torchrun."""
+    timeout_s: Count = 600
+    """Seconds a rank waits for the others before it gives up; must outlast a checkpoint."""
+    profile: str | None = None
+    """Trace these steps, such as `10:13`, and print where the time goes."""
+    dry_run: bool = False
+    """Show the plan, memory and traffic for any number of ranks, and train nothing."""
+    device_memory: str | None = None
+    """With dry-run: what a rank's device has, such as `80GiB`; exit with 2 if it is too little."""
+    nproc_per_node: Count = 8
+    """With dry-run: how many ranks there are on a node."""
+    json: bool = False
+    """With dry-run: print JSON, for programs."""
+
+    @property
+    def directory(self) -> Path:
+        """The run directory, which a parsed configuration always has."""
+        assert self.run_dir is not None, "parse() refuses a command line without a run directory"
+        return self.run_dir
+
+    def identity(self) -> dict[str, object]:
+        """Fields that make another run of it when they change.
+
+        `steps` and `epochs` are not among them, so that a finished run can be extended, unless the
+        learning rate falls towards the end; nor is what changes with the number of ranks.
+        """
+        names = ["task", "global_batch", "lr", "seed", "sampling", "optimizer", "momentum"]
+        names += ["weight_decay", "clip_norm", "dropout", "lr_schedule", "warmup_steps"]
+        if self.lr_schedule != "constant":
+            names += ["steps", "epochs"]
+        if self.reduce == "exact":
+            # The same bits are promised for the same cut and the same numbers only.
+            names += ["virtual_shards", "micro_batch", "precision", "tf32"]
+        return {name: getattr(self, name) for name in names}
+
+    def total_steps(self, train_samples: int) -> int:
+        """How many steps the run has in all.
+
+        The last step of the last epoch takes a full batch too, so a few samples of the next epoch
+        may be seen; an extended run is then the same as one that was longer from the start.
+        """
+        if self.steps is not None:
+            return self.steps
+        return math.ceil((self.epochs or DEFAULT_EPOCHS) * train_samples / self.global_batch)
+
+    def axis_sizes(self) -> dict[str, int | None]:
+        """The sizes of the mesh that were given."""
+        return {axis: getattr(self, axis) for axis in Layout().sizes()}
+
+    def strategy_on(self, place: Place) -> str:
+        """The strategy's name with `auto` resolved."""
+        if self.strategy != "auto":
+            return self.strategy
+        given = {axis for axis, size in self.axis_sizes().items() if size not in (None, 1)}
+        if given <= {"dp_replicate"}:
+            return "ddp" if place.world_size > 1 else "single"
+        return "hybrid"
+
+    def layout_on(self, place: Place) -> Layout:
+        """The arrangement of the ranks.
+
+        Raises:
+            UsageError: the sizes do not fit the number of ranks.
+        """
+        return resolve(
+            self.strategy_on(place),
+            self.axis_sizes(),
+            world_size=place.world_size,
+            local_world_size=place.local_world_size,
+        )
+
+    def micro_batches(self, shards: int) -> int:
+        """How many micro-batches every shard makes of its share, the largest of which decides."""
+        share = math.ceil(self.global_batch / shards)
+        return math.ceil(share / (self.micro_batch or share))

@@ -1,0 +1,1 @@
+"""How a failure is recorded, reported and explained."""

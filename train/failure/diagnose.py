@@ -1,0 +1,181 @@
+"""Which part of a task has failed, and on what: read off the traceback.
+
+Its frames still hold what they were given. So nothing has to be noted while all goes well.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from torch import nn
+
+from train.checkpoints.progress import Progress
+from train.data.order import Batch
+from train.model.trees import described
+from train.tasks.base import Task
+
+# What the trainer calls of a task.
+METHODS = (
+    "model", "train", "test", "loss", "count", "score", "metrics", "identity", "pieces",
+    "tensor_plan", "weights",
+)  # fmt: skip
+# In these, a rank talks to no other: what happens there is no echo.
+ALONE = ("model", "train", "test", "identity", "weights")
+ON_A_BATCH = ("loss", "count", "score")
+# What `train.data.loader` adds to an exception.
+NOTE = re.compile(r"^in sample (\d+)$", re.MULTILINE)
+# What to do, by what an error says.
+HINTS = {
+    "OutOfMemoryError: ": (
+        "a smaller --micro-batch, or --activation-checkpointing, takes less memory; in an "
+        "evaluation, a smaller --eval-batch"
+    ),
+    "is killed by signal: Killed": (
+        "a process that read ahead has taken too much memory, perhaps: try fewer --workers"
+    ),
+    "does not require grad": (
+        "the loss does not depend on any parameter: look for detach(), item() or no_grad()"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What was going on when an exception was raised."""
+
+    name: str = "the run"
+    """Such as `loss()`."""
+    given: str = ""
+    """The tensors that it was working on."""
+    alone: bool = False
+    """Whether no other rank can have brought it about."""
+    on_a_batch: bool = True
+    """Whether it was working on one batch."""
+
+
+def part_of(error: BaseException) -> Part:
+    """Find the innermost part of a task on the way to an error."""
+    frames = _frames(error)
+    reading = [frame for frame in frames if _module(frame) == "train.data.loader"]
+    if reading:
+        return Part(name=_sample(error, reading), alone=True, on_a_batch=False)
+    for frame in reversed(frames):
+        name = frame.f_code.co_name
+        if name in METHODS and isinstance(_receiver(frame), Task):
+            return Part(
+                name=f"{name}()",
+                given=_given("it", frame),
+                alone=name in ALONE,
+                on_a_batch=name in ON_A_BATCH,
+            )
+    if layer := _layer(frames):
+        return Part(name="the forward pass", given=layer)
+    modules = " ".join(map(_module, frames))
+    if "torch.autograd" in modules:
+        return Part(name="the backward pass")
+    return Part(name="the optimizer's step") if "torch.optim" in modules else Part()
+
+
+def describe(error: BaseException, task: Task | None, progress: Progress | None) -> str:
+    """Say in a line which part of a task has failed, when, and on what."""
+    part = part_of(error)
+    of_task = "" if task is None else f" of task {task.name!r}"
+    said = [f"{part.name}{of_task} failed {_moment(_frames(error), progress)}", part.given]
+    if part.on_a_batch and (batch := _batch(_frames(error))):
+        inputs = described("inputs", batch.inputs)
+        said.append(f"its batch has {inputs} and {described('targets', batch.targets)}")
+    said += [hint for sign, hint in HINTS.items() if sign in f"{type(error).__name__}: {error}"]
+    if task is not None:
+        said.append(f"see {_place(error, task)}")
+    return "; ".join(text for text in said if text)
+
+
+def is_note(line: str) -> bool:
+    """Say whether a line of a traceback is what our reader has added."""
+    return NOTE.fullmatch(line) is not None
+
+
+def _sample(error: BaseException, reading: Sequence[FrameType]) -> str:
+    # Its reader has noted it; one that reads ahead has put its traceback into the message.
+    notes = "\n".join([*getattr(error, "__notes__", ()), str(error)])
+    if noted := NOTE.search(notes):
+        return f"reading sample {noted[1]}"
+    if any(frame.f_code.co_name == "_collate" for frame in reading):
+        return "putting samples together"
+    return "reading samples"
+
+
+def _layer(frames: Sequence[FrameType]) -> str:
+    """Say which layer was given what when a forward pass has failed."""
+    modules = [(frame, _receiver(frame)) for frame in frames]
+    passes = [
+        (frame, module)
+        for frame, module in modules
+        if isinstance(module, nn.Module) and frame.f_code.co_name == "forward"
+    ]
+    if not passes:
+        return ""
+    (_, root), (frame, layer) = passes[0], passes[-1]
+    # The outermost may be what torch has wrapped the model in.
+    name = next((name for name, module in root.named_modules() if module is layer), "")
+    name = re.sub(r"^((module|_orig_mod)(\.|$))+", "", name)
+    kind = type(layer).__name__
+    return _given(f"layer {name!r} ({kind})" if name else kind, frame)
+
+
+def _moment(frames: Sequence[FrameType], progress: Progress | None) -> str:
+    modules = {_module(frame) for frame in frames}
+    running = any(_module(f) == "train.loop" and f.f_code.co_name == "run" for f in frames)
+    if progress is None or not running:
+        return "before the first step"
+    if "train.model.evaluation" in modules:
+        return f"in the evaluation after step {progress.step}"
+    # The trainers of a parameter server are each at a step of their own.
+    ticket = next((f.f_locals["ticket"] for f in frames if "ticket" in f.f_locals), None)
+    return f"at step {getattr(ticket, 'update', progress.step) + 1} of {progress.steps}"
+
+
+def _batch(frames: Sequence[FrameType]) -> Batch | None:
+    """Find the batch in the innermost of our frames that has one; of micro-batches, the first."""
+    for frame in reversed(frames):
+        if _module(frame).startswith("train."):
+            for value in frame.f_locals.values():
+                first = value[0] if isinstance(value, list) and value else value
+                if isinstance(first, Batch):
+                    return first
+    return None
+
+
+def _place(error: BaseException, task: Task) -> str:
+    """Give the last line of the task's file on the way to an error; else the file."""
+    file = inspect.getfile(type(task))
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    return f"{file}:{lines[-1]}" if lines else file
+
+
+def _given(what: str, frame: FrameType) -> str:
+    """Describe the tensors that a method was given."""
+    names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
+    shapes = [described(name, frame.f_locals.get(name)) for name in names]
+    shapes = [shape for shape in shapes if shape]
+    return f"{what} was given {', '.join(shapes)}" if shapes else ""
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _receiver(frame: FrameType) -> object:
+    """Give what a method was called on."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

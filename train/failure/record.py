@@ -1,0 +1,135 @@
+"""What a rank does when its run fails: record it, and say it."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from train.checkpoints.progress import Progress
+from train.errors import (
+    EXIT_FAILED,
+    CheckpointError,
+    FencedError,
+    NonFiniteLoss,
+    PeerError,
+    TrainError,
+    is_collateral,
+)
+from train.failure.diagnose import describe, is_note, part_of
+from train.failure.report import tell, tell_echo
+from train.rundir.files import RunDirectory
+from train.tasks.base import Task
+
+
+def fail(
+    error: BaseException,
+    directory: RunDirectory,
+    task: Task | None,
+    progress: Progress | None,
+) -> int:
+    """Record a failure and say it; give the exit status."""
+    # With the frames of its traceback, and what they hold. To free what DDP has given to gloo may
+    # wait for ever: a thread that still has it waits for Python's lock meanwhile.
+    _kept.append(error)
+    place = directory.place
+    if place.world_size > 1 and is_collateral(error) and not is_ours_alone(error):
+        text = lost(error, progress)
+        reason = str(error) if isinstance(error, PeerError) else text
+        record(directory, progress, "retryable", reason, rank=place.rank)
+        tell_echo(place, text)
+        return EXIT_FAILED
+    if isinstance(error, TrainError):
+        # All ranks raise this one at the same step: none of them is the culprit, and rank 0 writes.
+        agreed = isinstance(error, (NonFiniteLoss, FencedError, CheckpointError))
+        if not isinstance(error, FencedError) and not (agreed and place.rank != 0):
+            rank = None if agreed else place.rank
+            record(directory, progress, "fatal", str(error), rank=rank)
+        tell(place, str(error))
+        return error.exit_status
+    if problem := unwritable(error, directory.path):
+        record(directory, progress, "fatal", problem, rank=place.rank)
+        tell(place, problem)
+        return EXIT_FAILED
+    text = explain(error, task, progress)
+    summary = f"{in_short(error)}\n{text}"
+    record(directory, progress, "fatal", summary.replace("\n", "; "), rank=place.rank)
+    tell(place, text, trace="".join(traceback.format_exception(error)), summary=summary)
+    return EXIT_FAILED
+
+
+def explain(error: BaseException, task: Task | None, progress: Progress | None) -> str:
+    """Say in a line what has failed; whatever the diagnosis trips over must not hide the error."""
+    with suppress(Exception):
+        return describe(error, task, progress)
+    return "the run failed"
+
+
+def is_ours_alone(error: BaseException) -> bool:
+    """Say whether an error that looks like another rank's has come up where only this one works."""
+    with suppress(Exception):
+        return part_of(error).alone
+    return False
+
+
+_kept: list[BaseException] = []
+
+
+def lost(error: BaseException, progress: Progress | None) -> str:
+    """Say what a rank knows when another one has gone."""
+    if isinstance(error, PeerError):
+        return f"ends because of others: {error}"
+    moment = "before the first step"
+    if progress is not None:
+        moment = f"while this one was at step {progress.step + 1} of {progress.steps}"
+    raw = " ".join(str(error).split())
+    return (
+        f"another rank went away {moment} (its own output says why, or its node's); start again to "
+        f"go on from the newest checkpoint [{raw}]"
+    )
+
+
+def unwritable(error: BaseException, run_dir: Path) -> str:
+    """Say what is wrong with a file of the run directory, if that is what an error is about."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str):
+        return ""
+    if not Path(error.filename).is_relative_to(run_dir):
+        return ""
+    return (
+        f"cannot use {error.filename}: {error.strerror}; whole checkpoints are untouched, start "
+        "again when this is mended"
+    )
+
+
+def in_short(error: BaseException) -> str:
+    """Give an exception's type and message; of a process that reads ahead, those of its own."""
+    text = f"{type(error).__name__}: {error}"
+    if not text.partition(": ")[2].startswith("Caught "):
+        return text
+    return [line for line in text.splitlines() if line and not is_note(line)][-1]
+
+
+def record(
+    directory: RunDirectory,
+    progress: Progress | None,
+    status: str,
+    reason: str,
+    *,
+    rank: int | None,
+) -> None:
+    """Record a failure: `fatal` for a cause, `retryable` for the echo of one elsewhere."""
+    old = directory.read_outcome()
+    if progress is None:
+        progress = Progress(steps=0)
+    if progress.step == 0 and old:
+        progress.step, progress.samples_seen = old.step, old.samples_seen
+    outcome = dataclasses.replace(
+        progress.outcome(directory.place, status, reason, rank=rank),
+        steps=progress.steps or None,
+    )
+    # A missing directory (another node's) or a full disk must not hide the error itself.
+    with suppress(OSError, TrainError):
+        directory.write_outcome(outcome)
+    with suppress(OSError, TrainError):
+        directory.event("error", step=outcome.step, status=outcome.status, reason=outcome.reason)

@@ -1,0 +1,100 @@
+"""How an error is told: to people once per machine, and to torchrun for its report.
+
+At its end torchrun prints what each failed rank has left in its error file, and takes the earliest
+of them for the root cause.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from train.rundir import untrusted
+from train.runtime.rank import Place
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# By so much an echo is dated too late, so that its cause comes first: torchrun counts in seconds,
+# and dates a rank that was killed by when it has noticed.
+ECHO_S = 10
+
+
+def tell(place: Place, text: str, *, trace: str = "", summary: str = "") -> None:
+    """Print an error, unless another rank of this machine has; tell torchrun in any case.
+
+    Args:
+        place: the rank that has found it.
+        text: what is wrong.
+        trace: a traceback to print before it; then the error is this rank's own.
+        summary: what to tell torchrun, if more than the text.
+    """
+    said_by = _said_by(place, text, own=bool(trace))
+    if not said_by:
+        _print(place, text, own=bool(trace), trace=trace)
+    tell_torchrun(f"the same as {said_by}" if said_by else summary or text, echo=bool(said_by))
+
+
+def tell_echo(place: Place, text: str) -> None:
+    """Do so for an error that is only what this rank has noticed of another's."""
+    if not _said_by(place, "echo", own=True):
+        _print(place, text, own=True)
+    tell_torchrun(text, echo=True)
+
+
+def tell_torchrun(text: str, *, echo: bool = False) -> None:
+    """Leave a text for torchrun's report; an echo is never its root cause."""
+    if not (named := os.environ.get(ERROR_FILE)):
+        return
+    date = int(time.time()) + (ECHO_S if echo else 0)
+    record = {"message": {"message": text, "extraInfo": {"timestamp": str(date)}}}
+    with suppress(OSError):
+        Path(named).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _print(place: Place, text: str, *, own: bool, trace: str = "") -> None:
+    who = ""
+    if own and place.world_size > 1:
+        who = f"rank {place.rank}: "
+    elif place.rank != place.local_rank:
+        who = f"on {socket.gethostname()}: "
+    # In one write: ranks that share a terminal would mix their lines.
+    print(f"{trace}train: {who}{text}\n", end="", file=sys.stderr, flush=True)
+
+
+def _said_by(place: Place, text: str, *, own: bool) -> str:
+    """Name the rank of this machine that has said the same; if there is none, it is this one."""
+    folder = _common_folder(place)
+    if folder is None:
+        # Nobody to ask: what all ranks know, rank 0 says.
+        return "" if own or place.rank == 0 else "rank 0"
+    note = folder / f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        with note.open("x", encoding="utf-8") as file:
+            file.write(f"rank {place.rank}")
+    except FileExistsError:
+        return _read(note) or "another rank"
+    except OSError:
+        pass  # better said twice than never
+    return ""
+
+
+def _read(note: Path) -> str:
+    with suppress(OSError):
+        return untrusted.read_bytes(note, limit=100).decode("utf-8", "replace")
+    return ""
+
+
+def _common_folder(place: Place) -> Path | None:
+    """Find a folder that the ranks of this machine, and no others, have in this try."""
+    if named := os.environ.get(ERROR_FILE):
+        own = Path(named).parent
+        # torchrun's FOLDER/attempt_0/LOCAL_RANK/error.json
+        return own.parent if own.name == str(place.local_rank) else None
+    if place.meeting and place.meeting.startswith("file://"):
+        return Path(place.meeting.removeprefix("file://")).parent
+    return None

@@ -1,0 +1,236 @@
+"""torch.compile: of what, whether it has happened, and what a killed compiler leaves in its cache.
+
+We compile a module's `forward()`, not the module. torch never compiles the `forward()` of one of
+its own layers by itself, so a piece that is an `nn.Linear` would stay as it is; and hooks around a
+module, which gather parameters or exchange parts of a sequence, must not be compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from train.errors import UsageError
+
+if TYPE_CHECKING:
+    from train.cli.config import Config
+    from train.tasks.base import Task
+
+BACKEND = "inductor"
+# What inductor calls a folder for the time in which the file beside it is made.
+UNFINISHED = "_CxxBuild"
+MADE = (".so", ".o", ".gch")
+
+
+def whole(model: nn.Module, config: Config) -> None:
+    """Compile the whole model as one, under `--compile`.
+
+    Under `--activation-checkpointing` the pieces are compiled one by one: see `model.prepare`.
+    """
+    if config.compile and not config.activation_checkpointing:
+        forward(model)
+
+
+def pieces(model: nn.Module, names: Sequence[str], config: Config, *, cut: bool = False) -> None:
+    """Compile each piece of a model by itself, under `--compile`.
+
+    Args:
+        model: the model, or some stages of it.
+        names: of its pieces.
+        config: the command line.
+        cut: tensor parallelism has been applied, with hooks around pieces.
+    """
+    if not config.compile:
+        return
+    seen: set[nn.Module] = set()
+    for name in names:
+        module = model.get_submodule(name)
+        if module in seen:
+            continue  # one module may be several pieces
+        seen.add(module)
+        if not config.activation_checkpointing:
+            forward(module)
+        if cut:
+            _take_hooks(module, name)
+
+
+def forward(module: nn.Module) -> None:
+    """Compile a module's `forward()`, when it is first called."""
+    # Of a lookup there is nothing to compile; and the mask that goes with one that is cut by rows
+    # cannot leave what is compiled.
+    if not isinstance(module, nn.Embedding):
+        _clean()
+        # Its class may have to be compiled anew for it: for training, for evaluation, and for the
+        # last batch of that, which is smaller. Where a limit is reached, torch goes on without.
+        for limit in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(torch._dynamo.config, limit, getattr(torch._dynamo.config, limit) + 4)
+        compiled = _Compiled(module.forward, type(module))
+        module.forward = compiled
+        # Found again where something is wrapped around it.
+        module._compiled_forward = compiled  # type: ignore[assignment]
+
+
+def _take_hooks(module: nn.Module, name: str) -> None:
+    """Have a piece's hooks compiled along with it.
+
+    Where a tensor that ranks share (a DTensor) enters or leaves what is compiled, torch (2.13)
+    forgets that its gradient is still to be summed over them. Within a piece it does not.
+    """
+    if compiled := getattr(module, "_compiled_forward", None):
+        compiled.take_hooks(module, name)
+    else:
+        # What is gathered behind a lookup is a view, and torch fails to compile what is given one.
+        module.register_forward_hook(lambda module, inputs, outputs: outputs.clone())
+
+
+class _Compiled:
+    """A compiled `forward()`, and hooks that are compiled along with it."""
+
+    def __init__(self, plain: Callable[..., Any], kind: type[nn.Module]) -> None:
+        self._before: list[tuple[Callable[..., Any], bool]] = []
+        self._after: list[tuple[Callable[..., Any], bool]] = []
+        self._name: str | None = None
+        before, after = self._before, self._after
+
+        def run(*inputs: Any, **named: Any) -> Any:
+            for hook, with_named in before:
+                if with_named:
+                    if (changed := hook(inputs, named)) is not None:
+                        inputs, named = changed
+                elif (changed := hook(inputs)) is not None:
+                    inputs = changed if isinstance(changed, tuple) else (changed,)
+            outputs = plain(*inputs, **named)
+            for hook, with_named in after:
+                arguments = (inputs, named, outputs) if with_named else (inputs, outputs)
+                if (changed := hook(*arguments)) is not None:
+                    outputs = changed
+            return outputs
+
+        # What has been compiled is found by its code, and no more of it is kept than a limit says:
+        # each class has one of its own.
+        run.__code__ = _codes.setdefault(kind, run.__code__.replace())
+        self._run = torch.compile(run, backend=BACKEND)
+
+    def take_hooks(self, module: nn.Module, name: str) -> None:
+        """Take over the hooks that a piece has by now."""
+        self._name = name
+        for number, hook in list(module._forward_pre_hooks.items()):
+            with_named = number in module._forward_pre_hooks_with_kwargs
+            self._before.append((partial(hook, module), with_named))
+            del module._forward_pre_hooks[number]
+        for number, hook in list(module._forward_hooks.items()):
+            with_named = number in module._forward_hooks_with_kwargs
+            self._after.append((partial(hook, module), with_named))
+            del module._forward_hooks[number]
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if self._name is not None and any(hasattr(value, "device_mesh") for value in inputs):
+            raise UsageError(
+                f"--compile: piece {self._name!r} is given a DTensor, whose gradient torch.compile "
+                "gets wrong; have tensor_plan() give the piece before it use_local_output=True, or "
+                "leave out --compile"
+            )
+        return self._run(*inputs, **named)
+
+
+_codes: dict[type[nn.Module], CodeType] = {}
+
+
+def check_compiled(task: Task) -> None:
+    """Make sure, after a training pass, that something has been compiled.
+
+    Raises:
+        UsageError: nothing has, and the run would be as slow as without.
+    """
+    from torch._dynamo.utils import counters
+
+    if not counters["stats"]["unique_graphs"]:
+        raise UsageError(
+            f"--compile: torch.compile has compiled nothing of the model of task {task.name!r}: it "
+            "sees no tensor operations in it, or TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is "
+            "set; leave out --compile"
+        )
+
+
+@cache
+def _clean() -> None:
+    """Clean inductor's caches once per process, before it compiles anything."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    # Headers are kept in the latter, whatever the user says.
+    for folder in {cache_dir(), default_cache_dir()}:
+        remove_unfinished(Path(folder))
+
+
+def remove_unfinished(folder: Path) -> list[Path]:
+    """Remove the libraries of one of inductor's caches that are cut off; give them.
+
+    The compiler writes them in place, and inductor takes one that exists for whole: after a process
+    has been killed while compiling, none with that cache would start any more.
+    """
+    removed = []
+    with suppress(OSError):
+        for own in [path for path in folder.iterdir() if path.is_dir()]:
+            for path in own.iterdir():
+                if _suspect(path):
+                    locks = folder if own.name != "precompiled_headers" else own
+                    removed += _remove(path, locks / "locks")
+    return removed
+
+
+def _remove(path: Path, locks: Path) -> list[Path]:
+    """Remove a library, or the libraries beside a folder, unless a compiler holds their lock."""
+    from filelock import FileLock, Timeout
+
+    # A process that compiles holds the lock.
+    lock = FileLock(locks / f"{path.name.partition('.')[0]}.lock", timeout=0)
+    removed = []
+    with suppress(OSError, Timeout), lock:
+        if not _suspect(path):
+            return []
+        if path.suffix in MADE:
+            made = [path]
+        else:
+            base = path.name.removesuffix(UNFINISHED)
+            made = [path.with_name(base + suffix) for suffix in MADE]
+        for one in made:
+            if one.exists():
+                one.unlink()
+                removed.append(one)
+        if path.is_dir():
+            path.rmdir()
+    return removed
+
+
+def _suspect(path: Path) -> bool:
+    """Say whether a path of the cache was left by a compiler that was killed."""
+    if path.name.endswith(UNFINISHED):
+        return path.is_dir()
+    return path.suffix in (".so", ".o") and path.is_file() and not _is_whole(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Say whether a library is complete: its table of sections comes last."""
+    if sys.platform != "linux":
+        return True
+    with path.open("rb") as file:
+        header = file.read(64)
+        size = os.fstat(file.fileno()).st_size
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return False
+    if header[4] != 2:  # not of 64 bits: no processor that torch is built for
+        return True
+    order = "<" if header[5] == 1 else ">"
+    table: int = struct.unpack_from(f"{order}Q", header, 40)[0]
+    each, count = struct.unpack_from(f"{order}HH", header, 58)
+    return 0 < table <= size - int(each) * int(count)

@@ -1,0 +1,139 @@
+"""Evaluation: the whole test set, each rank a part of it, none padded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from train.cli.config import Config
+from train.data.order import Batch, Source, share_of
+from train.errors import UsageError
+from train.parallel.base import Strategy, Tally
+from train.rundir.files import RunDirectory, read_lines
+from train.runtime.process_group import Group
+from train.tasks.base import Task
+
+
+def batch_size(config: Config, strategy: Strategy) -> int:
+    """Say how many samples a rank evaluates at a time.
+
+    By default, as many as it takes in a forward pass of training, for which there is memory.
+    """
+    if config.eval_batch is not None:
+        return config.eval_batch
+    shards, passes = strategy.shards, strategy.micro_batches()
+    if config.reduce == "exact":
+        shards, passes = config.virtual_shards, config.micro_batches(config.virtual_shards)
+    return math.ceil(math.ceil(config.global_batch / shards) / passes)
+
+
+def evaluated_epoch(
+    config: Config,
+    strategy: Strategy,
+    group: Group,
+    directory: RunDirectory,
+    step: int,
+    samples: int,
+) -> int:
+    """Say after which epoch a run that goes on after `step` was evaluated last.
+
+    An evaluation follows the checkpoint of the same step, so it may have failed, or a stop may have
+    come first. Rank 0 looks for its event in the run directory; all ranks call this at once.
+
+    Args:
+        config: the run's.
+        strategy: knows the steps after which ranks hold one model.
+        group: all ranks.
+        directory: of the run.
+        step: how many were made.
+        samples: how many are drawn in an epoch.
+    """
+    before = step - 1
+    while before > 0 and not strategy.settled(before):
+        before -= 1
+    earlier, now = (max(each, 0) * config.global_batch // samples for each in (before, step))
+    if earlier == now:
+        return now
+    made = group.place.rank == 0 and any(
+        event.get("event") == "epoch" and event.get("step") == step
+        for event in read_lines(directory.path / "events.jsonl")
+    )
+    return now if group.broadcast(made) else earlier
+
+
+def measure(
+    task: Task, strategy: Strategy, group: Group, test: Source, *, batch: int
+) -> dict[str, float]:
+    """Measure the mean loss and the task's metrics over the whole test set.
+
+    Sums are exchanged, not means, as the parts differ in size; in double precision, in which the
+    counts of any test set are exact.
+
+    Args:
+        task: loss, scores and metrics.
+        strategy: runs the model.
+        group: all ranks, which call this at once.
+        test: the samples.
+        batch: how many a rank takes at a time, at most.
+    """
+    rows = []
+    for part, counts in parts_of(test, batch=batch, shard=strategy.shard, shards=strategy.shards):
+        row = _row(strategy.evaluate(part))
+        if counts:
+            rows.append(row)
+    mine: list[float] = torch.stack(rows).sum(dim=0).tolist() if rows else []
+    # A rank that has measured nothing, or for which another one reports, such as a pipeline's first
+    # stage, need not know how many scores there are.
+    width = max(group.gather(len(mine)))
+    count, loss, *score = group.sum(mine + [0.0] * (width - len(mine)))
+    metrics = _figures(task, torch.tensor(score, dtype=torch.float64), int(count))
+    return {f"test_{name}": value for name, value in metrics.items()} | {
+        "test_loss": loss / max(count, 1.0)
+    }
+
+
+def _figures(task: Task, score: Tensor, count: int) -> dict[str, float]:
+    """Let the task make figures of its sums.
+
+    Raises:
+        UsageError: they are none.
+    """
+    metrics = task.metrics(score, count)
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"task {task.name!r}: metrics() gave {metrics!r}; it must be a dict of numbers by name"
+        ) from error
+
+
+def parts_of(test: Source, *, batch: int, shard: int, shards: int) -> Iterator[tuple[Batch, bool]]:
+    """Give one rank's share of the test set in batches, as many as every other rank.
+
+    Models that are cut exchange something in each batch, and a rank that had one fewer would leave
+    the others waiting. Where a rank has no sample left it is given one that does not count, since
+    many a model takes no empty batch.
+
+    Yields:
+        A batch of at most `batch` samples, and whether it counts.
+    """
+    size = len(test)
+    start, stop = share_of(size, shard=shard, shards=shards)
+    passes = max(math.ceil(size / (shards * batch)), 1)
+    cuts = [share_of(stop - start, shard=number, shards=passes) for number in range(passes)]
+    # An empty test set has no sample to give.
+    count = [first < last or not size for first, last in cuts]
+    numbers = (
+        torch.arange(start + first, start + last) if counts else torch.zeros(1, dtype=torch.int64)
+        for (first, last), counts in zip(cuts, count, strict=True)
+    )
+    return zip(test.read(numbers), count, strict=True)
+
+
+def _row(found: Tally) -> Tensor:
+    """Put a batch's sums side by side: count, loss, scores. Shape [2 + n], float64."""
+    count = found.loss.new_tensor([found.count], dtype=torch.float64)
+    return torch.cat([count, found.loss.double().reshape(1), found.score.double().reshape(-1)])

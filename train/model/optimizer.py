@@ -1,0 +1,108 @@
+"""The optimizer, and its state under the names of the parameters it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import profiler
+
+if TYPE_CHECKING:
+    from train.cli.config import Config
+
+
+class NamedOptimizer:
+    """AdamW or SGD whose state is a flat dictionary of tensors, as `<parameter>/<slot>`.
+
+    torch numbers parameters by their order; names survive a change of strategy.
+    """
+
+    def __init__(self, parameters: Iterator[tuple[str, nn.Parameter]], config: Config) -> None:
+        """Optimize the strategy's parameters, after it has wrapped the model."""
+        self._parameters = dict(parameters)
+        self._lr = config.lr
+        on_gpu = [parameter.is_cuda for parameter in self._parameters.values()]
+        self._fused = config.optimizer == "adamw" and bool(on_gpu) and all(on_gpu)
+        groups: dict[object, list[nn.Parameter]] = {}
+        for parameter in self._parameters.values():
+            # One fused call cannot take parameters of several meshes: each has a group of its own.
+            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        # A rank may hold none: torch refuses an empty list, but not an empty group.
+        lists = [{"params": group} for group in groups.values()] or [{"params": []}]
+        self._optimizer: torch.optim.Optimizer
+        if config.optimizer == "sgd":
+            self._optimizer = torch.optim.SGD(
+                lists,
+                lr=config.lr,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+            )
+        else:
+            self._optimizer = torch.optim.AdamW(
+                lists,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                # One kernel for all: while it is launched, a GPU that has agreed on a step waits.
+                fused=self._fused or None,
+            )
+        self._unmarked = without_span(self._optimizer)
+
+    def step(self, lr: float | None = None) -> None:
+        """Update the parameters, at another learning rate if need be; forget their gradients."""
+        if lr is not None and lr != self._lr:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._lr = lr
+        if profiler._is_profiler_enabled:
+            self._optimizer.step()
+        else:
+            self._unmarked(self._optimizer)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients without a step."""
+        # What zero_grad() does, without what it does for those who trace it.
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Give the whole state, live; empty before the first step."""
+        return {
+            f"{name}/{slot}": value
+            for name, parameter in self._parameters.items()
+            for slot, value in self._optimizer.state[parameter].items()
+            if isinstance(value, Tensor)
+        }
+
+    def allocate(self, slots: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+        """Make room for a state to be read into, in place; of other ranks' parameters, none.
+
+        Args:
+            slots: shape and type by `<parameter>/<slot>`, as a checkpoint lists them.
+        """
+        for key, (shape, dtype) in slots.items():
+            name, _, slot = key.rpartition("/")
+            if (parameter := self._parameters.get(name)) is None:
+                continue
+            # What has the parameter's shape is sharded as it is; the rest are scalars, which only
+            # one kernel for all wants beside the parameters.
+            like = slot != "step" and shape == parameter.shape
+            beside = parameter.device if self._fused else None
+            self._optimizer.state[parameter][slot] = (
+                torch.zeros_like(parameter, requires_grad=False)
+                if like
+                else torch.zeros(shape, dtype=dtype, device=beside)
+            )
+        return self.tensors()
+
+
+def without_span(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
+    """Give `step()` as it was before torch wrapped it in a span for the profiler.
+
+    While nothing is traced that span is for nobody, and takes a tenth of a step of a millisecond.
+    """
+    step = type(optimizer).step
+    # So torch marks what it has wrapped.
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

@@ -1,0 +1,38 @@
+"""How a step's work is shared between processes. One module per strategy."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from train.parallel.base import Parts, Strategy
+
+# Module and class by name; imported only when asked for: DistributedDataParallel alone takes a
+# second.
+_COMPOSED = ("train.parallel.hybrid", "Composed")
+STRATEGIES = {
+    "single": ("train.parallel.single", "Single"),
+    "dataparallel": ("train.parallel.data_parallel", "Threaded"),
+    "ddp": ("train.parallel.ddp", "DataParallel"),
+    "fsdp": _COMPOSED,
+    "hsdp": _COMPOSED,
+    "manual": ("train.parallel.manual", "Manual"),
+    "pp": ("train.parallel.pipeline.schedule", "Pipelined"),
+    "tp": _COMPOSED,
+    "cp": _COMPOSED,
+    "hybrid": _COMPOSED,
+    "ps": ("train.parallel.parameter_server.strategy", "Served"),
+    "local-sgd": ("train.parallel.local_sgd", "LocalSgd"),
+    "exact": ("train.parallel.exact", "ExactDataParallel"),
+}
+
+
+def build(name: str, parts: Parts) -> Strategy:
+    """Make the strategy of that name; whatever its name, a layout with stages is a pipeline's."""
+    if parts.config.reduce == "exact":
+        name = "exact"
+    elif parts.layout.pp > 1:
+        name = "pp"
+    module, attribute = STRATEGIES[name]
+    return cast("Strategy", getattr(import_module(module), attribute)(parts))

@@ -1,0 +1,317 @@
+"""What the training loop asks of a strategy, and what most strategies have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from train.errors import UsageError
+from train.model import compilation
+from train.model.prepare import prepare
+from train.model.trees import Tree, mapped
+from train.parallel.inventory import Inventory, check_alike, check_unchanged
+from train.tasks.base import model_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
+
+    from train.cli.config import Config
+    from train.data.order import Batch
+    from train.model.optimizer import NamedOptimizer
+    from train.parallel.layout import Layout
+    from train.runtime.process_group import Group
+    from train.tasks.base import Task
+
+
+_AS_IT_IS = nullcontext()
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a strategy is made of."""
+
+    task: Task
+    """Model, loss, and how the model may be cut."""
+    config: Config
+    """The command line."""
+    layout: Layout
+    """How the ranks are arranged."""
+    group: Group
+    """The ranks."""
+
+    def model(self, device: torch.device | None = None) -> nn.Module:
+        """Make the task's model; its initial weights are a function of the seed alone.
+
+        On the device `meta` nothing is allocated, and there are no weights yet.
+        """
+        torch.manual_seed(self.config.seed)
+        with device or torch.device("cpu"):
+            model = model_of(self.task)
+        if device is None:
+            model = model.to(self.group.device)
+        return prepare(model, self.task, self.config, device=self.group.device)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Multiply matrices in the precision that was asked for."""
+        if self.config.precision == "fp32":
+            return _AS_IT_IS
+        return torch.autocast(self.group.device.type, DTYPES[self.config.precision])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """What one rank adds to a step; zeros where another rank reports the same items."""
+
+    loss: Tensor
+    """Summed loss. Scalar, detached."""
+    count: int
+    """Items that it sums over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """What one rank adds to an evaluation; zeros where another rank reports the same items."""
+
+    loss: Tensor
+    """Summed loss. Scalar."""
+    score: Tensor
+    """The task's sums, such as how many are right. Shape [n], see `Task.score()`."""
+    count: int
+    """Items that they sum over."""
+
+
+class Strategy(ABC):
+    """How a step's work is shared between processes.
+
+    The strategy owns the model; the loop builds the optimizer from `named_parameters()`, after
+    the strategy has wrapped or sharded the model, never before.
+    """
+
+    shard: int = 0
+    """Which slice of the global batch this rank works on."""
+    shards: int = 1
+    """How many slices there are; fewer than ranks when some share one (tensor parallel)."""
+    axes: tuple[int, ...] = (0,)
+    """Coordinates with random numbers of their own; ranks that must draw the same share them."""
+
+    norm_device: torch.device = torch.device("cpu")
+    """Where sums over ranks are computed."""
+    stage_group: ProcessGroup | None = None
+    """Ranks that hold other parameters than this one (pipeline stages), one of each stage."""
+
+    @abstractmethod
+    def verify(self) -> None:
+        """Make sure that the strategy has kept all that the model consisted of.
+
+        Raises:
+            UsageError: names what is lost, or is another.
+        """
+
+    def describe(self) -> str:
+        """Say which part of the model is where, as far as that is worth a line."""
+        return ""
+
+    def report(self) -> str:
+        """Say at the end what was seen, as far as that is worth a line."""
+        return ""
+
+    @abstractmethod
+    def micro_batches(self) -> int:
+        """Count the micro-batches that `accumulate()` expects on every rank."""
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give this rank's parameters under the plain model's names; DTensors where sharded."""
+
+    def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give what sums over all parameters take from this rank; its ranks know a part each."""
+        return self.named_parameters()
+
+    def bind(self, optimizer: NamedOptimizer) -> None:
+        """Get to know the optimizer, which was built from `named_parameters()`."""
+
+    def warm_up(self, batch: Batch) -> None:
+        """Do what changes on the first steps before the first step, without changing the model."""
+
+    def begin_step(self, step: int) -> None:
+        """Prepare for the optimizer's step number `step`, counted from 1."""
+
+    @abstractmethod
+    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
+        """Add the gradients of `factor` times the summed loss."""
+
+    def without_gradient(self) -> frozenset[str]:
+        """Name the parameters that this rank's data have given no gradient in this step.
+
+        Only those for which zeros stand in, because other ranks may have one.
+        """
+        return frozenset()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Make the gradients those of `factor` times the loss summed over all ranks."""
+        if factor != 1.0:
+            scale(self.named_parameters(), factor)
+
+    def agree_on_norm(self, norm: float) -> float:
+        """Give the gradient's norm that all ranks decide by; most have it in common."""
+        return norm
+
+    def after_step(self, step: int) -> None:
+        """Do what follows the optimizer's step number `step`, counted from 1."""
+
+    def finish(self) -> None:
+        """Do what must be done after the last step of the run."""
+
+    def settled(self, step: int) -> bool:
+        """Say whether all ranks hold the same model after this step, so that it can be saved."""
+        return True
+
+    @abstractmethod
+    def evaluate(self, batch: Batch) -> Tally:
+        """Measure without gradients."""
+
+    @abstractmethod
+    def model_state(self) -> dict[str, Tensor]:
+        """Give this rank's part of the model under the plain model's names."""
+
+    @abstractmethod
+    def load_model_state(self, state: dict[str, Tensor]) -> None:
+        """Put tensors in place that are sharded like those of `model_state()`."""
+
+
+class WholeModel(Strategy):
+    """A strategy whose every rank holds one module that can run a batch by itself."""
+
+    def __init__(self, parts: Parts, model: nn.Module) -> None:
+        """Take the model over; training passes go through `run`, which may wrap it."""
+        self.parts, self.task, self.model = parts, parts.task, model
+        self._given = Inventory.of([model])
+        self.run: nn.Module = model
+        self.shard = parts.layout.shard(parts.group.place.rank)
+        self.shards = parts.layout.shards
+        self.axes = (self.shard,)
+        self.norm_device = parts.group.device
+
+    def verify(self) -> None:
+        """Compare what the model consists of with what it did when the strategy was given it.
+
+        Raises:
+            UsageError: names what is lost, or is another.
+        """
+        config, group = self.parts.config, self.parts.group
+        how = f"--strategy {config.strategy_on(group.place)} ({self.parts.layout})"
+        check_alike(self._given, group, task=self.task.name)
+        check_unchanged(self._given, Inventory.of([self.model]), how=how)
+
+    def micro_batches(self) -> int:
+        """Count those of the largest share: all ranks exchange as often."""
+        return self.parts.config.micro_batches(self.shards)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give the model's parameters."""
+        return self.model.named_parameters()
+
+    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
+        """Add the gradients of the summed loss, one micro-batch after the other."""
+        self.start_training()
+        return self.total([self.backward(batch, factor) for batch in micro_batches])
+
+    def start_training(self) -> None:
+        """Leave the mode of evaluation, which walks through all modules, if need be."""
+        if not self.model.training:
+            self.run.train(True)
+
+    def backward(self, batch: Batch, factor: float) -> Sums:
+        """Run one micro-batch forwards and backwards."""
+        with self.parts.autocast():
+            loss = one_number(self.task.loss(self.run(batch.inputs), batch.targets), self.task)
+        if is_sharded(loss):
+            torch.autograd.backward(loss * factor)
+        else:
+            # The gradient to begin with, instead of a multiplication that would have one too.
+            torch.autograd.backward(loss, torch.full_like(loss, factor))
+        if self.parts.config.compile:
+            compilation.check_compiled(self.task)
+        return Sums(loss=loss.detach(), count=self.task.count(batch.targets))
+
+    @staticmethod
+    def total(sums: Sequence[Sums]) -> Sums:
+        """Add up micro-batches."""
+        if len(sums) == 1:
+            return sums[0]
+        loss = torch.stack([one.loss for one in sums]).sum()
+        return Sums(loss=loss, count=sum(one.count for one in sums))
+
+    def evaluate(self, batch: Batch) -> Tally:
+        """Run the model without gradients."""
+        self.model.eval()
+        with torch.no_grad(), self.parts.autocast():
+            outputs = self.model(batch.inputs)
+            return tally(self.task, outputs, batch.targets)
+
+    def model_state(self) -> dict[str, Tensor]:
+        """Give the model's parameters and buffers."""
+        return self.model.state_dict()
+
+    def load_model_state(self, state: dict[str, Tensor]) -> None:
+        """Put them in place."""
+        self.model.load_state_dict(state)
+
+
+def one_number(loss: Tensor, task: Task) -> Tensor:
+    """Insist on a loss that is a sum.
+
+    Raises:
+        UsageError: it is one number per item, or no tensor.
+    """
+    tensor = isinstance(loss, Tensor)
+    if tensor and loss.dim() == 0:
+        return loss
+    given = f"a tensor of shape {list(loss.shape)}" if tensor else type(loss).__name__
+    raise UsageError(
+        f"task {task.name!r}: loss() gave {given}; it must be a tensor of one number, the sum over "
+        'the items of the batch (reduction="sum")'
+    )
+
+
+def tally(task: Task, outputs: Tree, targets: Tree) -> Tally:
+    """Measure a batch's outputs."""
+    return Tally(
+        # Each rank may have its share of it only.
+        loss=full(one_number(task.loss(outputs, targets), task)),
+        # Each rank may have its share of the classes only; the likeliest is one of all.
+        score=task.score(mapped(full, outputs), targets),
+        count=task.count(targets),
+    )
+
+
+def scale(parameters: Iterator[tuple[str, nn.Parameter]], factor: float) -> None:
+    """Multiply gradients in place: each rank its part of a sharded one."""
+    if factor == 1.0:
+        return
+    gradients = [local(p.grad) for _, p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Give this rank's part of a sharded tensor; a plain one is its own part."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Put a sharded tensor together; all of its ranks take part."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Say whether a tensor is a DTensor, without importing it, as few strategies need to."""
+    return hasattr(tensor, "device_mesh")

@@ -1,0 +1,307 @@
+"""Context parallel: each rank has a part of every sequence.
+
+Almost every layer works on one position at a time and needs no change. Attention looks at earlier
+positions, which other ranks hold. `allgather` fetches their keys and values: it works with any
+number of heads, but the rank with the last part has the most to do. `ulysses` swaps parts of the
+sequence for heads, so that each rank has whole sequences of a few heads, and back: less on the
+wire, and all have the same to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from train.data.order import Batch
+from train.errors import UsageError, is_collateral
+from train.layers import CausalAttention, Placed
+from train.model.trees import Tree, mapped, named, tensors_of
+from train.parallel import pieces, sequence_check
+from train.parallel.base import Parts
+from train.parallel.layout import Layout
+from train.runtime.process_group import arrange
+
+TIME = 2
+HEADS = 1
+# Layers that look beyond one position by themselves, and cannot be told that parts are missing.
+BEYOND = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSlice:
+    """Which part of each sequence a rank works on."""
+
+    part: int = 0
+    """Number of this rank's part."""
+    layout: Layout = field(default_factory=Layout)
+    """How many parts there are, and who else shares them."""
+    task: str = ""
+    """What messages call the task."""
+
+    def of(self, batch: Batch) -> Batch:
+        """Cut this rank's part out of inputs and targets: dimension 1 of all their tensors.
+
+        Raises:
+            UsageError: the sequence cannot be cut in parts of one length, which shows the
+                arithmetic; or a tensor has no such dimension.
+        """
+        parts = self.layout.cp
+        if parts == 1:
+            return batch
+        tensors = [*tensors_of(batch.inputs), *tensors_of(batch.targets)]
+        if tensors[0].dim() < 2 or any(t.shape[:2] != tensors[0].shape[:2] for t in tensors):
+            whose = f"those of task {self.task!r}" if self.task else "this task's"
+            shapes = f"{_shapes('inputs', batch.inputs)} and {_shapes('targets', batch.targets)}"
+            raise UsageError(
+                f"--cp {parts} cuts dimension 1 of inputs and targets, the sequence, but {whose} "
+                f"are {shapes}; leave out --cp"
+            )
+        time = tensors[0].shape[1]
+        # Between its layers, tensor parallelism cuts each part once more.
+        divisor = parts * self.layout.tp
+        if time % divisor:
+            product = f"cp {parts} x tp {self.layout.tp} = {divisor}"
+            raise UsageError(
+                f"--cp {parts} does not fit sequences of {time}: {time} = {time // divisor} x "
+                f"{divisor} + {time % divisor}"
+                + (f" ({product})" if self.layout.tp > 1 else "")
+                + f"; the sequence must be a multiple of {divisor}"
+            )
+        part = slice(time // parts * self.part, time // parts * (self.part + 1))
+        return batch.mapped(lambda tensor: tensor[:, part].contiguous())
+
+
+def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
+    """Let the attention of a model (or of one pipeline stage) reach over the parts of a sequence.
+
+    Gradients are not its business: the ranks of one sequence have the same parameters, so that they
+    are summed along with those of other samples.
+
+    Raises:
+        UsageError: the model has no attention that can be told, or layers that cannot.
+    """
+    layout = parts.layout
+    if layout.cp == 1:
+        return SequenceSlice()
+    _check(model, parts)
+    others = layout.world_size // (layout.cp * layout.tp)
+    sizes = {"others": others, "cp": layout.cp, "tp": layout.tp}
+    mesh = arrange(parts.group, sizes, timeout_s=parts.config.timeout_s)
+    group, part = mesh.get_group("cp"), mesh.get_local_rank("cp")
+    exchange: GatheredKeys | HeadsForTime
+    if parts.config.cp_method == "ulysses":
+        exchange = HeadsForTime(group, layout)
+    else:
+        exchange = GatheredKeys(group, part)
+    for module in model.modules():
+        if isinstance(module, CausalAttention):
+            module.context = exchange
+        elif isinstance(module, Placed):
+            module.register_forward_pre_hook(_Begin(part))
+    return SequenceSlice(part=part, layout=layout, task=parts.task.name)
+
+
+def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: Parts) -> None:
+    """Make sure that cutting sequences does not change what a model computes.
+
+    Args:
+        model: the model, or this rank's stages of it, as `apply()` and others have made it.
+        run: computes its outputs without gradients; `None` where another rank has them.
+        batch: some samples, the same on all ranks.
+        parts: what the strategy is made of.
+
+    Raises:
+        UsageError: on all ranks; some layer counts positions, or looks beyond one, by itself.
+    """
+    cp = parts.layout.cp
+    if cp == 1 or not len(batch):
+        return
+    SequenceSlice(layout=parts.layout, task=parts.task.name).of(batch)
+    time = tensors_of(batch.inputs)[0].shape[1] // cp * 2
+    two = mapped(lambda tensor: tensor[:1, :time].contiguous(), batch.inputs)
+    halves = parts.config.precision != "fp32"
+    name = parts.task.name
+    slices = [
+        SequenceSlice(part=part, layout=parts.layout, task=name).of(batch) for part in range(cp)
+    ]
+    counts = [parts.task.count(one.targets) for one in slices]
+    if sum(counts) != (whole := parts.task.count(batch.targets)):
+        raise UsageError(
+            f"--cp {cp}: count() of task '{name}' gives {whole} for whole sequences, but "
+            f"{' + '.join(map(str, counts))} for their parts, so the loss would be divided by "
+            "another number; count what loss() sums over, such as targets.numel(), or leave out "
+            "--cp"
+        )
+    if pieces.looks_at_data(parts, batch):
+        raise UsageError(
+            f"--cp {cp}: the model of task '{name}' asks for a number of its data (item(), or an "
+            "if on a tensor), of which each rank has a part of each sequence only; leave out --cp"
+        )
+    try:
+        different = sequence_check.differs(run, model, two, halves=halves)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if is_collateral(error):
+            raise
+        raise UsageError(
+            f"--cp {cp}: the model of task '{name}' cannot run on a part of a sequence, "
+            f"{_shapes('inputs', two)} of {_shapes('inputs', batch.inputs)}: "
+            f"{str(error).splitlines()[0]}; its layers must take sequences of any length, or leave "
+            "out --cp"
+        ) from error
+    if any(parts.group.sum([different])):
+        raise UsageError(
+            f"--cp {cp}: for a part of a sequence the model of task '{parts.task.name}' computes "
+            "something else than for all of it: a layer counts positions from where its input "
+            "begins, or looks beyond one; use train.layers.Positions or Places, and no other layer "
+            "than CausalAttention that looks beyond one, or leave out --cp"
+        )
+
+
+def _shapes(name: str, tree: Tree) -> str:
+    """Give the shapes of a tree's tensors, by name where there are several."""
+    if isinstance(tree, Tensor):
+        return str(list(tree.shape))
+    tensors = ((path, leaf) for path, leaf in named(name, tree) if isinstance(leaf, Tensor))
+    return ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in tensors)
+
+
+def _check(model: nn.Module, parts: Parts) -> None:
+    cp, task = parts.layout.cp, parts.task
+    foreign = [type(module).__name__ for module in model.modules() if isinstance(module, BEYOND)]
+    if foreign:
+        raise UsageError(
+            f"--cp {cp}: the model of task '{task.name}' has a {foreign[0]}, which would see only "
+            "this rank's part of a sequence; use train.layers.CausalAttention, or leave out --cp"
+        )
+    # A stage of a pipeline may well have none, the whole model may not.
+    models = [model] if parts.layout.pp == 1 else [model, parts.model(torch.device("meta"))]
+    if not any(isinstance(m, CausalAttention) for one in models for m in one.modules()):
+        raise UsageError(
+            f"--cp {cp}: the model of task '{task.name}' has no train.layers.CausalAttention, the "
+            "layer that can attend to other ranks' parts of a sequence; build the model with it "
+            "(and with train.layers.Positions), or leave out --cp"
+        )
+
+
+class _Begin:
+    """Tells a layer where this rank's part begins: parts are of one length."""
+
+    def __init__(self, part: int) -> None:
+        self._part = part
+
+    def __call__(self, module: Placed, arguments: tuple[int, ...]) -> None:
+        module.offset = self._part * arguments[0]
+
+
+class GatheredKeys:
+    """Fetches the keys and values of all parts; queries stay where they are."""
+
+    def __init__(self, group: ProcessGroup, part: int) -> None:
+        """Exchange within `group`, whose ranks are in the order of their parts."""
+        self._group, self._part = group, part
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # what it calls is not traceable
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend from this rank's positions to all before them: [batch, heads, time, head_dim]."""
+        time = query.shape[TIME]
+        seen = time * (self._part + 1)
+        # Both in one exchange. What comes after this part is not needed, and gets no gradient.
+        both = _gather(torch.stack((key, value)), self._group).narrow(TIME + 1, 0, seen)
+        # The last query is at the last key seen: the triangle starts from the lower right corner.
+        mask: Any = causal_lower_right(time, seen)
+        return functional.scaled_dot_product_attention(query, both[0], both[1], attn_mask=mask)
+
+
+class HeadsForTime:
+    """Gives away parts of the sequence and gets whole sequences of a few heads, and back.
+
+    Source: DeepSpeed Ulysses, arXiv 2309.14509.
+    """
+
+    def __init__(self, group: ProcessGroup, layout: Layout) -> None:
+        """Exchange within `group`, whose ranks are in the order of their parts."""
+        self._group, self._layout = group, layout
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # what it calls is not traceable
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend over the whole sequence: [batch, heads, time of this part, head_dim].
+
+        Raises:
+            UsageError: the heads cannot be shared evenly; shows the arithmetic.
+        """
+        self._check(query.shape[HEADS])
+        # All three in one exchange; the dimensions are one further on.
+        whole = _swap(torch.stack((query, key, value)), HEADS + 1, TIME + 1, self._group)
+        query, key, value = whole.unbind()
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return _swap(mixed, TIME, HEADS, self._group)
+
+    def _check(self, heads: int) -> None:
+        cp, tp = self._layout.cp, self._layout.tp
+        if heads % cp:
+            total = f"{heads * tp} heads / tp {tp} = {heads}" if tp > 1 else f"{heads} heads"
+            raise UsageError(
+                f"--cp {cp} --cp-method ulysses shares heads, but {total}, which {cp} does not "
+                f"divide: {heads} = {heads // cp} x {cp} + {heads % cp}; use --cp-method allgather"
+            )
+
+
+def _gather(part: Tensor, group: ProcessGroup) -> Tensor:
+    """Join the parts of [2, batch, heads, time, head_dim] along the time."""
+    gather: Any = _Gather.apply
+    joined: Tensor = gather(part, group)
+    return joined
+
+
+def _swap(tensor: Tensor, split: int, join: int, group: ProcessGroup) -> Tensor:
+    """Share dimension `split` out, and put dimension `join` together."""
+    swap: Any = _Swap.apply
+    swapped: Tensor = swap(tensor, split, join, group)
+    return swapped
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather. A key's gradient is the sum over all ranks that used it: reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, dim=TIME + 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        chunks = gradients[0].chunk(dist.get_world_size(ctx.group), dim=TIME + 1)
+        parts = [chunk.contiguous() for chunk in chunks]
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter(mine, parts, group=ctx.group)
+        return mine, None
+
+
+class _Swap(torch.autograd.Function):
+    """All-to-all. Its gradient takes the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split: int, join: int, group: ProcessGroup) -> Tensor:
+        ctx.split, ctx.join, ctx.group = split, join, group
+        sent = torch.stack(tensor.chunk(dist.get_world_size(group), dim=split))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(), dim=join)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _swap(gradients[0], ctx.join, ctx.split, ctx.group), None, None, None

@@ -1,0 +1,108 @@
+"""nn.DataParallel: one process, a thread per GPU. Kept for comparison; `ddp` is what to use.
+
+Before every pass the model is copied from the first GPU to all others, after it their outputs are
+gathered there, and gradients as well: the first GPU does and holds more than the rest, and Python's
+threads take turns. `report()` says how much more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from train.data.order import Batch
+from train.errors import UsageError
+from train.model import compilation
+from train.model.trees import Tree, tensors_of
+from train.parallel.base import Parts, Sums, Tally, WholeModel
+from train.parallel.layout import flag
+from train.parallel.manual import devices
+
+MIB = 1024 * 1024
+
+
+class Threaded(WholeModel):
+    """Splits each batch over the GPUs; loss and gradients are those of the whole batch."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Make the model on the first device, from which it is copied before every pass."""
+        listed = parts.config.devices
+        found = devices(listed)
+        self._gpus = [device.index for device in found if device.type == "cuda"]
+        if self._gpus and len(set(self._gpus)) < len(found):
+            raise UsageError(
+                f"--devices {listed}: nn.DataParallel takes different GPUs, each once; for a list "
+                "with 'cpu' or with one GPU twice use --strategy manual"
+            )
+        if not self._gpus and len(found) > 1:
+            raise UsageError(
+                f"--devices {listed}: nn.DataParallel knows GPUs only; name different ones, or "
+                "leave --devices out to run on the CPU, in one thread"
+            )
+        for wanted in ("compile", "activation_checkpointing"):
+            if len(self._gpus) > 1 and getattr(parts.config, wanted):
+                raise UsageError(
+                    f"{flag(wanted)} does not go with --strategy dataparallel on several GPUs: "
+                    "their copies would all run the first one's weights; use --strategy ddp, or "
+                    "one GPU"
+                )
+        super().__init__(parts, parts.model(torch.device("cpu")).to(found[0]))
+        self._device = found[0]
+        compilation.whole(self.model, parts.config)
+        # The loss is computed on what has been gathered: a sum over the whole batch, as it must be.
+        # A loss within each thread would have to be summed by hand; its mean would be wrong.
+        # Beside GPUs that are not in the list it would insist on one.
+        if self._gpus:
+            self.run = nn.DataParallel(self.model, device_ids=self._gpus)
+        self._largest_output = 0
+        self.run.register_forward_hook(self._note_output)
+
+    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
+        """Add the gradients of the summed loss, one micro-batch after the other."""
+        return super().accumulate([batch.to(self._device) for batch in micro_batches], factor)
+
+    def evaluate(self, batch: Batch) -> Tally:
+        """Run the model on the first device, without gradients."""
+        return super().evaluate(batch.to(self._device))
+
+    def describe(self) -> str:
+        """Say what is where."""
+        if not self._gpus:
+            return "nn.DataParallel without a GPU just runs the model: one process on the CPU"
+        names = ", ".join(f"cuda:{number}" for number in self._gpus)
+        return f"nn.DataParallel on {names}: {self._arithmetic()}"
+
+    def report(self) -> str:
+        """Say how unevenly the devices were loaded: measured on GPUs, else by arithmetic."""
+        if not self._gpus:
+            return f"on two GPUs or more it would be: {self._arithmetic()}"
+        peaks = [torch.cuda.max_memory_allocated(number) / MIB for number in self._gpus]
+        listed = ", ".join(
+            f"cuda:{n} {peak:,.1f} MiB" for n, peak in zip(self._gpus, peaks, strict=True)
+        )
+        most = f"; the fullest holds {max(peaks) / max(min(peaks), 1 / MIB):.1f} x the emptiest"
+        return f"peak memory: {listed}{most if len(peaks) > 1 else ''}"
+
+    def _arithmetic(self) -> str:
+        """Count what the first device holds and the others do not."""
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        config = self.parts.config
+        copies = 2 if config.optimizer == "adamw" else int(config.momentum > 0)
+        text = (
+            f"the first device keeps {(2 + copies) * weights / MIB:,.2f} MiB (weights, gradients, "
+            f"{copies} x optimizer state) from step to step, each other one borrows "
+            f"{2 * weights / MIB:,.2f} MiB (weights, gradients) in a pass"
+        )
+        if self._largest_output:
+            text += (
+                f", and the first gathers the outputs of all, {self._largest_output / MIB:,.2f} "
+                "MiB, and computes the loss alone"
+            )
+        return text
+
+    def _note_output(self, module: nn.Module, inputs: object, output: Tree) -> None:
+        """Keep the size of what is gathered on the first device."""
+        size = sum(tensor.nbytes for tensor in tensors_of(output))
+        self._largest_output = max(self._largest_output, size)

@@ -1,0 +1,199 @@
+"""Any product of sharded data, tensor and context parallelism, and each of them alone.
+
+Order matters. Matrices are cut first (tensor parallel), then attention is told that the sequence is
+(context parallel), and last the data axes are laid around what is left: `fully_shard` sees the cut
+parameters, and cuts them once more along another dimension of the same mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from train.data.order import Batch
+from train.model import batchnorm, buffers, compilation
+from train.model.trees import Tree
+from train.parallel import cp, fsdp, gradient_sync, inventory, pieces, tp
+from train.parallel.base import Parts, Sums, Tally, WholeModel, local
+from train.parallel.fsdp_units import Units
+from train.runtime.process_group import arrange, limit_waiting
+
+# Dimensions of the mesh whose ranks see different samples, or different parts of a sequence.
+DATA = ("dp_replicate", "fsdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a model, or one pipeline stage of it, has been cut."""
+
+    sequence: cp.SequenceSlice
+    """This rank's part of each sequence."""
+    units: Units | None
+    """What is gathered and reduced along the data axes; None: nothing is."""
+
+
+class Composed(WholeModel):
+    """Applies what the layout asks for to one model."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Make the model, cut it and shard it."""
+        meta = parts.config.meta_init
+        super().__init__(parts, parts.model(torch.device("meta") if meta else None))
+        mesh = build_mesh(parts)
+        cut = parallelise(self.model, self.task.pieces(self.model), parts, mesh)
+        self._slice, self._units = cut.sequence, cut.units
+        at = parts.layout.coordinates(parts.group.place.rank)
+        # Ranks of one tensor-parallel group compute the same loss: the first of them reports it.
+        self._reports = at["tp"] == 0
+        self.axes = (self.shard, at["cp"])
+        if meta:
+            materialise([self.model], parts)
+        # After the tensors on the device `meta` have been replaced.
+        self._running_statistics = buffers.moving(self.model)
+        self._data_groups = data_groups(mesh)
+        self._uncut = tp.UncutGradients(mesh["tp"], task=self.task.name)
+        self.gradient_sync = gradient_sync.choose(parts, self.model, self.micro_batches())
+
+    def describe(self) -> str:
+        """Say when gradients are reduced, where that is a choice."""
+        return str(self.gradient_sync)
+
+    def warm_up(self, batch: Batch) -> None:
+        """Refuse a model that does not bear cutting its sequences, or sharding its pieces."""
+        if self._units:
+            asked = f"--strategy {self.parts.config.strategy_on(self.parts.group.place)}"
+            pieces.check_at_home(self.parts, batch, self._units.pieces, asked=asked)
+        cp.verify(self.model, self._outputs, batch, self.parts)
+
+    def _outputs(self, inputs: Tree) -> Tree:
+        self.model.eval()
+        with torch.no_grad(), self.parts.autocast():
+            return self.model(inputs)
+
+    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
+        """Add the gradients of the summed loss; exchange them as `gradient_sync` says."""
+        self.start_training()
+        if self._units:
+            self._units.begin_step()
+        sums = []
+        for number, batch in enumerate(micro_batches, start=1):
+            last, each = number == len(micro_batches), self.gradient_sync.when == "each"
+            fsdp.exchange_gradients(self.model, last=last, each=each)
+            with tp.losses_stay_apart(self.parts):
+                sums.append(self.backward(self._slice.of(batch), factor))
+        tp.finish_gradients(self.model, self.parts.layout.tp)
+        self._uncut.check([self.model], halves=self.parts.config.precision != "fp32")
+        buffers.average(self._running_statistics, self._data_groups)
+        total = self.total(sums)
+        return total if self._reports else Sums(loss=torch.zeros_like(total.loss), count=0)
+
+    def without_gradient(self) -> frozenset[str]:
+        """Name the parameters that this rank's data have given no gradient in this step."""
+        return self._units.without_gradient() if self._units else frozenset()
+
+    def evaluate(self, batch: Batch) -> Tally:
+        """Run the model without gradients; all ranks take part in every batch."""
+        with tp.losses_stay_apart(self.parts):
+            found = super().evaluate(self._slice.of(batch))
+        if self._reports:
+            return found
+        zeros = torch.zeros_like
+        return Tally(loss=zeros(found.loss), score=zeros(found.score), count=0)
+
+
+def build_mesh(parts: Parts) -> DeviceMesh:
+    """Arrange the ranks in the dimensions along which parameters are cut.
+
+    The ranks of one sequence (cp) have the same parameters and different gradients, just like those
+    of different samples: both are one dimension here, `fsdp`.
+    """
+    layout = parts.layout
+    sizes = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "fsdp": layout.dp_shard * layout.cp,
+        "tp": layout.tp,
+    }
+    return arrange(parts.group, sizes, timeout_s=parts.config.timeout_s)
+
+
+def data_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
+    """Give this rank's groups along the dimensions whose ranks see different samples."""
+    names = mesh.mesh_dim_names or ()
+    return [mesh.get_group(n) for n in names if n in DATA and mesh.size(names.index(n)) > 1]
+
+
+def parallelise(model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh) -> Cut:
+    """Cut a model, or one pipeline stage of it, as the layout says."""
+    layout, config = parts.layout, parts.config
+    if layout.tp > 1:
+        tp.apply(model, parts.task, mesh["tp"], config)
+    sequence = cp.apply(model, parts)
+    if config.sync_batch_norm:
+        # Others hold the same samples, or another stage.
+        group = mesh[DATA]._flatten("data").get_group()
+        limit_waiting(group, timeout_s=config.timeout_s)
+        batchnorm.among(model, group)
+    compilation.pieces(model, pieces, config, cut=layout.tp > 1)
+    units, name = None, parts.task.name
+    if layout.dp_replicate > 1:
+        # Also where nothing is sharded: DDP does not know tensor-parallel parameters.
+        units = fsdp.apply(model, pieces, mesh["dp_replicate", "fsdp"], config, task=name)
+    elif layout.dp_shard * layout.cp > 1:
+        units = fsdp.apply(model, pieces, mesh["fsdp"], config, task=name)
+    return Cut(sequence=sequence, units=units)
+
+
+def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
+    """Give modules on the device `meta` their weights: rank 0 makes them and sends them.
+
+    One tensor at a time: no other rank ever holds more than its own parts and one whole tensor.
+    """
+    device = parts.group.device
+    mine: dict[str, Tensor] = {}
+    # Stages may share parameters with each other.
+    together = nn.ModuleList(modules)
+    ties = inventory.ties_of(together)
+    for module in modules:
+        # Offloaded parameters live in the host's memory from the start; FSDP insists.
+        module.to_empty(device="cpu" if parts.config.cpu_offload else device)
+    fsdp.tie_again(together, ties)
+    for module in modules:
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                owner._buffers[name] = buffer.to(device)
+        mine.update(_tensors(module))
+    first = parts.group.place.rank == 0
+    weights = _tensors(parts.model(torch.device("cpu"))) if first else {}
+    for names in parts.group.broadcast(_by_tensor(weights)):
+        sent = {names[0]: weights[names[0]].detach()} if first else {}
+        whole = parts.group.broadcast_tensors(sent, source=0)[names[0]]
+        # Under whatever name it stands here: a stage may hold the second of two only.
+        own = next((mine[name] for name in names if name in mine), None)
+        if own is None:
+            continue
+        if isinstance(own, DTensor):
+            mesh, placements = own.device_mesh, own.placements
+            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        with torch.no_grad():
+            local(own).copy_(local(whole))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Name parameters and buffers, under all their names, also those that no checkpoint holds."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _by_tensor(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """List the names of each tensor."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())

@@ -1,0 +1,202 @@
+"""Do a task's pieces, one after the other, make up the forward pass of its model?
+
+A pipeline runs the pieces and nothing else: what the model's own `forward()` does beside them (a
+factor, a sum, a branch around one of them) would be left out without an error. Sharded data
+parallel gathers a piece's parameters while that piece runs, and only then.
+
+Before the first step one sample goes through the model and through its pieces. On the device
+`meta`, which costs next to nothing, the two sequences of operations are compared. A model whose
+branches depend on its data runs on the CPU instead, and the outputs are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from train.data.order import Batch
+from train.errors import UsageError
+from train.model.trees import Tree, mapped, tensors_of
+from train.parallel.base import Parts
+
+# Beside the size of the outputs; the operations are the same ones, in the same order.
+FAR = 1e-6
+ASKED_MOST = 1000
+"""How often a model may ask for a number of its data before it is taken for a loop."""
+
+
+def check_complete(parts: Parts, batch: Batch, *, asked: str) -> None:
+    """Make sure that the pieces are all that the model does.
+
+    Args:
+        parts: what the strategy is made of.
+        batch: some samples; one of rank 0's is used.
+        asked: the flags that run the pieces by themselves, for the message.
+
+    Raises:
+        UsageError: on all ranks; the model does something else, too.
+    """
+    problem = ""
+    if parts.group.place.rank == 0 and len(batch):
+        problem = _difference(parts, batch.part(0, 1).inputs)
+    if problem := parts.group.broadcast(problem):
+        raise UsageError(
+            f"{asked}: the pieces of task {parts.task.name!r}, one after the other, do not compute "
+            f"what its model does: {problem}; move that into one of the modules that pieces() "
+            "names, or use --strategy fsdp"
+        )
+
+
+def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, asked: str) -> None:
+    """Make sure that parameters which are gathered for a piece are used in that piece only.
+
+    Args:
+        parts: what the strategy is made of.
+        batch: some samples; the first is used.
+        units: the pieces that are sharded by themselves.
+        asked: the flags that shard them, for the message.
+
+    Raises:
+        UsageError: on all ranks; names the parameter.
+    """
+    if not units or not len(batch):
+        return
+    abroad: list[tuple[str, str]] = []
+    # On `meta` there are no numbers: a branch on them goes the one way, and then the other.
+    for number in (0, 1):
+        record = _Record(number)
+        # What cannot run there is refused by torch at the first step.
+        with suppress(Exception):
+            model = parts.model(torch.device("meta"))
+            record.watch(model, units)
+            _run(model, mapped(_to_meta, batch.part(0, 1).inputs), record)
+        abroad += record.abroad
+    for name, piece in abroad:
+        raise UsageError(
+            f"{asked}: parameter {name!r} of task {parts.task.name!r} is used outside of piece "
+            f"{piece!r}, for which alone it is gathered; share it between two modules "
+            "(`head.weight = embedding.weight`) instead, or have pieces() name '' (the whole "
+            "model), or use --strategy ddp"
+        )
+
+
+def looks_at_data(parts: Parts, batch: Batch) -> bool:
+    """Say whether the model reads a number from its data (`item()`, or `if` on a tensor)."""
+    record = _Record()
+    with suppress(Exception):
+        _run(parts.model(torch.device("meta")), mapped(_to_meta, batch.part(0, 1).inputs), record)
+    return any(name.startswith("aten._local_scalar_dense") for name, _, _ in record.operations)
+
+
+class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations of a forward pass, and which parameters they take."""
+
+    def __init__(self, number: int | None = None) -> None:
+        """Begin.
+
+        Args:
+            number: what the model is told where it asks for a number that `meta` does not have.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._number, self._asked = number, 0
+        self.operations: list[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]] = []
+        self.abroad: list[tuple[str, str]] = []
+        self._names: dict[int, str] = {}
+        self._homes: dict[int, str] = {}
+        self._running: list[str] = []
+
+    def watch(self, model: nn.Module, pieces: Sequence[str]) -> None:
+        """Know a model's parameters by name, and which piece is running."""
+        for name, parameter in model.named_parameters():
+            self._names[id(parameter)] = name
+        for piece in pieces:
+            module = model.get_submodule(piece)
+            self._homes |= {id(p): piece for p in module.parameters()}
+            module.register_forward_pre_hook(lambda *_, piece=piece: self._running.append(piece))
+            module.register_forward_hook(lambda *_: self._running.pop() and None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and note it."""
+        taken = tensors_of((args, dict(kwargs or {})))
+        names = tuple(self._names[id(t)] for t in taken if id(t) in self._names)
+        shapes = tuple(tuple(t.shape) for t in taken)
+        self.operations.append((str(func), names, shapes))
+        for tensor in taken:
+            home = self._homes.get(id(tensor))
+            if home is not None and home not in self._running:
+                self.abroad.append((self._names[id(tensor)], home))
+        if self._number is not None and func is torch.ops.aten._local_scalar_dense.default:
+            self._asked += 1
+            if self._asked > ASKED_MOST:
+                raise RuntimeError("a loop that ends by its data")
+            return torch.tensor(self._number, dtype=taken[0].dtype).tolist()
+        return func(*args, **(kwargs or {}))
+
+
+def _difference(parts: Parts, inputs: Tree) -> str:
+    """Say in what the model differs from its pieces; '' if in nothing."""
+    try:
+        model = parts.model(torch.device("meta"))
+        whole, apart = _Record(), _Record()
+        given = mapped(_to_meta, inputs)
+        for record, run in ((whole, model), (apart, _in_turn(model, parts))):
+            record.watch(model, ())
+            _run(run, given, record)
+    except Exception:
+        return _numeric_difference(parts, inputs)
+    if whole.operations == apart.operations:
+        return ""
+    pairs = zip([*whole.operations, None], [*apart.operations, None], strict=False)
+    for one, other in pairs:
+        if one != other:
+            return f"{_described(one)} in the model, {_described(other)} in the pieces"
+    return "they end at another place"
+
+
+def _numeric_difference(parts: Parts, inputs: Tree) -> str:
+    model = parts.model(torch.device("cpu")).eval()
+    given = mapped(lambda t: t.cpu() if isinstance(t, Tensor) else t, inputs)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        whole, apart = tensors_of(model(given)), tensors_of(_in_turn(model, parts)(given))
+    same = len(whole) == len(apart) and all(
+        a.shape == b.shape and bool((a - b).norm() <= FAR * a.norm())
+        for a, b in zip(whole, apart, strict=True)
+    )
+    return "" if same else "for the same sample other numbers come out"
+
+
+def _in_turn(model: nn.Module, parts: Parts) -> Callable[[Tree], Tree]:
+    pieces = [model.get_submodule(name) for name in parts.task.pieces(model)]
+
+    def run(hidden: Tree) -> Tree:
+        for piece in pieces:
+            hidden = piece(hidden)
+        return hidden
+
+    return run
+
+
+def _run(model: Callable[[Tree], Tree], inputs: Tree, record: _Record) -> None:
+    if isinstance(model, nn.Module):
+        model.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), record:
+        model(inputs)
+
+
+def _described(operation: tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]] | None) -> str:
+    if operation is None:
+        return "nothing more"
+    name, parameters, shapes = operation
+    of = f" of {', '.join(parameters)}" if parameters else ""
+    return f"{name}{of} {' '.join(str(list(shape)) for shape in shapes)}"
+
+
+def _to_meta(value: object) -> object:
+    return value.to("meta") if isinstance(value, Tensor) else value

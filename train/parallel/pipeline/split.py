@@ -1,0 +1,213 @@
+"""Where a model is cut for a pipeline, who holds which stage, and how many micro-batches it takes.
+
+Pure arithmetic, without torch, so that a command line is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING
+
+from train.errors import UsageError
+
+if TYPE_CHECKING:
+    from train.cli.config import Config
+    from train.parallel.layout import Layout
+
+# Schedules whose ranks hold one stage each. Of the others they hold two: a batch passes every rank
+# twice, and the first and the last micro-batch keep fewer ranks waiting.
+ONE_STAGE = ("GPipe", "1F1B")
+# Rank r holds stages r and 2 pp - 1 - r: data goes down the ranks and up again, like a V. Otherwise
+# it starts over at rank 0, in a loop.
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+# They compute the gradients of inputs first, which the next stage waits for, and those of weights
+# when there is nothing better to do: two passes over parts of one graph.
+TWO_PASSES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def stage_count(schedule: str, pp: int) -> int:
+    """Count the stages that a model is cut into."""
+    return pp if schedule in ONE_STAGE else 2 * pp
+
+
+def stages_of(rank: int, schedule: str, pp: int) -> tuple[int, ...]:
+    """Number the stages of a rank of the pipeline, in the order of the forward pass.
+
+    >>> [stages_of(rank, "Interleaved1F1B", 2) for rank in range(2)]
+    [(0, 2), (1, 3)]
+    >>> [stages_of(rank, "DualPipeV", 2) for rank in range(2)]
+    [(0, 3), (1, 2)]
+    """
+    if schedule in ONE_STAGE:
+        return (rank,)
+    return (rank, 2 * pp - 1 - rank if schedule in V_SHAPED else pp + rank)
+
+
+def owners(schedule: str, pp: int) -> dict[int, int]:
+    """Name the rank of the pipeline that holds each stage, in the order of the forward pass.
+
+    >>> owners("DualPipeV", 2)
+    {0: 0, 1: 1, 2: 1, 3: 0}
+    """
+    held = {number: rank for rank in range(pp) for number in stages_of(rank, schedule, pp)}
+    return dict(sorted(held.items()))
+
+
+def accepts(schedule: str, pp: int, micro_batches: int) -> bool:
+    """Say whether a schedule can be made for so many micro-batches."""
+    match schedule:
+        case "1F1B" | "DualPipeV":
+            return micro_batches >= stage_count(schedule, pp)
+        case "Interleaved1F1B" | "InterleavedZeroBubble":
+            # In rounds of at least pp micro-batches, all of the same number.
+            return micro_batches % max(1, micro_batches // pp) == 0
+        case _:
+            return True
+
+
+def micro_batches(config: Config, layout: Layout) -> int:
+    """Count the micro-batches that every rank's share of a step is cut into.
+
+    Unless their size was given: as many as there are stages, twice, if the share allows it. Fewer
+    leave ranks waiting for work, more leave each with little to do at a time.
+
+    Raises:
+        UsageError: they cannot be of one size, or the schedule cannot be made for so many.
+    """
+    share = _share(config, layout)
+    fitting = _fitting(config, layout.pp, share)
+    if config.micro_batch is not None:
+        if config.micro_batch in fitting:
+            return share // config.micro_batch
+        raise UsageError(_unfitting(config, layout, share, fitting))
+    if not fitting:
+        raise UsageError(_none_fits(config, layout, share))
+    wanted = 2 * stage_count(config.pp_schedule, layout.pp)
+    counts = [share // size for size in fitting]
+    return max((count for count in counts if count <= wanted), default=min(counts))
+
+
+def check(config: Config, layout: Layout) -> None:
+    """Refuse what a pipeline cannot do, before a model is made.
+
+    Raises:
+        UsageError: shows the arithmetic and a way out.
+    """
+    if layout.pp == 1:
+        raise UsageError(
+            "--strategy pp: a pipeline needs at least 2 ranks, but --pp is 1; start more ranks, or "
+            "use --strategy single"
+        )
+    micro_batches(config, layout)
+    if config.compile and config.pp_schedule in TWO_PASSES:
+        raise UsageError(
+            f"--pp-schedule {config.pp_schedule} goes through each graph of the backward pass in "
+            "two parts, and --compile leaves no parts; use --pp-schedule Interleaved1F1B, or leave "
+            "out --compile"
+        )
+
+
+def cut(pieces: Mapping[str, int], parts: int, *, asked: str) -> list[list[str]]:
+    """Cut a model's pieces in `parts` successive groups, the largest as small as can be.
+
+    Args:
+        pieces: number of parameters by name, in the order of the forward pass. Pieces without any
+            are no group of their own: an optimizer would have nothing to do there.
+        parts: how many groups.
+        asked: what asked for so many, for the message.
+
+    Raises:
+        UsageError: there are too few pieces.
+
+    >>> cut({"0": 9, "relu": 0, "1": 5, "2": 4}, 2, asked="--pp 2")
+    [['0'], ['relu', '1', '2']]
+    """
+    names, sizes = list(pieces), list(pieces.values())
+    cuttable = sum(size > 0 for size in sizes)
+    if cuttable < parts:
+        known = ", ".join(repr(name) for name in names)
+        raise UsageError(
+            f"{asked}: the model is to be cut in {parts} parts, but only {cuttable} of its pieces "
+            f"({known}) have parameters; ask for at most {cuttable}, or have the task's pieces() "
+            "name more submodules"
+        )
+
+    @cache
+    def best(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        """Cut what begins at `start`: the size of the largest group, and where each one ends."""
+        if parts == 1:
+            return sum(sizes[start:]) or math.inf, (len(sizes),)
+        options = []
+        for stop in range(start + 1, len(sizes) - parts + 2):
+            rest, ends = best(stop, parts - 1)
+            options.append((max(sum(sizes[start:stop]) or math.inf, rest), (stop, *ends)))
+        return min(options)
+
+    _, ends = best(0, parts)
+    return [names[start:stop] for start, stop in zip((0, *ends), ends, strict=False)]
+
+
+def _share(config: Config, layout: Layout) -> int:
+    share, remainder = divmod(config.global_batch, layout.shards)
+    if remainder:
+        lower = config.global_batch - remainder
+        fitting = [str(size) for size in (lower, lower + layout.shards) if size]
+        raise UsageError(
+            f"--global-batch {config.global_batch} with --pp {layout.pp}: stages expect batches of "
+            f"one size, but {config.global_batch} samples for {layout.shards} ranks are "
+            f"{layout.shards} x {share} + {remainder}; use --global-batch {' or '.join(fitting)}"
+        )
+    return share
+
+
+def _fitting(config: Config, pp: int, share: int) -> list[int]:
+    """List the sizes of micro-batches that divide a share, and that the schedule allows."""
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    return [size for size in sizes if accepts(config.pp_schedule, pp, share // size)]
+
+
+def _unfitting(config: Config, layout: Layout, share: int, fitting: list[int]) -> str:
+    size = config.micro_batch or share
+    count, remainder = divmod(share, size)
+    if not fitting:
+        return _none_fits(config, layout, share)
+    if remainder:
+        why = (
+            f"stages expect micro-batches of one size, but a rank's share of {share} samples is "
+            f"{count} x {size} + {remainder}"
+        )
+    else:
+        why = (
+            f"a rank's share of {share} samples makes {_counted(count)}, "
+            f"{_demand(config.pp_schedule, layout.pp)}"
+        )
+    return f"--micro-batch {size} with --pp {layout.pp}: {why}; use --micro-batch {_any(fitting)}"
+
+
+def _none_fits(config: Config, layout: Layout, share: int) -> str:
+    least = stage_count(config.pp_schedule, layout.pp)
+    return (
+        f"--global-batch {config.global_batch} with --pp {layout.pp}: a rank's share of {share} "
+        f"samples makes at most {_counted(share)}, {_demand(config.pp_schedule, layout.pp)}; "
+        f"use --global-batch {least * layout.shards} or more, or --pp-schedule GPipe"
+    )
+
+
+def _demand(schedule: str, pp: int) -> str:
+    """Say what a schedule asks of the number of micro-batches."""
+    if schedule in ("1F1B", "DualPipeV"):
+        count = stage_count(schedule, pp)
+        return f"but schedule {schedule} needs at least one for each of {count} stages"
+    return f"but schedule {schedule} takes them in rounds of one size, of at least {pp} each"
+
+
+def _counted(micro_batches: int) -> str:
+    return "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+
+
+def _any(sizes: list[int]) -> str:
+    """Write alternatives, largest first."""
+    *others, last = [str(size) for size in sorted(sizes, reverse=True)]
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,239 @@
+"""Tensor parallel: ranks share each layer's matrices, by columns and then by rows.
+
+Between the layers the sequence is cut instead (sequence parallel), so that norms and residuals are
+not computed by all ranks alike. Which layer is cut how is the task's to say: `tensor_plan()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    loss_parallel,
+    parallelize_module,
+)
+
+from train.cli.config import Config
+from train.errors import UsageError
+from train.parallel import inventory
+from train.parallel.base import Parts, local
+from train.tasks.base import Task
+
+
+def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> None:
+    """Cut a model along `mesh`, in place: its parameters become DTensors.
+
+    What torch loses on the way is put back: it makes two parameters of one that two modules share,
+    and trains a frozen one of a module whose style is SequenceParallel.
+
+    Raises:
+        UsageError: the task has no plan, or a size cannot be shared by so many ranks, or modules
+            that share a parameter would cut it in different ways.
+    """
+    plan = task.tensor_plan(model, ranks=mesh.size(), loss_parallel=config.loss_parallel)
+    if not plan:
+        raise UsageError(
+            f"--tp {mesh.size()}: task {task.name!r} has no tensor-parallel plan; give it a method "
+            "tensor_plan(), or use --strategy fsdp"
+        )
+    # Of a pipeline stage's other pieces there is nothing here.
+    here = {name for name, _ in model.named_modules()}
+    plan = {name: plan[name] for name in plan if name in here}
+    names = {id(module): name for name, module in model.named_modules()}
+    ties = inventory.ties_of(model)
+    frozen = [
+        (module, name)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not parameter.requires_grad
+    ]
+    parallelize_module(model, mesh, plan)
+    for module, name in frozen:
+        module.get_parameter(name).requires_grad_(False)
+    for places in ties:
+        _tie_again(places, names, ranks=mesh.size())
+    _check_even(model, plan, ranks=mesh.size())
+
+
+def _tie_again(
+    places: Sequence[tuple[nn.Module, str]], names: Mapping[int, str], *, ranks: int
+) -> None:
+    """Make one parameter again of what modules have shared, which is cut once for each by now.
+
+    Raises:
+        UsageError: it is not cut alike for all of them.
+    """
+    parameters = [module.get_parameter(name) for module, name in places]
+    cuts = [_cut(parameter) for parameter in parameters]
+    if len(set(cuts)) > 1:
+        uses = "; ".join(
+            f"{names[id(module)]}.{name} {cut}"
+            for (module, name), cut in zip(places, cuts, strict=True)
+        )
+        raise UsageError(
+            f"--tp {ranks}: modules share one parameter, but tensor_plan() cuts it differently for "
+            f"each ({uses}): give these modules styles that cut it alike (an embedding "
+            "RowwiseParallel, a head ColwiseParallel), or use --strategy fsdp"
+        )
+    inventory.tie(places, parameters[0])
+
+
+def _cut(parameter: nn.Parameter) -> str:
+    """Say how a parameter is cut."""
+    if not isinstance(parameter, DTensor):
+        return "is not cut"
+    dims = [str(p.dim) for p in parameter.placements if isinstance(p, Shard)]
+    return f"is cut along dimension {' and '.join(dims)}" if dims else "is whole on each rank"
+
+
+def _check_even(model: nn.Module, plan: Mapping[str, ParallelStyle], *, ranks: int) -> None:
+    """Refuse a linear layer whose rows or columns ranks cannot share evenly.
+
+    Between two such layers torch passes each rank's part on as a plain tensor, and takes all parts
+    to be of one size when it puts them together again.
+
+    Raises:
+        UsageError: names the parameter, with the arithmetic.
+    """
+    for prefix, module in model.named_modules():
+        style = plan.get(prefix)
+        if not isinstance(module, nn.Linear):
+            continue
+        if isinstance(style, ColwiseParallel) and not style.use_local_output:
+            continue  # its output knows how it is cut
+        for name, parameter in module.named_parameters(recurse=False):
+            for placement in parameter.placements if isinstance(parameter, DTensor) else ():
+                if not isinstance(placement, Shard):
+                    continue
+                size = parameter.shape[placement.dim]
+                if size % ranks:
+                    raise UsageError(
+                        f"--tp {ranks} cannot share parameter {prefix}.{name} "
+                        f"{list(parameter.shape)} evenly along dimension {placement.dim}: {size} = "
+                        f"{size // ranks} x {ranks} + {size % ranks}; choose a size that {ranks} "
+                        f"divides, leave {prefix} out of tensor_plan(), or use another --tp"
+                    )
+
+
+def finish_gradients(model: nn.Module, ranks: int) -> None:
+    """Lay every gradient out like its parameter.
+
+    torch does not. Behind sequence parallelism a rank has the gradient of its part of the time, a
+    DTensor that is `Partial`, and the gradient of an embedding cut by rows is whole on all ranks.
+    DTensor operations know; whoever takes the local tensor, to clip by its norm for instance, is
+    silently wrong. Here, after the last micro-batch, it costs one exchange per step.
+    """
+    if ranks == 1:
+        return
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            parameter.grad = _laid_out(gradient, parameter.placements)
+
+
+def _laid_out(gradient: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """Lay a gradient out in another way, on the device of its ranks: it may be offloaded."""
+    if gradient.placements == tuple(placements):
+        return gradient
+    home, way = local(gradient).device, gradient.device_mesh.device_type
+    if home.type == way:
+        return gradient.redistribute(placements=placements)
+    # In the host's memory, ranks that talk through NCCL have no way to each other.
+    moved = cast("DTensor", gradient.to(way)).redistribute(placements=placements)
+    return cast("DTensor", moved.to(home))
+
+
+# What torch says of an operation on a DTensor and a plain tensor.
+MIXED = "got mixed torch.Tensor and DTensor"
+
+
+class UncutGradients:
+    """Sees, in the first step, that ranks agree on the gradients of all that is not cut.
+
+    A parameter that the task's plan leaves out is whole on each rank. If it works on what is cut
+    there, such as a rank's heads or its part of the time, each rank has a part of its gradient
+    only, which nobody adds up.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, task: str) -> None:
+        """Compare over the ranks of `mesh`, its dimension `tp`."""
+        self._mesh, self._task, self._checked = mesh, task, mesh.size() == 1
+
+    def check(self, modules: Sequence[nn.Module], *, halves: bool) -> None:
+        """Compare the gradients of these modules, once; all ranks of the mesh call this.
+
+        Args:
+            modules: the model, or this rank's stages of it.
+            halves: whether gradients come of half precision, which rounds by half a percent.
+
+        Raises:
+            UsageError: on all ranks; names a parameter.
+        """
+        if self._checked:
+            return
+        self._checked = True
+        gradients = {
+            name: local(parameter.grad)
+            for module in modules
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None and not self._is_cut(parameter)
+        }
+        if not gradients:
+            return
+        sums = [(g.double().norm(), g.double().sum()) for g in gradients.values()]
+        mine = torch.tensor([[float(a), float(b)] for a, b in sums], dtype=torch.float64)
+        mine = mine.to(self._mesh.device_type)
+        least, most = mine.clone(), mine.clone()
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._mesh.get_group())
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._mesh.get_group())
+        far = (most - least).amax(dim=1) > (0.1 if halves else 1e-3) * most[:, 0]
+        wrong = [name for name, is_far in zip(gradients, far.tolist(), strict=True) if is_far]
+        if wrong:
+            ranks = self._mesh.size()
+            raise UsageError(
+                f"--tp {ranks}: tensor_plan() of task {self._task!r} leaves out {wrong[0]!r}, "
+                "which works on what the plan cuts, so that each rank has a part of its gradient "
+                "only; give its module a style, such as train.tasks.styles.Replicated, or use "
+                "--strategy fsdp"
+            )
+
+    @staticmethod
+    def _is_cut(parameter: nn.Parameter) -> bool:
+        """Say whether a parameter has been given to the plan, which looks after its gradient."""
+        names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+        return "tp" in (names or ())
+
+
+@contextmanager
+def losses_stay_apart(parts: Parts) -> Iterator[None]:
+    """Compute the loss from each rank's share of the classes, if that was asked for.
+
+    Raises:
+        UsageError: the model or the loss puts what is cut together with what is not.
+    """
+    ranks = parts.layout.tp
+    apart = parts.config.loss_parallel and ranks > 1
+    try:
+        with loss_parallel() if apart else nullcontext():
+            yield
+    except RuntimeError as error:
+        # Of a pipeline, torch raises another one about it.
+        reason = next((str(e) for e in (error, error.__cause__) if MIXED in str(e)), "")
+        if ranks == 1 or not reason:
+            raise
+        flags = f"--tp {ranks}{' --loss-parallel' if apart else ''}"
+        raise UsageError(
+            f"{flags}: the model or the loss of task {parts.task.name!r} puts what tensor_plan() "
+            f"cuts together with what it does not ({reason.partition(',')[0]}): have the plan give "
+            "plain tensors (use_local_output=True)"
+            + (", or leave out --loss-parallel" if apart else ", or use --strategy fsdp")
+        ) from error

@@ -1,0 +1,1 @@
+"""Traces of the profiler, and one timeline of all ranks."""

@@ -1,0 +1,126 @@
+"""`--profile 10:13`: trace these steps, and print where their time went.
+
+Every rank writes `profile/attempt-N/rank-R.json` into the run directory, a Chrome trace. How time
+is split, `timeline` says. Tracing makes short operators look slower than they are: compare the
+parts with each other, and with the untraced steps' speed in `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from train.profiling.timeline import DATA, STEP, Profile, Split, split
+from train.rundir.console import Console
+from train.runtime.rank import Place
+
+__all__ = ["Profile", "Profiler", "report"]
+
+MOST_OPERATIONS = 8
+SILENT = "6"
+_OFF = nullcontext()
+
+
+class Profiler:
+    """Traces the steps of a profile; without one it does nothing, in about a microsecond."""
+
+    def __init__(
+        self, profile: Profile | None, *, run_dir: Path, place: Place, console: Console
+    ) -> None:
+        """Say what to trace, and where it belongs."""
+        self.profile, self.place, self.console = profile, place, console
+        self.folder = run_dir / "profile" / f"attempt-{place.attempt}"
+        self._trace: torch.profiler.profile | None = None
+        self._last_step = 0
+
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """Surround a step, trace it if it is one of those, and write all after the last of them."""
+        profile = self.profile
+        if profile is None or not profile.first <= number <= profile.last:
+            return _OFF
+        return self._traced(number, profile.last)
+
+    def data(self) -> AbstractContextManager[object]:
+        """Surround the fetching of a batch."""
+        return record_function(DATA) if self._trace else _OFF
+
+    @contextmanager
+    def _traced(self, number: int, last: int) -> Iterator[None]:
+        if self._trace is None:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            else:
+                # kineto marks each start and stop on standard error, above its level of errors.
+                # Those are worth reading where there is a GPU, which may not be ours to watch.
+                os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+            self._trace = torch.profiler.profile(activities=activities)
+            # Before the first step's span: starting takes longer than many a step.
+            self._trace.start()
+        with record_function(f"{STEP}{number}"):
+            yield
+        self._last_step = number
+        if number == last:
+            self.close()
+
+    def close(self) -> None:
+        """Write and print what has been traced; for a run that ends before the last of the steps.
+
+        A trace that cannot be written is said to be so, and ends no training.
+        """
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        trace.stop()
+        path = self.folder / f"rank-{self.place.rank}.json"
+        try:
+            events = _write(trace, path)
+        except (OSError, ValueError, RuntimeError) as error:
+            self.console.complain(f"no trace in {path}: {error}", every_rank=True)
+            return
+        if self.place.rank == 0:
+            for line in report(split(events)):
+                self.console.say(line)
+            self.console.say(f"  traces: {self.folder}/rank-*.json, for ui.perfetto.dev")
+
+
+def _write(trace: torch.profiler.profile, path: Path) -> list[dict[str, object]]:
+    """Write a trace, and read it back: what is missing from a full disk is missed here."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp.json")
+    try:
+        trace.export_chrome_trace(str(draft))
+        events: list[dict[str, object]] = json.loads(draft.read_text(encoding="utf-8"))[
+            "traceEvents"
+        ]
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return events
+
+
+def report(parts: Split) -> list[str]:
+    """Write a split for people."""
+    steps, wall = max(parts.steps, 1), max(parts.wall, 1e-12)
+    lines = [f"profile of {parts.steps} steps on rank 0, {parts.wall / steps * 1e3:.2f} ms each:"]
+    notes = {
+        "communication": f"and {parts.hidden / steps * 1e3:.2f} ms hidden under compute",
+        "idle": "Python, launching, waiting for what is not traced",
+    }
+    for name in ("compute", "communication", "data", "idle"):
+        seconds = getattr(parts, name)
+        note = f"  ({notes[name]})" if name in notes else ""
+        lines.append(f"  {name:<14}{seconds / wall:>7.1%} {seconds / steps * 1e3:>10.3f} ms{note}")
+    lines.append("  slowest operations, by their own time per step:")
+    lines += [
+        f"  {operation.seconds / steps * 1e3:>10.3f} ms {operation.calls / steps:>7.4g} x  "
+        f"{operation.name[:60]}"
+        for operation in parts.operations[:MOST_OPERATIONS]
+    ]
+    return lines

@@ -1,0 +1,261 @@
+"""Whether the run directory is ours to go on with: the same run, not finished, nobody in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from train.checkpoints import store
+from train.cli.config import Config
+from train.errors import CheckpointError, FencedError, RefusedError, UsageError
+from train.rundir import untrusted
+from train.rundir.console import Console, figures
+from train.rundir.files import VERSION, Outcome, RunDirectory, write_atomically
+from train.rundir.json_text import dump
+from train.rundir.lock import LOOK_S, NAME, Contender
+from train.runtime.process_group import Group
+
+RUN = "run.json"
+# What makes a run another one whatever its task is called: the settings, and the order of the data.
+NEVER_ADOPTED = {field.name for field in dataclasses.fields(Config)} - {"task"} | {"train_samples"}
+
+Identity = Mapping[str, object]
+
+
+def claim(
+    directory: RunDirectory,
+    identity: Identity,
+    steps: int,
+    group: Group,
+    *,
+    adopt: str | None = None,
+) -> str | None:
+    """Make the run directory ours; a text means that there is nothing left to do.
+
+    Rank 0 decides, since only its directory is sure to exist, and all ranks hear of it. Each node
+    looks for checkpoints of another run: its directory may be its own, and it may be resumed from.
+
+    Args:
+        directory: where the run lies.
+        identity: what makes it this run.
+        steps: how many it has in all.
+        group: all ranks, which call this at once.
+        adopt: what the run in the directory may call its task; `adopt()` notes it later.
+
+    Raises:
+        UsageError: on all ranks; there is another run, or the same one lives, or the directory
+            cannot be made.
+        FencedError: on all ranks; a newer attempt was here.
+    """
+    looks = group.place.local_rank == 0
+    former = group.broadcast(_former(directory, identity, adopt) if group.place.rank == 0 else [])
+    ours = [identity, *former]
+    strange = group.gather(_strange_checkpoint(directory, ours) if looks else "")
+    contender = Contender(directory.path / NAME, directory.place, Console(rank=group.place.rank))
+    verdict, text = "wait", ""
+    # Look by look, so that no rank waits longer in a collective than it has patience.
+    while verdict == "wait":
+        if group.place.rank == 0:
+            found = [checkpoint for checkpoint in strange if checkpoint]
+            verdict, text = _judge(directory, identity, steps, found, contender, adopt)
+            time.sleep(LOOK_S if verdict == "wait" else 0.0)
+        verdict, text = group.broadcast((verdict, text))
+    match verdict:
+        case "refused":
+            raise RefusedError(text)
+        case "unusable":
+            raise UsageError(text)
+        case "fenced":
+            raise FencedError(text)
+        case "done":
+            return text
+    return None
+
+
+def _judge(
+    directory: RunDirectory,
+    identity: Identity,
+    steps: int,
+    strange: Sequence[str],
+    contender: Contender,
+    adopt: str | None,
+) -> tuple[str, str]:
+    place, path = directory.place, directory.path
+    try:
+        try:
+            known = _known_identity(directory)
+        except ValueError as error:
+            return "refused", (
+                f"{path / RUN} is damaged ({error}), so nothing says whose run this is: give this "
+                "run another --run-dir, or remove that file if the run is this one"
+            )
+        if known is not None and not may_adopt(known, identity, adopt):
+            return "refused", _other_run(path, known, identity, adopt)
+        if strange:
+            return "refused", (
+                f"{path} holds checkpoints of another configuration: remove them, or give this run "
+                "another --run-dir, or the values that stand there:\n" + "\n".join(strange)
+            )
+        old = directory.read_outcome()
+        if old and old.attempt > place.attempt:
+            return "fenced", _belongs(directory, old.attempt)
+        if old and old.status == "done" and old.step >= steps:
+            return "done", (
+                f"already done: step {old.step}/{steps}, {figures(old.metrics)} · "
+                f"run directory {path}"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        ended = old.try_number if old and old.status != "running" else None
+        if (verdict := contender.look(ended=ended)) == "taken":
+            return _taken(directory, contender)
+        if verdict == "wait":
+            return "wait", ""
+        if contender.hold:
+            directory.taken_over = contender.hold.lost
+        if known is None:
+            content = {"version": VERSION, "identity": identity}
+            write_atomically(path / RUN, dump(content, indent=2) + "\n")
+        directory.write_outcome(
+            Outcome(
+                status="running",
+                attempt=place.attempt,
+                restart=place.restart,
+                step=old.step if old else 0,
+                steps=steps,
+                samples_seen=old.samples_seen if old else 0,
+                rank=None,
+                reason="starting",
+            )
+        )
+    except OSError as error:
+        where = Path(error.filename or path)
+        outside = "" if where.is_relative_to(path) else f" ({where})"
+        if isinstance(error, untrusted.Refused):
+            return "unusable", f"cannot use run directory {path}: {where.name} {error.strerror}"
+        return "unusable", f"cannot use run directory {path}: {error.strerror}{outside}"
+    return "mine", ""
+
+
+def _taken(directory: RunDirectory, contender: Contender) -> tuple[str, str]:
+    place, holder = directory.place, contender.holder
+    if holder and holder.attempt > place.attempt:
+        return "fenced", _belongs(directory, holder.attempt)
+    return "refused", (
+        f"{directory.path} is in use: {holder.describe() if holder else 'by whom is not known'}; "
+        "stop that run first, use another --run-dir, or take the run over from it with "
+        f"TRAIN_ATTEMPT={place.attempt + 1}"
+    )
+
+
+def _belongs(directory: RunDirectory, attempt: int) -> str:
+    return (
+        f"{directory.path} belongs to attempt {attempt}; this is attempt {directory.place.attempt}"
+    )
+
+
+def may_adopt(known: Identity, identity: Identity, adopt: str | None) -> bool:
+    """Say whether a run is this one, or is to be taken for it although its task is called so."""
+    differing = {name for name in {*known, *identity} if known.get(name) != identity.get(name)}
+    return not differing or (known.get("task") == adopt and differing.isdisjoint(NEVER_ADOPTED))
+
+
+def adopt(directory: RunDirectory, identity: Identity, step: int, console: Console) -> None:
+    """Note in `run.json` and `events.jsonl` that the run goes on under another identity, if so.
+
+    To be called on rank 0 when all else fits, as names and shapes of the checkpoint's tensors do.
+    From then on the former identity is one of this run's, whose checkpoints are its own.
+    """
+    known = _known_identity(directory)
+    differing = [] if known is None else differences(known, identity)
+    if differing:
+        place = directory.place
+        former = {"attempt": place.attempt, "restart": place.restart, "time": time.time()}
+        history = [*_history(directory), {**former, "identity": known}]
+        content = {"version": VERSION, "identity": identity, "adopted": history}
+        write_atomically(directory.path / RUN, dump(content, indent=2) + "\n")
+        directory.event("adopted", step=step, differing=differing)
+        console.say(f"adopted a run of another configuration: {'; '.join(differing)}")
+
+
+def _other_run(path: Path, known: Identity, identity: Identity, adopt: str | None) -> str:
+    task, hint = known.get("task"), ""
+    if adopt is not None:
+        never = sorted(name for name in NEVER_ADOPTED if known.get(name) != identity.get(name))
+        why = f"its task is {task!r}" if task != adopt else f"{', '.join(never)} must not differ"
+        hint = f"--adopt {adopt} does not fit, as {why}: "
+    elif task is not None and may_adopt(known, identity, str(task)):
+        hint = f"add --adopt {task} if its task is the same as this one, or "
+    lines = "\n".join(f"  {line}" for line in differences(known, identity))
+    return (
+        f"{path} holds a run of another configuration: {hint}give this one another --run-dir, or "
+        f"the values that stand there:\n{lines}"
+    )
+
+
+def _strange_checkpoint(directory: RunDirectory, ours: Sequence[Identity]) -> str:
+    """Name this node's first checkpoint of another run, of whatever attempt; else say nothing."""
+    for position in store.places(directory.path):
+        path = position.path(directory.path)
+        try:
+            there = store.identity(path)
+        except CheckpointError:
+            continue  # recovery reports it, and takes nothing from it
+        if all(differences(there, identity) for identity in ours):
+            return "\n    ".join(
+                [
+                    f"  rank {directory.place.rank} on {socket.gethostname()}: {path}",
+                    *differences(there, ours[0]),
+                ]
+            )
+    return ""
+
+
+def _former(directory: RunDirectory, identity: Identity, adopt: str | None) -> list[Identity]:
+    """List what else this run has been called: all that was adopted, and what shall be now."""
+    try:
+        known = _known_identity(directory)
+    except (OSError, ValueError):
+        return []  # rank 0 says what is wrong with its own directory
+    if known is None or not may_adopt(known, identity, adopt):
+        return []
+    adopted = (entry.get("identity") for entry in _history(directory))
+    return [known, *(identity for identity in adopted if isinstance(identity, dict))]
+
+
+def _history(directory: RunDirectory) -> list[dict[str, object]]:
+    try:
+        history = untrusted.read_object(directory.path / RUN).get("adopted")
+    except (OSError, ValueError):
+        return []
+    entries = history if isinstance(history, list) else []
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def _known_identity(directory: RunDirectory) -> dict[str, object] | None:
+    """Read which run the directory holds; None: it holds none.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+        ValueError: it does not say.
+    """
+    try:
+        return untrusted.mapping(untrusted.read_object(directory.path / RUN).get("identity"))
+    except FileNotFoundError:
+        return None
+
+
+def differences(there: Identity, here: Identity) -> list[str]:
+    """Name the fields in which two identities differ, with both values."""
+    return [
+        f"{untrusted.printable(name)}: {_shown(there.get(name))} there, "
+        f"{_shown(here.get(name))} here"
+        for name in sorted({*there, *here})
+        if there.get(name) != here.get(name)
+    ]
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else repr(value)

@@ -1,0 +1,231 @@
+"""Events, metrics and outcome; their format: `docs/reference/run-directory.md`."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from train.rundir import untrusted
+from train.rundir.json_text import dump
+from train.rundir.jsonl import Journal
+from train.rundir.metrics import MetricsLog
+from train.runtime.rank import Place
+
+VERSION = 1
+# Of those who write the outcome none takes longer, unless it hangs.
+LOCK_WITHIN_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What `outcome.json` says: how the run stands."""
+
+    status: str
+    """`running`, `done`, `preempted`, `retryable` or `fatal`."""
+    attempt: int
+    """The scheduler's attempt that wrote this."""
+    restart: int
+    """torchrun's restart within the attempt."""
+    step: int
+    """Optimizer steps made."""
+    steps: int | None
+    """Optimizer steps the run has in all; null when it failed before that was known."""
+    samples_seen: int
+    """Training samples drawn; the whole state of the data order."""
+    rank: int | None
+    """The rank that failed; null when none did."""
+    reason: str
+    """For people: why it stands so."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last loss and the last evaluation."""
+
+    @property
+    def try_number(self) -> tuple[int, int]:
+        """Attempt and restart: a later try has a higher number."""
+        return self.attempt, self.restart
+
+
+class RunDirectory:
+    """One process's hand on the run directory."""
+
+    def __init__(self, path: Path, place: Place) -> None:
+        """Name the directory; nothing is written yet."""
+        self.path = path
+        self.place = place
+        # Asks whoever holds the directory for us, once somebody does: see `train.rundir.lock`.
+        self.taken_over: Callable[[], bool] = lambda: False
+        self._tried = {"attempt": place.attempt, "restart": place.restart}
+        self._events = Journal(path / "events.jsonl")
+        self._metrics = MetricsLog(path / "metrics.jsonl", {"version": VERSION, **self._tried})
+
+    @property
+    def outcome_path(self) -> Path:
+        """Where the outcome lies."""
+        return self.path / "outcome.json"
+
+    def event(self, event: str, *, step: int, **details: object) -> None:
+        """Append to `events.jsonl`; only rank 0 does."""
+        if self.place.rank == 0:
+            self.flush()
+            record = {"version": VERSION, "time": time.time(), **self._tried, "event": event}
+            self._events.append(dump({**record, "step": step, **details}))
+
+    def metric(self, *, step: int, **values: float) -> None:
+        """Append to `metrics.jsonl`, if need be a moment later; only rank 0 does."""
+        if self.place.rank == 0:
+            self._metrics.note({"step": step, **values})
+
+    def flush(self) -> None:
+        """Write what `metric()` still holds back."""
+        self._metrics.flush()
+
+    def read_outcome(self) -> Outcome | None:
+        """Read the outcome; None when there is none, or one that we cannot read."""
+        try:
+            read = untrusted.read_object(self.outcome_path)
+            steps, rank = read["steps"], read["rank"]
+            metrics = untrusted.mapping(read.get("metrics", {})).items()
+            return Outcome(
+                status=untrusted.text(read["status"]),
+                attempt=untrusted.whole(read["attempt"]),
+                restart=untrusted.whole(read["restart"]),
+                step=untrusted.whole(read["step"]),
+                steps=None if steps is None else untrusted.whole(steps),
+                samples_seen=untrusted.whole(read["samples_seen"]),
+                rank=None if rank is None else untrusted.whole(rank),
+                reason=untrusted.text(read["reason"]),
+                metrics={untrusted.printable(k): untrusted.number(v) for k, v in metrics},
+            )
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def write_outcome(self, outcome: Outcome) -> bool:
+        """Replace the outcome atomically if `may_replace()`; say whether it was."""
+        return self._write_outcome(outcome, may_replace)
+
+    def advance(self, outcome: Outcome) -> bool:
+        """Note how far this try has come; False if a later one has taken over.
+
+        What a rank of this try has recorded of its failure stays.
+        """
+        with self._locked():
+            if self.superseded():
+                return False
+            old = self.read_outcome()
+            if old is None or old.status == "running" or old.try_number < outcome.try_number:
+                self._replace_outcome(outcome)
+        return True
+
+    def superseded(self) -> bool:
+        """Say whether a later try, or a later start of the same one, has taken over."""
+        old = self.read_outcome()
+        mine = self.place.attempt, self.place.restart
+        return (old is not None and old.try_number > mine) or self.taken_over()
+
+    def write_early_outcome(self, outcome: Outcome) -> bool:
+        """Write an end from before the directory was claimed, if `may_forestall()`."""
+        return self._write_outcome(outcome, may_forestall)
+
+    def _write_outcome(
+        self, outcome: Outcome, allowed: Callable[[Outcome | None, Outcome], bool]
+    ) -> bool:
+        with self._locked():
+            if self.taken_over() or not allowed(self.read_outcome(), outcome):
+                return False
+            self._replace_outcome(outcome)
+        return True
+
+    def _replace_outcome(self, outcome: Outcome) -> None:
+        record = {"version": VERSION, **asdict(outcome), "time": time.time()}
+        write_atomically(self.outcome_path, dump(record, indent=2) + "\n")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Let one process of this node at a time compare and replace the outcome."""
+        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # Some network file systems know no locks, and an attempt that hangs may hold one for
+            # ever; the window without one is a millisecond.
+            with suppress(OSError):
+                _lock(handle)
+            yield
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Take the lock, or do without where somebody keeps it: who writes does so in milliseconds."""
+    until_s = time.monotonic() + LOCK_WITHIN_S
+    while time.monotonic() < until_s:
+        with suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.01)
+
+
+def may_replace(old: Outcome | None, new: Outcome) -> bool:
+    """Decide whether an outcome may take another's place.
+
+    An older attempt never replaces a newer one's. Within one try the first genuine failure stays:
+    what other ranks report after it is its echo. Starting (`running`) replaces anything of the
+    same attempt, and `done` proves a failure of the same try wrong: all steps were made.
+    """
+    if old is None:
+        return True
+    if old.attempt > new.attempt:
+        return False
+    same_try = old.try_number == new.try_number
+    if same_try and old.status == "fatal":
+        return new.status in ("running", "done")
+    if same_try and old.status in ("done", "preempted", "retryable") and new.status == "retryable":
+        return False
+    return not (old.try_number > new.try_number and new.status in ("retryable", "fatal"))
+
+
+def may_forestall(old: Outcome | None, new: Outcome) -> bool:
+    """Decide whether an end from before the directory was claimed may be recorded.
+
+    Nothing is known then of whose directory it is: a mistyped flag must not end, for those who read
+    the outcome, a run that somebody else has going there. So only an earlier try gives way. Who
+    starts a run again counts attempts; torchrun counts restarts from 0 in any directory, so that a
+    `running` of this attempt may be anybody's, and only a request to stop replaces that.
+    """
+    if old is None:
+        return True
+    if old.status == "done" or old.try_number >= new.try_number:
+        return False
+    return old.attempt < new.attempt or old.status != "running" or new.status == "preempted"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader, or a kill, finds the old text or the new one."""
+    draft = draft_of(path)
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def draft_of(path: Path) -> Path:
+    """Name a file to be written before it takes another's place.
+
+    Threads, ranks and machines may write the same one at once: each has its own temporary name.
+    """
+    host = socket.gethostname()
+    return path.with_name(f".{path.name}.{host}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    """Read `events.jsonl` or `metrics.jsonl`; a torn line, and a missing file, count as nothing."""
+    return list(untrusted.read_lines(path))

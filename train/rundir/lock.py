@@ -1,0 +1,242 @@
+"""Which process trains in a run directory: two of one attempt would write over each other.
+
+Rank 0 keeps `holder.json` open, locked and fresh while it lives. On one machine the lock tells
+whether it does. Between machines the lock may be unknown, or be held for ever by one that has lost
+its power; there the time of the file does, which rank 0 sets every few seconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from train.rundir import untrusted
+from train.rundir.console import Console
+from train.rundir.files import VERSION, draft_of
+from train.rundir.json_text import dump
+from train.runtime.rank import Place
+
+NAME = "holder.json"
+# How often a holder shows that it lives, and for how long one that does not counts as alive.
+BEAT_S = 3.0
+PATIENCE_S = 15.0
+# Between two looks of who would like to be the next.
+LOOK_S = 0.5
+
+Verdict = Literal["mine", "taken", "wait"]
+Lock = Literal["ours", "theirs", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """What `holder.json` says."""
+
+    host: str
+    """The machine on which rank 0 runs."""
+    boot: str
+    """Its kernel since the last boot: containers may share one, and its locks."""
+    pid: int
+    """Rank 0's process number there."""
+    attempt: int
+    """The scheduler's attempt."""
+    restart: int
+    """torchrun's restart within the attempt."""
+    launch: str | None
+    """torchrun's rendezvous, whose nodes never run two groups of workers on purpose."""
+    since: float
+    """When it came."""
+
+    @classmethod
+    def here(cls, place: Place) -> Holder:
+        """Describe this process."""
+        host = socket.gethostname()
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        except OSError:
+            boot = host
+        return cls(
+            host=host,
+            boot=boot,
+            pid=os.getpid(),
+            attempt=place.attempt,
+            restart=place.restart,
+            launch=place.launch,
+            since=time.time(),
+        )
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """Where it runs: a lock that is held there by somebody is held by a living process."""
+        return self.host, self.boot
+
+    def describe(self) -> str:
+        """Name it for people, who may want to end it."""
+        since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        return (
+            f"rank 0 of attempt {self.attempt} is process {self.pid} on "
+            f"{untrusted.printable(self.host)} since "
+            f"{since} UTC"
+        )
+
+
+class Hold:
+    """A held directory: fresh while this process lives, and free when it has ended."""
+
+    def __init__(self, handle: int) -> None:
+        """Keep a file open that is in its place, and locked where that is possible."""
+        self._handle = handle
+        self._lost = False
+        # Some file systems count no links.
+        self._counts = os.fstat(handle).st_nlink > 0
+        self._ended = threading.Event()
+        threading.Thread(target=self._keep, name="holder", daemon=True).start()
+
+    def lost(self) -> bool:
+        """Say whether another process has put its file in the place of ours."""
+        self._beat()
+        return self._lost
+
+    def close(self) -> None:
+        """Let go, which the end of the process does as well."""
+        self._ended.set()
+        os.close(self._handle)
+
+    def _keep(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self._beat()
+
+    def _beat(self) -> None:
+        try:
+            os.utime(self._handle)
+            replaced = self._counts and os.fstat(self._handle).st_nlink == 0
+        except OSError as error:
+            # So NFS speaks of a file that another machine has replaced.
+            replaced = error.errno == errno.ESTALE
+        self._lost |= replaced
+
+
+class Contender:
+    """A process that would like to hold a directory, and looks again until it knows."""
+
+    def __init__(self, path: Path, place: Place, console: Console) -> None:
+        """Name the file; nothing is written before the first look."""
+        self.path, self.place, self.console = path, place, console
+        self.me = Holder.here(place)
+        self.hold: Hold | None = None
+        # Who was there at the last look, when its file was new, and when we saw it first.
+        self.holder: Holder | None = None
+        self._stamp: int | None = None
+        self._first_seen = 0.0
+
+    def look(self, *, ended: tuple[int, int] | None) -> Verdict:
+        """Take the directory if nobody holds it; `wait`: look again soon.
+
+        Args:
+            ended: attempt and restart that are known to have ended, wherever they ran.
+
+        Raises:
+            OSError: the file cannot be read or written.
+        """
+        handle = untrusted.open_file(self.path, os.O_RDWR | os.O_CREAT)
+        try:
+            # Until the end of the look: who else looks from this machine waits for us.
+            lock, holder, status = _lock(handle), _read(handle), os.fstat(handle)
+            if not os.path.samestat(status, self.path.stat()):
+                return "wait"  # somebody has just come before us
+            verdict = self._weigh(holder, lock, status.st_mtime_ns, ended)
+            if verdict == "mine":
+                self.hold = self._take()
+            return verdict
+        except FileNotFoundError:
+            return "wait"
+        finally:
+            os.close(handle)
+
+    def _weigh(
+        self, holder: Holder | None, lock: Lock, stamp: int, ended: tuple[int, int] | None
+    ) -> Verdict:
+        if holder is None and lock != "theirs":
+            return "mine"
+        alive_here = lock == "theirs" and holder is not None and holder.machine == self.me.machine
+        if holder is not None:
+            if holder.attempt < self.place.attempt:
+                return "mine"  # alive or not: it is fenced
+            if lock == "ours" and holder.boot == self.me.boot:
+                return "mine"
+            launch = holder.launch if holder.attempt == self.place.attempt else None
+            if not alive_here and launch and launch == self.me.launch:
+                return "mine"  # torchrun has given up the node on which it ran
+            if not alive_here and (holder.attempt, holder.restart) == ended:
+                return "mine"
+        now = time.monotonic()
+        if self._stamp is None or self.holder != holder:
+            self.holder, self._stamp, self._first_seen = holder, stamp, now
+            if holder is not None and not alive_here:
+                self.console.say(
+                    f"{holder.describe()}; waiting {PATIENCE_S:g} s for a sign of its life"
+                )
+            # Also for one that is alive here: it may be about to end, or to be followed.
+            return "wait"
+        if alive_here or stamp != self._stamp:
+            return "taken"
+        return "mine" if now - self._first_seen > PATIENCE_S else "wait"
+
+    def _take(self) -> Hold:
+        """Put a new file in the place of the old one, whose lock may be held by the dead."""
+        draft = draft_of(self.path)
+        handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            if _lock(handle) != "ours":
+                self.console.complain(
+                    f"warning: {self.path.parent} knows no file locks; a second start of this "
+                    f"attempt is noticed by the time of {NAME} only"
+                )
+            record = {"version": VERSION, **asdict(self.me)}
+            os.write(handle, f"{dump(record, indent=2)}\n".encode())
+            os.fsync(handle)
+            draft.replace(self.path)
+        except BaseException:
+            os.close(handle)
+            draft.unlink(missing_ok=True)
+            raise
+        return Hold(handle)
+
+
+def _lock(handle: int) -> Lock:
+    """Lock a file as long as this process has it open.
+
+    Not with flock(), whose lock a forked worker that outlives us would keep. But this one is lost
+    when any handle on the file is closed: nothing else in this process may open it.
+    """
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return "theirs" if error.errno in (errno.EACCES, errno.EAGAIN) else "unknown"
+    return "ours"
+
+
+def _read(handle: int) -> Holder | None:
+    try:
+        read = untrusted.json_object(os.pread(handle, 1 << 16, 0))
+        launch, since = read["launch"], untrusted.number(read["since"])
+        return Holder(
+            host=untrusted.text(read["host"]),
+            boot=untrusted.text(read["boot"]),
+            pid=untrusted.whole(read["pid"]),
+            attempt=untrusted.whole(read["attempt"]),
+            restart=untrusted.whole(read["restart"]),
+            launch=None if launch is None else untrusted.text(launch),
+            # What a calendar can show: until the year 9999.
+            since=min(max(since, 0.0), 2.5e11) if math.isfinite(since) else 0.0,
+        )
+    except (ValueError, KeyError):
+        return None

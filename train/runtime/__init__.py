@@ -1,0 +1,1 @@
+"""What torchrun gives a process: its rank, the rendezvous, the process group, signals."""

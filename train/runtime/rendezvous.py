@@ -1,0 +1,278 @@
+"""Where the ranks of a run meet: a key-value store that each of them can reach.
+
+`env://` is torchrun's (or anybody's who sets MASTER_ADDR and MASTER_PORT), `tcp://` a port of rank
+0's that was agreed on beforehand, `file://` a file that all ranks see.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from torch._C._distributed_c10d import FileStore, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from train.errors import PeerError, UsageError
+from train.runtime.membership import GRACE_S, EndingError, gather, leave, veto
+from train.runtime.rank import Place
+
+# torchrun sets it for its workers; "True": all of them are clients of a store that torchrun serves.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+# How long to look often for a store that is not served yet; torch's client goes on from there.
+_KNOCK_S = 5.0
+_PAUSE_S = 0.02
+# A FileStore that is freed may make its file anew: they live as long as the process.
+_kept: list[Store] = []
+
+Reached = TypeVar("Reached")
+
+
+@contextmanager
+def meet(place: Place, init_method: str, timeout: timedelta) -> Iterator[Store]:
+    """Reach the store where all ranks meet; leave it together when all went well.
+
+    Raises:
+        UsageError: somebody else is there already.
+    """
+    if init_method == "env://" and place.meeting:
+        # The process that spawned us has made a place of its own.
+        init_method = place.meeting
+    if init_method.startswith("file://"):
+        with _file(Path(init_method.removeprefix("file://")), place, timeout) as store:
+            yield store
+    elif init_method.startswith("tcp://"):
+        # torchrun's own store is not meant: rank 0 serves this one.
+        os.environ.pop(AGENT_STORE, None)
+        store = _patiently(lambda: _port(init_method, place, timeout), timeout)
+        yield store
+        leave(store, place)
+    else:
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        await_server(host, port, place, timeout)
+        with _explained(f"{host}:{port}", timeout):
+            store, _, _ = next(rendezvous(init_method, timeout=timeout))
+        store.set_timeout(timeout)
+        yield store
+        # Also under torchrun, where it says "False": told not to share its store, it lets rank 0
+        # serve another.
+        if os.environ.get(AGENT_STORE) != "True":
+            leave(store, place)
+
+
+def keys_of_this_try(purpose: str, place: Place, store: Store) -> Store:
+    """Keep our keys apart from those of the try before, if it has had the same store.
+
+    Only torchrun's shared store outlives a restart. Elsewhere the number of the restart must not be
+    part of a key: torchrun's agents count for themselves, and after a failure one may count a
+    restart where another has only seen that ranks come and go.
+    """
+    restart = place.restart if os.environ.get(AGENT_STORE) == "True" else 0
+    return PrefixStore(f"train/{purpose}/{restart}", store)
+
+
+def await_server(
+    host: str | None, port: str | int | None, place: Place, timeout: timedelta
+) -> None:
+    """Return as soon as rank 0 serves its store.
+
+    torch's own client, refused once, tries again only after a quarter of a second and then ever
+    later: of two ranks that start together, that was a twentieth of the way to the first step. What
+    is wrong with an address, or that nobody comes, is left for it to say.
+    """
+    deadline, pause_s = time.monotonic() + min(_KNOCK_S, timeout.total_seconds()), 0.02
+    while place.rank != 0 and host and port and time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), timeout=pause_s + 1).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.1, 0.2)
+        except (OSError, ValueError):
+            return
+
+
+@contextmanager
+def _explained(where: str, timeout: timedelta) -> Iterator[None]:
+    """Say in words of ours why the store of an address is not to be had.
+
+    Raises:
+        UsageError: somebody else is there already.
+        PeerError: not all ranks have come.
+    """
+    try:
+        yield
+    except (DistNetworkError, DistStoreError) as error:
+        if "EADDRINUSE" not in str(error):
+            patience = f"{timeout.total_seconds():g} s (--timeout-s)"
+            reason = str(error).partition("\n")[0]
+            raise PeerError(
+                f"not all ranks have met at {where} within {patience} [{reason}]"
+            ) from error
+        raise UsageError(
+            f"{where}: the port is taken on {socket.gethostname()}, by another run perhaps; choose "
+            "another one"
+        ) from error
+
+
+def _port(init_method: str, place: Place, timeout: timedelta) -> Store:
+    """Meet at a port that rank 0 serves."""
+    address = urlsplit(init_method)
+    host, port = address.hostname or "", address.port or 0
+    await_server(host, port, place, timeout)
+
+    def connect(serves: bool, patience: timedelta) -> Store:
+        # Not torch's wait for all ranks: it counts connections, also those of another run.
+        options = {"wait_for_workers": False, "multi_tenant": True}
+        return TCPStore(host, port, place.world_size, serves, patience, **options)
+
+    try:
+        with _explained(init_method, timeout):
+            store = connect(place.rank == 0, timeout)
+    except PeerError as error:
+        # Before the time is over: the rank 0 of a run that was just ending has gone meanwhile.
+        raise EndingError(str(error)) from error
+    except UsageError:
+        # Those who still wait there cannot tell our ranks from theirs.
+        with suppress(RuntimeError):
+            veto(connect(False, timedelta(seconds=GRACE_S)), place)
+        raise
+    return gather(store, place, init_method)
+
+
+def _patiently(reach: Callable[[], Reached], timeout: timedelta) -> Reached:
+    """Meet as soon as the run before has gone."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            return reach()
+        except EndingError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
+
+
+@contextmanager
+def _file(path: Path, place: Place, timeout: timedelta) -> Iterator[Store]:
+    """Meet in a file of this try's own.
+
+    What an earlier run has left in a file would be taken for the answers of this one's ranks, which
+    then wait for the dead.
+    """
+    tries = [
+        path.with_name(f"{path.name}.attempt-{place.attempt}.restart-{number}")
+        for number in range(place.restart + 1)
+    ]
+    store, handle = _patiently(lambda: _open_file(tries[-1], place, timeout), timeout)
+    try:
+        yield store
+        os.pwrite(handle, b"leaving", 0)
+        leave(store, place)
+        if place.rank == 0:
+            for earlier in tries[:-1]:
+                with suppress(FileNotFoundError):
+                    left = os.open(_guard(earlier), os.O_RDWR)
+                    _remove(earlier, left)
+                    _release(left)
+            # The other ranks give up their shares after they have left.
+            deadline = time.monotonic() + GRACE_S
+            while _is_leaving(handle) and not _remove(tries[-1], handle):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_PAUSE_S)
+    finally:
+        _release(handle)
+
+
+def _open_file(path: Path, place: Place, timeout: timedelta) -> tuple[Store, int]:
+    """Meet in a file; give also the open file that holds our share of its lock."""
+    try:
+        handle = _share(path)
+    except OSError as error:
+        raise UsageError(
+            f"--init-method file://{path}: {error.strerror}; all ranks must be able to write there "
+            "and to lock files, or use tcp://HOST:PORT"
+        ) from error
+    if handle is None:
+        raise EndingError(f"file://{path}: the run that met there before has not ended yet")
+    try:
+        store = FileStore(str(path), place.world_size)
+        _kept.append(store)
+        store.set_timeout(timeout)
+        return gather(store, place, f"file://{path}"), handle
+    except BaseException:
+        _release(handle)
+        raise
+
+
+def _guard(path: Path) -> Path:
+    """Name the file that is locked in place of another, which torch locks for each access."""
+    return path.with_name(f"{path.name}.lock")
+
+
+def _share(path: Path) -> int | None:
+    """Take a share of a file's lock; remove the file before if no living process has one.
+
+    Each rank holds a share as long as it lives, and has it before it writes. So the whole lock is
+    to be had only where nobody has written who still lives. Without a share remains who comes to
+    ranks that are leaving: it would keep them from removing the file.
+    """
+    guard = _guard(path)
+    while True:
+        handle = os.open(guard, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(handle, guard):
+                path.unlink(missing_ok=True)
+                os.ftruncate(handle, 0)
+        except BlockingIOError:
+            if _is_leaving(handle):
+                os.close(handle)
+                return None
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        # The rank 0 of a run that was just ending may have removed it meanwhile.
+        if _is_at(handle, guard):
+            return handle
+        os.close(handle)
+
+
+def _is_leaving(handle: int) -> bool:
+    """Say whether a rank has noted in the guard that its run is over."""
+    return os.fstat(handle).st_size > 0
+
+
+def _remove(path: Path, handle: int) -> bool:
+    """Remove a file and its guard; say whether nobody else had a share of the lock.
+
+    Only under the whole lock: a rank of the next run that has its share by then keeps its file.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if _is_at(handle, _guard(path)):
+        path.unlink(missing_ok=True)
+        _guard(path).unlink(missing_ok=True)
+    return True
+
+
+def _release(handle: int) -> None:
+    """Give up a share, also where a data loader's worker has inherited the open file."""
+    fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Say whether a path still leads to an open file."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), path.stat())
+    return False

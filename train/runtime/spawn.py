@@ -1,0 +1,115 @@
+"""`--spawn N`: the ranks as children of this process, without torchrun.
+
+They are new interpreters (start method `spawn`): a fork of a process that has threads, or has
+touched a GPU, is broken. What a child is handed is pickled on the way, so it is handed the command
+line only. A model or a DataLoader would be copied to every rank, with its sampler made before
+there were ranks and its generator in the same state everywhere; each rank makes its own instead.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+
+from train.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from train.runtime.rank import MEETING
+from train.runtime.signals import SIGNALS, StopRequest
+
+# How often to look whether we were asked to stop.
+LOOK_S = 0.05
+# After the first has failed, the others mostly notice, and say what they know, by themselves.
+NOTICE_S = 10.0
+# What torchrun, too, gives those that it has told to end.
+GRACE_S = 30.0
+
+
+def spawn(count: int, argv: Sequence[str], stop: StopRequest) -> int:
+    """Run `count` ranks of `python -m train ARGV` on this machine, and return the exit status.
+
+    It is that of the rank that failed first; the others are ended then. A stop signal is passed on.
+    If this process is killed, each rank is asked to stop.
+    """
+    # Only here, as it imports torch.
+    from torch.multiprocessing.spawn import start_processes
+
+    # Several ranks on one machine: each with all its cores would only be in the others' way.
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
+    with tempfile.TemporaryDirectory(prefix="train-") as folder:
+        # From now on there is somebody to pass a signal on to. Until they can listen, signals
+        # wait: the children inherit that, and take them when `StopRequest` is installed.
+        stop.wait_for_the_loop()
+        # The first child would start it otherwise, and Python then lets SIGINT and SIGTERM through.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            children = start_processes(  # type: ignore[no-untyped-call]
+                _be_a_rank,
+                args=(count, f"file://{folder}/meeting", tuple(argv)),
+                nprocs=count,
+                join=False,
+                start_method="spawn",
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        try:
+            return _watch(children.processes, stop)
+        finally:
+            for process in children.processes:
+                process.kill()
+                process.join()
+
+
+def _be_a_rank(rank: int, count: int, meeting: str, argv: tuple[str, ...]) -> None:
+    # As a launcher would have said it: the rest of the program need not know who started it.
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        MEETING: meeting,
+    }
+    sys.argv[1:] = argv
+    from train.__main__ import enter
+
+    enter()
+
+
+def _watch(processes: Sequence[BaseProcess], stop: StopRequest) -> int:
+    """Wait until all have ended, or the first has failed and the others have had their time."""
+    asked, status, failed_at = False, EXIT_DONE, float("inf")
+    # What those that stay too long after a failure are sent.
+    due = [(NOTICE_S, signal.SIGTERM), (NOTICE_S + GRACE_S, signal.SIGKILL)]
+    while alive := [process for process in processes if process.exitcode is None]:
+        wait([process.sentinel for process in alive], timeout=LOOK_S)
+        if not asked and stop.signal_number is not None:
+            _send(alive, stop.signal_number)
+            asked = True
+        if status == EXIT_DONE and (status := _failure(processes)) != EXIT_DONE:
+            failed_at = time.monotonic()
+        if due and time.monotonic() - failed_at > due[0][0]:
+            _send(alive, due.pop(0)[1])
+    return status or _failure(processes)
+
+
+def _failure(processes: Sequence[BaseProcess]) -> int:
+    """Give the status of a process that has failed, if one has."""
+    codes = [process.exitcode for process in processes if process.exitcode]
+    # Below 0: killed by a signal.
+    statuses = [code if code > 0 else EXIT_FAILED for code in codes]
+    # Of several at once, one that says more than that it was stopped.
+    return min(statuses, key=lambda status: status == EXIT_PREEMPTED, default=EXIT_DONE)
+
+
+def _send(processes: Sequence[BaseProcess], number: int) -> None:
+    for process in processes:
+        # Its number is its own until we have seen its end, which is what `exitcode` does.
+        if process.exitcode is None and process.pid is not None:
+            os.kill(process.pid, number)
