@@ -11,17 +11,14 @@ from toolkit.job.kubernetes_options import Workload
 from toolkit.kubernetes import local_state, reopen, watcher
 from toolkit.kubernetes.client.connection import Connection, NotServed
 from toolkit.kubernetes.client.resources import Cluster
-from toolkit.kubernetes.objects import groups_of
+from toolkit.kubernetes.objects import groups_for, groups_of, manifest_for, started_again
 from toolkit.kubernetes.run import KubernetesRun
 from toolkit.kubernetes.submission import Unclear, remove, submit_all
 from toolkit.kubernetes.sweep import KubernetesPoint, opened
 from toolkit.kubernetes.workloads import KINDS, Kind, Object, place_of
 from toolkit.planning import KubernetesPlan
-from toolkit.planning import plan as make_plan
-from toolkit.planning.kubernetes import submitted_again
-from toolkit.planning.pods import RUN_LABEL
+from toolkit.planning.pods import RUN_LABEL, payload_dir_of
 from toolkit.profile import KubernetesProfile
-from toolkit.rendering import render
 from toolkit.runs import registry, submission_journal
 from toolkit.runs.run import Launcher, Run, new_run_name
 
@@ -57,7 +54,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
     def submit(
         self, plan: KubernetesPlan, *, files: Mapping[str, bytes] | None = None
     ) -> KubernetesRun:
-        """Start a new run; its objects are those that `render` shows, with a name of its own.
+        """Start a new run: of the objects that `render` shows of `plan.named(NAME)`.
 
         Args:
             plan: What to start.
@@ -78,8 +75,10 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             "master": self._profile.master and plan.workload == "PyTorchJob",
         }
         profile = self._profile.model_copy(update=known)
-        groups = reopen.groups_for(plan.job, profile, kind, name, files or {})
-        folder = local_state.keep(name, plan.job, self._environ, files=files or {})
+        given = files or {}
+        manifest = manifest_for(plan.named(name), given)
+        groups = groups_for(manifest, kind, given)
+        folder = local_state.keep(name, plan.job, self._environ, files=given, manifest=manifest)
         record = registry.RunRecord(
             uri=f"k8s://{profile.namespace}/{name}",
             name=name,
@@ -125,13 +124,15 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             )
         again = run.unfinished()
         whole = run.sweep if isinstance(run, KubernetesPoint) else run
-        job = local_state.job_of(whole.name, self._environ)
-        plan = make_plan(job, self._profile, run_name=whole.object_name)
-        if plan.payload_dir:
+        if payload_dir_of(local_state.job_of(whole.name, self._environ)):
             raise LauncherError(f"{run.uri}: its code is gone with its pods; call it again")
-        names = {part.object_name for part in again}
-        renewed = submitted_again(plan, secrets.token_hex(4))
-        groups = [g for g in groups_of(render(renewed), run.kind) if g.name in names]
+        manifest = local_state.manifest_of(whole.name, self._profile, self._environ)
+        names, token = {part.object_name for part in again}, secrets.token_hex(4)
+        groups = [
+            started_again(group, token)
+            for group in groups_of(manifest, run.kind)
+            if group.name in names
+        ]
         for group in groups:
             remove(self._cluster, run.kind, group.name)
         for part in again:

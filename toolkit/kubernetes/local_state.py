@@ -1,17 +1,24 @@
-"""What is kept here of a run on Kubernetes, since its run directory cannot be seen: its job file.
+"""Local files of runs on Kubernetes, whose run directories cannot be seen from here.
 
-A sweep's points are kept beside it, so that a long list of runs reads no job files; and how each
-object has ended, since its cluster deletes it after `ttl`.
+They are the job file, the manifest that the run was submitted by, and the files for its pods; the
+points of a sweep, so that a long list of runs reads no job files; and how each object has ended,
+since the cluster deletes it after `ttl`.
 """
 
 import contextlib
+import gzip
 import json
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from toolkit.errors import LauncherError
 from toolkit.job.spec import JobSpec, load
+from toolkit.kubernetes.objects import manifest_for
+from toolkit.planning import plan
+from toolkit.profile import KubernetesProfile
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.state_dir import state_folder
 from toolkit.text import untrusted
@@ -24,20 +31,33 @@ __all__ = [
     "forget_end",
     "job_of",
     "keep",
+    "manifest_of",
     "points_of",
     "remember_end",
 ]
 
 Settings = Mapping[str, str | bool]
 
+_MANIFEST = "manifest.yaml.gz"
+_MANIFEST_BYTES = 256 << 20
+"""Packed manifests of a hundred thousand points; each is some 15 KB long before."""
+
 _POINTS_BYTES = 64 << 20
 """Names and settings of a hundred thousand points."""
 
 
 def keep(
-    name: str, job: JobSpec, environ: Mapping[str, str], *, files: Mapping[str, bytes]
+    name: str,
+    job: JobSpec,
+    environ: Mapping[str, str],
+    *,
+    files: Mapping[str, bytes],
+    manifest: str,
 ) -> Path:
-    """Write down the job of a run, and the files that go with it; return the folder.
+    """Write down the job of a run, its manifest, and the files that go with it.
+
+    Returns:
+        The folder.
 
     Raises:
         LauncherError: nothing can be written.
@@ -46,6 +66,7 @@ def keep(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "job.yaml").write_text(write_document(job.as_written()), encoding="utf-8")
+        (folder / _MANIFEST).write_bytes(gzip.compress(manifest.encode(), compresslevel=1))
         if job.sweep is not None:
             points = [[point.name, dict(point.settings)] for point in job.points]
             (folder / "points.json").write_text(json.dumps(points), encoding="utf-8")
@@ -77,6 +98,33 @@ def job_of(name: str, environ: Mapping[str, str]) -> JobSpec:
             f"the job of {name} is not kept here ({path}); submit it again from its job file"
         )
     return load(path)
+
+
+def manifest_of(
+    name: str,
+    profile: KubernetesProfile,
+    environ: Mapping[str, str],
+    files: Mapping[str, bytes] = MappingProxyType({}),
+) -> str:
+    """Return the manifest that a run was submitted by.
+
+    Args:
+        name: The run's name.
+        profile: Where it was submitted.
+        environ: Where the state folder is looked for.
+        files: The files that it was submitted with.
+
+    Raises:
+        LauncherError: it was submitted elsewhere, or cannot be read.
+    """
+    path = folder_of(name, environ) / _MANIFEST
+    try:
+        packed = untrusted.read_bytes(path, limit=_MANIFEST_BYTES)
+        return gzip.decompress(packed).decode()
+    except FileNotFoundError:  # version 0.1 has submitted it, which kept no manifest
+        return manifest_for(plan(job_of(name, environ), profile, run_name=name), files)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise LauncherError(f"the manifest of {name} cannot be read: {error}") from error
 
 
 def points_of(name: str, environ: Mapping[str, str]) -> list[tuple[str, Settings]]:

@@ -9,7 +9,11 @@ from typing import Any
 import yaml
 
 from toolkit.kubernetes.workloads import Kind, Object
+from toolkit.planning import KubernetesPlan
+from toolkit.planning.kubernetes import with_checksums
+from toolkit.planning.plans import STARTED
 from toolkit.planning.pods import RUN_LABEL
+from toolkit.rendering import render
 
 __all__ = [
     "PAYLOAD_LIMIT",
@@ -17,8 +21,11 @@ __all__ = [
     "apart",
     "checksums",
     "documents_of",
+    "groups_for",
     "groups_of",
     "is_of",
+    "manifest_for",
+    "started_again",
     "with_files",
 ]
 
@@ -69,6 +76,38 @@ def groups_of(text: str, kind: Kind) -> list[Group]:
         else:
             companions.append(document)
     return found
+
+
+def manifest_for(plan: KubernetesPlan, files: Mapping[str, bytes]) -> str:
+    """Return the manifest of a run that is submitted with files."""
+    return render(with_checksums(plan, checksums(files)) if files else plan)
+
+
+def groups_for(manifest: str, kind: Kind, files: Mapping[str, bytes]) -> list[Group]:
+    """Return the objects of a run that is submitted with files; of a sweep, of each point."""
+    groups = groups_of(manifest, kind)
+    return [with_files(group, files) for group in groups] if files else groups
+
+
+def started_again(group: Group, token: str) -> Group:
+    """Return the objects of a run that is submitted again under its name.
+
+    The pods of a PyTorchJob have no label that tells one submission from the next, so a variable
+    does. The cluster itself names the starts of all other pods.
+
+    Args:
+        group: What was submitted before.
+        token: What no earlier submission of the run had.
+    """
+
+    def renewed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            if value.get("name") == STARTED and "value" in value:
+                return {**value, "value": f"{group.name}-{token}"}
+            return {key: renewed(entry) for key, entry in value.items()}
+        return [renewed(item) for item in value] if isinstance(value, list) else value
+
+    return replace(group, workload=renewed(group.workload))
 
 
 def with_files(group: Group, files: Mapping[str, bytes]) -> Group:

@@ -9,19 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.errors import LauncherError
-from toolkit.job.spec import JobSpec
 from toolkit.kubernetes import local_state
 from toolkit.kubernetes.client.connection import Denied
 from toolkit.kubernetes.client.resources import Cluster, selector_of
-from toolkit.kubernetes.objects import Group, checksums, groups_of, is_of, with_files
+from toolkit.kubernetes.objects import Group, groups_for, is_of
 from toolkit.kubernetes.submission import TOGETHER, complete, withdraw
 from toolkit.kubernetes.workloads import Kind, Object
-from toolkit.planning import KubernetesPlan
-from toolkit.planning import plan as make_plan
-from toolkit.planning.kubernetes import with_checksums
 from toolkit.planning.pods import SWEEP_LABEL
 from toolkit.profile import KubernetesProfile
-from toolkit.rendering import render
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.submission_journal import Intent
 from toolkit.text import untrusted
@@ -31,7 +26,6 @@ __all__ = [
     "SETTLED_S",
     "cut_short",
     "groups_begun",
-    "groups_for",
     "missing_of",
     "tidy",
 ]
@@ -44,18 +38,6 @@ SETTLED_S = 120.0
 
 FORGOTTEN_S = 86_400.0
 """How long people are told of a run that never was."""
-
-
-def groups_for(
-    job: JobSpec, profile: KubernetesProfile, kind: Kind, name: str, files: Mapping[str, bytes]
-) -> list[Group]:
-    """Return the objects of a run of this name; of a sweep, of each of its points."""
-    made = make_plan(job, profile, run_name=name)
-    assert isinstance(made, KubernetesPlan)
-    if files:
-        made = with_checksums(made, checksums(files))
-    groups = groups_of(render(made), kind)
-    return [with_files(group, files) for group in groups] if files else groups
 
 
 def groups_begun(
@@ -75,7 +57,7 @@ def groups_begun(
         files = {str(path): _file(folder, str(path)) for path in intent.data["files"]}
     except (KeyError, OSError, TypeError) as error:
         raise LauncherError(f"what was to be submitted as {name} is gone: {error}") from error
-    return groups_for(local_state.job_of(name, environ), profile, kind, name, files)
+    return groups_for(local_state.manifest_of(name, profile, environ, files), kind, files)
 
 
 def _file(folder: Path, path: str) -> bytes:

@@ -10,7 +10,7 @@ from toolkit.planning.reserved_variables import of_pods
 from toolkit.planning.stop_times import refusal
 from toolkit.profile import KubernetesProfile
 
-__all__ = ["kubernetes_problems"]
+__all__ = ["kubernetes_problems", "name_problems"]
 
 NAME_MAX = 63
 """Names of pods are host names, too (RFC 1035)."""
@@ -44,7 +44,7 @@ def kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str)
         *(_beyond_trainjob(job, profile) if kind == "TrainJob" else ()),
         *_image(job, profile),
         *_mounts(job, profile),
-        *_name(job, kind, run_name),
+        *name_problems(job, kind, run_name),
     ]
 
 
@@ -187,7 +187,8 @@ def _folder(mount: Mount) -> str:
     return {"path": mount.source, "nfs": mount.named.partition(":/")[2]}.get(mount.kind, "")
 
 
-def _name(job: JobSpec, kind: Workload, run_name: str) -> Iterator[Problem]:
+def name_problems(job: JobSpec, kind: Workload, run_name: str) -> Iterator[Problem]:
+    """Yield what is wrong with the name of a run: that of its last pod is too long."""
     last = job.resources.max_nodes - 1
     longest = _LONGEST_POD[kind].format(name=run_name, last=last)
     if len(longest) > NAME_MAX:

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from toolkit.job.kubernetes_options import Workload, block_of
 from toolkit.job.spec import JobSpec, Secret
-from toolkit.planning.plans import KubernetesPlan
+from toolkit.planning.plans import STARTED, KubernetesPlan
 from toolkit.planning.pods import (
     MANAGER,
     RUN_LABEL,
     SWEEP_LABEL,
+    first_pod,
     payload_dir_of,
     pod_of,
     workload_of,
@@ -18,7 +19,7 @@ from toolkit.planning.stop_times import POD_MARGIN_S
 from toolkit.planning.torchrun import carried_options, environment, torchrun_options
 from toolkit.profile import KubernetesProfile
 
-__all__ = ["kubernetes_plan", "submitted_again", "with_checksums"]
+__all__ = ["kubernetes_plan", "with_checksums"]
 
 PORT = 29500
 """Where the pods of a run meet; each pod has a network of its own."""
@@ -35,9 +36,6 @@ CONTAINERS: dict[Workload, str] = {
 }
 """The operators of the first two find the container by its name."""
 
-
-_STARTED = "TRAIN_START"
-"""The variable that tells the entrypoint one start of all pods from another."""
 
 _RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
 """The label of pods in which JobSet counts the starts of all of them."""
@@ -79,19 +77,6 @@ def kubernetes_plan(
         points=job.points,
         parts=parts,
     )
-
-
-def submitted_again(plan: KubernetesPlan, token: str) -> KubernetesPlan:
-    """Return the plan of a run that is submitted again under its name: a new attempt.
-
-    Args:
-        plan: What was submitted before.
-        token: What no earlier submission of the run had.
-    """
-    if _STARTED not in plan.env:
-        return plan  # the cluster names each start of these pods by itself
-    env = {**plan.env, _STARTED: f"{plan.run_name}-{token}"}
-    return replace(plan, env=env, parts=tuple(submitted_again(p, token) for p in plan.parts))
 
 
 def with_checksums(plan: KubernetesPlan, checksums: str) -> KubernetesPlan:
@@ -169,7 +154,7 @@ def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
     return replace(
         plan,
         # No label of its pods tells one PyTorchJob from the next of its name.
-        env={**plan.env, _STARTED: plan.run_name},
+        env={**plan.env, STARTED: plan.run_name},
         # An option would win over the operator's variables.
         torchrun=(
             f"--nproc-per-node={job.resources.nproc_per_node}",
@@ -186,7 +171,7 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
     """Add what Indexed Jobs need, alone, in a JobSet, or in the JobSet of a TrainJob."""
     job, name = plan.job, plan.run_name
     service = plan.profile.service or name
-    first = f"{name}-0.{service}" if plan.workload == "Job" else f"{name}-node-0-0.{name}"
+    first = first_pod(plan.workload, name, plan.profile.service)
     spare = SPARE_RESTARTS if job.retries.requeue and plan.profile.runs_claim else 0
     in_jobset = plan.workload != "Job"
     # Trainer refuses variables of torchrun in a TrainJob, whose names are its to use.
@@ -206,7 +191,7 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
         backoff_limit=job.retries.requeue + spare,
         subdomain=None if in_jobset else service,
         pod_restart_policy="Never",
-        from_labels=({"TRAIN_ATTEMPT": _RESTARTS} if in_jobset else {}) | {_STARTED: _START},
+        from_labels=({"TRAIN_ATTEMPT": _RESTARTS} if in_jobset else {}) | {STARTED: _START},
         gang=in_jobset,
     )
 

@@ -1,18 +1,21 @@
 """What is decided of a launch, as plain values: one class per kind of site."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from toolkit.errors import PlanError
 from toolkit.job.kubernetes_options import Patch, Workload
 from toolkit.job.spec import JobSpec, Secret
 from toolkit.job.sweeps import Point
-from toolkit.planning.pods import Pod, carried, payload_dir_of
+from toolkit.planning.compatibility_kubernetes import name_problems
+from toolkit.planning.pods import Pod, carried, first_pod, labelled, payload_dir_of
 from toolkit.planning.stop_times import REQUEUE_MARGIN_S
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 
 __all__ = [
     "RENDEZVOUS_TIMEOUT_S",
+    "STARTED",
     "KubernetesPlan",
     "LaunchPlan",
     "LocalPlan",
@@ -21,6 +24,9 @@ __all__ = [
 
 RENDEZVOUS_TIMEOUT_S = 600
 """How long nodes wait for each other; starting 512 containers takes minutes."""
+
+STARTED = "TRAIN_START"
+"""The variable that tells the entrypoint of pods one start of all of them from another."""
 
 RENDEZVOUS_PORTS = (61000, 4000)
 """First port and how many: above Linux's ephemeral range, which ends at 60999."""
@@ -206,6 +212,57 @@ class KubernetesPlan(LaunchPlan):
 
     parts: tuple["KubernetesPlan", ...] = ()
     """Their plans, in their order; none without a sweep."""
+
+    def named(self, name: str) -> "KubernetesPlan":
+        """Return this plan for a run of another name, with a run directory of that name.
+
+        All else stays as it is, also what the caller has changed. The points of a sweep are named
+        after it.
+
+        Raises:
+            PlanError: the names of the pods would be too long.
+        """
+        longest = f"{name}-{self.points[-1].index}" if self.points else name
+        if problems := list(name_problems(self.job, self.workload, longest)):
+            raise PlanError(problems)
+        if not self.parts:
+            return self._named(self.run_name, name, name)
+        pairs = zip(self.parts, self.points, strict=True)
+        parts = tuple(
+            part._named(part.run_name, f"{name}-{point.index}", f"{name}/{point.name}", name)
+            for part, point in pairs
+        )
+        first = self.parts[
+            0
+        ].run_name  # all but the name of a sweep's own plan is its first point's
+        folder = f"{name}/{self.points[0].name}"
+        whole = self._named(first, parts[0].run_name, folder, name)
+        return replace(whole, run_name=name, parts=parts)
+
+    def _named(
+        self, before: str, name: str, folder: str, sweep_name: str | None = None
+    ) -> "KubernetesPlan":
+        """Put another name wherever the name `before` has decided something."""
+        service = self.profile.service
+        old, new = (first_pod(self.workload, one, service) for one in (before, name))
+        changed = {f"--rdzv-id={before}": f"--rdzv-id={name}"}
+        meeting = self.meeting
+        if meeting is not None and meeting.startswith(f"{old}:"):
+            meeting = new + meeting.removeprefix(old)
+            changed[f"--rdzv-endpoint={self.meeting}"] = f"--rdzv-endpoint={meeting}"
+        own = {"TRAIN_RUN_DIR": f"{self.profile.runs_dir.rstrip('/')}/{folder}", STARTED: name}
+        labels = labelled(self.labels, name, sweep_name)
+        return replace(
+            self,
+            run_name=name,
+            env={key: own.get(key, value) for key, value in self.env.items()},
+            labels=labels,
+            workload_labels=labelled(self.workload_labels, name, sweep_name),
+            pod=self.pod.named(before, name, sweep_name),
+            torchrun=tuple(changed.get(option, option) for option in self.torchrun),
+            meeting=meeting,
+            subdomain=name if self.subdomain == before else self.subdomain,
+        )
 
     @property
     def payload_dir(self) -> str | None:

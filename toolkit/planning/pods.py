@@ -4,7 +4,7 @@ Values are what a manifest holds; where the cluster's own default is meant, a ke
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.job.kubernetes_options import Toleration, Workload
@@ -20,6 +20,8 @@ __all__ = [
     "SWEEP_LABEL",
     "Pod",
     "carried",
+    "first_pod",
+    "labelled",
     "payload_dir_of",
     "pod_of",
     "volume_of",
@@ -37,6 +39,9 @@ RUN_LABEL = f"{MANAGER}/run"
 
 SWEEP_LABEL = f"{MANAGER}/sweep"
 """The label by which all points of a sweep are found."""
+
+_PAYLOAD = "submitted"
+"""The volume in which pods find the files that a run was submitted with."""
 
 _GROUP_NAMES = {
     "volcano": ("annotations", "scheduling.k8s.io/group-name", "volcano"),
@@ -79,6 +84,26 @@ class Pod:
 
     volume_mounts: tuple[Mapping[str, Any], ...]
     """Where the container sees them."""
+
+    def named(self, before: str, run_name: str, sweep_name: str | None = None) -> "Pod":
+        """Return the pods of a run of another name.
+
+        Args:
+            before: The name of the run whose pods these are.
+            run_name: The name of the other run.
+            sweep_name: The name of its sweep; None where it is no point of one.
+        """
+        payload = {"name": _PAYLOAD, "configMap": {"name": before}}
+        return replace(
+            self,
+            labels=labelled(self.labels, run_name, sweep_name),
+            annotations=labelled(self.annotations, run_name, sweep_name),
+            spec=labelled(self.spec, run_name, sweep_name),
+            volumes=tuple(
+                {**volume, "configMap": {"name": run_name}} if volume == payload else volume
+                for volume in self.volumes
+            ),
+        )
 
 
 def carried(job: JobSpec) -> bool:
@@ -131,6 +156,43 @@ def pod_of(
         volumes=volumes,
         volume_mounts=mounts,
     )
+
+
+def first_pod(workload: Workload, run_name: str, service: str | None) -> str:
+    """Return the host name of the first pod of an Indexed Job, which the others connect to.
+
+    Args:
+        workload: What makes the pods.
+        run_name: Its name.
+        service: The Service that names the pods of a Job; None where each run brings its own.
+
+    >>> first_pod("Job", "a", None), first_pod("JobSet", "a", None)
+    ('a-0.a', 'a-node-0-0.a')
+    """
+    if workload == "Job":
+        return f"{run_name}-0.{service or run_name}"
+    return f"{run_name}-node-0-0.{run_name}"
+
+
+def labelled(value: Any, run_name: str, sweep_name: str | None) -> Any:
+    """Return plain values in which every label that names the run names another one.
+
+    Args:
+        value: Mappings, sequences and what they hold, such as the keys of a pod's spec.
+        run_name: The name of the run.
+        sweep_name: The name of its sweep; None where it is no point of one.
+    """
+    names = {RUN_LABEL: run_name} | {key: run_name for _, key, _ in _GROUP_NAMES.values()}
+    if sweep_name is not None:
+        names[SWEEP_LABEL] = sweep_name
+    if isinstance(value, Mapping):
+        return {
+            key: names.get(key) or labelled(entry, run_name, sweep_name)
+            for key, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(labelled(item, run_name, sweep_name) for item in value)
+    return value
 
 
 def _queue(job: JobSpec, profile: KubernetesProfile) -> str | None:
@@ -238,8 +300,8 @@ def _volumes(
         {"name": "runs", "mountPath": profile.runs_dir},
     ]
     if payload := payload_dir_of(job):
-        volumes.append({"name": "submitted", "configMap": {"name": run_name}})
-        mounts.append({"name": "submitted", "mountPath": payload, "readOnly": True})
+        volumes.append({"name": _PAYLOAD, "configMap": {"name": run_name}})
+        mounts.append({"name": _PAYLOAD, "mountPath": payload, "readOnly": True})
     for index, mount in enumerate((*profile.mounts, *job.mounts)):
         name = f"mount-{index}"
         volumes.append({"name": name, **volume_of(mount)})

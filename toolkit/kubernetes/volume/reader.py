@@ -15,9 +15,7 @@ from toolkit.kubernetes.volume.files import Files
 from toolkit.kubernetes.volume.helper_pod import run_dir_of
 from toolkit.kubernetes.volume.transfer import runs, transfer
 from toolkit.kubernetes.workloads import Object
-from toolkit.planning import plan as make_plan
 from toolkit.profile import KubernetesProfile
-from toolkit.rendering import render
 
 if TYPE_CHECKING:
     from toolkit.kubernetes.run import KubernetesRun
@@ -96,8 +94,7 @@ def _object_of(run: "KubernetesRun") -> Object:
         return found
     whole = getattr(run, "sweep", run)
     profile = KubernetesProfile.model_validate(run.record.profile)
-    job = local_state.job_of(whole.record.name, run._environ)
-    text = render(make_plan(job, profile, run_name=whole.object_name))
+    text = local_state.manifest_of(whole.record.name, profile, run._environ)
     wanted = run.kind.kind, run.object_name
     rendered: list[Object] = [thing for thing in yaml.safe_load_all(text) if thing]
     return next(one for one in rendered if (one["kind"], one["metadata"]["name"]) == wanted)
