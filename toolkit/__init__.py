@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from toolkit.api import ask_site, list_runs, open_run, resubmit, statuses, submit, wait
+    from toolkit.api import ask_site, list_runs, open_run, resubmit, run, statuses, submit, wait
     from toolkit.checks import Finding, check
     from toolkit.errors import (
         InputError,
@@ -100,6 +100,7 @@ _HOME = {
     "plan": "planning",
     "render": "rendering",
     "resubmit": "api",
+    "run": "api",
     "statuses": "api",
     "submit": "api",
     "wait": "api",
@@ -151,6 +152,7 @@ __all__ = [
     "plan",
     "render",
     "resubmit",
+    "run",
     "statuses",
     "submit",
     "wait",

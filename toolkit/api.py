@@ -12,34 +12,36 @@ from pydantic import ValidationError
 from toolkit.errors import LauncherError, PlanError, Problem, ProfileError, RunNotFound
 from toolkit.job.dependencies import Dependency, parse_dependency
 from toolkit.job.spec import JobSpec
-from toolkit.planning import SlurmPlan, plan
+from toolkit.planning import LaunchPlan, LocalPlan, SlurmPlan, plan
 from toolkit.profile import (
     KubernetesProfile,
     LocalProfile,
     Profile,
     SlurmProfile,
     load_profile,
+    require_default_profile,
 )
 from toolkit.runs import registry
 from toolkit.runs.foreign import ForeignRun, ShownRun
 from toolkit.runs.run import Launcher, Run, pauses
 from toolkit.runs.state import RunStatus
 
-__all__ = ["ask_site", "list_runs", "open_run", "resubmit", "statuses", "submit", "wait"]
+__all__ = ["ask_site", "list_runs", "open_run", "resubmit", "run", "statuses", "submit", "wait"]
 
 
 def submit(
-    job: JobSpec,
+    job: JobSpec | LaunchPlan,
     *,
-    to: str | Profile,
+    to: str | Profile | None = None,
     after: Sequence[str | Dependency] = (),
     chain: int = 1,
 ) -> Run:
-    """Start a new run of `job`, or of all the points of its sweep.
+    """Start a new run of a job, or of all the points of its sweep.
 
     Args:
-        job: What to run.
-        to: The profile, its name, or the path of its file.
+        job: The job, or a plan of one, which is submitted as it is.
+        to: The profile, its name, or the path of its file; of a job the default one if it is left
+            out. A plan has its own.
         after: Runs that it waits for, besides those of the job file: `RUN`, `RUN:any`, `RUN:fail`.
         chain: How many jobs take turns at it, each going on where the one before has ended.
 
@@ -48,19 +50,52 @@ def submit(
         PlanError: the job cannot work there.
         LauncherError: the scheduler refused, or cannot be reached.
     """
-    profile = load_profile(to) if isinstance(to, str) else to
-    made = plan(job, profile)
+    made = _planned(job, to)
     if not after and chain == 1:
-        return launcher_for(profile).submit(made)
+        return launcher_for(made.profile).submit(made)
     if not isinstance(made, SlurmPlan):
         raise PlanError(
-            f"after and chain are Slurm's, and profile {profile.name!r} is of another kind; "
+            f"after and chain are Slurm's, and profile {made.profile.name!r} is of another kind; "
             "write `toolkit wait RUN && toolkit submit …`"
         )
     from toolkit.slurm import SlurmLauncher
 
     wanted = [parse_dependency(item) if isinstance(item, str) else item for item in after]
     return SlurmLauncher(made.profile).submit(made, after=wanted, chain=chain)
+
+
+def run(job: JobSpec | LaunchPlan, *, to: str | Profile | None = None) -> Run:
+    """Start a run on this machine that ends with this process, whatever ends it.
+
+    Args:
+        job: The job, or a plan of one.
+        to: A profile of this machine, its name, or the path of its file; `local` if it is left
+            out. A plan has its own.
+
+    Raises:
+        ProfileError: no such profile, or one of another place.
+        PlanError: the job cannot work here.
+        LauncherError: the run cannot be started.
+    """
+    made = _planned(job, to, default="local")
+    if not isinstance(made, LocalPlan):
+        name = made.profile.name
+        raise ProfileError(f"profile {name!r} is not of this machine; use toolkit.submit()")
+    from toolkit.local.launcher import LocalLauncher
+
+    return LocalLauncher(made.profile, tied=True).submit(made)
+
+
+def _planned(
+    job: JobSpec | LaunchPlan, to: str | Profile | None, *, default: str | None = None
+) -> LaunchPlan:
+    if isinstance(job, LaunchPlan):
+        if to is not None:
+            raise ProfileError("a plan is for the profile that it was made with; leave `to` out")
+        return job
+    if to is None:
+        to = default or require_default_profile()
+    return plan(job, load_profile(to) if isinstance(to, str) else to)
 
 
 def resubmit(run: str | Run, *, chain: int = 1) -> Run:

@@ -23,11 +23,10 @@ SET = click.option(
 
 
 def _or_default(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
-    if value is None and (value := toolkit.default_profile()) is None:
-        raise toolkit.ProfileError(
-            "no profile is named, and there is no default one; `toolkit init` looks around and "
-            "writes it, or name one with --to"
-        )
+    if value is None:
+        from toolkit.profile import require_default_profile
+
+        return require_default_profile()
     return value
 
 

@@ -62,8 +62,9 @@ def submit(
 
     spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
     with placed(job, overrides):
-        note(toolkit.plan(spec, profile).notes)
-    run = toolkit.submit(spec, to=profile, after=after, chain=chain)
+        made = toolkit.plan(spec, profile)
+    note(made.notes)
+    run = toolkit.submit(made, after=after, chain=chain)
     click.echo(run.uri)
     if follow:
         follow_and_exit(run)
@@ -92,14 +93,13 @@ def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
 def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
     """Run on this machine, in the foreground; Ctrl-C stops it with a checkpoint."""
     from toolkit.cli.locate import placed
-    from toolkit.local.launcher import LocalLauncher
 
     spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
     if not isinstance(profile, toolkit.LocalProfile):
         raise InputError(f"profile {to!r} is not of this machine; use `toolkit submit --to {to}`")
     with placed(job, overrides):
         made = toolkit.plan(spec, profile)
-    run = LocalLauncher(profile, tied=True).submit(made)
+    run = toolkit.run(made)
     with signals_cancel(run):
         click.echo(f"{run.uri}: run directory {run.run_dir}", err=True)
         try:

@@ -8,6 +8,7 @@ from toolkit.profile.finder import (
     leaks_of,
     load_profile,
     profile_names,
+    require_default_profile,
 )
 from toolkit.profile.kubernetes import KubernetesProfile
 from toolkit.profile.slurm import SlurmProfile, Switches
@@ -24,4 +25,5 @@ __all__ = [
     "leaks_of",
     "load_profile",
     "profile_names",
+    "require_default_profile",
 ]

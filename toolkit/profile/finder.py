@@ -21,6 +21,7 @@ __all__ = [
     "leaks_of",
     "load_profile",
     "profile_names",
+    "require_default_profile",
 ]
 
 Profile = LocalProfile | SlurmProfile | KubernetesProfile
@@ -71,6 +72,20 @@ def profile_names(
     folder = folder or Path.cwd()
     files = (p for place in _folders(folder, environ) for p in place.glob("*.yaml"))
     return sorted({path.stem for path in files} | set(_BUILT_IN))
+
+
+def require_default_profile(*, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the file of the profile that is used where none is named.
+
+    Raises:
+        ProfileError: there is none.
+    """
+    if (name := default_profile(environ=environ)) is None:
+        raise ProfileError(
+            "no profile is named, and there is no default one; `toolkit init` looks around and "
+            "writes it, or name one with --to"
+        )
+    return name
 
 
 def default_profile(*, environ: Mapping[str, str] = os.environ) -> str | None:

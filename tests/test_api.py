@@ -1,0 +1,62 @@
+"""What notebooks call: submit() and run(), of a job or of a plan."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from toolkit.planning import LocalPlan
+
+JOB = toolkit.JobSpec.model_validate(
+    {"name": "probe", "command": ("bash", "-c", 'echo "A is $A"'), "env": {"A": "1"}}
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> toolkit.LocalProfile:
+    return toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def default(own_user: Path, tmp_path: Path) -> None:
+    """Make a default profile, as `toolkit init` does."""
+    folder = own_user / "config/torch-deploy-toolkit"
+    (folder / "profiles").mkdir(parents=True)
+    (folder / "profiles/mine.yaml").write_text(f"kind: local\nruns_dir: {tmp_path / 'mine'}\n")
+    (folder / "default").write_text("profiles/mine.yaml\n")
+
+
+def printed(run: toolkit.Run) -> str:
+    assert run.wait(180).state is toolkit.RunState.SUCCEEDED, list(run.logs())
+    return "\n".join(run.logs())
+
+
+def test_a_plan_is_submitted_as_it_is(here: toolkit.LocalProfile) -> None:
+    plan = toolkit.plan(JOB, here)
+    changed = dataclasses.replace(plan, env={**plan.env, "A": "2"})
+    assert isinstance(changed, LocalPlan)
+    assert "A is 2" in printed(toolkit.submit(changed))
+    assert "A is 2" in printed(toolkit.run(changed))
+
+
+def test_without_a_profile_the_default_one_is_taken(default: None, tmp_path: Path) -> None:
+    run = toolkit.submit(JOB)
+    assert "A is 1" in printed(run)
+    assert run.run_dir is not None and run.run_dir.parent == tmp_path / "mine"
+
+
+def test_without_any_profile_the_error_says_how_to_get_one(own_user: Path) -> None:
+    with pytest.raises(toolkit.ProfileError, match="`toolkit init` looks around"):
+        toolkit.submit(JOB)
+
+
+def test_a_plan_takes_no_other_profile(here: toolkit.LocalProfile) -> None:
+    with pytest.raises(toolkit.ProfileError, match="leave `to` out"):
+        toolkit.submit(toolkit.plan(JOB, here), to=here)
+
+
+def test_run_is_for_this_machine() -> None:
+    far = toolkit.SlurmProfile(name="far", runs_dir="/shared/runs", venv="/shared/venv")
+    with pytest.raises(toolkit.ProfileError, match=r"'far' is not of this machine; use toolkit\.su"):
+        toolkit.run(JOB, to=far)
