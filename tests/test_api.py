@@ -58,5 +58,5 @@ def test_a_plan_takes_no_other_profile(here: toolkit.LocalProfile) -> None:
 
 def test_run_is_for_this_machine() -> None:
     far = toolkit.SlurmProfile(name="far", runs_dir="/shared/runs", venv="/shared/venv")
-    with pytest.raises(toolkit.ProfileError, match=r"'far' is not of this machine; use toolkit\.su"):
+    with pytest.raises(toolkit.ProfileError, match="'far' is not of this machine; use"):
         toolkit.run(JOB, to=far)
