@@ -1,0 +1,53 @@
+"""Where a run stands, in the words of all schedulers."""
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["RunState", "RunStatus"]
+
+
+class RunState(enum.StrEnum):
+    """Where a run stands, in the words of all schedulers."""
+
+    PENDING = enum.auto()
+    """Accepted, not started."""
+
+    RUNNING = enum.auto()
+    """Started, not ended; also while it is being stopped."""
+
+    SUCCEEDED = enum.auto()
+    """Ended, and did what it was meant to do."""
+
+    FAILED = enum.auto()
+    """Ended without success, and nothing will start it again."""
+
+    CANCELLED = enum.auto()
+    """Ended because somebody asked for it."""
+
+    PREEMPTED = enum.auto()
+    """Ended because the machines were taken or time was over; it can go on from a checkpoint."""
+
+    UNKNOWN = enum.auto()
+    """The scheduler gives no answer, or one that this toolkit does not know. Never success."""
+
+    @property
+    def final(self) -> bool:
+        """Whether the run has ended."""
+        return self not in (RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """A run's state and why."""
+
+    state: RunState
+    """Where it stands."""
+
+    reason: str = ""
+    """The scheduler's own words, or the outcome's; empty where there is nothing to say."""
+
+    lost: bool = False
+    """Whether nobody will ever know more: the run is forgotten, and it left nothing behind."""
+
+    expected_start: str = ""
+    """When the scheduler expects to start it, as it says: local time there, or empty."""
