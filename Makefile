@@ -37,7 +37,7 @@ submit-slurm: install  ## Submit JOB to PROFILE and follow it; to the sandbox wh
 	@eval "$$($(SANDBOX) env 2>/dev/null)"; $(BIN)/toolkit submit $(JOB) --to $(PROFILE) --follow $(ARGS)
 
 demo-k8s: install  ## Train JOB as a WORKLOAD of Kubernetes, on a cluster of processes of this machine
-	@tests/cluster/with.sh tests/cluster/demo.sh $(JOB) $(WORKLOAD) $(ARGS)
+	@tests/fakes/kubernetes/with.sh tests/fakes/kubernetes/demo.sh $(JOB) $(WORKLOAD) $(ARGS)
 
 sandbox-up: install  ## Start a real Slurm cluster of NODES nodes on this machine
 	@$(SANDBOX) up --nodes $(NODES)
@@ -66,10 +66,10 @@ fuzz: install  ## Try odd inputs for MINUTES, all seven fuzzers side by side
 	@TOOLKIT_FUZZ_MINUTES=$(MINUTES) $(BIN)/pytest tests/security/test_fuzz.py -n 7 -o timeout=0 $(ARGS)
 
 test-cluster: install  ## Run the tests that hold on a real Kubernetes cluster, on that of KUBECONFIG
-	@TOOLKIT_TEST_CLUSTER=1 $(BIN)/pytest tests/k8s -m any_cluster -n 2 --dist worksteal -o timeout=1800 $(ARGS)
+	@TOOLKIT_TEST_CLUSTER=1 $(BIN)/pytest tests/unit/kubernetes -m any_cluster -n 2 --dist worksteal -o timeout=1800 $(ARGS)
 
 golden: install  ## Write the rendered examples again
-	@$(BIN)/python -m tests.golden
+	@$(BIN)/python -m tests.support.golden
 
 bench: install  ## Measure beside TorchX
 	@$(BIN)/python -m benchmarks.render
@@ -96,7 +96,7 @@ bench-executor: install  ## Measure calling a function on all ranks beside submi
 
 notebooks: install  ## Run the notebooks again and keep what they show; on the sandbox where it is up
 	@eval "$$($(SANDBOX) env 2>/dev/null)"; $(BIN)/jupyter execute --inplace notebooks/quickstart.ipynb notebooks/sweep.ipynb
-	@tests/cluster/with.sh $(BIN)/jupyter execute --inplace notebooks/kubernetes.ipynb
+	@tests/fakes/kubernetes/with.sh $(BIN)/jupyter execute --inplace notebooks/kubernetes.ipynb
 
 bench-language: install  ## Measure tokens/s and MFU beside a bare loop; on a GPU if there is one
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.language_model $(ARGS)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.slurm_site import Site
+from tests.support.slurm_site import Site
 
 # No test asserts a time: a loaded machine is slow, not broken.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

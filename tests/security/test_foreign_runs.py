@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import toolkit
-from tests import fake_slurm
 from tests.conftest import TOOLKIT
+from tests.fakes import fake_slurm
 from toolkit.cli import summary
 from toolkit.errors import LauncherError
 from toolkit.runs import registry

@@ -77,7 +77,9 @@ def test_job_files(tmp_path: Path) -> None:
 
 def test_batch_scripts(tmp_path: Path) -> None:
     path = tmp_path / "job.sbatch"
-    known = [p.read_bytes() for p in sorted((ROOT / "tests/scripts").rglob("*")) if p.is_file()]
+    known = [
+        p.read_bytes() for p in sorted((ROOT / "tests/data/scripts").rglob("*")) if p.is_file()
+    ]
     known = [text for text in known if len(text) < 20_000]
     assert len(known) > 5
 
@@ -93,7 +95,10 @@ def test_batch_scripts(tmp_path: Path) -> None:
 
 def test_manifests(tmp_path: Path) -> None:
     path = tmp_path / "manifest.yaml"
-    files = [*(ROOT / "k8s/examples").rglob("*.yaml"), *(ROOT / "tests/manifests").rglob("*.yaml")]
+    files = [
+        *(ROOT / "k8s/examples").rglob("*.yaml"),
+        *(ROOT / "tests/data/manifests").rglob("*.yaml"),
+    ]
     known = [p.read_text() for p in sorted(files) if p.stat().st_size < 30_000]
     assert len(known) > 5
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import toolkit
-from tests.planned import job as job_of
-from tests.planned import site as site_of
+from tests.support.planned import job as job_of
+from tests.support.planned import site as site_of
 from toolkit.job.types import RESERVED_NAMES
 from toolkit.planning.reserved_variables import OF_BASH, OF_PODS, OF_SCRIPTS
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train import held
+from tests.train.support import held
 from train.rundir.files import read_lines
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.train.ladder import Case, climb
-from tests.train.reading import same, whole
-from tests.train.test_ladder import EIGHT, FOUR, MOST, ONE, TWO, close
-from tests.train.test_precision import largest, rounded
+from tests.train.model.test_precision import largest, rounded
+from tests.train.parallel.test_ladder import EIGHT, FOUR, MOST, ONE, TWO, close
+from tests.train.support.ladder import Case, climb
+from tests.train.support.reading import same, whole
 from train.checkpoints.safetensors_file import Part
 from train.checkpoints.staging import Staging
 

@@ -29,8 +29,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.train.making import group_of, trainer_for
-from tests.train.ranks import on_ranks
+from tests.train.support.making import group_of, trainer_for
+from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.parallel.base import local
 from train.runtime.process_group import disconnect, limit_waiting, open_group

@@ -14,10 +14,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from toolkit.text import untrusted
 from toolkit.runs.log_reader import attempt_folders
-from toolkit.runs.torchrun_log_dir import (Start, reports_of, starts_of)
-from toolkit.runs.torchrun_report import (Reported, Trace, last_trace)
+from toolkit.runs.torchrun_log_dir import Start, reports_of, starts_of
+from toolkit.runs.torchrun_report import Reported, Trace, last_trace
+from toolkit.text import untrusted
 from toolkit.text.masking import Mask
 
 __all__ = ["STOPS", "Failure", "Kind", "first_failure", "first_of", "is_echo"]

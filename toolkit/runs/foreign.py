@@ -9,10 +9,10 @@ from typing import NoReturn
 
 from toolkit.errors import LauncherError
 from toolkit.runs import run_directory
-from toolkit.runs.run import Run
-from toolkit.runs.state import (RunState, RunStatus)
+from toolkit.runs.log_reader import LogView, all_spans, attempt_spans, follow_files, refuse_attempt
 from toolkit.runs.registry import RunRecord
-from toolkit.runs.log_reader import (LogView, all_spans, attempt_spans, follow_files, refuse_attempt)
+from toolkit.runs.run import Run
+from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.torchrun_report import without_stop_traces
 
 __all__ = ["ForeignRun", "ShownRun"]

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from toolkit.text import untrusted
 from toolkit.errors import InputError, LauncherError, Problem
 from toolkit.runs.state_dir import state_folder
+from toolkit.text import untrusted
 
 __all__ = [
     "LogView",

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.text import untrusted
 from toolkit.errors import LauncherError
-from toolkit.runs import run_directory
-from toolkit.runs.run import Run
-from toolkit.runs.state import (RunState, RunStatus)
-from toolkit.runs.metrics import (figures, read_metrics)
 from toolkit.rendering import page_environment
+from toolkit.runs import run_directory
+from toolkit.runs.metrics import figures, read_metrics
+from toolkit.runs.run import Run
+from toolkit.runs.state import RunState, RunStatus
+from toolkit.text import untrusted
 
 __all__ = ["Curve", "Extent", "Progress", "extent_of", "html_of", "page_of"]
 

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.text import untrusted
 from toolkit.errors import LauncherError, RunNotFound
-from toolkit.runs import submission_journal
-from toolkit.runs.state_dir import (append, state_folder)
 from toolkit.profile import Profile
+from toolkit.runs import submission_journal
+from toolkit.runs.state_dir import append, state_folder
+from toolkit.text import untrusted
 
 __all__ = [
     "RunRecord",
@@ -168,7 +168,9 @@ def records(*, environ: Mapping[str, str] = os.environ) -> Iterator[RunRecord]:
     Last come those whose submission was cut short, of which nobody knows yet what became.
     """
     # First: what is finished meanwhile is then among the lines, if not among these.
-    cut_short = [parse(data.get("record")) for data in submission_journal.orphans(intents_folder(environ))]
+    cut_short = [
+        parse(data.get("record")) for data in submission_journal.orphans(intents_folder(environ))
+    ]
     names = set()
     with contextlib.suppress(OSError):
         for data in untrusted.lines_of_json(_file(environ), limit=_BYTES):

@@ -5,18 +5,17 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from toolkit.text import untrusted
 from toolkit.errors import LauncherError, RunLost, RunNotFound
-from toolkit.runs import secret_hashes
-from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.registry import RunRecord
-from toolkit.runs.log_reader import LogView
 from toolkit.planning import LaunchPlan
+from toolkit.runs import secret_hashes
+from toolkit.runs.log_reader import LogView
+from toolkit.runs.registry import RunRecord
+from toolkit.runs.state import RunState, RunStatus
+from toolkit.text import untrusted
 
 if TYPE_CHECKING:
     from toolkit.runs.failure import Failure

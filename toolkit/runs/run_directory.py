@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.text import (secret_scan, untrusted)
-from toolkit.text.yaml_reader import (read_document, write_document)
 from toolkit.errors import InputError, LauncherError
-from toolkit.runs import secret_hashes
-from toolkit.runs.state import (RunState, RunStatus)
-from toolkit.runs.log_reader import (attempt_folders, attempt_numbers)
-from toolkit.text.masking import (Mark, Mask)
 from toolkit.job.spec import JobSpec
+from toolkit.runs import secret_hashes
+from toolkit.runs.log_reader import attempt_folders, attempt_numbers
+from toolkit.runs.state import RunState, RunStatus
+from toolkit.text import secret_scan, untrusted
+from toolkit.text.masking import Mark, Mask
+from toolkit.text.yaml_reader import read_document, write_document
 
 __all__ = [
     "cancel_requested",

@@ -1,4 +1,4 @@
-"""Marks of secrets that jobs were submitted with, in the state folder: see `toolkit/text/masking.py`.
+"""Hashes of secrets that jobs were submitted with, in the state folder: see toolkit/text/masking.py.
 
 A salted hash says nothing of a random token. A password that can be guessed could be found by who
 reads the file; nobody but its owner may enter the folder.
@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from toolkit.text import untrusted
 from toolkit.errors import LauncherError
-from toolkit.runs.state_dir import (append, state_folder)
-from toolkit.text.masking import (Mark, marks_of)
+from toolkit.runs.state_dir import append, state_folder
+from toolkit.text import untrusted
+from toolkit.text.masking import Mark, marks_of
 from toolkit.text.secret_scan import values_of
 
 __all__ = ["known", "remember"]

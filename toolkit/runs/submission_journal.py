@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.text import untrusted
 from toolkit.errors import LauncherError
+from toolkit.text import untrusted
 
 __all__ = ["Intent", "begin", "orphans", "take"]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.runs.log_reader import LogView, Span, Tail
 from toolkit.runs.run import Run
-from toolkit.runs.state import (RunState, RunStatus)
-from toolkit.runs.log_reader import (LogView, Span, Tail)
+from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.torchrun_report import StopTraces
 
 __all__ = ["follow_points", "read_points"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.runs.run import Run
-from toolkit.runs.state import (RunState, RunStatus)
+from toolkit.runs.state import RunState, RunStatus
 from toolkit.text.quantities import whole_number
 
 __all__ = ["index_of", "sum_of", "unfinished_of"]

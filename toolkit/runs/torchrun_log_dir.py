@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from toolkit.runs.log_reader import Span, attempt_spans
+from toolkit.runs.torchrun_report import Reported, read_reports
 from toolkit.text import untrusted
-from toolkit.runs.log_reader import (Span, attempt_spans)
-from toolkit.runs.torchrun_report import (Reported, read_reports)
 
 __all__ = ["Start", "reports_of", "shift_s", "starts_of"]
 

@@ -1,0 +1,83 @@
+"""A little Kueue: what has a queue's label waits until the test admits it."""
+
+import hashlib
+from typing import Any
+
+from tests.fakes.kubernetes.kubelet import Kubelet, reference, set_condition
+from tests.fakes.kubernetes.resources import Resource, of_kind
+from tests.fakes.kubernetes.wire import Object
+
+__all__ = ["QUEUE", "WORKLOAD", "admit", "hold", "is_held", "preempt", "said"]
+
+WORKLOAD = of_kind("Workload")
+QUEUE = "kueue.x-k8s.io/queue-name"
+DEFAULT_KINDS = ("Job", "JobSet", "TrainJob")
+"""What Kueue looks after in its default configuration; PyTorchJobs run without it."""
+
+
+def is_held(kinds: tuple[str, ...], thing: Object) -> bool:
+    """Tell whether an object that is being made has to wait."""
+    labels = thing["metadata"].get("labels") or {}
+    owned = thing["metadata"].get("ownerReferences")
+    return thing["kind"] in kinds and QUEUE in labels and not owned
+
+
+def _spec(thing: Object) -> Any:
+    spec = thing["spec"]
+    return spec.setdefault("runPolicy", {}) if thing["kind"] == "PyTorchJob" else spec
+
+
+def hold(cluster: Kubelet, resource: Resource, thing: Object) -> None:
+    """Make the Workload of an object that waits."""
+    kind, metadata = resource.kind, thing["metadata"]
+    digest = hashlib.sha256(metadata["uid"].encode()).hexdigest()[:5]
+    queue = metadata["labels"][QUEUE]
+    made: Object = {
+        "apiVersion": WORKLOAD.api_version,
+        "kind": "Workload",
+        "metadata": {
+            "name": f"{kind.lower()}-{metadata['name']}-{digest}",
+            "namespace": metadata["namespace"],
+            "labels": {"kueue.x-k8s.io/job-uid": metadata["uid"]},
+            "ownerReferences": [reference(thing)],
+        },
+        "spec": {"queueName": queue, "active": True},
+        "status": {},
+    }
+    if cluster.find(of_kind("LocalQueue"), metadata["namespace"], queue) is None:
+        words = f"LocalQueue {queue} doesn't exist"
+    else:
+        words = "couldn't assign flavors to pod set: insufficient unused quota, 2 more needed"
+    set_condition(made, "QuotaReserved", reason="Pending", message=words, status="False")
+    cluster.put(WORKLOAD, made)
+
+
+def suspend(thing: Object) -> None:
+    """Keep an object from running, as Kueue's webhook does."""
+    _spec(thing)["suspend"] = True
+
+
+def admit(cluster: Kubelet, resource: Resource, thing: Object, workload: Object) -> None:
+    """Let an object run."""
+    set_condition(workload, "QuotaReserved", reason="QuotaReserved", message="Quota reserved")
+    set_condition(workload, "Admitted", reason="Admitted", message="The workload is admitted")
+    set_condition(workload, "Evicted", reason="Admitted", status="False")
+    cluster.put(WORKLOAD, workload)
+    _spec(thing)["suspend"] = False
+    cluster.put(resource, thing)
+
+
+def said(cluster: Kubelet, workload: Object, reason: str, message: str) -> None:
+    """Say why a Workload waits."""
+    set_condition(workload, "QuotaReserved", reason=reason, message=message, status="False")
+    cluster.put(WORKLOAD, workload)
+
+
+def preempt(cluster: Kubelet, resource: Resource, thing: Object, workload: Object) -> None:
+    """Take the quota of an object away; its pods end, and it waits again."""
+    words = "Preempted to accommodate a workload of a higher priority"
+    set_condition(workload, "Evicted", reason="Preempted", message=words)
+    set_condition(workload, "Admitted", reason="NoReservation", message=words, status="False")
+    said(cluster, workload, "Pending", words)
+    suspend(thing)
+    cluster.put(resource, thing)

@@ -1,0 +1,67 @@
+"""The rendered examples that people read, and that the tests compare with.
+
+`make golden` (`python -m tests.support.golden`) writes them again; look at the difference, then
+commit.
+"""
+
+import json
+from pathlib import Path
+
+import toolkit
+from tests.support.reference import PAGES
+
+ROOT = Path(__file__).parents[2]
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "slurm/examples/digits.sbatch": ("jobs/digits.yaml", "slurm/profiles/slurm.yaml"),
+    "slurm/examples/sweep.sbatch": ("jobs/sweep.yaml", "slurm/profiles/slurm.yaml"),
+    "slurm/examples/chars.sbatch": ("jobs/chars.yaml", "slurm/profiles/slurm.yaml"),
+    "slurm/examples/llm-on-a100.sbatch": (
+        "tests/data/jobs/llm.yaml",
+        "tests/data/profiles/a100.yaml",
+    ),
+    "slurm/examples/digits-in-podman.sbatch": ("jobs/digits.yaml", "slurm/profiles/podman.yaml"),
+    "slurm/examples/llm-in-pyxis.sbatch": (
+        "tests/data/jobs/llm.yaml",
+        "tests/data/profiles/pyxis.yaml",
+    ),
+    "slurm/examples/llm-in-apptainer.sbatch": (
+        "tests/data/jobs/llm.yaml",
+        "tests/data/profiles/apptainer.yaml",
+    ),
+    "k8s/examples/digits.yaml": ("jobs/digits.yaml", "k8s/profiles/k8s.yaml"),
+    **{
+        f"k8s/examples/digits-{kind.lower()}.yaml": (
+            "jobs/digits.yaml",
+            "k8s/profiles/k8s.yaml",
+            f"kubernetes.workload={kind}",
+        )
+        for kind in ("TrainJob", "JobSet", "Job")
+    },
+    "k8s/examples/chars.yaml": ("jobs/chars.yaml", "k8s/profiles/k8s.yaml"),
+    "k8s/examples/llm-on-gpus.yaml": (
+        "tests/data/jobs/llm.yaml",
+        "tests/data/profiles/gpu-cluster.yaml",
+    ),
+}
+"""Example: job file and profile, below the project's folder, and changes of the job."""
+
+
+def rendered(job: str, profile: str, *changes: str) -> str:
+    """Return what the example must hold."""
+    spec = toolkit.load(ROOT / job, changes)
+    return toolkit.render(toolkit.plan(spec, toolkit.load_profile(str(ROOT / profile))))
+
+
+def main() -> None:
+    """Write every example and the JSON Schema again."""
+    for path, example in EXAMPLES.items():
+        (ROOT / path).write_text(rendered(*example))
+    schema = json.dumps(toolkit.json_schema(), indent=2, ensure_ascii=False)
+    for path, text in PAGES.items():
+        (ROOT / path).write_text(text)
+    (ROOT / "docs/reference/job.schema.json").write_text(schema + "\n")
+
+
+if __name__ == "__main__":
+    main()

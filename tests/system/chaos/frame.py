@@ -1,0 +1,209 @@
+"""One frame for every disturbance: a run that counts its samples, and what it must have kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import toolkit
+from tests.support.processes import with_environment
+from tests.support.slurm_site import Site, events, failure
+from tests.system.chaos.counted import SAMPLES
+from tests.train.support.reading import same, whole
+from toolkit.slurm import SlurmLauncher, SlurmRun
+from train.checkpoints import store
+from train.rundir.files import read_lines
+
+STEPS, BATCH = 300, 16
+TASK = Path(__file__).with_name("counted.py")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A run of the task `counted`, and the folder in which its ranks note their samples."""
+
+    run: SlurmRun
+    folder: Path
+
+    @property
+    def run_dir(self) -> Path:
+        assert self.run.run_dir is not None
+        return self.run.run_dir
+
+    @property
+    def job_id(self) -> str:
+        """The newest of its jobs."""
+        return self.run.jobs[-1].job_id
+
+    def pace(self, seconds_per_step: float) -> None:
+        draft = self.folder / "pace.new"
+        draft.write_text(f"{seconds_per_step}")
+        draft.replace(self.folder / "pace")
+
+    def events(self, kind: str, attempt: int | None = None) -> list[dict[str, Any]]:
+        return [e for e in events(self.run, kind) if attempt in (None, e["attempt"])]
+
+    def saved(self, attempt: int = 0) -> bool:
+        """Whether an attempt has committed a checkpoint."""
+        return bool(self.events("checkpoint", attempt))
+
+    def attempt(self, number: int) -> Path:
+        return self.run_dir / f"logs/attempt-{number}"
+
+    def reasons(self) -> list[str]:
+        """Return what the attempts say of their end, in their order; "" where one says nothing.
+
+        Whether KillWait was long enough for the script's last words makes no difference.
+        """
+        count = len(list(self.run_dir.glob("logs/attempt-*")))
+        paths = [self.attempt(number) / "reason" for number in range(count)]
+        said = [path.read_text().rstrip("\n") if path.exists() else "" for path in paths]
+        return [reason.removesuffix("; killed soon after") for reason in said]
+
+    def losses(self) -> dict[int, float]:
+        """Loss by step; a step done twice counts as it was done last."""
+        lines = read_lines(self.run_dir / "metrics.jsonl")
+        return {int(str(m["step"])): float(str(m["loss"])) for m in lines if "loss" in m}
+
+    def steps(self) -> int:
+        """Return the newest step that the metrics tell of."""
+        return max(self.losses(), default=0)
+
+    def processes(self) -> set[int]:
+        """Find what lives of the run, on any node: all that it starts has its directory's name."""
+        return with_environment(str(self.run_dir))
+
+    def processes_of(self, attempt: int) -> set[int]:
+        """Find which of them train, or start those that do."""
+        return with_environment(f"TRAIN_ATTEMPT={attempt}\0") & self.processes()
+
+    def kill_rank(self, rank: int, attempt: int = 0) -> None:
+        (worker,) = (
+            pid
+            for pid in self.processes_of(attempt)
+            if f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        )
+        os.kill(worker, signal.SIGKILL)
+
+    def wait(self) -> toolkit.RunStatus:
+        """Train the rest at full speed, until the job has ended."""
+        self.pace(0)
+        return self.run.wait(300)
+
+
+def submit(
+    site: Site, *overrides: str, pace: float = 0.2, every: int = 10, **profile: object
+) -> Trial:
+    """Submit the job at a slow pace, with a checkpoint `every` few steps.
+
+    `profile`: what else its profile says.
+    """
+    folder = site.runs.parent / f"counted-{len(list(site.runs.parent.glob('counted-*')))}"
+    folder.mkdir()
+    (folder / "pace").write_text(f"{pace}")
+    job = {
+        "name": "counted",
+        "module": "train",
+        "args": [
+            *("--task", f"{TASK}:Counted", "--steps", str(STEPS), "--global-batch", str(BATCH)),
+            *("--checkpoint-every", str(every)),
+        ],
+        "resources": {"nnodes": 2, "cpus_per_node": 1, "memory": "2GiB"},
+        "env": {"OMP_NUM_THREADS": "1", "COUNTED": str(folder)},
+        "retries": {"in_job": 0, "requeue": 3},
+    }
+    path = folder / "job.yaml"
+    path.write_text(json.dumps(job))
+    changed = site.profile.model_copy(update=profile)
+    launcher = SlurmLauncher(changed, command=site.launcher._command)
+    plan = toolkit.plan(toolkit.load(path, overrides), changed)
+    return Trial(run=launcher.submit(plan), folder=folder)
+
+
+def go_on(trial: Trial, site: Site) -> Trial:
+    """Submit a run that has ended again, as `toolkit resubmit` does."""
+    site.launcher.resubmit(trial.run)
+    return trial
+
+
+def unharmed(trial: Trial, reference: Trial, until: Callable[..., None]) -> None:
+    """Insist that a run has ended as if it had never been disturbed, and has left nothing alive."""
+    status = trial.wait()
+    assert status.state is toolkit.RunState.SUCCEEDED, failure(trial.run)
+    until(lambda: not trial.processes(), "no process of the run is left on any node")
+    outcome = json.loads((trial.run_dir / "outcome.json").read_text())
+    assert (outcome["status"], outcome["step"]) == ("done", STEPS)
+    assert trial.reasons()[-1] == "done: all steps made"
+    for attempt in range(len(trial.reasons())):
+        reason = trial.reasons()[attempt]
+        assert reason and not reason.endswith("deciding"), trial.reasons()
+    assert same(whole(_last_checkpoint(trial)), whole(_last_checkpoint(reference)))
+    assert trial.losses() == reference.losses()
+    stream = [number for step in samples_by_step(trial) for number in step]
+    assert len(stream) == STEPS * BATCH
+    for start in range(0, len(stream), SAMPLES):
+        epoch = stream[start : start + SAMPLES]
+        assert len(set(epoch)) == len(epoch), "a sample came twice in an epoch"
+    assert stream == [number for step in samples_by_step(reference) for number in step]
+    consistent(trial)
+
+
+def consistent(trial: Trial) -> None:
+    """Insist that what lies in the run directory is whole, whenever its processes were killed."""
+    for position in store.places(trial.run_dir):
+        store.verify(position.path(trial.run_dir))
+    outcome = trial.run_dir / "outcome.json"
+    assert not outcome.exists() or json.loads(outcome.read_text())["version"] == 1
+
+
+def _last_checkpoint(trial: Trial) -> Path:
+    (best, *_) = store.places(trial.run_dir)
+    assert best.step == STEPS
+    return best.path(trial.run_dir)
+
+
+def samples_by_step(trial: Trial) -> list[list[int]]:
+    """Return the samples of each step that counts, as the ranks were given them.
+
+    A step counts as the last start has made it, or, before what that has resumed from, as the
+    start has made it that wrote this checkpoint; it may have been killed before it said so.
+    """
+    counted: list[list[int]] = []
+    wrote = {(e["checkpoint"]): (e["attempt"], e["restart"]) for e in trial.events("checkpoint")}
+    resumed = {(e["attempt"], e["restart"]): e for e in trial.events("resume")}
+    (done,) = trial.events("done")
+    start, end = (done["attempt"], done["restart"]), STEPS
+    while True:
+        resume = resumed.get(start, {"step": 0})
+        # One that was stopped before its first step has left a checkpoint, and no sample.
+        if wanted := end - resume["step"]:
+            counted[:0] = list(_given(trial, *start))[:wanted]
+        if "checkpoint" not in resume:
+            return counted
+        writer = wrote.get(resume["checkpoint"])
+        start, end = writer or _writer(trial, resume["checkpoint"], start), resume["step"]
+
+
+def _writer(trial: Trial, checkpoint: str, resumed: tuple[int, int]) -> tuple[int, int]:
+    """Return which start has written a checkpoint: the last of its attempt before `resumed`."""
+    attempt = int(Path(checkpoint).parent.name.removeprefix("attempt-"))
+    firsts = (path.read_text().partition("\n")[0] for path in trial.folder.glob(f"{attempt}-*"))
+    starts = ((attempt, json.loads(first)["restart"]) for first in firsts if first)
+    return max(start for start in starts if start < resumed)
+
+
+def _given(trial: Trial, attempt: int, restart: int) -> Iterator[list[int]]:
+    """Yield the samples of each step that a start has made on all of its ranks."""
+    (first,) = (
+        path
+        for path in trial.folder.glob(f"{attempt}-*-0.jsonl")
+        if json.loads(path.read_text().partition("\n")[0])["restart"] == restart
+    )
+    ranks = sorted(trial.folder.glob(f"{first.name.removesuffix('0.jsonl')}*.jsonl"))
+    for lines in zip(*(path.read_text().splitlines() for path in ranks), strict=False):
+        yield [number for line in lines for number in json.loads(line)["numbers"]]

@@ -1,0 +1,50 @@
+"""Processes that the kernel ends: a rank killed, in the job and beyond it; memory that runs out."""
+
+from __future__ import annotations
+
+import pytest
+
+import toolkit
+from tests.conftest import Cluster, Until
+from tests.support.slurm_site import Site, failure, nodes_of
+from tests.system.chaos.frame import Trial, go_on, submit, unharmed
+from tests.system.chaos.memory import limited
+
+pytestmark = pytest.mark.slurm
+
+
+def test_a_rank_is_killed_twice_and_restarted_in_the_job_then_by_a_requeue(
+    site: Site, reference: Trial, until: Until
+) -> None:
+    trial = submit(site, "retries.in_job=1")
+    until(trial.saved, "a first checkpoint")
+    trial.kill_rank(1)
+    until(lambda: trial.events("resume"), "restarted in the job")
+    (resumed,) = trial.events("resume")
+    assert (resumed["attempt"], resumed["restart"]) == (0, 1)
+    until(lambda: any(e["restart"] for e in trial.events("checkpoint")), "a checkpoint of it")
+    trial.kill_rank(0)
+    until(lambda: trial.events("resume", attempt=1), "started again")
+    unharmed(trial, reference, until)
+    assert trial.reasons()[0].startswith("retryable: ")
+    assert len(trial.reasons()) == 2
+
+
+def test_out_of_memory_ends_the_job_with_the_node_s_name_and_it_goes_on_when_told_to(
+    cluster: Cluster, site: Site, reference: Trial, until: Until
+) -> None:
+    trial = submit(site)
+    until(trial.saved, "a first checkpoint")
+    _, node = nodes_of(cluster, trial.run)
+    # What is there already was charged elsewhere: only what the ranks allocate now counts.
+    with limited(cluster, node, 1 << 30):
+        # ... of processes that are started from now on.
+        trial.kill_rank(1)
+        until(lambda: trial.saved(attempt=1), "a checkpoint under the limit")
+        (trial.folder / "hungry-1").touch()
+        status = trial.run.wait(300)
+        (trial.folder / "hungry-1").unlink()
+    assert status.state is toolkit.RunState.FAILED, failure(trial.run)
+    reason = f"fatal: out of memory: the kernel killed a process on {node}; not queued again"
+    assert trial.reasons()[1:] == [reason]
+    unharmed(go_on(trial, site), reference, until)

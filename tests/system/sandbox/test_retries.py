@@ -1,0 +1,202 @@
+"""What follows a failure on a real cluster: another start, or none, and on which nodes."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+import toolkit
+from tests.conftest import Cluster, Until
+from tests.support.slurm_site import Site, events, failure, nodes_of, output
+from tests.system.chaos.frame import STEPS, submit
+from toolkit.slurm import SlurmRun
+
+pytestmark = pytest.mark.slurm
+
+
+def reasons(run: SlurmRun) -> list[str]:
+    """Return what the attempts say of their end, the first word of each."""
+    assert run.run_dir is not None
+    found = sorted(run.run_dir.glob("logs/attempt-*/reason"))
+    return [path.read_text().partition(":")[0] for path in found]
+
+
+def last_reason(run: SlurmRun) -> str:
+    assert run.run_dir is not None
+    return sorted(run.run_dir.glob("logs/attempt-*/reason"))[-1].read_text().rstrip("\n")
+
+
+def reason_of(run: SlurmRun, attempt: int) -> str:
+    assert run.run_dir is not None
+    path = run.run_dir / f"logs/attempt-{attempt}/reason"
+    return path.read_text().rstrip("\n") if path.exists() else ""
+
+
+def kill_a_rank(cluster: Cluster, node: str) -> None:
+    """Kill a worker, not its torchrun, as the kernel does when memory is short."""
+    worker = next(
+        process
+        for process in json.loads(cluster("ps", node, "--json"))
+        if "-m train" in process["command"] and "torchrun" not in process["command"]
+    )
+    os.kill(worker["pid"], signal.SIGKILL)
+
+
+def shell(site: Site, text: str, **retries: int) -> SlurmRun:
+    """Submit a job whose one worker is a few lines of bash."""
+    job = toolkit.JobSpec(name="shell", command=("bash", "-c", text), retries=retries)
+    return site.launcher.submit(toolkit.plan(job, site.profile))
+
+
+def test_a_killed_rank_gets_the_job_queued_again_and_finished(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    trial = submit(site, pace=0.3)
+    run = trial.run
+    until(trial.saved, "a first checkpoint")
+    # It waits for as long as nobody lets it start again.
+    cluster.slurm("scontrol", "update", "nodename=node[1-4]", "state=drain", "reason=test")
+    try:
+        kill_a_rank(cluster, nodes_of(cluster, run)[-1])
+        until(lambda: "; last attempt: retryable: " in run.status().reason, "it says why it waits")
+    finally:
+        cluster.slurm("scontrol", "update", "nodename=node[1-4]", "state=resume")
+    until(lambda: events(run, "resume"), "the second attempt has resumed")
+    assert trial.wait().state is toolkit.RunState.SUCCEEDED, failure(run)
+    assert (events(run, "done")[0]["step"], events(run, "done")[0]["attempt"]) == (STEPS, 1)
+    assert reasons(run) == ["retryable", "done"]
+    assert run.run_dir is not None
+    # The requeue may have its script killed, after KillWait (5 s), before it can print this.
+    if (run.run_dir / "logs/attempt-0/exit_status").exists():
+        assert "counted: attempt 0 ended: retryable: " in output(run)
+    assert (run.run_dir / "logs/attempt-0/nodes").read_text() == "node1\nnode2\n"
+    assert (run.run_dir / "logs/attempt-0/failing_node").read_text() == "node2\n"
+
+
+def test_a_failure_that_would_come_again_ends_the_job(site: Site) -> None:
+    run = site.submit("args=[--task, digits, --lr, '1e30']", "retries.in_job=0")
+    status = run.wait(300)
+    assert status.state is toolkit.RunState.FAILED
+    assert reasons(run) == ["fatal"], failure(run)
+    assert last_reason(run).endswith("; not queued again")
+    assert last_reason(run) in status.reason
+
+
+RAISE = """
+[ "$TORCHELASTIC_RESTART_COUNT" -lt 2 ] || exec sleep 10000
+exec python3 -c 'raise ValueError(f"no kernel at {id(object()):#x}")'
+"""
+
+
+@pytest.mark.parametrize(
+    ("in_job", "words"),
+    [(0, ["retryable", "fatal"]), (9, ["fatal"])],
+    ids=["two attempts", "two starts in a job"],
+)
+def test_a_script_that_fails_twice_alike_ends_the_job(
+    site: Site, in_job: int, words: list[str]
+) -> None:
+    """A third start by torchrun would wait for ever: who watches its starts ends it."""
+    run = shell(site, RAISE, requeue=5, in_job=in_job)
+    assert run.wait(300).state is toolkit.RunState.FAILED
+    assert reasons(run) == words, failure(run)
+    assert last_reason(run) == (
+        "fatal: the same failure twice: ValueError: no kernel at 0x*; "
+        "another start would end like these two; not queued again"
+    )
+
+
+TELL = """
+cat >"$TRAIN_RUN_DIR/outcome.json" <<END
+{"status": "running", "attempt": $TRAIN_ATTEMPT, "step": 5, "rank": null, "reason": ""}
+END
+"""
+
+
+def test_attempts_without_a_new_step_end_the_job_with_93(site: Site) -> None:
+    run = shell(site, TELL + "kill -KILL $$", requeue=9, no_progress=2)
+    status = run.wait(300)
+    assert status.state is toolkit.RunState.FAILED
+    assert reasons(run) == ["retryable", "retryable", "no_progress"], failure(run)
+    assert "no step beyond 5 in 2 attempts" in status.reason
+    assert run.run_dir is not None
+    assert (run.run_dir / "logs/attempt-2/exit_status").read_text() == "93\n"
+
+
+def test_a_worker_that_exits_with_93_ends_the_job_with_93(site: Site) -> None:
+    run = shell(site, "exit 93", requeue=9)
+    assert run.wait(300).state is toolkit.RunState.FAILED
+    assert last_reason(run) == "no_progress: a worker exited with status 93; not queued again"
+    assert run.run_dir is not None
+    assert (run.run_dir / "logs/attempt-0/exit_status").read_text() == "93\n"
+
+
+def test_scancel_is_no_failure(cluster: Cluster, site: Site, until: Until) -> None:
+    run = site.submit_long()
+    until(lambda: events(run, "checkpoint"), "a first checkpoint")
+    cluster.slurm("scancel", run.job_id)
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
+    until(lambda: json.loads(cluster("ps", "--json")) == [], "its script has ended, too")
+    # KillWait (5 s) may end it before it has found out who ends it, even before its first word.
+    assert run.run_dir is not None
+    killed = not (run.run_dir / "logs/attempt-0/exit_status").exists()
+    said = reason_of(run, 0)
+    assert said.startswith("cancelled: by scancel; ") or (
+        killed and said in ("", "terminated: by Slurm; killed soon after")
+    ), (killed, said)
+
+
+@pytest.fixture
+def powered(cluster: Cluster) -> Iterator[None]:
+    """Put all nodes back to work at the end."""
+    yield
+    for node in ("node1", "node2", "node3", "node4"):
+        cluster("power-on", node)
+    for node in ("node3", "node4"):
+        if "DRAIN" in cluster.slurm("scontrol", "show", "node", node):
+            cluster.slurm("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+@pytest.mark.usefixtures("powered")
+def test_a_node_that_is_lost_twice_is_excluded_and_named(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    # Nothing else is free, so that the job comes back to the node.
+    cluster.slurm("scontrol", "update", "nodename=node[3-4]", "state=drain", "reason=test")
+    run = site.submit_long()
+    lose_node2(cluster, run, until)
+    until(lambda: run.status().state is toolkit.RunState.PENDING, "it waits")
+    cluster("power-on", "node2")
+    until(lambda: events(run, "resume"), "it goes on")
+    cluster.slurm("scontrol", "update", "nodename=node[3-4]", "state=resume")
+    lose_node2(cluster, run, until)
+    excluded = "; queued again; without node2, where two attempts have failed first"
+    # KillWait may end the script before its step has ended; it has said so by then.
+    until(
+        lambda: (
+            reason_of(run, 1).removesuffix("; killed soon after")
+            == "node_failure: down: node2" + excluded
+        ),
+        "it is excluded",
+        seen=lambda: reason_of(run, 1),
+    )
+    cluster("power-on", "node2")  # not before: the script looks again whether it is down
+    until(lambda: len(events(run, "resume")) == 2, "it runs elsewhere")
+    assert " ExcNodeList=node2 " in cluster.slurm("scontrol", "-o", "show", "job", run.job_id)
+
+
+def lose_node2(cluster: Cluster, run: SlurmRun, until: Until) -> None:
+    """Cut the power of the job's second node, and wait until the job has noticed."""
+    until(lambda: run.status().state is toolkit.RunState.RUNNING, "it runs")
+    attempt = len(reasons(run))
+    until(
+        lambda: any(event["attempt"] == attempt for event in events(run, "checkpoint")),
+        "a checkpoint",
+    )
+    assert nodes_of(cluster, run) == ["node1", "node2"]
+    cluster("power-off", "node2")
+    assert run.run_dir is not None
+    blamed = run.run_dir / f"logs/attempt-{attempt}/failing_node"
+    until(lambda: blamed.exists() and blamed.read_text() == "node2\n", "the node is blamed")

@@ -1,0 +1,159 @@
+"""What every launcher promises, asked of all of them: real processes, real Slurm, the fake API."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT, TOOLKIT, Cluster, Until
+from tests.fakes.kubernetes import FakeKubernetes
+from toolkit.api import launcher_for
+
+# Long enough that no busy machine comes to its end before it is cancelled.
+FOREVER = "echo begun; trap 'echo stopped; exit 75' TERM; while :; do sleep 0.1; done"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A profile, and the environment in which its scheduler answers."""
+
+    profile: toolkit.Profile
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def submit(self, shell: str, *, name: str = "probe") -> toolkit.Run:
+        job = toolkit.JobSpec.model_validate(
+            {
+                "name": name,
+                "command": ("bash", "-c", shell),
+                "image": "localhost/train:latest",
+                "resources": {"nnodes": 2, "cpus_per_node": 1},
+                "stop": {"grace": "20s"},
+            }
+        )
+        return toolkit.submit(job, to=self.profile)
+
+    def toolkit(self, *argv: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [TOOLKIT, *argv], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+
+
+@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.slurm), "k8s"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    runs = str(tmp_path / "runs")
+    if request.param == "local":
+        yield Place(toolkit.LocalProfile(name="here", runs_dir=runs))
+    elif request.param == "slurm":
+        cluster: Cluster = request.getfixturevalue("cluster")
+        for name in ("PATH", "SLURM_CONF", "SANDBOX_DIR"):
+            monkeypatch.setenv(name, cluster.environ[name])
+        yield Place(toolkit.SlurmProfile(name="sandbox", runs_dir=runs, venv=str(ROOT / ".venv")))
+        cluster.slurm("scancel", "--user=root")
+    else:
+        path = f"{ROOT / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+        monkeypatch.setenv("PATH", path)  # where the fake's containers find torchrun
+        with FakeKubernetes(auto_run=True) as server:
+            kubeconfig = tmp_path / "kubeconfig"
+            server.kubeconfig(kubeconfig)
+            monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+            yield Place(toolkit.KubernetesProfile(name="k", namespace="default"))
+
+
+def output(run: toolkit.Run) -> str:
+    return "\n".join(run.logs())
+
+
+def begun(run: toolkit.Run) -> bool:
+    """Whether both ranks have begun; a log may not be there yet."""
+    try:
+        return output(run).count("begun") == 2
+    except toolkit.LauncherError:
+        return False
+
+
+def test_a_run_succeeds_and_its_log_can_be_read(place: Place) -> None:
+    run = place.submit('echo "rank $RANK of $WORLD_SIZE"')
+    followed = list(run.logs(follow=True))
+    status = run.wait(180)
+    assert (status.state, status.reason) == (toolkit.RunState.SUCCEEDED, ""), followed
+    for rank in (0, 1):
+        assert sum(f"rank {rank} of 2" in line for line in followed) == 1
+
+
+def test_a_failed_run_says_that_it_failed_and_why(place: Place) -> None:
+    run = place.submit("echo to stderr >&2; exit 3")
+    status = run.wait(180)
+    assert status.state is toolkit.RunState.FAILED
+    assert status.reason
+
+
+def test_cancel_stops_a_run_and_the_ranks_are_told(place: Place, until: Until) -> None:
+    run = place.submit(FOREVER)
+    until(lambda: begun(run), "both ranks have begun")
+    assert run.status().state is toolkit.RunState.RUNNING
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
+    assert run.failure() is None
+
+
+def test_cancelling_what_has_ended_changes_nothing(place: Place) -> None:
+    run = place.submit("true")
+    ended = run.wait(180)
+    run.cancel()
+    assert run.status() == ended
+
+
+def test_another_process_opens_a_run_by_its_uri(place: Place, until: Until) -> None:
+    run = place.submit(FOREVER)
+    until(lambda: begun(run), "both ranks have begun")
+    shown = json.loads(place.toolkit("status", run.uri, "--json").stdout)
+    assert (shown["uri"], shown["name"], shown["state"]) == (run.uri, run.name, "RUNNING")
+    done = place.toolkit("cancel", run.uri)
+    assert done.returncode == 0, done.stderr
+    waited = place.toolkit("wait", run.uri, "--timeout", "120")
+    assert waited.returncode == 1
+    assert "CANCELLED" in waited.stderr
+    listed = json.loads(place.toolkit("list", "--json").stdout)
+    assert [(row["uri"], row["state"]) for row in listed] == [(run.uri, "CANCELLED")]
+
+
+def test_a_second_submit_is_a_second_run(place: Place) -> None:
+    first, second = place.submit("echo first"), place.submit("echo second")
+    assert first.uri != second.uri
+    assert first.name != second.name
+    for run in (first, second):
+        assert run.wait(180).state is toolkit.RunState.SUCCEEDED
+    assert [run.uri for run in toolkit.list_runs()] == [first.uri, second.uri]
+
+
+def test_waiting_too_short_is_a_timeout_and_no_verdict(place: Place) -> None:
+    run = place.submit(FOREVER)
+    with pytest.raises(TimeoutError):
+        run.wait(0)
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
+
+
+def test_a_run_is_found_by_its_name(place: Place) -> None:
+    run = place.submit("true")
+    run.wait(180)
+    assert toolkit.open_run(run.name).uri == run.uri
+
+
+def test_a_plan_of_another_place_is_no_business_of_a_launcher(place: Place) -> None:
+    """Every kind of profile has exactly one launcher."""
+    assert (
+        type(launcher_for(place.profile)).__name__
+        == {
+            "local": "LocalLauncher",
+            "slurm": "SlurmLauncher",
+            "kubernetes": "KubernetesLauncher",
+        }[place.profile.kind]
+    )

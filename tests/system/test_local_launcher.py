@@ -1,0 +1,345 @@
+"""Runs on this machine, for real: torchrun agents, signals, closed terminals."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT, TOOLKIT, Until
+from tests.fakes import fake_slurm
+from tests.support.processes import with_environment
+from toolkit.local.launcher import LocalLauncher
+from toolkit.runs import run_directory
+
+JOB = """
+name: probe
+script: {script}
+resources: {{nnodes: 2, nproc_per_node: 1}}
+stop: {{grace: 2m}}
+env: {{PROBE: "{marker}"}}
+"""
+
+# Says that it runs, then waits to be stopped and says that it was.
+WAITING = """
+import os, signal, sys, time
+def stop(*_):
+    print(f"rank {rank} stops\\n", end="", flush=True)
+    sys.exit(75)
+rank = os.environ["RANK"]
+signal.signal(signal.SIGTERM, stop)
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} runs\\n", end="", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Iterator[str]:
+    """A mark in the environment of every process of the run; none may be left at the end."""
+    mark = f"probe-{tmp_path.name}-{os.getpid()}"
+    yield mark
+    left = with_environment(f"PROBE={mark}")
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, marker: str) -> Path:
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    path = tmp_path / "probe.yaml"
+    path.write_text(JOB.format(script=script, marker=marker))
+    return path
+
+
+def started(run_dir: Path) -> bool:
+    logs = "".join(path.read_text() for path in run_dir.glob("logs/attempt-0/node-*.log"))
+    return logs.count("runs") == 2
+
+
+def only_run(folder: Path) -> Path | None:
+    return next(iter(folder.glob("runs/*")), None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_toolkit_run_stops_every_process(
+    number: signal.Signals, job_file: Path, marker: str, tmp_path: Path, until: Until
+) -> None:
+    process = subprocess.Popen(
+        [TOOLKIT, "run", job_file], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    until(lambda: (run := only_run(tmp_path)) and started(run), "both ranks run")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert b"CANCELLED" in output
+    assert b"Traceback" not in output
+    assert not with_environment(f"PROBE={marker}")
+    run = only_run(tmp_path)
+    assert run is not None
+    logs = "".join(path.read_text() for path in run.glob("logs/attempt-0/node-*.log"))
+    assert "rank 0 stops" in logs
+    assert "rank 1 stops" in logs
+
+
+def test_a_closed_terminal_leaves_no_process_behind(
+    job_file: Path, marker: str, tmp_path: Path, until: Until
+) -> None:
+    terminal, inside = pty.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", TOOLKIT, "run", job_file],
+        cwd=tmp_path,
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+    )
+    os.close(inside)
+    until(lambda: (run := only_run(tmp_path)) and started(run), "both ranks run")
+    os.close(terminal)
+    process.wait(timeout=300)
+    until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
+
+
+def test_a_reader_who_leaves_ends_the_run_and_it_is_no_success(
+    job_file: Path, marker: str, tmp_path: Path
+) -> None:
+    chatty = tmp_path / "chatty.py"
+    chatty.write_text(
+        "import time\nwhile True:\n    print('on', flush=True)\n    time.sleep(0.1)\n"
+    )
+    line = f"set -o pipefail; {TOOLKIT} run {job_file} --set script={chatty} | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert not with_environment(f"PROBE={marker}")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root: mounts a small disk")
+@pytest.mark.parametrize("free_pages", range(5))
+def test_a_full_disk_is_told_in_a_line_and_leaves_no_process(
+    free_pages: int, job_file: Path, marker: str, tmp_path: Path, until: Until
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    profile = tmp_path / "here.yaml"
+    profile.write_text(f"kind: local\nruns_dir: {disk / 'runs'}\n")
+    # A page for each file: job.yaml, run.sh, the lock, launch.json.
+    size = (free_pages or 1) * os.sysconf("SC_PAGE_SIZE")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], check=True)
+    try:
+        if not free_pages:
+            (disk / "fill").write_bytes(b"x" * size)
+        done = subprocess.run(
+            [TOOLKIT, "run", job_file, "--to", profile],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=180,
+        )
+        until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
+        until(lambda: not with_environment(str(disk)), "the supervisor has ended")
+    finally:
+        # A process that is ending has no environment any more, and still open files.
+        until(lambda: subprocess.run(["umount", disk], check=False).returncode == 0, "umount")
+    assert done.returncode == 1
+    assert "toolkit/cli/" not in done.stdout + done.stderr  # no traceback of ours
+    assert "No space left on device" in done.stdout + done.stderr
+
+
+def test_killing_toolkit_run_stops_the_run(
+    job_file: Path, marker: str, tmp_path: Path, until: Until
+) -> None:
+    process = subprocess.Popen(
+        [TOOLKIT, "run", job_file],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until(lambda: (run := only_run(tmp_path)) and started(run), "both ranks run")
+    process.kill()
+    process.wait()
+    until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
+
+
+def test_a_rank_that_detaches_itself_does_not_outlive_the_run(
+    tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "daemon.sh"
+    script.write_text("#!/bin/sh\nsetsid sleep 1000 </dev/null >/dev/null 2>&1 &\nexit 0\n")
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    job = toolkit.JobSpec(name="probe", command=(str(script),), env={"PROBE": marker})
+    run = toolkit.submit(job, to="local")
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED
+    assert not with_environment(f"PROBE={marker}")
+
+
+def test_a_submitted_run_outlives_the_shell_that_submitted_it(
+    job_file: Path, tmp_path: Path, until: Until
+) -> None:
+    done = subprocess.run(
+        [TOOLKIT, "submit", job_file, "--to", "local"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    run = toolkit.open_run(done.stdout.strip())
+    assert run.run_dir is not None
+    folder = run.run_dir
+    until(lambda: started(folder), "both ranks run")
+    assert run.status().state is toolkit.RunState.RUNNING
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
+
+
+def test_the_time_limit_stops_a_run(job_file: Path, tmp_path: Path) -> None:
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    job = toolkit.load(job_file, ["time_limit=10s", "stop.grace=5s"])
+    run = toolkit.submit(job, to=profile)
+    status = run.wait(300)
+    assert status.state is toolkit.RunState.FAILED
+    assert status.reason == "time limit of 10 s: stopping"
+
+
+def test_nothing_starts_that_could_not_be_remembered(
+    job_file: Path, marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(toolkit.LauncherError, match="set XDG_STATE_HOME to another folder"):
+        toolkit.submit(toolkit.load(job_file), to="local")
+    assert not (tmp_path / "runs").exists()
+    assert not with_environment(f"PROBE={marker}")
+
+
+def test_a_secret_that_is_not_set_is_asked_for_before_anything_starts(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PROBE_TOKEN", raising=False)
+    with pytest.raises(toolkit.LauncherError) as refused:
+        toolkit.submit(toolkit.load(job_file, ["secrets=[PROBE_TOKEN]"]), to="local")
+    assert str(refused.value) == "secrets are not set here: PROBE_TOKEN; export them first"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_the_script_refuses_is_the_reason(tmp_path: Path) -> None:
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    mount = {"source": "/nope", "target": "/nope"}
+    job = toolkit.JobSpec.model_validate({"name": "m", "module": "train", "mounts": [mount]})
+    run = toolkit.submit(job, to=profile)
+    assert run.wait(300).reason == "m: the folder of a mount is missing: /nope"
+    assert list(run.logs()) == ["m: the folder of a mount is missing: /nope"]
+
+
+def test_a_stopped_run_goes_on_when_it_is_told_to(tmp_path: Path) -> None:
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    job = toolkit.load(ROOT / "jobs/digits.yaml", ["args.3=1", "resources.nnodes=1"])
+    run = toolkit.submit(job, to=profile)
+    assert run.wait(180).state is toolkit.RunState.SUCCEEDED
+    assert run.run_dir is not None
+    argv = ["bash", str(run.run_dir / "run.sh"), str(run.run_dir)]
+    environ = {**os.environ, "PATH": f"{TOOLKIT.parent}:{os.environ['PATH']}"}
+    again = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "already holds a run; to go on with it: bash FILE" in again.stderr
+    subprocess.run([*argv, "continue"], cwd=ROOT, env=environ, check=True)
+    assert "already done" in (run.run_dir / "logs/attempt-1/node-0.log").read_text()
+
+
+def test_chosen_gpus_are_shared_out(tmp_path: Path) -> None:
+    """Where the user may use some GPUs only, the nodes get those."""
+    job = toolkit.JobSpec.model_validate(
+        {
+            "name": "g",
+            "module": "train",
+            "resources": {"nnodes": 2, "gpus_per_node": 2, "nproc_per_node": 2},
+        }
+    )
+    script = toolkit.render(toolkit.plan(job, toolkit.LocalProfile(name="here")))
+    environ = fake_slurm.install(tmp_path, nodes=2) | {"CUDA_VISIBLE_DEVICES": "4,7,GPU-5,2"}
+    (tmp_path / "script.sh").write_text(script)
+    argv = ["bash", str(tmp_path / "script.sh"), str(tmp_path / "run")]
+    subprocess.run(argv, env=environ, check=True)
+    seen = [json.loads(path.read_text()) for path in (tmp_path / "dumps").iterdir()]
+    devices = sorted(s["env"]["CUDA_VISIBLE_DEVICES"] for s in seen)
+    assert devices == ["4,7", "GPU-5,2"]
+
+
+def test_one_failing_node_ends_the_other(tmp_path: Path, marker: str) -> None:
+    script = tmp_path / "half.py"
+    script.write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(1000)\n"
+    )
+    job = toolkit.JobSpec(
+        name="probe",
+        script=str(script),
+        env={"PROBE": marker},
+        resources={"nnodes": 2},
+        stop={"grace": "2s"},
+    )
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    run = toolkit.submit(job, to=profile)
+    status = run.wait(300)
+    assert status.state is toolkit.RunState.FAILED
+    assert status.reason.startswith("exit status 1; see ")
+
+
+def test_gpus_that_are_not_there_are_refused_with_the_arithmetic(tmp_path: Path) -> None:
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    job = toolkit.JobSpec(
+        name="probe",
+        module="train",
+        resources={"nnodes": 2, "gpus_per_node": 4},
+    )
+    with pytest.raises(toolkit.LauncherError) as refused:
+        LocalLauncher(profile, gpus=lambda: 6).submit(toolkit.plan(job, profile))
+    assert str(refused.value) == (
+        "2 nodes with 4 GPUs make 8, and this machine has 6; "
+        "--set resources.gpus_per_node=0 trains on its CPUs"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nodes_share_out_the_gpus_without_overlap() -> None:
+    job = toolkit.JobSpec(
+        name="probe",
+        module="train",
+        resources={"nnodes": 3, "nproc_per_node": 2, "gpus_per_node": 2},
+    )
+    made = toolkit.plan(job, toolkit.LocalProfile(name="here"))
+    assert made.visible_devices == ((0, 1), (2, 3), (4, 5))
+
+
+def test_make_run_trains_digits_above_95_percent(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [TOOLKIT, "run", ROOT / "jobs/digits.yaml", "--to", _profile(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    outcome = run_directory.outcome(run_dir)
+    assert outcome is not None
+    assert outcome["status"] == "done"
+    assert outcome["metrics"]["test_accuracy"] > 0.95
+    assert str(run_dir) in done.stderr
+
+
+def _profile(folder: Path) -> Path:
+    path = folder / "here.yaml"
+    path.write_text(f"kind: local\nruns_dir: {folder / 'runs'}\n")
+    return path

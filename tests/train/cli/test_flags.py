@@ -1,0 +1,336 @@
+"""The command line: generated from the configuration, and every mistake named at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.cli.config import SECTIONS, Config
+from train.cli.fields import field_docs, fields
+from train.cli.flags import FILES, documented, only_looks, parse, usage
+from train.errors import UsageError
+from train.runtime.rank import Place
+
+ROOT = Path(__file__).parents[3]
+ONE = Place()
+
+
+def problems(*argv: str, place: Place = ONE) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        parse(argv, {"TRAIN_RUN_DIR": "/runs/x"}, place)
+    return str(caught.value).splitlines()
+
+
+def accepted(*argv: str, place: Place = ONE) -> Config:
+    return parse(argv, {"TRAIN_RUN_DIR": "/runs/x"}, place)
+
+
+def ranks(count: int, **more: Any) -> Place:
+    here = {"local_world_size": count, "launched": True, "addressed": True}
+    return Place(world_size=count, **{**here, **more})
+
+
+def test_flags_become_the_configuration() -> None:
+    argv = ["--task", "chars", "--steps=7", "--global-batch", "96", "--micro-batch", "8"]
+    argv += ["--lr", "1e-3", "--seed", "3", "--run-dir", "/runs/a b", "--export=w.st"]
+    argv += ["--strategy", "fsdp", "--compile", "--cpu-offload", "--no-cpu-offload"]
+    argv += ["--precision=bf16", "--dp-shard=4", "--dropout", "0"]
+    assert accepted(*argv, place=ranks(4)) == Config(
+        task="chars",
+        strategy="fsdp",
+        steps=7,
+        global_batch=96,
+        micro_batch=8,
+        lr=1e-3,
+        seed=3,
+        dropout=0.0,
+        run_dir=Path("/runs/a b"),
+        export=Path("w.st"),
+        compile=True,
+        precision="bf16",
+        dp_shard=4,
+    )
+
+
+def test_run_directory_comes_from_the_environment_by_default() -> None:
+    assert parse([], {"TRAIN_RUN_DIR": "/runs/x"}, ONE).directory == Path("/runs/x")
+    with pytest.raises(UsageError, match=r"^no run directory: give --run-dir DIR or "):
+        parse([], {}, ONE)
+    for argv in (["--dry-run"], ["--write-config=x"]):
+        assert parse(argv, {}, ONE).run_dir is None
+        assert only_looks(argv)
+
+
+def test_every_field_has_a_flag_a_help_text_and_a_section() -> None:
+    names = [field.name for field in dataclasses.fields(Config)]
+    assert list(field_docs(Config)) == list(fields()) == names
+    flags = [line.split()[0] for line in usage().splitlines() if line.startswith("  --")]
+    assert flags == [f"--{name.replace('_', '-')}" for name in names] + [*FILES, "--help"]
+    titles = [line for line in usage().splitlines() if line.endswith(":") and line[0] != " "]
+    assert [title[:-1] for title in titles] == [
+        *SECTIONS.values(),
+        "The command line itself",
+    ]
+    assert all(len(line) <= 100 for line in usage().splitlines())
+    # A choice that a text mentions nowhere could be found by guessing only.
+    for field, text in documented():
+        assert all(choice in text for choice in field.choices)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--batch-size", "8"], "unknown flag '--batch-size'; did you mean '--global-batch'?"),
+        (["--epoch", "3"], "unknown flag '--epoch'; did you mean '--epochs'?"),
+        (["--no-compil"], "unknown flag '--no-compil'; did you mean '--no-compile'?"),
+        (["--frobnicate"], "unknown flag '--frobnicate'"),
+        (
+            ["--task=digit"],
+            "--task: unknown task 'digit'; did you mean 'digits'?; known are digits, "
+            "fashion-mnist, shuttle, chars, and FILE.py:CLASS for your own",
+        ),
+        (
+            ["--task=nowhere.py:Mine"],
+            f"--task: task 'nowhere.py:Mine': there is no file {Path.cwd()}/nowhere.py",
+        ),
+        (
+            ["--strategy=dpd"],
+            "--strategy: unknown strategy 'dpd'; did you mean 'ddp'? (known: auto, single, "
+            "dataparallel, ddp, fsdp, hsdp, manual, pp, tp, cp, hybrid, ps, local-sgd)",
+        ),
+        (
+            ["--pp-schedule=1f1b"],
+            "--pp-schedule: unknown pp schedule '1f1b' (known: GPipe, 1F1B, Interleaved1F1B, "
+            "LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV)",
+        ),
+        (["--steps=many"], "--steps 'many' is no whole number"),
+        (["--steps=0"], "--steps 0 is too small: at least 1"),
+        (["--momentum=-1"], "--momentum -1.0 is too small: at least 0"),
+        (["--lr=nan"], "--lr nan must be a positive, finite number"),
+        (["--lr=0"], "--lr 0.0 must be a positive, finite number"),
+        (["--weight-decay=inf"], "--weight-decay inf must be a positive, finite number"),
+        (["--lr"], "--lr needs a value"),
+        (["--export="], "--export needs a value"),
+        (["--config="], "--config needs a value"),
+        (["--compile=yes"], "--compile=yes: a switch takes no value; to turn it off, --no-compile"),
+        (["3"], "unexpected argument '3': all flags have the form --flag value"),
+        (
+            ["--steps=3", "--epochs=2"],
+            "--steps and --epochs both say when to end: give one of them",
+        ),
+        (["--dropout=1.5"], "--dropout 1.5 is a probability: from 0 to 1"),
+        (
+            ["--profile=13:10"],
+            "--profile '13:10': steps count from 1 and go up, as in 10:13",
+        ),
+    ],
+)
+def test_a_mistake_is_named_with_the_way_out(argv: list[str], message: str) -> None:
+    assert problems(*argv) == [message]
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    assert problems("--epoch=3", "--lr=fast", "--steps=0", "--no-such", "x") == [
+        "unknown flag '--epoch'; did you mean '--epochs'?",
+        "unknown flag '--no-such'",
+        "--lr 'fast' is no number",
+        "--steps 0 is too small: at least 1",
+    ]
+    assert len(problems("--steps=3", "--epochs=2", "--dropout=2", "--init-method=x", "--tp=3")) == 4
+
+
+def test_a_batch_may_be_uneven_but_not_leave_a_rank_without_samples() -> None:
+    accepted("--global-batch=64", "--micro-batch=5", place=ranks(3))
+    assert problems("--global-batch=2", place=ranks(3)) == [
+        "--global-batch 2 cannot give each of 3 data shards a sample: use --global-batch 3 or "
+        "more, or fewer ranks"
+    ]
+    # Ranks that share a slice need no samples of their own.
+    accepted("--global-batch=2", "--tp=2", "--dp-shard=2", place=ranks(4))
+    assert problems("--strategy=ps", "--global-batch=2", place=ranks(4)) == [
+        "--global-batch 2 cannot give each of 3 trainers a sample: use --global-batch 3 or more, "
+        "or fewer ranks"
+    ]
+    accepted("--strategy=ps", "--ps-mode=async", "--global-batch=2", place=ranks(4))
+
+
+def test_stages_want_batches_of_one_size() -> None:
+    argv = ("--strategy=pp", "--dp-shard=2")
+    accepted(*argv, place=ranks(4))
+    (message,) = problems(*argv, "--global-batch=65", place=ranks(4))
+    assert message.startswith("--global-batch 65 with --pp 2: stages expect batches of one size")
+
+
+def test_a_strategy_that_does_not_fit_the_ranks_is_refused() -> None:
+    (single,) = problems("--strategy=single", place=ranks(2))
+    assert single.startswith("--strategy single uses one process, but there are 2: ")
+    (ddp,) = problems("--strategy=ddp")
+    assert ddp.startswith("--strategy ddp needs a launcher that says which rank this is (RANK): ")
+    (ps,) = problems("--strategy=ps")
+    assert ps.startswith("--strategy ps needs a server and at least one trainer, but there is 1 ")
+    (mesh,) = problems("--tp=2")
+    assert mesh.startswith("the sizes of the mesh do not fit 1 rank: tp 2 = 2; ")
+
+
+def test_strategy_follows_the_ranks_and_the_sizes() -> None:
+    assert Config().strategy_on(ONE) == "single"
+    assert Config().strategy_on(ranks(2)) == "ddp"
+    assert Config(dp_replicate=2).strategy_on(ranks(2)) == "ddp"
+    assert Config(tp=2).strategy_on(ranks(2)) == "hybrid"
+    assert Config(strategy="fsdp").strategy_on(ranks(2)) == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("argv", "owner"),
+    [
+        ("--momentum 0.9", "--optimizer sgd"),
+        ("--pp-schedule GPipe", "--pp"),
+        ("--cp-method ulysses", "--cp"),
+        ("--loss-parallel", "--tp"),
+        ("--cpu-offload", "--strategy fsdp or --dp-shard"),
+        ("--meta-init", "--strategy fsdp or --dp-shard"),
+        ("--devices cpu,cpu", "--strategy manual or dataparallel"),
+        ("--ps-mode async", "--strategy ps"),
+        ("--staleness 2", "--ps-mode bounded"),
+        ("--local-steps 4", "--strategy local-sgd"),
+        ("--local-start 4", "--strategy local-sgd"),
+        ("--virtual-shards 8", "--reduce exact"),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_refused_with_its_owner(argv: str, owner: str) -> None:
+    expected = f"{argv} belongs to {owner}, and would be ignored here: leave it out"
+    assert problems("--strategy=ddp", *argv.split(), place=ranks(2)) == [expected]
+
+
+def test_a_flag_with_its_owner_is_taken() -> None:
+    for argv in (
+        "--optimizer sgd --momentum 0.9",
+        "--pp 2 --pp-schedule GPipe --meta-init",
+        "--cp 2 --cp-method ulysses --cpu-offload",
+        "--tp 2 --loss-parallel --meta-init",
+        "--strategy fsdp --cpu-offload --meta-init",
+        "--strategy hsdp --cpu-offload",
+        "--strategy ps --ps-mode bounded --staleness 2",
+        "--strategy local-sgd --local-steps 4 --local-start 4",
+        "--reduce exact --virtual-shards 8",
+        "--comm-hook powersgd",
+    ):
+        accepted(*argv.split(), place=ranks(2))
+    # What is given and changes nothing hurts nobody: a written file holds every field.
+    accepted("--pp-schedule=1F1B", "--local-steps=8")
+    # A run that shrinks to one rank is the same run.
+    accepted("--comm-hook=fp16", place=ranks(1))
+    accepted("--strategy=manual", "--devices=cpu,cpu")
+    (tp,) = problems("--strategy=tp", "--cpu-offload", place=ranks(2))
+    assert tp.startswith("--cpu-offload belongs to ")
+
+
+def test_what_contradicts_each_other_is_refused() -> None:
+    (hook,) = problems("--comm-hook=bf16", "--backend=gloo", place=ranks(2))
+    assert hook.startswith("--comm-hook bf16 needs --backend nccl, ")
+    (fp16,) = problems("--strategy=local-sgd", "--precision=fp16", place=ranks(2))
+    assert fp16.startswith("--strategy local-sgd does not go with --precision fp16: ")
+    (exact,) = problems("--reduce=exact", "--strategy=fsdp", place=ranks(2))
+    assert exact.startswith("--reduce exact keeps the whole model on each rank: ")
+    (shards,) = problems("--reduce=exact", place=ranks(3))
+    assert "4 = 1 x 3 + 1; start 1, 2, 4 ranks" in shards
+    accepted("--reduce=exact")
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("tcp://host", "'tcp://host' must be tcp://HOST:PORT: "),
+        ("tcp://host:0", "'tcp://host:0' must be tcp://HOST:PORT: "),
+        ("tcp://host:70000", "'tcp://host:70000' must be tcp://HOST:PORT: "),
+        ("file://here", "'file://here' must be file:///PATH: a full path"),
+        ("file:///no/such/place", "file:///no/such/place: there is no directory /no/such"),
+        ("etcd://x", "'etcd://x' is unknown: use env://, tcp://HOST:PORT or "),
+    ],
+)
+def test_a_place_to_meet_that_cannot_be_is_refused(method: str, message: str) -> None:
+    (problem,) = problems("--init-method", method, place=ranks(2))
+    assert problem.startswith(f"--init-method {message}")
+
+
+def test_only_the_environment_s_way_to_meet_needs_an_address() -> None:
+    place = ranks(2, addressed=False)
+    (problem,) = problems(place=place)
+    assert problem.startswith("RANK is set, but MASTER_ADDR and MASTER_PORT are not, ")
+    for method in ("tcp://node-1:29500", "tcp://[::1]:29500", "file:///tmp/meeting"):
+        accepted(f"--init-method={method}", place=place)
+
+
+def test_processes_started_here_count_and_do_not_mix_with_a_launcher_s() -> None:
+    accepted("--spawn=4", "--tp=2", "--dp-shard=2")
+    (sizes,) = problems("--spawn=4", "--tp=3")
+    assert sizes.startswith("the sizes of the mesh do not fit 4 ranks: tp 3 = 3; ")
+    (both,) = problems("--spawn=2", place=ranks(2))
+    assert both.startswith("--spawn 2 starts processes by itself, but a launcher has started ")
+    # Their own start is no launcher's.
+    accepted("--spawn=2", place=Place().of_spawned(1, 2, "file:///x"))
+
+
+def test_a_look_at_a_plan_needs_no_ranks() -> None:
+    for only in ("--dry-run", "--write-config=x"):
+        accepted("--dp-shard=64", "--tp=4", "--pp=2", "--global-batch=4096", only)
+        accepted("--strategy=fsdp", only)
+        (batch,) = problems("--dp-shard=64", "--global-batch=32", only)
+        assert batch.startswith("--global-batch 32 cannot give each of 64 data shards ")
+
+
+def test_epochs_are_rounded_up_to_whole_steps() -> None:
+    assert Config(epochs=10, global_batch=64).total_steps(1437) == 225
+    assert Config(steps=3).total_steps(1437) == 3
+    assert Config().total_steps(64) == 10
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"TRAIN_ATTEMPT": "two"}, "TRAIN_ATTEMPT='two' is no whole number"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK: each process would take itself for rank"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+            "LOCAL_RANK=1 must be below LOCAL_WORLD_SIZE=1",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_is_named(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^environment variable {message}"):
+        Place.from_environ(environ)
+
+
+def test_ranks_may_be_numbered_by_hand() -> None:
+    place = Place.from_environ({"RANK": "1", "WORLD_SIZE": "2"})
+    assert (place.rank, place.world_size, place.launched, place.addressed) == (1, 2, True, False)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/parallelism.md"])
+def test_every_command_that_a_page_shows_is_understood(page: str) -> None:
+    pattern = re.compile(r"^(?:torchrun --nproc-per-node (\d+)|python) -m train(?: (.*))?$", re.M)
+    shown = pattern.findall((ROOT / page).read_text())
+    assert len(shown) >= 3
+    for count, flags in shown:
+        # The file that the page has written just before.
+        argv = flags.replace("--config chars.toml", "--task chars --dp-shard 8").split()
+        assert accepted(*argv, place=ranks(int(count)) if count else ONE).task in flags
+
+
+def test_nothing_heavy_is_loaded_to_answer_a_command_line() -> None:
+    code = (
+        "import sys; from train.__main__ import main; sys.argv = ['train', *{}]; main(); "
+        "print(sorted({{'torch', 'numpy', 'train.session'}} & set(sys.modules)) or 'light')"
+    )
+    for argv in (["--help"], ["--lr=x"], ["--write-config=/dev/null"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(argv)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.stdout.endswith("light\n"), done.stderr

@@ -1,0 +1,226 @@
+"""Local SGD: separate models that become one every few steps, where a checkpoint may be taken."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.train.support.ladder import double_precision, like_the_models, trainer_of
+from tests.train.support.ranks import on_ranks
+from train.cli.config import Config
+from train.data.order import Order, share_of
+from train.errors import UsageError
+from train.loop import Trainer
+from train.parallel.base import Parts
+from train.parallel.layout import Layout
+from train.parallel.local_sgd import LocalSgd
+from train.runtime.process_group import Group
+from train.runtime.rank import Place
+from train.tasks import load
+
+PICTURES = f"{Path(__file__).parents[1] / 'support/pictures.py'}:Pictures"
+RANKS = 3
+CLOSE = 1e-12
+# Shares of 3, 3 and 4 samples.
+COMMON: dict[str, Any] = {"global_batch": 10, "task": "digits"}
+SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9}
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-3}
+
+
+def config_of(**chosen: Any) -> Config:
+    return Config(strategy="local-sgd", **{**COMMON, **chosen})
+
+
+# Name, configuration, steps.
+RUNS: dict[str, tuple[Config, int]] = {
+    "sgd": (config_of(**SGD, local_steps=4), 8),
+    "adamw": (config_of(**ADAMW, local_steps=4), 8),
+    "post-local": (config_of(**SGD, local_steps=3, local_start=2), 6),
+    "each step": (config_of(**SGD, local_steps=1), 6),
+    "each step, micro-batches": (config_of(**SGD, local_steps=1, micro_batch=2), 6),
+    "ended between": (config_of(**ADAMW, local_steps=4), 6),
+    "statistics": (config_of(**SGD, local_steps=2, task=PICTURES), 4),
+}
+
+End = dict[str, Tensor]
+
+
+def end_of(trainer: Trainer) -> End:
+    state = {**trainer.strategy.model_state(), **trainer.optimizer.tensors()}
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def resumed(rank: int) -> tuple[End, End]:
+    """Go on from what a checkpoint holds after step 4; give the state after step 8 of both."""
+    place = Place(
+        rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS, launched=True
+    )
+    group = Group(place=place, device=torch.device("cpu"))
+    config, layout = RUNS["adamw"][0], Layout(dp_replicate=RANKS)
+    with tempfile.TemporaryDirectory() as folder:
+        unbroken = trainer_of(config, layout, group, Path(folder))
+        for _ in range(4):
+            unbroken.train_step()
+        again = trainer_of(config, layout, group, Path(folder))
+        again.strategy.load_model_state(unbroken.strategy.model_state())
+        moments = unbroken.optimizer.tensors()
+        slots = {key: (tensor.shape, tensor.dtype) for key, tensor in moments.items()}
+        for key, tensor in again.optimizer.allocate(slots).items():
+            tensor.copy_(moments[key])
+        again.progress.step = unbroken.progress.step
+        again.progress.samples_seen = unbroken.progress.samples_seen
+        for trainer in (unbroken, again):
+            for _ in range(4):
+                trainer.train_step()
+        return end_of(unbroken), end_of(again)
+
+
+def test_a_checkpoint_of_a_settled_step_holds_everything() -> None:
+    for unbroken, again in on_ranks(RANKS, resumed):
+        assert difference(unbroken, again) == 0.0
+
+
+def trained(rank: int) -> dict[str, tuple[End, list[float]]]:
+    """Make all runs; give the last state on this rank, and how far the ranks were apart by step."""
+    place = Place(
+        rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS, launched=True
+    )
+    group = Group(place=place, device=torch.device("cpu"))
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for name, (config, steps) in RUNS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = trainer_of(config, Layout(dp_replicate=RANKS), group, Path(folder))
+            apart = []
+            for step in range(1, steps + 1):
+                trainer.train_step()
+                state = end_of(trainer)
+                others = group.gather(state)
+                apart.append(max(difference(state, other) for other in others))
+                assert trainer.strategy.settled(step) == (apart[-1] == 0.0)
+            trainer.strategy.finish()
+            found[name] = (end_of(trainer), apart)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, tuple[End, list[float]]]]:
+    return on_ranks(RANKS, trained)
+
+
+def difference(a: End, b: End) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@double_precision()
+def simulated(config: Config, steps: int, copies: int) -> End:
+    """The same by hand: some models with optimizers of their own, one after the other."""
+    task = like_the_models(load(config.task))
+    torch.manual_seed(config.seed)
+    models = [task.model()]
+    models += [copy.deepcopy(models[0]) for _ in range(copies - 1)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        if config.optimizer == "adamw"
+        else torch.optim.SGD(
+            model.parameters(),
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+        for model in models
+    ]
+    data = task.train()
+    order = Order(size=len(data), seed=config.seed)
+
+    def state_of(number: int) -> End:
+        names = {p: name for name, p in models[number].named_parameters()}
+        slots = optimizers[number].state
+        moments = {f"{names[p]}/{k}": v for p in names for k, v in slots[p].items()}
+        return {**models[number].state_dict(), **moments}
+
+    items = [0] * copies
+    for step in range(1, steps + 1):
+        numbers = order.positions((step - 1) * config.global_batch, step * config.global_batch)
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            start, stop = share_of(config.global_batch, shard=number, shards=copies)
+            batch = data.take(numbers[start:stop])  # type: ignore[union-attr]
+            loss = task.loss(model(batch.inputs), batch.targets) / len(batch)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            items[number] += len(batch)
+        if step % config.local_steps == 0 or step <= config.local_start or step == steps:
+            states = [state_of(number) for number in range(copies)]
+            for name, tensor in states[0].items():
+                if tensor.is_floating_point():
+                    parts = [s[name].double() * n for s, n in zip(states, items, strict=True)]
+                    mean = torch.stack(parts).sum(0) / sum(items)
+                    for state in states:
+                        state[name].detach().copy_(mean)
+            items = [0] * copies
+    return {name: tensor.detach() for name, tensor in state_of(0).items()}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_ranks_equal_a_simulation_of_separate_models(
+    ranks: list[dict[str, tuple[End, list[float]]]], name: str
+) -> None:
+    expected = simulated(*RUNS[name], RANKS)
+    for found, _ in (rank[name] for rank in ranks):
+        assert difference(found, expected) <= CLOSE
+
+
+@pytest.mark.parametrize("name", ["each step", "each step, micro-batches"])
+def test_averaging_sgd_after_each_step_equals_one_process(
+    ranks: list[dict[str, tuple[End, list[float]]]], name: str
+) -> None:
+    assert difference(ranks[1][name][0], simulated(*RUNS[name], 1)) <= CLOSE
+
+
+def test_wrong_form_rare_averaging_is_not_one_process(
+    ranks: list[dict[str, tuple[End, list[float]]]],
+) -> None:
+    assert difference(ranks[0]["sgd"][0], simulated(*RUNS["sgd"], 1)) > 1e-4
+
+
+def test_ranks_agree_when_settled_and_only_then(
+    ranks: list[dict[str, tuple[End, list[float]]]],
+) -> None:
+    agreed = {
+        name: [step for step, far in enumerate(ranks[0][name][1], start=1) if far == 0.0]
+        for name in RUNS
+    }
+    assert agreed == {
+        "sgd": [4, 8],
+        "adamw": [4, 8],
+        "post-local": [1, 2, 3, 6],
+        "each step": [1, 2, 3, 4, 5, 6],
+        "each step, micro-batches": [1, 2, 3, 4, 5, 6],
+        "ended between": [4],
+        "statistics": [2, 4],
+    }
+    for name in RUNS:
+        ends = [rank[name][0] for rank in ranks]
+        assert max(difference(ends[0], end) for end in ends) == 0.0
+
+
+def test_fp16_is_refused() -> None:
+    message = (
+        "--strategy local-sgd does not go with --precision fp16: ranks that step by themselves "
+        "would scale their losses differently; use --precision bf16"
+    )
+    group = Group(place=Place(), device=torch.device("cpu"))
+    parts = Parts(
+        task=load("digits"), config=config_of(precision="fp16"), layout=Layout(), group=group
+    )
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        LocalSgd(parts)

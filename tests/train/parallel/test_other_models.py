@@ -1,0 +1,203 @@
+"""Models as other people write them train what one process trains, or are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.support import strange
+from tests.train.support.ladder import Case, climb
+from tests.train.support.whole_runs import run
+from train.cli.config import Config
+
+# Double precision has 2.2e-16; a fault is six orders and more above this.
+MOST = 1e-12
+TASK = f"{strange.__file__}:"
+
+
+def case(name: str, world_size: int, task: str, **config: object) -> Case:
+    # Decay moves whatever has a gradient, and momentum what has had one.
+    chosen = {"lr": 1e-3, "weight_decay": 0.1, "global_batch": 8, **config}
+    # Which way a batch takes depends on how the global one is cut: alike here and there.
+    branching = "Branch" in task or task == "Whole"
+    micro_batch = config.get("micro_batch") or 8 // world_size
+    return Case(
+        name=f"{task}, {name}",
+        world_size=world_size,
+        config=Config(task=TASK + task, **chosen),  # type: ignore[arg-type]
+        reference={"micro_batch": micro_batch} if branching else {},
+    )
+
+
+LANGUAGE = ["Tied", "SharedBlocks", "FrozenNorms"]
+TWO = [
+    one
+    for task in LANGUAGE
+    for one in (
+        case("ddp", 2, task, strategy="ddp"),
+        case("fsdp", 2, task, strategy="fsdp", clip_norm=0.1),
+        case("fsdp from meta", 2, task, strategy="fsdp", meta_init=True),
+        case("fsdp, offloaded", 2, task, strategy="fsdp", cpu_offload=True),
+        case("hsdp", 2, task, strategy="hsdp"),
+        case("tp", 2, task, strategy="tp", clip_norm=0.1),
+        case("tp, loss parallel", 2, task, strategy="tp", loss_parallel=True),
+        case("cp", 2, task, strategy="cp"),
+        case("pp", 2, task, strategy="pp", micro_batch=2, clip_norm=0.1),
+        case("exact", 2, task, reduce="exact"),
+    )
+]
+TWO += [
+    one
+    for task in LANGUAGE[:2]
+    for one in (
+        case("pp from meta", 2, task, strategy="pp", micro_batch=2, meta_init=True),
+        case("pp, V", 2, task, strategy="pp", pp_schedule="ZBVZeroBubble", micro_batch=2),
+    )
+]
+TWO += [
+    one
+    for task in ("Branching", "BranchFirst", "Whole", "Twice")
+    for one in (
+        case("ddp", 2, task, strategy="ddp"),
+        case("ddp, accumulation", 2, task, strategy="ddp", micro_batch=2),
+        case("fsdp", 2, task, strategy="fsdp"),
+        case("fsdp, accumulation", 2, task, strategy="fsdp", micro_batch=2, clip_norm=0.1),
+        case("hsdp", 2, task, strategy="hsdp", micro_batch=2),
+        case("exact", 2, task, reduce="exact", micro_batch=2),
+    )
+]
+TWO += [
+    case("pp", 2, task, strategy="pp", micro_batch=2)
+    for task in ("Branching", "BranchFirst", "Twice")
+]
+FOUR = [
+    one
+    for task in LANGUAGE[:2]
+    for one in (
+        case("pp x fsdp", 4, task, pp=2, dp_shard=2, micro_batch=2, clip_norm=0.1),
+        case("pp x fsdp from meta", 4, task, pp=2, dp_shard=2, micro_batch=2, meta_init=True),
+        case("pp x tp", 4, task, pp=2, tp=2, micro_batch=2, clip_norm=0.1),
+        case("pp x cp", 4, task, pp=2, cp=2, micro_batch=2),
+        case("pp of 4", 4, task, pp=4, micro_batch=2, clip_norm=0.1),
+        case("fsdp x tp", 4, task, dp_shard=2, tp=2, clip_norm=0.1),
+        case("cp x tp", 4, task, cp=2, tp=2, clip_norm=0.1),
+    )
+]
+FOUR += [
+    case("fsdp", 4, "Branching", strategy="fsdp", micro_batch=2),
+    case("hsdp", 4, "Branching", strategy="hsdp", micro_batch=2, clip_norm=0.1),
+    case("ddp", 4, "Branching", strategy="ddp", micro_batch=2),
+    case("pp x fsdp", 4, "Branching", pp=2, dp_shard=2, micro_batch=2, clip_norm=0.1),
+    case("pp x copies", 4, "Branching", pp=2, dp_replicate=2, micro_batch=2),
+]
+
+
+# One test per number of ranks, so that the ranks start once for all of its cases.
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
+def test_ties_branches_and_frozen_parts_train_as_in_one_process(cases: list[Case]) -> None:
+    differences = climb(cases, dtype=torch.float64)
+    assert differences.keys() == {one.name for one in cases}
+    wrong = {
+        name: far
+        for name, far in differences.items()
+        if far.error or far.initial_weights or max(far.loss, far.gradients, far.weights) > MOST
+    }
+    assert wrong == {}
+
+
+REFUSED = {
+    "a piece that some data leave out": (
+        "Skipping", ["--strategy", "fsdp"],
+        "'first' is left out: ranks whose data take another way",
+    ),
+    "a pipeline of pieces that do not all run": (
+        "Skipping", ["--pp", "2", "--micro-batch", "2"],
+        "do not compute what its model does: for the same sample other numbers come out",
+    ),
+    "a pipeline that would leave out what lies between pieces": (
+        "Beside", ["--pp", "2", "--micro-batch", "2"],
+        "do not compute what its model does: aten.mul.Tensor",
+    ),
+    "a matrix that is used where it is not gathered": (
+        "ByHand", ["--strategy", "fsdp"],
+        "parameter 'first.weight' of task 'TASKByHand' is used outside of piece 'first'",
+    ),
+    "a parameter that cannot be shared out": (
+        "Scalar", ["--strategy", "fsdp"], "parameter '1.factor' is a single number",
+    ),
+    "ranks that begin with other weights": (
+        "Unseeded", ["--strategy", "fsdp"], "different initial values of 0.weight;",
+    ),
+    "ranks that are given other data": (
+        "OtherData", ["--strategy", "ddp"],
+        "the ranks were given different data: the test data (tensor 0)",
+    ),
+    "parameters in the same memory": (
+        "HiddenTie", ["--strategy", "fsdp"],
+        "head.project.weight are different parameters in the same memory",
+    ),
+    "a tie that would be cut in two ways": (
+        "TiedAcrossCuts", ["--tp", "2"],
+        "embed.symbols.weight is cut along dimension 0; head.project.weight is cut along "
+        "dimension 1",
+    ),
+    "a layer of partial gradients": (
+        "LeftOut", ["--tp", "2"],
+        "tensor_plan() of task 'chars' leaves out 'blocks.0.attention.factor'",
+    ),
+    "rows that ranks cannot share": (
+        "Uneven", ["--tp", "2"],
+        "--tp 2 cannot share parameter blocks.0.feed.0.weight [11, 16] evenly along dimension 0: "
+        "11 = 5 x 2 + 1",
+    ),
+    "a branch on a part of a sequence": (
+        "LookingTied", ["--cp", "2"], "asks for a number of its data (item(), or an if on a",
+    ),
+    "sequences that are counted once for each of their parts": (
+        "CountsSamples", ["--cp", "2"],
+        "count() of task 'chars' gives 8 for whole sequences, but 8 + 8 for their parts",
+    ),
+    "a tie of two stages that one rank would have to shard": (
+        "Tied",
+        ["--pp", "2", "--dp-shard", "2", "--pp-schedule", "DualPipeV", "--micro-batch", "1"],
+        "parameter 'embed.symbols.weight' (also 'head.project.weight') is shared by stages 0 and 3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_no_step_is_made_with(what: str, tmp_path: Path) -> None:
+    task, flags, reason = REFUSED[what]
+    ranks = 4 if "--dp-shard" in flags else 2
+    ended = run(
+        ranks, "--task", TASK + task, "--run-dir", str(tmp_path / "run"), "--steps", "2",
+        "--global-batch", "8", *flags, environ={},
+    )  # fmt: skip
+    assert ended.status == 2, ended.output
+    assert reason.replace("TASK", TASK) in ended.output
+    assert "Traceback" not in ended.output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_what_nothing_trains_is_told_once_and_left_alone(tmp_path: Path) -> None:
+    ended = run(
+        2, "--task", TASK + "Branching", "--run-dir", str(tmp_path / "run"), "--steps", "12",
+        "--global-batch", "8", "--strategy", "ddp", environ={},
+    )  # fmt: skip
+    assert ended.status == 0, ended.output
+    assert ended.output.count("nothing gives a gradient to") == 1
+    assert "0.never.bias, 0.never.weight" in ended.output
+
+
+def test_a_buffer_that_counts_each_ranks_own_samples_is_refused_after_one_step(
+    tmp_path: Path,
+) -> None:
+    ended = run(
+        2, "--task", TASK + "Counting", "--run-dir", str(tmp_path / "run"), "--steps", "2",
+        "--global-batch", "8", "--strategy", "ddp", environ={},
+    )  # fmt: skip
+    assert ended.status == 2, ended.output
+    assert "buffer '0.above' holds whole numbers that differ from rank to rank" in ended.output
+    assert not list((tmp_path / "run").glob("checkpoints/*/*"))

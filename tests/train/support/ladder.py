@@ -1,0 +1,294 @@
+"""The equality ladder: a layout's first steps beside those of one process, in the same run.
+
+`climb()` starts some ranks and sends all cases of that world size through them, one after the
+other. Each case makes real steps with the real `Trainer`; rank 0 makes the same steps alone. Where
+every rank can have a GPU, it has one, and NCCL: as in a run.
+
+All compute in double precision unless a test is about another one. There a fault and rounding lie
+far apart, on any processor; in single precision they need not: what a sum is rounded to depends on
+its order, and its order on the processor's vectors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+
+from tests.train.support.processes import PROCESSES
+from train import session, tasks
+from train.checkpoints.progress import Progress
+from train.cli.config import Config
+from train.data.order import Batch, Samples
+from train.loop import Trainer
+from train.parallel.base import Parts
+from train.parallel.layout import Layout
+from train.rundir.console import Console
+from train.rundir.files import RunDirectory
+from train.runtime.process_group import Group, open_group
+from train.runtime.rank import Place
+from train.runtime.signals import StopRequest
+from train.tasks import Task
+
+STEPS = 3
+# For all cases of one world size, on a busy machine.
+LONG_S = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to arrange ranks."""
+
+    name: str
+    world_size: int
+    config: Config
+    """What the ranks do; the reference does the same without their layout."""
+    reference: Mapping[str, object] = field(default_factory=dict)
+    """What the reference does otherwise, such as cutting batches as the ranks cut them."""
+    sabotage: str = ""
+    """Python that plants a fault; ranks that have run it are changed for good."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """The largest absolute differences to one process; `error`: it did not get that far."""
+
+    initial_weights: float = float("inf")
+    loss: float = float("inf")
+    gradients: float = float("inf")
+    """Of all steps, relative to the largest entry of that step's gradient."""
+    weights: float = float("inf")
+    error: str = ""
+
+
+class Alone(Group):
+    """A group of one, in a process that is connected to others."""
+
+    @property
+    def connected(self) -> bool:
+        return False
+
+
+class Recording:
+    """A trainer's steps, with what they were made of."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.gradients: list[dict[str, Tensor]] = []
+        self.losses: list[float] = []
+        step = trainer.optimizer.step
+
+        def recorded(lr: float | None = None) -> None:
+            # What the optimizer is given: after scaling and clipping.
+            named = trainer.strategy.named_parameters()
+            self.gradients.append({n: whole(p.grad) for n, p in named if p.grad is not None})
+            step(lr)
+
+        trainer.optimizer.step = recorded  # type: ignore[method-assign]
+        self.initial = weights_of(trainer)
+        for _ in range(STEPS):
+            trainer.train_step()
+            self.losses.append(trainer.progress.metrics["loss"])
+        self.final = weights_of(trainer)
+
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {n: whole(t).clone() for n, t in trainer.strategy.model_state().items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Put a sharded tensor together; all ranks of its mesh take part."""
+    if hasattr(tensor, "device_mesh"):
+        # From where its ranks talk: one that is offloaded lies elsewhere.
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return tensor.detach().double().cpu().clone()
+
+
+def trainer_of(config: Config, layout: Layout, group: Group, folder: Path) -> Trainer:
+    """Assemble what a run would, without claiming a directory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    task = like_the_models(tasks.load(config.task))
+    parts = Parts(task=task, config=config, layout=layout, group=group)
+    return session.assemble(
+        parts,
+        identity={},
+        progress=Progress(steps=STEPS),
+        directory=RunDirectory(folder, group.place),
+        console=Console(rank=1),
+        stop=StopRequest(),
+    )
+
+
+def like_the_models(task: Task) -> Task:
+    """Give a task whose data have the type that models are made of; a Dataset's are left alone."""
+
+    def converted(data: Batch | Samples) -> Batch | Samples:
+        if not isinstance(data, Batch) or torch.get_default_dtype() == torch.float32:
+            return data
+        return data.mapped(
+            lambda t: t.to(torch.get_default_dtype()) if t.is_floating_point() else t
+        )
+
+    train, test = task.train, task.test
+    task.train = lambda: converted(train())  # type: ignore[method-assign]
+    task.test = lambda: converted(test())  # type: ignore[method-assign]
+    return task
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Make models and numbers in double precision, in this process."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def reference_of(config: Config) -> Config:
+    """The same training by one process."""
+    names = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch")
+    alone = dataclasses.replace(config, **dict.fromkeys(names))  # type: ignore[arg-type]
+    # How ranks do it, which is nothing to one: alike, so that cases share a reference.
+    plain = {name: getattr(Config, name) for name in ("pp_schedule", "cp_method", "loss_parallel")}
+    alone = dataclasses.replace(alone, **plain)
+    return dataclasses.replace(
+        alone,
+        strategy="single",
+        comm_hook="none",
+        cpu_offload=False,
+        meta_init=False,
+        sync_batch_norm=False,
+    )
+
+
+def compare(case: Case, group: Group, folder: Path) -> Differences | None:
+    """Run a case; rank 0 tells how far it is from one process."""
+    layout = case.config.layout_on(group.place)
+    record = Recording(trainer_of(case.config, layout, group, folder / case.name))
+    # Pipeline stages each know a part: put all ranks' together.
+    initial = merged(group, record.initial)
+    final = merged(group, record.final)
+    gradients = [merged(group, step) for step in record.gradients]
+    differences = None
+    if group.place.rank == 0:
+        one = by_one_process(case, group, folder)
+        differences = Differences(
+            initial_weights=largest(initial, one.initial),
+            loss=max(abs(a - b) for a, b in zip(record.losses, one.losses, strict=True)),
+            gradients=max(
+                largest(a, b) / max(t.abs().max().item() for t in b.values())
+                for a, b in zip(gradients, one.gradients, strict=True)
+            ),
+            weights=largest(final, one.final),
+        )
+    group.sum([0.0])
+    return differences
+
+
+_references: dict[Config, Recording] = {}
+
+
+def by_one_process(case: Case, group: Group, folder: Path) -> Recording:
+    """Make a case's steps as one process; several cases may have the same ones."""
+    if case.sabotage:
+        _references.clear()
+    config = dataclasses.replace(reference_of(case.config), **case.reference)  # type: ignore[arg-type]
+    if config not in _references:
+        place = dataclasses.replace(group.place, rank=0, world_size=1)
+        one = Alone(place=place, device=group.device)
+        _references[config] = Recording(
+            trainer_of(config, Layout(), one, folder / f"{case.name}-alone")
+        )
+    return _references[config]
+
+
+def merged(group: Group, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every rank's tensors by name; of those that several have, the last one's."""
+    return {name: t for rank in group.gather(mine) for name, t in rank.items()}
+
+
+def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def climb(
+    cases: Sequence[Case], *, timeout_s: float = LONG_S, dtype: torch.dtype = torch.float64
+) -> dict[str, Differences]:
+    """Run all cases of one world size, with models of some type; give the differences by name."""
+    found: dict[str, Differences] = {}
+    while left := [case for case in cases if case.name not in found]:
+        with tempfile.TemporaryDirectory() as folder:
+            _start(left, folder, timeout_s, dtype)
+            new = dict(_read(left, Path(folder)))
+        # A case that fails ends its ranks: go on with new ones after it.
+        found |= new or {left[0].name: Differences(error="ended without a word")}
+    return found
+
+
+def _start(cases: list[Case], folder: str, timeout_s: float, dtype: torch.dtype) -> None:
+    """Send cases through new ranks until all are done, one fails, or time is up."""
+    world_size, method = cases[0].world_size, PROCESSES.get_start_method()
+    context = start_processes(  # type: ignore[no-untyped-call]  # torch's
+        _rank, (cases, folder, dtype), world_size, join=False, daemon=True, start_method=method
+    )
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not context.join(timeout=1.0) and time.monotonic() < deadline:
+            pass
+    except ProcessExitedException:
+        pass  # the case has left its error
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
+
+
+def _read(cases: Sequence[Case], folder: Path) -> Iterator[tuple[str, Differences]]:
+    for case in cases:
+        path = folder / f"{case.name}.json"
+        errors = [p.read_text() for p in sorted(folder.glob(f"{case.name}.error-*"))]
+        if path.exists():
+            yield case.name, Differences(**json.loads(path.read_text()))
+        elif errors:
+            yield case.name, Differences(error="\n".join(errors))
+
+
+def _rank(rank: int, cases: list[Case], folder: str, dtype: torch.dtype) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(dtype)
+    world_size = cases[0].world_size
+    place = Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        launched=True,
+        meeting=f"file://{folder}/meeting",
+    )
+    # As long as all of it may take: the others wait while rank 0 compiles and makes the reference.
+    with open_group(place, Config(strategy="ddp", timeout_s=LONG_S)) as group:
+        for case in cases:
+            exec(case.sabotage, {})
+            try:
+                differences = compare(case, group, Path(folder))
+            except Exception:
+                (Path(folder) / f"{case.name}.error-{rank}").write_text(traceback.format_exc())
+                # The others may wait for us in this case: end all.
+                os._exit(1)
+            if differences is not None:
+                path = Path(folder) / f"{case.name}.json"
+                path.write_text(json.dumps(dataclasses.asdict(differences)))
+        os._exit(0)

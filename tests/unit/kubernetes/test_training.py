@@ -1,0 +1,125 @@
+"""Every kind of workload really trains: rendered, submitted, made into pods that run.
+
+On the fake cluster (tests/fakes/kubernetes) controllers do what was seen of the real ones, and the
+pods' entrypoint, torchrun and ranks are processes of this machine. `make test-cluster` runs them on
+a real one.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT
+from tests.fakes.kubernetes.kubelet import container_status, exit_code
+from tests.fakes.kubernetes.real import is_real
+from tests.train.support import held
+from tests.unit.kubernetes.live import Live
+from tests.unit.kubernetes.site import CANCELLED, FAILED, SUCCEEDED, WORKLOADS, every_workload
+from toolkit.kubernetes.workloads import ATTEMPT_LABEL
+
+pytestmark = pytest.mark.any_cluster
+
+STEPS, EVERY = 150, 10
+HELD_AT = 2 * EVERY + 5
+TINY = ("--task", "digits", "--checkpoint-every", str(EVERY))
+_STEP = re.compile(r"\[rank \d+\] step (\d+)/")
+
+
+HELD: dict[str, Any] = {
+    # As a text, since a real cluster's image has no tests.
+    "command": ["python3", "-c", Path(held.__file__).read_text()],
+    # It is the last pod that stays, so that the others see it die, as they see any.
+    "env": {"OMP_NUM_THREADS": "1", "HELD_AT": str(HELD_AT), "HELD_BY": "HOSTNAME=-1"},
+}
+
+
+def submit(live: Live, *args: str, nnodes: int = 2, **job: Any) -> toolkit.Run:
+    return live.submit(args=[*TINY, *args], resources={"nnodes": nnodes}, **job)
+
+
+def follow(live: Live, run: toolkit.Run, until: Callable[[str], bool]) -> None:
+    """Read what a run prints until there is a certain line."""
+    lines = run.logs(follow=True)
+    try:
+        if any(map(until, lines)):
+            return
+    finally:
+        lines.close()  # type: ignore[attr-defined]  # it is a generator
+    pytest.fail(f"it ended before its second checkpoint: {run.status()}, {live.told(run)}")
+
+
+def is_after_a_checkpoint(line: str) -> bool:
+    found = _STEP.search(line)
+    return found is not None and int(found[1]) > 2 * EVERY
+
+
+def is_held(line: str) -> bool:
+    return line.endswith(f"{held.SAYING}{HELD_AT}")
+
+
+def is_saved(live: Live, run: toolkit.Run) -> bool:
+    return any(event["step"] == 2 * EVERY for event in live.events(run, "checkpoint"))
+
+
+def undisturbed(folder: Path) -> Any:
+    """Return the outcome of the same training where nothing happens to it."""
+    argv = [sys.executable, "-m", "train", "--spawn", "2", *TINY, "--steps", str(STEPS)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TRAIN_RUN_DIR": str(folder / "alone")}
+    subprocess.run(argv, env=environ, cwd=ROOT, check=True, capture_output=True)
+    return json.loads((folder / "alone" / "outcome.json").read_text())
+
+
+@every_workload
+def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_path: Path) -> None:
+    run = submit(live, "--steps", str(STEPS), **HELD)
+    follow(live, run, is_held)
+    live.until(lambda: is_saved(live, run), "there is a checkpoint to go on from")
+    pod = live.cluster.pods(run.name)[-1]["metadata"]["name"]
+    # Each way to lose a pod once; what follows is the same for all.
+    {
+        "PyTorchJob": live.cluster.kill,
+        "TrainJob": lambda name: live.cluster.delete(name, live.cluster.namespace, kind="Pod"),
+        "JobSet": live.cluster.kill,
+        "Job": live.cluster.evict,
+    }[live.workload](pod)
+    status = live.ended(run)
+    assert status.state is SUCCEEDED, (status, live.told(run))
+    outcome = live.outcome(run)
+    assert (outcome["status"], outcome["step"]) == ("done", STEPS)
+    resumed = live.events(run, "resume")
+    assert resumed and all(event["step"] > 0 for event in resumed), "it went on where it was"
+    # Once is enough, as the training is the same in all; a real cluster's image has its own torch.
+    if live.workload == "JobSet" and not is_real():
+        assert outcome["metrics"] == undisturbed(tmp_path)["metrics"]
+
+
+@every_workload
+def test_a_failure_of_the_users_making_is_not_tried_again(live: Live) -> None:
+    run = submit(live, "--steps", "1", "--lr", "nonsense", nnodes=1)
+    status = live.ended(run)
+    assert status.state is FAILED, (status, live.told(run))
+    (pod,) = live.cluster.pods(run.name)
+    assert exit_code(pod) == 42, "what the operators take for final"
+    assert container_status(pod)["restartCount"] == 0
+    assert pod["metadata"]["labels"].get(ATTEMPT_LABEL, "0") == "0"
+    assert "nonsense" in status.reason, "and why is told"
+
+
+# TrainJob has the longest way down to a pod.
+@pytest.mark.parametrize("workload", WORKLOADS if is_real() else ["TrainJob"])
+def test_a_cancelled_run_writes_a_checkpoint_within_its_grace(live: Live) -> None:
+    run = submit(live, "--steps", "1000000")
+    follow(live, run, is_after_a_checkpoint)
+    run.cancel()
+    assert run.wait(live.cluster.patience_s).state is CANCELLED
+    live.until(lambda: not live.cluster.pods(run.name), "its pods are gone")
+    assert live.outcome(run)["status"] == "preempted"
+    assert live.events(run, "stopped"), "the last step is kept"

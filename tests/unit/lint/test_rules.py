@@ -1,0 +1,366 @@
+"""`toolkit check`: ids, reasons and fixes, exit status, JSON, and what the site adds."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT, TOOLKIT, Cluster
+from tests.unit.slurm.test_site_check import CONFIG, PARTITIONS, Site
+from toolkit.checks import check
+from toolkit.lint.manifests.check import MANIFEST_RULES
+from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES
+from toolkit.lint.scripts.check import SCRIPT_RULES
+from toolkit.slurm import SlurmLauncher
+
+JOB = "name: probe\nmodule: train\nimage: r.io/t:1\n"
+SLURM, KUBERNETES, LOCAL = "kind: slurm\n", "kind: kubernetes\n", "kind: local\n"
+TOKEN = "hf_" + "a1" * 17
+
+
+def test_every_rule_says_what_it_finds_why_and_what_to_do() -> None:
+    rules = (*SCRIPT_RULES, *JOB_RULES, *MANIFEST_RULES, *SITE_RULES, *CLUSTER_RULES)
+    assert len({rule.id for rule in rules}) == len(rules)
+    for rule in rules:
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)+", rule.id), rule.id
+        assert rule.reason.endswith("."), rule.id
+        for text in (rule.finds, rule.reason, rule.fix):
+            assert text and "\n" not in text, rule.id
+
+
+# ---- Rules for job files
+
+CASES: dict[str, tuple[str, str, int | None]] = {
+    "gpus-exceed-node": ("resources:\n  gpus_per_node: 8\n", f"{SLURM}node: {{gpus: 4}}\n", 5),
+    "workers-exceed-gpus": (
+        "resources: {gpus_per_node: 1,\n  nproc_per_node: 2}\n",
+        SLURM,
+        5,
+    ),
+    "cpus-exceed-node": ("resources: {cpus_per_node: 9}\n", f"{SLURM}node: {{cpus: 8}}\n", 4),
+    "memory-exceeds-node": (
+        "resources: {memory: 9GiB}\n",
+        f"{SLURM}node: {{memory: 8GiB}}\n",
+        4,
+    ),
+    "shm-exceeds-memory": ("resources: {memory: 1GiB, shm: 1GiB}\n", SLURM, 4),
+    "stop-beyond-time-limit": ("stop: {grace: 5m}\ntime_limit: 5m\n", SLURM, 5),
+    "stop-beyond-signal": ("stop: {grace: 19h}\n", SLURM, 4),
+    "elastic-without-restarts": ("resources:\n  nnodes: {min: 1, max: 2}\n", SLURM, 5),
+    "elastic-gpus-per-task": (
+        "resources: {nnodes: {min: 1, max: 2}, gpus_per_node: 1}\nretries: {in_job: 1}\n",
+        f"{SLURM}gpus_flag: gpus-per-task\n",
+        4,
+    ),
+    "elastic-workload": (
+        "resources: {nnodes: {min: 1, max: 2}}\nretries: {in_job: 1}\n",
+        f"{KUBERNETES}workload: JobSet\n",
+        4,
+    ),
+    "elastic-master": (
+        "resources: {nnodes: {min: 1, max: 2}}\nretries: {in_job: 1}\n",
+        f"{KUBERNETES}master: true\npod_security: baseline\n",
+        4,
+    ),
+    "sweep-elsewhere": ("sweep: {list: [{env.A: a}]}\n", LOCAL, 4),
+    "sweep-elastic": (
+        "sweep: {list: [{env.A: a}]}\nresources: {nnodes: {min: 1, max: 2}}\n"
+        "retries: {in_job: 1}\n",
+        SLURM,
+        5,
+    ),
+    "sweep-max-running": (
+        "sweep:\n  list: [{env.A: a}, {env.A: b}]\n  max_running: 1\n",
+        KUBERNETES,
+        6,
+    ),
+    "trainjob-cannot-say": ("workdir: /w\n", f"{KUBERNETES}workload: TrainJob\n", 4),
+    "variable-overwritten": ("env: {status: a}\n", KUBERNETES, 4),
+    "after-elsewhere": ("after: [probe-1]\n", LOCAL, 4),
+    "image-missing": ("image: null\n", f"{SLURM}runtime: podman\n", 1),
+    "image-of-another-runtime": ("image: /i.sif\n", f"{SLURM}runtime: podman\n", 3),
+    "container-option-taken": ("", f"{SLURM}runtime: podman\ncontainer_options: [-t]\n", None),
+    "mount-elsewhere": ("mounts:\n- {source: 'claim:x', target: /x}\n", SLURM, 5),
+    "mount-forbidden": ("mounts:\n- {source: /x, target: /x}\n", KUBERNETES, 5),
+    "mount-target-taken": ("mounts:\n- {source: 'claim:x', target: /tmp}\n", KUBERNETES, 5),
+    "mount-unwritable": (
+        "mounts:\n- {source: '/a,b', target: /x}\n",
+        f"{SLURM}runtime: podman\n",
+        5,
+    ),
+    "mount-without-container": ("mounts:\n- {source: /x, target: /y}\n", SLURM, 5),
+    "secret-not-in-cluster": ("secrets: [TOKEN]\n", KUBERNETES, 4),
+    "workers-beyond-machine": ("resources: {nnodes: 100000}\n", LOCAL, 4),
+    "secret-overwritten": ("secrets: [port]\n", SLURM, 4),
+}
+"""Rule: lines of a job, a profile, and the line of the finding."""
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_job_that_cannot_work_is_told_by_which_rule_and_where(rule: str, tmp_path: Path) -> None:
+    lines, profile, line = CASES[rule]
+    keys = [row.partition(":")[0] for row in lines.splitlines()]
+    kept = [row for row in JOB.splitlines() if row.partition(":")[0] not in keys]
+    text = "\n".join([*kept, lines])
+    path, site = tmp_path / "job.yaml", tmp_path / "site.yaml"
+    path.write_text(text.replace("image: null\n", ""))
+    site.write_text(profile)
+    (found,) = check(path, to=[str(site)])
+    assert (found.file, found.rule) == (str(path), rule)
+    assert found.line == line
+    known = next(known for known in JOB_RULES if known.id == rule)
+    assert (found.reason, found.fix) == (known.reason, known.fix)
+    assert f"[{rule}] {found.message}" in str(found)
+
+
+def test_every_rule_for_jobs_is_tried() -> None:
+    # A secret in a file is refused when it is read, and what Kubernetes is to call a run is ours.
+    job = toolkit.JobSpec(name="probe", module="train", args=("--token", TOKEN))
+    with pytest.raises(toolkit.PlanError) as caught:
+        toolkit.plan(job, toolkit.LocalProfile(name="l"))
+    assert [problem.rule for problem in caught.value.problems] == ["secret-in-job"]
+    job = toolkit.JobSpec(name="probe", module="train", image="i")
+    with pytest.raises(toolkit.PlanError) as caught:
+        toolkit.plan(job, toolkit.KubernetesProfile(name="k"), run_name="a" * 60)
+    assert [problem.rule for problem in caught.value.problems] == ["name-too-long"]
+    assert {rule.id for rule in JOB_RULES} == {*CASES, "secret-in-job", "name-too-long"}
+
+
+# ---- Rules about sites
+
+LIMITED = f"{CONFIG}MaxArraySize = 1\nAccountingStorageEnforce = associations,limits,qos\n"
+MINE = "nlp|normal,high\nvision|normal\n"
+SITES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[], Site]]] = {
+    "site-kill-wait": ({"kill_wait": "9m"}, {}, Site),
+    "site-preempt-mode": (
+        {},
+        {"retries": {"requeue": 1}},
+        lambda: Site(config=CONFIG.replace("REQUEUE", "CANCEL")),
+    ),
+    "site-array-size": (
+        {},
+        {"sweep": {"list": [{"env.A": "a"}, {"env.A": "b"}]}},
+        lambda: Site(config=LIMITED),
+    ),
+    "site-version": ({}, {}, lambda: Site(config=CONFIG.replace("22.05.8", "20.02"))),
+    "site-partition": ({"partition": "mian"}, {}, Site),
+    "site-partition-state": ({"partition": "low"}, {"time_limit": "10m"}, Site),
+    "site-time-limit": ({}, {"time_limit": "9d"}, Site),
+    "site-nodes": ({}, {"resources": {"nnodes": 3}}, Site),
+    "site-option": ({}, {"sbatch": {"segment": 4}}, Site),
+    "site-account": (
+        {"account": "nobody"},
+        {},
+        lambda: Site(config=LIMITED, associations=MINE),
+    ),
+    "site-qos": (
+        {"account": "vision", "qos": "high"},
+        {},
+        lambda: Site(config=LIMITED, associations=MINE),
+    ),
+    "site-refuses": ({}, {}, lambda: Site(refused="sbatch: error: no such thing\n")),
+    "site-path": ({"venv": "/nowhere"}, {}, Site),
+}
+
+
+@pytest.mark.parametrize("rule", SITES)
+def test_what_a_site_contradicts_is_told_by_which_rule(rule: str) -> None:
+    profile, job, site = SITES[rule]
+    made = toolkit.SlurmProfile.model_validate({"name": "s", "kill_wait": "30s", **profile})
+    spec = toolkit.JobSpec.model_validate({"name": "probe", "module": "train", **job})
+    found = SlurmLauncher(made, command=site()).findings(toolkit.plan(spec, made))
+    assert [problem.rule for problem in found] == [rule], found
+
+
+def test_every_rule_about_sites_is_tried() -> None:
+    assert {rule.id for rule in SITE_RULES} == SITES.keys()
+
+
+def test_accounts_are_believed_where_nobody_keeps_them() -> None:
+    made = toolkit.SlurmProfile(name="s", account="any", qos="any")
+    plan = toolkit.plan(toolkit.JobSpec(name="probe", module="train"), made)
+    without = SlurmLauncher(made, command=Site()).findings(plan)
+    unenforced = SlurmLauncher(made, command=Site(associations=MINE)).findings(plan)
+    mine = toolkit.SlurmProfile(name="s", account="nlp", qos="high")
+    plan = toolkit.plan(toolkit.JobSpec(name="probe", module="train"), mine)
+    site = Site(config=LIMITED, associations=MINE)
+    assert without == unenforced == SlurmLauncher(mine, command=site).findings(plan) == []
+
+
+def test_what_sbatch_says_of_a_script_comes_back() -> None:
+    made = toolkit.SlurmProfile(name="s")
+    plan = toolkit.plan(toolkit.JobSpec(name="probe", module="train"), made)
+    said = "sbatch: error: one\nallocation failure: two\nTry --help\n"
+    (found,) = SlurmLauncher(made, command=Site(refused=said)).findings(plan)
+    assert found.message == "sbatch --test-only refuses it: one; allocation failure: two"
+    assert PARTITIONS.count("\n") == 3
+
+
+# ---- The command
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    def call(*argv: str, **more: str) -> "subprocess.CompletedProcess[str]":
+        done = subprocess.run(
+            [TOOLKIT, "check", *argv],
+            env={**os.environ, **more},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "Traceback" not in done.stderr
+        return done
+
+    return call
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_a_script_without_faults_is_fine(run: Run) -> None:
+    done = run(str(ROOT / "slurm/examples/digits.sbatch"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("digits.sbatch: fine\n")
+
+
+def test_findings_are_lines_and_status_1(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "t.sbatch").write_text("#!/bin/bash\n#SBATCH --nodez=2 -t 5\n")
+    done = run("t.sbatch")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1,
+        "t.sbatch:2: [directive-unknown] sbatch has no option --nodez; did you mean '--nodes'?\n",
+        "",
+    )
+
+
+def test_findings_are_objects_with_json(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "t.sh").write_text("#!/bin/bash\n#SBATCH -t 5\nexport MASTER_PORT=29500\n")
+    done = run("t.sh", "--json")
+    rule = next(rule for rule in SCRIPT_RULES if rule.id == "fixed-port")
+    assert (done.returncode, json.loads(done.stdout), done.stderr) == (
+        1,
+        [
+            {
+                "file": "t.sh",
+                "line": 3,
+                "rule": "fixed-port",
+                "message": "the port 29500 is the same for every job on the node; " + rule.fix,
+                "reason": rule.reason,
+                "fix": rule.fix,
+            }
+        ],
+        "",
+    )
+    (tmp_path / "t.sh").write_text("#!/bin/bash\n#SBATCH -t 5\n")
+    done = run("t.sh", "--json")
+    assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, [], "")
+
+
+def test_what_cannot_be_read_is_status_2(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "t.sbatch").write_text("#!/bin/bash\necho 'a\n")
+    message = "this single quote is never closed"
+    done = run("t.sbatch")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"t.sbatch:2: {message}\n")
+    done = run("t.sbatch", "--json")
+    (found,) = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert (found["file"], found["line"], found["rule"]) == ("t.sbatch", 2, None)
+    (tmp_path / "t.sbatch").write_bytes(b"#!/bin/bash\necho caf\xe9\n")
+    done = run("t.sbatch")
+    assert (done.returncode, done.stderr) == (2, "t.sbatch: is not UTF-8 text (byte 20)\n")
+    done = run("none.sbatch")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "none.sbatch: cannot be read: No such file or directory\n",
+    )
+
+
+def test_a_script_takes_no_profile(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "t.sbatch").write_text("#!/bin/bash\n#SBATCH -t 5\n")
+    done = run("t.sbatch", "--to", "slurm")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--to and --set are for jobs" in done.stderr
+
+
+def test_a_secret_is_found_and_not_shown(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "t.sbatch").write_text(f"#!/bin/bash\n#SBATCH -t 5\nexport T={TOKEN}\n")
+    for argv in (["t.sbatch"], ["t.sbatch", "--json"]):
+        done = run(*argv)
+        assert done.returncode == 1
+        assert "secret-literal" in done.stdout
+        assert TOKEN[:8] not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+@pytest.mark.parametrize("kind", ["script", "job", "manifest"])
+def test_what_a_pipe_says_is_checked_as_a_file_is(kind: str, name: str, tmp_path: Path) -> None:
+    path, fine = {
+        "script": ("slurm/examples/digits.sbatch", "fine"),
+        "job": ("jobs/digits.yaml", "fine: 2 x 1 processes"),
+        "manifest": ("k8s/examples/digits.yaml", "fine"),
+    }[kind]
+    done = subprocess.run(
+        ["bash", "-c", f"cat {ROOT / path} | {TOOLKIT} check {name}"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{name}: {fine}\n", "")
+
+
+def test_a_job_is_held_to_the_longer_names_of_its_runs(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "j.yaml").write_text(f"name: {'n' * 32}\nmodule: train\nimage: i:1\n")
+    (tmp_path / "k.yaml").write_text("kind: kubernetes\nworkload: JobSet\n")
+    done = run("j.yaml", "--to", "k.yaml")
+    assert done.returncode == 1
+    assert "[name-too-long]" in done.stdout and "-node-0-0-xxxxx' has 64" in done.stdout
+
+
+def test_a_file_is_a_script_by_its_name_or_by_what_it_holds(run: Run, tmp_path: Path) -> None:
+    for name, text in {
+        "a.slurm": "name: x\n",
+        "a.job": "echo\n",
+        "plain": "#!/bin/sh\n",
+        "with.yaml": "#SBATCH --time=5\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+        assert "[shebang-missing]" in run(name).stdout or name == "plain"
+        assert "unknown key" not in run(name).stderr
+    (tmp_path / "job.yaml").write_text(JOB)
+    assert run("job.yaml").stdout == "job.yaml: fine: 1 x 1 processes\n"
+
+
+@pytest.mark.slurm
+def test_a_site_says_what_it_thinks_of_a_script_and_runs_nothing(
+    run: Run, cluster: Cluster, tmp_path: Path
+) -> None:
+    before = cluster.slurm("squeue", "-h", "-o", "%A")
+    script = tmp_path / "t.sbatch"
+    text = (ROOT / "tests/data/scripts/careful.sbatch").read_text()
+    script.write_text(text)
+    done = run("t.sbatch", "--server", **cluster.environ)
+    assert (done.returncode, done.stdout) == (0, "t.sbatch: fine\n"), done.stderr
+    script.write_text(
+        text.replace("--output=", "--chdir=/nowhere --output=logs/")
+        .replace("--nodes=2 ", "--nodes=99 ")
+        .replace("--nnodes=2", "--nnodes=99")
+    )
+    done = run("t.sbatch", "--server", **cluster.environ)
+    assert (done.returncode, done.stdout.splitlines()) == (
+        1,
+        [
+            "t.sbatch: [site-refuses] sbatch --test-only refuses it: allocation failure: "
+            "Requested node configuration is not available",
+            "t.sbatch:11: [site-path] logs: there is no such folder; make it: Slurm does not, and "
+            "the job fails without a log",
+            "t.sbatch:11: [site-path] /nowhere: there is no such folder; make it, or correct "
+            "--chdir",
+        ],
+    ), done.stderr
+    assert cluster.slurm("squeue", "-h", "-o", "%A") == before

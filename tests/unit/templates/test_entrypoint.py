@@ -1,0 +1,402 @@
+"""The first process of a pod: what Kubernetes is told of how torchrun has ended."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Until
+from tests.support.rendered import KINDS, container_of, manifest, workload
+
+DONE, FINAL, AGAIN = 0, 42, 138
+
+TORCHRUN = r"""#!/bin/sh
+say() { echo "{\"version\": 1, \"status\": \"$1\"}" >"$TRAIN_RUN_DIR/outcome.json"; }
+wait_for_stop() { touch "$TRAIN_RUN_DIR/ready"; while :; do sleep 0.02; done; }
+sleep 0.02  # file systems date by the tick of a clock
+eval "$1"
+"""
+
+
+def entrypoint(kind: str, *, requeue: int = 9, in_job: int = 0) -> list[str]:
+    """Return what the container starts, up to torchrun."""
+    retries = {"requeue": requeue, "in_job": in_job}
+    text = manifest({"retries": retries}, {"runs_claim": "runs"}, kind)
+    command: list[str] = container_of(workload(text))["command"]
+    return command
+
+
+class Pod:
+    """A pod of a run, whose container can be started again and again."""
+
+    def __init__(
+        self,
+        folder: Path,
+        kind: str = "Job",
+        *,
+        name: str = "t-0",
+        requeue: int = 9,
+        in_job: int = 0,
+    ) -> None:
+        self.folder, self.runs = folder, folder / "runs" / "it's a run"
+        self.command = entrypoint(kind, requeue=requeue, in_job=in_job)
+        self.programs = folder / "bin"
+        self.programs.mkdir(exist_ok=True)
+        self.program("torchrun", TORCHRUN)
+        self.environ = {
+            "PATH": f"{self.programs}:{os.environ['PATH']}",
+            "HOSTNAME": name,
+            "TRAIN_RUN_DIR": str(self.runs),
+        }
+
+    def program(self, name: str, text: str) -> None:
+        (self.programs / name).write_text(text)
+        (self.programs / name).chmod(0o755)
+
+    def start(self, *argv: str, **environ: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self.command, *argv],
+            env=self.environ | environ,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, code: str, **environ: str) -> int:
+        """Run the container to its end; `code` is what torchrun does."""
+        with self.start("torchrun", code, **environ) as process:
+            return process.wait(300)
+
+    @property
+    def failures(self) -> int:
+        return sum(len(path.read_text().splitlines()) for path in self.runs.glob("logs/**/failed"))
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "failures"),
+    [
+        ("exit 0", DONE, 0),
+        ("say running; exit 0", DONE, 0),
+        ("say done; exit 1", DONE, 0),
+        ("say fatal; exit 1", FINAL, 0),
+        ("say retryable; exit 1", AGAIN, 1),
+        ("say running; exit 1", AGAIN, 1),
+        ("say preempted; exit 1", AGAIN, 0),
+        ("exit 1", AGAIN, 1),
+        ("kill -KILL $$", AGAIN, 1),
+        ("exit 126", FINAL, 0),
+        ("exit 127", FINAL, 0),
+    ],
+)
+def test_how_torchrun_ends_is_what_kubernetes_is_told(
+    code: str, status: int, failures: int, tmp_path: Path
+) -> None:
+    pod = Pod(tmp_path)
+    assert (pod.run(code), pod.failures) == (status, failures)
+
+
+def test_a_program_that_is_not_there_is_not_started_again(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    pod.program("unreadable", "")
+    (pod.programs / "unreadable").chmod(0o644)
+    for program in ("no-such-program", str(pod.programs / "unreadable")):
+        with pod.start(program) as process:
+            assert process.wait() == FINAL
+
+
+def test_an_outcome_of_an_earlier_start_counts_for_nothing(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    for word in ("done", "fatal", "preempted"):
+        assert pod.run(f"say {word}; exit 1") in (DONE, FINAL, AGAIN)
+        before = pod.failures
+        assert (pod.run("exit 1"), pod.failures) == (AGAIN, before + 1)
+
+
+def test_what_an_outcome_quotes_is_not_what_it_says(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    text = json.dumps({"status": "retryable", "reason": 'it said "status": "fatal" and "done"'})
+    pod.runs.mkdir(parents=True)
+    (tmp_path / "quoting.json").write_text(text)
+    code = f'cp {tmp_path}/quoting.json "$TRAIN_RUN_DIR/outcome.json"; exit 1'
+    assert pod.run(code) == AGAIN
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("at_the_signal", "status"),
+    [
+        ("exit 0", AGAIN),  # exit status 0 of one pod would end the others
+        ("exit 1", AGAIN),
+        ("say preempted; exit 1", AGAIN),
+        ("say done; exit 0", DONE),
+        ("say fatal; exit 1", FINAL),
+    ],
+)
+def test_a_stopped_run_is_to_be_started_again_unless_it_has_ended(
+    at_the_signal: str, status: int, stop: signal.Signals, tmp_path: Path, until: Until
+) -> None:
+    pod = Pod(tmp_path)
+    with pod.start("torchrun", f"trap '{at_the_signal}' TERM; wait_for_stop") as process:
+        until(lambda: (pod.runs / "ready").exists(), "torchrun runs")
+        process.send_signal(stop)
+        assert (process.wait(), pod.failures) == (status, 0)
+
+
+def test_each_signal_reaches_torchrun_and_its_status_is_waited_for(
+    tmp_path: Path, until: Until
+) -> None:
+    pod = Pod(tmp_path)
+    count = tmp_path / "signals"
+    code = f"trap 'echo x >>{count}' TERM; wait_for_stop"
+    with pod.start("torchrun", code) as process:
+        until(lambda: (pod.runs / "ready").exists(), "torchrun runs")
+        for number in (1, 2, 3):
+            process.send_signal(signal.SIGTERM)
+            until(lambda n=number: count.exists() and len(count.read_text()) == 2 * n, "it came")
+        assert process.poll() is None
+        (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(pid), signal.SIGKILL)
+        assert process.wait() == AGAIN
+        assert process.stderr and "torchrun ended with 137" in process.stderr.read()
+
+
+def test_a_signal_before_torchrun_has_begun_is_not_lost(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    pod.program("touch", '#!/bin/sh\nkill -TERM "$PPID"\nexec /usr/bin/touch "$@"\n')
+    assert (pod.run("exec sleep 1000"), pod.failures) == (AGAIN, 0)
+
+
+def test_failures_are_counted_and_those_beyond_requeue_are_final(tmp_path: Path) -> None:
+    pod = Pod(tmp_path, requeue=2)
+    other = Pod(tmp_path, name="t-1", requeue=2)
+    assert [pod.run("exit 1") for _ in range(2)] == [AGAIN, AGAIN]
+    assert pod.run("say preempted; exit 1") == AGAIN
+    assert other.run("exit 1") == AGAIN
+    assert pod.run("exit 1") == FINAL
+    assert Pod(tmp_path, name="t-2", requeue=0).run("exit 1") == FINAL
+
+
+def test_where_all_pods_start_again_an_attempt_fails_once(tmp_path: Path) -> None:
+    pods = [Pod(tmp_path, "JobSet", name=f"t-node-0-{n}", requeue=1) for n in (0, 1)]
+    for restarts, start, status in (("0", "a", AGAIN), ("1", "b", FINAL)):
+        ends = [pod.run("exit 1", TRAIN_START=start, TRAIN_ATTEMPT=restarts) for pod in pods]
+        assert ends == [status, status]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_submits_a_run_again_begins_to_count_anew(kind: str, tmp_path: Path) -> None:
+    """A JobSet counts its restarts from 0 then; others have a new name for their start."""
+    pod = Pod(tmp_path, kind, requeue=1)
+    gang = kind in ("JobSet", "TrainJob")
+    for submission in ("a", "b"):
+        for restarts, status in (("0", AGAIN), ("1", FINAL)):
+            start = f"{submission}{restarts}" if gang else submission
+            assert (
+                pod.run("exit 1", TRAIN_START=start, TRAIN_ATTEMPT=restarts if gang else "")
+                == status
+            )
+    attempts = sorted(folder.name for folder in pod.runs.glob("logs/attempt-*"))
+    assert attempts == [f"attempt-{number}" for number in range(4 if gang else 2)]
+
+
+def idle(local_rank: int, status: int = 93) -> str:
+    """Return a torchrun of which a worker ends so (torch 2.13, multiprocessing/api.py)."""
+    said = f"failed (exitcode: {status}) local_rank: {local_rank} (pid: 7) of binary: python"
+    return f'echo "E1122 07:34:07.896000 9 torch/x/api.py:1002] {said}" >>"$TORCH_LOGS_OUT"'
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_ends_with_93_is_not_started_again(kind: str, tmp_path: Path) -> None:
+    """As on Slurm, until somebody submits the run again; nor are pods that have lost it."""
+    gang = kind in ("JobSet", "TrainJob")
+    pod, other = Pod(tmp_path, kind), Pod(tmp_path, kind, name="t-1")
+    first = {"TRAIN_START": "a", "TRAIN_ATTEMPT": "0" if gang else ""}
+    assert (pod.run(f"{idle(1)}; exit 1", **first), pod.failures) == (FINAL, 0)
+    assert other.run("exit 1", **first) == FINAL
+    again = {"TRAIN_START": "b", "TRAIN_ATTEMPT": "1"} if gang else first
+    assert other.run("exit 0", **again) == FINAL, "torchrun is not started"
+    later = {"TRAIN_START": "c", "TRAIN_ATTEMPT": "0" if gang else ""}
+    assert [one.run("exit 0", **later) for one in (pod, other)] == [DONE, DONE]
+
+
+def test_a_93_after_which_torchrun_went_on_is_none(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    assert pod.run(f"{idle(0)}; {idle(0, 1)}; exit 1") == AGAIN
+    assert pod.run(f"{idle(0)}; exit 0") == DONE
+
+
+def test_torchrun_says_how_its_workers_have_ended_where_it_is_looked_for(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    (pod.programs / "torchrun").unlink()
+    (tmp_path / "idle.py").write_text("raise SystemExit(93)")
+    bins = f"{pod.programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with pod.start("torchrun", str(tmp_path / "idle.py"), PATH=bins) as process:
+        assert process.wait() == FINAL
+    (log,) = pod.runs.glob("logs/attempt-0/t-0/torchrun.log")
+    assert "(exitcode: 93)" in log.read_text()
+
+
+def test_every_start_of_all_pods_is_an_attempt_of_its_own(tmp_path: Path) -> None:
+    """Also after the run was deleted and applied again, when JobSet counts from 0."""
+    pods = [Pod(tmp_path, "JobSet", name=f"t-node-0-{n}") for n in (0, 1)]
+    seen = []
+    for start, restarts in (("uid-a", "0"), ("uid-b", "1"), ("uid-c", "0"), ("uid-d", "1")):
+        told = tmp_path / start
+        code = f'echo "$TRAIN_ATTEMPT $PET_LOG_DIR" >>{told}; exit 0'
+        running = [
+            pod.start("torchrun", code, TRAIN_START=start, TRAIN_ATTEMPT=restarts) for pod in pods
+        ]
+        for process in running:
+            with process:
+                assert process.wait() == 0
+        first, second = sorted(told.read_text().splitlines())
+        assert first[0] == second[0] and first.endswith(f"logs/attempt-{first[0]}/t-node-0-0")
+        seen.append(int(first[0]))
+    assert seen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_labels_every_pod_is_of_attempt_0(kind: str, tmp_path: Path) -> None:
+    """What the downward API makes of a label that is not there is an empty text."""
+    pod = Pod(tmp_path, kind)
+    code = '[ "$TRAIN_ATTEMPT" = 0 ] && [ "$PET_LOG_DIR" = "$TRAIN_RUN_DIR/logs/attempt-0/t-0" ]'
+    for _ in range(2):
+        assert pod.run(code, TRAIN_ATTEMPT="", TRAIN_START="") == DONE
+
+
+def test_pods_meet_at_the_first_one(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    for index, host in (("0", "1"), ("3", "0")):
+        code = f'[ "$PET_RDZV_CONF" = "is_host={host},join_timeout=600,read_timeout=600" ]'
+        assert pod.run(code, JOB_COMPLETION_INDEX=index) == DONE
+
+
+def test_where_nothing_can_be_written_nothing_is_tried_again(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    pod.program("sleep", "#!/bin/sh\n")
+    pod.runs.parent.mkdir()
+    pod.runs.write_text("not a folder")
+    assert pod.run("exit 0") == FINAL
+
+
+def test_storage_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    pod.runs.parent.mkdir()
+    pod.runs.write_text("not a folder")
+    pod.program("sleep", '#!/bin/sh\n[ ! -f "$TRAIN_RUN_DIR" ] || rm "$TRAIN_RUN_DIR"\n')
+    assert pod.run("exit 0") == DONE
+
+
+KILLED = "kill -KILL $PPID; exit 1"
+"""What the kernel does for memory, where it kills a container whole: the first process, too."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_container_that_is_killed_whole_has_failed(kind: str, tmp_path: Path) -> None:
+    pod = Pod(tmp_path, kind, requeue=2)
+    gang = kind in ("JobSet", "TrainJob")
+
+    def start(code: str, number: int, submission: str = "a") -> int:
+        begun = f"{submission}{number}" if gang else submission
+        return pod.run(code, TRAIN_START=begun, TRAIN_ATTEMPT=str(number) if gang else "")
+
+    assert start(KILLED, 0) == -signal.SIGKILL
+    assert start("say preempted; exit 1", 1) == AGAIN
+    assert [start(KILLED, number) for number in (2, 3)] == [-signal.SIGKILL] * 2
+    assert start("exit 0", 4) == FINAL, "the third was one too many"
+    assert start("exit 0", 0, "b") == DONE, "submitted again, it counts anew"
+
+
+def test_pods_that_are_ended_for_another_one_have_not_failed(tmp_path: Path) -> None:
+    """A JobSet ends the others without SIGTERM when one is evicted, which has had the time."""
+    evicted, other = (Pod(tmp_path, "JobSet", name=f"t-node-0-{n}", requeue=1) for n in (0, 1))
+    for number in range(3):
+        begun = {"TRAIN_START": str(number), "TRAIN_ATTEMPT": str(number)}
+        assert other.run(KILLED, **begun) == -signal.SIGKILL
+        assert evicted.run("say preempted; exit 1", **begun) == AGAIN
+    assert other.failures == 0
+
+
+def raises(words: str, *, number: int = 0, start: int = 0) -> str:
+    """Return a torchrun, the `number`th of its pod, of which a rank has left such an error file."""
+    said = json.dumps({"message": {"message": words, "extraInfo": {"timestamp": "1"}}})
+    folder = f'"$PET_LOG_DIR/id_{number}/attempt_{start}/0"'
+    return f"mkdir -p {folder}; echo '{said}' >{folder}/error.json"
+
+
+def lost(step: int, attempt: int | str = "$TRAIN_ATTEMPT") -> str:
+    """Return a train/ that has lost a rank after so many steps."""
+    said = f'{{\\"status\\": \\"retryable\\", \\"attempt\\": {attempt}, \\"step\\": {step}}}'
+    return f'echo "{said}" >"$TRAIN_RUN_DIR/outcome.json"'
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_that_fail_twice_alike_are_not_started_again(kind: str, tmp_path: Path) -> None:
+    gang = kind in ("JobSet", "TrainJob")
+    pod, other = Pod(tmp_path, kind), Pod(tmp_path, kind, name="t-1")
+
+    def start(pod: Pod, number: int, code: str) -> int:
+        begun = f"a{number}" if gang else "a"
+        return pod.run(code, TRAIN_START=begun, TRAIN_ATTEMPT=str(number) if gang else "")
+
+    words = ("no kernel at 0x7f01, pid 41", "another one", "no kernel at 0x7fc2, pid 52")
+    for number, said in enumerate((*words, words[0])):
+        expected = FINAL if number == 3 else AGAIN
+        assert start(pod, number, f"{raises(said, number=number)}; exit 1") == expected
+        echo = raises("Connection closed by peer [10.0.0.1]:4711", number=number)
+        if not gang or number < 3:
+            assert start(other, number, f"{echo}; exit 1") == AGAIN
+    (ended,) = pod.runs.glob(f"logs/attempt-{3 if gang else 0}/t-0/ended")
+    assert ended.read_text() == (
+        "torchrun ended with 1; not started again after the same failure twice: "
+        "no kernel at 0x*, pid *: 42\n"
+    )
+
+
+def test_a_pod_that_loses_a_rank_twice_at_one_step_is_not_started_again(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    echo = raises("Connection closed by peer")
+    ends = [pod.run(f"{lost(step)}; {echo}; exit 1") for step in (4, 5)]
+    assert [*ends, pod.run("say preempted; exit 1")] == [AGAIN] * 3
+    ends = [pod.run(f"{lost(step)}; {echo}; exit 1") for step in (5, 5)]
+    assert ends == [AGAIN, FINAL]
+
+
+def test_a_pod_that_is_killed_without_a_word_is_started_again(tmp_path: Path) -> None:
+    """Also where an earlier start has left words, and a step, that are not of this one."""
+    pod = Pod(tmp_path)
+    assert pod.run(f"{lost(4)}; {raises('Broken pipe')}; exit 1") == AGAIN
+    assert [pod.run("exit 1") for _ in range(3)] == [AGAIN] * 3
+
+
+def test_a_torchrun_that_would_start_for_ever_what_fails_alike_is_ended(tmp_path: Path) -> None:
+    pod = Pod(tmp_path, in_job=9)
+    pod.program("sleep", "#!/bin/sh\nexec /bin/sleep 0.1\n")
+    starts = "; ".join(raises("no kernel", start=number) for number in (0, 1))
+    code = f"trap 'say preempted; exit 1' TERM; {starts}; wait_for_stop"
+    assert (pod.run(code), pod.failures) == (FINAL, 0)
+    again = f"{raises('no kernel', number=1)}; {raises('another', number=1, start=1)}; exit 1"
+    assert pod.run(again) == AGAIN, "what an earlier start has left is not of this one"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_script_is_sh_and_holds_nothing_that_kubernetes_expands(
+    kind: str, tmp_path: Path
+) -> None:
+    shell, option, text, _ = entrypoint(kind, in_job=3)
+    assert (shell, option) == ("/bin/sh", "-c")
+    assert not re.search(r"\$(?:[$(]|[^\x00-\x7f])", text)
+    path = tmp_path / "entrypoint.sh"
+    path.write_text(text)
+    if not os.environ.get("CI") and shutil.which("shellcheck") is None:
+        pytest.skip("needs shellcheck: apt-get install shellcheck")
+    # It has no first line; its backticks have a reason; HOSTNAME is the container's.
+    known = "--exclude=SC2148,SC2003,SC2006,SC3028"
+    for argv in (["sh", "-n"], ["shellcheck", "--shell=sh", "--severity=style", known]):
+        done = subprocess.run([*argv, path], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")

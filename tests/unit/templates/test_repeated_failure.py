@@ -1,0 +1,278 @@
+"""A failure that comes again: whether an attempt has ended as one before, and what follows."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.support.ending_job import Job
+from toolkit.runs import failure
+
+AGAIN = ["requeue 7"]
+END = "; another start would end like these two; not queued again"
+
+KILLED = """
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_01:30:12
+  host      : {}
+  rank      : 1 (local_rank: 0)
+  exitcode  : {} (pid: 337)
+  error_file: <N/A>
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path, limit=9)
+
+
+def raised(job: Job, words: str, *, start: int = 0, node: int = 0, rank: int = 0) -> None:
+    """Leave the error file of a rank in the folder of the attempt, as `@record` does."""
+    folder = job.folder(job.attempt) / f"node-{node}/7-0_x/attempt_{start}/{rank}"
+    folder.mkdir(parents=True)
+    said = {"message": {"message": words, "extraInfo": {"timestamp": "1"}}}
+    (folder / "error.json").write_text(json.dumps(said))
+
+
+def printed(job: Job, text: str, *, rank: int = 0) -> None:
+    """Leave what a rank has printed to stderr."""
+    folder = job.folder(job.attempt) / f"node-0/7-0_x/attempt_0/{rank}"
+    folder.mkdir(parents=True)
+    (folder / "stderr.log").write_text(text)
+
+
+def ends(job: Job, *, step: int | None = None, report: str = "", status: str = "retryable") -> str:
+    """End an attempt; return its reason."""
+    (job.folder(job.attempt) / "nodes").write_text("n1\nn2\n")
+    if step is not None:
+        job.told(status=status, attempt=job.attempt, restart=0, step=step, rank=0, reason="so")
+    assert job.conclude(1, printed=report) in (1, 93)
+    return job.reason
+
+
+def next_attempt(job: Job) -> None:
+    job.attempt += 1
+    job.calls.write_text("")
+
+
+def test_the_same_error_twice_at_one_step_is_fatal_and_says_so(job: Job) -> None:
+    raised(job, "RuntimeError: no kernel for 3 vs 4\nmore of it")
+    assert ends(job, step=12).endswith("; queued again")
+    next_attempt(job)
+    raised(job, "RuntimeError: no kernel for 3 vs 4\nmore that differs")
+    assert ends(job, step=12) == (
+        f"fatal: the same failure twice at step 12: RuntimeError: no kernel for 3 vs 4{END}"
+    )
+    assert job.asked == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("one", 12), ("one", 13)), (("one", 12), ("other", 12)), (("one", None), ("other", None))],
+)
+def test_another_step_or_another_error_is_tried_again(
+    job: Job, first: tuple[str, int | None], second: tuple[str, int | None]
+) -> None:
+    for words, step in (first, second):
+        raised(job, f"RuntimeError: {words}")
+        assert ends(job, step=step).endswith("; queued again")
+        next_attempt(job)
+
+
+def test_a_script_that_records_nothing_is_known_by_its_traceback(job: Job) -> None:
+    trace = "Traceback (most recent call last):\n  File x\n    y\nValueError: bad at 0x{}\n"
+    for address in ("7f01", "7ffe"):
+        printed(job, "rank 1 warns\n", rank=1)
+        printed(job, "starting\n" + trace.format(address) + "bye\n")
+        reason = ends(job, report=KILLED.format("n1", 1))
+        next_attempt(job)
+    assert reason == f"fatal: the same failure twice: ValueError: bad at 0x*{END}"
+
+
+def test_a_traceback_after_which_a_rank_went_on_is_not_its_end(job: Job) -> None:
+    for _ in range(2):
+        printed(job, "Traceback (most recent call last):\n  x\nValueError: caught\n" + "on\n" * 60)
+        assert "; queued again" in ends(job, report=KILLED.format("n1", -9))
+        next_attempt(job)
+
+
+def test_progress_of_a_script_with_metrics_alone_is_seen(job: Job) -> None:
+    reasons = []
+    for step in (5, 6, 6):
+        line = {"attempt": job.attempt, "restart": 0, "step": step}
+        with (job.run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        raised(job, "RuntimeError: bad")
+        reasons.append(ends(job))
+        next_attempt(job)
+    assert [reason.partition(":")[0] for reason in reasons] == ["retryable", "retryable", "fatal"]
+    assert reasons[2].startswith("fatal: the same failure twice at step 6 or later: RuntimeError: ")
+
+
+def test_progress_of_a_script_with_checkpoints_alone_is_seen(job: Job) -> None:
+    words = []
+    for name in ("a.pt", "b.pt", "b.pt"):
+        (job.run_dir / "checkpoints").mkdir(exist_ok=True)
+        (job.run_dir / "checkpoints" / name).touch()
+        raised(job, "RuntimeError: bad")
+        words.append(ends(job))
+        next_attempt(job)
+    assert [reason.partition(":")[0] for reason in words] == ["retryable", "retryable", "fatal"]
+    assert words[2].startswith("fatal: the same failure twice with no checkpoint after b.pt: ")
+
+
+@pytest.mark.parametrize(
+    ("step", "status", "word"),
+    [(None, "", "retryable"), (5, "running", "retryable"), (5, "retryable", "fatal")],
+    ids=["no step", "a step or later", "the step"],
+)
+def test_a_rank_that_is_killed_twice_is_the_same_failure_only_at_a_known_step(
+    job: Job, step: int | None, status: str, word: str
+) -> None:
+    for host in ("n1", "n2"):
+        raised(job, "another rank went away [Connection closed by peer]")
+        reason = ends(job, step=step, status=status, report=KILLED.format(host, -9))
+        next_attempt(job)
+    assert reason.partition(":")[0] == word
+    assert word == "retryable" or reason == (
+        f"fatal: the same failure twice at step 5: signal 9{END}"
+    )
+
+
+def test_ranks_that_only_lose_each_other_twice_at_a_known_step_are_fatal(job: Job) -> None:
+    """As where a collective that one rank does not make times out."""
+    for words in ("Timed out waiting 30000ms", "Connection reset by peer"):
+        raised(job, words)
+        reason = ends(job, step=5)
+        next_attempt(job)
+    assert reason == (f"fatal: the same failure twice at step 5: ranks have lost another one{END}")
+
+
+@pytest.mark.parametrize("word", ["preempted", "walltime", "node_failure", "lost"])
+@pytest.mark.parametrize("step", [12, None])
+def test_what_was_stopped_between_two_failures_is_none_of_them(
+    job: Job, word: str, step: int | None
+) -> None:
+    """But where no step is known it may have been progress."""
+    raised(job, "RuntimeError: bad")
+    ends(job, step=step)
+    next_attempt(job)
+    job.had(1, word)
+    next_attempt(job)
+    raised(job, "RuntimeError: bad")
+    assert ends(job, step=step).partition(":")[0] == ("fatal" if step else "retryable")
+
+
+def test_failures_of_an_earlier_job_in_the_directory_do_not_count(job: Job) -> None:
+    raised(job, "RuntimeError: bad")
+    ends(job, step=12)
+    next_attempt(job)
+    raised(job, "RuntimeError: bad")
+    job.told(status="retryable", attempt=1, step=12, rank=0, reason="so")
+    assert job.run("since=1; conclude 1") == 1
+    assert job.asked == AGAIN
+
+
+def test_two_starts_in_one_job_that_fail_alike_are_enough(job: Job) -> None:
+    for start in (0, 1):
+        raised(job, "RuntimeError: bad", start=start)
+    raised(job, "Connection closed by peer", start=0, node=1)
+    events = [{"attempt": 0, "restart": start, "event": "error", "step": 12} for start in (0, 1)]
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    (job.run_dir / "events.jsonl").write_text(text)
+    assert ends(job) == f"fatal: the same failure twice at step 12: RuntimeError: bad{END}"
+
+
+def test_what_was_stopped_for_its_repetition_is_fatal_whatever_it_says_then(job: Job) -> None:
+    (job.folder(0) / "repeated").write_text("error\t12\tRuntimeError: bad\n")
+    reason = ends(job, step=12, status="preempted")
+    assert reason == f"fatal: the same failure twice at step 12: RuntimeError: bad{END}"
+
+
+# ---- A node's own failures
+
+
+def fails_on(job: Job, host: str, words: str) -> str:
+    """Let an attempt fail at one step, on a node first; return its reason."""
+    raised(job, words)
+    reason = ends(job, step=12, report=KILLED.format(host, 1))
+    next_attempt(job)
+    return reason
+
+
+CUDA = "RuntimeError: CUDA error: unspecified launch failure"
+
+
+def test_a_device_that_fails_twice_is_tried_without_its_node_once(job: Job) -> None:
+    fails_on(job, "n2", CUDA)
+    job.calls.write_text("")
+    assert fails_on(job, "n2", CUDA) == (
+        f"retryable: the same failure twice at step 12: {CUDA}; queued again; "
+        "without n2, where two attempts have failed first"
+    )
+    assert fails_on(job, "n3", CUDA).startswith("fatal: the same failure twice at step 12: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts", "up"),
+    [
+        (CUDA, ("n1", "n2"), "n1:idle n2:mix n3:idle n4:alloc"),
+        (CUDA, ("n2", "n2"), "n1:idle n2:mix n3:down"),
+        ("IndexError: 7", ("n2", "n2"), "n1:idle n2:mix n3:idle n4:alloc"),
+    ],
+    ids=["on two nodes", "no other node", "the script's own"],
+)
+def test_what_no_other_node_would_mend_is_fatal(
+    job: Job, words: str, hosts: tuple[str, str], up: str
+) -> None:
+    job.environ["UP"] = up
+    reasons = [fails_on(job, host, words) for host in hosts]
+    assert reasons[1] == f"fatal: the same failure twice at step 12: {words}{END}"
+
+
+# ---- When words are the same
+
+
+AWKS = [name for name in ("mawk", "gawk", "busybox") if shutil.which(name)]
+
+
+@pytest.mark.parametrize("awk", AWKS)
+def test_what_differs_from_start_to_start_is_not_the_failure(awk: str, job: Job) -> None:
+    words = {
+        'at 0x7f01aB of "it"': 'at 0x* of "it"',
+        "pid 7, process 8: Thread-9": "pid *, process *: Thread-*",
+        "[10.0.0.1]:4711 and localhost:29500": "[*]:* and localhost:*",
+        "at 2026-11-22 10:11:12,55": "at * *",
+        "after 1800012ms of 30.5 s; 5 samples, 20 vs 16": "after * s of * s; 5 samples, 20 vs 16",
+        "/tmp/tmpab_1x/f of logs/attempt-3/node-1/7-0_zz/x": "/tmp/tmp*/f of logs/attempt-*",
+        "host n1, n2.site, n12": "host *, *.site, n12",
+        "cuda:3 of rank 2": "cuda:* of rank *",
+        "id 0a1b2c3d4e5f, words deadbeef 12345678": "id *, words deadbeef 12345678",
+        "C:\\n is no line": "C:\\n is no line",
+        "step 7 of 9": "step 7 of 9",
+    }
+    (job.folder(0) / "nodes").write_text("n1\nn2\n")
+    (job.run_dir / "bin/awk").symlink_to(shutil.which(awk) or "")
+    for start, text in enumerate(words):
+        raised(job, text, node=start)
+    files = " ".join(f'"$logs/node-{start}"' for start in range(len(words)))
+    code = f"for one in {files}; do cp $logs/nodes $one; first_error $one last </dev/null; done"
+    assert job.run(code) == 0
+    assert job.log.read_text().splitlines() == [f"error\t-\t{text}" for text in words.values()]
+
+
+def test_the_words_of_a_lost_peer_are_those_that_the_toolkit_knows() -> None:
+    text = (ROOT / "templates/first_error.sh").read_text()
+    _, _, listed = text.partition("peer = ")
+    listed = "".join(re.findall(r'"(.*)"', listed.partition("hosts[")[0]))
+    assert listed == failure._ECHO.pattern.replace(r"\d", "[0-9]")
+
+
+def test_the_functions_are_sh() -> None:
+    script = ROOT / "templates/first_error.sh"
+    subprocess.run(["sh", "-n", script], check=True)

@@ -1,0 +1,429 @@
+"""What follows when an attempt ends: the functions of the batch script, run by bash."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.fakes import fake_slurm
+from tests.support.ending_job import Job
+
+REPORT = "  exitcode  : {} (pid: 77)"
+AGAIN = ["requeue 7"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "stopping", "printed", "ends", "reason", "asked"),
+    [
+        pytest.param("done", 0, "", "", 0, "done: all steps made", [], id="done"),
+        pytest.param("done", 1, "walltime", "", 0, "done: all steps made", [], id="done late"),
+        pytest.param(
+            "fatal", 1, "", "", 1, 'fatal: rank 1: it "said" so; not queued again', [], id="fatal"
+        ),
+        pytest.param(
+            "fatal", 0, "", "", 1, 'fatal: rank 1: it "said" so; not queued again', [], id="fatal 0"
+        ),
+        pytest.param(
+            "retryable", 1, "", "", 1, 'retryable: rank 1: it "said" so; queued again', AGAIN,
+            id="lost a rank",
+        ),
+        pytest.param(
+            "running", 1, "", "", 1,
+            "retryable: killed without a word, at step 50 or later; queued again", AGAIN,
+            id="all ranks killed",
+        ),
+        pytest.param(
+            "running", 1, "", "error: Detected 1 oom_kill event in StepId=7.0.", 1,
+            "fatal: out of memory: the kernel killed a process; not queued again", [],
+            id="out of memory",
+        ),
+        pytest.param(
+            "preempted", 1, "", "", 1, 'preempted: rank 1: it "said" so; queued again', AGAIN,
+            id="preempted",
+        ),
+        pytest.param(
+            "preempted", 1, "walltime", "", 1, "walltime: out of time; queued again", AGAIN,
+            id="out of time",
+        ),
+        pytest.param(
+            "preempted", 1, "cancelled", "", 1,
+            "cancelled: by toolkit cancel; not queued again", [], id="cancelled",
+        ),
+        pytest.param(
+            "preempted", 1, "terminated", "", 1, "cancelled: by scancel; not queued again", [],
+            id="scancel",
+        ),
+        pytest.param(
+            "retryable", 1, "", REPORT.format(93), 93,
+            'no_progress: a worker exited with status 93 (rank 1: it "said" so); not queued again',
+            [], id="a worker says 93",
+        ),
+        pytest.param("", 0, "", "", 0, "done: all steps made", [], id="no outcome, 0"),
+        pytest.param(
+            "", 1, "", "", 1,
+            "retryable: exit status 1 without a word in outcome.json; queued again", AGAIN,
+            id="no outcome, 1",
+        ),
+        pytest.param(
+            "", 1, "", REPORT.format(2), 1,
+            "fatal: exit status 2: another start would end like this one; not queued again", [],
+            id="no outcome, a worker's 2",
+        ),
+        pytest.param(
+            "", 127, "", "", 127,
+            "fatal: exit status 127: another start would end like this one; not queued again", [],
+            id="no torchrun",
+        ),
+        pytest.param(
+            "", 1, "walltime", "", 1, "walltime: out of time; queued again", AGAIN,
+            id="no outcome, out of time",
+        ),
+    ],
+)  # fmt: skip
+def test_the_outcome_decides(
+    job: Job,
+    outcome: str,
+    status: int,
+    stopping: str,
+    printed: str,
+    ends: int,
+    reason: str,
+    asked: list[str],
+) -> None:
+    if outcome:
+        rank = None if outcome == "done" else 1
+        job.told(status=outcome, attempt=0, step=50, rank=rank, reason='it "said" so')
+    assert job.conclude(status, stopping=stopping, printed=printed) == ends
+    assert (job.reason, job.asked) == (reason, asked)
+    assert (job.folder(0) / "step").exists() == bool(outcome)
+
+
+@pytest.mark.parametrize("indent", [None, 2, 4])
+def test_an_outcome_is_read_however_it_is_laid_out(job: Job, indent: int | None) -> None:
+    outcome = {"status": "fatal", "attempt": 0, "step": 3, "rank": None, "reason": 'a, "b" \\ }'}
+    (job.run_dir / "outcome.json").write_text(json.dumps(outcome, indent=indent))
+    assert job.conclude(1) == 1
+    assert job.reason == 'fatal: a, "b" \\ }; not queued again'
+    assert (job.folder(0) / "step").read_text() == "3\n"
+
+
+def test_the_outcome_of_an_earlier_attempt_is_not_this_ones(job: Job) -> None:
+    job.attempt = 1
+    job.had(0, "walltime", step=50)
+    job.told(status="preempted", attempt=0, step=50, rank=None, reason="x")
+    assert job.conclude(1) == 1
+    assert job.reason == "retryable: exit status 1 without a word in outcome.json; queued again"
+    assert (job.folder(1) / "step").read_text() == "50\n"
+
+
+def test_what_an_earlier_attempt_printed_is_not_this_ones(job: Job) -> None:
+    job.log.write_text(REPORT.format(93) + "\n")
+    assert job.conclude(1) == 1
+    assert job.asked == AGAIN
+
+
+def test_failures_use_up_the_requeues(job: Job) -> None:
+    job.attempt = 2
+    job.had(0, "retryable", step=10)
+    job.had(1, "node_failure", step=20)
+    job.told(status="retryable", attempt=2, step=30, rank=1, reason="gone")
+    assert job.conclude(1) == 1
+    assert job.reason == "retryable: rank 1: gone; gave up after 2 requeues"
+    assert job.asked == []
+
+
+@pytest.mark.parametrize("word", ["walltime", "preempted"])
+def test_time_and_preemption_use_up_nothing_while_there_is_progress(job: Job, word: str) -> None:
+    job.attempt = 9
+    for attempt in range(9):
+        job.had(attempt, word, step=10 * (attempt + 1))
+    job.told(status="retryable", attempt=9, step=100, rank=1, reason="gone")
+    assert job.conclude(1) == 1
+    assert job.asked == AGAIN
+
+
+def test_out_of_time_uses_up_requeues_where_no_outcome_shows_progress(job: Job) -> None:
+    job.attempt = 2
+    job.had(0, "walltime")
+    job.had(1, "walltime")
+    assert job.conclude(1, stopping="walltime") == 1
+    assert job.reason == "walltime: out of time; gave up after 2 requeues"
+
+
+def test_no_new_step_in_three_attempts_ends_the_job_with_93(job: Job) -> None:
+    job.attempt, job.limit = 3, 99
+    for attempt, step in enumerate([57, 57, 50]):
+        job.had(attempt, "walltime", step=step)
+    job.told(status="preempted", attempt=3, step=57, rank=None, reason="x")
+    assert job.conclude(1, stopping="walltime") == 93
+    assert job.reason == (
+        "no_progress: out of time; no step beyond 57 in 3 attempts (retries.no_progress)"
+    )
+    assert job.asked == []
+
+
+def test_one_new_step_starts_the_count_anew(job: Job) -> None:
+    job.attempt, job.limit = 3, 99
+    for attempt in range(3):
+        job.had(attempt, "retryable", step=57)
+    job.told(status="retryable", attempt=3, step=58, rank=0, reason="x")
+    assert job.conclude(1) == 1
+    assert job.asked == AGAIN
+
+
+def test_attempts_of_an_earlier_job_in_the_same_directory_do_not_count(job: Job) -> None:
+    job.attempt = 5
+    for attempt in range(5):
+        job.had(attempt, "retryable", step=57)
+    job.told(status="retryable", attempt=5, step=57, rank=0, reason="x")
+    assert job.run("since=5; conclude 1") == 1
+    assert job.asked == AGAIN
+
+
+def test_preempted_before_it_began_is_no_attempt_without_progress(job: Job) -> None:
+    job.attempt = 3
+    job.environ["RESTARTS"] = "4"
+    for attempt in range(3):
+        job.had(attempt, "preempted")
+    job.told(status="preempted", attempt=0, step=57, rank=None, reason="x")
+    assert job.conclude(1, stopping="terminated") == 1
+    assert job.reason == "preempted: Slurm has taken the nodes; queued again"
+    assert not (job.folder(3) / "step").exists()
+    assert job.asked == []
+
+
+def test_without_requeues_nothing_is_queued_again(job: Job) -> None:
+    job.limit = 0
+    job.told(status="retryable", attempt=0, step=5, rank=0, reason="x")
+    assert job.conclude(1) == 1
+    assert job.reason == "retryable: rank 0: x; not queued again (retries.requeue is 0)"
+    assert job.asked == []
+
+
+@pytest.mark.parametrize(
+    ("secret", "reason"),
+    [("x", "done: all steps made\n"), ("", "fatal: ended before torchrun was started\n")],
+)
+def test_the_rendered_script_leaves_a_reason(tmp_path: Path, secret: str, reason: str) -> None:
+    job = toolkit.JobSpec(name="probe", module="train", secrets={"TOKEN": None})
+    environ = {**fake_slurm.install(tmp_path, nodes=1), "TOKEN": secret}
+    script = tmp_path / "script.sh"
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
+    run_dir = tmp_path / "run"
+    argv = ["bash", str(script), str(run_dir)]
+    subprocess.run(argv, env=environ, capture_output=True, check=False)
+    assert (run_dir / "logs/attempt-0/reason").read_text() == reason
+
+
+@pytest.mark.parametrize(
+    ("mode", "ended", "reason"),
+    [
+        ("", None, "cancelled: by toolkit cancel"),
+        ("continue", None, "done: all steps made"),
+        ("continue", 2.0, "done: all steps made"),
+        ("continue", 0.0, "cancelled: by toolkit cancel"),
+    ],
+)
+def test_a_cancel_whose_signal_came_too_early_is_known_by_its_mark(
+    tmp_path: Path, mode: str, ended: float | None, reason: str
+) -> None:
+    """Not by one that an earlier attempt has answered, whose end is `ended` here."""
+    script, run_dir = tmp_path / "script.sh", tmp_path / "run"
+    job = toolkit.JobSpec(name="probe", module="train")
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
+    attempt = 1 if mode == "continue" else 0
+    (run_dir / "logs").mkdir(parents=True)
+    if attempt:
+        (run_dir / "logs/attempt-0").mkdir()
+    (run_dir / "cancel_requested").touch()
+    os.utime(run_dir / "cancel_requested", (1.0, 1.0))
+    if ended is not None:
+        (run_dir / "logs/attempt-0/exit_status").touch()
+        os.utime(run_dir / "logs/attempt-0/exit_status", (ended, ended))
+    argv = ["bash", str(script), str(run_dir), mode]
+    environ = fake_slurm.install(tmp_path, nodes=1)
+    subprocess.run(argv, env=environ, capture_output=True, check=False)
+    assert (run_dir / f"logs/attempt-{attempt}/reason").read_text().startswith(reason)
+
+
+SED = """#!/bin/sh
+if [ ! -e "$0.told" ]; then >"$0.told"; kill -TERM $PPID; %s; else %s; fi
+exec /usr/bin/env -S PATH=/usr/bin:/bin sed "$@"
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "reason"),
+    [
+        (":", ":", "cancelled: by scancel; not queued again\n"),
+        ("kill -TERM $$", ":", "cancelled: by scancel; not queued again\n"),
+        (":", "kill -KILL $PPID", "terminated: by Slurm; killed soon after\n"),
+    ],
+    ids=["the script lives", "what it runs ends with it", "it is killed soon after"],
+)
+def test_scancel_while_the_script_begins_is_no_success(
+    tmp_path: Path, first: str, later: str, reason: str
+) -> None:
+    environ = fake_slurm.install(tmp_path, nodes=1)
+    sed = tmp_path / "bin/sed"  # with which the script writes its helpers
+    sed.write_text(SED % (first, later))
+    sed.chmod(0o755)
+    script = tmp_path / "script.sh"
+    job = toolkit.JobSpec(name="probe", module="train")
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
+    logs = tmp_path / "run/logs/attempt-0"
+    argv = ["bash", str(script), str(tmp_path / "run")]
+    done = subprocess.run(argv, env=environ, capture_output=True, check=False)
+    assert (logs / "reason").read_text() == reason
+    assert done.returncode < 0 or int((logs / "exit_status").read_text()) != 0
+
+
+# ---- A full disk, memory, a controller that is away, a later attempt
+
+
+def test_programs_that_slurm_ends_with_the_script_are_no_full_disk(job: Job) -> None:
+    head = job.run_dir / "bin/head"
+    head.write_text('#!/bin/sh\n[ "$1" != -c ] || kill -TERM $$\nexec /usr/bin/head "$@"\n')
+    head.chmod(0o755)
+    assert job.conclude(1, stopping="terminated") == 1
+    assert job.reason == "cancelled: by scancel; not queued again"
+
+
+def test_a_full_disk_is_told_though_the_outcome_could_not_be_written(job: Job) -> None:
+    job.told(status="running", attempt=0, step=50, rank=None, reason="x")
+    (job.folder(0) / "reserve.full").symlink_to("/dev/full")
+    assert job.conclude(1) == 1
+    assert job.reason == f"fatal: no space is left for {job.run_dir}; not queued again"
+    assert job.asked == []
+
+
+@pytest.mark.parametrize(
+    ("status", "stopping", "word"),
+    [("running", "", "fatal"), ("preempted", "walltime", "walltime"), ("done", "", "done")],
+)
+def test_out_of_memory_ends_a_job_that_has_not_ended_otherwise(
+    job: Job, status: str, stopping: str, word: str
+) -> None:
+    job.told(status=status, attempt=0, step=50, rank=None, reason="x")
+    (job.folder(0) / "oom-1").write_text("n2\n")
+    job.conclude(1, stopping=stopping)
+    assert job.reason.partition(":")[0] == word
+    assert ("the kernel killed a process on n2; not queued again" in job.reason) == (
+        word == "fatal"
+    )
+
+
+@pytest.mark.parametrize(
+    ("away", "refuses", "asked", "says"),
+    [
+        (2, "", ["requeue 7"] * 3, "queued again"),
+        (0, "yes", ["requeue 7"] * 2, "scontrol could not queue it again"),
+    ],
+)
+def test_a_controller_that_is_away_is_asked_again_and_one_that_refuses_is_not(
+    job: Job, away: int, refuses: str, asked: list[str], says: str
+) -> None:
+    job.environ |= {"AWAY": str(away), "REFUSES": refuses}
+    # It pings, and then waits, as long as nobody answers.
+    assert job.run("sleep() { :; }; conclude 1") == 1
+    assert job.reason.endswith(f"; {says}")
+    assert [line for line in job.asked if line != "ping"] == asked
+
+
+def test_an_attempt_that_another_one_has_followed_changes_nothing(job: Job) -> None:
+    """Behind a cut cable it went on while Slurm started the next one elsewhere."""
+    job.had(0, "lost", step=50)
+    job.folder(1)
+    job.told(status="running", attempt=1, step=60, rank=None, reason="x")
+    assert job.conclude(1) == 1
+    assert job.reason == "lost: so"
+    assert (job.folder(0) / "step").read_text() == "50\n"
+    assert job.asked == []
+    assert "fenced: attempt 1 has taken over; not queued again" in job.log.read_text()
+
+
+def test_a_job_that_slurm_has_queued_again_meanwhile_is_not_queued_again(job: Job) -> None:
+    job.environ["RESTARTS"] = "1"
+    assert job.conclude(1) == 1
+    assert job.asked == []
+
+
+def test_the_next_attempt_says_what_the_last_had_no_time_to_say(job: Job) -> None:
+    job.attempt = 1
+    job.environ["DOWN"] = "n2"
+    job.had(0, "terminated")
+    assert job.run("begin") == 0
+    assert (job.folder(0) / "reason").read_text() == (
+        "node_failure: down: n2; killed before it could say so\n"
+    )
+    assert (job.folder(0) / "failing_node").read_text() == "n2\n"
+
+
+@pytest.mark.parametrize(
+    ("down", "restarts", "stopping", "reason"),
+    [
+        ("n2", "1", "terminated", "node_failure: down: n2; queued again; "),
+        ("", "1", "terminated", "preempted: Slurm has taken the nodes; queued again; "),
+        ("", "0", "terminated", "cancelled: by scancel; "),
+        ("", "0", "walltime", "walltime: out of time; "),
+        ("", "0", "cancelled", "cancelled: by toolkit cancel; "),
+    ],
+)
+def test_a_script_that_is_killed_while_its_step_ends_has_said_why(
+    job: Job, down: str, restarts: str, stopping: str, reason: str
+) -> None:
+    job.environ |= {"DOWN": down, "RESTARTS": restarts}
+    job.run("told_to_end; kill -KILL $$", stopping=stopping)
+    assert job.reason == f"{reason}killed soon after"
+    job.told(status="running", attempt=0, step=50, rank=None, reason="x")
+    job.attempt = 1
+    assert job.run("begin") == 0
+    assert (job.folder(0) / "reason").read_text() == f"{reason}killed soon after\n"
+    assert (job.folder(0) / "step").read_text() == "50\n"
+    assert (job.folder(0) / "failing_node").exists() == bool(down)
+
+
+@pytest.mark.parametrize(
+    ("stopping", "left"),
+    [
+        ("terminated", "preempted: Slurm has taken the nodes; queued again; killed soon after"),
+        ("walltime", "walltime: out of time; deciding"),
+    ],
+)
+def test_a_script_that_is_killed_while_it_decides_has_said_why(
+    job: Job, stopping: str, left: str
+) -> None:
+    job.environ["RESTARTS"] = "1"
+    job.told(status="running", attempt=0, step=50, rank=None, reason="x")
+    trap = "told_to_end; " if stopping == "terminated" else ""
+    killed = 'grep() { [ "$1" != . ] || kill -KILL $$; command grep "$@"; }; conclude 1'
+    job.run(trap + killed, stopping=stopping)
+    assert job.reason == left
+
+
+def test_a_node_is_excluded_though_the_script_is_killed_while_its_step_ends(job: Job) -> None:
+    job.environ |= {"DOWN": "n2", "RESTARTS": "2"}
+    job.attempt = 1
+    job.had(0, "node_failure", step=10, failing="n2")
+    told = "; queued again; without n2, where two attempts have failed first"
+    job.run("told_to_end; kill -KILL $$", stopping="terminated")
+    assert job.reason == f"node_failure: down: n2{told}; killed soon after"
+    assert job.asked == ["update jobid=7 excnodelist=n2"]
+
+
+def test_what_is_excluded_when_slurm_ends_the_script_is_said_once_it_has_ended(job: Job) -> None:
+    job.environ |= {"DOWN": "n2", "RESTARTS": "2"}
+    job.attempt = 1
+    job.had(0, "node_failure", step=10, failing="n2")
+    told = "; queued again; without n2, where two attempts have failed first"
+    assert job.run("told_to_end; conclude 1", stopping="terminated") == 1
+    assert job.reason == f"node_failure: down: n2{told}"
+    assert job.asked == ["update jobid=7 excnodelist=n2"]
