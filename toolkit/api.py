@@ -65,7 +65,7 @@ def submit(
 
 
 def run(job: JobSpec | LaunchPlan, *, to: str | Profile | None = None) -> Run:
-    """Start a run on this machine that ends with this process, whatever ends it.
+    """Start a run on this machine that ends with this process, however this process ends.
 
     Args:
         job: The job, or a plan of one.
@@ -116,14 +116,14 @@ def resubmit(run: str | Run, *, chain: int = 1) -> Run:
 
 
 def ask_site(job: JobSpec, *, to: str | Profile) -> list[Problem]:
-    """Ask the scheduler where it contradicts the job or the profile; nothing is submitted.
+    """Return where the scheduler's configuration contradicts the job or profile; submit nothing.
 
     Args:
         job: What is to run.
         to: The profile, its name, or the path of its file.
 
     Raises:
-        ProfileError: no such profile, or one of a place that has no scheduler to ask.
+        ProfileError: the profile does not exist, or is not of a Slurm site.
         PlanError: the job cannot work there.
         LauncherError: the scheduler cannot be reached.
     """
@@ -138,13 +138,14 @@ def ask_site(job: JobSpec, *, to: str | Profile) -> list[Problem]:
 def open_run(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.environ) -> Run:
     """Return the handle of a run by its URI, its name, or its run directory.
 
-    That of a sweep's point is `RUN_7`, or `RUN/NAME` with the point's name. What was not submitted
-    from here is opened by its run directory, or as `k8s://NAMESPACE/NAME` by the cluster's word.
+    That of a sweep's point is `RUN_7`, or `RUN/NAME` with the point's name. A run that was not
+    submitted from here is opened by its run directory, or as `k8s://NAMESPACE/NAME` from its
+    objects in the cluster.
 
     Args:
         name: One of these.
-        trust: Whether to believe a run directory that is not in the user's list, and may be
-            somebody else's: which jobs, hosts and clusters it names. Without that it is shown only.
+        trust: Whether to believe which jobs, hosts and clusters a run directory names that is not
+        in the user's list, and may be another user's. Without that it is shown only.
         environ: Where the user's list of runs is looked for.
 
     Raises:
@@ -187,7 +188,9 @@ def list_runs(
 
 
 def statuses(runs: Iterable[Run]) -> list[RunStatus]:
-    """Ask where runs stand: of Slurm by one question for all of them, seconds old at most.
+    """Return the statuses of runs.
+
+    The runs on one Slurm cluster share one query, whose answer is at most seconds old.
 
     Runs of a place that does not answer are UNKNOWN, with the reason; the others are not touched.
     """
@@ -205,10 +208,10 @@ def wait(
     *,
     on_end: Callable[[Run, RunStatus], object] = lambda run, status: None,
 ) -> list[RunStatus]:
-    """Return the statuses of runs once all have ended, or nobody will ever know how they did.
+    """Return the statuses of runs once all have ended, or are lost for good.
 
     Args:
-        runs: The runs; all that still go on are asked about at once, ever more seldom.
+        runs: The runs; those that still run are polled together, with growing pauses.
         timeout_s: How long to wait.
         on_end: Called for each run when it has ended.
 
@@ -240,7 +243,7 @@ def wait(
 
 
 def _by_place(runs: Sequence[Run]) -> dict[Hashable, list[int]]:
-    """Return which of the runs can be asked about by one question."""
+    """Return the indices of runs by batch key: the runs of one key share a query."""
     places: dict[Hashable, list[int]] = {}
     for index, run in enumerate(runs):
         places.setdefault(run.place, []).append(index)

@@ -38,7 +38,7 @@ class Finding:
     """Something that is wrong, and by which rule."""
 
     file: str
-    """Where it stands; of a site's own word, the command that was asked."""
+    """The file; for an answer of the site, the command that was run."""
 
     line: int | None
     """The line, where there is one."""
@@ -47,13 +47,13 @@ class Finding:
     """The rule's id; None where the file cannot be used at all."""
 
     message: str
-    """What is wrong, with the value and the way out."""
+    """The mistake, with the value and the way out."""
 
     reason: str
-    """Why it matters, whatever the values."""
+    """Why the rule exists."""
 
     fix: str
-    """The way out, whatever the values."""
+    """The way out in general terms."""
 
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}"
@@ -79,7 +79,7 @@ def check(
             `apiVersion` and `kind` is a stream of manifests.
         overrides: Assignments to keys of a job file.
         to: Profiles that a job file must work with; of manifests, the one of their namespace.
-        server: Whether the Slurm site or the cluster is asked, too; nothing is submitted.
+        server: Whether to query the Slurm site or the cluster as well; nothing is submitted.
         schemas: A folder with CustomResourceDefinitions that manifests are held to.
         command: How Slurm's commands are run for a batch script.
         api_client: A `kubernetes.client.ApiClient`; by kubeconfig or in the cluster without.
@@ -131,7 +131,7 @@ def is_manifests(path: Path) -> bool:
     try:
         return is_manifest(read_text(path))
     except InputError:
-        return False  # whoever reads it will say why it cannot be read
+        return False  # the reader that follows reports the error
 
 
 def is_script(path: Path) -> bool:
@@ -139,7 +139,7 @@ def is_script(path: Path) -> bool:
     try:
         return is_batch_script(path.name, read_text(path))
     except InputError:
-        return False  # whoever reads it will say why it cannot be read
+        return False  # the reader that follows reports the error
 
 
 def _document(path: Path, overrides: Iterable[str]) -> Document:
@@ -205,7 +205,7 @@ def _manifest_findings(
 def _server_problems(
     manifests: Sequence[Manifest], site: KubernetesProfile, api_client: Any
 ) -> list[Problem]:
-    """Ask the API server what it would say; nothing is made."""
+    """Return why the API server would refuse the objects, by a dry run."""
     from toolkit.kubernetes import dry_run
 
     named = [manifest for manifest in manifests if manifest.name]
@@ -232,7 +232,7 @@ def _shortened(made: KubernetesPlan) -> KubernetesPlan:
 
 
 def _rendered_problems(made: KubernetesPlan, schemas: Schemas | None) -> Iterator[Problem]:
-    """Yield what is wrong with a rendered manifest, by the keys of the job."""
+    """Yield the problems of a rendered manifest, each with the key of the job that causes it."""
     plain: set[tuple[str, str]] | None = None
     for rule, fault in _faults_of(made, schemas):
         key, where = key_of(fault.at), "rendered"
@@ -274,7 +274,7 @@ def _script_findings(path: Path, *, server: bool, command: Command) -> list[Find
 
 
 def _site_findings(script: BatchScript, path: Path, command: Command) -> list[Problem]:
-    """Ask the site about a script: account, QOS, folders, and sbatch's own verdict."""
+    """Check a script against the site: account, QOS, folders, and sbatch's own verdict."""
     from toolkit.slurm.access_check import account_findings, log_folder, path_findings, verdict
 
     def place(name: str) -> str:

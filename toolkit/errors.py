@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""The exception tree.
 
 ::
 
@@ -46,7 +46,7 @@ class Problem:
     """One thing that is wrong, where it stands, and the way out."""
 
     message: str
-    """What is wrong, with the value and the way out."""
+    """The mistake, with the value and the way out."""
 
     place: str | None = None
     """Where: `FILE:LINE`, or the option of the command line."""

@@ -15,14 +15,14 @@ __all__ = ["placed"]
 
 @contextlib.contextmanager
 def placed(path: Path, overrides: Iterable[str] = ()) -> Iterator[None]:
-    """Give what a job cannot do at a site its place in the job file, as `check` tells it.
+    """Add the place in the job file to refusals of a job, as `check` shows it.
 
     Args:
         path: The job file.
         overrides: Assignments to its keys.
 
     Raises:
-        PlanError: what was raised within, with `FILE:LINE`.
+        PlanError: the refusal, with `FILE:LINE`.
     """
     try:
         yield

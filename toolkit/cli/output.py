@@ -50,7 +50,7 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def tell_waiting(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
-    """Return what says why a run waits, or that nobody knows, each time that changes."""
+    """Return a callback that prints why a run waits, each time the reason changes."""
     shown = ""
 
     def tell(found: toolkit.RunStatus) -> None:
@@ -65,7 +65,7 @@ def tell_waiting(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
 
 
 def tell_states(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
-    """Return what says how many points of a sweep are in which state, each time it changes."""
+    """Return a callback that prints the number of points per state, each time it changes."""
     shown = ""
 
     def tell(found: toolkit.RunStatus) -> None:
@@ -78,7 +78,7 @@ def tell_states(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
 
 
 def follow_lines(run: toolkit.Run, **view: Any) -> Iterator[str]:
-    """Yield what a run prints until it has ended, and say meanwhile what it waits for.
+    """Yield a run's lines until it has ended, and print meanwhile what it waits for.
 
     Args:
         run: The run.
@@ -117,7 +117,7 @@ def _echo_states(run: toolkit.Run) -> None:
 
 @contextlib.contextmanager
 def signals_cancel(run: toolkit.Run) -> Iterator[None]:
-    """Let Ctrl-C, a closed terminal and `kill` stop the run; what it prints is still shown."""
+    """Let Ctrl-C, a closed terminal and `kill` stop the run; its output is still shown."""
 
     def cancel(*_: object) -> None:
         run.cancel()
@@ -173,5 +173,5 @@ def _say(run: toolkit.Run, text: str) -> None:
 
 
 def stop_writing() -> None:
-    """Throw away what is still to be written, so that Python does not complain at its own exit."""
+    """Discard buffered output, so that Python does not report an error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

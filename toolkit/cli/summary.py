@@ -18,13 +18,13 @@ __all__ = ["lines", "listed", "whole"]
 def listed(
     runs: Iterable[Run], *, states: Iterable[RunState] = (), brief: bool = False
 ) -> list[dict[str, Any]]:
-    """Return what `toolkit list` says of runs; `toolkit status` says more of a sweep.
+    """Return the rows of `toolkit list`; `toolkit status` shows more of a sweep.
 
     Args:
-        runs: The runs; one question is asked for all of them.
-        states: The states of which runs are wanted; all where it is empty.
-        brief: Whether only where each stands is wanted, not what has to be read or worked out
-            beside it: newest metrics, dates and places.
+        runs: The runs; all are queried together.
+        states: The states of the runs to return; all where it is empty.
+        brief: Whether to return the states alone, without what costs further reads:
+        newest metrics, dates and places.
     """
     asked, wanted, environ = list(runs), set(states), dict(os.environ)
     pairs = zip(asked, statuses(asked), strict=True)
@@ -36,7 +36,7 @@ def listed(
 
 
 def whole(run: Run) -> dict[str, Any]:
-    """Return what `toolkit status` says: of a sweep, each point, all by one question."""
+    """Return the content of `toolkit status`: of a sweep, each point, all by one question."""
     if not run.points:
         found = _summary(run, run.status())
         failed = run.failure() if found["state"] == RunState.FAILED.upper() else None

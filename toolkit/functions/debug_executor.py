@@ -19,7 +19,7 @@ __all__ = ["DebugExecutor"]
 
 
 class _OnOneRank(DelayedSubmission):
-    """A call that finds what it would find on the only rank of a job."""
+    """A call with the environment of the only rank of a job."""
 
     def __init__(self, call: DelayedSubmission, env: Mapping[str, str], gpu: int | None) -> None:
         super().__init__(call.function, *call.args, **call.kwargs)
@@ -48,9 +48,9 @@ def _environment(env: Mapping[str, str]) -> Iterator[None]:
 
 
 class DebugExecutor(submitit.DebugExecutor):
-    """Calls functions in this process, when their results are asked for, and pdb sees them fail.
+    """Calls functions in this process when results are requested, so that pdb can stop there.
 
-    The process group is ready, of one rank whatever the parameters say.
+    The process group has one rank for any parameters.
     """
 
     def __init__(self, profile: str | Profile = "local", **parameters: Any) -> None:

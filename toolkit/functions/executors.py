@@ -70,7 +70,7 @@ class SlurmExecutor(RunExecutor):
         Raises:
             ProfileError: no such profile, or one of another kind.
             SpecError: parameters that are not known or cannot be used.
-            PlanError: what they ask for cannot work there.
+            PlanError: the parameters cannot work at the site.
         """
         found = load_profile(profile) if isinstance(profile, str) else profile
         if not isinstance(found, SlurmProfile):
@@ -115,7 +115,7 @@ class SlurmExecutor(RunExecutor):
 class LocalExecutor(RunExecutor):
     """Calls functions on every rank of a torchrun group on this machine, on simulated nodes.
 
-    Calls of an array all start at once. What is Slurm's alone is left out.
+    Calls of an array all start at once. Parameters of Slurm alone are ignored.
     """
 
     def __init__(self, profile: str | Profile = "local", **parameters: Any) -> None:
@@ -128,7 +128,7 @@ class LocalExecutor(RunExecutor):
         Raises:
             ProfileError: no such profile, or one of another kind.
             SpecError: parameters that are not known or cannot be used.
-            PlanError: what they ask for cannot work here.
+            PlanError: the parameters cannot work on this machine.
         """
         found = load_profile(profile) if isinstance(profile, str) else profile
         if not isinstance(found, LocalProfile):

@@ -42,7 +42,7 @@ _STATES = {RunState.SUCCEEDED: "COMPLETED"}
 
 
 class Inquiry:
-    """What the scheduler says of the jobs of one submission: asked seldom, and once for all."""
+    """The scheduler's status of the jobs of one submission: polled seldom, by one query for all."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -152,7 +152,7 @@ class FunctionJob(core.Job[R]):
         return DelayedSubmission(function, *args, **kwargs)
 
     def cancel(self, check: bool = True) -> None:
-        """Ask the whole job to stop within `stop.grace`; asked twice, end it at once."""
+        """Request a stop within `stop.grace`; a second call ends the whole job immediately."""
         try:
             self.run.cancel()
         except LauncherError:
@@ -249,10 +249,10 @@ class FunctionJob(core.Job[R]):
             raise UncompletedJobError(message) from error
 
     def _require_own(self, path: Path) -> None:
-        """Make sure that nobody else can have written a result: unpickling it can do anything.
+        """Make sure that no other user can have written a result: unpickling it can do anything.
 
         Raises:
-            LauncherError: somebody else can.
+            LauncherError: another user can.
         """
         base = self._call.run_dir
         inside = [folder for folder in path.parents if folder.is_relative_to(base)]
@@ -268,8 +268,8 @@ class FunctionJob(core.Job[R]):
     def done(self, force_check: bool = False) -> bool:
         """Whether the job has ended: by what its ranks have left, else by the scheduler's word.
 
-        The scheduler is asked every 15 seconds at the least, so a job that has died without a word
-        is found out, with or without accounting.
+        The scheduler is polled every 15 seconds at least, so a job that died without an outcome is
+        detected, with or without accounting.
         """
         if self._call.said():
             return True
@@ -296,7 +296,7 @@ class FunctionJob(core.Job[R]):
         return self._inquiry.status(self._index, force=force)
 
     def _get_logs_string(self, name: str) -> str | None:
-        """Return a rank's `stdout` or `stderr` of all attempts; None if it has not begun."""
+        """Return a rank's `stdout` or `stderr` of all attempts; None if it has not started."""
         files = self._call.streams(self._rank or 0, name)
         return "".join(_end_of(path) for path in files) if files else None
 

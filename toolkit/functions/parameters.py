@@ -1,4 +1,4 @@
-"""What an executor is told of its jobs: a job file's keys as keywords, or submitit's names."""
+"""The parameters of an executor: a job file's keys as keywords, or submitit's names."""
 
 import math
 import re
@@ -21,7 +21,7 @@ _KEYS = (
 )
 _OWN = ("cpus_per_task", "max_running")
 _REQUEUE = 3
-"""How often a call starts anew unless told otherwise; submitit's max_num_timeout."""
+"""Default number of restarts of a call; submitit's max_num_timeout."""
 
 _Setting = tuple[str, Any]
 
@@ -120,7 +120,7 @@ def _setting(name: str, value: Any) -> _Setting:
     """Return our key and its value.
 
     Raises:
-        ValueError: there is none, with the reason.
+        ValueError: the parameter does not exist, with the reason.
     """
     if name in (*_RESOURCES, *_KEYS, *_OWN):
         return name, value

@@ -1,6 +1,6 @@
 """A call in its run directory: what goes in, and what comes out. The same for every place.
 
-docs/reference/run-directory.md tells what the files are; worker.py is the other side.
+docs/reference/run-directory.md describes the files; worker.py is the other side.
 """
 
 import json
@@ -29,7 +29,7 @@ _VERSION = 1
 _ERROR = re.compile(r"rank-[0-9]{1,9}\.error\.json", re.ASCII)
 
 _PROGRAMS = {"worker.py": "worker.py", "deliver.py": "pod_results.py"}
-"""What is put into a run directory, by its name there: the files of this package."""
+"""Files of this package that are copied into a run directory, by their names there."""
 
 SCRIPT = f"{IN_RUN_DIR}{FOLDER}/worker.py"
 """What torchrun starts."""
@@ -70,7 +70,7 @@ def files_of(
         function: What is called.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        delivered: Whether results must be printed, since nobody else sees the run directory.
+        delivered: Whether results must be printed, since the client cannot read the run directory.
     """
     need = job.resources
     facts: dict[str, Any] = {

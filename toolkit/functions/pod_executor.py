@@ -108,7 +108,7 @@ class KubernetesExecutor(RunExecutor):
         Raises:
             ProfileError: no such profile, or one of another kind.
             SpecError: parameters that are not known or cannot be used.
-            PlanError: what they ask for cannot work there.
+            PlanError: the parameters cannot work on the cluster.
         """
         found = load_profile(profile) if isinstance(profile, str) else profile
         if not isinstance(found, KubernetesProfile):

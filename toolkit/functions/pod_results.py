@@ -1,4 +1,4 @@
-"""What the ranks of this pod have left, printed into its log: who waits sees no disk of the pod.
+"""Prints each rank's result into the pod's log, because the client cannot read the pod's disk.
 
 The executor puts this file beside worker.py, and the pod's entrypoint runs it when torchrun has
 ended. It imports nothing of the toolkit.
@@ -24,7 +24,7 @@ LIMIT = 4 * 2**20
 POD_LIMIT = 6 * 2**20
 """Bytes of all files of a pod, 8 MiB of signs: a node keeps 10 MiB of a container's log."""
 LONGEST = 50_000
-"""Signs of a failure's message, and of its traceback, of which the end counts."""
+"""Maximum lengths in characters of an error message and of its traceback (the tail is kept)."""
 ECHO_WAIT_S = 5
 """How long a pod whose ranks have only lost another one stays: the first pod that ends as failed
 can take all others along, with their logs, and that shall be the cause's own."""

@@ -1,8 +1,8 @@
 """One rank's part in the call of a function.
 
 The executors put this file into the run directory, and torchrun starts it there on every rank. So
-it imports nothing of the toolkit, and a job's environment needs torch and cloudpickle only. What it
-reads and writes: docs/reference/run-directory.md.
+it imports nothing of the toolkit, and a job's environment needs torch and cloudpickle only. Its
+input and output: docs/reference/run-directory.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Place:
-    """Who this process is, as the launcher and torchrun have set it."""
+    """The identity of this process, from the variables of the launcher and torchrun."""
 
     def __init__(self) -> None:
         """Read the environment."""
@@ -106,7 +106,7 @@ class Notes:
         self.outcome(status, reason, rank=self._place.rank)
 
     def outcome(self, status: str, reason: str = "", *, rank: int | None = None) -> None:
-        """Say how the run stands, unless what is said weighs more."""
+        """Write the outcome, unless the existing one weighs more."""
         here = self._place
         new = {"version": 1, "status": status, "attempt": here.attempt, "restart": here.restart}
         new |= {"step": None, "steps": None, "samples_seen": 0, "rank": rank, "reason": reason}
@@ -124,7 +124,7 @@ class Notes:
         return {}
 
     def peer_has_failed(self) -> bool:
-        """Whether a rank of this start has said that it failed."""
+        """Whether a rank of this start has reported a failure."""
         said, here = self._said(), self._place
         ours = (said.get("attempt"), said.get("restart")) == (here.attempt, here.restart)
         return ours and said.get("status") == "fatal"
@@ -152,7 +152,7 @@ def weight(outcome: dict[str, Any]) -> tuple[int, int, int]:
 
 
 class Stop:
-    """How this rank answers when the run is asked to stop.
+    """How this rank reacts to a stop request.
 
     Before the function is called, a signal ends the process at once: it may sit in C++, waiting for
     a peer that the same signal has ended, where no handler of Python runs. From then on rank 0
@@ -263,7 +263,7 @@ def trace_of(error: BaseException) -> str:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an error says only that another rank has gone."""
+    """Whether an error only reports the loss of another rank."""
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"DistNetworkError", "DistStoreError", "DistBackendError"}:
         return True

@@ -1,4 +1,4 @@
-"""Runs that a job waits for, and what it expects of them. Pure."""
+"""Runs that a job waits for, and the required end of each. Pure."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -37,7 +37,7 @@ class Dependency(FrozenModel):
 
     @property
     def wish(self) -> str:
-        """What is expected: ok, any or fail."""
+        """The required end: ok, any or fail."""
         return next(wish for wish in WISHES if getattr(self, wish) is not None)
 
     @property

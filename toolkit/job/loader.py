@@ -53,7 +53,7 @@ class FrozenModel(BaseModel):
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
-        """Return what keys of `given` say against each other, whatever else is wrong."""
+        """Return contradictions among the keys of `given`, independent of other mistakes."""
         return []
 
     @model_validator(mode="after")
@@ -129,7 +129,7 @@ def assign(document: Document, changes: Mapping[str, Any]) -> Document:
 
 
 def frozen(value: Any) -> Any:
-    """Return a value as documents hold it: models as mappings of what they set, lists as tuples."""
+    """Return a value as in a document: models as mappings of set fields, lists as tuples."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     if isinstance(value, Mapping):
@@ -207,7 +207,7 @@ _NOT_WRITTEN = ("[key]", "[count]", "[range]")
 
 
 def _is_secret(path: KeyPath) -> bool:
-    """Whether what stands there may be a secret that somebody has written down."""
+    """Whether the value may be a secret that was written into the file."""
     if len(path) != 2:
         return False
     return path[0] == "secrets" or (path[0] == "env" and is_telling(str(path[1])))

@@ -1,7 +1,7 @@
 """The options of sbatch that a profile or a job may set, and those that the toolkit sets itself.
 
 Names and their kinds come from the manual page sbatch(1) of Slurm 22.05, and from the documented
-additions up to 25.11. Which of them a site's own sbatch knows, `toolkit check --server` asks it.
+additions up to 25.11. `toolkit check --server` finds out which of them a site's own sbatch knows.
 """
 
 import re
@@ -158,7 +158,7 @@ SbatchOptions = Annotated[
 
 
 def options_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the options, each with what it takes."""
+    """Return the JSON Schema of the options and their values."""
     text = {"type": "string", "pattern": "^[^\\x00-\\x1f\\x7f]+$"}
     gres = {**text, "not": {"pattern": "(^|,)(gres[/:])?gpu(:|=|,|$)"}}
     number, flag, nothing = {"type": "integer"}, {"const": True}, {"type": "null"}

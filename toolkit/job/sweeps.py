@@ -121,7 +121,7 @@ class Point:
     """Its name, and that of its folder in the run directory, like `0003-lr=0.01-seed=2`."""
 
     settings: Mapping[str, str | bool]
-    """What was set, by the keys of the sweep."""
+    """The settings, by the keys of the sweep."""
 
     args: tuple[str, ...]
     """All arguments of the program."""

@@ -213,7 +213,7 @@ def secrets_by_name(value: object) -> object:
     """Turn a list of names into a mapping whose values say nothing about the place.
 
     Raises:
-        ValueError: what is no name, or stands twice.
+        ValueError: an entry that is not a name, or is listed twice.
     """
     if isinstance(value, dict):
         return value

@@ -1,7 +1,7 @@
 """Where many runs of a namespace and kind stand: one list of them, and one of each kind of cause.
 
-A list tells the states. Why is asked for those alone that wait or have failed: one list of pods,
-and one of events, Jobs or Kueue's Workloads where such a thing may tell.
+One list returns the states. Causes are queried only for runs that wait or have failed: one list of
+pods, and one of events, Jobs or Kueue's Workloads if these may hold the cause.
 """
 
 from collections import defaultdict
@@ -28,13 +28,13 @@ __all__ = ["FOR_LIST", "FOR_ONE", "FOR_WAIT", "evidence_of", "statuses"]
 
 
 FOR_ONE = frozenset((RunState.PENDING, RunState.RUNNING, RunState.FAILED))
-"""The states whose causes are asked for where somebody looks at one run."""
+"""The states whose causes are queried for `status` of a single run."""
 
 FOR_LIST = frozenset((RunState.PENDING, RunState.FAILED))
 """Those of a list of runs."""
 
 FOR_WAIT = frozenset((RunState.FAILED,))
-"""Those while somebody waits for many runs to end."""
+"""The states whose causes are queried while a caller waits for many runs."""
 
 
 def statuses(
@@ -52,7 +52,7 @@ def statuses(
         kind: What they are.
         objects: The objects that there are, by name.
         names: The names of the runs' objects.
-        causes: In which states it is asked why.
+        causes: The states whose causes are queried.
 
     Raises:
         Away: the server does not answer.
@@ -71,9 +71,9 @@ def evidence_of(
     *,
     causes: frozenset[RunState] = FOR_ONE,
 ) -> dict[str, Evidence]:
-    """Return what tells why runs wait, run badly or have failed.
+    """Return the objects that hold the causes: why runs wait, run badly or have failed.
 
-    Who may not see pods, events or Workloads is still told the states.
+    Without the right to list pods, events or Workloads the states are still returned.
 
     Raises:
         Away: the server does not answer.

@@ -1,8 +1,8 @@
-"""Lines of a pod's log by which a call hands over files: told apart from what ranks print.
+"""Lines of a pod's log by which a call hands over files: distinguished from the ranks' own output.
 
-Each carries a code (an HMAC) over all that it says, made with a key that only this run's pods and
-whoever submitted it have. So a line that somebody has a rank print, such as a sample of the data
-or the answer of a server, is never taken for a result. functions/pod_results.py writes them.
+Each carries an HMAC over its content, with a key that only this run's pods and the submitting
+client have. So no line that a rank prints, such as a sample of the data or the answer of a server,
+is taken for a result. functions/pod_results.py writes them.
 """
 
 import base64
@@ -31,7 +31,7 @@ _KEY = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one such line says."""
+    """The content of one line."""
 
     name: str
     """Of the file, by its path in the run directory."""
@@ -53,7 +53,7 @@ class Part:
 
 
 def is_delivery(line: str) -> bool:
-    """Whether a line has the form of such a line, whoever has printed it."""
+    """Whether a line has the form of a delivery, authentic or not."""
     return FILE_MARK in line and _FORM.fullmatch(line) is not None
 
 
@@ -70,7 +70,7 @@ def key_of(run_dir: Path | None) -> str:
 
 
 def part_of(line: str, key: str) -> Part | None:
-    """Return what a line says; None for one that this run's pods have not written."""
+    """Return the content of a line; None for one that this run's pods have not written."""
     if not key or FILE_MARK not in line or (found := _FORM.fullmatch(line)) is None:
         return None
     code = hmac.new(bytes.fromhex(key), found["said"].encode(), hashlib.sha256).hexdigest()

@@ -1,7 +1,7 @@
 """Which rank of a run in pods has failed first, and why: by what the pods have printed. Pure.
 
-No disk of a pod is seen from here, so what is read is its log, or the end of it that Kubernetes
-keeps: the ranks' lines as torchrun passes them on, torchrun's report, and what the entrypoint said.
+The client cannot read a pod's disk, so it reads the log, or the end of it that Kubernetes keeps:
+the ranks' lines as torchrun forwards them, torchrun's report, and the entrypoint's lines.
 """
 
 import re
@@ -30,10 +30,10 @@ _OWN = re.compile(r"torch\S+(ChildFailedError|SignalException)")
 """How torchrun ends because of its ranks."""
 
 _NO_FAILURE = re.compile("stopped from outside|all steps made")
-"""What the entrypoint says of an end that is none."""
+"""The entrypoint's messages of an end that is not a failure."""
 
 _POD_FAILED = re.compile(r"pod \S+?/(\S+) failed with exit code (\d+)")
-"""What the Job controller says of a pod for which it has ended the Job."""
+"""The Job controller's message about the pod for which it has ended the Job."""
 
 _INDEX = re.compile(r"-(\d+)-\w+$")
 _LAST_WORDS = 5
@@ -53,7 +53,7 @@ class Printed:
     """Its exit status."""
 
     reason: str
-    """What the kubelet says of its end."""
+    """The kubelet's reason of its end."""
 
     ended: float
     """When it has ended, in seconds since 1970."""
@@ -64,19 +64,19 @@ class Printed:
 
 @dataclass(kw_only=True)
 class _Start:
-    """What was printed in one start of a pod's ranks."""
+    """The output of one start of a pod's ranks."""
 
     ranks: dict[int, list[Line]] = field(default_factory=lambda: defaultdict(list))
     others: list[Line] = field(default_factory=list)
     noticed: list[tuple[float | None, int, int]] = field(default_factory=list)
-    """Time, exit status and local rank of which torchrun says that it has failed."""
+    """Time, exit status and local rank of the failures that torchrun logs."""
 
 
 def first_failure(printed: Iterable[Printed]) -> Failure | None:
-    """Return what failed first; None where nothing tells.
+    """Return what failed first; None if it is unknown.
 
-    Of several starts of the ranks within a pod, the last one counts. Ranks that have only lost
-    another one come last, whenever they said so.
+    Of several starts of the ranks within a pod, the last one counts. Ranks that only report the
+    loss of another one come last, at any time.
     """
     found: list[Failure] = []
     before: dict[int, list[Failure]] = {}
@@ -94,7 +94,7 @@ def first_failure(printed: Iterable[Printed]) -> Failure | None:
 
 
 def of_conditions(things: Iterable[Object]) -> Failure | None:
-    """Return what an object, or a Job of it, says of the pod that has ended it."""
+    """Return the failure of the pod that has ended an object or one of its Jobs."""
     for thing in things:
         for condition in conditions_of(thing):
             said = str(condition.get("message") or "")
@@ -117,7 +117,7 @@ def of_conditions(things: Iterable[Object]) -> Failure | None:
 
 
 def _starts_of(lines: Sequence[Line]) -> list[_Start]:
-    """Return what was printed, by the starts of the ranks; the last one holds torchrun's report."""
+    """Return the output, grouped by starts of the ranks; the last one holds torchrun's report."""
     found = [_Start()]
     for time, text in lines:
         if match := OF_RANK.match(text):
@@ -167,13 +167,13 @@ def _of_ranks(
 def _judged(
     pod: Printed, said: Reported, lines: Sequence[Line], told: Sequence[str]
 ) -> Failure | None:
-    """Tell as `toolkit.runs.failure` does what a rank has failed of; None for a victim.
+    """Return a rank's failure by the rules of `toolkit.runs.failure`; None for a victim.
 
     Args:
         pod: Where it ran.
         said: What torchrun reports of it.
-        lines: What it has printed.
-        told: What its error file says.
+        lines: Its output.
+        told: The content of its error file.
     """
     if -said.exitcode in STOPS and not told:
         return None
@@ -319,5 +319,5 @@ def _seconds(stamp: object) -> float:
 
 
 def seconds_of(ended: Mapping[str, object]) -> float:
-    """Return when a container has ended, in seconds since 1970; 0 where nobody says."""
+    """Return when a container has ended, in seconds since 1970; 0 if it is unknown."""
     return _seconds(ended.get("finishedAt"))

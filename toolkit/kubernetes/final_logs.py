@@ -24,10 +24,10 @@ _MOST_LINES = 10_000
 def failure_of(
     cluster: Cluster, kind: Kind, found: Object, selector: str, attempt: int | None
 ) -> Failure | None:
-    """Return what failed first in a run that has failed; None where nothing tells.
+    """Return what failed first in a run that has failed; None if it is unknown.
 
     A log that cannot be read any more is replaced by its end, which Kubernetes keeps with the pod;
-    where the pod is gone, too, what the object says of it counts.
+    if the pod is gone as well, from the object's conditions.
 
     Args:
         cluster: Where it runs.

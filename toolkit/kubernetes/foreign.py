@@ -1,4 +1,4 @@
-"""Runs that were not submitted from here: by `kubectl apply`, or by somebody else."""
+"""Runs that were not submitted from here: by `kubectl apply`, or by another user."""
 
 import os
 import re
@@ -23,14 +23,14 @@ _URI = re.compile(
 
 
 def is_uri(name: str) -> bool:
-    """Tell whether a name is the URI of a run in a namespace."""
+    """Whether a name is the URI of a run in a namespace."""
     return _URI.fullmatch(name) is not None
 
 
 def run_in_cluster(
     uri: str, *, api_client: Any = None, environ: Mapping[str, str] = os.environ
 ) -> KubernetesRun:
-    """Return the handle of a run that the current context's cluster has, whoever submitted it.
+    """Return the handle of a run in the current context's cluster that any client has submitted.
 
     Args:
         uri: `k8s://NAMESPACE/NAME`.
@@ -39,7 +39,7 @@ def run_in_cluster(
 
     Raises:
         RunNotFound: the cluster has no such object, or one that nothing of ours has rendered.
-        LauncherError: it cannot be asked.
+        LauncherError: the cluster cannot be queried.
     """
     match = _URI.fullmatch(uri)
     assert match is not None, uri

@@ -1,7 +1,7 @@
 """Why Kueue lets a run wait, in words that say whether waiting helps. Pure.
 
-Kueue says nothing on the object itself: it keeps a Workload for it, whose conditions tell
-(Kueue 0.19, seen on a cluster; the messages are its own).
+Kueue writes nothing on the object itself: it keeps a Workload for it, whose conditions hold the
+reason (Kueue 0.19, seen on a cluster; the messages are its own).
 """
 
 import re
@@ -41,7 +41,7 @@ def queue_reason(queue: str, workload: Object | None) -> str:
 
     Args:
         queue: The name of its LocalQueue.
-        workload: Kueue's Workload for it; None where there is none.
+        workload: Kueue's Workload for it; None if it does not exist.
     """
     if workload is None:
         return f"waits in queue {queue!r}; Kueue has no Workload for it yet"

@@ -36,7 +36,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         sleep: Callable[[float], None] = time.sleep,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """Prepare to submit; nothing is imported or asked yet.
+        """Prepare to submit; nothing is imported or requested yet.
 
         Args:
             profile: The site.
@@ -141,7 +141,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         return run
 
     def _finish(self, run: KubernetesRun) -> Run:
-        """Submit what was begun and cut short, as far as the cluster has not got it."""
+        """Finish an interrupted submission: create the objects that the cluster does not have."""
         record = (run.sweep if isinstance(run, KubernetesPoint) else run).record
         intent = submission_journal.take(self._intents, record.name)
         if intent is None:
@@ -209,11 +209,11 @@ def dry_run(
     api_client: Any = None,
     environ: Mapping[str, str] = os.environ,
 ) -> list[tuple[Object, str]]:
-    """Ask the API server what it would say to objects; nothing is made.
+    """Validate objects by a dry run of the API server; nothing is created.
 
     Args:
         documents: The objects of a manifest.
-        profile: The site; an object that names another namespace is asked about there.
+        profile: The site; an object that names another namespace is validated there.
         api_client: A `kubernetes.client.ApiClient`; by kubeconfig or in the cluster without.
         environ: Where KUBECONFIG is looked for.
 

@@ -81,7 +81,7 @@ def keep(
 
 
 def forget(name: str, environ: Mapping[str, str]) -> None:
-    """Throw away what was kept of a run that never was."""
+    """Delete the local files of a run that was never created."""
     shutil.rmtree(folder_of(name, environ), ignore_errors=True)
 
 
@@ -149,7 +149,7 @@ def remember_end(
 
 
 def end_of(name: str, object_name: str, environ: Mapping[str, str]) -> RunStatus | None:
-    """Return how an object of a run had ended when somebody last asked; None if it had not."""
+    """Return the final status of an object of a run, as it was last seen; None if it had not."""
     try:
         known = untrusted.read_json(_end(name, object_name, environ))
         return RunStatus(state=RunState(known["state"]), reason=str(known["reason"]))

@@ -17,16 +17,16 @@ from toolkit.runs.log_reader import LogView
 __all__ = ["Round", "read_lines"]
 
 _POLL_S = 1.0
-"""How often to ask which pods there are."""
+"""Poll interval of the list of pods, in seconds."""
 
 
 _LAST_ROUNDS = 4
-"""How often to look for what is still to be read of pods that have ended."""
+"""Poll interval for the rest of the logs of pods that have ended, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What is there at a moment."""
+    """The pods at one moment."""
 
     pods: Sequence[Object]
     """The pods, in the order in which their lines are shown."""
@@ -46,10 +46,10 @@ def read_lines(
 
     Args:
         cluster: Where they run.
-        kind: What they belong to.
+        kind: The cluster of the pods.
         view: Which lines are wanted, and whether to go on until all has ended.
-        look: Tells which pods there are.
-        prefix: What is put before the lines of a pod.
+        look: Returns the current pods.
+        prefix: Returns the prefix of the lines of a pod.
     """
     lines: Lines = queue.Queue()
     logs: dict[str, PodLog] = {}
@@ -107,6 +107,6 @@ def _wanted(pods: Sequence[Object], view: LogView) -> Sequence[Object]:
 
 
 def _passed(pods: Sequence[Object], view: LogView) -> bool:
-    """Tell whether a later attempt than the wanted one has begun."""
+    """Whether a later attempt than the requested one has started."""
     wanted = view.attempt
     return wanted is not None and any((attempt_of(pod) or 0) > wanted for pod in pods)

@@ -1,4 +1,4 @@
-"""The objects of a run: what is rendered, and the files that its pods find."""
+"""The objects of a run: the rendered manifest, and the files for its pods."""
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
@@ -92,11 +92,11 @@ def groups_for(manifest: str, kind: Kind, files: Mapping[str, bytes]) -> list[Gr
 def started_again(group: Group, token: str) -> Group:
     """Return the objects of a run that is submitted again under its name.
 
-    The pods of a PyTorchJob have no label that tells one submission from the next, so a variable
-    does. The cluster itself names the starts of all other pods.
+    The pods of a PyTorchJob have no label that distinguishes submissions, so a variable does.
+    The cluster itself names the starts of all other pods.
 
     Args:
-        group: What was submitted before.
+        group: The objects of the earlier submission.
         token: What no earlier submission of the run had.
     """
 
@@ -126,7 +126,8 @@ def with_files(group: Group, files: Mapping[str, bytes]) -> Group:
 def checksums(files: Mapping[str, bytes]) -> str:
     """Return what `sha256sum -c` wants of the files in a run's ConfigMap.
 
-    The pods are told with the run itself, which nobody changes who may only make ConfigMaps.
+    The checksums travel with the run itself, which a user with only the right to create ConfigMaps
+    cannot change.
     """
     rows = (f"{sha256(text).hexdigest()}  {name}" for name, text in _small(files).items())
     return "\n".join(sorted(rows))
@@ -147,7 +148,7 @@ def apart(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def is_of(body: Object, found: Object) -> bool:
-    """Tell whether an object that is there is the one that we want to make."""
+    """Whether an existing object is the one that is to be created."""
     return _identity(body) == _identity(found)
 
 

@@ -39,7 +39,7 @@ class Start:
 
 @dataclass(kw_only=True)
 class PodLog:
-    """What was read of a pod's log; its container may start several times, one after the other."""
+    """The part of a pod's log that was read; its container may start several times."""
 
     pod: str
     prefix: str
@@ -51,7 +51,7 @@ class PodLog:
     """How many lines with that time were read."""
 
     ended: frozenset[str] = frozenset()
-    """The starts that have ended, as far as anybody has said."""
+    """The starts that are known to have ended."""
 
     complete: set[str] = field(default_factory=set)
     """Those of them that were read to their end."""
@@ -125,7 +125,7 @@ class PodLog:
             yield from self._told(self.traces.take(line))
 
     def rest(self) -> Iterator[str]:
-        """Yield what was held back, since the container has come to its end."""
+        """Yield the lines that were held back, after the container's end."""
         yield from self._told(self.traces.rest())
 
     def _told(self, lines: list[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What pods say: what keeps them from running, how they ended, who took them away. Pure."""
+"""What pods say: why they do not run, how they ended, and which controller deleted them. Pure."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ _TAKEN = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Term
 """Reasons in a pod's status when the kubelet or its node has ended it."""
 
 _LACKING = re.compile(r"\d+ Insufficient ([\w./-]*\w)")
-"""What the scheduler says of nodes that have too little of a resource."""
+"""The scheduler's message about nodes that have too little of a resource."""
 
 
 _INDEX_LABELS = (
@@ -69,12 +69,12 @@ def conditions_of(thing: Object) -> Sequence[Object]:
 
 
 def sentence(name: str, said: Object, *more: str) -> str:
-    """Return who says what: `NAME: REASON: MESSAGE`."""
+    """Return reason and message: `NAME: REASON: MESSAGE`."""
     return ": ".join(filter(None, [name, *more, said.get("reason"), said.get("message")]))
 
 
 def is_running(pod: Object) -> bool:
-    """Tell whether a container of a pod runs, or has run."""
+    """Whether a container of a pod runs, or has run."""
     return any(
         True
         for which in ("running", "terminated")
@@ -84,7 +84,7 @@ def is_running(pod: Object) -> bool:
 
 
 def is_starting(pod: Object) -> bool:
-    """Tell whether a pod is on its way, so that only events can tell what keeps it."""
+    """Whether a pod is being started, so that only events can hold the reason of a delay."""
     return any(waiting.get("reason") in _ON_THE_WAY for waiting in _states(pod, "waiting"))
 
 
@@ -128,13 +128,13 @@ class Death:
     """Its exit status."""
 
     reason: str
-    """What the kubelet says; torchrun's exit status does not tell of OOMKilled."""
+    """The kubelet's reason; torchrun's exit status does not show OOMKilled."""
 
     finished: str
-    """When, as the kubelet says it: whole seconds."""
+    """The time, in the kubelet's format: whole seconds."""
 
     words: LastWords
-    """What it said last."""
+    """Its last output."""
 
     def __str__(self) -> str:
         """Return it as people should read it."""
@@ -147,7 +147,7 @@ class Death:
 
 
 def newest_of(pods: Iterable[Object]) -> list[Object]:
-    """Return the newest of each pod that was made anew, under whatever name."""
+    """Return the newest of each pod that was recreated, under the same or another name."""
     newest: dict[str, Object] = {}
     for pod in sorted(pods, key=lambda p: str(p["metadata"].get("creationTimestamp") or "")):
         newest[short_name(pod)] = pod
@@ -155,7 +155,7 @@ def newest_of(pods: Iterable[Object]) -> list[Object]:
 
 
 def first_death(pods: Iterable[Object]) -> Death | None:
-    """Return which pod failed first in the last start, as far as anybody can tell."""
+    """Return the pod that failed first in the last start, if it can be found out."""
     found = [death for pod in newest_of(pods) if (death := _death(pod)) is not None]
     told = bool(found) and all(death.words.time is not None for death in found)
     return min(

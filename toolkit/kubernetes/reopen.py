@@ -1,7 +1,7 @@
-"""Runs whose submission was cut short: whoever submitted was killed, or was not answered.
+"""Runs whose submission was cut short: the client was killed, or got no answer.
 
-What is to be submitted is written down first (toolkit/runs/submission_journal.py). Who opens the
-run later looks which of its objects there are, and puts in order what was left half done.
+A submission is written down first (toolkit/runs/submission_journal.py). When the run is opened
+later, its existing objects are listed, and half-created ones are completed.
 """
 
 import time
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 _FILE_BYTES = 1 << 34
-"""The arguments of a call; what it takes is what the user has pickled."""
+"""The arguments of a call; they are as large as the user's pickles."""
 
 SETTLED_S = 120.0
 """After this time nothing is under way any more: an API server gives up a request after 60 s."""
 
 FORGOTTEN_S = 86_400.0
-"""How long people are told of a run that never was."""
+"""How long a run is listed that was never created, in seconds."""
 
 
 def groups_begun(
@@ -47,10 +47,10 @@ def groups_begun(
     name: str,
     environ: Mapping[str, str],
 ) -> list[Group]:
-    """Return what was to be submitted.
+    """Return the objects of an interrupted submission.
 
     Raises:
-        LauncherError: what was kept of it is gone.
+        LauncherError: its local files are gone.
     """
     folder = local_state.folder_of(name, environ)
     try:
@@ -65,10 +65,10 @@ def _file(folder: Path, path: str) -> bytes:
 
 
 def missing_of(cluster: Cluster, kind: Kind, groups: Sequence[Group], name: str) -> list[Group]:
-    """Return the runs of which there is no object.
+    """Return the runs whose objects do not exist.
 
     Raises:
-        LauncherError: nobody answers, or says.
+        LauncherError: the API server does not answer.
     """
     there = _there(cluster, kind, groups, name)
     return [group for group in groups if group.name not in there]
@@ -82,7 +82,7 @@ def tidy(
     *,
     settled: bool,
 ) -> None:
-    """Finish what was begun of each run, and take away what was made for those that never were.
+    """Complete each half-created run, and delete companions of runs that were never created.
 
     Runs are made some at a time, in order: only the last of them can be half done.
     """
@@ -102,7 +102,7 @@ def cut_short(kind: Kind, begun: float, name: str) -> RunStatus:
     """Return where a run stands that has no object.
 
     Args:
-        kind: What it was to be.
+        kind: The kind of its workload.
         begun: When its submission went on last, in seconds since 1970.
         name: By which it is submitted again.
     """

@@ -73,9 +73,9 @@ class KubernetesRun(Run):
         return (*self.cluster.identity, self.kind.kind)
 
     def status(self) -> RunStatus:
-        """Ask the cluster; UNKNOWN where the API server is away or the object is gone.
+        """Query the cluster; UNKNOWN where the API server is away or the object is gone.
 
-        How it ended is still known then, where somebody has asked in time.
+        A final status that was seen earlier is still returned, from the local state.
 
         Raises:
             LauncherError: the server refuses to say, which asking again does not mend.
@@ -89,7 +89,7 @@ class KubernetesRun(Run):
             return self._unanswered(error)
 
     def statuses_of(self, runs: Sequence[Run]) -> list[RunStatus]:
-        """Ask where runs of this namespace and kind stand, by one list of them."""
+        """Return the statuses of runs of this namespace and kind, by one list request."""
         asked = [run for run in runs if isinstance(run, KubernetesRun)]
         parts = [part for run in asked for part in run.parts]
         names = [part.object_name for part in parts]
@@ -164,7 +164,8 @@ class KubernetesRun(Run):
     def failure(self, *, attempt: int | None = None) -> Failure | None:
         """Return what failed first in an attempt, by what its pods have printed.
 
-        None where nothing did, or nothing tells: where the object is gone, or no server answers.
+        None if no rank failed, or the cause is unknown:
+        where the object is gone, or no server answers.
 
         Args:
             attempt: Which one, as JobSet counts them; the newest where it is None.
@@ -210,7 +211,7 @@ class KubernetesRun(Run):
         raise LauncherError(f"{self.uri} changes faster than it can be cancelled; try again")
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield the lines of all pods, each told by its pod's name where there is more than one.
+        """Yield the lines of all pods, with the pod's name in front if there are several.
 
         Raises:
             RunLost: the run is gone, and its log with it.
@@ -273,7 +274,7 @@ class KubernetesRun(Run):
         return Round(pods=pods, ended=status.state.final)
 
     def _judged(self, found: Object) -> tuple[RunStatus, Sequence[Object]]:
-        """Return where the object stands, and the pods that tell why."""
+        """Return the status of the object, and the pods that explain it."""
         known = evidence_of(self.cluster, self.kind, {self.object_name: found})
         evidence = known.get(self.object_name)
         status = self._seen(judge(self.kind, found, evidence))
@@ -306,12 +307,12 @@ class KubernetesRun(Run):
         return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
 
     def _unanswered(self, error: LauncherError) -> RunStatus:
-        """Return where a run stands of which the server says nothing."""
+        """Return the status of a run when the API server does not answer."""
         ended = local_state.end_of(self._kept_as, self.object_name, self._environ)
         return ended or RunStatus(state=RunState.UNKNOWN, reason=str(error))
 
     def _seen(self, status: RunStatus) -> RunStatus:
-        """Remember an end, since the object is deleted `ttl` after it; what goes on has none."""
+        """Record a final status, since the object is deleted `ttl` after its end."""
         if status.state.final:
             local_state.remember_end(self._kept_as, self.object_name, status, self._environ)
         elif status.state is not RunState.UNKNOWN:
@@ -332,7 +333,7 @@ class KubernetesRun(Run):
         registry.withdraw_cancelled(self.uri, environ=self._environ)
 
     def unfinished(self) -> "list[KubernetesRun]":
-        """Return what has ended without success: this run, or points of a sweep.
+        """Return the parts that have ended without success: this run, or points of a sweep.
 
         Raises:
             LauncherError: it has succeeded, or not ended.

@@ -1,4 +1,4 @@
-"""Where a run stands and why, read from what the cluster says of it and its pods. Pure."""
+"""The status of a run and its reason, from the object's conditions and its pods. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from toolkit.runs.state import RunState, RunStatus
 __all__ = ["Evidence", "digest", "is_suspended", "judge", "queue_of", "state_of", "stuck_objects"]
 
 _OUT_OF_TIME = ("DeadlineExceeded", "active longer than specified deadline")
-"""What is said of a run that has met its deadline; the Training Operator's reason does not."""
+"""The reason of a run that has met its deadline; the Training Operator's reason does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known beside the object itself."""
+    """Objects beside the workload itself."""
 
     pods: Sequence[Object] = ()
     """Its pods."""
@@ -65,7 +65,7 @@ def judge(kind: Kind, found: Object, evidence: Evidence | None = None) -> RunSta
 
 
 def state_of(kind: Kind, found: Object) -> tuple[RunState, str]:
-    """Return the state that the object alone tells, and what is said of it."""
+    """Return state and reason from the object alone."""
     by_type = {c["type"]: c for c in conditions_of(found) if c.get("status") == "True"}
     for name, state in kind.conditions.items():
         if (said := by_type.get(name)) is not None and state is not None:
@@ -85,7 +85,7 @@ def state_of(kind: Kind, found: Object) -> tuple[RunState, str]:
 
 
 def stuck_objects(kind: Kind, found: Object, pods: Sequence[Object]) -> list[str]:
-    """Return the names of the objects whose events tell why nothing starts, if nothing does."""
+    """Return the names of the objects whose events explain why nothing starts."""
     if state_of(kind, found)[0] is not RunState.PENDING or is_suspended(found):
         return []
     if not pods:
@@ -96,7 +96,7 @@ def stuck_objects(kind: Kind, found: Object, pods: Sequence[Object]) -> list[str
 
 
 def digest(kind: Kind, found: Object) -> dict[str, Object]:
-    """Return what of an object tells its state: a small part of it."""
+    """Return the parts of an object that determine its state: a small part of it."""
     metadata, status = found["metadata"], found.get("status") or {}
     kept = ("name", "uid", "deletionTimestamp", "ownerReferences")
     labels = metadata.get("labels") or {}
@@ -118,7 +118,7 @@ def queue_of(found: Object) -> str:
 
 
 def is_suspended(found: Object) -> bool:
-    """Tell whether somebody holds an object back."""
+    """Whether an object is suspended."""
     return any(
         c["type"] == "Suspended" and c.get("status") == "True" for c in conditions_of(found)
     ) or bool((found.get("spec") or {}).get("suspend"))
@@ -141,7 +141,7 @@ def _failed(found: Object, said: str, known: Evidence) -> RunStatus:
 
 
 def _ends_of(things: Sequence[Object]) -> list[str]:
-    """Return what is said of the ends of an object and its Jobs."""
+    """Return the messages of the ends of an object and its Jobs."""
     return [
         sentence("", condition)
         for thing in things

@@ -27,7 +27,8 @@ __all__ = [
 T = TypeVar("T")
 
 TOGETHER = 16
-"""How many runs are made before the next ones are begun: who is killed leaves no more half done."""
+"""Batch size of a sweep's submission: at most this many runs are half-created if the process is
+killed."""
 
 _AT_ONCE = 8
 """How many of them at a time; API servers let one user have some ten requests in flight."""
@@ -36,18 +37,18 @@ _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.5
 
 _PATIENCE = 240
-"""How often to ask whether a deleted run is gone, half a second apart."""
+"""How often to poll whether a deleted run is gone, every half second."""
 
 _RUNTIME_ATTEMPTS = 4
 _NO_RUNTIME = re.compile(r"(?i)runtime.*(must be created|not found|unsupported|unknown)")
-"""What Trainer's webhook says of a runtime that it has not seen, or has not seen yet."""
+"""The message of Trainer's webhook about a runtime that it has not seen yet."""
 
 _NO_NAMESPACE = re.compile(r'namespaces "[^"]*" not found')
 _RBAC = re.compile(r" cannot (create|patch|get) resource ")
 
 
 class Unclear(Away):
-    """Nobody knows what has arrived, or what was made is still there."""
+    """The outcome is unknown, or objects were left behind."""
 
 
 def submit_all(
@@ -66,7 +67,7 @@ def submit_all(
         goes_on: Called now and then, while it goes on.
 
     Raises:
-        Unclear: nobody knows which of them have arrived.
+        Unclear: it is unknown which of them have arrived.
         LauncherError: the server refused; its words about the first are in the message.
     """
 
@@ -92,7 +93,7 @@ def submit_all(
 def _take_back(
     cluster: Cluster, kind: Kind, made: Sequence[Group], errors: Sequence[LauncherError]
 ) -> None:
-    """Delete what was made, and raise the first of these errors, or one that is unclear."""
+    """Delete the created objects, and raise the first error, or one of an unknown outcome."""
     left = 0
     for group in made:
         try:
@@ -180,7 +181,7 @@ def withdraw(cluster: Cluster, group: Group) -> None:
 
 
 def remove(cluster: Cluster, kind: Kind, name: str) -> None:
-    """Delete what has ended, and wait until it is gone.
+    """Delete an ended run, and wait until it is gone.
 
     Raises:
         LauncherError: it does not go.
@@ -218,7 +219,7 @@ def _apply(cluster: Cluster, place: Place, body: Object) -> Object:
     """Make an object, or find that it has been made.
 
     Raises:
-        LauncherError: the server refused, or it is the object of somebody else.
+        LauncherError: the server refused, or the object belongs to another run.
         Unclear: the server has not answered in all attempts, and the object is not there.
     """
     name = body["metadata"]["name"]
@@ -244,8 +245,8 @@ def _apply(cluster: Cluster, place: Place, body: Object) -> Object:
 def _create(cluster: Cluster, body: Object) -> None:
     """Make an object, or find that there is one of its name.
 
-    Who may only make it cannot look whose that is: the pods see whether it holds what they were
-    told (`checksums`).
+    Without the right to read it, its owner cannot be checked: the pods verify its content
+    (`checksums`).
 
     Raises:
         LauncherError: the server refused.
@@ -259,7 +260,7 @@ def _create(cluster: Cluster, body: Object) -> None:
 
 
 def _patiently(cluster: Cluster, question: Callable[[], T]) -> T:
-    """Ask until there is an answer, or it has been too long; at once where nobody listens."""
+    """Retry with back-off until a deadline; give up at once if the connection is refused."""
     for pause_s in _pauses():
         try:
             return question()

@@ -50,11 +50,11 @@ class KubernetesSweep(KubernetesRun):
         return sum_of(found)
 
     def status(self) -> RunStatus:
-        """Ask where the points stand, and sum it up."""
+        """Return the status of the sweep, from those of its points."""
         return self.sum_of(self.statuses())
 
     def statuses(self) -> list[RunStatus]:
-        """Ask where each point stands, by one list of all of them.
+        """Return the statuses of all points, by one list request.
 
         Raises:
             LauncherError: the server refuses to say.

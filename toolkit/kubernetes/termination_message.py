@@ -31,16 +31,16 @@ class LastWords:
     """What a container said last."""
 
     rank: int | None = None
-    """The rank that failed first, where the words tell it."""
+    """The rank that failed first, if the message names it."""
 
     time: float | None = None
     """When it did, in seconds, by the pod's clock; to be compared with other pods' only."""
 
     cause: str = ""
-    """The line that tells most: an exception, or the last one."""
+    """The line with the cause: an exception, or the last one."""
 
     verdict: str = ""
-    """What the entrypoint said: torchrun's exit status, and whether to start again."""
+    """The entrypoint's verdict: torchrun's exit status, and whether to start again."""
 
     def __str__(self) -> str:
         """Return it as a part of a sentence."""

@@ -35,16 +35,16 @@ class Change:
     """The object's name."""
 
     state: RunState | None
-    """Where it stands by what the object itself says; None where it is gone."""
+    """Its status from the object itself; None where it is gone."""
 
     reason: str = ""
-    """What is said of it."""
+    """Its reason."""
 
 
 class Watch:
-    """What is known of the objects of a kind that a selector picks, kept up to date.
+    """The objects of a kind that a selector picks, kept up to date.
 
-    Only what tells a state is kept of each object, so that memory does not grow with time.
+    Only the parts that determine a state are kept, so that memory does not grow with time.
     """
 
     def __init__(self, cluster: Cluster, kind: Kind, selector: str) -> None:
@@ -204,7 +204,7 @@ def _event_of(line: bytes) -> tuple[str, dict[str, Any]]:
     """Return the type of a watch's event, and its object.
 
     Raises:
-        LauncherError: the line tells of no event.
+        LauncherError: the line does not hold an event.
     """
     try:
         event = untrusted.mapping(untrusted.parse_json(line))

@@ -45,7 +45,7 @@ class Place:
     """Where the API has the objects of a kind."""
 
     api_version: str
-    """Group and version, as a manifest says it; `v1` for the core."""
+    """Group and version, as in a manifest; `v1` for the core."""
 
     plural: str
     """The kind's name in a path."""
@@ -66,13 +66,14 @@ class Kind(Place):
     """A kind of object that makes the pods of a run."""
 
     operator: str
-    """Who must be installed for it; empty where any cluster knows it."""
+    """The operator that must be installed for it; empty where any cluster knows it."""
 
     container: str
     """The pods' container."""
 
     conditions: Mapping[str, RunState | None]
-    """What a true condition says; the first that is true counts. None says nothing of the state."""
+    """What a true condition says; the first that is true counts. None if it does not determine the
+    state."""
 
     counts: str = ""
     """The list in the status that counts Jobs, for kinds that have no condition for running."""

@@ -39,7 +39,7 @@ _NO_PID = "0" * 10
 _SCRIPT = "run.sh"
 _SUPERVISOR = "toolkit.local.supervisor"
 _LAUNCHER_LOG = "launcher.log"
-"""What the script itself says, as when it refuses to start."""
+"""The script's own output, such as a refusal to start."""
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
@@ -60,7 +60,7 @@ def _last_line(path: Path) -> str:
 def _supervises(pid: int, run_dir: Path) -> bool:
     """Whether a process is this user's, and keeps this run.
 
-    What a run directory says of itself may be anybody's word: a process id of -1 would be everyone.
+    The files of a run directory may be forged: a process id of -1 would be everyone.
     """
     if not 1 < pid < 1 << 31:
         return False
@@ -88,7 +88,7 @@ class LocalRun(Run):
         return self.record.run_dir
 
     def status(self) -> RunStatus:
-        """Tell by the supervisor's lock whether it lives, and by its files how it ended."""
+        """Return the status: running if the lock is held, else from the run directory."""
         if self._supervisor() is not None:
             return RunStatus(state=RunState.RUNNING)
         if not self.run_dir.is_dir():
@@ -122,7 +122,7 @@ class LocalRun(Run):
         return [*first, *attempt_spans(self.run_dir, view.attempt)]
 
     def cancel(self) -> None:
-        """Ask the supervisor to stop the run with a checkpoint."""
+        """Signal the supervisor to stop the run with a checkpoint."""
         if pid := self._supervisor():
             if not _supervises(pid, self.run_dir):
                 raise LauncherError(
@@ -168,7 +168,7 @@ class LocalLauncher(Launcher[LocalPlan]):
             profile: Where run directories are made.
             environ: The environment that runs inherit.
             gpus: How many GPUs this machine has.
-            tied: Whether runs end with this process, whatever ends it.
+            tied: Whether runs end with this process, however it ends.
         """
         self._profile = profile
         self._environ = environ
@@ -209,7 +209,7 @@ class LocalLauncher(Launcher[LocalPlan]):
         """Return the handle of an earlier run.
 
         Raises:
-            LauncherError: nobody knows its run directory.
+            LauncherError: its run directory is unknown.
         """
         if record.run_dir is None:
             raise LauncherError(f"{record.uri}: its record names no run directory")

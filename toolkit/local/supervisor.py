@@ -61,7 +61,7 @@ def _newest(run_dir: str) -> Path:
 
 
 def _can_go_on(run_dir: str) -> bool:
-    """Whether the newest attempt has stopped where another one can begin, and nobody is against."""
+    """Whether another attempt can start after the newest one, and no cancel was requested."""
     if (Path(run_dir) / "cancel_requested").exists():
         return False
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -85,7 +85,7 @@ def supervise(
         script: What to run.
         run_dir: Its first argument.
         stop_timeout_s: How long it may take to stop.
-        time_limit_s: When it is asked to.
+        time_limit_s: Handler of the stop signals.
         requeue: How often it starts again after that, if it can go on.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,6 +1,6 @@
 """What cannot work: every reason why a job does not fit a site, with the arithmetic.
 
-Pure, like planning, which asks here first.
+Pure, like planning, which calls this first.
 """
 
 from dataclasses import replace
@@ -118,7 +118,7 @@ def _nobody_counts(job: JobSpec, profile: KubernetesProfile) -> list[Problem]:
 
 
 def _of_the_points(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
-    """Return the reasons of all points; one that all have in common is told once."""
+    """Return the reasons of all points; a reason that all points share is reported once."""
     reasons: dict[Problem, list[int]] = {}
     longest = f"{run_name}-{job.points[-1].index}"
     for point in job.points:
@@ -134,7 +134,7 @@ def _of_the_points(job: JobSpec, profile: Profile, *, run_name: str) -> list[Pro
 
 
 def _does_not_fit(job: JobSpec, profile: Profile) -> list[Problem]:
-    """Compare what a node needs with what it has."""
+    """Compare the needs of a node with its resources."""
     need, node = job.resources, profile.node
     found: list[Problem] = []
     if node.gpus is not None:

@@ -188,7 +188,7 @@ def _folder(mount: Mount) -> str:
 
 
 def name_problems(job: JobSpec, kind: Workload, run_name: str) -> Iterator[Problem]:
-    """Yield what is wrong with the name of a run: that of its last pod is too long."""
+    """Yield the problem of a run's name: that of its last pod is too long."""
     last = job.resources.max_nodes - 1
     longest = _LONGEST_POD[kind].format(name=run_name, last=last)
     if len(longest) > NAME_MAX:

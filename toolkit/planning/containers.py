@@ -1,4 +1,4 @@
-"""Containers on Slurm: how each runtime writes an image and a mount, and what it cannot do.
+"""Containers on Slurm: the syntax of images and mounts of each runtime, and its limits.
 
 Pure. The flags are those of pyxis' args.c, of `apptainer exec --help` and of podman-run(1).
 """

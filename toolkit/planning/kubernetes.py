@@ -1,4 +1,4 @@
-"""What is decided for a Kubernetes cluster: the kind of object, its restarts, where pods meet."""
+"""Decisions for a Kubernetes cluster: the kind of object, its restarts, where pods meet."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ PORT = 29500
 
 SPARE_RESTARTS = 100
 """Restarts beyond `retries.requeue` that the cluster grants: preemptions, which count nothing, use
-them up, too. Who counts failures alone is the entrypoint."""
+them up, too. The entrypoint alone counts failures."""
 
 CONTAINERS: dict[Workload, str] = {
     "PyTorchJob": "pytorch",
@@ -83,7 +83,7 @@ def with_checksums(plan: KubernetesPlan, checksums: str) -> KubernetesPlan:
     """Return a plan whose pods check the files that they are submitted with.
 
     Args:
-        plan: What is submitted.
+        plan: The plan that is submitted.
         checksums: Lines as `sha256sum -c` reads them.
     """
     env = {**plan.env, "TRAIN_SUBMITTED_SHA256": checksums}
@@ -138,7 +138,7 @@ def _plan(
 
 
 def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
-    """Add what the Training Operator needs; where pods meet, it says itself."""
+    """Add what the Training Operator needs; the operator itself sets the endpoint."""
     job, nodes = plan.job, plan.job.resources.max_nodes
     roles = {"Worker": nodes}
     if plan.profile.master:
@@ -206,7 +206,7 @@ def _queue_labels(job: JobSpec, profile: KubernetesProfile) -> dict[str, str]:
 
 
 def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:
-    """Return what the user should know: what is lost, and what is less safe than it could be."""
+    """Return what the user should know: data that will be lost, and loosened security."""
     name, found = profile.name, []
     if profile.runs_claim is None:
         found.append(f"profile {name!r} names no runs_claim: checkpoints are lost with their pod")

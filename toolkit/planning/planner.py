@@ -1,7 +1,7 @@
 """From a job and a profile to a launch plan: every decision, as plain values.
 
 Pure: no clock, environment, network or scheduler. What cannot work is refused here, with the
-arithmetic in the message; templates only place what is decided here.
+arithmetic in the message; templates only place these values.
 """
 
 from typing import overload

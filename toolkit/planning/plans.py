@@ -1,4 +1,4 @@
-"""What is decided of a launch, as plain values: one class per kind of site."""
+"""The decisions for a launch, as plain values: one class per kind of site."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ RENDEZVOUS_TIMEOUT_S = 600
 """How long nodes wait for each other; starting 512 containers takes minutes."""
 
 STARTED = "TRAIN_START"
-"""The variable that tells the entrypoint of pods one start of all of them from another."""
+"""The variable by which the entrypoint of pods distinguishes the starts of all of them."""
 
 RENDEZVOUS_PORTS = (61000, 4000)
 """First port and how many: above Linux's ephemeral range, which ends at 60999."""
@@ -62,7 +62,7 @@ class LaunchPlan:
 
     @property
     def exported_secrets(self) -> tuple[str, ...]:
-        """Secrets that come from the environment of whoever starts the script."""
+        """Secrets that come from the environment in which the script is submitted."""
         return tuple(name for name in self.secrets if name not in self.secret_files)
 
     @property
@@ -139,7 +139,7 @@ class SlurmPlan(LaunchPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesPlan(LaunchPlan):
-    """An object that makes one pod per node, and what it needs beside it."""
+    """An object that creates one pod per node, and its companions."""
 
     profile: KubernetesProfile
     """The site."""
@@ -180,7 +180,7 @@ class KubernetesPlan(LaunchPlan):
     JobSet: restarts of all pods together."""
 
     meeting: str | None = None
-    """`HOST:PORT` where the pods meet; None where the operator says it."""
+    """`HOST:PORT` where the pods meet; None if the operator sets it."""
 
     join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
     """How long pods wait for each other."""
@@ -266,7 +266,7 @@ class KubernetesPlan(LaunchPlan):
 
     @property
     def payload_dir(self) -> str | None:
-        """Where pods find what was submitted with the run; None without such files."""
+        """The folder in which pods find the run's submitted files; None without such files."""
         return payload_dir_of(self.job)
 
     @property

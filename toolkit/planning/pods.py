@@ -51,7 +51,7 @@ _GROUP_NAMES = {
         "scheduler-plugins-scheduler",
     ),
 }
-"""How pods name their PodGroup, and who schedules them (manuals of both)."""
+"""How pods name their PodGroup, and the name of the scheduler (manuals of both)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Pod:
     """`terminationGracePeriodSeconds`."""
 
     spec: Mapping[str, Any]
-    """More keys of the pod's spec: where it may run, who it is, in what network."""
+    """More keys of the pod's spec: node selection, service account, network."""
 
     pod_security: Mapping[str, Any]
     """The pod's `securityContext`."""
@@ -80,7 +80,7 @@ class Pod:
     """The container's `securityContext`."""
 
     volumes: tuple[Mapping[str, Any], ...]
-    """The volumes: /tmp, /dev/shm, the run directories, and what is mounted."""
+    """The volumes: /tmp, /dev/shm, the run directories, and the mounts."""
 
     volume_mounts: tuple[Mapping[str, Any], ...]
     """Where the container sees them."""
@@ -107,12 +107,12 @@ class Pod:
 
 
 def carried(job: JobSpec) -> bool:
-    """Tell whether what the workers run is submitted with the run, as a call's files are."""
+    """Whether the workers' script is submitted with the run, like the files of a call."""
     return job.script is not None and job.script.startswith(IN_RUN_DIR)
 
 
 def payload_dir_of(job: JobSpec) -> str | None:
-    """Return where pods find what was submitted with the run; None without such files."""
+    """Return the folder in which pods find the run's submitted files; None without such files."""
     if job.script is None or not carried(job):
         return None
     folder = job.script.removeprefix(IN_RUN_DIR).rpartition("/")[0]
@@ -178,7 +178,7 @@ def labelled(value: Any, run_name: str, sweep_name: str | None) -> Any:
     """Return plain values in which every label that names the run names another one.
 
     Args:
-        value: Mappings, sequences and what they hold, such as the keys of a pod's spec.
+        value: Nested mappings and sequences, such as the keys of a pod's spec.
         run_name: The name of the run.
         sweep_name: The name of its sweep; None where it is no point of one.
     """

@@ -1,4 +1,4 @@
-"""What is decided for a Slurm cluster: sbatch's options, images and mounts."""
+"""Decisions for a Slurm cluster: sbatch's options, images and mounts."""
 
 from collections.abc import Iterable
 

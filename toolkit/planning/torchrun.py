@@ -1,4 +1,4 @@
-"""What is decided alike for every kind of site: torchrun's options and the environment."""
+"""Decisions that are the same for every kind of site: torchrun's options and the environment."""
 
 from toolkit.job.spec import JobSpec
 from toolkit.planning.pods import carried
@@ -14,8 +14,8 @@ def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]
     Args:
         job: What to run.
         numbered: Whether the site numbers the nodes. Then a job whose ranks never start again in it
-            meets statically: with c10d, whoever comes first looks again only once a second whether
-            the last one has come (torch, dynamic_rendezvous.py).
+            meets statically: with c10d, the first node polls only once a second for the last one
+            (torch, dynamic_rendezvous.py).
     """
     need = job.resources
     static = numbered and not need.elastic and not job.retries.in_job
@@ -36,7 +36,7 @@ def carried_options(job: JobSpec) -> tuple[str, ...]:
 
 
 def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
-    """Return the environment of the workers; what the job itself says wins."""
+    """Return the environment of the workers; the job's own values win."""
     env = {
         # One store for all attempts makes attempt 1 read the keys of attempt 0 and hang.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -61,7 +61,7 @@ def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
 
 
 def in_container(profile: Profile) -> bool:
-    """Tell whether workers run in containers there."""
+    """Whether workers run in containers at this site."""
     if isinstance(profile, SlurmProfile):
         return profile.runtime != "bare"
     return isinstance(profile, KubernetesProfile)

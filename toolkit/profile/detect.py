@@ -1,4 +1,4 @@
-"""What there is to run on: a Slurm cluster, Kubernetes contexts, this machine."""
+"""Detects what a job can run on: a Slurm cluster, Kubernetes contexts, this machine."""
 
 import json
 import os
@@ -24,7 +24,7 @@ _SERVICE_ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
 _RUNTIMES = ("apptainer", "singularity", "podman", "docker", "enroot")
 
 Ask = Callable[[Sequence[str]], str | None]
-"""Runs a command and returns what it printed; None where it is not there or has failed."""
+"""Runs a command and returns its output; None where it is not there or has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +295,7 @@ def _kubeconfig(path: Path) -> dict[str, Any]:
 
 
 def _namespace(ask: Ask, context: Context) -> Namespace | None:
-    """Ask kubectl; a question that may not be asked is answered by nothing."""
+    """Ask kubectl; a forbidden query returns nothing."""
     kubectl = ["kubectl", *(["--context", context.name] if context.name else [])]
     kubectl += ["--namespace", context.namespace, "--request-timeout=5s", "get"]
 

@@ -1,4 +1,4 @@
-"""Profiles written from what was found, with comments for whoever goes on with them."""
+"""Profiles drafted from the detected facts, with comments for the editor."""
 
 import os
 import re
@@ -26,7 +26,7 @@ class Draft:
 
 
 def draft(found: Discovery, *, kind: str | None = None, name: str | None = None) -> Draft:
-    """Return a profile of what was found: Slurm first, then Kubernetes, else this machine.
+    """Return a profile of the detected facts: Slurm first, then Kubernetes, else this machine.
 
     Args:
         found: What there is.
@@ -34,7 +34,7 @@ def draft(found: Discovery, *, kind: str | None = None, name: str | None = None)
         name: The profile's name; that of the cluster where it is left out.
 
     Raises:
-        InputError: what is wanted was not found, or the name cannot be a file's.
+        InputError: the requested scheduler was not found, or the name cannot be a file name.
     """
     if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
         message = f"{name!r} cannot be a profile's name; take letters, digits, '-', '_' and '.'"
@@ -95,7 +95,7 @@ def keep_draft(
 
 
 def found_lines(found: Discovery) -> Iterator[str]:
-    """Yield what was found, for people."""
+    """Yield lines that describe the detected facts."""
     site = found.slurm
     if site is None:
         yield "Slurm: none (scontrol gives no answer)"

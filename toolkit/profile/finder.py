@@ -89,7 +89,7 @@ def require_default_profile(*, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def default_profile(*, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the file of the profile that is used where none is named; None where there is none.
+    """Return the file of the profile that is used where none is named; None without one.
 
     The file `default` in the user's configuration folder holds its path, below that folder or
     absolute; `toolkit init` writes it.

@@ -59,7 +59,7 @@ _EXPANDED = re.compile(r"\$(?:[$(]|[^\x00-\x7f])")
 
 
 def shell_quote(value: object) -> str:
-    r"""Quote one word for bash, on one line whatever it holds.
+    r"""Quote one word for bash, on one line for any content.
 
     >>> print(shell_quote("plain"), shell_quote("it's $HOME"), shell_quote("two\nlines"))
     plain 'it'"'"'s $HOME' $'two\nlines'
@@ -98,7 +98,7 @@ def path_quote(path: str) -> str:
 
 
 def entry_words(words: Iterable[str]) -> str:
-    r"""Quote what torchrun starts; what lies in the run directory is found where the script runs.
+    r"""Quote what torchrun starts; paths in the run directory are resolved where the script runs.
 
     >>> entry_words(["-m", "train"]), entry_words(["$TRAIN_RUN_DIR/my file.py", "--x"])
     ('-m train', '"$run_dir"/\'my file.py\' --x')
@@ -186,7 +186,7 @@ def _render_yours(folder: Path, name: str, known: Mapping[str, object]) -> str:
 
 @contextlib.contextmanager
 def _limited(environment: Environment) -> Iterator[None]:
-    """End templates that take too long, in whatever thread: each line of one looks at the clock.
+    """End templates that take too long, in any thread: each line of one looks at the clock.
 
     A signal would reach the main thread only. A single filter runs to its end.
     """
@@ -223,7 +223,7 @@ def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
 
 
 def _holds_ours(folder: Path, name: str) -> bool:
-    """Tell whether a folder has the template, or one of the parts that it is made of."""
+    """Whether a folder has the template, or one of its parts."""
     room = name.partition("/")[0]
     ours = (_templates_folder() / room).iterdir() if room == "kubernetes" else ()
     return any(
@@ -297,7 +297,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute what is of reasonable size."""
+        """Evaluate an operation if its result has a reasonable size."""
         if _size(operator, left, right) > _MOST:
             raise RenderError(f"a value of more than {_MOST:,} entries")
         return super().call_binop(context, operator, left, right)

@@ -1,4 +1,4 @@
-"""Patches of people to what is rendered: JSON Patch, and strategic merge as Kubernetes has it.
+"""Users' patches of rendered objects: JSON Patch, and strategic merge as Kubernetes has it.
 
 Pure. The server itself knows strategic merge only for its own kinds; here it works for all of them.
 """
@@ -32,14 +32,14 @@ MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "volumeMounts": ("mountPath",),
     "volumes": ("name",),
 }
-"""Lists whose entries are told apart by a key (Kubernetes API, `patch-merge-key`; those of JobSet
+"""Lists whose entries are identified by a key (Kubernetes API, `patch-merge-key`; those of JobSet
 and TrainJob by their `x-kubernetes-list-map-keys`). All others are replaced as a whole."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Unfit(Exception):
-    """A patch does not fit; the message says where, and what."""
+    """A patch does not fit; the message names the place and the value."""
 
 
 def patched(text: str, patches: Iterable[tuple[str, Patch]], *, workload: str) -> str:
@@ -189,14 +189,14 @@ def _merged_list(there: list[Any], patch: list[Any], path: str) -> list[Any]:
 
 
 def _merge_key(path: str, entries: list[Any]) -> str | None:
-    """Return the key by which the entries of a list are told apart; None if it is replaced."""
+    """Return the key that identifies the entries of a list; None if it is replaced."""
     keys = MERGE_KEYS.get(path.rpartition(".")[2], ())
     named = [entry for entry in entries if isinstance(entry, dict)]
     return next((key for key in keys if any(key in entry for entry in named)), None)
 
 
 def _added(value: Any, path: str) -> Any:
-    """Return what is new, without the nulls and directives that have nothing to act upon."""
+    """Return a new value, without the nulls and directives that have no target."""
     if isinstance(value, dict):
         _known(value.get("$patch"), ("replace", "merge", None), path)
         directives = ("$patch", "$retainKeys")

@@ -1,7 +1,7 @@
-"""Commands whose answer is bounded: in bytes, and in seconds where they only ask.
+"""Commands with limits: on the bytes of their output, and on the seconds of a query.
 
-A scheduler that hangs, or a login node that prints without end, costs an error and neither the
-memory of this machine nor the patience of whoever waits.
+A scheduler that hangs, or a login node that prints without end, becomes an error. It fills no
+memory and blocks no caller.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def run(
     limit_s: float = math.inf,
     limit_bytes: int = ANSWER_BYTES,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command and return what it has printed; bytes that are no UTF-8 stand as U+FFFD.
+    """Run a command and return its output; bytes that are not UTF-8 become U+FFFD.
 
     Args:
         argv: The command.
@@ -82,7 +82,7 @@ def run(
             process.kill()
             raise
         finally:
-            # Whoever reads no more may leave the writer in the middle.
+            # The process may still be writing when its output is closed.
             writer.join(timeout=1.0)
         errors.seek(0)
         said = errors.read(limit_bytes)

@@ -1,8 +1,8 @@
 """Which rank of a run has failed first, and why: by what torchrun and the ranks have left behind.
 
 A rank whose main function is wrapped by `@record` leaves an error file, as `train/` does; of others
-there is the traceback in their stderr. Which have failed, and of what signal, torchrun's report at
-its end tells. All of these lie in the folder of the attempt.
+there is the traceback in their stderr. torchrun's report at its end lists the ranks that failed,
+with their signals. All of these lie in the folder of the attempt.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _NOT_BEGUN = ("gave_up", "no_progress")
 """Those of attempts that may have ended before they have started anything."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""What torchrun passes on, and what it ends the other ranks with."""
+"""The signals that torchrun forwards to its ranks, and ends the other ranks with."""
 
 _ECHO = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|connection was closed|remote process exited"
@@ -53,7 +53,7 @@ class Failure:
 
     kind: Kind
     """`exception`; `signal`: it was killed; `exit`: it ended with a status and no traceback;
-    `echo`: it has only lost another rank, of which nothing is known."""
+    `echo`: it only reports the loss of another rank; the cause is unknown."""
 
     rank: int | None
     """The global rank, where it is known."""
@@ -74,7 +74,7 @@ class Failure:
     """When, in seconds since 1970."""
 
     message: str
-    """The exception with what it says, or what has ended the rank."""
+    """The exception with its message, or the signal or exit status of the rank."""
 
     traceback: tuple[str, ...]
     """The lines of its traceback; without one, the last lines of its stderr."""
@@ -111,7 +111,7 @@ class Failure:
 
 
 def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
-    """Return what failed first in an attempt; None where nothing did, or nothing tells.
+    """Return what failed first in an attempt; None if no rank failed, or the cause is unknown.
 
     Of several starts of the ranks within the attempt, the last one counts. Ranks that have only
     lost another one often notice that before the other's torchrun does, so they come last.
@@ -156,7 +156,7 @@ def _ended_well(run_dir: Path, attempt: Path) -> bool:
 def _judge(
     attempt: Path, start: Start, bases: Mapping[str, int], said: Reported | None = None
 ) -> Failure | None:
-    """Tell by its error file, or else by torchrun's report, what a rank failed of."""
+    """Return a rank's failure from its error file, or else from torchrun's report."""
     if error := start.error():
         message, lines, time = error
         trace = last_trace(start.stderr())
@@ -184,7 +184,7 @@ def _judge(
 
 
 def _unreported(attempt: Path, start: Start, bases: Mapping[str, int]) -> Failure | None:
-    """Tell by the last thing that a rank has printed, where its torchrun was ended, too."""
+    """Return a rank's failure from the end of its stderr, if its torchrun was killed as well."""
     trace = last_trace(start.stderr())
     if trace is None or not trace.at_end or is_echo(trace.message):
         return None
@@ -223,7 +223,7 @@ def _failure(
 
 
 def is_echo(text: str) -> bool:
-    """Tell whether a rank says no more than that it has lost another one."""
+    """Whether a message only reports the loss of another rank."""
     return _ECHO.search(text) is not None
 
 
@@ -243,7 +243,7 @@ def _signalled(attempt: Path, start: Start, number: int) -> str:
 
 
 def first_of(found: Iterable[Failure]) -> Failure:
-    """Return what failed first; what has only lost another rank comes last."""
+    """Return what failed first; failures that only report the loss of another rank come last."""
     return min(found, key=lambda one: (one.kind == "echo", one.time))
 
 

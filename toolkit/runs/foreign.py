@@ -1,7 +1,7 @@
-"""Runs that are shown and never acted upon: of an odd record, or of somebody else's run directory.
+"""Runs that are shown and never acted upon: a damaged record, or another user's run directory.
 
 A run directory that is not in the user's list of runs may name any job, process, host or cluster.
-What is in it is shown; nobody is asked, stopped or connected to because of it.
+Its contents are shown, but cause no query, signal or connection.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ __all__ = ["ForeignRun", "ShownRun"]
 
 
 class ShownRun(Run):
-    """A run of which no more is known than that it was submitted, and why no more is."""
+    """A run whose record is unusable: only its submission and the reason are known."""
 
     def __init__(self, record: RunRecord, why: str) -> None:
         super().__init__(record)
@@ -30,7 +30,7 @@ class ShownRun(Run):
         return RunStatus(state=RunState.UNKNOWN, reason=self._why, lost=True)
 
     def refuse(self, what: str) -> NoReturn:
-        """Say that the run is not asked to do this, and why.
+        """Refuse an action on the run, with the reason.
 
         Raises:
             LauncherError: always.
@@ -60,7 +60,7 @@ class ForeignRun(ShownRun):
         )
 
     def status(self) -> RunStatus:
-        """Tell by the files how the run has ended; nobody is asked whether it goes on."""
+        """Return the status from the files alone; no scheduler is queried."""
         assert self.run_dir is not None
         found = run_directory.ended_status(self.run_dir)
         said = run_directory.outcome(self.run_dir) or {}
@@ -70,7 +70,7 @@ class ForeignRun(ShownRun):
         return RunStatus(state=found.state, reason=reason)
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield what is written by now."""
+        """Yield the lines that are written so far."""
         run_dir = self.run_dir
         assert run_dir is not None
         refuse_attempt(run_dir, view)

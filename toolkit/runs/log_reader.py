@@ -33,7 +33,7 @@ __all__ = [
 
 _CHUNK = 1 << 20
 _LINE_BYTES = 16 << 20
-"""What is longer is shown in parts, so that no file without an end of a line fills the memory."""
+"""Longer lines are shown in parts, so that a file without a line end cannot fill the memory."""
 
 _ATTEMPT = re.compile(r"attempt-(0|[1-9][0-9]{0,8})", re.ASCII)
 _NOTE = re.compile(r"([0-9]{1,18}) (.+)\n", re.ASCII)
@@ -71,7 +71,7 @@ class LogView:
         attempt: int | None = None,
         grep: str | None = None,
     ) -> "LogView":
-        """Return the view for what people ask.
+        """Return the view for a user's choice of ranks, nodes and attempt.
 
         Raises:
             InputError: `grep` is no regular expression.
@@ -149,7 +149,7 @@ class Tail:
         except OSError as error:
             raise LauncherError(f"{path} cannot be read: {error.strerror}") from error
         with file:
-            if file.seek(0, 2) < self.offset:  # somebody has emptied it
+            if file.seek(0, 2) < self.offset:  # it was truncated
                 self.offset, self.torn = 0, b""
             file.seek(self.offset)
             while chunk := file.read(
@@ -163,7 +163,7 @@ class Tail:
                     yield from self.last_words()
 
     def last_words(self) -> Iterator[str]:
-        """Yield what was written last, where it is no whole line."""
+        """Yield the rest of a file that does not end with a newline."""
         if self.torn:
             yield self.torn.decode(errors="replace")
             self.torn = b""
@@ -179,7 +179,7 @@ def follow_files(
     """Yield the lines of growing files as they come, until `ended` and all is read.
 
     Args:
-        find: What to read, asked again and again since new files appear.
+        find: Returns the spans to read; called repeatedly, since new files appear.
         ended: Whether nothing more will be written.
         pause_s: How long to wait when there is nothing new.
         ask_every_s: How long to wait at least between two questions whether it has ended.
@@ -211,13 +211,13 @@ def attempt_folders(run_dir: Path) -> list[Path]:
 
 
 def attempt_numbers(run_dir: Path) -> list[int]:
-    """Return the numbers of the attempts, in order; of what has no such name, none."""
+    """Return the numbers of the attempts, in order; entries with other names are left out."""
     found = untrusted.entries(f"{run_dir}/logs")
     return sorted(int(named[1]) for f in found if (named := _ATTEMPT.fullmatch(f.name)))
 
 
 def attempt_spans(run_dir: Path, attempt: int) -> list[Span]:
-    """Return where an attempt's lines stand; nothing where it has not begun."""
+    """Return where an attempt's lines stand; none if it has not started."""
     folder = run_dir / "logs" / f"attempt-{attempt}"
     if (own := _noted(folder)) is None:
         return _of_nodes(folder, run_dir)
@@ -231,7 +231,7 @@ def attempt_spans(run_dir: Path, attempt: int) -> list[Span]:
 def all_spans(run_dir: Path, first: Path) -> list[Span]:
     """Return where the lines of all attempts stand, beginning with the file `first`.
 
-    Whoever goes on with a run by hand (`sbatch FILE RUN_DIR continue`) prints elsewhere.
+    A run that was continued by hand (`sbatch FILE RUN_DIR continue`) prints to another file.
     """
     noted: dict[Path, Span] = {first: Span(path=first, below=_below(first, run_dir))}
     nodes: list[Span] = []
@@ -265,7 +265,7 @@ def _noted(folder: Path) -> tuple[int, str] | None:
     return None
 
 
-@functools.lru_cache(maxsize=4096)  # a follower asks again and again, and it never changes
+@functools.lru_cache(maxsize=4096)  # a follower calls this often, and the note never changes
 def _note(path: Path) -> tuple[int, str]:
     text = untrusted.read_text(path, limit=_NOTE_BYTES, below=path.parents[2])
     if (note := _NOTE.fullmatch(text)) is None or "\0" in text:
@@ -276,8 +276,9 @@ def _note(path: Path) -> tuple[int, str]:
 def _here(name: str, run_dir: Path, attempt: Path) -> Span | None:
     """Return where a log lies that an attempt has noted; None where the note is not believed.
 
-    The run directory may be a mirror of another. A log outside, as of a job that was submitted by
-    hand, is read where the note and the log are this user's, and nobody else may write the note:
+    The run directory may be a mirror of another. A log outside of the run directory, as of a job
+    that was submitted by hand, is read only if the note and the log belong to this user and no
+    other user may write the note:
     otherwise a note could have any file shown as the run's log.
     """
     path = Path(name)

@@ -39,7 +39,7 @@ class Extent:
     """How many there are."""
 
     unit: str
-    """What is counted: `steps`, or the `points` of a sweep."""
+    """The unit of progress: `steps`, or the `points` of a sweep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Curve:
 
 
 def extent_of(run: Run, points: Sequence[RunStatus] = ()) -> Extent | None:
-    """Return how far a run is, or a sweep whose points stand as told; None where nobody says."""
+    """Return the progress of a run, or of a sweep by its points' statuses; None if unknown."""
     if run.points:
         ended = sum(status.state.final for status in points)
         return Extent(done=ended, total=len(run.points), unit="points")
@@ -111,7 +111,7 @@ def extent_of(run: Run, points: Sequence[RunStatus] = ()) -> Extent | None:
 
 
 def html_of(run: Run) -> str:
-    """Ask where a run stands, and return that as a piece of HTML."""
+    """Return the status of a run as a piece of HTML."""
     try:
         points = run.statuses() if run.points else []
         found = run.sum_of(points) if run.points else run.status()
@@ -161,7 +161,7 @@ def _said(point: Run, status: RunStatus) -> str:
 
 
 class Progress:
-    """Shows how far a run is while somebody waits: a page in a notebook, a bar in a terminal."""
+    """Shows a run's progress to a waiting caller: a page in a notebook, a bar in a terminal."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -171,7 +171,7 @@ class Progress:
 
     @staticmethod
     def is_watched() -> bool:
-        """Whether somebody looks at what we show: in Jupyter, or at a terminal."""
+        """Whether the output is displayed: in Jupyter, or at a terminal."""
         return _in_notebook() or sys.stderr.isatty()
 
     def show(self, found: RunStatus, points: Sequence[RunStatus]) -> None:

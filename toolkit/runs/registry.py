@@ -38,7 +38,7 @@ _BYTES = 1 << 30
 _RECORD_BYTES = 1 << 20
 _WORD = 4096
 _LAST = 32503680000.0
-"""The year 3000: what is later cannot be written as a date everywhere."""
+"""The year 3000: later times cannot be formatted as dates on every platform."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +71,11 @@ class RunRecord:
     may be anybody's, and is shown, never acted upon."""
 
     problem: str = ""
-    """Why nothing can be asked about the run; empty where all is known."""
+    """Why the run cannot be queried; empty where all is known."""
 
     @property
     def begun(self) -> bool:
-        """Whether it is only known that it was to be submitted: nobody has said an id."""
+        """Whether the job id is not known yet: the submission may have been interrupted."""
         return self.uri.endswith(f"/{self.name}") and self.uri.startswith("slurm://")
 
     @property
@@ -92,7 +92,7 @@ class RunRecord:
 
 
 def intents_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for submissions that have begun."""
+    """Return the folder of the submission journal."""
     return state_folder(environ) / "submitting"
 
 
@@ -165,9 +165,9 @@ def add(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> RunRecord
 def records(*, environ: Mapping[str, str] = os.environ) -> Iterator[RunRecord]:
     """Yield every run that was submitted, oldest first, and pass over lines that are no record.
 
-    Last come those whose submission was cut short, of which nobody knows yet what became.
+    Runs whose submission was interrupted, and whose outcome is unknown, come last.
     """
-    # First: what is finished meanwhile is then among the lines, if not among these.
+    # First: a submission that is finished meanwhile is then in the list, if not in the journal.
     cut_short = [
         parse(data.get("record")) for data in submission_journal.orphans(intents_folder(environ))
     ]
@@ -204,13 +204,13 @@ def find(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.envi
 
 
 def _of_folder(folder: Path, known: list[RunRecord], *, trust: bool) -> RunRecord | None:
-    """Return the run of a run directory: by the user's list, or else by what lies in it."""
+    """Return the run of a run directory: from the user's list, or else from the files in it."""
     for run in reversed(known):
         own = run.run_dir
         if own is not None and own.name == folder.name and own.resolve() == folder:
             return run
     said = parse(untrusted.read_json(folder / "launch.json", limit=_RECORD_BYTES))
-    # The run directory is the one that was opened, wherever it says that it is.
+    # The run directory is the one that was opened, even if its files name another.
     return said and replace(said, run_dir=folder, remote_dir=None, believed=trust)
 
 
@@ -240,7 +240,7 @@ def find_point(
 
 
 def mark_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Remember that a run was cancelled, for places that leave nothing to tell it by."""
+    """Record that a run was cancelled, for schedulers that keep no trace of a cancellation."""
     path = _cancelled(environ)
     with contextlib.suppress(OSError):  # a full disk must not keep a job running
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,7 +269,7 @@ def _cancelled(environ: Mapping[str, str]) -> Path:
 
 
 def parse(data: Any) -> RunRecord | None:
-    """Return a record that `as_json` has written; None where it tells of no run.
+    """Return a record that `as_json` has written; None if the line does not describe a run.
 
     A record that names a run and is not understood otherwise, such as that of a newer version, has
     its `problem`.

@@ -1,4 +1,4 @@
-"""What every launcher answers, whatever it launches on."""
+"""The interface of all launchers: Launcher and Run."""
 
 import abc
 import contextlib
@@ -80,20 +80,20 @@ class Run(abc.ABC):
         raise LauncherError(f"{self.uri} is no sweep")
 
     def statuses(self) -> list[RunStatus]:
-        """Ask where each point stands, all at once."""
+        """Return the statuses of all points, by one query if possible."""
         return [point.status() for point in self.points]
 
     @abc.abstractmethod
     def status(self) -> RunStatus:
-        """Ask where the run stands."""
+        """Return the status of the run."""
 
     @property
     def place(self) -> Hashable:
-        """Who is asked: runs of which this is equal can be asked about by one question."""
+        """Batch key: runs with equal keys are queried in one request."""
         return type(self)
 
     def statuses_of(self, runs: "Sequence[Run]") -> list[RunStatus]:
-        """Ask where runs of this place stand, at once where it can; UNKNOWN where it refuses."""
+        """Return the statuses of runs with this batch key, UNKNOWN if the query fails."""
 
         def told(run: Run) -> RunStatus:
             try:
@@ -106,11 +106,11 @@ class Run(abc.ABC):
     def watching(
         self, runs: "Sequence[Run]", *, explained: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Keep an eye on runs of this place while somebody waits, where that asks less often.
+        """Watch runs of this batch while a caller waits, if that is cheaper than polling.
 
         Args:
             runs: The runs.
-            explained: Whether somebody wants to know meanwhile what each of them waits for.
+            explained: Whether the caller shows meanwhile what each of them waits for.
         """
         return contextlib.nullcontext()
 
@@ -134,10 +134,10 @@ class Run(abc.ABC):
             ranks: The ranks whose lines are wanted; all lines where it is empty.
             attempt: The attempt whose lines are wanted; those of all where it is None.
             grep: A regular expression that a line must hold somewhere.
-            on_status: Called with the status whenever a follower has asked for it.
+            on_status: Called with the status after each poll of a follower.
 
         Raises:
-            InputError: there is no such attempt, or `grep` is no regular expression.
+            InputError: the attempt does not exist, or `grep` is not a regular expression.
             LauncherError: the log cannot be read from here, or not by rank.
         """
         view = LogView.of(follow=follow, ranks=ranks, attempt=attempt, grep=grep)
@@ -153,9 +153,9 @@ class Run(abc.ABC):
         return run_directory.redacted(lines, self.run_dir)
 
     def failure(self, *, attempt: int | None = None) -> "Failure | None":
-        """Return what failed first in an attempt; None where nothing did, or nothing tells.
+        """Return what failed first in an attempt; None if no rank failed, or the cause is unknown.
 
-        It is read from the run directory; no scheduler is asked.
+        It is read from the run directory; no scheduler is queried.
 
         Args:
             attempt: Which one; the newest where it is None.
@@ -170,11 +170,11 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def cancel(self) -> None:
-        """Ask the run to stop with a checkpoint; does nothing where it has ended already."""
+        """Request that the run stops with a checkpoint; does nothing where it has ended already."""
 
     @property
     def state(self) -> RunState:
-        """Where the run stands now; `status()` also says why."""
+        """Where the run stands now; the reason is in `status()`."""
         return self.status().state
 
     def metrics(self) -> Any:
@@ -216,7 +216,7 @@ class Run(abc.ABC):
 
         Raises:
             TimeoutError: it has not ended, `timeout_s` seconds later.
-            RunLost: nobody can tell how it ended.
+            RunLost: its status is lost for good.
         """
         from toolkit.runs.notebook import Progress
 
@@ -268,7 +268,7 @@ class Launcher(abc.ABC, Generic[PlanT]):
 
     @abc.abstractmethod
     def open(self, record: RunRecord) -> Run:
-        """Return the handle of a run that was submitted before, by whatever process."""
+        """Return the handle of a run that any process has submitted before."""
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
         """Let a run that has ended go on from its checkpoints; of a sweep, what did not succeed.
@@ -296,8 +296,8 @@ def new_run_name(job_name: str) -> str:
 def require_secrets(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Make sure that the secrets are there which the job takes from here.
 
-    A file that is not here may be on the node; the script asks again. What is remembered of the
-    values has logs hide them later, when the variables are no longer set.
+    A file that is not here may be on the node; the script checks again. Hashes of the values are
+    kept, so that logs hide the values later, when the variables are no longer set.
 
     Raises:
         LauncherError: a variable is not set, or others may read a file.

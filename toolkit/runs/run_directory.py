@@ -1,6 +1,6 @@
 """The run directory as the launchers write and read it; docs/reference/run-directory.md has it all.
 
-What a training script does not write (outcome, metrics) is simply missing from what is reported.
+Files that a training script does not write (outcome, metrics) are missing from the report.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ _OVER = ("done", "fatal", "cancelled", "no_progress", "gave_up")
 def make(parent: Path, name: str) -> Path:
     """Make a new run directory with its `logs/` and return its absolute path.
 
-    Whatever the umask, nobody else may write there: what lies in it decides what runs.
+    Only the owner may write there, for any umask: its files decide which commands run.
 
     Raises:
         LauncherError: it exists, or cannot be made.
@@ -104,7 +104,7 @@ def write_inputs(
         run_dir: Where.
         job: The job.
         script: The rendered script.
-        file_name: What it is called there.
+        file_name: Its name there.
         files: What else the job finds there, by its path below the run directory.
 
     Raises:
@@ -127,7 +127,7 @@ def require_own(path: Path) -> None:
     """Make sure that only this user can have written a file or folder that decides what runs.
 
     Raises:
-        LauncherError: it is not there, is a link, belongs to somebody else, or others may write it.
+        LauncherError: it is missing, is a link, belongs to another user, or is writable by others.
     """
     try:
         found = path.lstat()
@@ -148,7 +148,7 @@ def require_own(path: Path) -> None:
 
 
 def mask_of(run_dir: Path | None, environ: Mapping[str, str] = os.environ) -> Mask:
-    """Return what hides a run's secrets: by variable or file, or by what is remembered of them."""
+    """Return the mask of a run's secrets, from variables and files, or from kept hashes."""
     if run_dir is not None and not os.path.exists(f"{run_dir}/job.yaml"):  # noqa: PTH110  # any name
         run_dir = run_dir.parent  # a point of a sweep
     try:
@@ -187,7 +187,7 @@ def redacted(
 
 
 def outcome(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return what the training said of its end, or None where it said nothing."""
+    """Return the outcome that the training has written, or None without one."""
     try:
         found = untrusted.read_json(f"{run_dir}/outcome.json", limit=_OUTCOME_BYTES)
     except (OSError, ValueError):
@@ -214,7 +214,7 @@ def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
 
 
 def request_cancel(run_dir: Path) -> None:
-    """Leave a mark, so that whoever asks later can tell a cancelled run from a failed one."""
+    """Leave a mark by which a later status tells a cancelled run from a failed one."""
     with contextlib.suppress(OSError):  # a full disk must not keep a run alive
         untrusted.write_bytes(run_dir / _CANCEL, b"")
         os.utime(run_dir / _CANCEL, follow_symlinks=False)  # it may be there, from an earlier time
@@ -227,12 +227,12 @@ def withdraw_cancel(run_dir: Path) -> None:
 
 
 def cancel_requested(run_dir: Path) -> bool:
-    """Whether somebody asked the run to stop."""
-    return os.path.exists(f"{run_dir}/{_CANCEL}")  # noqa: PTH110  # asked for each of many runs
+    """Whether the run was asked to stop."""
+    return os.path.exists(f"{run_dir}/{_CANCEL}")  # noqa: PTH110  # called for each of many runs
 
 
 def ended_status(run_dir: Path) -> RunStatus:
-    """Return how a run ended that is not running any more, from what it left behind."""
+    """Return the status of a run that has ended, from the files in its run directory."""
     said = outcome(run_dir) or {}
     if said.get("status") == "done" and _is_of_newest(said.get("attempt"), run_dir):
         return RunStatus(state=RunState.SUCCEEDED)  # as most of a long list
@@ -267,7 +267,7 @@ def _is_of_newest(attempt: object, run_dir: Path) -> bool:
 
 
 def changed_at(run_dir: Path) -> float:
-    """Return when something happened here that tells of a start, an end or a cancellation."""
+    """Return the newest time at which a start, an end or a cancellation was recorded here."""
     places = [run_dir / name for name in ("logs", "jobs.jsonl", "outcome.json", _CANCEL)]
     return max(map(_modified, [*places, *attempt_folders(run_dir)[-1:]]))
 
@@ -285,13 +285,13 @@ def has_attempts(run_dir: Path) -> bool:
 
 
 def is_over(run_dir: Path) -> bool:
-    """Whether the newest attempt has ended for good, whatever jobs of a chain still wait."""
+    """Whether the newest attempt has ended for good, even if jobs of a chain still wait."""
     attempts = attempt_folders(run_dir)
     return bool(attempts) and _reason(attempts[-1]).partition(":")[0] in _OVER
 
 
 def last_reason(run_dir: Path) -> str:
-    """Return why the newest attempt that says so has ended, and what was decided; else ""."""
+    """Return the newest attempt's reason and decision, or "" without one."""
     return next(filter(None, map(_reason, reversed(attempt_folders(run_dir)))), "")
 
 

@@ -1,7 +1,7 @@
-"""Hashes of secrets that jobs were submitted with, in the state folder: see toolkit/text/masking.py.
+"""Hashes of the secrets of submitted jobs, in the state folder: see toolkit/text/masking.py.
 
-A salted hash says nothing of a random token. A password that can be guessed could be found by who
-reads the file; nobody but its owner may enter the folder.
+A salted hash reveals nothing about a random token. A password that is easy to guess could be found
+from its hash, so only the owner may enter the folder.
 """
 
 import contextlib

@@ -16,13 +16,13 @@ class RunState(enum.StrEnum):
     """Started, not ended; also while it is being stopped."""
 
     SUCCEEDED = enum.auto()
-    """Ended, and did what it was meant to do."""
+    """Ended with success."""
 
     FAILED = enum.auto()
     """Ended without success, and nothing will start it again."""
 
     CANCELLED = enum.auto()
-    """Ended because somebody asked for it."""
+    """Ended by a user's request."""
 
     PREEMPTED = enum.auto()
     """Ended because the machines were taken or time was over; it can go on from a checkpoint."""
@@ -41,13 +41,15 @@ class RunStatus:
     """A run's state and why."""
 
     state: RunState
-    """Where it stands."""
+    """The state."""
 
     reason: str = ""
     """The scheduler's own words, or the outcome's; empty where there is nothing to say."""
 
     lost: bool = False
-    """Whether nobody will ever know more: the run is forgotten, and it left nothing behind."""
+    """Whether the status is lost for good: the scheduler has forgotten the run, and it left no
+    files."""
 
     expected_start: str = ""
-    """When the scheduler expects to start it, as it says: local time there, or empty."""
+    """When the scheduler expects to start it, in the scheduler's words (local time there), or
+    empty."""

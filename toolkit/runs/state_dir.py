@@ -1,6 +1,6 @@
-"""The user's folder for what is remembered between two calls, which nobody else may enter.
+"""The state folder of the user, closed to all other users.
 
-What lies there decides what is submitted, cancelled and read in the user's name.
+Its files decide which runs are submitted, cancelled and read in the user's name.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _PRIVATE = 0o700
 
 
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder; make it where there is none, and close it to others where it is open.
+    """Return the folder; create it if it is missing, and close it to others if it is open.
 
     A folder that cannot be made is reported by the write that follows.
 

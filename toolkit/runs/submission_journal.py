@@ -1,6 +1,7 @@
-"""Submissions that have begun: written down before the scheduler is asked.
+"""The journal of submissions: each is written down before the scheduler is called.
 
-Whoever is killed in between leaves its file behind, unlocked, and who looks next can finish it.
+A process that is killed in between leaves its file behind, unlocked, and the next process can
+finish the submission.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ class Intent:
 
     @property
     def begun(self) -> float:
-        """When it was begun, or has gone on last, in seconds since 1970."""
+        """When the submission started or was last continued, in seconds since 1970."""
         return os.fstat(self._file.fileno()).st_mtime
 
     def goes_on(self) -> None:
@@ -52,20 +53,20 @@ class Intent:
 
 
 def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
-    """Write down what is to be submitted for the run of this name.
+    """Write down the submission of the run of this name, before the scheduler is called.
 
     Raises:
         LauncherError: it cannot be written, or another process submits for this run just now.
     """
     path = _path(folder, name)
-    if path.exists():  # of an earlier call, which nobody has finished
+    if path.exists():  # of an earlier call, which is unfinished
         with take(folder, name) or _nobody(name):
             pass
     part = path.with_name(f".{name}.{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = part.open("w", encoding="utf-8")
-        _lock(file)  # the lock is the file's, whatever its name
+        _lock(file)  # the lock belongs to the file, not to its name
         json.dump({"version": _VERSION, **data}, file)
         file.flush()
         part.replace(path)
@@ -75,7 +76,7 @@ def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
 
 
 def take(folder: Path, name: str) -> Intent | None:
-    """Return what was begun and not ended for this run; None if nothing, or somebody is at it."""
+    """Return this run's unfinished submission; None if there is none, or another process has it."""
     try:
         file = untrusted.open_untrusted(f"{folder}/{name}.json")
     except OSError:
@@ -94,7 +95,7 @@ def take(folder: Path, name: str) -> Intent | None:
 
 
 def orphans(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield what was begun by processes that have ended since."""
+    """Yield the submissions that ended processes have left unfinished."""
     for path in sorted(folder.glob("*.json")):
         if (intent := take(folder, path.stem)) is not None:
             with intent:

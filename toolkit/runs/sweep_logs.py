@@ -38,7 +38,7 @@ class _Reader:
     traces: StopTraces = field(default_factory=StopTraces)
 
     def new_lines(self) -> Iterator[str]:
-        """Yield what has come since."""
+        """Yield the lines since the last call."""
         return self._named(self._new())
 
     def rest(self) -> Iterator[str]:
@@ -102,7 +102,7 @@ def follow_points(
             elif status.state is not RunState.PENDING:
                 busy.append(reader)
             elif known.get(point.uri) is not RunState.PENDING:
-                yield from reader.new_lines()  # what it has printed before it was queued again
+                yield from reader.new_lines()  # lines from before it was requeued
             known[point.uri] = status.state
         if not readers:
             return

@@ -59,7 +59,7 @@ class Start:
         return int(self.folder.name)
 
     def stderr(self) -> list[str]:
-        """Return the last lines of what it has printed."""
+        """Return the last lines of the rank's stderr."""
         return _end_of(Span(path=self.folder / "stderr.log", below=self._run_dir), _STDERR_BYTES)
 
     def silent_since(self) -> float:

@@ -1,7 +1,7 @@
 """What torchrun prints: what people should not see, and what its reports and tracebacks say.
 
 Asked to stop, torchrun stops its workers and then ends with a traceback of its own
-`SignalException`, which looks like a failure and is none.
+`SignalException`, which looks like a failure but is not.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class StopTraces:
         return [*self.rest(), line]
 
     def rest(self) -> list[str]:
-        """Return what is held back, since it has come to its end."""
+        """Return the lines that are held back, at the end of the log."""
         held, self._held = self._held, []
         return [] if any("SignalException" in line for line in held) else held
 
@@ -67,7 +67,8 @@ class Reported:
     """A rank that has failed, as torchrun reports it at its end."""
 
     time: float
-    """When torchrun noticed, or what the error file says; a node's clock, whole seconds."""
+    """When torchrun noticed the failure, or the time in the error file;
+    a node's clock, whole seconds."""
 
     host: str
     """The node's name of itself, without its domain."""
@@ -162,10 +163,10 @@ class Trace:
     """The traceback; exceptions that were chained are part of it."""
 
     message: str
-    """Its last line: the exception and what it says."""
+    """Its last line: the exception and its message."""
 
     rank: int | None
-    """The rank, where torch says it: once the process group is made, before each line."""
+    """The rank, if torch prints it: once the process group is made, before each line."""
 
     at_end: bool
     """Whether nothing else follows."""
@@ -177,14 +178,14 @@ _CHAINED = re.compile(r"During handling of the above exception|The above excepti
 _FOREIGN = re.compile(
     r"\[rank\d+\]:\[[WIE]|\[[WIE]\d{3,4} |[WIE]\d{4} |Exception ignored in|/\S+\.py:\d+: "
 )
-"""What comes behind a traceback and is none of it: what C++ and Python log at their end."""
+"""Lines after a traceback that do not belong to it: what C++ and Python log at their end."""
 
 _MOST_WORDS = 50
 """How many lines an exception may say."""
 
 
 def last_trace(printed: Sequence[str]) -> Trace | None:
-    """Return the last traceback of a rank's stderr; with all that the exception says."""
+    """Return the last traceback of a rank's stderr, with the whole message of the exception."""
     rank = None
     lines = []
     for line in printed:
@@ -198,7 +199,7 @@ def last_trace(printed: Sequence[str]) -> Trace | None:
     if not starts:
         return None
     start = begin = starts[-1]
-    for earlier in reversed(starts[:-1]):  # what it came from stands above
+    for earlier in reversed(starts[:-1]):  # its cause stands above
         if not any(_CHAINED.match(line) for line in lines[earlier:begin]):
             break
         begin = earlier
@@ -225,7 +226,7 @@ def last_trace(printed: Sequence[str]) -> Trace | None:
 
 
 def _of_syntax(lines: Sequence[str]) -> list[int]:
-    """Return where Python begins to tell of a mistake in the script itself: with no headline."""
+    """Return the line at which Python reports a syntax error of the script: with no headline."""
     for number, line in enumerate(lines):
         if re.match(r"(Syntax|Indentation|Tab)Error: ", line):
             return [n for n in range(number) if re.match(r' +File ".*", line \d+$', lines[n])][-1:]

@@ -1,4 +1,4 @@
-"""Runs on a Slurm cluster: submitted, asked about, followed and cancelled, here or by ssh."""
+"""Runs on a Slurm cluster: submit, query, follow and cancel, on this machine or by ssh."""
 
 from toolkit.slurm.launcher import SlurmLauncher
 from toolkit.slurm.run import SlurmRun

@@ -115,8 +115,8 @@ def path_findings(places: Iterable[tuple[str, str, str, str]], command: Command)
     """Look at folders and files where jobs are submitted.
 
     Args:
-        places: What is asked of a path (`makes` or `writes` in it, `folder`, `file`), the path,
-            where it stands, and the way out.
+        places: The required access (`makes` or `writes` in it, `folder`, `file`), the path, its
+        place in the file, and the way out.
         command: How commands are run there.
     """
     asked = list(places)

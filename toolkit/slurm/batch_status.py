@@ -1,7 +1,7 @@
 """Where many runs on Slurm stand: one question to the controller, and one to the accounting.
 
-The controller forgets ended jobs within minutes. What it has forgotten is told by the run
-directory, and only what that does not tell either by the accounting, where a site has one.
+The controller forgets ended jobs within minutes. Jobs that it has forgotten are looked up in their
+run directories, and only the rest in the accounting, if the site has one.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["LIST_AGE_S", "STATUS_AGE_S", "statuses", "statuses_of_parts"]
 
 STATUS_AGE_S = 1.0
-"""How old an answer may be for a run that somebody looks at."""
+"""Maximum age of an answer for `status` of a single run, in seconds."""
 
 LIST_AGE_S = 3.0
 """How old an answer may be for a list."""
@@ -31,7 +31,7 @@ class _Part:
 
     run: "SlurmRun"
     status: RunStatus | None
-    """None for a run of somebody else, of whose jobs nothing is known yet."""
+    """None for another user's run whose job ids have not been looked up."""
 
 
 def statuses(
@@ -40,7 +40,7 @@ def statuses(
     """Return where runs stand, of a sweep the sum of its points.
 
     Args:
-        queue: Who answers for all of them.
+        queue: The snapshot that answers for all of them.
         runs: The runs, of one Slurm.
         max_age_s: How old an answer may be.
         changed: When one of them changed that the answer must know.
@@ -66,7 +66,7 @@ def statuses_of_parts(
 
 
 def _ask_for_others(queue: Queue, parts: Sequence[_Part]) -> None:
-    """Ask for the jobs of other users by their ids."""
+    """Query the jobs of other users by their ids."""
     if not parts:
         return
     try:
@@ -80,7 +80,7 @@ def _ask_for_others(queue: Queue, parts: Sequence[_Part]) -> None:
 
 
 def _ask_accounting(queue: Queue, parts: Sequence[_Part]) -> None:
-    """Ask the accounting for what is lost otherwise."""
+    """Query the accounting for jobs that are lost otherwise."""
     if not parts:
         return
     wholes = [job.job_id.partition("_")[0] for part in parts for job in part.run.jobs]

@@ -48,13 +48,13 @@ class SlurmJob:
     """The script's last argument: `continue`, `chain`, or none for a new run."""
 
     points: tuple[int, ...] | None = None
-    """The points that are its tasks; None for all, or where there is no sweep."""
+    """The points that are its tasks; None for all, or without a sweep."""
 
     after: str = ""
-    """What it waits for, as sbatch was told."""
+    """The dependency, as it was given to sbatch."""
 
     folder: str = ""
-    """Where it was submitted: what is relative in a job is below this folder."""
+    """Where it was submitted: relative paths in a job are below this folder."""
 
 
 def read_jobs(run_dir: Path | None) -> list[SlurmJob]:
@@ -72,7 +72,7 @@ def is_job_id(text: object) -> bool:
 
 
 def _job(line: Any) -> SlurmJob | None:
-    """Return a job as a line of the file tells it; None where the line tells of none."""
+    """Return the job of a line of the file; None if the line does not describe one."""
     known = untrusted.mapping(line)
     texts = {name: known.get(name, "") for name in ("job_id", "mode", "after", "folder")}
     points = known.get("points")

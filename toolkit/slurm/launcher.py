@@ -43,7 +43,8 @@ class SlurmLauncher(Launcher[SlurmPlan]):
 
         Args:
             profile: The site.
-            command: How Slurm's commands are run; here, or as the profile's `via` says, without it.
+            command: How Slurm's commands are run; without it, on this machine or on the host of the
+            profile's `via`.
             environ: Where the user's list of runs is looked for.
         """
         self._profile = profile
@@ -132,7 +133,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             return self._submitted(record, order, sent, intent)
 
     def _begin(self, record: registry.RunRecord, order: Order) -> submission_journal.Intent:
-        """Write down what is to be submitted, so that it is found again whatever becomes of us."""
+        """Write down the submission, so that a later process finds it if this one is killed."""
         data = {"record": record.as_json(), "order": order.as_json()}
         return submission_journal.begin(self._intents, record.name, data)
 
@@ -143,7 +144,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         sent: Sequence[SlurmJob],
         intent: submission_journal.Intent,
     ) -> SlurmRun:
-        """Write down what is submitted, in the user's list and in the run directory."""
+        """Record the submitted run in the user's list and in the run directory."""
         if record.begun:
             uri = f"{record.uri.removesuffix(record.name)}{sent[0].job_id}"
             record = registry.add(replace(record, uri=uri), environ=self._environ)
@@ -219,7 +220,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         return run
 
     def _finish(self, run: BegunRun, chain: int) -> SlurmRun:
-        """Submit what was begun and cut short, unless Slurm has got it after all."""
+        """Finish an interrupted submission, unless Slurm has received it."""
         _refuse_chain(chain, sweep=chain > 1)
         intent = submission_journal.take(self._intents, run.name)
         if intent is None:
@@ -234,7 +235,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             return self._submitted(run.record, order, sent, intent)
 
     def findings(self, plan: SlurmPlan) -> list[Problem]:
-        """Compare the plan with what the site says of itself."""
+        """Compare the plan with the configuration of the site."""
         self._cluster()
         return site_findings(plan, self._command)
 
@@ -270,7 +271,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         return self._opened(record)
 
     def _conditions(self, after: Sequence[Dependency], cluster: str) -> str:
-        """Return what sbatch is told to wait for; empty where all of it has ended well."""
+        """Return the value of sbatch's `--dependency`; empty where all of it has ended well."""
         found: list[str] = []
         for dependency in after:
             record, point = registry.find_point(dependency.run, environ=self._environ)
@@ -306,7 +307,7 @@ class _Queue(Queue):
     def look(
         self, *, max_age_s: float = 0.0, changed: float = 0.0, patient: bool = True
     ) -> Snapshot:
-        """Return the user's jobs; what they have left behind is not older than that."""
+        """Return the user's jobs; the files that they have left are not older than that."""
         seen = super().look(max_age_s=max_age_s, changed=changed, patient=patient)
         self._login.fetch(seen.asked)
         return seen

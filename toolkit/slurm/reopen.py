@@ -1,4 +1,4 @@
-"""A run of which it is only known that it was to be submitted: whoever did that was killed."""
+"""A run whose submission was interrupted before Slurm's job id was recorded."""
 
 import time
 from collections.abc import Sequence
@@ -39,11 +39,11 @@ class BegunRun(SlurmRun):
         return []
 
     def told(self, seen: Snapshot) -> Sequence[RunStatus]:
-        """Return what follows from the time that has gone by, whatever Slurm says of others."""
+        """Return the status by the age of the submission alone."""
         return (self.unreachable(self._why),)
 
     def unreachable(self, reason: str) -> RunStatus:
-        """Return what is known without an answer."""
+        """Return the status without an answer of Slurm."""
         if self.run_dir is not None and run_directory.has_attempts(self.run_dir):
             return run_directory.ended_status(
                 self.run_dir

@@ -1,4 +1,4 @@
-"""A run on Slurm, of one job or several, told by squeue and by what it has left behind."""
+"""A run on Slurm, of one job or several; its status comes from squeue and the run directory."""
 
 import os
 import re
@@ -30,7 +30,7 @@ from toolkit.slurm.squeue import Command, Row, first_line, judge
 __all__ = ["CONDITIONS", "SlurmRun"]
 
 _ASK_EVERY_S = 3.0
-"""How often a follower asks whether the job has ended; clusters limit requests."""
+"""How often a follower polls whether the job has ended; clusters limit requests."""
 
 _CLOCK_TICK_S = 0.05
 """By how much the time of a file may lie before the moment in which it was written."""
@@ -67,7 +67,7 @@ class SlurmRun(Run):
 
     @property
     def place(self) -> Hashable:
-        """The Slurm that is asked."""
+        """The snapshot of the Slurm cluster that is queried."""
         return self._queue.place
 
     @property
@@ -76,12 +76,12 @@ class SlurmRun(Run):
         return (self,)
 
     def status(self) -> RunStatus:
-        """Ask squeue; what Slurm has forgotten is told by what it left behind, or by sacct."""
+        """Return the status by squeue; of forgotten jobs by the run directory or sacct."""
         (found,) = statuses(self._queue, [self], max_age_s=STATUS_AGE_S, changed=self._changed())
         return found
 
     def statuses_of(self, runs: Sequence[Run]) -> list[RunStatus]:
-        """Ask for all of them by one question."""
+        """Return the statuses of all by one query."""
         ours = [run for run in runs if isinstance(run, SlurmRun)]
         assert len(ours) == len(runs)
         changed = max((run.record.created for run in ours), default=0.0)
@@ -93,9 +93,9 @@ class SlurmRun(Run):
         return max(self.record.created, left + _CLOCK_TICK_S)
 
     def told(self, seen: Snapshot) -> "Sequence[RunStatus | None]":
-        """Return where each part stands by what Slurm says, and by what it has left behind.
+        """Return the status of each part from Slurm's answer and the run directory.
 
-        None for a run of another user, whose jobs must be asked for.
+        None for a run of another user, whose jobs must be queried by id.
         """
         rows = self._rows_in(seen)
         jobs = self._jobs_of(rows)
@@ -119,7 +119,7 @@ class SlurmRun(Run):
         return (by_slurm if cut_short or found.state is RunState.UNKNOWN else found,)
 
     def recalled(self, rows: Mapping[str, Row]) -> RunStatus | None:
-        """Return where a run stands of which the accounting alone knows anything."""
+        """Return the status of a run that only sacct still knows."""
         known = [(job, rows[i]) for job in self.jobs for i in self._ids(job) if i in rows]
         ours = [(job, row) for job, row in known if self._is_ours(row.command)]
         if not ours:
@@ -146,7 +146,7 @@ class SlurmRun(Run):
         return self.record.remote_dir or (None if run_dir is None else str(run_dir))
 
     def _rows_in(self, seen: Snapshot) -> dict[str, Row]:
-        """Return what Slurm says of this run's jobs, by their ids."""
+        """Return the rows of this run's jobs, by their ids."""
         script = f"{self._home}/{self.record.job}.sbatch"
         rows = seen.rows(self.job_id.partition("_")[0], script)
         return {row.job_id: row for row in rows if self._is_ours(row.command)}
@@ -193,10 +193,10 @@ class SlurmRun(Run):
             return False
 
     def _rows(self) -> dict[str, Row]:
-        """Return what Slurm says of the jobs just now, by id.
+        """Return the current rows of the jobs, by id.
 
         Raises:
-            LauncherError: nobody answers, or another cluster does.
+            LauncherError: Slurm does not answer, or another cluster does.
         """
         rows = self._rows_in(self._queue.look(patient=False))
         if not rows and self._left_behind().state is not RunState.SUCCEEDED:
@@ -265,7 +265,7 @@ class SlurmRun(Run):
         return status.state.final or status.lost
 
     def cancel(self) -> None:
-        """Ask the batch script to stop the job within `stop.grace`; asked twice, end it at once."""
+        """Signal the script to stop within `stop.grace`; a second call ends the job immediately."""
         try:
             rows = self._rows()
         except LauncherError as error:
@@ -316,7 +316,7 @@ class SlurmRun(Run):
         forgotten for one that ended well.
 
         Raises:
-            LauncherError: it has ended otherwise, or nobody knows how.
+            LauncherError: it has ended otherwise, or its end is unknown.
         """
         rows = self._rows()
         jobs = self._jobs_of(rows)
@@ -359,7 +359,7 @@ def _lives(row: Row | None) -> bool:
 
 
 def _living(rows: dict[str, Row]) -> tuple[list[str], list[str]]:
-    """Return the ids of the jobs that wait, and of those that have begun."""
+    """Return the ids of the pending jobs, and of those that have started."""
     living = [row for row in rows.values() if _lives(row)]
     waiting = [row.job_id for row in living if row.state is RunState.PENDING]
     return waiting, [row.job_id for row in living if row.state is not RunState.PENDING]

@@ -1,4 +1,4 @@
-"""What Slurm's accounting, where a site has one, says of jobs that the controller has forgotten."""
+"""Rows of sacct, for jobs that the controller has forgotten, at sites with accounting."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ _JOBS_PER_QUESTION = 5000
 
 
 def ask_accounting(command: Command, job_ids: Sequence[str]) -> list[Row] | None:
-    """Return what sacct says of these jobs, each task of an array by itself; None without one.
+    """Return sacct's rows of these jobs, one for each task of an array; None without one.
 
     Raises:
         LauncherError: it does not answer now, but may later.

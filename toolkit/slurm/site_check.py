@@ -1,4 +1,4 @@
-"""What a Slurm site says of itself, and where a plan believes something else."""
+"""Compares a plan with the configuration that a Slurm site reports."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence

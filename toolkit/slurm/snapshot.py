@@ -1,7 +1,7 @@
 """Who asks Slurm: one question for all runs, its answer shared for seconds by all processes here.
 
-`watch -n1 toolkit list` in ten shells asks the controller no more often than one of them would. An
-answer lies in the user's state folder, one file for each Slurm that is asked from here.
+`watch -n1 toolkit list` in ten shells queries the controller no more often than in one. The answer
+lies in the user's state folder, one file per Slurm cluster.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ _CLUSTER_S = 600.0
 _ASK_AGAIN_S = 60.0
 """How long it is believed that the accounting does not know a job; it may be late."""
 _TURN_S = 60.0
-"""How long to wait for another process that asks just now; squeue itself gives up sooner."""
+"""How long to wait for another process that is querying; squeue itself gives up sooner."""
 _MOST_ENDED = 20_000
 _FILE_BYTES = 256 << 20
 _LAST = 32503680000.0
-"""The year 3000: what is later cannot be shown as a time everywhere."""
+"""The year 3000: later times cannot be shown on every platform."""
 
 
 def place_of_answers(environ: Mapping[str, str] = os.environ, *, host: str = "") -> Path:
-    """Return the file for the answers of the Slurm that is asked in this environment.
+    """Return the snapshot file of the Slurm cluster of this environment.
 
     Args:
         environ: The environment of the commands.
@@ -82,7 +82,7 @@ class Snapshot:
 
 @dataclass(kw_only=True)
 class _Known:
-    """What is known of a Slurm, as it lies in the file."""
+    """The contents of the snapshot file of a Slurm cluster."""
 
     asked: float = 0.0
     rows: list[Row] = field(default_factory=list)
@@ -93,7 +93,8 @@ class _Known:
     pause: float = 0.0
     no_accounting_until: float = 0.0
     ended: dict[str, tuple[float, list[Row]]] = field(default_factory=dict)
-    """What the accounting says of jobs, and when it did; no rows for those it does not know."""
+    """The accounting's rows of jobs, and the time of the query;
+    no rows for those it does not know."""
 
 
 class Queue:
@@ -110,7 +111,7 @@ class Queue:
 
         Args:
             command: How Slurm's commands are run.
-            file: Where answers are shared; without one every question is asked.
+            file: Where answers are shared; without one every call queries Slurm.
             clock: Seconds since 1970.
         """
         self._command = command
@@ -122,7 +123,7 @@ class Queue:
 
     @property
     def place(self) -> Hashable:
-        """What is equal where the same Slurm is asked."""
+        """A key that is equal for the same Slurm cluster."""
         return self._file or self._command
 
     def look(
@@ -133,10 +134,11 @@ class Queue:
         Args:
             max_age_s: How old the answer may be.
             changed: When something happened that the answer must know.
-            patient: Whether a busy controller is left alone; a person who acts cannot wait.
+            patient: Whether a busy controller is left alone; a command that changes something
+            cannot wait.
 
         Raises:
-            LauncherError: nobody answers, or the controller is too busy for it.
+            LauncherError: Slurm does not answer, or the controller is too busy.
         """
         begun = self._clock()
         oldest = max(begun - max_age_s, changed) if self._file else begun
@@ -168,7 +170,7 @@ class Queue:
         return known
 
     def _older(self, known: _Known, changed: float) -> Snapshot:
-        """Return the last answer, if it says anything of what is asked."""
+        """Return the last answer, if it covers the query."""
         if known.asked < max(changed, self._clock() - _OLDEST_S):
             raise LauncherError(self._busy(known))
         at = time.strftime("%H:%M:%S", time.localtime(known.asked))
@@ -185,14 +187,14 @@ class Queue:
         return self._known_as[1]
 
     def forget(self) -> None:
-        """Make sure that what was done just now is seen by everybody who asks."""
+        """Invalidate the shared snapshot, so that the next query sees this change."""
         with self._turn():
             known = self._load()
             known.asked = 0.0
             self._save(known)
 
     def others(self, job_ids: Sequence[str]) -> Snapshot:
-        """Return jobs that somebody else submitted.
+        """Return jobs of other users.
 
         Raises:
             LauncherError: nobody answers.
@@ -225,9 +227,9 @@ class Queue:
         return known.cluster
 
     def ended(self, job_ids: Iterable[str]) -> dict[str, list[Row]] | None:
-        """Return what the accounting says of jobs that the controller has forgotten, by their id.
+        """Return the accounting's rows of jobs that the controller has forgotten, by their id.
 
-        One question for all of them, None where there is no accounting.
+        One query for all of them; None at a site without accounting.
 
         Raises:
             LauncherError: there is one, and it does not answer.
@@ -264,7 +266,7 @@ class Queue:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Let one process at a time ask; without a lock all of them do, which is no harm."""
+        """Let one process at a time query Slurm; without a lock all of them do."""
         if self._file is None:
             yield
             return

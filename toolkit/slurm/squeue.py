@@ -1,4 +1,4 @@
-"""What Slurm says of its jobs, and what that means."""
+"""Rows of squeue, and the status that follows from a row."""
 
 import math
 import os
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Command = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
-"""Runs a command of Slurm and returns what it printed; tests pass their own."""
+"""Runs a command of Slurm and returns its output; tests pass their own."""
 
 _NO_CLUSTER = (
     "`make sandbox-up` starts a cluster on this machine (then `make submit-slurm`, or "
@@ -39,13 +39,13 @@ _UNREACHABLE = re.compile(
     "Unable to contact|Could not establish a configuration|Unable to process configuration"
     "|the sandbox in .* is down"
 )
-"""What Slurm's commands (and the sandbox's) say when there is no cluster to talk to."""
+"""Messages of Slurm's commands (and the sandbox's) when no cluster is reachable."""
 
 _BUSY = re.compile(
     "Socket timed out|Rate limit exceeded|[Tt]emporarily un|Slurm is busy|Zero Bytes"
     r"|\((receive|send) failure\)"
 )
-"""What they say when the controller has more to do than it can (Slurm, slurm_errno.c)."""
+"""Their messages when the controller is overloaded (Slurm, slurm_errno.c)."""
 
 _FORMAT = "==job|%i|%T|%S|%r|%o"
 _ROW = re.compile(r"==job\|(\d{1,18}[\w,%\[\]+-]{0,4000})\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)")
@@ -79,7 +79,7 @@ _STATES = {
     "SUSPENDED": RunState.RUNNING,
     "TIMEOUT": RunState.PREEMPTED,
 }
-"""Slurm's job states (squeue manual, JOB STATE CODES); what is not here is UNKNOWN."""
+"""Slurm's job states (squeue manual, JOB STATE CODES); all others are UNKNOWN."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class Row:
 
 
 def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    """Run a command of Slurm; what only asks is bounded in seconds, sbatch and scancel are not.
+    """Run a command of Slurm; queries have a time limit, sbatch and scancel have none.
 
     Raises:
         SchedulerMissing: it is not installed here.
@@ -142,7 +142,7 @@ def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
 def ask_mine(command: Command) -> list[Row]:
     """Return all jobs of this user that Slurm still knows, each task of an array by itself.
 
-    One question, and a cheap one whatever the number of runs: for a list of job ids squeue would
+    One query, and a cheap one for any number of runs: for a list of job ids squeue would
     fetch the jobs of all users.
 
     Raises:
@@ -152,7 +152,7 @@ def ask_mine(command: Command) -> list[Row]:
 
 
 def ask_jobs(command: Command, job_ids: Iterable[str]) -> list[Row]:
-    """Return what Slurm still knows of these jobs, whoever submitted them.
+    """Return the rows of these jobs that Slurm still knows, of any user.
 
     Raises:
         LauncherError: nobody answers.
@@ -190,12 +190,12 @@ def _rows(text: str) -> Iterator[Row]:
 
 
 def judge(row: Row, run_dir: Path | None, *, after: str = "") -> RunStatus:
-    """Put Slurm's word together with what the training said of its end.
+    """Combine Slurm's state with the outcome that the training has written.
 
     Args:
-        row: What Slurm says.
+        row: The row of squeue.
         run_dir: The run directory, where this machine can see it.
-        after: The jobs that it has to wait for, as sbatch was told.
+        after: The jobs that it waits for, as they were given to sbatch.
     """
     state, reason = row.state, row.reason
     if state is RunState.UNKNOWN:
@@ -241,15 +241,15 @@ def refused(program: str, answer: "subprocess.CompletedProcess[str]") -> Launche
 
 
 def is_busy(text: str) -> bool:
-    """Whether a controller says that it has too much to do, so that asking again makes it worse."""
+    """Whether a controller reports overload, so that a retry would make it worse."""
     return bool(_BUSY.search(text))
 
 
 def cluster_name(config: str) -> str:
-    """Return the cluster's name, as `scontrol show config` tells it; empty where it does not.
+    """Return the cluster's name from `scontrol show config`; empty where it does not.
 
     Raises:
-        LauncherError: what is told is no name: it becomes a part of URIs.
+        LauncherError: the answer is not a name: it becomes a part of URIs.
     """
     found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
     if found and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", found[1]):
@@ -258,5 +258,5 @@ def cluster_name(config: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return the first line that says something."""
+    """Return the first line that is not empty."""
     return text.strip().partition("\n")[0]

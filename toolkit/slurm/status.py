@@ -32,7 +32,8 @@ _WORDS = {
     "Reservation": "its reservation has not begun",
     "Resources": "waits for nodes to become free",
 }
-"""Slurm's words (squeue manual, JOB REASON CODES) that say little to who does not know Slurm."""
+"""Explanations of reasons of Slurm (squeue manual, JOB REASON CODES) for readers who do not know
+Slurm."""
 
 _TABLE = [(re.compile(pattern), words) for pattern, words in _WORDS.items()]
 

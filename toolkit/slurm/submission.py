@@ -1,6 +1,6 @@
 """How jobs are submitted, so that none is submitted twice, however the asking ends.
 
-sbatch may be answered by nobody though the controller has taken the job: its message timed out, or
+sbatch may get no answer although the controller has accepted the job: its message timed out, or
 the connection to the login node was cut. Then the job is looked for before it is submitted again:
 no other job has the same command, whose script lies in the run directory.
 """
@@ -33,19 +33,19 @@ _NO_ANSWER = re.compile(
     "Socket timed out|Zero Bytes were transmitted|Connection reset|Connection timed out"
     "|Broken pipe|Unexpected message|receive failure|not connected"
 )
-"""What sbatch says when its request may have arrived (Slurm, slurm_errno.c)."""
+"""Messages of sbatch after which its request may have arrived (Slurm, slurm_errno.c)."""
 
 DOUBTFUL = 75
-"""Exit status of `Login.sbatch`: an earlier call has begun it, and nobody knows how that ended."""
+"""Exit status of `Login.sbatch`: an earlier call has started it, and its outcome is unknown."""
 
 
 class Unclear(LauncherError):
-    """Nobody knows whether Slurm has the job."""
+    """It is unknown whether Slurm has the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What is to be submitted for a run: a job, or a chain, in which each waits for another."""
+    """The order of a submission: a job, or a chain, in which each waits for another."""
 
     folder: Folder
     """The run directory."""
@@ -60,7 +60,7 @@ class Order:
     """The jobs; their ids are not known yet."""
 
     token: str
-    """Tells this submission from every other one of the run."""
+    """An id that distinguishes this submission from all others of the run."""
 
     known: tuple[str, ...] = ()
     """The ids of the jobs that the run had before."""
@@ -69,7 +69,7 @@ class Order:
     """The tasks of a sweep, where they are not all of the script's."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return what is written down, for `of_json`."""
+        """Return the order as JSON, for `of_json`."""
         folder = asdict(self.folder) | {"here": str(self.folder.here)}
         return asdict(self) | {"folder": folder}
 
@@ -116,7 +116,7 @@ def send(
         begun: Whether an earlier call may have submitted some of it.
 
     Raises:
-        Unclear: nobody knows whether Slurm has one of them.
+        Unclear: it is unknown whether Slurm has one of them.
         LauncherError: sbatch refused one of them; those before it are cancelled.
     """
     sent: list[SlurmJob] = []
@@ -219,7 +219,7 @@ def _queued(login: Login, commands: Sequence[str], known: Sequence[str]) -> list
 
 
 def find(login: Login, order: Order) -> list[SlurmJob]:
-    """Return those jobs of an order that Slurm has got, with their ids, whoever asked for them.
+    """Return the jobs of an order that Slurm has, with their ids.
 
     Raises:
         LauncherError: nobody answers.

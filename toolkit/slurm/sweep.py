@@ -1,4 +1,4 @@
-"""A sweep on Slurm: a job array, of which each task is a point with a run directory of its own."""
+"""A sweep on Slurm: a job array; each task is a point with a run directory of its own."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ class SlurmSweep(SlurmRun):
         return found
 
     def told(self, seen: Snapshot) -> "Sequence[RunStatus | None]":
-        """Return where each point stands by what Slurm says, and by what it has left behind."""
+        """Return the status of each point from Slurm's answer and its run directory."""
         rows = self._rows_in(seen)
         newest = self.newest(rows)
         return [point.told_by(rows, newest[point.index], seen) for point in self.points]
@@ -88,7 +88,7 @@ class SlurmSweep(SlurmRun):
         """Return what sbatch must wait for, so that all points end as wished.
 
         Raises:
-            LauncherError: one has ended otherwise, or nobody knows how.
+            LauncherError: one has ended otherwise, or its end is unknown.
         """
         found, newest = self.statuses(), self.newest({})
         live = [p for p, s in zip(self.points, found, strict=True) if not (s.state.final or s.lost)]
@@ -182,7 +182,7 @@ class SlurmPoint(SlurmRun):
         return (self.told_by(rows, self.sweep.newest(rows)[self.index], seen),)
 
     def told_by(self, rows: Mapping[str, Row], job: SlurmJob, seen: Snapshot) -> RunStatus | None:
-        """Return where the point stands, by what Slurm says of all jobs and by what it left."""
+        """Return the status of the point from Slurm's rows of all jobs and its run directory."""
         row = rows.get(f"{job.job_id}_{self.index}")
         if row is None and not run_directory.has_attempts(self.run_dir):
             row = rows.get(job.job_id)  # tasks that were cancelled before they started, together
@@ -219,7 +219,7 @@ class SlurmPoint(SlurmRun):
         return self.run_dir.parent / "logs" / f"{self.index}.log"
 
     def cancel(self) -> None:
-        """Ask this point to stop with a checkpoint, or never to start."""
+        """Request that this point stops with a checkpoint, or never starts."""
         self.run_dir.mkdir(exist_ok=True)
         super().cancel()
 

@@ -15,7 +15,7 @@ class Manifest:
     """One object of a stream."""
 
     data: Mapping[str, Any]
-    """What it says, as Kubernetes reads it."""
+    """Its content, as Kubernetes reads it."""
 
     document: Document
     """The document that it stands in, which knows the lines."""
@@ -151,12 +151,12 @@ class Stream:
     def level_of(self, manifest: Manifest) -> str:
         """Return the Pod Security level that an object's pods are held to.
 
-        Where nothing says it, that is `restricted`: a pod that passes it passes everywhere.
+        The default is `restricted`: a pod that passes it passes everywhere.
         """
         return self.known_level_of(manifest) or "restricted"
 
     def known_level_of(self, manifest: Manifest) -> str | None:
-        """Return that level where a Namespace of the file, or the caller, says it."""
+        """Return the level if a Namespace of the file, or the caller, sets it."""
         for space in self.of("Namespace"):
             level = space.view.text("metadata", "labels", "pod-security.kubernetes.io/enforce")
             if level and manifest.namespace in ("", space.name):

@@ -1,7 +1,7 @@
-"""Secrets in what is shown: their values are replaced, in the forms in which programs print them.
+"""Secrets in shown text: their values are replaced, in the forms in which programs print them.
 
 Pure. A value that is no longer known, as the variable of yesterday's terminal, is recognised by a
-mark: its length and two salted hashes. Whoever has the marks alone must guess the value.
+mark: its length and two salted hashes. From the marks alone the value can only be guessed.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _MOST_GUESSES = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """What is remembered of a value."""
+    """The kept hash of a value."""
 
     name: str
     """The variable."""
@@ -96,7 +96,7 @@ class Mask:
     """Hides the values of secrets in texts."""
 
     def __init__(self, values: Iterable[tuple[str, str]], marks: Iterable[Mark] = ()) -> None:
-        """Hide these values, by variable, and what has one of these marks."""
+        """Hide these values, by variable, and words with one of these marks."""
         forms = {
             form: name
             for name, value in values

@@ -48,7 +48,8 @@ def parse_duration(text: str) -> int:
     (5400, 172800)
 
     Raises:
-        ValueError: not a duration, or not longer than nothing; says what to write.
+        ValueError: not a duration, or not longer than nothing; the message shows the way to write
+        it.
     """
     if re.fullmatch(r"[0-9]+", text):
         raise ValueError(f"{text!r} has no unit; write {text}s, {text}m or {text}h")
@@ -166,7 +167,7 @@ def whole_number(text: str) -> int | None:
     """Return the whole number that a text stands for; None for anything else.
 
     Python refuses to convert texts of more than 4300 digits, so a text of more than 18 digits is no
-    number here. Such texts come from scripts, logs and answers that somebody else has written.
+    number here. Such texts come from untrusted scripts, logs and answers.
 
     >>> whole_number("12"), whole_number("-1"), whole_number("9" * 5000)
     (12, None, None)

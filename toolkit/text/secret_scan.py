@@ -149,7 +149,7 @@ def _is_literal(value: str, name: str) -> bool:
 
 
 def leaks(place: str, value: str, *, name: str = "") -> Iterator[str]:
-    """Yield what is wrong with a value at `place`; the value itself is not in it."""
+    """Yield the problems of a value at `place`; the value itself is not in it."""
     if kind := kind_of(value, name=name):
         yield f"{place} holds what looks like {kind}; {WAY_OUT}"
 
@@ -204,7 +204,7 @@ def leaks_of_document(
 
 
 def conceal(text: str, hidden: Iterable[str] = ()) -> str:
-    """Return a message without the tokens in it, and without what is `hidden`.
+    """Return a message without the tokens in it, and without the `hidden` texts.
 
     >>> conceal("must be a list, not 'ghp_0123456789abcdefghij'")
     "must be a list, not 'ghp***'"

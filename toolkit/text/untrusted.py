@@ -1,9 +1,9 @@
-"""Files and answers that somebody else may have written: read as data, within limits.
+"""Untrusted files and answers: read as data, within limits.
 
-A run directory on a shared file system, what comes back from a login node and what a server answers
-may have been written by anybody. Such a file is opened without following links and without waiting
-for a writer, has to be a regular file, and is read up to a limit. What is wrong with it is an
-OSError (`Refused`), as for a file that is not there: whoever can do without the file goes on.
+Run directories on a shared file system, files of a login node and answers of a server may be
+forged. Such a file is opened without following links and without waiting
+for a writer, has to be a regular file, and is read up to a limit. A violation is an OSError
+(`Refused`), as for a missing file, so a caller that can do without the file continues.
 """
 
 import contextlib
@@ -217,7 +217,7 @@ def lines_of_json(
 
 
 def write_bytes(path: Path | str, content: bytes) -> None:
-    """Write a file that nobody else may write, whatever the umask; a link is not followed.
+    """Write a file that only the owner may write, for any umask; a link is not followed.
 
     Raises:
         OSError: the file cannot be written, or is a link.
@@ -325,7 +325,7 @@ def printable(text: str) -> str:
 def for_terminal(line: str) -> str:
     """Return a line of a log as a terminal may have it: colours and progress bars stay.
 
-    Whatever else would command the terminal stands as in `printable()`.
+    Other control sequences are shown as in `printable()`.
     """
     if _CONTROL.search(line) is None:
         return line

@@ -70,7 +70,7 @@ class Ambiguous(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """What a file (or a mapping) says, and where it says it."""
+    """The data of a file (or a mapping), with the line of each value."""
 
     data: Any
     """Mappings, tuples and scalars."""
@@ -85,7 +85,7 @@ class Document:
     """How a value that is no string was written: `3.10`, which is read as 3.1."""
 
     problems: tuple[Problem, ...] = ()
-    """What is wrong with the YAML itself."""
+    """The problems of the YAML itself."""
 
     def place(self, path: KeyPath) -> str:
         """Return where `path` stands, or its nearest ancestor that is written down."""
@@ -230,7 +230,7 @@ def _old_int(written: str) -> int:
 
 
 _streams: dict[Path, bytes] = {}
-"""What pipes have said: they say it once, and it is looked at more than once."""
+"""Content that was read from pipes: they say it once, and it is looked at more than once."""
 
 
 def read_text(path: Path) -> str:

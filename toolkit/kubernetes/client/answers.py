@@ -1,8 +1,8 @@
-"""What is read of an answer of the API server, and of which type it has to be.
+"""The fields that are read from answers of the API server, and their required types.
 
-An answer may come from a proxy, a broken aggregated API, or a server that somebody else has set up.
-What is not of its type is left out, as if the server had not said it; an answer of which nothing
-is left that is needed is refused.
+An answer may come from a proxy, a broken aggregated API, or a hostile server.
+Fields of another type are dropped, as if they were missing; an answer that lacks a required field
+is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -105,7 +105,7 @@ def listed(answer: Any) -> tuple[list[dict[str, Any]], str]:
     """Return the objects of a list, and its version.
 
     Raises:
-        LauncherError: the answer is no list, or holds what is no object.
+        LauncherError: the answer is not a list, or an item is not an object.
     """
     items = answer.get("items") if isinstance(answer, dict) else None
     if not isinstance(items, list):
@@ -116,7 +116,7 @@ def listed(answer: Any) -> tuple[list[dict[str, Any]], str]:
 
 
 def _fitted(value: Any, form: Any) -> Any:
-    """Return a value without what does not have the form.
+    """Return a value without the parts that do not have the form.
 
     Raises:
         _Misfit: nothing of the value has it.

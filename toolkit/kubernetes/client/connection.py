@@ -29,7 +29,7 @@ TIMEOUT_S = (5.0, 60.0)
 """How long to connect, and how long to wait for an answer."""
 
 LONGEST_PAUSE_S = 30.0
-"""The longest wait that a server is granted, whatever its Retry-After says."""
+"""The longest pause that is accepted from a server's Retry-After."""
 
 BODY_BYTES = 256 << 20
 """How large an answer may be: a list of ten thousand pods."""
@@ -43,7 +43,7 @@ _WORDS_BYTES = 1 << 20
 _READ_ATTEMPTS = 4
 
 _NO_LOG = re.compile("previous terminated container .* not found|waiting to start")
-"""What the API server says with 400 where a container has no log."""
+"""Messages of the API server with 400 for a container without a log."""
 
 _WITHOUT_CLUSTER = (
     "name a context in the profile, or set KUBECONFIG; "
@@ -71,7 +71,7 @@ class NotServed(LauncherError):
 
 
 class Conflict(LauncherError):
-    """The object is there already, has changed, or somebody else holds one of its fields."""
+    """The object exists already, has changed, or another manager owns one of its fields."""
 
 
 class Denied(LauncherError):
@@ -106,21 +106,21 @@ class Connection:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What tells this cluster from others."""
+        """A key that distinguishes this cluster from others."""
         if self._given:
             return (f"client {id(self._api_client)}",)
         return (self._environ.get("KUBECONFIG", ""), self.context or "")
 
     def connect(self) -> None:
-        """Find the server and the credentials, so that `context` is known; nothing is asked.
+        """Find the server and the credentials, so that `context` is known; no request is sent.
 
         Raises:
-            SchedulerMissing: no cluster is named, or as what is named cannot be used.
+            SchedulerMissing: no cluster is named, or the named one cannot be used.
         """
         self._client()
 
     def credentials(self) -> tuple[Any, dict[str, str]]:
-        """Return the official client's configuration, and the header that says who asks."""
+        """Return the official client's configuration, and the header with the credentials."""
         configuration = self._client().configuration
         return configuration, self._authorization(configuration)
 
@@ -135,8 +135,8 @@ class Connection:
     ) -> Any:
         """Send a request and return the answer's JSON.
 
-        What only reads is sent again where the server says when, or where a connection that was
-        kept open turns out to be closed.
+        Reads are retried if the server says when, or if a kept-alive connection turns out to be
+        closed.
 
         Raises:
             LauncherError: the server refused; its words are in the message.

@@ -1,4 +1,4 @@
-"""What a cluster says of its own kinds: their CustomResourceDefinitions, read and not changed."""
+"""The definitions of a cluster's kinds: their CustomResourceDefinitions, read and not changed."""
 
 import contextlib
 import os

@@ -30,7 +30,7 @@ _ANSWER_S = 60.0
 """How long the server may take to agree to a websocket."""
 
 _SILENCE_S = 300.0
-"""How long a command may say nothing: a network disk takes its time to write what it was given."""
+"""How long a command may say nothing: a network disk may take long to write its data."""
 
 _LAST_WORDS = 2000
 
@@ -51,12 +51,12 @@ def execute(
         pod: The pod's name.
         container: Its container.
         argv: The command.
-        stdin: What it is told, in parts of some 10 KiB.
-        show: Called with each part of what it prints.
+        stdin: Its stdin, in parts of some 10 KiB.
+        show: Called with each part of its output.
 
     Raises:
-        Away: the connection is lost, so that nobody knows how the command ended.
-        Missing: there is no such pod, or its container does not run.
+        Away: the connection is lost, so the command's end is unknown.
+        Missing: the pod does not exist, or its container does not run.
         LauncherError: it cannot be run, or has ended otherwise; its last words are in the message.
     """
     command = _Command(show)
@@ -78,7 +78,7 @@ def execute(
 
 
 class _Command:
-    """What is known of a command."""
+    """The state of a command."""
 
     def __init__(self, show: Callable[[bytes], object]) -> None:
         self._show = show
@@ -119,7 +119,7 @@ class _Command:
 
 
 def _status(text: bytes) -> dict[str, Any]:
-    """Return what the server says of the command's end.
+    """Return the command's end as the server reports it.
 
     Raises:
         ConnectionError: that cannot be read.
@@ -163,7 +163,7 @@ def _in_time(connect: Callable[[], Any]) -> Any:
     """Return the connection; the official client would wait for the server's answer for ever.
 
     Raises:
-        TimeoutError: there is no answer.
+        TimeoutError: the server does not answer.
     """
     made: Future[Any] = Future()
 

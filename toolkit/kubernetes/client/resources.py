@@ -1,4 +1,4 @@
-"""The few questions that a run asks of its cluster, and the answers as plain data."""
+"""The few requests that a run sends to its cluster, with answers as plain data."""
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
@@ -39,7 +39,7 @@ class Cluster:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What tells this namespace from those of other clusters."""
+        """A key that distinguishes this namespace from those of other clusters."""
         return (*self.connection.identity, self.namespace)
 
     def apply(self, place: Place, body: Object, *, dry_run: bool = False) -> dict[str, Any]:
@@ -48,11 +48,11 @@ class Cluster:
         Args:
             place: Its kind.
             body: The object, with our fields alone.
-            dry_run: Whether the server only says what it would; then whose fields they are, is
+            dry_run: Whether the server only validates the object; then whose fields they are, is
                 no matter.
 
         Raises:
-            Conflict: somebody else has set one of the fields to another value.
+            Conflict: another manager has set one of the fields to another value.
             LauncherError: the server refused; its words are in the message.
         """
         query = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
@@ -80,7 +80,7 @@ class Cluster:
         self.connection.ask("POST", path, query=query, body=body)
 
     def get(self, place: Place, name: str) -> dict[str, Any] | None:
-        """Return an object, or None where there is none."""
+        """Return an object, or None if it does not exist."""
         try:
             found = self.connection.ask("GET", place.path(self.namespace, name))
         except Missing:
@@ -141,7 +141,7 @@ class Cluster:
         return sorted(self._list(EVENTS, {"fieldSelector": selector})[0], key=_when)
 
     def queued(self) -> list[dict[str, Any]]:
-        """Return Kueue's Workloads of the namespace; none where there is no Kueue."""
+        """Return Kueue's Workloads of the namespace; none without Kueue."""
         while self._queue_version < len(_QUEUE_VERSIONS):
             version = _QUEUE_VERSIONS[self._queue_version]
             place = Place(api_version=version, plural="workloads", kind="Workload")

@@ -1,7 +1,8 @@
 """One file of the claim, written, read or removed; runs in a pod, and so imports nothing of ours.
 
-`write PATH SIZE SHA256` takes SIZE bytes from stdin, whose end nobody can say. `read PATH` prints
-the size, a line, the bytes and their SHA-256, or `-` where there is no such file.
+`write PATH SIZE SHA256` takes SIZE bytes from stdin, whose end cannot be signalled.
+`read PATH` prints
+the size, a line, the bytes and their SHA-256, or `-` if the file does not exist.
 """
 
 import hashlib
@@ -54,7 +55,7 @@ def read(path: Path) -> None:
 
 
 def end_writes(path: Path) -> None:
-    """End who still writes the file: a lost connection ends no command in a container."""
+    """Kill the writer of the file: a lost connection ends no command in a container."""
     wanted = [b"write", os.fsencode(path)]
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

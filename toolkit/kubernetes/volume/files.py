@@ -20,7 +20,7 @@ CHUNK = 32 * 1024
 """Bytes of a message; kubectl's are as large."""
 
 ATTEMPTS = 3
-"""How often a file is sent, or asked for, if the connection is lost on the way."""
+"""How often a transfer of a file is tried if the connection is lost."""
 
 PAUSE_S = 0.5
 
@@ -43,7 +43,7 @@ class Files:
 
         Args:
             name: Its path in the run directory.
-            content: What it shall hold.
+            content: Its new content.
 
         Raises:
             LauncherError: it cannot be written, or the connection was lost too often.
@@ -58,7 +58,7 @@ class Files:
         self._tried(send)
 
     def remove(self, name: str) -> None:
-        """Remove a file, what is left of it, and the folders that have held nothing else."""
+        """Remove a file, parts of it, and folders that are empty then."""
         self._tried(lambda: self._run("remove", self._path(name), self._run_dir.rpartition("/")[0]))
 
     def fetch(self, name: str, out: BinaryIO) -> bool:
@@ -97,7 +97,7 @@ class Files:
 
 
 class _Received:
-    """What comes of a file: its size, a line, its bytes, and their SHA-256."""
+    """The received part of a file: its size, a line, its bytes, and their SHA-256."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out

@@ -1,7 +1,8 @@
-"""The pod that files go through: from the run's own, so that what a site asks of pods holds. Pure.
+"""The helper pod of a transfer, derived from the run's pods, so that it fulfils policies. Pure.
 
-It has the claim and nothing else: none of the run's secrets, devices, labels or network. So it is
-no pod of the run to Services, NetworkPolicies, controllers, or to whoever asks for state and logs.
+It has the claim and nothing else: none of the run's secrets, devices, labels or network. So
+Services, NetworkPolicies, controllers, and queries for state and logs do not take it for a pod of
+the run.
 """
 
 import posixpath
@@ -21,14 +22,14 @@ TRANSFER_LABEL = f"{MANAGER}/transfer"
 """The label by which the pods of a run's transfers are found."""
 
 LIMIT_S = 3600
-"""When it ends by itself, since whoever has made it was killed."""
+"""After how many seconds it ends by itself, in case its creator was killed."""
 
 _OF_POD = (
     *("serviceAccountName", "imagePullSecrets", "nodeSelector", "tolerations", "securityContext"),
     *("priorityClassName", "runtimeClassName"),
 )
 _OF_CONTAINER = ("image", "imagePullPolicy", "securityContext")
-"""What it has in common with the pods of the run."""
+"""The labels that it shares with the pods of the run."""
 
 _RESOURCES = {
     "requests": {"cpu": "100m", "memory": "128Mi"},
@@ -51,7 +52,7 @@ def transfer_pod(workload: Object, kind: Kind, *, word: str) -> dict[str, Any]:
         workload: The object that makes the pods of the run, rendered or as the server has it; it
             owns the pod where it is there already.
         kind: What it is.
-        word: What tells this transfer from others of the run.
+        word: An id that distinguishes this transfer from others of the run.
 
     Raises:
         LauncherError: no volume outlives the pods.

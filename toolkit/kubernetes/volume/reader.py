@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def read_file(run: "KubernetesRun", name: str) -> bytes | None:
-    """Return a file of a run's run directory; None where there is none.
+    """Return a file of a run's run directory; None if it does not exist.
 
     It is read in a pod of the run while one runs, else in one that is made for it.
 

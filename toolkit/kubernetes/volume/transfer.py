@@ -113,7 +113,7 @@ def _until_it_runs(cluster: Cluster, name: str) -> None:
 
 
 def runs(pod: Object) -> bool:
-    """Tell whether a pod runs, and goes on."""
+    """Whether a pod runs and is not being deleted."""
     phase = (pod.get("status") or {}).get("phase")
     return phase == "Running" and not pod["metadata"].get("deletionTimestamp")
 

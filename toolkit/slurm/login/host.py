@@ -28,7 +28,7 @@ class Folder:
     """Its path on the nodes."""
 
     start: str
-    """The folder in which its jobs start: what is relative in a job is below it."""
+    """The folder in which its jobs start: relative paths in a job are below it."""
 
 
 class Login(abc.ABC):
@@ -52,7 +52,7 @@ class Login(abc.ABC):
         """
 
     def bring(self, folder: Folder) -> None:
-        """Bring what was written into a new run directory to where the nodes see it.
+        """Copy the files of a new run directory to the file system of the nodes.
 
         Raises:
             LauncherError: something could not be brought.
@@ -87,17 +87,17 @@ class Login(abc.ABC):
         return {}
 
     def keep(self, folder: Folder, *, jobs: Sequence[str], launch: str) -> None:
-        """Write into the run directory there what was submitted; done twice, it is there once."""
+        """Write the record of the submission into the remote run directory, once."""
 
     def as_there(self, record: RunRecord) -> RunRecord:
         """Return a record with which the toolkit opens the run over there."""
         return record
 
     def watch(self, run: object) -> None:
-        """Note that somebody has this run open."""
+        """Register that a process has this run open."""
 
     def fetch(self, since: float) -> None:
-        """Make sure that what is seen here of the open runs is not older than `since`.
+        """Make sure that the local copies of the open runs are not older than `since`.
 
         Raises:
             LauncherError: it cannot be fetched.

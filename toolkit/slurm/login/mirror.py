@@ -28,7 +28,7 @@ _TRY_AGAIN_S = 10.0
 """How long a host is left alone that was not reached."""
 
 _BIG = 16 * 2**20
-"""The bytes from which a file is brought only if it is a log, and then what was added to it."""
+"""Size in bytes from which only logs are copied, and of them only the appended part."""
 
 _STAYS = ("--exclude=/*/code/", "--exclude=checkpoints/", "--exclude=/*/profile/")
 
@@ -38,8 +38,8 @@ _FILES = ("-rt", "--no-links", "--no-devices", "--no-specials")
 _OURS = tuple(
     f"--exclude=/*/{name}" for name in ("launch.json", "job.yaml", "*.sbatch", "points.jsonl")
 )
-"""What this machine has written, and by which it opens the run and submits it again: whoever may
-write on the login node does not decide which secrets, paths and commands leave this machine."""
+"""What this machine has written, and by which it opens the run and submits it again: write access
+on the login node must not decide which secrets, paths and commands leave this machine."""
 
 _GROWING = ("--include=*/", "--include=*.log", "--include=*.jsonl", "--exclude=*")
 
@@ -67,7 +67,7 @@ class Mirrors:
         self._turn = threading.Lock()
 
     def watch(self, run: object) -> None:
-        """Bring this run, too, as long as somebody has it open."""
+        """Copy this run as well, as long as a process has it open."""
         self._runs.add(run)
         self._as_of = float("-inf")
 
@@ -88,7 +88,7 @@ class Mirrors:
             self._as_of = began
 
     def refresh(self) -> None:
-        """Bring what is older than seconds, if the host can be reached."""
+        """Copy runs whose local files are older than seconds, if the host can be reached."""
         now = time.time()
         if now > self._host.lost + _TRY_AGAIN_S:
             with contextlib.suppress(LauncherError):  # who must know asks the host, and is told

@@ -27,10 +27,11 @@ _OPTIONS = (
     "LogLevel=ERROR",
 )
 _PERSIST_S = 60
-"""How long the connection is kept for the next command, of whatever process."""
+"""How long the connection is kept open for the next command of any process."""
 
 _SOCKET_MAX = 104 - 1 - 40 - 17
-"""What is left for the folder of a socket's path (macOS allows 104) beside %C and ssh's suffix."""
+"""Characters left for the folder of a socket's path (macOS allows 104) beside %C and ssh's
+suffix."""
 
 _BEGIN, _END = "torch-deploy-toolkit: begin", "torch-deploy-toolkit: end"
 
@@ -49,7 +50,7 @@ kills nothing. The marks tell what is ours from what login shells print, and whe
 
 
 class Lost(LauncherError):
-    """The connection was cut or could not be made: nobody knows what was done there."""
+    """The connection was cut or could not be made: the effect on the remote side is unknown."""
 
 
 class Hung(Lost):
@@ -68,7 +69,7 @@ class Host:
     def ssh(self) -> tuple[str, ...]:
         """The client and its options.
 
-        Who has a connection to share in his own configuration keeps that one: it may have taken a
+        A shared connection in the user's own configuration is kept: it may have taken a
         second factor to make it.
 
         Raises:
@@ -170,7 +171,7 @@ class Host:
 
 @functools.cache
 def host_of(name: str) -> Host:
-    """Return the host of this name; one object for all who ask in this process."""
+    """Return the host of this name; one object per process."""
     return Host(name)
 
 

@@ -142,7 +142,7 @@ class There(Login):
         return self._path(f"latest/{tree.root.name}")
 
     def bring(self, folder: Folder) -> None:
-        """Bring the code, and what was written into the mirror."""
+        """Copy the code and the files of the mirror to the host."""
         assert self._tree is not None
         tree = self._tree
         there = f"{self._host.name}:{folder.there}/"
@@ -179,7 +179,7 @@ class There(Login):
         again: bool,
         secrets: Mapping[str, str],
     ) -> "CompletedProcess[str]":
-        """Submit a job, or say what was answered when it was submitted.
+        """Submit a job, or return the recorded answer if it was submitted before.
 
         Secrets stand in what bash reads from its stdin: on no command line, and in no file.
         """
@@ -203,7 +203,7 @@ class There(Login):
         return {key: answer for key, _, answer in found}
 
     def keep(self, folder: Folder, *, jobs: Sequence[str], launch: str) -> None:
-        """Write what was submitted into the run directory there.
+        """Write the record of the submission into the remote run directory.
 
         Raises:
             LauncherError: it cannot be written; the jobs are submitted all the same.
@@ -233,7 +233,7 @@ class There(Login):
     # ---- An earlier run
 
     def watch(self, run: object) -> None:
-        """Note that somebody has this run open."""
+        """Register that a process has this run open."""
         self._mirrors.watch(run)
 
     def fetch(self, since: float) -> None:
@@ -272,7 +272,7 @@ def _mirrors_of(host: Host, folder: Path) -> Mirrors:
 def _patiently(
     ask: Callable[[], "CompletedProcess[str]"],
 ) -> "CompletedProcess[str]":
-    """Ask until there is an answer, for a minute."""
+    """Retry until the host answers, for a minute."""
     for pause_s in _PAUSES_S:
         try:
             return ask()

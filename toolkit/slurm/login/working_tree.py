@@ -1,4 +1,4 @@
-"""The files of a git working tree, as they lie there: what is committed or not, but not ignored."""
+"""The files of a git working tree, as they lie there: committed or not, but not ignored."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from toolkit.text.quantities import format_size
 __all__ = ["WorkingTree", "working_tree"]
 
 LIMIT_BYTES = 2**30
-"""The most that is code, unless somebody says otherwise."""
+"""The default limit of a project's size in bytes."""
 
 _NAMED = 5
 
@@ -28,7 +28,7 @@ class WorkingTree:
     """Files and symbolic links below it, those of submodules included."""
 
     def require_small(self, limit_bytes: int | None) -> None:
-        """Refuse what is too much to be code.
+        """Refuse a project that is too large to be code.
 
         Raises:
             LauncherError: there is more; the biggest files are named.
