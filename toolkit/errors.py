@@ -103,6 +103,6 @@ class RunNotFound(LauncherError):
 
 
 class RunLost(RunNotFound):
-    """A run is known, and what is asked of it is gone: its end, or its log."""
+    """A run is known, but the requested data are gone: its end, or its log."""
 
     exit_status = 1

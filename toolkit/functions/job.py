@@ -182,7 +182,7 @@ class FunctionJob(core.Job[R]):
         return [self._load(rank) for rank in ranks]
 
     def exception(self) -> UncompletedJobError | None:
-        """Wait, and return why there is no result: of all ranks, that of the first one to fail."""
+        """Wait, and return the failure of the rank that failed first, or None."""
         self.wait()
         _within(_FILES_WITHIN_S, self._can_tell)
         if self._call.said() == "done":

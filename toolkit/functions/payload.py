@@ -1,4 +1,4 @@
-"""A call in its run directory: what goes in, and what comes out. The same for every place.
+"""A call in its run directory: arguments in, results out. The same for every place.
 
 docs/reference/run-directory.md describes the files; worker.py is the other side.
 """
@@ -132,7 +132,7 @@ class Call:
         return max(attempt_numbers(self.run_dir), default=0)
 
     def said(self) -> str:
-        """Return what the newest attempt says of its end, `done` or `fatal`; "" while it may go on.
+        """Return the status of the newest attempt, `done` or `fatal`; "" while it may go on.
 
         Only what nothing can follow counts: the rest is the scheduler's to say.
         """

@@ -34,9 +34,9 @@ _NAME = re.compile(r"outcome\.json|function/attempt-\d{1,6}/rank-\d{1,9}\.(?:pkl
 
 
 class PodJob(FunctionJob[R]):
-    """A call in pods, whose disks this process does not see: what they leave is in their logs.
+    """A call in pods, whose disks this process does not see: their results are in their logs.
 
-    There stands but the size of what is too large for a log; it is read from the claim.
+    The log holds only the size of a file that is too large for it; it is read from the claim.
     """
 
     def _bring(self, ranks: Sequence[int]) -> None:
@@ -91,8 +91,8 @@ class KubernetesExecutor(RunExecutor):
     """Calls functions on every rank of a torchrun group in pods.
 
     The function travels in a ConfigMap, and results come back in the logs of the pods: so neither
-    needs a disk that pods and this process share. What is too large for that goes to and from the
-    claim of the run directories, through a pod of its own. Calls of an array are runs of their own.
+    needs a disk that pods and this process share. Larger data pass to and from the volume of the
+    run directories through a helper pod. Calls of an array are runs of their own.
     """
 
     job_class = PodJob
@@ -167,7 +167,7 @@ def files_in(lines: Iterable[str], key: str) -> dict[str, bytes]:
 
 
 def _weight(outcome: bytes) -> tuple[int, ...]:
-    """Return how much an outcome says; nothing weighs less than what is none."""
+    """Return the weight of an outcome; anything else weighs least."""
     try:
         found = weight(untrusted.mapping(untrusted.parse_json(outcome)))
     except ValueError:
@@ -184,7 +184,7 @@ def size_of(path: Path) -> int:
 
 
 def write(files: Mapping[str, bytes], run_dir: Path) -> None:
-    """Write files where `Call` looks for them, the outcome last: it says that all are there."""
+    """Write files where `Call` looks for them, the outcome last: the log lists them all."""
     for name, content in sorted(files.items(), key=lambda item: item[0] == "outcome.json"):
         path = run_dir / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,8 @@ can take all others along, with their logs, and that shall be the cause's own.""
 def lines_of(name: str, content: bytes, room: int = LIMIT, *, key: str) -> Iterator[str]:
     """Yield the lines that hold a file: its name, `PART/PARTS`, its digest, the bytes in base 64.
 
-    Of a file larger than LIMIT or `room`, one line says how large it is. Last in each line stands
-    its code (HMAC-SHA256), by which it is told apart from what ranks print.
+    For a file larger than LIMIT or `room`, one line holds its size. Each line ends with an
+    HMAC-SHA256, which distinguishes it from the ranks' output.
 
     Args:
         name: The file's.
@@ -84,7 +84,7 @@ def shortened(content: bytes) -> bytes:
 
 
 def main() -> int:
-    """Print them; then, since Kubernetes keeps the end of a log, once more what has failed."""
+    """Print them; then the failures again, since Kubernetes keeps the end of a log."""
     attempt = int(os.environ.get("TRAIN_ATTEMPT") or 0)
     run_dir, host = Path(os.environ["TRAIN_RUN_DIR"]), os.environ["HOSTNAME"]
     key = json.loads(Path(__file__).with_name("call.json").read_text(encoding="utf-8"))["key"]

@@ -146,7 +146,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def weight(outcome: dict[str, Any]) -> tuple[int, int, int]:
-    """Of two outcomes the heavier one stays: that of the later start, then what says more."""
+    """Of two outcomes the heavier one stays: that of the later start, then the weightier one."""
     status = WEIGHTS.get(str(outcome.get("status")), -1)
     return outcome.get("attempt", -1), outcome.get("restart", -1), status
 
@@ -308,7 +308,7 @@ def join_group(store: Any, *, rank: int, world_size: int, gpu: int | None) -> Ca
 
 
 def gpu_of(place: Place, wanted: int) -> int | None:
-    """Return this rank's GPU; None where the job has asked for none."""
+    """Return this rank's GPU; None if the job has no such limit."""
     if not wanted:
         return None
     import torch

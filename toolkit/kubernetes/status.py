@@ -151,7 +151,7 @@ def _ends_of(things: Sequence[Object]) -> list[str]:
 
 
 def _again(found: Object, known: Evidence) -> str:
-    """Return how often a run has started again; who looks now is to know that it may not go on."""
+    """Return how often a run has started again; the reader must know that it may not continue."""
     status = found.get("status") or {}
     restarts = max([status.get("restarts") or 0, *(attempt_of(pod) or 0 for pod in known.pods)])
     if restarts:

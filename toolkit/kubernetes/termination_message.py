@@ -1,4 +1,4 @@
-"""What a container said last: which rank had failed, of what, and what the entrypoint made of it.
+"""A container's last message: which rank had failed, of what, and what the entrypoint made of it.
 
 Kubernetes keeps the end of the log of a container that fails, 2,048 bytes of it
 (`terminationMessagePolicy: FallbackToLogsOnError`), when all else of the pod is gone.
@@ -28,7 +28,7 @@ _OF_TORCHRUN = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class LastWords:
-    """What a container said last."""
+    """The last message of a container."""
 
     rank: int | None = None
     """The rank that failed first, if the message names it."""

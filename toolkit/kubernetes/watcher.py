@@ -136,7 +136,7 @@ class Watch:
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
     def _list(self) -> list[tuple[str, Object | None]]:
-        """Read everything anew; return what has changed since."""
+        """Read everything anew; return the changes since then."""
         items, version = self._cluster.objects(self._kind, self._selector)
         found: dict[str, Object] = {
             str(item["metadata"]["name"]): digest(self._kind, item) for item in items

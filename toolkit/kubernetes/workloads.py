@@ -72,7 +72,8 @@ class Kind(Place):
     """The pods' container."""
 
     conditions: Mapping[str, RunState | None]
-    """What a true condition says; the first that is true counts. None if it does not determine the
+    """The state of a true condition;
+    the first that is true counts. None if it does not determine the
     state."""
 
     counts: str = ""

@@ -18,7 +18,7 @@ class Rule:
     """Its name, the same in every message and for ever."""
 
     finds: str
-    """What is wrong where it speaks."""
+    """The fault that the rule finds."""
 
     reason: str
     """What happens then."""
@@ -28,7 +28,7 @@ class Rule:
 
 
 class RuleBook(Generic[SubjectT, FaultT]):
-    """The rules for one kind of file, each with the function that looks for what it finds."""
+    """The rules for one kind of file, each with the function that finds its faults."""
 
     def __init__(self) -> None:
         self._checks: dict[str, tuple[Rule, Callable[[SubjectT], Iterator[FaultT]]]] = {}
@@ -323,7 +323,7 @@ SITE_RULES = (
         fix="make it, or correct the path",
     ),
 )
-"""What `check --server` asks the site about, for a job file and for a script."""
+"""The rules of `check --server` at a Slurm site, for a job file and for a script."""
 
 CLUSTER_RULES = (
     Rule(
@@ -333,4 +333,4 @@ CLUSTER_RULES = (
         fix="see what it says",
     ),
 )
-"""What `check --server` asks a Kubernetes cluster, for a job file and for manifests."""
+"""The rules of `check --server` at a Kubernetes cluster, for a job file and for manifests."""

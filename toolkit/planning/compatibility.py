@@ -107,7 +107,7 @@ def _sweep_problems(job: JobSpec, profile: Profile) -> list[Problem]:
 
 def _nobody_counts(job: JobSpec, profile: KubernetesProfile) -> list[Problem]:
     if job.kubernetes.queue or profile.queue:
-        return []  # its quota says how many run at a time
+        return []  # its quota limits how many run at a time
     return refusal(
         "sweep-max-running",
         f"sweep.max_running {job.sweep.max_running if job.sweep else ''}: nobody on Kubernetes "

@@ -153,7 +153,7 @@ def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
         policy, limit = "OnFailure", job.retries.requeue * nodes + 1
     return replace(
         plan,
-        # No label of its pods tells one PyTorchJob from the next of its name.
+        # The pods of successive PyTorchJobs of one name have the same labels.
         env={**plan.env, STARTED: plan.run_name},
         # An option would win over the operator's variables.
         torchrun=(

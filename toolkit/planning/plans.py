@@ -166,8 +166,8 @@ class KubernetesPlan(LaunchPlan):
     """Labels of the object, with those of a queue."""
 
     failure_limit: int
-    """Failures after each of which the pod, or all pods of a gang, may start again, as their
-    entrypoint counts them."""
+    """Number of failures, counted by the entrypoint, after which the pod, or all pods of a gang,
+    may start again."""
 
     restart_policy: str = "Never"
     """PyTorchJob: what follows when a pod has failed."""

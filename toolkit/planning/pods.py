@@ -132,7 +132,7 @@ def pod_of(
     labels: Mapping[str, str],
     grace_s: int,
 ) -> Pod:
-    """Return the pods of a job, each of which runs one torchrun."""
+    """Return the pods of a job; each runs one torchrun."""
     labels = dict(labels)
     annotations: dict[str, str] = {}
     spec: dict[str, Any] = {}
@@ -219,7 +219,7 @@ def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[
     if priority := job.kubernetes.priority_class or profile.priority_class:
         spec["priorityClassName"] = priority
     if profile.host_network:
-        # Without this policy such pods ask the node's resolver, which knows no Services.
+        # Without this policy such pods use the node's resolver, which knows no Services.
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if profile.node_selector:
         spec["nodeSelector"] = dict(profile.node_selector)

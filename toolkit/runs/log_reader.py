@@ -189,7 +189,7 @@ def follow_files(
     while True:
         last_round = False
         if (now := time.monotonic()) >= asked + ask_every_s:
-            last_round = ended()  # asked first: what was written before the end is still read
+            last_round = ended()  # asked first: lines from before the end are still read
             asked = now
         found = False
         for span in find():

@@ -35,7 +35,7 @@ class Intent:
         return os.fstat(self._file.fileno()).st_mtime
 
     def goes_on(self) -> None:
-        """Note that the submission goes on: what is begun counts from now."""
+        """Note that the submission goes on: the submission counts from now."""
         with contextlib.suppress(OSError):
             os.utime(self._file.fileno())
 

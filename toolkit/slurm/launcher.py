@@ -328,7 +328,7 @@ def _log_of(folder: Folder, *, sweep: bool) -> str:
 
 
 def _order_of(intent: submission_journal.Intent, record: registry.RunRecord) -> Order:
-    """Return what was written down.
+    """Return the record from its JSON.
 
     Raises:
         LauncherError: another version has written it.

@@ -72,7 +72,7 @@ class SlurmRun(Run):
 
     @property
     def parts(self) -> "Sequence[SlurmRun]":
-        """What has a state of its own: the points of a sweep, or the run itself."""
+        """The parts with a state of their own: the points of a sweep, or the run itself."""
         return (self,)
 
     def status(self) -> RunStatus:
@@ -172,7 +172,7 @@ class SlurmRun(Run):
         return [*jobs, *more]
 
     def _forgotten(self, seen: Snapshot) -> RunStatus | None:
-        """Return where a run stands whose jobs this Slurm does not know; None as `told` does."""
+        """Return the status of a run whose jobs Slurm does not know, or None if it is unknown."""
         found = self._left_behind()
         if found.state is RunState.SUCCEEDED:
             return found

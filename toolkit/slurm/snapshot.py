@@ -145,7 +145,7 @@ class Queue:
         known = self._load()
         if known.asked < oldest:
             with self._turn():
-                known = self._load()  # another process may have asked meanwhile
+                known = self._load()  # another process may have queried meanwhile
                 if known.asked < oldest:
                     if patient and self._clock() < known.busy_until:
                         return self._older(known, changed)

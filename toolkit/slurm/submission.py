@@ -75,7 +75,7 @@ class Order:
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> "Order":
-        """Return what was written down."""
+        """Return the order from its JSON."""
         folder = Folder(**data["folder"] | {"here": Path(data["folder"]["here"])})
         jobs = tuple(
             SlurmJob(**job | {"points": job["points"] and tuple(job["points"])})
@@ -107,7 +107,7 @@ def exported(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
 def send(
     login: Login, order: Order, *, secrets: Mapping[str, str], begun: bool = False
 ) -> list[SlurmJob]:
-    """Submit what is ordered; returns the jobs with their ids.
+    """Submit the order; returns the jobs with their ids.
 
     Args:
         login: Where.

@@ -53,7 +53,7 @@ class SlurmSweep(SlurmRun):
         return sum_of(found)
 
     def statuses(self) -> list[RunStatus]:
-        """Ask where each point stands: one question to Slurm, and what the others left behind."""
+        """Return the status of each point, by one query and the run directories of the others."""
         changed = self._changed()
         (found,) = statuses_of_parts(self._queue, [self], max_age_s=STATUS_AGE_S, changed=changed)
         return found

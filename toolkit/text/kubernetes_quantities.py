@@ -17,7 +17,7 @@ _FACTORS: dict[str, int | Fraction] = {"": 1, **_BINARY, **_DECIMAL, **_SMALL}
 
 
 def amount(value: Any) -> Fraction | None:
-    """Return what a quantity stands for; None of what is none.
+    """Return what a quantity stands for; None for other values.
 
     Source: Kubernetes, apimachinery/pkg/api/resource. A number counts as its digits do.
 

@@ -52,7 +52,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
-# Without waiting: a pipe that nobody writes to would be opened for ever.
+# Without waiting: opening a pipe without a writer would block for ever.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | _NO_LINK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 
@@ -235,7 +235,7 @@ def append_bytes(path: Path | str, content: bytes) -> None:
 
 
 def _write(path: Path | str, content: bytes, how: int) -> None:
-    # Without waiting: a pipe that nobody reads would be opened for ever.
+    # Without waiting: opening a pipe without a reader would block for ever.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | _NO_LINK | how
     with os.fdopen(os.open(path, flags, 0o644), "wb", buffering=0) as file:
         left = memoryview(content)

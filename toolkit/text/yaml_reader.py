@@ -42,7 +42,7 @@ _FLOAT = re.compile(
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen late
-    """PyYAML, ten times faster by libyaml, that says which words are plain."""
+    """PyYAML, ten times faster by libyaml, which marks plain words."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
         """Return the tag of a node that has none."""

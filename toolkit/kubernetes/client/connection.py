@@ -1,7 +1,7 @@
 """The connection to an API server: requests as plain JSON, and its refusals as our exceptions.
 
-The official client finds the server, its certificates and the credentials, which it renews; but
-for claim/commands.py the one place that imports it, and only once there is something to ask. The
+The official client finds the server, its certificates and the credentials, which it renews; besides
+exec.py the only module that imports it, at the first request. The
 requests are our own: the client's differ from version to version (35 to 37), and none of them can
 apply every kind.
 """
@@ -135,8 +135,7 @@ class Connection:
     ) -> Any:
         """Send a request and return the answer's JSON.
 
-        Reads are retried if the server says when, or if a kept-alive connection turns out to be
-        closed.
+        Reads are retried after a Retry-After, or if a kept-alive connection turns out to be closed.
 
         Raises:
             LauncherError: the server refused; its words are in the message.

@@ -94,7 +94,7 @@ class _Command:
         """Take a message; return whether there will be more.
 
         Raises:
-            ConnectionError: the server has hung up, and not said how the command ended.
+            ConnectionError: the server closed the connection without the command's end.
         """
         if opcode == _CLOSE:
             if self._status is None:

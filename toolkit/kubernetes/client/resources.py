@@ -20,7 +20,7 @@ _QUEUE_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
 """Kueue 0.15 and newer; older ones know the second alone."""
 
 _LOG_TIMEOUT_S = (5.0, 300.0)
-"""A rank may be silent for long; the reader asks again after this much."""
+"""A rank may be silent for long; the reader requests the next part after so many bytes."""
 
 _WATCH_S = 240
 """How long the server lets a watch be; then it is opened anew, from where it was."""

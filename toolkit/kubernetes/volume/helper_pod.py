@@ -100,7 +100,7 @@ def _pod_of(workload: Object, kind: Kind) -> tuple[Object, Object]:
     if spec is None:
         raise LauncherError(f"{kind.kind} {workload['metadata']['name']} says nothing of its pods")
     container = next(one for one in spec["containers"] if one["name"] == kind.container)
-    # A TrainJob has image and environment beside what it changes in its runtime.
+    # A TrainJob has image and environment beside its changes of the runtime.
     return spec, {**_some(workload["spec"].get("trainer") or {}, ("image", "env")), **container}
 
 

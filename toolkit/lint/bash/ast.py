@@ -33,7 +33,8 @@ class Part:
     """A piece of a word: literal text, or an expansion."""
 
     kind: Literal["text", "variable", "command", "computed"]
-    """`computed` stands for arithmetic and for whatever else only a running shell can tell."""
+    """`computed` stands for arithmetic and everything else that only a running shell can
+    evaluate."""
 
     text: str
     """The literal text; a variable's name, with `[@]` for all of an array; else the source."""
@@ -55,7 +56,7 @@ class Part:
 
     @property
     def shown(self) -> str:
-        """The part as somebody would write it in a message."""
+        """The part as it is written in messages."""
         if self.kind == "text":
             return self.text
         if self.kind == "variable":
@@ -88,7 +89,7 @@ class Word:
 
     @property
     def shown(self) -> str:
-        """The word as somebody would write it in a message."""
+        """The word as it is written in messages."""
         return "".join(part.shown for part in self.parts)
 
 
@@ -126,7 +127,7 @@ class Command:
 
     @property
     def name(self) -> str:
-        """The program, builtin or function, where the text tells."""
+        """The program, builtin or function, if it can be read from the text."""
         return (self.words[0].literal or "") if self.words else ""
 
 
@@ -136,7 +137,7 @@ class Compound:
 
     kind: str
     conditions: tuple["Sequence", ...]
-    """The commands whose exit status is asked."""
+    """The commands whose exit status is tested."""
 
     bodies: tuple["Sequence", ...]
     words: tuple[Word, ...]

@@ -21,7 +21,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "e": "\x1b"}
 
 
 class WordReader:
-    """A place in the text, and what can be read from there."""
+    """A position in the text, with the functions that read from there."""
 
     def __init__(self, spans: Several[Span], source: str) -> None:
         """Prepare to read.
@@ -131,7 +131,7 @@ class WordReader:
         return Word(parts=tuple(joined(parts)), line=line)
 
     def parts(self, *, double: bool = False, plain_quotes: bool = False) -> list[Part]:
-        """Read what comes next: plain characters, or a quoted or expanded piece.
+        """Read the next part: plain characters, or a quoted or expanded piece.
 
         Args:
             double: Whether this is between double quotes, or in a here-document.

@@ -1,1 +1,1 @@
-"""Kubernetes manifests: what they say, line by line, and the rules that they are held to."""
+"""Kubernetes manifests: their values with line numbers, and the rules for them."""

@@ -51,7 +51,7 @@ def check_manifests(
     pod_security: str | None = None,
     schemas: Schemas | None = None,
 ) -> list[Problem]:
-    """Return what is wrong with a stream of manifests, by line; each fault once.
+    """Return the problems of a stream of manifests, by line; each fault once.
 
     A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
 
@@ -62,7 +62,7 @@ def check_manifests(
         schemas: Those of the cluster's own kinds.
 
     Raises:
-        InputError: it cannot be read, or holds what is no object.
+        InputError: it cannot be read, or a document is not an object.
     """
     stream = read_manifests(text, source, pod_security=pod_security)
     found = [problem_of(rule, fault, source) for rule, fault in faults(stream, schemas)]
@@ -70,7 +70,7 @@ def check_manifests(
 
 
 def faults(stream: Stream, schemas: Schemas | None = None) -> Iterator[tuple[Rule, Fault]]:
-    """Yield what every rule finds; what a schema says of a place that a rule names, once."""
+    """Yield the faults of all rules; a schema's problem at a place of a rule is left out."""
     told: set[tuple[int, KeyPath]] = set()
     for rule, fault in RULES.faults(stream):
         told.add((fault.at.manifest.index, fault.at.path))

@@ -15,7 +15,7 @@ from toolkit.text.quantities import parse_duration
 __all__ = ["SHUTDOWN_TIMEOUT_S", "Launch", "launches", "seconds", "shell_of"]
 
 SHUTDOWN_TIMEOUT_S = 30
-"""How long torchrun gives its workers where nothing is said (torch, elastic agent)."""
+"""torchrun's default time for its workers to stop, in seconds (torch, elastic agent)."""
 
 _SHELLS = ("sh", "bash", "dash", "ash", "zsh", "ksh")
 
@@ -26,7 +26,7 @@ class Launch:
 
     container: Container
     given: Mapping[str, str]
-    """Its options by their long names; what the text does not tell is empty."""
+    """Its options by their long names; unknown parts are empty."""
 
     shell: str
     """The shell that is the container's first process; empty where torchrun is."""
@@ -130,7 +130,7 @@ def _passes(shell: str, script: str, walk: Walk, torchrun: Torchrun | None) -> b
 
 
 def seconds(text: str | None) -> int | None:
-    """Return the seconds that an option says; None where it says none.
+    """Return the seconds of an option's value; None if it is not a number.
 
     >>> seconds("60"), seconds("1.5"), seconds(""), seconds(None)
     (60, 2, None, None)

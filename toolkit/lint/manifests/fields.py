@@ -259,5 +259,5 @@ def _shapes() -> Mapping[str, Mapping[str, Field]]:
 
 
 def fields_of(type: str) -> Mapping[str, Field] | None:
-    """Return the fields of a shape; None of what is none."""
+    """Return the fields of a shape; None for other values."""
     return None if type in _SCALARS else _shapes().get(type)

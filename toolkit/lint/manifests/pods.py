@@ -40,10 +40,10 @@ class Pods:
     """The spec of the batch Job around them, or of the role; of a Pod the pod itself."""
 
     count: int | None
-    """How many there are; None where the manifest does not tell."""
+    """How many there are; None if it is not in the manifest."""
 
     together: int | None
-    """How many the object has in all; None where it does not tell."""
+    """How many the object has in all; None if it is unknown."""
 
     partly: bool = False
     """Whether the rest of the pod stands elsewhere: a patch for a runtime, or a runtime."""
@@ -132,7 +132,7 @@ class Container:
         return {entry.text("name"): entry for entry in self.view.at("env").items()}
 
     def variable(self, name: str) -> str | None:
-        """Return what a variable is set to; None where the manifest does not tell."""
+        """Return what a variable is set to; None if it is not in the manifest."""
         entry = self.env.get(name)
         return entry.text("value") if entry is not None and entry.at("value") else None
 
@@ -183,7 +183,7 @@ def _pods(manifest: Manifest) -> Iterator[Pods]:
 
 
 def _pods_of_trainjob(manifest: Manifest) -> Pods:
-    """Return the pods that a TrainJob itself describes; its runtime says the rest."""
+    """Return the pods that a TrainJob itself describes; its runtime defines the rest."""
     view = manifest.view.at("spec")
     nodes = _number(view.at("trainer", "numNodes"), default=None)
     return Pods(

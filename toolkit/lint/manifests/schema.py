@@ -1,6 +1,6 @@
 """Manifests held to the schemas of a cluster's own kinds (CustomResourceDefinitions).
 
-Only what a schema says in OpenAPI is looked at; its rules in CEL (x-kubernetes-validations) are for
+Only OpenAPI parts of a schema are checked; its rules in CEL (x-kubernetes-validations) are for
 the server.
 """
 
@@ -207,7 +207,7 @@ def _list(view: View, schema: _Schema) -> _Found:
 
 
 def _limits(view: View, schema: _Schema) -> _Found:
-    """Yield what is against limits of a single value."""
+    """Yield violations of the limits of a single value."""
     value, where = view.value, view.where
     if "enum" in schema and value not in schema["enum"]:
         choices = ", ".join(map(str, filter(None, schema["enum"])))
@@ -243,7 +243,7 @@ _SIZES = (
 
 
 def _combined(view: View, schema: _Schema) -> _Found:
-    """Yield what is against anyOf, oneOf, allOf and not, of which a part says little by itself."""
+    """Yield violations of anyOf, oneOf, allOf and not, whose parts mean little by themselves."""
     if schema.get("x-kubernetes-int-or-string"):
         return  # its anyOf says just that
     for part in schema.get("allOf", ()):
@@ -259,5 +259,5 @@ def _combined(view: View, schema: _Schema) -> _Found:
 
 
 def _part(view: View, schema: _Schema) -> _Found:
-    """Return what is against a part of a schema, in which fields are not listed in full."""
+    """Return violations of a part of a schema that does not list all fields."""
     return _value(view, {"x-kubernetes-preserve-unknown-fields": True, **schema})

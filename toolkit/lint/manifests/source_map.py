@@ -30,7 +30,7 @@ _KEYS: dict[str, KeyPath] = {
     "volumeMounts": ("mounts",),
     "volumes": ("mounts",),
 }
-"""The last key of a place that says where it comes from, and the job's key."""
+"""The last key of a place whose origin is known, and the key of the job."""
 
 _RESOURCES: dict[str, KeyPath] = {
     "cpu": ("resources", "cpus_per_node"),

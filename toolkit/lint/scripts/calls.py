@@ -103,7 +103,7 @@ class Call:
 
 @dataclass
 class Walk:
-    """What was found, in the order of the script."""
+    """The collected steps and settings, in the order of the script."""
 
     calls: list[Call] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)

@@ -21,7 +21,7 @@ _ALLOWED = re.compile(r"#.*\btoolkit: *allow +([\w, -]+)")
 
 
 def check_script(text: str, source: str) -> list[Problem]:
-    """Return what is wrong with a batch script, by line; each fault once.
+    """Return the problems of a batch script, by line; each fault once.
 
     A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
 

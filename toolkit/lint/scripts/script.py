@@ -1,4 +1,4 @@
-"""A batch script: what it asks Slurm for, and what it starts."""
+"""A batch script: its requests to Slurm, and the steps that it starts."""
 
 import re
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class BatchScript:
     commands: Sequence
     walk: Walk
     rendered: bool
-    """Whether the toolkit has rendered it, so that the job file has decided what is left out."""
+    """Whether the toolkit has rendered it, so that omissions are decisions of the job file."""
 
     @cached_property
     def options(self) -> dict[str, Option]:
@@ -57,12 +57,12 @@ class BatchScript:
 
     @cached_property
     def nodes(self) -> int | None:
-        """How many nodes the job has at least; None where the text does not tell."""
+        """How many nodes the job has at least; None if it is unknown."""
         return count(self.value("nodes")) if "nodes" in self.options else None
 
     @property
     def several_nodes(self) -> bool:
-        """Whether the job has more than one node, as far as the script says."""
+        """Whether the job has more than one node, as far as the script shows."""
         if "nodes" in self.options:
             most = whole_number((self.value("nodes") or "").rpartition("-")[2])
             return most is None or most > 1

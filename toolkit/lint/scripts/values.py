@@ -1,6 +1,6 @@
 """What words become: variables that the script itself sets, put in their places.
 
-The last assignment above counts, whatever condition it stands under. What the environment, a
+The last assignment above counts, under any condition. What the environment, a
 command or arithmetic gives is unknown, and stays so.
 """
 
@@ -45,11 +45,11 @@ class Argument:
 
     pieces: tuple[Piece, ...]
     line: int
-    """Where it is used; what it holds may come from elsewhere."""
+    """Where it is used; its value may come from elsewhere."""
 
     @property
     def text(self) -> str:
-        """The text; what is unknown as it is written."""
+        """The text; unknown parts as they are written."""
         return "".join(piece.text for piece in self.pieces)
 
     @property
@@ -64,7 +64,7 @@ class Argument:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The argument as a text to be read again, with what is expanded already marked."""
+        """The argument as a text to be parsed again, with expanded parts marked."""
         return tuple(
             Span(p.text if p.known else f"{_MARK}{_hidden(p.text)}{_END}", p.line)
             for p in self.pieces
@@ -192,7 +192,7 @@ def _uncovered(text: str) -> str:
 
 
 def uncovered(text: str) -> str:
-    """Return a text for a message, with what is hidden in it shown as it was written."""
+    """Return a text for a message, with hidden parts as they were written."""
     return _uncovered(text.replace(_MARK, "").replace(_END, ""))
 
 

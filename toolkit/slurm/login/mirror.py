@@ -1,6 +1,6 @@
 """Mirrors of run directories that lie on a login node, so that here they are read like any other.
 
-What a run says of itself is there: logs, metrics, outcome. Its code, checkpoints and other big
+It holds the run's own files: logs, metrics, outcome. Its code, checkpoints and other big
 files stay where they are.
 """
 
@@ -33,7 +33,7 @@ _BIG = 16 * 2**20
 _STAYS = ("--exclude=/*/code/", "--exclude=checkpoints/", "--exclude=/*/profile/")
 
 _FILES = ("-rt", "--no-links", "--no-devices", "--no-specials")
-"""What is brought: files and folders. A link would lead here to a file of this machine."""
+"""The files to copy: files and folders. A link would lead here to a file of this machine."""
 
 _OURS = tuple(
     f"--exclude=/*/{name}" for name in ("launch.json", "job.yaml", "*.sbatch", "points.jsonl")
@@ -91,7 +91,7 @@ class Mirrors:
         """Copy runs whose local files are older than seconds, if the host can be reached."""
         now = time.time()
         if now > self._host.lost + _TRY_AGAIN_S:
-            with contextlib.suppress(LauncherError):  # who must know asks the host, and is told
+            with contextlib.suppress(LauncherError):  # a caller that needs it queries the host
                 self.fetch(now - _FRESH_S)
 
     @contextlib.contextmanager
@@ -146,7 +146,7 @@ class Mirrors:
         ends = (f"{self._host.name}:{parent}/", f"{self.folder}/")
         words = (*_FILES, *_OURS, "--from0", "--files-from=-", "--ignore-missing-args", *_STAYS)
         small = (*words, "--delete", f"--max-size={_BIG}")
-        # What is only added to a big log is brought; comparing the rest would read it all again.
+        # Of a big log only the appended part is copied; comparing the rest would read it all again.
         large = (*words, "--append", f"--min-size={_BIG + 1}", *_GROWING)
         for options in (small, large):
             done = self._host.rsync(*options, *ends, names=listed)

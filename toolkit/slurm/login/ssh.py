@@ -73,7 +73,7 @@ class Host:
         second factor to make it.
 
         Raises:
-            SchedulerMissing: there is no ssh here.
+            SchedulerMissing: ssh is not installed here.
         """
         options = list(_OPTIONS)
         own = _run(["ssh", "-G", self.name], b"", limit_s=commands.ANSWER_S)
@@ -100,7 +100,7 @@ class Host:
             limit_s: How long they may take; ten minutes where it is left out.
 
         Raises:
-            SchedulerMissing: there is no ssh here.
+            SchedulerMissing: ssh is not installed here.
             Lost: the host cannot be reached, the connection was lost on the way, or there is no
                 end of an answer.
         """
@@ -125,7 +125,7 @@ class Host:
         """Run one command, as `slurm.queue.Command` wants it.
 
         Raises:
-            SchedulerMissing: there is no ssh here, or no such command there.
+            SchedulerMissing: ssh is not installed here, or the command does not exist there.
             Lost: the host cannot be reached, or the connection was lost on the way.
         """
         hidden = "unset ${!SQUEUE_*} ${!SACCT_*} SLURM_TIME_FORMAT SLURM_CLUSTERS"
@@ -160,7 +160,7 @@ class Host:
     def _lost(self, said: str) -> Lost:
         self.lost = time.time()
         lines = [line for line in said.strip().splitlines() if line != _BEGIN]
-        # ssh's own word is its last; rsync adds two lines, and says it about itself.
+        # ssh's own word is its last; rsync adds two lines about itself.
         own = [line for line in lines if not line.startswith("rsync")] or lines
         why = own[-1].strip() if own else "the connection was closed"
         return Lost(

@@ -147,8 +147,8 @@ class There(Login):
         tree = self._tree
         there = f"{self._host.name}:{folder.there}/"
         names = b"".join(os.fsencode(name) + b"\0" for name in tree.names)
-        # Files are compared by what they hold: two edits within a second have one time and size.
-        # What did not change is linked, and so nobody may write into it.
+        # Files are compared by content: two edits within a second have one time and size.
+        # Unchanged files are hard links, so they must not be written to.
         same = ("--checksum", "--chmod=Du+rwx,F-w", "--from0", "--files-from=-")
         before = [f"--link-dest={self._before}"] if self._before else []
         self._sync("-lpt", *same, *before, f"{tree.root}/", f"{there}code/", names=names)
@@ -196,7 +196,7 @@ class There(Login):
         )
 
     def answers(self, folder: Folder, keys: Sequence[str]) -> dict[str, str]:
-        """Return what sbatch has answered; who was cut off is waited for."""
+        """Return what sbatch has answered; a connection that was cut off is waited for."""
         lines = [f"[ ! -e submitted/{key} ] || echo {key} $(cat submitted/{key})" for key in keys]
         script = _LOCKED.format(folder=shlex.quote(folder.there)) + "\n".join(lines)
         found = (line.partition(" ") for line in self._host.bash(script).stdout.splitlines())

@@ -50,7 +50,7 @@ def working_tree(folder: Path) -> WorkingTree:
     """Return the repository that `folder` is in.
 
     Raises:
-        LauncherError: there is no git, or no repository.
+        LauncherError: git is not installed, or the folder is not a repository.
     """
     try:
         top = _git(folder, "rev-parse", "--show-toplevel")

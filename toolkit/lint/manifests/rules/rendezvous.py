@@ -22,7 +22,7 @@ _INJECTED = (*_RESERVED, "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 """What the Training Operator sets in every pod of a PyTorchJob."""
 
 _ELASTIC = ("PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT", "PET_RDZV_ID", "PET_MAX_RESTARTS")
-"""And what it sets beside that where there is an elasticPolicy."""
+"""Variables that it sets in addition with an elasticPolicy."""
 
 _EACH_RANK = ("LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE")
 """What only torchrun can say, to each worker."""
@@ -97,7 +97,7 @@ def _ids(stream: Stream) -> Iterator[Fault]:
         elastic = _elastic(launch)
         backend = launch.option("rdzv-backend")
         if elastic and launch.pods.kind == "PyTorchJob":
-            continue  # told below, once for all roles
+            continue  # reported below, once for all roles
         if backend == "c10d" and launch.pods.several and not elastic:
             at = launch.container.view.at("args")
             yield Fault(at=at, what="torchrun meets by c10d and has no --rdzv-id")
@@ -213,7 +213,7 @@ def _selectors(stream: Stream) -> Iterator[Fault]:
     owners = {id(one.owner) for one in pods_of(stream)}
     foreign = any(manifest.kind in ("TrainJob", *_OTHERS) for manifest in stream.manifests)
     if not owners or foreign:
-        return  # what it is for stands elsewhere
+        return  # its target is in another file
     for manifest in stream.of("Service", "NetworkPolicy"):
         selector = _selector(manifest)
         wanted = selector.labels()

@@ -19,7 +19,7 @@ SHM = "/dev/shm"
 
 
 def _asked(container: Container) -> Iterator[tuple[str, str, View, Fraction]]:
-    """Yield where, what and how much a container asks for."""
+    """Yield place, resource and amount of a container's requests."""
     for where in ("requests", "limits"):
         for name, entry in container.resources.at(where).entries():
             if (value := amount(entry.value)) is not None:

@@ -1,4 +1,4 @@
-"""Rules about where pods may run, how many there are, and what they see of themselves."""
+"""Rules about the scheduling of pods, their number, and the fields that they read of themselves."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rules about what is written where: versions, fields, types, fixed words, quantities."""
+"""Rules about the form of manifests: versions, fields, types, fixed words, quantities."""
 
 import difflib
 import functools

@@ -68,7 +68,7 @@ def _against(who: str, found: Iterator[tuple[View, str]]) -> Iterator[Fault]:
 
 
 def _loose(pods: Pods, containers: tuple[Container, ...]) -> Iterator[tuple[View, str]]:
-    """Yield what is against `baseline`; folders of the node have a rule of their own."""
+    """Yield violations of `baseline`; folders of the node have a rule of their own."""
     for key in ("hostNetwork", "hostPID", "hostIPC"):
         if pods.spec.at(key).value is True:
             yield pods.spec.at(key), f"{key}: true"
@@ -117,7 +117,7 @@ def _contexts(pods: Pods, containers: tuple[Container, ...]) -> Iterator[View]:
 
 
 def _lacking(pods: Pods, containers: tuple[Container, ...]) -> list[str]:
-    """Return what `restricted` wants said, and nothing says."""
+    """Return the fields that `restricted` requires and that are missing."""
     pod = pods.spec.at("securityContext")
     own = [one.view.at("securityContext") for one in containers]
     lacks = []

@@ -12,9 +12,9 @@ from toolkit.lint.scripts.script import BatchScript
 __all__: list[str] = []
 
 _HARMLESS = frozenset({":", "true", "echo", "printf", "date", "sleep", "say", "log"})
-"""Commands that succeed, whatever was before."""
+"""Commands that always succeed."""
 
-# So that the work grows with the script, no faster: a status is asked for close by.
+# So that the work grows with the script, no faster: a status is tested close by.
 _MOST_WORK, _MOST_AFTER = 200, 500
 
 _ASKS = re.compile(r"\$\{?(\?|PIPESTATUS)")
@@ -47,7 +47,7 @@ class _Flow:
 
         Args:
             commands: A list of commands.
-            ends: Whether the status of its last command is that of the script, or is asked for.
+            ends: Whether the status of its last command is that of the script, or is tested.
         """
         for index, item in enumerate(commands):
             after = commands[index + 1 : index + 1 + _MOST_AFTER]
@@ -109,7 +109,7 @@ class _Flow:
         return self._asked(after)
 
     def _asked(self, after: Sequence, word: str = "") -> bool:
-        """Whether what comes next asks for the exit status, and does something with it."""
+        """Whether the next commands test the exit status and act on it."""
         if not after:
             return False
         first = after[0].pipelines[0].nodes[0]
@@ -155,7 +155,7 @@ class _Flow:
         # In the background, wait is a child that has none to wait for.
         waits = [c for c in calls if c.name == "wait" and c.order > call.order and not c.background]
         if not waits or call.function:
-            return  # srun-without-wait tells the first
+            return  # srun-without-wait reports the first
         bare = [wait for wait in waits if len(wait.arguments) == 1]
         if len(bare) == len(waits):
             yield Fault(
@@ -171,7 +171,7 @@ class _Flow:
 
 
 def _harmless(pipeline: Pipeline) -> bool:
-    """Whether a list after `||` succeeds, whatever has failed before."""
+    """Whether a list after `||` always succeeds."""
     for node in pipeline.nodes:
         if isinstance(node, Command):
             if node.name not in _HARMLESS:

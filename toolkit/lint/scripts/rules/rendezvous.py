@@ -80,7 +80,7 @@ def _port(script: BatchScript) -> Iterator[Fault]:
 
 
 def _port_of(endpoint: Argument) -> Argument | str | None:
-    """Return the port of `HOST:PORT`; "" where there is none, None where nobody can tell."""
+    """Return the port of `HOST:PORT`; "" without one, None if it is unknown."""
     written = "".join(p.text if p.known else "?" * len(p.text) for p in endpoint.pieces)
     if (at := written.rfind(":")) >= 0:
         return endpoint.cut(at + 1)
@@ -105,7 +105,7 @@ def _localhost(script: BatchScript) -> Iterator[Fault]:
         endpoint, nnodes = _endpoint(script, run), _text(_given(script, run, "nnodes"))
         lonely = "standalone" in run.options or nnodes == "1" or endpoint is None
         if not script.several(run) or (lonely and script.stranded(run)):
-            continue  # torchrun-without-srun tells the latter
+            continue  # torchrun-without-srun reports the latter
         if (alone := run.options.get("standalone")) is not None:
             lines.setdefault(alone.line, "--standalone makes every node a job of its own")
             continue
@@ -143,7 +143,7 @@ def _address(script: BatchScript) -> Iterator[Fault]:
     for call in script.walk.calls:
         words = [argument.text for argument in call.arguments]
         if not call.captured or call.on_nodes or call.name != "hostname":
-            continue  # each node may well ask for its own
+            continue  # each node may have its own
         asked = [w for w in words[1:] if w in ("-i", "-I", "--ip-address", "--all-ip-addresses")]
         if asked:
             yield Fault(
@@ -299,7 +299,7 @@ def _nproc(script: BatchScript) -> Iterator[Fault]:
 
 
 def _gpus_per_node(script: BatchScript) -> tuple[str, int | None]:
-    """Return the option that asks for GPUs, and how many there are on each node."""
+    """Return the option that requests GPUs, and their number per node."""
     if (text := script.value("gpus-per-node")) is not None:
         return "--gpus-per-node", _last_number(text)
     for word in (script.value("gres") or "").split(","):

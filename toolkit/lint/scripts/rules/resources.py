@@ -1,4 +1,4 @@
-"""Rules about what a script asks Slurm for."""
+"""Rules about the resources that a script requests of Slurm."""
 
 import itertools
 import re

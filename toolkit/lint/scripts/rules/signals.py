@@ -1,4 +1,4 @@
-"""Rules about signals: who is warned before the end, and what becomes of the step."""
+"""Rules about signals: the warning before the end, and the fate of the step."""
 
 import re
 from bisect import bisect_left

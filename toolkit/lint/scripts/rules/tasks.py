@@ -1,4 +1,4 @@
-"""Rules about srun: how many torchruns there are, and what one of them drags with it."""
+"""Rules about srun: the number of torchruns, and the effect of one failure on the others."""
 
 from collections.abc import Iterator
 
