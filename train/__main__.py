@@ -27,7 +27,7 @@ from train.runtime.signals import StopRequest
 
 
 def main() -> int:
-    """Train, and return the exit status; an error nobody expected is raised."""
+    """Train, and return the exit status; an unexpected error is raised."""
     try:
         place = Place.from_environ(os.environ)
     except UsageError as error:
@@ -124,7 +124,7 @@ def record_end(directory: RunDirectory | None, status: str, reason: str) -> None
 
 def enter() -> NoReturn:
     """Run `main()` as a process of its own, and end that process."""
-    # A crash in C++ says where Python was.
+    # After a crash in C++, show where Python was.
     faulthandler.enable()
     keep_lines_whole()
     try:

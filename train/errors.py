@@ -1,4 +1,4 @@
-"""What can go wrong, by exit status.
+"""The exceptions, by exit status.
 
 TrainError            1  the run cannot go on; the message says why
 ├── UsageError        2  the command line or the run directory must be changed first
@@ -50,7 +50,7 @@ class PeerError(TrainError):
     """Another rank failed; that rank reports the cause."""
 
 
-# What the transport of torch.distributed says when the *other* side has gone. Seen with gloo; the
+# Messages of torch.distributed's transport when the *other* side is gone. Seen with gloo; the
 # NCCL ones are the watchdog's words.
 _COLLATERAL = (
     "connection closed by peer",
@@ -65,7 +65,7 @@ _COLLATERAL = (
     "nccl communicator was aborted",
     "watchdog caught collective operation timeout",
 )
-# What NCCL says of a mistake or a defect on this side, such as two ranks on one GPU.
+# NCCL's messages about a mistake or a defect on this side, such as two ranks on one GPU.
 _OWN = ("ncclinvalidusage", "ncclinvalidargument", "ncclunhandledcudaerror")
 
 

@@ -1,7 +1,7 @@
 """Layers without which a transformer of your own could not be split along its sequence.
 
 Context parallelism gives each rank a part of every sequence. Almost every layer works on one
-position at a time and need not know; these look beyond, so they are told.
+position at a time and need not know; these look beyond, so they get the offset.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CausalAttention(nn.Module):
     """Set by context parallelism to replace the computation; `None`: the whole sequence is here."""
 
     def __init__(self) -> None:
-        """Attend within what is given."""
+        """Attend within the given positions."""
         super().__init__()
         self.context = None
 

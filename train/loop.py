@@ -76,7 +76,7 @@ class Trainer:
         first = torch.zeros(1, dtype=torch.int64)
         sample = self.train.take(first)
         if len(self.test):
-            # What is no tensor is refused now, not after an epoch.
+            # A value that is not a tensor is refused now, not after an epoch.
             self.test.take(first)
         self.expected_count = max(task.count(sample.targets), 1) * config.global_batch
 
@@ -107,13 +107,13 @@ class Trainer:
             if self.strategy.settled(progress.step):
                 if stop or (every and progress.step and progress.step % every == 0):
                     self.saver.save(progress, epoch=self.epoch)
-                # Evaluation can wait when somebody waits for us to go; the next start makes it.
+                # Evaluation can wait when a stop was requested; the next start makes it.
                 if stop:
                     self.saver.wait()
                     self._stopped()
                     return False
                 if self.epoch > evaluated:
-                    # It may need more memory than there is: what is being written comes first.
+                    # It may need too much memory: the checkpoint being written comes first.
                     self.saver.wait()
                     self.evaluate()
                     evaluated = self.epoch
@@ -131,7 +131,7 @@ class Trainer:
         return True
 
     def train_step(self) -> bool:
-        """Make one optimizer step; say whether any rank was asked to stop meanwhile.
+        """Make one optimizer step; return whether any rank got a stop request meanwhile.
 
         Raises:
             NonFiniteLoss: on all ranks, before the weights are touched.
@@ -191,7 +191,7 @@ class Trainer:
         )
 
     def note_stop(self, ranks_signalled: float) -> bool:
-        """Say whether any rank was asked to stop, also in `events.jsonl`."""
+        """Return whether any rank got a stop request, and record it in `events.jsonl`."""
         if ranks_signalled:
             self.directory.event(
                 "stop_requested",
@@ -275,7 +275,7 @@ class Trainer:
         self.console.say(f"{done}: {figures(progress.metrics)}")
 
     def close(self) -> None:
-        """End what goes on beside the steps."""
+        """End the work that runs beside the steps."""
         self.feed.close()
         self.profiler.close()
         self.directory.flush()

@@ -40,7 +40,7 @@ from train.tasks.base import Task
 
 
 def train(config: Config, place: Place, stop: StopRequest, console: Console) -> int:
-    """Train as configured and return the exit status; a failure has been told by then.
+    """Train as configured and return the exit status; a failure has been reported by then.
 
     Raises:
         UsageError: the run directory holds another run, or something is missing on this machine.
@@ -148,7 +148,7 @@ def assemble(
     """Build model, strategy and optimizer, in this order, and the trainer around them.
 
     Raises:
-        UsageError: the model cannot be cut as the layout says.
+        UsageError: the model cannot be split by the layout.
     """
     config, group = parts.config, parts.group
     strategy = parallel.build(config.strategy_on(group.place), parts)
@@ -233,7 +233,7 @@ def parted(count: int, noun: str, plural: str = "s") -> str:
 
 
 def finish(trainer: Trainer) -> None:
-    """Record that the run is done; its last line says how well and where."""
+    """Record that the run is done; its last line shows the metrics and the run directory."""
     progress, directory, place = trainer.progress, trainer.directory, trainer.group.place
     directory.event("done", step=progress.step, **progress.metrics)
     if place.rank == 0 and not directory.write_outcome(

@@ -26,8 +26,8 @@ class Reader:
     """Batches of a map-style Dataset.
 
     Its samples may be random, such as pictures that are now and then mirrored. For each, the
-    generators are seeded by its place in the whole run's stream of samples: so it is the same
-    whoever reads it, in however many processes, and wherever the run was started.
+    generators are seeded by its place in the whole run's stream of samples: so it is the same for
+    any reader, any number of processes, and any start of the run.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Reader:
     ) -> Iterator[Batch]:
         """Give one batch per draw; each worker prepares up to two of them ahead.
 
-        Workers are told what to read, so nothing depends on how many they are or how fast.
+        Workers get lists of samples to read, so nothing depends on their number or speed.
         """
         both = zip(draws, repeat(None) if chances is None else chances, strict=False)
         if not self._workers:
@@ -249,7 +249,7 @@ class Feed:
         return next(self._stream)
 
     def lone_batch(self, samples_seen: int) -> Batch:
-        """Give the same, read in this process, for who does not go on where it ends."""
+        """Return one batch, read in this process, for a caller that does not read on."""
         return self._source.take(self.numbers(samples_seen), self._chance(samples_seen))
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ takes positions `k * global_batch` up to `(k + 1) * global_batch` of it, each ra
 them. So the whole state of the order is one integer, `samples_seen`: it does not depend on the
 number of ranks, no batch is ever short or padded, and within every epoch each sample is drawn
 exactly once. With weights, an epoch is as many draws with replacement instead: made once for all
-ranks, of which each again takes its slice.
+ranks; each takes its slice.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Batch:
         inputs, targets = self.inputs, self.targets
         first = inputs if isinstance(inputs, Tensor) else trees.tensors_of(inputs)[0]
         if first.is_cuda and not indices.is_cuda:
-            # From other memory, a copy would wait until the GPU has done all that it was told.
+            # From other memory, a copy would wait until the GPU has finished all queued work.
             indices = indices.pin_memory().to(first.device, non_blocking=True)
         # Not `inputs[indices]`: the same in half the time.
         if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
@@ -219,7 +219,7 @@ class Order:
         """Order a data set of `size` samples by `seed`.
 
         Raises:
-            UsageError: there are no samples, or the weights are not one chance for each.
+            UsageError: the data set is empty, or the weights are not one probability per sample.
         """
         if size < 1:
             raise UsageError("the training data is empty: there is nothing to draw")

@@ -66,7 +66,7 @@ class Watch:
         self._state = torch.default_generator.get_state()
 
     def drawn(self) -> bool:
-        """Say whether somebody has drawn since."""
+        """Return whether random numbers were drawn since then."""
         return (
             random.random() != self._random.random()
             or np.random.random_sample() != self._numpy.random_sample()
@@ -74,5 +74,5 @@ class Watch:
         )
 
     def put_back(self) -> None:
-        """Undo what was done since to torch's generator: it is the model's, which draws dropout."""
+        """Restore the state of torch's generator, from which the model's dropout is drawn."""
         torch.default_generator.set_state(self._state)

@@ -1,1 +1,1 @@
-"""What happens to a model and its optimizer on each rank, whatever the strategy."""
+"""Operations on a model and its optimizer that are the same for all strategies."""

@@ -1,7 +1,7 @@
 """Running statistics under data parallelism.
 
 Each rank's batch normalisation has seen its own samples only, so its running statistics drift
-apart from the others'; whoever saves rank 0's, or evaluates on each rank, gets one rank's view.
+apart from the others'; saving rank 0's, or evaluating on each rank, gives one rank's view.
 Averaging after each step gives all ranks those of the whole batch. That is no approximation: a
 running statistic is r <- (1 - m) r + m x with the same r and m on every rank, so the mean of the
 results is the result for the mean of the x. (The mean of the ranks' variances is what they
@@ -55,7 +55,7 @@ def moving(model: nn.Module) -> list[Tensor]:
         if not is_synchronised(module)
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.is_floating_point() or buffer.is_complex()
-        # What is not saved, such as a table of angles, is a constant.
+        # A buffer that is not saved, such as a table of angles, is a constant.
         if name not in module._non_persistent_buffers_set
     ]
 
@@ -63,7 +63,7 @@ def moving(model: nn.Module) -> list[Tensor]:
 def _real(buffer: Tensor) -> Tensor:
     if not buffer.is_complex():
         return buffer
-    # The mean of conjugates is the conjugate of the mean: what lies in memory may be averaged.
+    # The mean of conjugates is the conjugate of the mean: tensors in memory may be averaged.
     return torch.view_as_real(buffer.conj() if buffer.is_conj() else buffer)
 
 
@@ -76,7 +76,7 @@ def average(buffers: Sequence[Tensor], groups: Sequence[ProcessGroup | None] = (
     """
     if not buffers:
         return
-    # In double precision: the mean of what is equal on all ranks is then just that.
+    # In double precision: the mean of equal values is the value itself.
     flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers])
     for group in groups:
         # A sum, then a division: gloo has no mean. Every rank gets the same bits.

@@ -47,7 +47,7 @@ def clip(strategy: Strategy, norm: float, limit: float) -> None:
 
 
 def not_finite(strategy: Strategy) -> list[str]:
-    """Name the parameters of which this rank's part holds an infinity or no number."""
+    """Name the parameters whose part on this rank holds an infinity or NaN."""
     parts = {name: local(p.detach()) for name, p in strategy.named_parameters()}
     if not parts:
         return []

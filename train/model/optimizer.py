@@ -63,7 +63,7 @@ class NamedOptimizer:
 
     def forget(self) -> None:
         """Drop the gradients without a step."""
-        # What zero_grad() does, without what it does for those who trace it.
+        # zero_grad() without its span for a profiler.
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -86,8 +86,8 @@ class NamedOptimizer:
             name, _, slot = key.rpartition("/")
             if (parameter := self._parameters.get(name)) is None:
                 continue
-            # What has the parameter's shape is sharded as it is; the rest are scalars, which only
-            # one kernel for all wants beside the parameters.
+            # State of the parameter's shape is sharded like the parameter. The rest are scalars, which
+            # only a fused kernel needs on the parameters' device.
             like = slot != "step" and shape == parameter.shape
             beside = parameter.device if self._fused else None
             self._optimizer.state[parameter][slot] = (
@@ -101,8 +101,8 @@ class NamedOptimizer:
 def without_span(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
     """Give `step()` as it was before torch wrapped it in a span for the profiler.
 
-    While nothing is traced that span is for nobody, and takes a tenth of a step of a millisecond.
+    The span is useless unless a profiler runs, and takes a tenth of a step of one millisecond.
     """
     step = type(optimizer).step
-    # So torch marks what it has wrapped.
+    # torch marks the functions that it has wrapped so.
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

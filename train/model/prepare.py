@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def prepare(
     model: nn.Module, task: Task, config: Config, *, device: torch.device | None = None
 ) -> nn.Module:
-    """Apply what the command line asks for; the names of parameters stay as they are.
+    """Apply the options of the command line; the names of parameters stay as they are.
 
     Args:
         model: is changed.
         task: knows its pieces.
-        config: what is asked for.
+        config: the requested options.
         device: where the model will run (default: where it is).
     """
     if config.dropout is not None:

@@ -74,7 +74,7 @@ def named(name: str, tree: Tree) -> list[tuple[str, object]]:
 
 
 def described(name: str, tree: Tree) -> str:
-    """Name the tensors of a tree with their shapes and types; '' if there are none."""
+    """Name the tensors of a tree with their shapes and types; '' without one."""
     return ", ".join(
         f"{path} {list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
         for path, leaf in named(name, tree)

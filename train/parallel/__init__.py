@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from train.parallel.base import Parts, Strategy
 
-# Module and class by name; imported only when asked for: DistributedDataParallel alone takes a
+# Module and class by name; imported only when used: DistributedDataParallel alone takes a
 # second.
 _COMPOSED = ("train.parallel.hybrid", "Composed")
 STRATEGIES = {
@@ -29,7 +29,7 @@ STRATEGIES = {
 
 
 def build(name: str, parts: Parts) -> Strategy:
-    """Make the strategy of that name; whatever its name, a layout with stages is a pipeline's."""
+    """Make the strategy of that name; a layout with stages always gets the pipeline."""
     if parts.config.reduce == "exact":
         name = "exact"
     elif parts.layout.pp > 1:

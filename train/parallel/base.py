@@ -1,4 +1,4 @@
-"""What the training loop asks of a strategy, and what most strategies have in common."""
+"""The interface of a strategy to the training loop, and the parts that most strategies share."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """What one rank adds to a step; zeros where another rank reports the same items."""
+    """One rank's contribution to a step; zeros where another rank reports the same items."""
 
     loss: Tensor
     """Summed loss. Scalar, detached."""
@@ -78,7 +78,7 @@ class Sums:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """What one rank adds to an evaluation; zeros where another rank reports the same items."""
+    """One rank's contribution to an evaluation; zeros where another rank reports the same items."""
 
     loss: Tensor
     """Summed loss. Scalar."""
@@ -112,7 +112,7 @@ class Strategy(ABC):
         """Make sure that the strategy has kept all that the model consisted of.
 
         Raises:
-            UsageError: names what is lost, or is another.
+            UsageError: names the lost or changed part.
         """
 
     def describe(self) -> str:
@@ -120,7 +120,7 @@ class Strategy(ABC):
         return ""
 
     def report(self) -> str:
-        """Say at the end what was seen, as far as that is worth a line."""
+        """Print a summary at the end, if there is one."""
         return ""
 
     @abstractmethod
@@ -201,10 +201,10 @@ class WholeModel(Strategy):
         self.norm_device = parts.group.device
 
     def verify(self) -> None:
-        """Compare what the model consists of with what it did when the strategy was given it.
+        """Compare the model's inventory with the one that was given to the strategy.
 
         Raises:
-            UsageError: names what is lost, or is another.
+            UsageError: names the lost or changed part.
         """
         config, group = self.parts.config, self.parts.group
         how = f"--strategy {config.strategy_on(group.place)} ({self.parts.layout})"

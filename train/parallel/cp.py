@@ -32,7 +32,7 @@ from train.runtime.process_group import arrange
 
 TIME = 2
 HEADS = 1
-# Layers that look beyond one position by themselves, and cannot be told that parts are missing.
+# Layers that look beyond one position by themselves, and cannot handle missing parts.
 BEYOND = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd)
 
 
@@ -43,7 +43,7 @@ class SequenceSlice:
     part: int = 0
     """Number of this rank's part."""
     layout: Layout = field(default_factory=Layout)
-    """How many parts there are, and who else shares them."""
+    """The number of parts, and the ranks that share them."""
     task: str = ""
     """What messages call the task."""
 
@@ -87,7 +87,7 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
     are summed along with those of other samples.
 
     Raises:
-        UsageError: the model has no attention that can be told, or layers that cannot.
+        UsageError: the model has no attention that can be split, or layers that cannot be split.
     """
     layout = parts.layout
     if layout.cp == 1:
@@ -193,7 +193,7 @@ def _check(model: nn.Module, parts: Parts) -> None:
 
 
 class _Begin:
-    """Tells a layer where this rank's part begins: parts are of one length."""
+    """Passes the start of this rank's part to a layer: parts are of one length."""
 
     def __init__(self, part: int) -> None:
         self._part = part

@@ -2,7 +2,7 @@
 
 Before every pass the model is copied from the first GPU to all others, after it their outputs are
 gathered there, and gradients as well: the first GPU does and holds more than the rest, and Python's
-threads take turns. `report()` says how much more.
+threads take turns. `report()` prints how much more.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Threaded(WholeModel):
         super().__init__(parts, parts.model(torch.device("cpu")).to(found[0]))
         self._device = found[0]
         compilation.whole(self.model, parts.config)
-        # The loss is computed on what has been gathered: a sum over the whole batch, as it must be.
+        # The loss is computed on the gathered outputs: a sum over the whole batch, as it must be.
         # A loss within each thread would have to be summed by hand; its mean would be wrong.
         # Beside GPUs that are not in the list it would insist on one.
         if self._gpus:
@@ -68,7 +68,7 @@ class Threaded(WholeModel):
         return super().evaluate(batch.to(self._device))
 
     def describe(self) -> str:
-        """Say what is where."""
+        """Print which device holds which part."""
         if not self._gpus:
             return "nn.DataParallel without a GPU just runs the model: one process on the CPU"
         names = ", ".join(f"cuda:{number}" for number in self._gpus)
@@ -103,6 +103,6 @@ class Threaded(WholeModel):
         return text
 
     def _note_output(self, module: nn.Module, inputs: object, output: Tree) -> None:
-        """Keep the size of what is gathered on the first device."""
+        """Record the size of the outputs that are gathered on the first device."""
         size = sum(tensor.nbytes for tensor in tensors_of(output))
         self._largest_output = max(self._largest_output, size)

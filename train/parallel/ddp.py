@@ -14,7 +14,7 @@ from train.data.order import Batch
 from train.model import buffers, compilation
 from train.parallel.base import Parts, Sums, WholeModel
 
-# How the reducer says which of its parameters it still waits for, and how it numbers them.
+# How the reducer reports the parameters that it still waits for, and their numbers.
 _WAITING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
@@ -32,7 +32,7 @@ class DataParallel(WholeModel):
         # The wrapper, not the model, must run the training passes: it is what exchanges gradients.
         self.run = self._ddp = DistributedDataParallel(
             self.model,
-            # On the CPU there are no device numbers, and giving one is an error.
+            # On the CPU a device number is an error.
             device_ids=[device.index] if device.type == "cuda" else None,
             # Gradients live in the communication buckets: no copy in, no copy out.
             gradient_as_bucket_view=True,
@@ -46,7 +46,7 @@ class DataParallel(WholeModel):
         self._without_gradient: frozenset[str] = frozenset()
 
     def _register_hook(self, name: str) -> None:
-        """Compress what goes over the wire: half the bytes, or factors of low rank."""
+        """Compress the gradients that are exchanged: half the bytes, or factors of low rank."""
         match name:
             case "fp16":
                 self._ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -100,7 +100,7 @@ class DataParallel(WholeModel):
         """Send zeros for what the last backward pass did not reach: the other ranks wait for it.
 
         This is what `find_unused_parameters=True` is for, which walks through the whole graph in
-        every step, and leaves zeros where nobody has a gradient.
+        every step, and leaves zeros for parameters without a gradient on any rank.
         """
         try:
             self._ddp.reducer._check_reducer_finalized()

@@ -3,7 +3,7 @@
 DistributedDataParallel gives other last bits on other numbers of ranks: floats are summed in
 another order, batches have another shape, and dropout draws other numbers. Here the global batch is
 always cut in the same V virtual shards. Each is worked on as if it were alone, with random numbers
-of its own, on whatever rank; and its gradient is one row of a table that is summed from top to
+of its own, on any rank; and its gradient is one row of a table that is summed from top to
 bottom. A rank does that for a range of columns, so each number goes over the wire twice, as in any
 all-reduce; but nothing is exchanged while the backward pass runs, and there are V rows to keep.
 """
@@ -32,8 +32,8 @@ class ExactDataParallel(WholeModel):
         """Make the model on the rank's device.
 
         Raises:
-            UsageError: the virtual shards cannot be shared evenly, or something else that was asked
-                for depends on the number of ranks.
+            UsageError: the virtual shards cannot be shared evenly, or another option depends on the
+            number of ranks.
         """
         if problems := exact_problems(parts.config, parts.layout):
             raise UsageError("\n".join(problems))
@@ -47,7 +47,7 @@ class ExactDataParallel(WholeModel):
     def warm_up(self, batch: Batch) -> None:
         """Refuse operations that do not give the same bits again, before the first step.
 
-        Where torch knows of some, it is asked by a pass over zeros.
+        torch reports some of them in a pass over zeros.
 
         Raises:
             UsageError: names the operation.
@@ -151,7 +151,7 @@ class ExactDataParallel(WholeModel):
         return total[-1]
 
     def _trainable(self) -> list[nn.Parameter]:
-        """Give the parameters that may have gradients: what is frozen must get none."""
+        """Give the parameters that may have gradients: frozen parameters must get none."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _buffers(self) -> dict[str, Tensor]:

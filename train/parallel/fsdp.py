@@ -66,7 +66,7 @@ def apply(
             module.set_gradient_divide_factor(1.0)
             # A plain sum: torch would multiply by that factor on the way, which gloo cannot.
             module.set_force_sum_reduction_for_comms(True)
-            # What one rank's data use and another's do not is reduced like all the rest.
+            # Parameters that only some ranks' data use are reduced like all others.
             module.set_reduce_scatter_unused_params(True)
     return Units(model, units, task=task)
 
@@ -98,7 +98,7 @@ def exchange_gradients(model: nn.Module, *, last: bool, each: bool) -> None:
     """Choose whether the next backward pass exchanges gradients, or only accumulates them.
 
     Args:
-        model: what has been sharded.
+        model: the sharded modules.
         last: whether it is the step's last backward pass.
         each: whether all of them share gradients out; copies of a shard are summed in the last.
     """

@@ -1,6 +1,6 @@
 """Any product of sharded data, tensor and context parallelism, and each of them alone.
 
-Order matters. Matrices are cut first (tensor parallel), then attention is told that the sequence is
+Order matters. Matrices are cut first (tensor parallel), then attention is split along the sequence
 (context parallel), and last the data axes are laid around what is left: `fully_shard` sees the cut
 parameters, and cuts them once more along another dimension of the same mesh.
 """
@@ -35,11 +35,11 @@ class Cut:
     sequence: cp.SequenceSlice
     """This rank's part of each sequence."""
     units: Units | None
-    """What is gathered and reduced along the data axes; None: nothing is."""
+    """The units that are gathered and reduced along the data axes; None: nothing is."""
 
 
 class Composed(WholeModel):
-    """Applies what the layout asks for to one model."""
+    """Applies a layout to one model."""
 
     def __init__(self, parts: Parts) -> None:
         """Make the model, cut it and shard it."""
@@ -77,7 +77,7 @@ class Composed(WholeModel):
             return self.model(inputs)
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
-        """Add the gradients of the summed loss; exchange them as `gradient_sync` says."""
+        """Add the gradients of the summed loss; exchange them at the times of `gradient_sync`."""
         self.start_training()
         if self._units:
             self._units.begin_step()
@@ -130,7 +130,7 @@ def data_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
 
 
 def parallelise(model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh) -> Cut:
-    """Cut a model, or one pipeline stage of it, as the layout says."""
+    """Split a model, or one pipeline stage of it, by the layout."""
     layout, config = parts.layout, parts.config
     if layout.tp > 1:
         tp.apply(model, parts.task, mesh["tp"], config)
@@ -174,7 +174,7 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
     for names in parts.group.broadcast(_by_tensor(weights)):
         sent = {names[0]: weights[names[0]].detach()} if first else {}
         whole = parts.group.broadcast_tensors(sent, source=0)[names[0]]
-        # Under whatever name it stands here: a stage may hold the second of two only.
+        # Under any name: a stage may hold the second of two only.
         own = next((mine[name] for name in names if name in mine), None)
         if own is None:
             continue

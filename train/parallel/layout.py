@@ -1,4 +1,4 @@
-"""How the ranks are arranged: the sizes of the five axes of parallelism, and who works on what.
+"""The arrangement of ranks: sizes of the five axes of parallelism, and the slice of each rank.
 
 The axes, outermost first, are `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`: the innermost talk most
 and are neighbours, on one node if possible. Pure arithmetic, without torch.

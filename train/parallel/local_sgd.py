@@ -34,7 +34,7 @@ class LocalSgd(WholeModel):
         """Make the model on the rank's device.
 
         Raises:
-            UsageError: something was asked for that ranks would have to agree on each step.
+            UsageError: an option needs agreement of the ranks at each step.
         """
         if parts.config.precision == "fp16":
             raise UsageError(
@@ -61,7 +61,7 @@ class LocalSgd(WholeModel):
         return sums
 
     def scale_gradients(self, factor: float) -> None:
-        """Make the gradients those of the mean over this rank's items, whatever the others have."""
+        """Make the gradients those of the mean over this rank's items alone."""
         scale(self.named_parameters(), 1.0 / (max(self._step_count, 1) * self._factor))
 
     def agree_on_norm(self, norm: float) -> float:

@@ -71,7 +71,7 @@ def devices(listed: str | None) -> list[torch.device]:
     """Read a list of devices such as `cuda:0,cuda:1` or `cpu,cpu`; by default all GPUs, or the CPU.
 
     Raises:
-        UsageError: there is no such device.
+        UsageError: the device does not exist.
     """
     gpus = torch.cuda.device_count()
     if listed is None:

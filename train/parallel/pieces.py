@@ -27,7 +27,7 @@ from train.parallel.base import Parts
 # Beside the size of the outputs; the operations are the same ones, in the same order.
 FAR = 1e-6
 ASKED_MOST = 1000
-"""How often a model may ask for a number of its data before it is taken for a loop."""
+"""How often a model may read a number of its data before it is taken for a loop."""
 
 
 def check_complete(parts: Parts, batch: Batch, *, asked: str) -> None:
@@ -67,7 +67,7 @@ def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, asked: st
     if not units or not len(batch):
         return
     abroad: list[tuple[str, str]] = []
-    # On `meta` there are no numbers: a branch on them goes the one way, and then the other.
+    # Tensors on `meta` have no numbers: a branch on them goes the one way, and then the other.
     for number in (0, 1):
         record = _Record(number)
         # What cannot run there is refused by torch at the first step.
@@ -100,7 +100,7 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin.
 
         Args:
-            number: what the model is told where it asks for a number that `meta` does not have.
+            number: the value that the model gets for a number that `meta` does not have.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._number, self._asked = number, 0

@@ -1,10 +1,10 @@
 """Does a model compute for a part of a sequence what it computes there for all of it?
 
-Context parallelism gives attention and positions what they need to know of other parts. A layer of
-somebody's own that counts positions, or looks beyond one, would start anew in each part: no error,
+Context parallelism gives attention and positions what they need to know of other parts. A user's
+own layer that counts positions, or looks beyond one, would start anew in each part: no error,
 another model. So one sample is sent through before the first step: two parts at once, and the
-second by itself. Attention is replaced by something that looks at each position alone, so whatever
-differs comes from such a layer.
+second by itself. Attention is replaced by something that looks at each position alone, so any
+difference comes from such a layer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def differs(run: Callable[[Tree], Tree], model: nn.Module, inputs: Tree, *, halv
 
     Args:
         run: computes outputs without gradients; `None` where another rank has them.
-        model: what is run, or this rank's stages of it.
+        model: the model, or this rank's stages of it.
         inputs: two parts of some sequences. Shape [batch, time, ...], of each tensor.
         halves: the model computes in half precision.
     """
     part = mapped(lambda tensor: tensor.chunk(2, dim=1)[1].contiguous(), inputs)
-    # What is compiled is compiled for the shapes of training, later.
+    # Modules are compiled for the shapes of training, later.
     with torch.compiler.set_stance("force_eager"):
         with _placed(model, 0):
             whole = run(inputs)

@@ -129,8 +129,8 @@ def finish_gradients(model: nn.Module, ranks: int) -> None:
 
     torch does not. Behind sequence parallelism a rank has the gradient of its part of the time, a
     DTensor that is `Partial`, and the gradient of an embedding cut by rows is whole on all ranks.
-    DTensor operations know; whoever takes the local tensor, to clip by its norm for instance, is
-    silently wrong. Here, after the last micro-batch, it costs one exchange per step.
+    DTensor operations know; using the local tensor, to clip by its norm for instance, is silently
+    wrong. Here, after the last micro-batch, it costs one exchange per step.
     """
     if ranks == 1:
         return
@@ -152,7 +152,7 @@ def _laid_out(gradient: DTensor, placements: Sequence[Placement]) -> DTensor:
     return cast("DTensor", moved.to(home))
 
 
-# What torch says of an operation on a DTensor and a plain tensor.
+# torch's message about an operation on a DTensor and a plain tensor.
 MIXED = "got mixed torch.Tensor and DTensor"
 
 
@@ -160,8 +160,8 @@ class UncutGradients:
     """Sees, in the first step, that ranks agree on the gradients of all that is not cut.
 
     A parameter that the task's plan leaves out is whole on each rank. If it works on what is cut
-    there, such as a rank's heads or its part of the time, each rank has a part of its gradient
-    only, which nobody adds up.
+    there, such as a rank's heads or its part of the time, each rank has only a part of its
+    gradient, and the parts are not summed.
     """
 
     def __init__(self, mesh: DeviceMesh, *, task: str) -> None:
@@ -215,10 +215,10 @@ class UncutGradients:
 
 @contextmanager
 def losses_stay_apart(parts: Parts) -> Iterator[None]:
-    """Compute the loss from each rank's share of the classes, if that was asked for.
+    """Compute the loss from each rank's share of the classes, if requested.
 
     Raises:
-        UsageError: the model or the loss puts what is cut together with what is not.
+        UsageError: the model or the loss combines split and whole tensors.
     """
     ranks = parts.layout.tp
     apart = parts.config.loss_parallel and ranks > 1

@@ -1,4 +1,4 @@
-"""What is learned: a model, data and a loss. One module per task."""
+"""Tasks: a model, data and a loss. One module per task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TASKS", "Classifier", "Task", "load", "problem_of"]
 
 
 def __getattr__(name: str) -> object:
-    """Give `Task` and `Classifier`, which need torch, only to those who ask for them."""
+    """Import `Task` and `Classifier`, which need torch, only when they are used."""
     if name in ("Classifier", "Task"):
         return getattr(import_module("train.tasks.base"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,7 +31,7 @@ class Digits(Classifier):
     name = "digits"
 
     def __init__(self) -> None:
-        """Load the images and set the same fifth of them aside for testing, whatever the seed."""
+        """Load the images, and set the same fifth of them aside for testing with any seed."""
         table = torch.from_numpy(np.loadtxt(_file(), delimiter=","))
         everything = Batch(
             # Grey values 0 to 16 become 0 to 1; the digit itself stands last.

@@ -92,7 +92,7 @@ def read_idx(path: Path) -> Tensor:
     """Read a compressed idx file of bytes. Shape: as the file says.
 
     Raises:
-        UsageError: it is missing or damaged; says where it can be had.
+        UsageError: it is missing or damaged; names a source of the file.
     """
     try:
         with gzip.open(path) as file:

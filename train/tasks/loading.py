@@ -18,7 +18,7 @@ from train.errors import TrainError, UsageError
 if TYPE_CHECKING:
     from train.tasks.base import Task
 
-# Module and class by name; imported only when asked for, so that `--help` stays fast.
+# Module and class by name; imported only when used, so that `--help` stays fast.
 TASKS = {
     "digits": ("train.tasks.digits", "Digits"),
     "fashion-mnist": ("train.tasks.fashion_mnist", "FashionMnist"),
@@ -28,7 +28,7 @@ TASKS = {
 
 
 def problem_of(name: str) -> str | None:
-    """Say what is wrong with a task's name, as far as can be told without importing anything."""
+    """Return the problem of a task's name, as far as it shows without imports."""
     if name in TASKS:
         return None
     file, colon, attribute = name.rpartition(":")
@@ -50,7 +50,7 @@ def load(name: str) -> Task:
     """Make the task of that name.
 
     Raises:
-        UsageError: there is no such task, it lacks something, or its constructor failed.
+        UsageError: the task does not exist, lacks a method, or its constructor failed.
     """
     if problem := problem_of(name):
         raise UsageError(problem)

@@ -69,7 +69,7 @@ def read(path: Path) -> Mapping[str, object]:
     """Read the objects of a file by name.
 
     Raises:
-        RdaError: names the file and what is wrong.
+        RdaError: names the file and the fault.
         OSError: it cannot be opened.
     """
     try:

@@ -99,7 +99,7 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
     """Read features [58000, 9], double, and classes [58000], counted from 0.
 
     Raises:
-        UsageError: the file is missing or not what it should be.
+        UsageError: the file is missing or has other content.
     """
     try:
         frame = rda.read(path)["Shuttle"]

@@ -1,8 +1,9 @@
 """The training loop under a parameter server.
 
 Checkpoints, evaluation, stops and the end are those of `train.loop`: there all ranks meet. Between
-two such meetings lies a stretch of updates, known in advance, in which nobody waits for more than
-`--ps-mode` says. So each batch is drawn exactly once, and a checkpoint has no gradient on its way.
+two such meetings lies a stretch of updates, known in advance, in which no trainer waits longer than
+`--ps-mode` allows.
+So each batch is drawn exactly once, and a checkpoint has no gradient on its way.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ServedTrainer(Trainer):
             return super().run()
 
     def train_step(self) -> bool:
-        """Make all updates up to the next meeting; say whether any rank was asked to stop.
+        """Make all updates up to the next meeting; return whether any rank got a stop request.
 
         Raises:
             NonFiniteLoss: on all ranks, before the weights are touched.
@@ -108,7 +109,7 @@ class ServedTrainer(Trainer):
         return ended
 
     def _apply(self, server: Server, gradients: Sequence[Gradient], started: float) -> None:
-        """Make one update, which nobody sees half done."""
+        """Make one update, atomically for all readers."""
         self._refuse_infinite(gradients)
         loss = sum(gradient.loss for gradient in gradients)
         count = sum(gradient.count for gradient in gradients)

@@ -1,4 +1,4 @@
-"""Who may begin which update, in whole numbers: no tensors, no threads, no clock.
+"""The order of updates, in whole numbers: no tensors, no threads, no clock.
 
 An update is one optimizer step. The weights' version is the number of updates in them. A trainer
 *holds* a ticket from when it draws it until its gradient has been applied. The age of a gradient
@@ -20,7 +20,7 @@ class Ticket:
     """The right to compute one gradient."""
 
     trainer: int
-    """Who has it, from 0."""
+    """The trainer that holds it, from 0."""
     update: int
     """Which global batch it is for, from 0: each is drawn exactly once."""
     version: int
@@ -28,7 +28,7 @@ class Ticket:
 
 
 class Pacing(ABC):
-    """Decides who may draw a ticket; updates up to `limit` may begin."""
+    """Decides which trainer may draw a ticket; updates up to `limit` may begin."""
 
     pieces: int = 1
     """How many gradients make up an update."""
@@ -46,7 +46,7 @@ class Pacing(ABC):
     @property
     @abstractmethod
     def begun(self) -> int:
-        """How many updates have been begun."""
+        """Number of updates that were started."""
 
     @abstractmethod
     def may_draw(self, trainer: int) -> bool:
@@ -101,7 +101,7 @@ class InStep(Pacing):
 
 
 class Apart(Pacing):
-    """Each trainer works on whole batches of its own, and waits for nobody, or not for long."""
+    """Each trainer works on whole batches of its own, without waiting or with a bounded wait."""
 
     def __init__(self, staleness: int | None = None) -> None:
         """Let gradients be up to `staleness` updates old; None: however old."""
@@ -117,7 +117,7 @@ class Apart(Pacing):
         """Hold a trainer back if its update could make another one's gradient too old.
 
         In the worst case a ticket's gradient is applied after those of all other tickets that have
-        been drawn by then. Its age is then the number of all updates begun, without itself, less
+        been drawn by then. Its age is then the number of all other updates that were started, minus
         its version. So that must stay within the bound for the oldest ticket, whenever one is
         drawn. Applying changes neither number, so the bound holds in between, and in any order.
         """

@@ -1,4 +1,4 @@
-"""What the server does for its trainers: hand out work, take gradients, let nobody lose one.
+"""What the server does for its trainers: hand out work, take gradients, and lose none.
 
 Trainers call `draw()` and `push()`, each from a thread of its own; the training loop on rank 0
 calls the rest. One lock guards it all. Applying an update reads the weights, changes and writes
@@ -47,7 +47,7 @@ class Gradient:
     samples: Tensor
     """Numbers of the samples that it was computed from."""
     stop: bool
-    """Whether the trainer has been asked to stop."""
+    """Whether the trainer got a stop request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +71,14 @@ class Server:
         """Take over the pacing.
 
         Args:
-            pacing: says who may begin.
+            pacing: decides which trainer may start.
             copy_weights: copies them as they are now to the CPU.
             timeout_s: how long to wait for a gradient.
         """
         self._pacing, self._copy_weights, self._timeout_s = pacing, copy_weights, timeout_s
         self._changed = threading.Condition()
         self._arrived: list[Gradient] = []
-        # Of this version; made when somebody asks for them.
+        # Of this version; made at the first request.
         self._weights: Sequence[Tensor] | None = None
         self._last = Stretch(number=0, step=0)
         self._lost: str | None = None
@@ -86,7 +86,7 @@ class Server:
     # Called by trainers.
 
     def draw(self, trainer: int, stretch: int) -> Work | Stretch:
-        """Give work as soon as there is some, or tell that the stretch is over."""
+        """Return work as soon as there is some, or the end of the stretch."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._last.number >= stretch or self._pacing.may_draw(trainer)
@@ -103,7 +103,7 @@ class Server:
             self._arrived.append(gradient)
             self._changed.notify_all()
 
-    # Called by whoever sees a trainer disappear.
+    # Called by the first thread that sees a trainer disappear.
 
     def lose(self, reason: str) -> None:
         """End the wait for a trainer that is gone."""
@@ -142,12 +142,12 @@ class Server:
                 raise PeerError(self._lost)
             taken = self._arrived[: self._pacing.pieces]
             del self._arrived[: self._pacing.pieces]
-        # By trainer, not by time: how numbers are rounded must not depend on who was first.
+        # By trainer, not by time: rounding must not depend on the order of arrival.
         return sorted(taken, key=lambda gradient: gradient.ticket.trainer)
 
     @contextmanager
     def applying(self, gradients: Sequence[Gradient]) -> Iterator[int]:
-        """Keep everybody out while an update is made; gives the age of its oldest gradient."""
+        """Exclude all readers while an update is made; gives the age of its oldest gradient."""
         tickets = [gradient.ticket for gradient in gradients]
         with self._changed:
             yield self._pacing.age(tickets)
@@ -156,7 +156,7 @@ class Server:
             self._changed.notify_all()
 
     def close(self, stretch: Stretch) -> None:
-        """Tell every trainer, now or when it asks, that the stretch is over."""
+        """Report the end of the stretch to every trainer, now or at its next call."""
         with self._changed:
             self._last = stretch
             self._changed.notify_all()

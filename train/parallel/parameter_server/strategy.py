@@ -1,7 +1,7 @@
 """The model under a parameter server: the server's, and each trainer's copy of it.
 
-The server holds parameters and optimizer. A trainer loads what it is sent, computes a gradient and
-sends that back; it has no state of its own that a checkpoint would have to know.
+The server holds parameters and optimizer. A trainer loads the received weights, computes a gradient
+and sends it back; it has no state of its own that a checkpoint would have to know.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Served(WholeModel):
         """Make the model on the rank's device.
 
         Raises:
-            UsageError: something was asked for that trainers would have to agree on.
+            UsageError: an option needs agreement of the trainers.
         """
         check(parts.config)
         super().__init__(parts, parts.model())
@@ -44,7 +44,7 @@ class Served(WholeModel):
         self._ages = 0, 0, 0
 
     def describe(self) -> str:
-        """Say who does what."""
+        """Print the role of each rank."""
         config = self.parts.config
         waits = {
             "sync": "which wait for each other",

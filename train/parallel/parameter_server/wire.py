@@ -78,13 +78,13 @@ def connect(group: Group, server: Server | None, *, timeout_s: float) -> Iterato
 
 
 def leave(*, timeout_s: float | None = None) -> None:
-    """Disconnect, when all ranks do so too; without a time-out, whatever they do."""
+    """Disconnect, when all ranks do so too; without a time-out."""
     _leaving.set()
     rpc.shutdown(graceful=timeout_s is not None, timeout=timeout_s or 0)
 
 
 def draw(trainer: int, stretch: int) -> Work | Stretch:
-    """Ask the server for work; waits until there is some.
+    """Request work from the server; waits until there is some.
 
     Raises:
         PeerError: the server has gone.
@@ -157,7 +157,7 @@ def _name(rank: int) -> str:
 
 @contextmanager
 def _others_may_be_gone() -> Iterator[None]:
-    """Tell the transport's words for a lost peer, or one that is too slow, from other errors."""
+    """Whether an error is the transport's report of a lost or slow peer."""
     try:
         yield
     except RuntimeError as error:

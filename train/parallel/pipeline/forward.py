@@ -14,7 +14,7 @@ from train.model.trees import Tree
 
 
 class Untransferable(Exception):
-    """What a stage gives the next one is not one tensor; arguments: its number, what it gives."""
+    """What a stage gives the next one is not one tensor; arguments: its number, its output."""
 
     def __init__(self, stage: int, kind: str) -> None:
         """Note the stage, and the name of the type that it gives."""
@@ -23,7 +23,7 @@ class Untransferable(Exception):
 
 
 class Relay:
-    """Runs this rank's stages in turn, and hands on what they give to the rank of the next one.
+    """Runs this rank's stages in turn, and sends their output to the rank of the next stage.
 
     Of any shape: each tensor is announced. So batches need no padding, and nothing depends on how
     many there are.
@@ -69,7 +69,7 @@ class Relay:
             hidden = given
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
-                    # There is no backward pass, which would let go of what has been gathered.
+                    # Without a backward pass, gathered parameters must be freed here.
                     module.reshard()
             if number + 1 in self._owners and number + 1 not in self._stages:
                 self._send(hidden, self._owners[number + 1])

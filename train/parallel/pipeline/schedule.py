@@ -40,7 +40,7 @@ class Pipelined(Strategy):
     """Runs this rank's stages; the last stage's rank knows the loss."""
 
     def __init__(self, parts: Parts) -> None:
-        """Make the model, keep this rank's stages of it, cut them further as the layout says."""
+        """Build the model, keep this rank's stages of it, and split them further by the layout."""
         layout, config, group = parts.layout, parts.config, parts.group
         split.check(config, layout)
         self.parts, self.task = parts, parts.task
@@ -110,7 +110,7 @@ class Pipelined(Strategy):
         """Compare this rank's stages with the model that they were taken from.
 
         Raises:
-            UsageError: names what is lost, or is another.
+            UsageError: names the lost or changed part.
         """
         check_alike(self._given, self.parts.group, task=self.task.name)
         how = f"--strategy {self.parts.config.strategy_on(self.parts.group.place)}"
@@ -214,7 +214,7 @@ class Pipelined(Strategy):
         return tuple(tensors_of(outputs))
 
     def _loss(self, outputs: Tree, number: Tensor) -> Tensor:
-        """Compute what a micro-batch is trained on, and note what is reported."""
+        """Compute the loss of a micro-batch, and record the reported metrics."""
         # A part of all numbers: so where it begins is the number, also in a rehearsal, whose
         # tensors have no contents.
         targets = self._targets[int(number.storage_offset())]
@@ -261,7 +261,7 @@ class Pipelined(Strategy):
         return self._schedule
 
     def _make_schedule(self, batches: Sequence[Batch]) -> Any:
-        """Tell torch what goes in and out of each stage, and how many micro-batches there are.
+        """Give torch the inputs and outputs of each stage, and the number of micro-batches.
 
         torch would find that out itself with a training pass of its own, which moves the running
         statistics of batch normalisation. Ours changes nothing.

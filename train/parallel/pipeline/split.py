@@ -1,4 +1,4 @@
-"""Where a model is cut for a pipeline, who holds which stage, and how many micro-batches it takes.
+"""The split of a model for a pipeline, the rank of each stage, and the number of micro-batches.
 
 Pure arithmetic, without torch, so that a command line is refused before anything starts.
 """
@@ -116,7 +116,7 @@ def cut(pieces: Mapping[str, int], parts: int, *, asked: str) -> list[list[str]]
         pieces: number of parameters by name, in the order of the forward pass. Pieces without any
             are no group of their own: an optimizer would have nothing to do there.
         parts: how many groups.
-        asked: what asked for so many, for the message.
+        asked: the option that requires so many, for the message.
 
     Raises:
         UsageError: there are too few pieces.
@@ -196,7 +196,7 @@ def _none_fits(config: Config, layout: Layout, share: int) -> str:
 
 
 def _demand(schedule: str, pp: int) -> str:
-    """Say what a schedule asks of the number of micro-batches."""
+    """Return a schedule's requirement on the number of micro-batches."""
     if schedule in ("1F1B", "DualPipeV"):
         count = stage_count(schedule, pp)
         return f"but schedule {schedule} needs at least one for each of {count} stages"
