@@ -1,6 +1,6 @@
 """Checkpoints: each rank's tensors as safetensors, all else as JSON, a manifest that proves it.
 
-`disk` is what lies where; `planning` who writes what; `staging`, `job` and `checkpointer` how it
-gets there while training goes on; `retention` how long it stays; `stored` how it comes back, on
-whatever layout.
+`store` is the layout on disk; `planner` decides which rank writes which part; `staging`, `job` and
+`checkpointer` write it while training continues; `retention` decides how long it stays; `reader`
+reads it, on any layout.
 """

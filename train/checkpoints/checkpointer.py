@@ -63,12 +63,13 @@ class Checkpointer:
 
         Args:
             position: where it shall lie.
-            state: what it holds besides tensors.
+            state: its content besides tensors.
             tensors: this rank's; other ranks may have others, and other parts of the same DTensors.
             since: from when on training stands still for it (default: now), monotonic clock.
-            make_room: called on rank 0, in the thread, when the disk is full: removes what this
-                checkpoint makes superfluous, and says what has gone.
-            may_go: called on rank 0, in the thread, when that was not enough: says what else could.
+            make_room: called on rank 0, in the thread, when the disk is full: removes the
+            checkpoints that this one makes superfluous, and returns them.
+            may_go: called on rank 0, in the thread, when that was not enough: names those that
+            could be removed.
             may_commit: called on rank 0, in the thread, when all is written; raises to prevent it.
             committed: called on rank 0, in the thread, when it is a checkpoint.
 
@@ -258,7 +259,7 @@ class Checkpointer:
     def _failure(
         self, job: Job, problems: Sequence[tuple[int, Problem]], gone: str
     ) -> CheckpointError:
-        """Describe on rank 0 why there is no checkpoint."""
+        """Describe on rank 0 why the checkpoint failed."""
         alone = self._channel.size == 1
         reasons = [p.text if alone else f"rank {rank}: {p.text}" for rank, p in problems]
         if any(problem.full for _, problem in problems):

@@ -24,7 +24,7 @@ def export(path: Path, listing: Listing, whole: Callable[[str], Tensor]) -> None
     """Write the weights of a checkpoint under the plain model's names, tensor by tensor.
 
     Args:
-        path: file to write; what was there before stays until all is written.
+        path: file to write; earlier files stay until all is written.
         listing: the checkpoint's tensors.
         whole: gives one of them by its name there.
 

@@ -1,7 +1,7 @@
-"""Who writes what: torch's planner for distributed checkpoints (DCP) decides.
+"""The rank that writes each part: torch's planner for distributed checkpoints (DCP) decides.
 
-What several ranks have is written by one of them, so that each writes about as much. Nobody need
-know which strategy runs: a DTensor tells which part of a tensor a rank has.
+What several ranks have is written by one of them, so that each writes about as much. It does not
+depend on the strategy: a DTensor knows which part of a tensor a rank has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: what it holds, a rank's part of it, or a whole tensor."""
+"""Reading a checkpoint: its content, a rank's part of it, or a whole tensor."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Stored:
 
 
 class _Files(FileSystem):
-    """Shows a reader these files and no others, whatever else lies beside them."""
+    """Shows a reader these files and no others of the folder."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files

@@ -18,7 +18,7 @@ from train.runtime.process_group import Group
 
 @dataclass(frozen=True, kw_only=True)
 class Sighting:
-    """What one node sees in its run directory."""
+    """The checkpoints that one node sees in its run directory."""
 
     best: Position | None
     """Its best checkpoint that is whole."""
@@ -90,7 +90,7 @@ def find(run_dir: Path, group: Group, *, shared: bool) -> tuple[list[Sighting], 
 def describe(
     run_dir: Path, group: Group, position: Position, *, source: int, shared: bool
 ) -> Resumption:
-    """Tell all ranks what the source rank finds in a checkpoint, tensors' contents apart.
+    """Broadcast the content of a checkpoint on the source rank, without its tensors.
 
     Raises:
         CheckpointError: on all ranks; it cannot be read.

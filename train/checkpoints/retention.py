@@ -73,7 +73,7 @@ def prune(
     Args:
         run_dir: where they lie.
         newest: the last one.
-        keep: how many to keep that are whole, as far as their files' sizes tell.
+        keep: how many to keep that are whole, by their files' sizes.
         damaged: some that are known not to be.
     """
     for _, path in list(store.entries(run_dir, newest.attempt)):

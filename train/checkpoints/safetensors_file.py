@@ -1,6 +1,7 @@
 """Files of tensors, in the safetensors format with the offsets that DCP adds to it.
 
-Written by hand, since what is at hand needs the whole file in memory a second time. Here tensors go
+Own code, since torch's and safetensors' writers need the whole file in memory a second time.
+Here tensors go
 to the disk and into the digest block by block, and may arrive from another rank one by one.
 """
 
@@ -126,7 +127,7 @@ def write(path: Path, parts: Sequence[Part], tensors: Iterable[Tensor]) -> Proof
 
     Args:
         path: file to write.
-        parts: what is written, sorted by `Part.order`.
+        parts: the parts to write, sorted by `Part.order`.
         tensors: the same on the CPU, contiguous, in the same order.
 
     Raises:

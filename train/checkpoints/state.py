@@ -118,7 +118,7 @@ class Saver:
             self.console.say(f"with another configuration: {'; '.join(changed)}")
 
     def save(self, progress: Progress, *, epoch: int) -> None:
-        """Begin a checkpoint of this moment; `wait()` tells how it has ended.
+        """Begin a checkpoint of this moment; `wait()` returns its end.
 
         Raises:
             CheckpointError: on all ranks; the one before could not be written, and all shall stop.
@@ -199,7 +199,7 @@ class Saver:
         """Write the weights of the last checkpoint to one file.
 
         Raises:
-            CheckpointError: on rank 0; there is none, or the file could not be written.
+            CheckpointError: on rank 0; no checkpoint exists, or the file could not be written.
             PeerError: on the other ranks, in both cases.
         """
         self.wait()
@@ -228,9 +228,9 @@ class Saver:
             )
 
     def _refuse_unsound(self, step: int) -> None:
-        """Keep weights that are not finite out of checkpoints, of which only the last are kept.
+        """Refuse a checkpoint of weights that are not finite: only the last ones are retained.
 
-        A gradient can be so under a finite loss, and without clipping nobody has looked at it.
+        A gradient can be infinite under a finite loss, and is not checked without clipping.
         """
         unsound = not_finite(self.strategy)
         if self.group.sum([len(unsound)])[0] == 0:

@@ -48,7 +48,7 @@ class State:
     loss: float | None = None
     """Loss of the last step, over all ranks."""
     frozen: Sequence[str] | None = None
-    """Parameters that were not trained; None: nobody has noted it."""
+    """Parameters that were not trained; None: it was not recorded."""
     rng: str = "sha256(seed, step, *axes)"
     """How each step's generators are seeded: a function, so there is no generator state to keep.
 
@@ -117,7 +117,7 @@ def complete(draft: Path, state: State, files: Mapping[str, Proof]) -> None:
     """Add to the files of tensors, which are on the disk already, state and manifest.
 
     Raises:
-        OSError: one of them could not be written, or does not look as its writer says.
+        OSError: one of them could not be written, or differs from its writer's description.
     """
     for name, proof in files.items():
         # Written by another node, perhaps: is it the same directory?
@@ -154,13 +154,13 @@ def verify(
 ) -> None:
     """Check every file of a checkpoint, or only those named, against the manifest.
 
-    What else lies there is no part of it, and nothing reads it.
+    Other files there are not part of it, and are not read.
 
     Args:
         path: the checkpoint.
         names: files to look at; all of them if None.
         share: (k, n) looks only at the k-th of every n files: n ranks share the work.
-        by_size: read none of them, which is quick and finds what was cut short or is missing.
+        by_size: read none of them, which is quick and finds truncated and missing files.
 
     Raises:
         CheckpointError: the first difference.
@@ -194,7 +194,7 @@ def _manifest(path: Path) -> _Manifest:
     """Read what a checkpoint consists of.
 
     Raises:
-        CheckpointError: there is no manifest, or the manifest of another folder.
+        CheckpointError: the manifest is missing, or belongs to another folder.
     """
     with _told(path / MANIFEST, "manifest"):
         read = _versioned(path / MANIFEST)
@@ -271,7 +271,7 @@ def read_state(path: Path) -> State:
     """Read the state of a checkpoint; what a later version has added is left out.
 
     Raises:
-        CheckpointError: there is none of this version, or one that no run can have written.
+        CheckpointError: the file is missing, of another version, or damaged.
     """
     with _told(path / STATE, "state"):
         read = _versioned(path / STATE)
@@ -321,7 +321,7 @@ def measure(path: Path) -> Proof:
 
 
 def free_bytes(path: Path) -> float:
-    """Say how much can be written at a path, which need not exist; infinite: nobody can tell."""
+    """Say how much can be written at a path, which need not exist; infinite: it is unknown."""
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
         disk = os.statvfs(there)

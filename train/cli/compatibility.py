@@ -1,7 +1,7 @@
 """What cannot work, with the arithmetic: a command line is refused before anything starts.
 
-Without torch. What only the model or the machine can tell (heads, pieces, classes, backends) is
-refused by those who know it.
+Without torch. Limits of the model or the machine (heads, pieces, classes, backends) are checked
+later, by the modules that know them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def problems(config: Config, place: Place, *, only_looking: bool = False) -> lis
     """Say what cannot work on the ranks that there are, or will be with `--spawn`.
 
     Args:
-        config: what is asked for.
+        config: the configuration.
         place: where this process stands.
         only_looking: nothing is trained, so the ranks need not be there: the sizes of the mesh say
             how many they would be.
@@ -219,7 +219,7 @@ def _incompatible(config: Config, strategy: str) -> Iterator[str]:
 
 
 def _shares(config: Config, strategy: str, layout: Layout) -> list[str]:
-    """Check that each slice of the global batch has what it needs."""
+    """Check that each slice of the global batch is large enough."""
     if config.reduce == "exact":
         return exact_problems(config, layout)
     if strategy == "pp" or layout.pp > 1:

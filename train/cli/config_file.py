@@ -17,7 +17,7 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def read(path: Path) -> tuple[dict[str, object], list[str]]:
-    """Read the fields that a file gives, and what is wrong with it, each with its line."""
+    """Read the fields of a file, and its faults, each with its line."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -52,7 +52,7 @@ def read(path: Path) -> tuple[dict[str, object], list[str]]:
 
 
 def dumps(config: Config) -> str:
-    """Write every field with what it means; what is not set is commented out."""
+    """Write every field with its description; unset fields are commented out."""
     docs = field_docs(Config)
     lines, section = [_HEAD], ""
     for name, field in fields().items():

@@ -66,7 +66,7 @@ class Field:
         return value
 
     def problem_of(self, value: object) -> str | None:
-        """Say what is wrong with a value of the right type; begins where the name ends."""
+        """Return the fault of a value of the right type; begins where the name ends."""
         if self.name == "task":
             problem = problem_of(str(value))
             return f": {problem}" if problem else None
@@ -146,7 +146,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _read(hint: object) -> tuple[type, tuple[str, ...], float | None]:
-    """Take a type hint apart: the plain type, what it may be, its smallest value."""
+    """Take a type hint apart: the plain type, its choices, its smallest value."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         kind, choices, least = _read(arguments[0])

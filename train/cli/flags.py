@@ -14,7 +14,7 @@ from train.errors import UsageError
 from train.runtime.rank import Place
 
 RUN_DIR = "TRAIN_RUN_DIR"
-# Flags that are no fields of `Config`, with what they take and what they do.
+# Flags that are not fields of `Config`, with their values and meanings.
 FILES = {
     "--config": ("PATH", "Read the configuration from this TOML file; flags override it."),
     "--write-config": ("PATH", "Write the whole configuration to this file, and train nothing."),
@@ -26,7 +26,7 @@ ONLY_LOOKING = ("--dry-run", "--write-config")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a command line asks for."""
+    """The result of parsing a command line."""
 
     config: Config
     """The configuration, of the file and the flags."""
@@ -40,7 +40,7 @@ class Request:
 
 
 def only_looks(argv: Sequence[str]) -> bool:
-    """Say whether a command line, right or wrong, asks for no training."""
+    """Return whether a command line, right or wrong, requests no training."""
     return any(word.partition("=")[0] in ONLY_LOOKING for word in argv)
 
 
@@ -70,7 +70,7 @@ def usage() -> str:
 
 
 def documented(*, inline: bool = True) -> Iterator[tuple[Field, str]]:
-    """Give each field with what it means; `inline`: and with its choices and its default."""
+    """Yield each field with its description; `inline`: and with its choices and its default."""
     docs = field_docs(Config)
     for name, field in fields().items():
         text = docs[name]

@@ -1,4 +1,4 @@
-"""The two barriers: one that waits, and one that says for whom."""
+"""The two barriers: one that waits, and one that names the missing rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def demonstrate_barrier(
 
 
 def demonstrate_monitored_barrier(ranks: Ranks, console: Console) -> None:
-    """Keep the last rank away, and see that rank 0 learns who was missing.
+    """Keep the last rank away, and check that rank 0 is given its number.
 
     Raises:
         WrongResult: on all ranks, when rank 0 was not told, or told another rank.

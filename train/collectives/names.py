@@ -1,4 +1,4 @@
-"""What can be asked for, without importing torch."""
+"""The names of the collectives, without importing torch."""
 
 SIZED = (
     "all_reduce",

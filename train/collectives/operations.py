@@ -28,7 +28,7 @@ class Collective:
     """
 
     name: str
-    """Name without `dist.` and without what only tells its variants apart."""
+    """Name without `dist.` and without the suffix of a variant."""
     sentence: str
     """What it does."""
     before: Callable[[int, int], Numbers]

@@ -48,7 +48,7 @@ class Ranks:
         return [json.loads(text) for text in self.store.multi_get(keys)]
 
     def synchronize(self) -> None:
-        """Wait for what the GPU has been told to do, which a call does not."""
+        """Wait for the GPU's queued work, since a call returns earlier."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

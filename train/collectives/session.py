@@ -53,7 +53,7 @@ def _spawned(rank: int, options: Options, nproc: int, meeting: str) -> None:
 
 
 def be_a_rank(options: Options, place: Place) -> int:
-    """Connect, show everything, and return the exit status; an error is said before."""
+    """Connect, show everything, and return the exit status; an error is printed before."""
     console = Console(rank=place.rank)
     try:
         with connect(place, timeout_s=options.timeout_s) as ranks:

@@ -24,7 +24,7 @@ class Measured:
     """One line of the table."""
 
     size_bytes: int
-    """The largest buffer of a rank: what was asked for, in whole numbers for every rank."""
+    """The largest buffer of a rank: the requested sizes, in whole numbers for every rank."""
     latency_s: float
     """Median over the calls of the time of the slowest rank."""
     bus_factor: float

@@ -44,7 +44,7 @@ FLOAT32 = _names("""
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
     _upsample_bicubic2d_aa
 """)
-# AT_FORALL_FP32_SET_OPT_DTYPE: to float32, unless another type was asked for.
+# AT_FORALL_FP32_SET_OPT_DTYPE: to float32, unless another type is requested.
 FLOAT32_OUT = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
@@ -87,7 +87,7 @@ def as_on_cuda() -> Iterator[None]:
 
 @functools.cache
 def _kernels() -> dict[str, _Kernel]:
-    """Give what is done by CUDA's rules to each operation that has one, or that the CPU's know."""
+    """Yield each operation that CUDA's or the CPU's rules name, with CUDA's rule."""
     kernels: dict[str, _Kernel] = {
         name: fallthrough_kernel
         for name in _ruled("AutocastCPU") - _ruled("AutocastCUDA")

@@ -1,7 +1,7 @@
 """A world of any size with one real process: tensors without memory, collectives without peers.
 
 torch brings both: `FakeTensorMode`, whose tensors have shapes only, and the `fake` process group,
-whose collectives return at once. What they cannot answer together is answered here.
+whose collectives return at once. Results that need other ranks are computed here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Boundaries = dict[tuple[int, int], tuple[torch.Size, torch.dtype]]
 
 @contextmanager
 def pretend(place: Place, boundaries: Boundaries) -> Iterator[Group]:
-    """Be one rank of a world in which nobody else exists; tensors made meanwhile have no memory.
+    """Become one rank of a world without the other ranks; tensors made meanwhile have no memory.
 
     Args:
         place: which rank, of how many.
@@ -78,7 +78,7 @@ class Rehearsing(Group):
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what tensors without contents are asked."""
+    """Answers reads of the contents of tensors without contents."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if wraps_others(types):
@@ -200,7 +200,7 @@ def _patches(boundaries: Boundaries) -> list[Any]:
 
 
 def _hand_on(relay: Relay, inputs: Tree, boundaries: Boundaries) -> dict[int, tuple[Tree, Tree]]:
-    """Run a rank's stages; take what other ranks would send from what is known of them."""
+    """Run a rank's stages; derive the messages of other ranks from their known state."""
     passed = {}
     samples = sample_count(inputs)
     for number, stage in relay._stages.items():

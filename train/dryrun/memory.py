@@ -18,7 +18,7 @@ GRADIENTS = "gradients"
 OPTIMIZER = "optimizer"
 ACTIVATIONS = "activations"
 COMMUNICATION = "communication"
-# What there is of each parameter.
+# The kinds of memory of each parameter.
 STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
 KINDS = (*STATE, ACTIVATIONS, COMMUNICATION)
 # Operations whose tensors are buffers of an exchange. Those of tensor parallelism
@@ -44,7 +44,7 @@ class Memory(Observer):
         self._resize: Any = None
 
     def __enter__(self) -> Memory:
-        """Watch also what is not an operation: FSDP empties storages and fills them again."""
+        """Watch non-operations as well: FSDP empties storages and fills them again."""
         self._resize = resize = torch.UntypedStorage.resize_
 
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -62,7 +62,7 @@ class Memory(Observer):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note the storages of what it has made; those of exchanges are for them."""
+        """Record the storages of an operation's results; those of exchanges are for them."""
         for tensor in _tensors(result):
             self._note(tensor.untyped_storage())
         if func.namespace in EXCHANGES:
@@ -75,7 +75,7 @@ class Memory(Observer):
             self._kinds[self._note(local(tensor).untyped_storage())] = kind
 
     def forget_the_past(self) -> None:
-        """Let the diary begin now, with what there is."""
+        """Start the record now, with the existing storages."""
         self._diary = [(number, size) for number, size in self._sizes.items() if size]
 
     def peak(self, without: Iterable[str] = ()) -> dict[str, int]:

@@ -8,7 +8,7 @@ from train.cli.sizes import written
 from train.dryrun.result import Findings
 from train.dryrun.traffic import crosses_nodes
 
-# What is not measured on the strategy's own code, or differs on real devices.
+# Figures that are not measured on the strategy's own code, or differ on real devices.
 NOTES = (
     "Counted while the real strategy made a step with tensors that have no memory, on one rank of "
     "each stage. By formula: sent (rings), waiting (equal stages, a backward pass twice a forward "

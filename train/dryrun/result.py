@@ -20,13 +20,13 @@ class Flow:
     axes: str
     """Along which axes of the mesh, such as `dp_shard x cp`."""
     kind: str
-    """What is done, such as `all-gather`."""
+    """The operation, such as `all-gather`."""
     ranks: int
     """How many take part."""
     calls: float
     """How often; a fraction if not in every step."""
     payload: float
-    """Bytes of all calls: the whole of what is gathered, reduced or sent."""
+    """Bytes of all calls: the whole buffer that is gathered, reduced or sent."""
     sent: float
     """Bytes that the rank sends, if rings are used."""
     crosses_nodes: bool
@@ -35,10 +35,10 @@ class Flow:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """A plan and what it takes."""
+    """A plan and its cost."""
 
     task: str
-    """What is trained."""
+    """The task."""
     strategy: str
     """How."""
     layout: Layout
@@ -58,7 +58,7 @@ class Findings:
     limit: int | None
     """Bytes of a device."""
     misfits: Sequence[str]
-    """What does not fit."""
+    """The problems of the plan."""
 
     @property
     def nodes(self) -> int:

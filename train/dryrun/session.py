@@ -97,10 +97,10 @@ def examine(config: Config, limit: int | None = None) -> Findings:
 
 
 def place_of(config: Config) -> Place:
-    """Give the place of rank 0 among the ranks that the sizes of the mesh ask for.
+    """Return the identity of rank 0 among the ranks of the mesh.
 
     Raises:
-        UsageError: nobody has said how many ranks there are, or the strategy cannot be rehearsed.
+        UsageError: the number of ranks is not given, or the strategy cannot be rehearsed.
     """
     if config.strategy in _UNKNOWN:
         raise UsageError(

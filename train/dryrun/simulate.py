@@ -37,7 +37,7 @@ SHARDING = (Composed, Pipelined)
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """What one optimizer step takes on one rank."""
+    """The cost of one optimizer step on one rank."""
 
     rank: int
     """Which."""
@@ -56,16 +56,16 @@ class Rehearsed:
     host_memory: Mapping[str, int]
     """Bytes of the host then, with `--cpu-offload`."""
     traffic: Mapping[Exchange, float]
-    """Calls per step; a fraction of what does not happen in every step."""
+    """Calls per step; a fraction for work that is not done in every step."""
     flops: float
     """Floating-point operations of matrix products and attention."""
 
 
 class Rehearsal:
-    """A plan of which ranks are rehearsed, one after the other."""
+    """A plan whose ranks are rehearsed, one after the other."""
 
     def __init__(self, config: Config, task: Task, place: Place) -> None:
-        """Describe the plan; `place` says how many ranks there are, and on how large nodes."""
+        """Describe the plan; `place` holds the number of ranks, and the size of the nodes."""
         self.layout = config.layout_on(place)
         # The first two are about how a run starts. Nobody has the devices that it is for.
         self._config = dataclasses.replace(config, meta_init=False, compile=False, dry_run=True)
@@ -151,9 +151,9 @@ class Rehearsal:
                 yield batches, number, weight * part
 
     def _find_boundaries(self) -> None:
-        """Find out what goes in at each stage, where one rank has several.
+        """Find the inputs of each stage, for ranks with several stages.
 
-        Such a rank needs to know what comes back from the others before they could tell. So the
+        Such a rank needs the results of others before they are computed. So the
         same stages are run once, each on a rank of its own.
         """
         size = self._micro_batch_of_a_pipeline()
@@ -226,7 +226,7 @@ class _Step:
         strategy.begin_step(number)
         # Not 1, which would save a multiplication that no real step is spared.
         strategy.accumulate(share.split_into(batches), 0.5)
-        # Loss, count, who is asked to stop, whether other parameters than before are left out.
+        # Loss, count, stop requests, whether other parameters than before are left out.
         self._parts.group.sum([0.0] * 4)
         strategy.scale_gradients(0.5)
         if config.clip_norm is not None or config.precision == "fp16":

@@ -1,4 +1,4 @@
-"""What goes over the wire: a mode that sees every collective, in a real run and in a pretended one.
+"""Communication: a mode that sees every collective, in a real run and in a pretended one.
 
 Collectives are operations like any other, so that a `TorchDispatchMode` sees those of DDP, FSDP,
 DTensor, pipelines and our own alike.
@@ -49,7 +49,7 @@ class Exchange:
     """A kind of collective among some ranks."""
 
     kind: str
-    """What is done, such as `all-reduce`."""
+    """The operation, such as `all-reduce`."""
     ranks: tuple[int, ...]
     """Who takes part."""
     payload: int
@@ -71,7 +71,7 @@ class Exchange:
 
 
 class Traffic(Observer):
-    """Counts calls of collectives by what they move and between whom."""
+    """Counts calls of collectives by payload and group."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Which part of a task has failed, and on what: read off the traceback.
 
-Its frames still hold what they were given. So nothing has to be noted while all goes well.
+Its frames still hold their arguments. So nothing has to be noted while all goes well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALONE = ("model", "train", "test", "identity", "weights")
 ON_A_BATCH = ("loss", "count", "score")
 # What `train.data.loader` adds to an exception.
 NOTE = re.compile(r"^in sample (\d+)$", re.MULTILINE)
-# What to do, by what an error says.
+# The advice for an error, by its message.
 HINTS = {
     "OutOfMemoryError: ": (
         "a smaller --micro-batch, or --activation-checkpointing, takes less memory; in an "
@@ -46,7 +46,7 @@ HINTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What was going on when an exception was raised."""
+    """The activity during which an exception was raised."""
 
     name: str = "the run"
     """Such as `loss()`."""

@@ -60,7 +60,7 @@ def fail(
 
 
 def explain(error: BaseException, task: Task | None, progress: Progress | None) -> str:
-    """Say in a line what has failed; whatever the diagnosis trips over must not hide the error."""
+    """Return a line about the failure; an error of the diagnosis must not hide it."""
     with suppress(Exception):
         return describe(error, task, progress)
     return "the run failed"
@@ -91,7 +91,7 @@ def lost(error: BaseException, progress: Progress | None) -> str:
 
 
 def unwritable(error: BaseException, run_dir: Path) -> str:
-    """Say what is wrong with a file of the run directory, if that is what an error is about."""
+    """Return the fault of a file of the run directory, if the error concerns one."""
     if not isinstance(error, OSError) or not isinstance(error.filename, str):
         return ""
     if not Path(error.filename).is_relative_to(run_dir):

@@ -1,4 +1,4 @@
-"""How an error is told: to people once per machine, and to torchrun for its report.
+"""How an error is reported: to people once per machine, and to torchrun for its report.
 
 At its end torchrun prints what each failed rank has left in its error file, and takes the earliest
 of them for the root cause.
@@ -25,13 +25,13 @@ ECHO_S = 10
 
 
 def tell(place: Place, text: str, *, trace: str = "", summary: str = "") -> None:
-    """Print an error, unless another rank of this machine has; tell torchrun in any case.
+    """Print an error, unless another rank of this machine has; report to torchrun in any case.
 
     Args:
         place: the rank that has found it.
         text: what is wrong.
         trace: a traceback to print before it; then the error is this rank's own.
-        summary: what to tell torchrun, if more than the text.
+        summary: the message for torchrun, if it differs from the text.
     """
     said_by = _said_by(place, text, own=bool(trace))
     if not said_by:
@@ -67,10 +67,10 @@ def _print(place: Place, text: str, *, own: bool, trace: str = "") -> None:
 
 
 def _said_by(place: Place, text: str, *, own: bool) -> str:
-    """Name the rank of this machine that has said the same; if there is none, it is this one."""
+    """Return the rank of this machine that reported the same first, which may be this one."""
     folder = _common_folder(place)
     if folder is None:
-        # Nobody to ask: what all ranks know, rank 0 says.
+        # Nobody to ask: rank 0 reports an error that all ranks have.
         return "" if own or place.rank == 0 else "rank 0"
     note = folder / f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     try:
@@ -79,7 +79,7 @@ def _said_by(place: Place, text: str, *, own: bool) -> str:
     except FileExistsError:
         return _read(note) or "another rank"
     except OSError:
-        pass  # better said twice than never
+        pass  # reporting twice is better than never
     return ""
 
 

@@ -86,8 +86,8 @@ class NamedOptimizer:
             name, _, slot = key.rpartition("/")
             if (parameter := self._parameters.get(name)) is None:
                 continue
-            # State of the parameter's shape is sharded like the parameter. The rest are scalars, which
-            # only a fused kernel needs on the parameters' device.
+            # State of the parameter's shape is sharded like it. The rest are scalars, which only a
+            # fused kernel needs on the parameters' device.
             like = slot != "step" and shape == parameter.shape
             beside = parameter.device if self._fused else None
             self._optimizer.state[parameter][slot] = (

@@ -1,7 +1,7 @@
 """`--profile 10:13`: trace these steps, and print where their time went.
 
-Every rank writes `profile/attempt-N/rank-R.json` into the run directory, a Chrome trace. How time
-is split, `timeline` says. Tracing makes short operators look slower than they are: compare the
+Every rank writes `profile/attempt-N/rank-R.json` into the run directory, a Chrome trace. `timeline`
+defines how time is split. Tracing makes short operators look slower than they are: compare the
 parts with each other, and with the untraced steps' speed in `metrics.jsonl`.
 """
 
@@ -70,9 +70,9 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write and print what has been traced; for a run that ends before the last of the steps.
+        """Write and print the traces; for a run that ends before the last of the steps.
 
-        A trace that cannot be written is said to be so, and ends no training.
+        A trace that cannot be written is reported, and does not end the training.
         """
         trace, self._trace = self._trace, None
         if trace is None:

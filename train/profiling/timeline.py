@@ -7,7 +7,7 @@ communication  a collective, a message or a copy between GPUs is under way, wait
 data           the loop waits for its next batch, or the batch is on its way to the GPU
 idle           none of these: Python, launching, or waiting for something that is not traced
 
-So communication hidden under compute costs nothing here; it is told apart as `hidden`. The four
+So communication hidden under compute costs nothing here; it is listed as `hidden`. The four
 parts sum up to the wall time of the steps. Where there is a GPU, only what the GPU does is compute:
 CPU operators that launch its kernels are not.
 """
@@ -196,7 +196,7 @@ def _device_pieces(spans: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval
 
 
 def _correlation(event: Event) -> object:
-    """Give the number that a call of the driver shares with what it had the GPU do."""
+    """Return the correlation id of a driver call and its GPU work."""
     return event.get("args", {}).get("correlation")
 
 

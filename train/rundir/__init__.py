@@ -1,1 +1,1 @@
-"""The run directory: who may write there, and the files that are written."""
+"""The run directory: the right to write there, and its files."""

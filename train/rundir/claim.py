@@ -1,4 +1,4 @@
-"""Whether the run directory is ours to go on with: the same run, not finished, nobody in it."""
+"""Whether the run directory is ours to go on with: the same run, not finished, and not in use."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _other_run(path: Path, known: Identity, identity: Identity, adopt: str | Non
 
 
 def _strange_checkpoint(directory: RunDirectory, ours: Sequence[Identity]) -> str:
-    """Name this node's first checkpoint of another run, of whatever attempt; else say nothing."""
+    """Return this node's first checkpoint of another run, of any attempt; else say nothing."""
     for position in store.places(directory.path):
         path = position.path(directory.path)
         try:
@@ -218,7 +218,7 @@ def _former(directory: RunDirectory, identity: Identity, adopt: str | None) -> l
     try:
         known = _known_identity(directory)
     except (OSError, ValueError):
-        return []  # rank 0 says what is wrong with its own directory
+        return []  # rank 0 reports the fault of its own directory
     if known is None or not may_adopt(known, identity, adopt):
         return []
     adopted = (entry.get("identity") for entry in _history(directory))

@@ -24,7 +24,7 @@ LOCK_WITHIN_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What `outcome.json` says: how the run stands."""
+    """The content of `outcome.json`: how the run stands."""
 
     status: str
     """`running`, `done`, `preempted`, `retryable` or `fatal`."""
@@ -86,7 +86,7 @@ class RunDirectory:
         self._metrics.flush()
 
     def read_outcome(self) -> Outcome | None:
-        """Read the outcome; None when there is none, or one that we cannot read."""
+        """Read the outcome; None if it is missing or unreadable."""
         try:
             read = untrusted.read_object(self.outcome_path)
             steps, rank = read["steps"], read["rank"]
@@ -160,7 +160,7 @@ class RunDirectory:
 
 
 def _lock(handle: int) -> None:
-    """Take the lock, or do without where somebody keeps it: who writes does so in milliseconds."""
+    """Take the lock, or do without if it stays taken: a writer holds it for milliseconds."""
     until_s = time.monotonic() + LOCK_WITHIN_S
     while time.monotonic() < until_s:
         with suppress(BlockingIOError):
@@ -191,8 +191,8 @@ def may_replace(old: Outcome | None, new: Outcome) -> bool:
 def may_forestall(old: Outcome | None, new: Outcome) -> bool:
     """Decide whether an end from before the directory was claimed may be recorded.
 
-    Nothing is known then of whose directory it is: a mistyped flag must not end, for those who read
-    the outcome, a run that somebody else has going there. So only an earlier try gives way. Who
+    Nothing is known then of whose directory it is: a mistyped flag must not write the end of
+    another process's run into the outcome. So only an earlier try gives way. Who
     starts a run again counts attempts; torchrun counts restarts from 0 in any directory, so that a
     `running` of this attempt may be anybody's, and only a request to stop replaces that.
     """

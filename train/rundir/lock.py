@@ -1,6 +1,6 @@
 """Which process trains in a run directory: two of one attempt would write over each other.
 
-Rank 0 keeps `holder.json` open, locked and fresh while it lives. On one machine the lock tells
+Rank 0 keeps `holder.json` open, locked and fresh while it lives. On one machine the lock shows
 whether it does. Between machines the lock may be unknown, or be held for ever by one that has lost
 its power; there the time of the file does, which rank 0 sets every few seconds.
 """
@@ -29,7 +29,7 @@ NAME = "holder.json"
 # How often a holder shows that it lives, and for how long one that does not counts as alive.
 BEAT_S = 3.0
 PATIENCE_S = 15.0
-# Between two looks of who would like to be the next.
+# Poll interval while waiting for the lock, in seconds.
 LOOK_S = 0.5
 
 Verdict = Literal["mine", "taken", "wait"]
@@ -38,7 +38,7 @@ Lock = Literal["ours", "theirs", "unknown"]
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """What `holder.json` says."""
+    """The content of `holder.json`."""
 
     host: str
     """The machine on which rank 0 runs."""
@@ -75,11 +75,11 @@ class Holder:
 
     @property
     def machine(self) -> tuple[str, str]:
-        """Where it runs: a lock that is held there by somebody is held by a living process."""
+        """Where it runs: a lock that is held there is held by a living process."""
         return self.host, self.boot
 
     def describe(self) -> str:
-        """Name it for people, who may want to end it."""
+        """Return its name for messages, so that a user can end it."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S")
         return (
             f"rank 0 of attempt {self.attempt} is process {self.pid} on "
@@ -138,7 +138,7 @@ class Contender:
         self._first_seen = 0.0
 
     def look(self, *, ended: tuple[int, int] | None) -> Verdict:
-        """Take the directory if nobody holds it; `wait`: look again soon.
+        """Take the directory if it is free; `wait`: look again soon.
 
         Args:
             ended: attempt and restart that are known to have ended, wherever they ran.
@@ -151,7 +151,7 @@ class Contender:
             # Until the end of the look: who else looks from this machine waits for us.
             lock, holder, status = _lock(handle), _read(handle), os.fstat(handle)
             if not os.path.samestat(status, self.path.stat()):
-                return "wait"  # somebody has just come before us
+                return "wait"  # another process was faster
             verdict = self._weigh(holder, lock, status.st_mtime_ns, ended)
             if verdict == "mine":
                 self.hold = self._take()

@@ -1,8 +1,8 @@
-"""Files of a run directory that somebody else may have written: read as data, within limits.
+"""Untrusted files of a run directory: read as data, within limits.
 
 A checkpoint or a record may come from another user or another cluster. Such a file is opened
 without following a link and without waiting for a writer, has to be a regular file, and is read up
-to a limit. What is wrong with a file is an OSError, what is wrong with its text a ValueError.
+to a limit. A fault of a file is an OSError, a fault of its text a ValueError.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Refused(OSError):
     """A file that is there and is not used: a link, a device, too large."""
 
     def __init__(self, path: Path, why: str) -> None:
-        """Name the file, and what is wrong with it."""
+        """The message names the file and the fault."""
         super().__init__(errno.EINVAL, why, str(path))
 
 
@@ -139,7 +139,7 @@ def whole(value: object, *, least: int = 0, most: int = MOST) -> int:
 
 
 def number(value: object) -> float:
-    """Return a number; NaN for null, as which JSON holds what is not finite.
+    """Return a number; NaN for null, which stands for values that are not finite.
 
     Raises:
         ValueError: the value is something else.

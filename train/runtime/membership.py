@@ -60,7 +60,7 @@ class Claim:
         )
 
     def put(self, store: Store, key: str) -> Claim:
-        """Write the claim where there is none yet; give the one that is there then."""
+        """Write the claim if none exists; give the one that is there then."""
         text = store.compare_set(key, "", json.dumps(dataclasses.asdict(self)))
         return Claim(**json.loads(text))
 

@@ -55,7 +55,7 @@ class Group:
 
         Args:
             computed: a scalar.
-            values: what comes after it.
+            values: the rest.
         """
         if self.place.world_size == 1 or not self.connected:
             return [computed.item(), *values]
@@ -144,7 +144,7 @@ def device_and_backend(
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # MPI's tensors stay in the host's memory: few builds of it know GPUs.
     on_gpu = bool(gpus) and wanted != "mpi" and device != "cpu"
-    # Who starts ranks by hand may leave out how many a node has.
+    # Ranks that were started by hand may lack the number of ranks per node.
     ranks = max(place.local_world_size, place.local_rank + 1)
     if device == "cuda" and not on_gpu:
         reason = "--backend mpi works in the host's memory" if gpus else "this process sees none"
@@ -208,7 +208,7 @@ def agree_on_device(store: Store, place: Place, device: torch.device) -> None:
 
 
 def _device_problem(choices: Sequence[tuple[str, str, int, str]]) -> str:
-    """Say what is wrong with the ranks' devices: kind, host, number on the host, which GPU."""
+    """Return the problem of the ranks' devices: kind, host, number on the host, which GPU."""
     if len({kind for kind, *_ in choices}) > 1:
         lacking = [
             f"  rank {rank} on {host}"
@@ -270,7 +270,7 @@ def open_group(place: Place, config: Config) -> Iterator[Group]:
         _use(device)
         yield group
         return
-    # Not torch's own 30 minutes, in which nobody knows that a rank is missing.
+    # Not torch's own 30 minutes, during which a missing rank is not reported.
     timeout = timedelta(seconds=config.timeout_s)
     if backend == "mpi":
         _connect_by_mpi(place, timeout)
@@ -361,7 +361,7 @@ def _connect_by_mpi(place: Place, timeout: timedelta) -> None:
     """Let MPI, which has numbered the processes itself, connect them.
 
     Raises:
-        UsageError: `RANK` says something else.
+        UsageError: `RANK` has another value.
     """
     dist.init_process_group("mpi", timeout=timeout)
     if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.world_size):

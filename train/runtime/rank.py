@@ -58,7 +58,7 @@ class Place:
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             attempt=number("TRAIN_ATTEMPT", 0),
             restart=number("TORCHELASTIC_RESTART_COUNT", 0),
-            # What torchrun says where nobody has named it.
+            # torchrun's value without a name.
             launch=None if launch == "none" else launch,
             launched="RANK" in environ,
             addressed=bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")),
@@ -73,7 +73,7 @@ class Place:
             ("RANK", place.rank, "WORLD_SIZE", place.world_size),
             ("LOCAL_RANK", place.local_rank, "LOCAL_WORLD_SIZE", place.local_world_size),
         ):
-            # Who starts ranks by hand may leave the local ones out: then each has its node alone.
+            # Without the local variables, as by hand, each rank has its node alone.
             if own >= count and size in environ:
                 raise UsageError(
                     f"environment variable {name}={own} must be below {size}={count}: ranks are "

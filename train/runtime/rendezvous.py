@@ -1,6 +1,7 @@
 """Where the ranks of a run meet: a key-value store that each of them can reach.
 
-`env://` is torchrun's (or anybody's who sets MASTER_ADDR and MASTER_PORT), `tcp://` a port of rank
+`env://` is torchrun's (or of any launcher that sets MASTER_ADDR and MASTER_PORT),
+`tcp://` a port of rank
 0's that was agreed on beforehand, `file://` a file that all ranks see.
 """
 
@@ -42,7 +43,7 @@ def meet(place: Place, init_method: str, timeout: timedelta) -> Iterator[Store]:
     """Reach the store where all ranks meet; leave it together when all went well.
 
     Raises:
-        UsageError: somebody else is there already.
+        UsageError: another run is there already.
     """
     if init_method == "env://" and place.meeting:
         # The process that spawned us has made a place of its own.
@@ -86,8 +87,8 @@ def await_server(
     """Return as soon as rank 0 serves its store.
 
     torch's own client, refused once, tries again only after a quarter of a second and then ever
-    later: of two ranks that start together, that was a twentieth of the way to the first step. What
-    is wrong with an address, or that nobody comes, is left for it to say.
+    later: of two ranks that start together, that was a twentieth of the way to the first step.
+    Faults of an address, and missing ranks, are left to it to report.
     """
     deadline, pause_s = time.monotonic() + min(_KNOCK_S, timeout.total_seconds()), 0.02
     while place.rank != 0 and host and port and time.monotonic() < deadline:
@@ -106,7 +107,7 @@ def _explained(where: str, timeout: timedelta) -> Iterator[None]:
     """Say in words of ours why the store of an address is not to be had.
 
     Raises:
-        UsageError: somebody else is there already.
+        UsageError: another run is there already.
         PeerError: not all ranks have come.
     """
     try:
@@ -251,7 +252,7 @@ def _is_leaving(handle: int) -> bool:
 
 
 def _remove(path: Path, handle: int) -> bool:
-    """Remove a file and its guard; say whether nobody else had a share of the lock.
+    """Remove a file and its guard; return whether no other process had a share of the lock.
 
     Only under the whole lock: a rank of the next run that has its share by then keeps its file.
     """

@@ -1,4 +1,4 @@
-"""Being asked to stop: every signal that a scheduler, torchrun or a person may send."""
+"""Stop requests: every signal that a scheduler, torchrun or a person may send."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.
 
 
 class StopRequest:
-    """Remembers that a stop was asked for; the training loop agrees with the other ranks on when.
+    """Records a stop request; the training loop agrees with the other ranks on when.
 
-    Until `wait_for_the_loop()` there is no agreement to be had: the process may sit inside
+    Until `wait_for_the_loop()` the ranks cannot agree: the process may sit inside
     `init_process_group`, waiting in C++ for a peer that the same signal has ended, where a Python
     signal handler never runs. A thread that the C-level handler wakes through a pipe ends it
     instead.

@@ -22,11 +22,11 @@ from train.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from train.runtime.rank import MEETING
 from train.runtime.signals import SIGNALS, StopRequest
 
-# How often to look whether we were asked to stop.
+# Poll interval for a stop request, in seconds.
 LOOK_S = 0.05
-# After the first has failed, the others mostly notice, and say what they know, by themselves.
+# After the first failure, the other ranks mostly fail by themselves, with a message.
 NOTICE_S = 10.0
-# What torchrun, too, gives those that it has told to end.
+# As long as torchrun waits for ranks that it has signalled.
 GRACE_S = 30.0
 
 
@@ -34,7 +34,7 @@ def spawn(count: int, argv: Sequence[str], stop: StopRequest) -> int:
     """Run `count` ranks of `python -m train ARGV` on this machine, and return the exit status.
 
     It is that of the rank that failed first; the others are ended then. A stop signal is passed on.
-    If this process is killed, each rank is asked to stop.
+    If this process is killed, each rank gets a stop request.
     """
     # Only here, as it imports torch.
     from torch.multiprocessing.spawn import start_processes
@@ -43,7 +43,7 @@ def spawn(count: int, argv: Sequence[str], stop: StopRequest) -> int:
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
     with tempfile.TemporaryDirectory(prefix="train-") as folder:
-        # From now on there is somebody to pass a signal on to. Until they can listen, signals
+        # From now on signals can be forwarded. Until they can listen, signals
         # wait: the children inherit that, and take them when `StopRequest` is installed.
         stop.wait_for_the_loop()
         # The first child would start it otherwise, and Python then lets SIGINT and SIGTERM through.
@@ -68,7 +68,7 @@ def spawn(count: int, argv: Sequence[str], stop: StopRequest) -> int:
 
 
 def _be_a_rank(rank: int, count: int, meeting: str, argv: tuple[str, ...]) -> None:
-    # As a launcher would have said it: the rest of the program need not know who started it.
+    # As a launcher would have set it: the rest of the program need not know who started it.
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
