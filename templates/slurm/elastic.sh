@@ -35,7 +35,7 @@ ask_for_one() {  # NOT_ON: prints the id of a new job, which must not inherit th
 
 let_go() {  # ends the jobs of these attempts' joiners
   local ids
-  ids=$(cat "$run_dir"/logs/attempt-*/joiners 2>/dev/null) || return 0
+  ids=`cat "$run_dir"/logs/attempt-*/joiners 2>/dev/null` || return 0
   # shellcheck disable=SC2086  # several words
   scancel --quiet $ids 2>/dev/null || true
 }

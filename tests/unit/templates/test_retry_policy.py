@@ -427,3 +427,38 @@ def test_what_is_excluded_when_slurm_ends_the_script_is_said_once_it_has_ended(j
     assert job.run("told_to_end; conclude 1", stopping="terminated") == 1
     assert job.reason == f"node_failure: down: n2{told}"
     assert job.asked == ["update jobid=7 excnodelist=n2"]
+
+
+def test_a_signal_while_the_end_is_judged_is_never_lost(job: Job) -> None:
+    """bash 5.2 loses a trap whose signal comes while it expands $(...), and `set -e` ends it."""
+    job.told(status="running", attempt=0, step=50)
+    job.had(0, "retryable", 40)
+    body = """
+seen=0
+trap 'seen=$((seen + 1))' USR1
+(
+  trap '' USR1
+  sent=0
+  while [ ! -e "$run_dir/enough" ]; do
+    kill -USR1 $$ || exit
+    sent=$((sent + 1))
+    read -rt 0.01 -u 9 || true
+  done
+  echo "$sent" >"$run_dir/sent"
+) 9<> <(:) &
+for n in {1..40}; do
+  why='' word=''
+  judge
+  count
+  excluded=''
+done
+touch "$run_dir/enough"
+while ! wait $!; do :; done
+say "judged $n times as $word, $seen signals"
+"""
+    assert job.run(body) == 0, job.log.read_text()
+    assert "trap:" not in job.log.read_text()
+    last = job.log.read_text().splitlines()[-1].split()
+    sent = int((job.run_dir / "sent").read_text())
+    assert last[:4] == ["judged", "40", "times", "as"]
+    assert 10 < int(last[5]) <= sent

@@ -93,6 +93,8 @@ def _unknown(script: BatchScript) -> Iterator[Fault]:
     fix="write the value out, or give the option to sbatch on its command line",
 )
 def _variable(script: BatchScript) -> Iterator[Fault]:
+    if script.rendered:  # its values stand as the job file has them
+        return
     for directive in script.directives:
         for option in directive.options:
             text = option.value.text if option.value else ""
