@@ -1,7 +1,8 @@
 """Rules that `toolkit check` holds files to: what each finds, why it matters, and the way out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Generic, TypeVar
 
 __all__ = ["CLUSTER_RULES", "JOB_RULES", "SITE_RULES", "Rule", "RuleBook"]
@@ -33,9 +34,15 @@ class RuleBook(Generic[SubjectT, FaultT]):
     def __init__(self) -> None:
         self._checks: dict[str, tuple[Rule, Callable[[SubjectT], Iterator[FaultT]]]] = {}
 
+    def order(self, modules: Sequence[ModuleType]) -> None:
+        """Sort the rules by these modules, whatever the order of imports."""
+        names = [module.__name__ for module in modules]
+        rows = sorted(self._checks.items(), key=lambda row: names.index(row[1][1].__module__))
+        self._checks = dict(rows)
+
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """All rules, in the order in which the modules that bring them are imported."""
+        """All rules, in order."""
         return tuple(rule for rule, _ in self._checks.values())
 
     def rule(

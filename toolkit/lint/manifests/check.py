@@ -33,10 +33,12 @@ __all__ = [
     "problem_of",
 ]
 
-_MODULES = (
-    *(schema, object_names, resources, volumes, environment, security),
-    *(rendezvous, lifecycle, operators, training, scheduling),
-)  # each brings its rules
+RULES.order(
+    (
+        *(schema, volumes, rendezvous, object_names, operators, scheduling),
+        *(security, resources, lifecycle, environment, training),
+    )
+)
 
 MANIFEST_RULES: tuple[Rule, ...] = (*RULES.rules, CRD_RULE)
 """The rules for manifests."""

@@ -11,8 +11,7 @@ from toolkit.lint.scripts.values import uncovered
 
 __all__ = ["SCRIPT_RULES", "check_script"]
 
-_MODULES = (resources, tasks, rendezvous, signals, exit_status, secrets)  # each brings its rules
-assert all(module.__all__ == [] for module in _MODULES)
+RULES.order((resources, secrets, rendezvous, exit_status, tasks, signals))
 
 SCRIPT_RULES: tuple[Rule, ...] = RULES.rules
 """The rules for batch scripts."""
