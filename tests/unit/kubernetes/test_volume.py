@@ -26,7 +26,7 @@ from toolkit.kubernetes.client.connection import Away, Denied
 from toolkit.kubernetes.sweep import KubernetesPoint
 from toolkit.kubernetes.volume import fetch, placed, read_file, transfer
 from toolkit.kubernetes.volume import files as claim_files
-from toolkit.kubernetes.volume import transfer as claim_transfers
+from toolkit.kubernetes.volume import transfers as claim_transfers
 from toolkit.kubernetes.volume.files import CHUNK, _Received
 from toolkit.kubernetes.volume.helper_pod import TRANSFER_LABEL, run_dir_of, transfer_pod
 from toolkit.kubernetes.workloads import KINDS, Object

@@ -2,6 +2,6 @@
 
 from toolkit.kubernetes.volume.files import Files
 from toolkit.kubernetes.volume.reader import fetch, read_file
-from toolkit.kubernetes.volume.transfer import placed, transfer
+from toolkit.kubernetes.volume.transfers import placed, transfer
 
 __all__ = ["Files", "fetch", "placed", "read_file", "transfer"]

@@ -13,7 +13,7 @@ from toolkit.kubernetes import local_state
 from toolkit.kubernetes.client.connection import Denied, Missing
 from toolkit.kubernetes.volume.files import Files
 from toolkit.kubernetes.volume.helper_pod import run_dir_of
-from toolkit.kubernetes.volume.transfer import runs, transfer
+from toolkit.kubernetes.volume.transfers import runs, transfer
 from toolkit.kubernetes.workloads import Object
 from toolkit.profile import KubernetesProfile
 
