@@ -1,16 +1,16 @@
 # ---- What failed first in a start of the ranks, so that what comes again is not tried for ever. In sh and
-# awk, and without what Kubernetes would expand, since all sites have these lines. They need run_dir and attempt.
+# awk, and without what Kubernetes would expand, since all sites have these lines. They need _run_dir and _attempt.
 first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or of the last start of all nodes,
   # below FOLDER; of files newer than MARK. Reads torchrun's reports. Prints KIND<tab>STEP<tab>MESSAGE of the last start, or of the last of two in a row
   # that are alike: an `error` that a rank has raised; a `bare` end (a signal, an exit status, a lost peer) at a
   # step that is known; else an `unsure` one, which may be another each time.
-  outcome=$run_dir/outcome.json
-  [ -z "${3:-}" ] || find "$outcome" -newer "$3" 2>/dev/null | grep -q . || outcome=/dev/null
+  _outcome=$_run_dir/outcome.json
+  [ -z "${3:-}" ] || find "$_outcome" -newer "$3" 2>/dev/null | grep -q . || _outcome=/dev/null
   {
     grep -E '^ +(time|host|exitcode) *:' || true
     find "$1" -path '*/attempt_*' \( -name error.json -o -name stderr.log \) \
       ${3:+-newer "$3"} -exec ls -tr {} + 2>/dev/null || true
-  } | mode=$2 ended=${all_ended:-} run_dir=$run_dir outcome=$outcome attempt=$attempt nodes=$1/nodes LC_ALL=C awk '
+  } | _starts=$2 _all_ended=${_all_ended:-} _run_dir=$_run_dir _outcome=$_outcome _attempt=$_attempt _nodes=$1/nodes LC_ALL=C awk '
     function json(text, name) {  # the number or the text of a name; a text up to the end of its first line
       if (!match(text, "\"" name "\" *: *[\"0-9a-z]")) return ""
       text = substr(text, RSTART + RLENGTH - 1)
@@ -74,15 +74,15 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
     }
     function of_start(line, start,   its) {  # whether a record is of this attempt, and of this start
       its = json(line, "attempt")
-      if (its != "" && its != ENVIRON["attempt"]) return 0
+      if (its != "" && its != ENVIRON["_attempt"]) return 0
       its = json(line, "restart")
       return its == "" || (start == "" ? its + 0 >= fewest : its == start)
     }
     function step(start,   dir, line, text, made) {  # N; `N+` where it is N or a later one; or a sign of progress
-      dir = ENVIRON["run_dir"]
-      while ((getline line < ENVIRON["outcome"]) > 0) text = text " " line
-      close(ENVIRON["outcome"])
-      if (json(text, "attempt") == ENVIRON["attempt"]) made = json(text, "step")
+      dir = ENVIRON["_run_dir"]
+      while ((getline line < ENVIRON["_outcome"]) > 0) text = text " " line
+      close(ENVIRON["_outcome"])
+      if (json(text, "attempt") == ENVIRON["_attempt"]) made = json(text, "step")
       if (made != "" && of_start(text, start) && json(text, "status") ~ /retryable|fatal/) return made
       if (made != "") made = made "+"
       while ((tail(dir "/events.jsonl", 65536) | getline line) > 0)
@@ -101,7 +101,7 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
       for (i = 1; i <= files; i++) {
         if (start != "" ? number[i] != start : run[i] != newest[node[i]] || number[i] != most[run[i]]) continue
         if (file[i] ~ /error.json$/) { getline text < file[i]; text = json(text, "message") }
-        else if ((rank[i], "error.json") in has || (!ENVIRON["ended"] && number[i] == most[run[i]])) continue
+        else if ((rank[i], "error.json") in has || (!ENVIRON["_all_ended"] && number[i] == most[run[i]])) continue
         else text = printed(file[i])
         if (text == "" || text ~ /^stopped by /) continue
         if (text !~ peer) return "error\t" step(start) "\t" plain(text)
@@ -118,7 +118,7 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
         "|(recv|send)(Value|Bytes) failed|[Ff]ailed to (recv|send)|ends because of others" \
         "|another rank went away|^the same as (rank [0-9]+|another rank)"
       hosts[ENVIRON["HOSTNAME"]]
-      while ((getline host < ENVIRON["nodes"]) > 0) hosts[host]
+      while ((getline host < ENVIRON["_nodes"]) > 0) hosts[host]
     }
     /^ +time/ { when = $3 }
     /^ +host/ { hosts[$3] }
@@ -140,12 +140,12 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
     }
     END {
       for (n in newest) if (fewest == "" || most[newest[n]] + 0 < fewest) fewest = most[newest[n]] + 0
-      if (ENVIRON["mode"] == "last") now = look("")
+      if (ENVIRON["_starts"] == "last") now = look("")
       else for (n = 0; n <= most[run[1]]; n++) {
         was = now; now = look(n "")
         if (now != "" && now == was && now !~ /^unsure/) { again = now; break }
       }
-      if (ENVIRON["mode"] == "all") now = again
+      if (ENVIRON["_starts"] == "all") now = again
       if (now != "") print now
     }'
 }
@@ -156,17 +156,17 @@ same_failure() {  # BEFORE NOW, lines of first_error
 }
 
 repeated() {  # FOLDER... of torchruns: whether one has failed alike in two starts in a row; sets twice
-  for folder_of_one in "$@"; do
-    [ -d "$folder_of_one/attempt_1" ] || continue
-    state=$folder_of_one
-    for seen in "$folder_of_one"/attempt_* "$folder_of_one"/attempt_*/*/error.json; do
-      [ ! -e "$seen" ] || state=$state:${seen#"$folder_of_one"}
+  for _folder_of_one in "$@"; do
+    [ -d "$_folder_of_one/attempt_1" ] || continue
+    _state=$_folder_of_one
+    for _seen in "$_folder_of_one"/attempt_* "$_folder_of_one"/attempt_*/*/error.json; do
+      [ ! -e "$_seen" ] || _state=$_state:${_seen#"$_folder_of_one"}
     done
-    case ${looked_at:-} in *"<$state>"*) [ -n "${all_ended:-}" ] || continue ;; esac
-    looked_at="${looked_at:-}<$state>"  # the same files tell the same
+    case ${_looked_at:-} in *"<$_state>"*) [ -n "${_all_ended:-}" ] || continue ;; esac
+    _looked_at="${_looked_at:-}<$_state>"  # the same files tell the same
     # shellcheck disable=SC2006  # see above
-    twice=`first_error "$folder_of_one" all </dev/null`
-    [ -z "$twice" ] || return 0
+    _twice=`first_error "$_folder_of_one" all </dev/null`
+    [ -z "$_twice" ] || return 0
   done
   return 1
 }

@@ -1,5 +1,6 @@
 """A batch job whose attempt ends: the script's functions, run by bash, and the cluster around."""
 
+import functools
 import json
 import os
 import subprocess
@@ -7,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import ROOT
+import toolkit
+from tests.support.planned import job as job_of
 
 _PRELUDE = """
 set -euo pipefail
-say() { echo "$*"; }
-run_dir=$1 attempt=$2 restarts=$2 stopping=$3 nnodes=2 failure_limit=$4 idle_limit=3
-since=0 mode= run_job=7
-logs=$run_dir/logs/attempt-$attempt
-source "$5"
-source "$6"
+_run_dir=$1 _attempt=$2 _restarts=$2 _stopping=$3 _since=0 _mode= _run_job=7
+_logs=$_run_dir/logs/attempt-$_attempt _own_logs=$_run_dir/logs/attempt-$_attempt
+_before=$_run_dir/logs/attempt-$((_attempt - 1))
+eval "$4"
+open_log
 """
 
 _SCONTROL = """#!/bin/sh
@@ -37,6 +38,15 @@ case "$*" in
 *) [ -z "$DOWN" ] || printf '%s\\n' $DOWN ;;
 esac
 """
+
+
+@functools.cache
+def functions(requeue: int) -> str:
+    """Return the functions that stand below a batch script for two nodes."""
+    retries = {"requeue": requeue, "in_job": 2}
+    job = job_of(resources={"nnodes": 2}, retries=retries)
+    script = toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s")))
+    return script.partition("\n#==== functions\n")[2].partition("\n#==== ")[0]
 
 
 @dataclass
@@ -91,8 +101,7 @@ class Job:
     def run(self, body: str, *, stopping: str = "") -> int:
         """Run functions of the script; return the exit status."""
         self.folder(self.attempt)
-        parts = [str(ROOT / "templates" / name) for name in ("slurm/decide.sh", "first_error.sh")]
-        arguments = [str(self.run_dir), str(self.attempt), stopping, str(self.limit), *parts]
+        arguments = [str(self.run_dir), str(self.attempt), stopping, functions(self.limit)]
         with self.log.open("a") as log:
             done = subprocess.run(
                 ["bash", "-c", _PRELUDE + body, "bash", *arguments],

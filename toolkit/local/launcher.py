@@ -226,8 +226,6 @@ class LocalLauncher(Launcher[LocalPlan]):
         tied = [f"--tied-to={os.getpid()}"] if self._tied else []
         limit_s = plan.job.time_limit_s
         limit = [] if limit_s is None else [f"--time-limit={limit_s}"]
-        if plan.carried:  # a call of a function, which submitit, too, starts again here
-            limit.append(f"--requeue={plan.job.retries.requeue}")
         # torchrun lies beside the Python that runs us, whether or not its folder is in PATH.
         path = f"{Path(sys.executable).parent}{os.pathsep}{self._environ.get('PATH', os.defpath)}"
         with (

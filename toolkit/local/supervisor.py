@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 from toolkit.runs.log_reader import attempt_folders
-from toolkit.text import untrusted
 
 __all__: list[str] = []
 
@@ -60,14 +59,12 @@ def _newest(run_dir: str) -> Path:
     return attempt_folders(Path(run_dir))[-1]
 
 
-def _can_go_on(run_dir: str) -> bool:
-    """Whether another attempt can start after the newest one, and no cancel was requested."""
+def _starts_again(run_dir: str) -> bool:
+    """Whether the script decided that another attempt follows, and no cancel was requested."""
     if (Path(run_dir) / "cancel_requested").exists():
         return False
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        said = untrusted.mapping(untrusted.read_json(Path(run_dir) / "outcome.json"))
-        newest = _newest(run_dir).name == f"attempt-{said.get('attempt')}"
-        return newest and said.get("status") == "preempted"
+    with contextlib.suppress(OSError, IndexError):
+        return (_newest(run_dir) / "start_again").exists()
     return False
 
 
@@ -77,48 +74,48 @@ def supervise(
     *,
     stop_timeout_s: float,
     time_limit_s: float = math.inf,
-    requeue: int = 0,
 ) -> int:
-    """Run `script` to its end and return its exit status.
+    """Run `script` to its end, again and again as the script decides; return its exit status.
 
     Args:
         script: What to run.
         run_dir: Its first argument.
         stop_timeout_s: How long it may take to stop.
-        time_limit_s: Handler of the stop signals.
-        requeue: How often it starts again after that, if it can go on.
+        time_limit_s: How long each attempt may take before it is told to stop.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    asked: list[float] = []  # when we were asked to stop
+    stops: list[float] = []  # when the script was to stop
+    told_to_end = False  # not by the time limit
 
     def stop(*_: object) -> None:
-        asked.append(time.monotonic())
+        nonlocal told_to_end
+        told_to_end = True
+        stops.append(time.monotonic())
 
     # Before there is anything to stop, so that no request is lost.
     for number in _STOP_SIGNALS:
         signal.signal(number, stop)
     child = subprocess.Popen(["bash", script, run_dir], preexec_fn=_die_with_parent)
     ends_at = time.monotonic() + time_limit_s
-    told = out_of_time = False
-    while (status := child.poll()) is None or (out_of_time and requeue and _can_go_on(run_dir)):
+    signalled = False
+    while (status := child.poll()) is None or (not told_to_end and _starts_again(run_dir)):
         now = time.monotonic()
         if status is not None:
             _sweep()
-            requeue, told, out_of_time, ends_at = requeue - 1, False, False, now + time_limit_s
-            asked.clear()
-            argv = ["bash", script, run_dir, "continue"]
+            signalled, ends_at = False, now + time_limit_s
+            stops.clear()
+            argv = ["bash", script, run_dir, "restart"]
             child = subprocess.Popen(argv, preexec_fn=_die_with_parent)
             continue
-        if not asked and now > ends_at:
+        if not stops and now > ends_at:
             print(f"time limit of {time_limit_s:.0f} s: stopping", flush=True)
-            asked.append(now)
-            out_of_time = True
+            stops.append(now)
             with contextlib.suppress(OSError, IndexError):
                 (_newest(run_dir) / "stopping").write_text("walltime\n", encoding="utf-8")
-        if asked and not told:
+        if stops and not signalled:
             child.terminate()
-            told = True
-        if asked and now > asked[0] + stop_timeout_s:
+            signalled = True
+        if stops and now > stops[0] + stop_timeout_s:
             child.kill()
         time.sleep(_POLL_S)
     _sweep()
@@ -132,7 +129,6 @@ def main() -> int:
     parser.add_argument("run_dir")
     parser.add_argument("--stop-timeout", type=float, default=60.0, help="seconds")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds")
-    parser.add_argument("--requeue", type=int, default=0, help="new starts after the time limit")
     parser.add_argument("--tied-to", type=int, help="stop when this parent ends")
     options = parser.parse_args()
     if options.tied_to:
@@ -144,12 +140,12 @@ def main() -> int:
         options.run_dir,
         stop_timeout_s=options.stop_timeout,
         time_limit_s=options.time_limit,
-        requeue=options.requeue,
     )
-    left = Path(options.run_dir) / "logs" / "attempt-0"
-    if not (left / "exit_status").exists():  # the script was killed, or refused to start
-        left.mkdir(parents=True, exist_ok=True)
-        (left / "exit_status").write_text(f"{status}\n", encoding="utf-8")
+    first = Path(options.run_dir) / "logs" / "attempt-0"
+    attempts = attempt_folders(Path(options.run_dir)) or [first]
+    if not (attempts[-1] / "exit_status").exists():  # the script was killed, or refused to start
+        attempts[-1].mkdir(parents=True, exist_ok=True)
+        (attempts[-1] / "exit_status").write_text(f"{status}\n", encoding="utf-8")
     return status
 
 

@@ -131,7 +131,6 @@ def _plan(
         image=job.image,
         labels=labels,
         workload_labels=labels | _queue_labels(job, profile),
-        failure_limit=job.retries.requeue,
         egress=tuple(map(block_of, profile.egress)),
     )
     return _of_pytorchjob(plan) if kind == "PyTorchJob" else _of_indexed_pods(plan)

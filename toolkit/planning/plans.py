@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.job.kubernetes_options import Patch, Workload
-from toolkit.job.spec import JobSpec, Secret
+from toolkit.job.spec import JobSpec, Retries, Secret
 from toolkit.job.sweeps import Point
 from toolkit.planning.compatibility_kubernetes import name_problems
 from toolkit.planning.pods import Pod, carried, first_pod, labelled, payload_dir_of
@@ -55,6 +55,101 @@ class LaunchPlan:
     """What the user should know, though it stops nothing."""
 
     @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.job.name
+
+    @property
+    def digest(self) -> str:
+        """A short hash of the job, by which two renderings of it can be told apart."""
+        return self.job.digest
+
+    @property
+    def min_nodes(self) -> int:
+        """Number of nodes without which the run cannot go on."""
+        return self.job.resources.min_nodes
+
+    @property
+    def max_nodes(self) -> int:
+        """Number of nodes that the run has when none is missing."""
+        return self.job.resources.max_nodes
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of nodes may change while the run lives."""
+        return self.job.resources.elastic
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Number of GPUs of each node."""
+        return self.job.resources.gpus_per_node
+
+    @property
+    def nproc_per_node(self) -> int:
+        """Number of ranks on each node."""
+        return self.job.resources.nproc_per_node
+
+    @property
+    def grace_s(self) -> int:
+        """Seconds that a checkpoint may take when the run is told to stop."""
+        return self.job.stop.grace_s
+
+    @property
+    def time_limit_s(self) -> int | None:
+        """Seconds that the run may take; None without a limit."""
+        return self.job.time_limit_s
+
+    @property
+    def workdir(self) -> str | None:
+        """The folder in which torchrun starts; None for that of the script."""
+        return self.job.workdir
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What torchrun starts, without the arguments that differ between points of a sweep."""
+        return self.job.program
+
+    @property
+    def mounted_sources(self) -> tuple[str, ...]:
+        """Folders that must exist where the script runs."""
+        return tuple(mount.source for mount in self.job.mounts)
+
+    @property
+    def retries(self) -> Retries:
+        """The limits of the retry policy."""
+        return self.job.retries
+
+    @property
+    def failure_limit(self) -> int:
+        """Number of failed attempts after which another one may follow."""
+        return self.job.retries.requeue
+
+    @property
+    def restarts_in_job(self) -> bool:
+        """Whether torchrun would start the workers more than once more, also if they fail alike."""
+        return self.job.retries.in_job > 1
+
+    @property
+    def compares_failures(self) -> bool:
+        """Whether a failure may be the second of its kind."""
+        return bool(self.job.retries.in_job or self.job.retries.requeue)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the script can be one of several jobs that go on with one run in turn."""
+        return False
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether the script counts the attempts before it."""
+        return self.failure_limit > 0 or self.takes_turns
+
+    @property
+    def counts_attempts(self) -> bool:
+        """Whether each start is an attempt with a folder of its own."""
+        return True
+
+    @property
     def secret_files(self) -> dict[str, str]:
         """Secrets that the script reads from a file, and which."""
         places = self.secrets.items()
@@ -93,6 +188,11 @@ class LocalPlan(LaunchPlan):
     profile: LocalProfile
     """The site."""
 
+    @property
+    def default_run_dir(self) -> str:
+        """Where the script makes run directories, up to what tells them apart."""
+        return f"{self.profile.runs_dir}/{self.job.name}"
+
     visible_devices: tuple[tuple[int, ...], ...]
     """The GPUs of each node, counted over those of this machine, or those that the user may use."""
 
@@ -109,6 +209,59 @@ class SlurmPlan(LaunchPlan):
 
     sbatch: tuple[tuple[str, str | None], ...]
     """Options of sbatch, in order."""
+
+    chain: bool = False
+    """Whether several jobs are submitted at once, each of which goes on where the last one ended."""
+
+    @property
+    def retries_launch(self) -> bool:
+        """Whether a step that srun could not start is tried again, or judged apart."""
+        return self.compares_failures or self.takes_turns or self.image is not None
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the script can be one of several jobs that go on with one run in turn."""
+        return not self.points and (self.chain or self.failure_limit > 0)
+
+    @property
+    def runtime(self) -> str:
+        """What starts containers; `bare` without them."""
+        return self.profile.runtime
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules to load."""
+        return tuple(self.profile.modules)
+
+    @property
+    def venv(self) -> str | None:
+        """The virtual environment that has torch."""
+        return None if self.profile.venv is None else self.profile.below(self.profile.venv)
+
+    @property
+    def prolog(self) -> tuple[str, ...]:
+        """The site's lines of bash before the environment is made."""
+        return tuple(self.profile.prolog)
+
+    @property
+    def epilog(self) -> tuple[str, ...]:
+        """The site's lines of bash after the end."""
+        return tuple(self.profile.epilog)
+
+    @property
+    def container_options(self) -> tuple[str, ...]:
+        """The site's options of the container runtime."""
+        return tuple(self.profile.container_options)
+
+    @property
+    def mounted_sources(self) -> tuple[str, ...]:
+        """Folders that must exist where the script runs."""
+        return tuple(mount.source for mount in (*self.profile.mounts, *self.job.mounts))
+
+    @property
+    def default_run_dir(self) -> str:
+        """Where the script makes run directories, up to what tells them apart."""
+        return self.profile.below(f"{self.profile.runs_dir}/{self.job.name}")
 
     @property
     def join_sbatch(self) -> tuple[tuple[str, str | None], ...]:
@@ -165,9 +318,15 @@ class KubernetesPlan(LaunchPlan):
     workload_labels: Mapping[str, str]
     """Labels of the object, with those of a queue."""
 
-    failure_limit: int
-    """Number of failures, counted by the entrypoint, after which the pod, or all pods of a gang,
-    may start again."""
+    @property
+    def has_limits(self) -> bool:
+        """Whether the entrypoint counts the starts before it; Kubernetes may start any pod again."""
+        return True
+
+    @property
+    def counts_attempts(self) -> bool:
+        """Whether each start is an attempt with a folder of its own."""
+        return self.gang
 
     restart_policy: str = "Never"
     """PyTorchJob: what follows when a pod has failed."""

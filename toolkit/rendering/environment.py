@@ -101,11 +101,11 @@ def entry_words(words: Iterable[str]) -> str:
     r"""Quote what torchrun starts; paths in the run directory are resolved where the script runs.
 
     >>> entry_words(["-m", "train"]), entry_words(["$TRAIN_RUN_DIR/my file.py", "--x"])
-    ('-m train', '"$run_dir"/\'my file.py\' --x')
+    ('-m train', '"$_run_dir"/\'my file.py\' --x')
     """
     first, *others = words
     quoted = shell_quote(first.removeprefix(IN_RUN_DIR))
-    where = '"$run_dir"/' if first.startswith(IN_RUN_DIR) else ""
+    where = '"$_run_dir"/' if first.startswith(IN_RUN_DIR) else ""
     return " ".join([where + quoted, *map(shell_quote, others)])
 
 

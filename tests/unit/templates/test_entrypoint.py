@@ -353,8 +353,8 @@ def test_pods_that_fail_twice_alike_are_not_started_again(kind: str, tmp_path: P
             assert start(other, number, f"{echo}; exit 1") == AGAIN
     (ended,) = pod.runs.glob(f"logs/attempt-{3 if gang else 0}/t-0/ended")
     assert ended.read_text() == (
-        "torchrun ended with 1; not started again after the same failure twice: "
-        "no kernel at 0x*, pid *: 42\n"
+        "torchrun ended with 1; fatal: the same failure twice: no kernel at 0x*, pid *; "
+        "another start would end like these two; not started again: 42\n"
     )
 
 

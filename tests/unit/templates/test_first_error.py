@@ -82,7 +82,7 @@ def test_a_script_that_fails_twice_alike_is_not_started_for_ever(
     assert status.state is toolkit.RunState.FAILED
     assert (run_dir / "logs/attempt-0/reason").read_text() == (
         "fatal: the same failure twice: RuntimeError: no kernel at 0x*, port *: 3 vs 4; "
-        "another start would end like these two\n"
+        "another start would end like these two; not started again\n"
     )
     assert "the same failure twice: RuntimeError: no kernel" in status.reason
     assert (run_dir / "starts").read_text().split()[:2] == ["0", "1"]
@@ -91,7 +91,10 @@ def test_a_script_that_fails_twice_alike_is_not_started_for_ever(
 def test_a_script_that_fails_at_another_step_each_time_gets_all_its_starts(tmp_path: Path) -> None:
     status, run_dir = run_here(tmp_path, FARTHER, in_job=3)
     assert status.state is toolkit.RunState.FAILED
-    assert not (run_dir / "logs/attempt-0/reason").exists()
+    assert (run_dir / "logs/attempt-0/reason").read_text() == (
+        "retryable: exit status 1 without a word in outcome.json; not started again "
+        "(retries.requeue is 0)\n"
+    )
     assert (run_dir / "starts").read_text().split() == ["0", "1", "2", "3"]
 
 
@@ -107,5 +110,5 @@ def test_a_rank_that_aborts_twice_at_one_step_ends_the_training(tmp_path: Path) 
     assert status.state is toolkit.RunState.FAILED
     assert status.reason == (
         "fatal: the same failure twice at step 2: Fatal Python error: Aborted; "
-        "another start would end like these two"
+        "another start would end like these two; not started again"
     )

@@ -174,7 +174,7 @@ def test_failures_of_an_earlier_job_in_the_directory_do_not_count(job: Job) -> N
     next_attempt(job)
     raised(job, "RuntimeError: bad")
     job.told(status="retryable", attempt=1, step=12, rank=0, reason="so")
-    assert job.run("since=1; conclude 1") == 1
+    assert job.run("_since=1; conclude 1") == 1
     assert job.asked == AGAIN
 
 
@@ -260,8 +260,8 @@ def test_what_differs_from_start_to_start_is_not_the_failure(awk: str, job: Job)
     (job.run_dir / "bin/awk").symlink_to(shutil.which(awk) or "")
     for start, text in enumerate(words):
         raised(job, text, node=start)
-    files = " ".join(f'"$logs/node-{start}"' for start in range(len(words)))
-    code = f"for one in {files}; do cp $logs/nodes $one; first_error $one last </dev/null; done"
+    files = " ".join(f'"$_logs/node-{start}"' for start in range(len(words)))
+    code = f"for one in {files}; do cp $_logs/nodes $one; first_error $one last </dev/null; done"
     assert job.run(code) == 0
     assert job.log.read_text().splitlines() == [f"error\t-\t{text}" for text in words.values()]
 

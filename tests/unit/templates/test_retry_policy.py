@@ -184,7 +184,7 @@ def test_attempts_of_an_earlier_job_in_the_same_directory_do_not_count(job: Job)
     for attempt in range(5):
         job.had(attempt, "retryable", step=57)
     job.told(status="retryable", attempt=5, step=57, rank=0, reason="x")
-    assert job.run("since=5; conclude 1") == 1
+    assert job.run("_since=5; conclude 1") == 1
     assert job.asked == AGAIN
 
 
@@ -255,13 +255,13 @@ def test_a_cancel_whose_signal_came_too_early_is_known_by_its_mark(
 
 
 SED = """#!/bin/sh
-if [ ! -e "$0.told" ]; then >"$0.told"; kill -TERM $PPID; %s; else %s; fi
+case "$*" in *node.sh*) kill -TERM $PPID; %s ;; esac
 exec /usr/bin/env -S PATH=/usr/bin:/bin sed "$@"
 """
 
 
 @pytest.mark.parametrize(
-    ("first", "later", "reason"),
+    ("then", "later", "reason"),
     [
         (":", ":", "cancelled: by scancel; not queued again\n"),
         ("kill -TERM $$", ":", "cancelled: by scancel; not queued again\n"),
@@ -270,12 +270,15 @@ exec /usr/bin/env -S PATH=/usr/bin:/bin sed "$@"
     ids=["the script lives", "what it runs ends with it", "it is killed soon after"],
 )
 def test_scancel_while_the_script_begins_is_no_success(
-    tmp_path: Path, first: str, later: str, reason: str
+    tmp_path: Path, then: str, later: str, reason: str
 ) -> None:
     environ = fake_slurm.install(tmp_path, nodes=1)
-    sed = tmp_path / "bin/sed"  # with which the script writes its helpers
-    sed.write_text(SED % (first, later))
+    sed = tmp_path / "bin/sed"  # with which the script writes what runs on the nodes
+    sed.write_text(SED % then)
     sed.chmod(0o755)
+    rm = tmp_path / "bin/rm"  # which the script calls after that
+    rm.write_text(f'#!/bin/sh\n{later}\nexec /bin/rm "$@"\n')
+    rm.chmod(0o755)
     script = tmp_path / "script.sh"
     job = toolkit.JobSpec(name="probe", module="train")
     script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
@@ -360,7 +363,7 @@ def test_the_next_attempt_says_what_the_last_had_no_time_to_say(job: Job) -> Non
     job.attempt = 1
     job.environ["DOWN"] = "n2"
     job.had(0, "terminated")
-    assert job.run("begin") == 0
+    assert job.run("finish_the_one_before") == 0
     assert (job.folder(0) / "reason").read_text() == (
         "node_failure: down: n2; killed before it could say so\n"
     )
@@ -381,11 +384,11 @@ def test_a_script_that_is_killed_while_its_step_ends_has_said_why(
     job: Job, down: str, restarts: str, stopping: str, reason: str
 ) -> None:
     job.environ |= {"DOWN": down, "RESTARTS": restarts}
-    job.run("told_to_end; kill -KILL $$", stopping=stopping)
+    job.run("stopped_by_slurm; kill -KILL $$", stopping=stopping)
     assert job.reason == f"{reason}killed soon after"
     job.told(status="running", attempt=0, step=50, rank=None, reason="x")
     job.attempt = 1
-    assert job.run("begin") == 0
+    assert job.run("finish_the_one_before") == 0
     assert (job.folder(0) / "reason").read_text() == f"{reason}killed soon after\n"
     assert (job.folder(0) / "step").read_text() == "50\n"
     assert (job.folder(0) / "failing_node").exists() == bool(down)
@@ -403,7 +406,7 @@ def test_a_script_that_is_killed_while_it_decides_has_said_why(
 ) -> None:
     job.environ["RESTARTS"] = "1"
     job.told(status="running", attempt=0, step=50, rank=None, reason="x")
-    trap = "told_to_end; " if stopping == "terminated" else ""
+    trap = "stopped_by_slurm; " if stopping == "terminated" else ""
     killed = 'grep() { [ "$1" != . ] || kill -KILL $$; command grep "$@"; }; conclude 1'
     job.run(trap + killed, stopping=stopping)
     assert job.reason == left
@@ -414,7 +417,7 @@ def test_a_node_is_excluded_though_the_script_is_killed_while_its_step_ends(job:
     job.attempt = 1
     job.had(0, "node_failure", step=10, failing="n2")
     told = "; queued again; without n2, where two attempts have failed first"
-    job.run("told_to_end; kill -KILL $$", stopping="terminated")
+    job.run("stopped_by_slurm; kill -KILL $$", stopping="terminated")
     assert job.reason == f"node_failure: down: n2{told}; killed soon after"
     assert job.asked == ["update jobid=7 excnodelist=n2"]
 
@@ -424,7 +427,7 @@ def test_what_is_excluded_when_slurm_ends_the_script_is_said_once_it_has_ended(j
     job.attempt = 1
     job.had(0, "node_failure", step=10, failing="n2")
     told = "; queued again; without n2, where two attempts have failed first"
-    assert job.run("told_to_end; conclude 1", stopping="terminated") == 1
+    assert job.run("stopped_by_slurm; conclude 1", stopping="terminated") == 1
     assert job.reason == f"node_failure: down: n2{told}"
     assert job.asked == ["update jobid=7 excnodelist=n2"]
 
@@ -439,26 +442,26 @@ trap 'seen=$((seen + 1))' USR1
 (
   trap '' USR1
   sent=0
-  while [ ! -e "$run_dir/enough" ]; do
+  while [ ! -e "$_run_dir/enough" ]; do
     kill -USR1 $$ || exit
     sent=$((sent + 1))
     read -rt 0.01 -u 9 || true
   done
-  echo "$sent" >"$run_dir/sent"
+  echo "$sent" >"$_run_dir/sent"
 ) 9<> <(:) &
 for n in {1..40}; do
-  why='' word=''
-  judge
+  _why='' _word=''
+  judge 1
   count
-  excluded=''
+  _excluded=''
 done
-touch "$run_dir/enough"
+touch "$_run_dir/enough"
 while ! wait $!; do :; done
-say "judged $n times as $word, $seen signals"
+say "judged $n times as $_word, $seen signals"
 """
     assert job.run(body) == 0, job.log.read_text()
     assert "trap:" not in job.log.read_text()
     last = job.log.read_text().splitlines()[-1].split()
     sent = int((job.run_dir / "sent").read_text())
-    assert last[:4] == ["judged", "40", "times", "as"]
-    assert 10 < int(last[5]) <= sent
+    assert last[:4] == ["digits:", "judged", "40", "times"]
+    assert 10 < int(last[6]) <= sent
