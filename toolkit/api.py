@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.errors import LauncherError, PlanError, Problem, ProfileError, RunNotFound
+from toolkit.errors import LauncherError, Problem, ProfileError, RunNotFound
 from toolkit.job.dependencies import Dependency, parse_dependency
 from toolkit.job.spec import JobSpec
 from toolkit.planning import LaunchPlan, LocalPlan, SlurmPlan, plan
@@ -54,10 +54,7 @@ def submit(
     if not after and chain == 1:
         return launcher_for(made.profile).submit(made)
     if not isinstance(made, SlurmPlan):
-        raise PlanError(
-            f"after and chain are Slurm's, and profile {made.profile.name!r} is of another kind; "
-            "write `toolkit wait RUN && toolkit submit …`"
-        )
+        raise made.not_on_slurm("after and chain")
     from toolkit.slurm import SlurmLauncher
 
     wanted = [parse_dependency(item) if isinstance(item, str) else item for item in after]

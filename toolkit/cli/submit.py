@@ -27,13 +27,16 @@ __all__ = ["render", "resubmit", "run_here", "submit"]
 @JOB
 @SET
 @TO
-def render(job: Path, overrides: tuple[str, ...], to: str) -> None:
+@CHAIN
+def render(job: Path, overrides: tuple[str, ...], to: str, chain: int) -> None:
     """Print the script or manifest, whole, and do nothing."""
     from toolkit.cli.locate import placed
 
     spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
     with placed(job, overrides):
         made = toolkit.plan(spec, profile)
+    if chain > 1:
+        made = made.in_turns()
     click.echo(toolkit.render(made), nl=False)
 
 

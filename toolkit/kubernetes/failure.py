@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from toolkit.kubernetes.pods import conditions_of
-from toolkit.kubernetes.termination_message import OF_RANK, last_words
+from toolkit.kubernetes.termination_message import OF_RANK, LastWords, last_words
 from toolkit.kubernetes.workloads import Object
 from toolkit.runs.failure import STOPS, Failure, Kind, first_of, is_echo
 from toolkit.runs.torchrun_log_dir import shift_s
@@ -29,8 +29,8 @@ _AGAIN = re.compile(r"E\d{4} \S+ .*\] failed \(exitcode: (-?\d{1,9})\) local_ran
 _OWN = re.compile(r"torch\S+(ChildFailedError|SignalException)")
 """How torchrun ends because of its ranks."""
 
-_NO_FAILURE = re.compile("stopped from outside|all steps made")
-"""The entrypoint's messages of an end that is not a failure."""
+_NO_FAILURE = ("preempted", "done")
+"""The retry policy's words for an end that is not a failure."""
 
 _POD_FAILED = re.compile(r"pod \S+?/(\S+) failed with exit code (\d+)")
 """The Job controller's message about the pod for which it has ended the Job."""
@@ -159,7 +159,7 @@ def _of_ranks(
     for said in reports:
         one = _judged(pod, said, start.ranks.get(said.rank, []), told.get(said.rank, ()))
         found += [replace(one, restart=restart)] if one is not None else []
-    if not reports and not _NO_FAILURE.search(_verdict(pod)):
+    if not reports and _last_words(pod).word not in _NO_FAILURE:
         found = _traces(pod, start, base, restart)
     return found
 
@@ -258,8 +258,7 @@ def _noticed(pod: Printed, start: _Start, base: int | None, restart: int) -> Ite
 
 def _of_pod(pod: Printed, start: _Start) -> list[Failure]:
     """Return the end of a container of whose ranks nothing is known."""
-    verdict = _verdict(pod)
-    if _NO_FAILURE.search(verdict) and pod.reason != "OOMKilled":
+    if _last_words(pod).word in _NO_FAILURE and pod.reason != "OOMKilled":
         return []
     texts = [text for _, text in start.others]
     trace = last_trace(texts)
@@ -289,12 +288,12 @@ def _of_pod(pod: Printed, start: _Start) -> list[Failure]:
     ]
 
 
-def _verdict(pod: Printed) -> str:
-    return last_words("\n".join(text for _, text in pod.lines[-3:])).verdict
+def _last_words(pod: Printed) -> LastWords:
+    return last_words("\n".join(text for _, text in pod.lines[-3:]))
 
 
 def _is_out_of_memory(pod: Printed) -> bool:
-    return pod.reason == "OOMKilled" or "out of memory" in _verdict(pod)
+    return pod.reason == "OOMKilled" or "out of memory" in _last_words(pod).verdict
 
 
 def _time_of(lines: Sequence[Line], trace: Trace | None) -> float | None:

@@ -17,8 +17,9 @@ __all__ = ["OF_RANK", "LastWords", "last_words"]
 OF_RANK = re.compile(r"\[rank (\d{1,9})\] (.*)", re.DOTALL)
 """A line of a rank, as torchrun passes it on."""
 
-_OF_ENTRYPOINT = re.compile(r"torchrun ended with \d+; .*: \d+")
-"""The line of templates/kubernetes/entrypoint.sh.j2."""
+_OF_ENTRYPOINT = re.compile(r"torchrun ended with \d+; (?:(\w+): )?.*: \d+")
+"""The last line of templates/kubernetes/entrypoint.sh.j2: torchrun's exit status, the word and the
+sentence of the retry policy, and the exit status of the container."""
 
 _OF_TORCHRUN = re.compile(
     r"\s|[=-]{4}|[WIE]\d{4} |\[[WIE]\d|Root Cause|Failures:|Traceback |raise |torch\S+Error|$"
@@ -39,8 +40,11 @@ class LastWords:
     cause: str = ""
     """The line with the cause: an exception, or the last one."""
 
+    word: str = ""
+    """The retry policy's word for the end, such as `preempted`."""
+
     verdict: str = ""
-    """The entrypoint's verdict: torchrun's exit status, and whether to start again."""
+    """The entrypoint's line: torchrun's exit status, why it ended, and whether to start again."""
 
     def __str__(self) -> str:
         """Return it as a part of a sentence."""
@@ -55,7 +59,7 @@ def last_words(message: str) -> LastWords:
     'rank 3: ValueError: NaN; torchrun ended with 1; gives up: 42'
     """
     lines = [line for line in message.rstrip().splitlines() if not is_delivery(line)]
-    verdict = next((m[0] for line in reversed(lines) if (m := _OF_ENTRYPOINT.match(line))), "")
+    verdict = next(filter(None, map(_OF_ENTRYPOINT.match, reversed(lines))), None)
     by_rank: defaultdict[int, list[str]] = defaultdict(list)
     others = []
     for line in lines:
@@ -72,7 +76,13 @@ def last_words(message: str) -> LastWords:
     told = report_texts(others).get(report.rank, ()) if report else ()
     status = f"exit status {report.exitcode}" if report else ""
     cause = _cause(own) or _cause(list(told)) or status or _cause(others)
-    return LastWords(rank=rank, time=report.time if report else None, cause=cause, verdict=verdict)
+    return LastWords(
+        rank=rank,
+        time=report.time if report else None,
+        cause=cause,
+        word=(verdict[1] or "") if verdict else "",
+        verdict=verdict[0] if verdict else "",
+    )
 
 
 def _worth(lines: list[str]) -> bool:

@@ -139,6 +139,21 @@ class LaunchPlan:
         """Whether the script can be one of several jobs that go on with one run in turn."""
         return False
 
+    def in_turns(self) -> "LaunchPlan":
+        """Return this plan for several jobs that go on with one run in turn.
+
+        Raises:
+            PlanError: the site is no Slurm cluster.
+        """
+        raise self.not_on_slurm("chain")
+
+    def not_on_slurm(self, what: str) -> PlanError:
+        """Return the error about a wish that only Slurm can grant."""
+        verb, name = "are" if " " in what else "is", self.profile.name
+        return PlanError(
+            f"{what} {verb} Slurm's, and profile {name!r} is of another kind; write `toolkit wait RUN && toolkit submit …`"
+        )
+
     @property
     def has_limits(self) -> bool:
         """Whether the script counts the attempts before it."""
@@ -211,7 +226,7 @@ class SlurmPlan(LaunchPlan):
     """Options of sbatch, in order."""
 
     chain: bool = False
-    """Whether several jobs are submitted at once, each of which goes on where the last one ended."""
+    """Whether several jobs are submitted, each of which goes on where the last one ended."""
 
     @property
     def retries_launch(self) -> bool:
@@ -222,6 +237,10 @@ class SlurmPlan(LaunchPlan):
     def takes_turns(self) -> bool:
         """Whether the script can be one of several jobs that go on with one run in turn."""
         return not self.points and (self.chain or self.failure_limit > 0)
+
+    def in_turns(self) -> "SlurmPlan":
+        """Return this plan for several jobs that go on with one run in turn."""
+        return replace(self, chain=True)
 
     @property
     def runtime(self) -> str:
@@ -320,7 +339,7 @@ class KubernetesPlan(LaunchPlan):
 
     @property
     def has_limits(self) -> bool:
-        """Whether the entrypoint counts the starts before it; Kubernetes may start any pod again."""
+        """Whether the entrypoint counts its earlier starts; Kubernetes may start any pod again."""
         return True
 
     @property

@@ -1,8 +1,9 @@
 """Names of variables that a job cannot have, since a rendered script uses them for itself.
 
-A secret is exported before the script begins, so the script would work with its value, or overwrite
-it. The variables of `env` are no such danger on Slurm and on one machine: the script gives them to
-torchrun alone. On Kubernetes the entrypoint of the pods finds both in its environment.
+The scripts' own variables begin with an underscore and a small letter, and no job may use such a
+name: a secret is exported before the script begins, so the script would work with its value, or
+overwrite it. The variables of `env` are no such danger on Slurm and on one machine: the script
+gives them to torchrun alone. On Kubernetes the entrypoint of the pods finds both in its environment.
 """
 
 import re
@@ -15,8 +16,8 @@ from toolkit.profile import KubernetesProfile
 
 __all__ = ["OF_BASH", "OF_PODS", "OF_SCRIPTS", "of_pods", "of_scripts"]
 
-OF_SCRIPTS = re.compile("(?!(all|ftp|http|https|no)_proxy$)[a-z_][a-z0-9_]*")
-"""Names in small letters are the scripts' own; those of proxies are not, and may hold passwords."""
+OF_SCRIPTS = re.compile("_([a-z].*)?")
+"""Names of the rendered scripts' own variables, and bash's `$_`."""
 
 OF_BASH = re.compile(
     "BASH.*|CDPATH|COLUMNS|COMP_.*|COMPREPLY|COPROC|DIRSTACK|ENV|EPOCH.*|EUID|EXECIGNORE|FIGNORE"
@@ -29,32 +30,15 @@ OF_BASH = re.compile(
 """Names that mean something to bash (its manual, "Shell Variables"), to the loader of programs, to
 Python or to Slurm's commands. bash takes the value of some for arithmetic and prints part of it."""
 
-OF_PODS = frozenset(
-    {
-        *("JOB_COMPLETION_INDEX", "HOSTNAME", "IFS", "PATH"),
-        *("all_ended", "at", "attempt", "before", "ended", "failures", "folder", "folder_of_one"),
-        *("host", "last", "link", "logs", "looked_at", "mode", "n", "nodes", "now", "one"),
-        *(
-            "outcome",
-            "run_dir",
-            "seen",
-            "state",
-            "status",
-            "stopping",
-            "torchrun",
-            "tries",
-            "twice",
-        ),
-    }
-)
-"""What the entrypoint of the pods assigns or goes by."""
+OF_PODS = frozenset({"JOB_COMPLETION_INDEX", "HOSTNAME", "IFS", "PATH"})
+"""Names whose values the entrypoint of the pods goes by."""
 
 
 def of_scripts(job: JobSpec) -> Iterator[Problem]:
     """Find secrets that a script for Slurm or for one machine would overwrite, or go by."""
     for name in job.secrets:
         if OF_SCRIPTS.fullmatch(name):
-            what = "may be a variable of the rendered script; use capital letters"
+            what = "is a name of the rendered script's own variables; leave out the underscore"
         elif OF_BASH.fullmatch(name):
             what = "means something to the shell that starts torchrun; use another name"
         else:
@@ -69,10 +53,11 @@ def of_pods(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
         ("secrets", job.secrets, OF_PODS),
         ("env", {**profile.env, **job.env}, taken),
     ):
-        for name in sorted(forbidden.intersection(names)):
+        for name in sorted(names):
+            if name not in forbidden and not OF_SCRIPTS.fullmatch(name):
+                continue
             yield from refusal(
                 "variable-overwritten",
-                f"{key}: {name!r} is a variable of the pods' entrypoint; use "
-                f"{'capital letters' if name.islower() else 'another name'}",
+                f"{key}: {name!r} is a variable of the pods' entrypoint; use another name",
                 *((key, name) if name in getattr(job, key) else ()),
             )

@@ -81,6 +81,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             LauncherError: the site refused, or cannot be reached.
         """
         _refuse_chain(chain, sweep=bool(plan.points))
+        plan = plan.in_turns() if chain > 1 else plan
         cluster = self._cluster()
         require_secrets(plan, self._environ)
         registry.check(environ=self._environ)
@@ -181,6 +182,11 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         made = plan(load(run_dir / "job.yaml"), self._profile)
         require_secrets(made, self._environ)
         jobs = whole.jobs
+        if chain > 1 and not made.takes_turns and all(job.mode != "chain" for job in jobs):
+            raise LauncherError(
+                f"{run.uri}: its script is not for a chain; resubmit it without --chain, or submit "
+                "the job anew with --chain, or with retries.requeue above 0"
+            )
         again = SlurmJob(
             job_id="",
             mode="continue",

@@ -15,8 +15,8 @@ from tests.unit.kubernetes.site import Site, a_job, every_workload, short
 from toolkit.kubernetes import KubernetesRun
 from toolkit.runs.failure import Failure
 
-VERDICT = "torchrun ended with 1; to be started again: 138"
-STOPPED = "torchrun ended with 1; stopped from outside; goes on from its checkpoint: 138"
+VERDICT = "torchrun ended with 1; retryable: killed without a word; started again: 138"
+STOPPED = "torchrun ended with 1; preempted: stopped from outside; started again: 138"
 TRACE = (
     "Traceback (most recent call last):",
     '  File "/app/train.py", line 7, in <module>',
@@ -189,7 +189,7 @@ def test_a_pod_that_ran_out_of_memory_is_told_without_a_word_of_it(site: Site) -
 def test_a_program_that_did_not_start_is_told_by_what_was_said_last(site: Site) -> None:
     run = site.submit()
     site.server.run(run.name)
-    end = "torchrun ended with 127; not started again, since the same would happen: 42"
+    end = "torchrun ended with 127; fatal: exit status 127; not started again: 42"
     printed(site, run, 0, "entrypoint: 40: torchrun: not found", end)
     site.server.finish(run.name, succeeded=False, exit_code=42)
     assert str(failure_of(run)) == (
