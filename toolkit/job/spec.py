@@ -140,12 +140,14 @@ class Retries(FrozenModel):
     requeue: NaturalInt = 0
     """New starts of the whole job after failures that may pass: a lost node, a killed rank.
 
-    On Slurm, those after a preemption or when time was over do not count, but with 0 there are none
-    of them either. Of a script that writes no `outcome.json`, running out of time counts, too.
+    On Slurm and on this machine, those after a preemption or when time was over do not count, but
+    with 0 there are none of them either. Of a script that writes no `outcome.json`, running out of
+    time counts, too.
     """
 
     no_progress: PositiveInt = 3
-    """Attempts in a row without a new step in `outcome.json` after which a Slurm job ends."""
+    """Attempts in a row without a new step in `outcome.json` after which the run ends; not counted
+    by the pods of a PyTorchJob or a Job, which start again one by one."""
 
 
 class Mount(FrozenModel):

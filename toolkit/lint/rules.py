@@ -233,7 +233,7 @@ JOB_RULES = (
         id="variable-overwritten",
         finds="a variable of the name of one of the pods' entrypoint",
         reason="The entrypoint would overwrite it.",
-        fix="use capital letters",
+        fix="use another name",
     ),
     Rule(
         id="workers-beyond-machine",
@@ -243,9 +243,10 @@ JOB_RULES = (
     ),
     Rule(
         id="secret-overwritten",
-        finds="a secret whose name is in small letters, or is one of the shell's",
+        finds="a secret whose name begins with an underscore and a small letter, or is one of the "
+        "shell's",
         reason="The rendered script would overwrite it, or go by it.",
-        fix="use capital letters",
+        fix="use another name",
     ),
 )
 """What `plan` holds a job and a profile to; `render` and `submit` refuse by them, too."""

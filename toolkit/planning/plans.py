@@ -151,7 +151,8 @@ class LaunchPlan:
         """Return the error about a wish that only Slurm can grant."""
         verb, name = "are" if " " in what else "is", self.profile.name
         return PlanError(
-            f"{what} {verb} Slurm's, and profile {name!r} is of another kind; write `toolkit wait RUN && toolkit submit …`"
+            f"{what} {verb} Slurm's, and profile {name!r} is of another kind; write "
+            "`toolkit wait RUN && toolkit submit …`"
         )
 
     @property

@@ -3,7 +3,8 @@
 The scripts' own variables begin with an underscore and a small letter, and no job may use such a
 name: a secret is exported before the script begins, so the script would work with its value, or
 overwrite it. The variables of `env` are no such danger on Slurm and on one machine: the script
-gives them to torchrun alone. On Kubernetes the entrypoint of the pods finds both in its environment.
+gives them to torchrun alone. On Kubernetes the entrypoint of the pods finds both in its
+environment.
 """
 
 import re
