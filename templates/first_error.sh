@@ -104,7 +104,7 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
         else if ((rank[i], "error.json") in has || (!ENVIRON["_all_ended"] && number[i] == most[run[i]])) continue
         else text = printed(file[i])
         if (text == "" || text ~ /^stopped by /) continue
-        if (text !~ peer) return "error\t" step(start) "\t" plain(text)
+        if (tolower(text) !~ peer || tolower(text) ~ own) return "error\t" step(start) "\t" plain(text)
         if (bare !~ /^signal/) bare = "ranks have lost another one"
       }
       if (bare == "") return ""
@@ -113,10 +113,12 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
     }
     BEGIN {
       q = "\047"
-      peer = "Connection (closed|reset) by peer|Broken pipe|connection was closed|remote process exited" \
-        "|NCCL error|Dist(Backend|Network|Store)Error|Watchdog caught collective|[Tt]imed ?out" \
-        "|(recv|send)(Value|Bytes) failed|[Ff]ailed to (recv|send)|ends because of others" \
-        "|another rank went away|^the same as (rank [0-9]+|another rank)"
+      peer = "connection (closed|reset) by peer|connection (refused|was closed)|broken pipe" \
+        "|remote process exited|connectfullmesh failed|gloo/transport|(recv|send)(value|bytes) failed" \
+        "|failed to (recv|send)|nccl error|nccl communicator was aborted" \
+        "|dist(backend|network|store)error|watchdog caught collective|timed ?out|wait timeout" \
+        "|ends because of others|another rank went away|^the same as (rank [0-9]+|another rank)"
+      own = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
       hosts[ENVIRON["HOSTNAME"]]
       while ((getline host < ENVIRON["_nodes"]) > 0) hosts[host]
     }

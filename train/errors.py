@@ -11,6 +11,8 @@ TrainError            1  the run cannot go on; the message says why
 
 from __future__ import annotations
 
+import re
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -50,23 +52,30 @@ class PeerError(TrainError):
     """Another rank failed; that rank reports the cause."""
 
 
-# Messages of torch.distributed's transport when the *other* side is gone. Seen with gloo; the
-# NCCL ones are the watchdog's words.
-_COLLATERAL = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
+ECHOES = (
+    "connection (closed|reset) by peer",
+    "connection (refused|was closed)",
     "broken pipe",
-    "timed out waiting",
-    "wait timeout",
+    "remote process exited",
     "connectfullmesh failed",
     "gloo/transport",
-    "remote process exited",
+    "(recv|send)(value|bytes) failed",
+    "failed to (recv|send)",
+    "nccl error",
     "nccl communicator was aborted",
-    "watchdog caught collective operation timeout",
+    "dist(backend|network|store)error",
+    "watchdog caught collective",
+    "timed ?out",
+    "wait timeout",
+    "ends because of others",
+    "another rank went away",
+    "^the same as (rank [0-9]+|another rank)",
 )
-# NCCL's messages about a mistake or a defect on this side, such as two ranks on one GPU.
-_OWN = ("ncclinvalidusage", "ncclinvalidargument", "ncclunhandledcudaerror")
+"""Messages that only report another rank's loss: regular expressions over lower-case text. The
+launcher that reads the logs holds the same list."""
+
+NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
+"""NCCL's messages about a mistake or a defect on this side, such as two ranks on one GPU."""
 
 
 def is_collateral(error: BaseException) -> bool:
@@ -76,10 +85,11 @@ def is_collateral(error: BaseException) -> bool:
     if isinstance(error, TrainError):
         return False
     text = str(error).lower()
-    if any(word in text for word in _OWN):
+    if re.search(NO_ECHOES, text):
         return False
     # By name, so that this module (and every usage error) works without importing torch.
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"DistNetworkError", "DistStoreError", "DistBackendError"}:
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(word in text for word in _COLLATERAL)
+    lost = re.search("|".join(ECHOES), text) is not None
+    return lost and isinstance(error, (RuntimeError, OSError))

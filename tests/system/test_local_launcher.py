@@ -212,6 +212,65 @@ def test_the_time_limit_stops_a_run(job_file: Path, tmp_path: Path) -> None:
     assert status.reason == "time limit of 10 s: stopping"
 
 
+FAILING = """
+import json, os, sys
+attempt, folder = int(os.environ["TRAIN_ATTEMPT"]), os.environ["TRAIN_RUN_DIR"]
+outcome = {"version": 1, "attempt": attempt, "step": attempt + 1, "status": "done"}
+if attempt < 2:
+    outcome |= {"status": "retryable", "rank": 0, "reason": f"lost link {attempt}"}
+if int(os.environ["RANK"]) == 0:
+    with open(f"{folder}/outcome.json", "w") as file:
+        json.dump(outcome, file)
+sys.exit(attempt < 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("requeue", "state", "reasons"),
+    [
+        (
+            2,
+            toolkit.RunState.SUCCEEDED,
+            [
+                "retryable: rank 0: lost link 0; started again",
+                "retryable: rank 0: lost link 1; started again",
+                "done: all steps made",
+            ],
+        ),
+        (
+            1,
+            toolkit.RunState.FAILED,
+            [
+                "retryable: rank 0: lost link 0; started again",
+                "retryable: rank 0: lost link 1; gave up after 1 requeues",
+            ],
+        ),
+        (
+            0,
+            toolkit.RunState.FAILED,
+            ["retryable: rank 0: lost link 0; not started again (retries.requeue is 0)"],
+        ),
+    ],
+)
+def test_requeue_means_what_it_means_on_a_cluster(
+    requeue: int, state: toolkit.RunState, reasons: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    spec = toolkit.JobSpec.model_validate(
+        {
+            "name": "probe",
+            "script": str(tmp_path / "failing.py"),
+            "retries": {"requeue": requeue},
+        }
+    )
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    run = toolkit.submit(spec, to=profile)
+    assert run.wait(300).state is state
+    assert run.run_dir is not None
+    written = sorted(run.run_dir.glob("logs/attempt-*/reason"))
+    assert [path.read_text().rstrip("\n") for path in written] == reasons
+
+
 def test_nothing_starts_that_could_not_be_remembered(
     job_file: Path, marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -38,11 +39,26 @@ ECHO_S = 10
 
 WEIGHTS = {"running": 0, "retryable": 1, "preempted": 1, "fatal": 2, "done": 3}
 ECHOES = (
-    *("connection closed by peer", "connection reset by peer", "connection refused"),
-    *("broken pipe", "timed out waiting", "wait timeout", "remote process exited"),
-    *("nccl communicator was aborted", "watchdog caught collective operation timeout"),
+    "connection (closed|reset) by peer",
+    "connection (refused|was closed)",
+    "broken pipe",
+    "remote process exited",
+    "connectfullmesh failed",
+    "gloo/transport",
+    "(recv|send)(value|bytes) failed",
+    "failed to (recv|send)",
+    "nccl error",
+    "nccl communicator was aborted",
+    "dist(backend|network|store)error",
+    "watchdog caught collective",
+    "timed ?out",
+    "wait timeout",
+    "ends because of others",
+    "another rank went away",
+    "^the same as (rank [0-9]+|another rank)",
 )
-"""What gloo and NCCL say when the other side has gone."""
+NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
+"""As in `toolkit.runs.echoes`, which says what they are."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -267,8 +283,12 @@ def is_echo(error: BaseException) -> bool:
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"DistNetworkError", "DistStoreError", "DistBackendError"}:
         return True
-    said = any(word in str(error).lower() for word in ECHOES)
-    return said and isinstance(error, (RuntimeError, OSError))
+    text = str(error).lower()
+    return (
+        isinstance(error, (RuntimeError, OSError))
+        and re.search("|".join(ECHOES), text) is not None
+        and not re.search(NO_ECHOES, text)
+    )
 
 
 def meet(place: Place) -> tuple[Any, Any]:

@@ -6,7 +6,6 @@ with their signals. All of these lie in the folder of the attempt.
 """
 
 import contextlib
-import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,13 +13,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from toolkit.runs.echoes import is_echo
 from toolkit.runs.log_reader import attempt_folders
 from toolkit.runs.torchrun_log_dir import Start, reports_of, starts_of
 from toolkit.runs.torchrun_report import Reported, Trace, last_trace
 from toolkit.text import untrusted
 from toolkit.text.masking import Mask
 
-__all__ = ["STOPS", "Failure", "Kind", "first_failure", "first_of", "is_echo"]
+__all__ = ["STOPS", "Failure", "Kind", "first_failure", "first_of"]
 
 _LAST_WORDS = 5
 _READ_BYTES = 1 << 16
@@ -28,21 +28,13 @@ _UNREPORTED_S = 120.0
 """How long before others a rank can have failed whose torchrun was ended before it could report."""
 
 _WELL = ("done", "cancelled", "preempted", "walltime", "fenced", "terminated")
-"""First words of the reasons of attempts in which nothing has failed; see decide.sh."""
+"""Words of the retry policy for ends of attempts in which nothing has failed."""
 
 _NOT_BEGUN = ("gave_up", "no_progress")
 """Those of attempts that may have ended before they have started anything."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """The signals that torchrun forwards to its ranks, and ends the other ranks with."""
-
-_ECHO = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|connection was closed|remote process exited"
-    r"|NCCL error|Dist(Backend|Network|Store)Error|Watchdog caught collective|[Tt]imed ?out"
-    r"|(recv|send)(Value|Bytes) failed|[Ff]ailed to (recv|send)|ends because of others"
-    r"|another rank went away|^the same as (rank \d+|another rank)"
-)
-"""What ranks say that have only lost another one."""
 
 Kind = Literal["exception", "signal", "exit", "echo"]
 
@@ -220,11 +212,6 @@ def _failure(
         message=message,
         traceback=lines,
     )
-
-
-def is_echo(text: str) -> bool:
-    """Whether a message only reports the loss of another rank."""
-    return _ECHO.search(text) is not None
 
 
 def _rank(start: Start, trace: Trace | None, bases: Mapping[str, int]) -> int | None:

@@ -1,7 +1,6 @@
 """A failure that comes again: whether an attempt has ended as one before, and what follows."""
 
 import json
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.support.ending_job import Job
-from toolkit.runs import failure
 
 AGAIN = ["requeue 7"]
 END = "; another start would end like these two; not queued again"
@@ -264,13 +262,6 @@ def test_what_differs_from_start_to_start_is_not_the_failure(awk: str, job: Job)
     code = f"for one in {files}; do cp $_logs/nodes $one; first_error $one last </dev/null; done"
     assert job.run(code) == 0
     assert job.log.read_text().splitlines() == [f"error\t-\t{text}" for text in words.values()]
-
-
-def test_the_words_of_a_lost_peer_are_those_that_the_toolkit_knows() -> None:
-    text = (ROOT / "templates/first_error.sh").read_text()
-    _, _, listed = text.partition("peer = ")
-    listed = "".join(re.findall(r'"(.*)"', listed.partition("hosts[")[0]))
-    assert listed == failure._ECHO.pattern.replace(r"\d", "[0-9]")
 
 
 def test_the_functions_are_sh() -> None:

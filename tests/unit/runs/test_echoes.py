@@ -1,0 +1,50 @@
+"""One list of messages that only report the loss of another rank, in four places."""
+
+import doctest
+import re
+
+import pytest
+
+from tests.conftest import ROOT
+from toolkit.functions import worker
+from toolkit.runs import echoes
+from train import errors
+
+
+def in_the_scripts(name: str) -> str:
+    """Return a pattern of the scripts' awk."""
+    text = (ROOT / "templates/first_error.sh").read_text()
+    lines = re.search(rf'\b{name} = ((?:"[^"]*"[ \\\n]*)+)', text)
+    assert lines is not None
+    return "".join(re.findall(r'"([^"]*)"', lines[1]))
+
+
+def test_all_programs_hold_the_same_list() -> None:
+    assert worker.ECHOES == errors.ECHOES == echoes.ECHOES
+    assert worker.NO_ECHOES == errors.NO_ECHOES == echoes.NO_ECHOES
+    assert in_the_scripts("peer") == "|".join(echoes.ECHOES)
+    assert in_the_scripts("own") == echoes.NO_ECHOES
+
+
+@pytest.mark.parametrize(
+    ("message", "echo"),
+    [
+        ("[/gloo/transport/tcp/pair.cc:525] Connection closed by peer [10.0.0.1]:41234", True),
+        ("Connection reset by peer", True),
+        ("NCCL error in: Socket.cpp:12, remote process exited or there was a network error", True),
+        ("NCCL error: ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0", False),
+        ("DistStoreError: Timed out after 601 seconds waiting for clients", True),
+        ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
+        ("the same as rank 3", True),
+        ("CUDA out of memory", False),
+        ("not the same as rank 3", False),
+    ],
+)
+def test_a_lost_peer_is_known_by_its_message_on_every_side(message: str, echo: bool) -> None:
+    assert echoes.is_echo(message) is echo
+    error = RuntimeError(message)
+    assert (worker.is_echo(error), errors.is_collateral(error)) == (echo, echo)
+
+
+def test_the_examples_are_true() -> None:
+    assert doctest.testmod(echoes).failed == 0
