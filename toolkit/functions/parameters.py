@@ -7,9 +7,10 @@ from typing import Any
 
 from toolkit.errors import Problem, SpecError
 from toolkit.functions.payload import SCRIPT
-from toolkit.job.loader import nearest, validate
+from toolkit.job.loader import validate
 from toolkit.job.sbatch_options import ALLOWED, DECIDED
 from toolkit.job.spec import JobSpec
+from toolkit.text.did_you_mean import nearest
 from toolkit.text.yaml_reader import Document
 
 __all__ = ["job_of", "name_of", "updated"]
@@ -138,10 +139,10 @@ def _setting(name: str, value: Any) -> _Setting:
     if name.startswith("slurm_") and option in DECIDED:
         raise ValueError(f"not yours to set: {DECIDED[option]}")
     valid = sorted({*_RESOURCES, *_KEYS, *_OWN, *_SUBMITIT})
-    close = nearest(name, valid)
+    meant = nearest(name, valid)
+    hint = f"did you mean {meant!r}? " if meant else ""
     raise ValueError(
-        f"unknown parameter; {close + ' ' if close.startswith('did') else ''}valid are "
-        f"{', '.join(valid)}, and slurm_OPTION for an option of sbatch, like slurm_partition"
+        f"unknown parameter; {hint}valid are {', '.join(valid)}, and slurm_OPTION for an option of sbatch, like slurm_partition"
     )
 
 

@@ -1,6 +1,5 @@
 """From a document to a model: overrides, and every mistake put into words with its place."""
 
-import difflib
 import re
 import types
 from collections.abc import Iterable, Mapping
@@ -17,11 +16,12 @@ from pydantic import (
 )
 
 from toolkit.errors import InputError, Problem
+from toolkit.text.did_you_mean import did_you_mean
 from toolkit.text.quantities import whole_number
 from toolkit.text.secret_scan import conceal, is_telling
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_document
 
-__all__ = ["FrozenModel", "Text", "assign", "frozen", "nearest", "override", "validate"]
+__all__ = ["FrozenModel", "Text", "assign", "frozen", "override", "validate"]
 
 Model = TypeVar("Model", bound="FrozenModel")
 
@@ -218,14 +218,15 @@ def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | N
     name = _dotted(path)
     if kind == "extra_forbidden":
         where = f" under {_dotted(path[:-1])!r}" if path[:-1] else ""
-        return f"unknown key {str(path[-1])!r}{where}; {nearest(path[-1], _keys(model, path[:-1]))}"
+        way_out = did_you_mean(path[-1], _keys(model, path[:-1]))
+        return f"unknown key {str(path[-1])!r}{where}; {way_out}"
     if kind == "missing":
         return f"the key {name!r} is missing"
     if kind == "value_error":
         return f"{name}: {context['error']}" if name else str(context["error"])
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
-        return f"{name}: {value!r} is not a choice; {nearest(value, choices)}"
+        return f"{name}: {value!r} is not a choice; {did_you_mean(value, choices)}"
     if kind == "string_type":
         if value is None and not written:
             return f'{name}: nothing is written here; write "" for an empty string'
@@ -268,16 +269,6 @@ def _dotted(path: KeyPath) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
-
-
-def nearest(word: object, choices: Iterable[str]) -> str:
-    """Return the way out for a word that is none of `choices`."""
-    choices = list(choices)
-    begun = [choice for choice in choices if word and choice.startswith(str(word))]
-    close = begun or difflib.get_close_matches(str(word), choices, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
-    return f"valid are {', '.join(choices)}" if choices else "none is valid here"
 
 
 def _annotation(root: Any, path: KeyPath) -> Any:

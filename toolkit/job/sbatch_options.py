@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
-from toolkit.job.loader import Text, nearest
+from toolkit.job.loader import Text
+from toolkit.text.did_you_mean import nearest
 from toolkit.text.yaml_reader import Ambiguous
 
 __all__ = ["SbatchOptions", "SbatchValue", "merged", "options_schema"]
@@ -111,8 +112,8 @@ def _known(name: str) -> str:
         return name
     if plain in ALLOWED | DECIDED.keys():
         raise ValueError(f"{name!r} is written {plain!r} here, as in sbatch's manual")
-    found = nearest(plain, sorted(ALLOWED | DECIDED.keys())) if len(plain) > 1 else ""
-    way_out = found if found.startswith("did") else "write its long name, as in sbatch's manual"
+    meant = nearest(plain, sorted(ALLOWED | DECIDED.keys())) if len(plain) > 1 else None
+    way_out = f"did you mean {meant!r}?" if meant else "write its long name, as in sbatch's manual"
     raise ValueError(f"sbatch knows no option {name!r}; {way_out}")
 
 

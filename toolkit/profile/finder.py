@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import InputError, Problem, ProfileError
-from toolkit.job.loader import nearest, validate
+from toolkit.job.loader import validate
 from toolkit.profile.base import LocalProfile
 from toolkit.profile.kubernetes import KubernetesProfile
 from toolkit.profile.slurm import SlurmProfile
 from toolkit.text import secret_scan
+from toolkit.text.did_you_mean import did_you_mean
 from toolkit.text.yaml_reader import KeyPath, read_document, read_text
 
 __all__ = [
@@ -61,7 +62,7 @@ def load_profile(
     names = profile_names(folder=folder, environ=environ)
     searched = ", ".join(map(str, _folders(folder, environ)))
     raise ProfileError(
-        f"no profile {name!r}; {nearest(name, names)} (searched {searched}; a path works too)"
+        f"no profile {name!r}; {did_you_mean(name, names)} (searched {searched}; a path works too)"
     )
 
 
@@ -132,7 +133,7 @@ def _read(path: Path) -> Profile:
     if isinstance(data, dict) and (not isinstance(kind, str) or kind not in _KINDS):
         said = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
         place = document.place(("kind",))
-        problem = Problem(place=place, message=f"{said}; {nearest(kind, _KINDS)}")
+        problem = Problem(place=place, message=f"{said}; {did_you_mean(kind, _KINDS)}")
         raise ProfileError([problem, *document.problems])
     profile = validate(_KINDS.get(str(kind), LocalProfile), document, ProfileError)
     if leaks := leaks_of(profile):

@@ -1,6 +1,5 @@
 """Rules about the form of manifests: versions, fields, types, fixed words, quantities."""
 
-import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from typing import Any, Literal
 
 from toolkit.lint.manifests.fields import KINDS, fields_of
 from toolkit.lint.manifests.registry import Fault, rule
+from toolkit.text.did_you_mean import nearest
 from toolkit.text.kubernetes_quantities import amount
 from toolkit.text.manifests import Manifest, Stream, View
 
@@ -118,8 +118,8 @@ def _of_shape(view: View, type: str) -> Iterator[Mismatch]:
 def near(key: str, fields: Iterable[str]) -> str | None:
     """Return the field that is meant, if one is nearly called so."""
     lower = {name.lower(): name for name in fields}
-    found = difflib.get_close_matches(key.lower(), lower, n=1, cutoff=0.75)
-    return lower[found[0]] if found else None
+    meant = nearest(key.lower(), lower, cutoff=0.75)
+    return lower[meant] if meant else None
 
 
 def _of_scalar(view: View, type: str) -> Iterator[Mismatch]:
@@ -151,13 +151,13 @@ def _of_words(view: View, words: list[str]) -> Iterator[Mismatch]:
     if not isinstance(value, str):
         yield _wrong(view, f"one of {', '.join(filter(None, words))}")
     elif value not in words:
-        meant = difflib.get_close_matches(value, words, n=1, cutoff=0.6)
+        meant = nearest(value, words)
         choice = f"write one of {', '.join(filter(None, words))}"
         yield Mismatch(
             kind="enum",
             at=view,
             what=f"{view.where}: {said(value)} means nothing",
-            way_out=f"did you mean {meant[0]!r}? {choice}" if meant else choice,
+            way_out=f"did you mean {meant!r}? {choice}" if meant else choice,
         )
 
 

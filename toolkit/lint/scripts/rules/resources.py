@@ -4,10 +4,10 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from toolkit.job.loader import nearest
 from toolkit.lint.scripts.options import PYXIS, SBATCH
 from toolkit.lint.scripts.registry import Fault, rule
 from toolkit.lint.scripts.script import BatchScript
+from toolkit.text.did_you_mean import nearest
 
 __all__: list[str] = []
 
@@ -70,8 +70,8 @@ def _unknown(script: BatchScript) -> Iterator[Fault]:
                     )
                 continue
             plain = option.name.replace("_", "-")
-            near = nearest(f"--{plain}", sorted(f"--{name}" for name in SBATCH.names))
-            way_out = near if near.startswith("did") else "write its name as in sbatch(1)"
+            meant = nearest(f"--{plain}", sorted(f"--{name}" for name in SBATCH.names))
+            way_out = f"did you mean {meant!r}?" if meant else "write its name as in sbatch(1)"
             dashes = "--" if len(option.name) > 1 else "-"
             yield Fault(
                 line=directive.line,
