@@ -142,7 +142,8 @@ def _setting(name: str, value: Any) -> _Setting:
     meant = nearest(name, valid)
     hint = f"did you mean {meant!r}? " if meant else ""
     raise ValueError(
-        f"unknown parameter; {hint}valid are {', '.join(valid)}, and slurm_OPTION for an option of sbatch, like slurm_partition"
+        f"unknown parameter; {hint}valid are {', '.join(valid)}, and slurm_OPTION for an option of "
+        "sbatch, like slurm_partition"
     )
 
 

@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         6,
     ),
     "trainjob-cannot-say": ("workdir: /w\n", f"{KUBERNETES}workload: TrainJob\n", 4),
-    "variable-overwritten": ("env: {status: a}\n", KUBERNETES, 4),
+    "variable-overwritten": ("env: {_status: a}\n", KUBERNETES, 4),
     "after-elsewhere": ("after: [probe-1]\n", LOCAL, 4),
     "image-missing": ("image: null\n", f"{SLURM}runtime: podman\n", 1),
     "image-of-another-runtime": ("image: /i.sif\n", f"{SLURM}runtime: podman\n", 3),
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[str, str, int | None]] = {
     "mount-without-container": ("mounts:\n- {source: /x, target: /y}\n", SLURM, 5),
     "secret-not-in-cluster": ("secrets: [TOKEN]\n", KUBERNETES, 4),
     "workers-beyond-machine": ("resources: {nnodes: 100000}\n", LOCAL, 4),
-    "secret-overwritten": ("secrets: [port]\n", SLURM, 4),
+    "secret-overwritten": ("secrets: [_port]\n", SLURM, 4),
 }
 """Rule: lines of a job, a profile, and the line of the finding."""
 

@@ -296,7 +296,7 @@ def test_relative_paths_of_a_far_profile_are_below_its_folder_there(
     assert profile.host == host
     script = toolkit.render(toolkit.plan(toolkit.load(ROOT / "jobs/digits.yaml"), profile))
     assert "\nsource ~/'torch-deploy-toolkit/my venv/bin/activate'\n" in script
-    assert "run_dir=~/torch-deploy-toolkit/runs/digits-$SLURM_JOB_ID\n" in script
+    assert "_run_dir=${1:-~/torch-deploy-toolkit/runs/digits-$SLURM_JOB_ID}\n" in script
     moved = profile.model_copy(update={"remote_dir": "/work/me/", "runs_dir": "/scratch"})
     assert (moved.below("x"), moved.below(moved.runs_dir)) == ("/work/me/x", "/scratch")
 
