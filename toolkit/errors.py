@@ -91,6 +91,9 @@ class RenderError(InputError):
 class LauncherError(ToolkitError):
     """The scheduler refused, failed, or gave an answer that cannot be understood."""
 
+    answer: str = ""
+    """The scheduler's own message, if it gave one."""
+
 
 class SchedulerMissing(LauncherError):
     """No scheduler at hand: its commands or its API server cannot be reached."""

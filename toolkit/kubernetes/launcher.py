@@ -233,7 +233,7 @@ def dry_run(
         except NotServed as error:
             return f"the cluster knows no {document['kind']} ({error})"
         except LauncherError as error:
-            return str(error).removeprefix("Kubernetes refused: ")
+            return error.answer or str(error)
         return ""
 
     return [(document, words(document)) for document in documents]

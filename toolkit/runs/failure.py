@@ -15,6 +15,7 @@ from typing import Literal
 
 from toolkit.runs.echoes import is_echo
 from toolkit.runs.log_reader import attempt_folders
+from toolkit.runs.run_directory import reason_of
 from toolkit.runs.torchrun_log_dir import Start, reports_of, starts_of
 from toolkit.runs.torchrun_report import Reported, Trace, last_trace
 from toolkit.text import untrusted
@@ -134,13 +135,13 @@ def _newest(run_dir: Path) -> Path | None:
     for attempt in reversed(attempt_folders(run_dir)):
         if any(e.is_folder and e.name.startswith("node-") for e in untrusted.entries(attempt)):
             return attempt
-        if _read(attempt / "reason").partition(":")[0] not in _NOT_BEGUN:
+        if reason_of(attempt).word not in _NOT_BEGUN:
             return None
     return None
 
 
 def _ended_well(run_dir: Path, attempt: Path) -> bool:
-    word = _read(attempt / "reason").partition(":")[0]
+    word = reason_of(attempt).word
     stopped = not word and (run_dir / "cancel_requested").exists()
     return _read(attempt / "exit_status") == "0" or word in _WELL or stopped
 

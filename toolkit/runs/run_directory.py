@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.errors import InputError, LauncherError
 from toolkit.job.spec import JobSpec
@@ -21,6 +21,7 @@ from toolkit.text.masking import Mark, Mask
 from toolkit.text.yaml_reader import read_document, write_document
 
 __all__ = [
+    "Reason",
     "cancel_requested",
     "changed_at",
     "ended_status",
@@ -31,6 +32,7 @@ __all__ = [
     "make",
     "mask_of",
     "outcome",
+    "reason_of",
     "redacted",
     "request_cancel",
     "require_own",
@@ -242,7 +244,7 @@ def ended_status(run_dir: Path) -> RunStatus:
     state = _OUTCOMES.get(str(said.get("status")))
     if state is RunState.SUCCEEDED:
         return RunStatus(state=state)
-    reason = str(said.get("reason") or "")
+    reason, word = str(said.get("reason") or ""), ""
     if state is None:
         state, reason = _exit_status(run_dir)
         if state is RunState.UNKNOWN and not cancel_requested(run_dir):
@@ -250,11 +252,14 @@ def ended_status(run_dir: Path) -> RunStatus:
     elif said.get("status") == "running":
         reason = f"ended without a word at step {untrusted.whole(said.get('step'))}; see the logs"
     if state is not RunState.SUCCEEDED and numbers:
-        reason = _reason(run_dir / f"logs/attempt-{numbers[-1]}") or reason
-        state = _WORDS.get(reason.partition(":")[0], state)
-    if state is not RunState.SUCCEEDED and cancel_requested(run_dir):
-        return RunStatus(state=RunState.CANCELLED, reason=reason)
-    return RunStatus(state=state, reason="" if state is RunState.SUCCEEDED else reason)
+        written = reason_of(run_dir / f"logs/attempt-{numbers[-1]}")
+        state, reason = _WORDS.get(written.word, state), written.text or reason
+        word = written.word
+    if state is RunState.SUCCEEDED:
+        return RunStatus(state=state)
+    if cancel_requested(run_dir):
+        state = RunState.CANCELLED
+    return RunStatus(state=state, reason=reason, word=word)
 
 
 def _is_of_newest(attempt: object, run_dir: Path) -> bool:
@@ -287,20 +292,33 @@ def has_attempts(run_dir: Path) -> bool:
 def is_over(run_dir: Path) -> bool:
     """Whether the newest attempt has ended for good, even if jobs of a chain still wait."""
     attempts = attempt_folders(run_dir)
-    return bool(attempts) and _reason(attempts[-1]).partition(":")[0] in _OVER
+    return bool(attempts) and reason_of(attempts[-1]).word in _OVER
 
 
 def last_reason(run_dir: Path) -> str:
     """Return the newest attempt's reason and decision, or "" without one."""
-    return next(filter(None, map(_reason, reversed(attempt_folders(run_dir)))), "")
+    texts = (reason_of(attempt).text for attempt in reversed(attempt_folders(run_dir)))
+    return next(filter(None, texts), "")
 
 
-def _reason(attempt: Path) -> str:
+class Reason(NamedTuple):
+    """Why an attempt ended, as the retry policy has written it."""
+
+    word: str
+    """The policy's word, such as `fatal`."""
+
+    text: str
+    """The whole line: the word, why the attempt ended, and what follows."""
+
+
+def reason_of(attempt: Path) -> Reason:
+    """Return the reason in an attempt's folder; empty texts without one."""
     try:
         path = attempt / "reason"
-        return untrusted.read_text(path, limit=_REASON_BYTES, below=attempt.parents[1]).strip()
+        text = untrusted.read_text(path, limit=_REASON_BYTES, below=attempt.parents[1]).strip()
     except OSError:
-        return ""
+        text = ""
+    return Reason(text.partition(":")[0], text)
 
 
 def _exit_status(run_dir: Path) -> tuple[RunState, str]:

@@ -46,6 +46,10 @@ class RunStatus:
     reason: str = ""
     """The scheduler's own words, or the outcome's; empty where there is nothing to say."""
 
+    word: str = ""
+    """The retry policy's word for the end of the newest attempt, such as `fatal`; empty if there is
+    none. See docs/reference/run-directory.md."""
+
     lost: bool = False
     """Whether the status is lost for good: the scheduler has forgotten the run, and it left no
     files."""

@@ -115,7 +115,7 @@ class SlurmRun(Run):
             return (by_slurm,)
         found = self._left_behind()
         # A script that was killed before it could find out by whom says less than Slurm.
-        cut_short = row.state is RunState.CANCELLED and found.reason.startswith("terminated:")
+        cut_short = row.state is RunState.CANCELLED and found.word == "terminated"
         return (by_slurm if cut_short or found.state is RunState.UNKNOWN else found,)
 
     def recalled(self, rows: Mapping[str, Row]) -> RunStatus | None:

@@ -13,6 +13,7 @@ __all__ = [
     "conceal",
     "is_telling",
     "kind_of",
+    "kinds_of_words",
     "leaks",
     "leaks_of_document",
     "values_of",
@@ -148,14 +149,24 @@ def _is_literal(value: str, name: str) -> bool:
     return not ("TOKEN" in name.upper() and _NUMBER.fullmatch(value))
 
 
+def _problem(place: str, kind: str) -> str:
+    return f"{place} holds what looks like {kind}; {WAY_OUT}"
+
+
 def leaks(place: str, value: str, *, name: str = "") -> Iterator[str]:
     """Yield the problems of a value at `place`; the value itself is not in it."""
     if kind := kind_of(value, name=name):
-        yield f"{place} holds what looks like {kind}; {WAY_OUT}"
+        yield _problem(place, kind)
 
 
 def leaks_of_words(place: str, words: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield the position and the reason of every argument that holds a secret.
+    """Yield the position and the problem of every argument that holds a secret."""
+    for index, kind in kinds_of_words(words):
+        yield index, _problem(f"{place}[{index}]", kind)
+
+
+def kinds_of_words(words: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yield the position and the kind of secret of every argument that holds one.
 
     `--api-key VALUE`, `--api-key=VALUE` and `key.api_key=VALUE` count as names with values.
     """
@@ -168,8 +179,8 @@ def leaks_of_words(place: str, words: Sequence[str]) -> Iterator[tuple[int, str]
             name, value = before, word
         # `--hub-token KIND` may be a choice, so a word must look random to be a token.
         random = "TOKEN" not in name.upper() or _RANDOM.fullmatch(value)
-        for reason in leaks(f"{place}[{index}]", value, name=name if random else ""):
-            yield index, reason
+        if kind := kind_of(value, name=name if random else ""):
+            yield index, kind
         before = word.lstrip("-") if word.startswith("--") and not equals else ""
 
 

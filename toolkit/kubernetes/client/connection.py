@@ -341,7 +341,9 @@ def refusal(status: int, content: bytes, headers: Mapping[str, str]) -> Launcher
     kind = {403: Denied, 404: Missing, 409: Conflict, 410: Expired}.get(status, LauncherError)
     if status == 400 and _NO_LOG.search(words):
         kind = Missing
-    return kind(f"Kubernetes refused: {words}")
+    error = kind(f"Kubernetes refused: {words}")
+    error.answer = words
+    return error
 
 
 def _first_line(error: object) -> str:

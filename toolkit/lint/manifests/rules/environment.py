@@ -36,10 +36,7 @@ def _secrets(stream: Stream) -> Iterator[Fault]:
         for key in ("command", "args"):
             words = container.view.at(key)
             texts = [item.text() for item in words.items()]
-            told = {}
-            for index, why in secret_scan.leaks_of_words("", texts):
-                told[index] = why.partition("what looks like ")[2].partition(";")[0]
-            for index, kind in told.items():
+            for index, kind in secret_scan.kinds_of_words(texts):
                 yield Fault(at=words.at(index), what=f"what looks like {kind} stands in {key}")
     for manifest in stream.of("ConfigMap"):
         for key, entry in manifest.view.at("data").entries():

@@ -29,8 +29,7 @@ def _secrets(script: BatchScript) -> Iterator[Fault]:
     for call in script.walk.calls:
         if call.name in QUIET:
             continue
-        for index, why in secret_scan.leaks_of_words("", [a.text for a in call.arguments]):
-            kind = why.partition("what looks like ")[2].partition(";")[0]
+        for index, kind in secret_scan.kinds_of_words([a.text for a in call.arguments]):
             lines.setdefault(call.arguments[index].line_at(0), kind)
     exports = [script.options.get("export"), *(s.options.get("export") for s in script.walk.steps)]
     for option in exports:
