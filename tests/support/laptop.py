@@ -176,7 +176,7 @@ class Laptop:
         self.shell(
             f"mkdir -p {self.project} home/.ssh\ncd {self.project}\n"
             f"cp -r {ROOT}/train {ROOT}/jobs .\n"
-            "printf '*.pyc\\n__pycache__/\\n.venv/\\nruns/\\ndata/\\n' >.gitignore\n"
+            "printf '*.pyc\\n__pycache__/\\n.venv/\\nruns/\\n/data/\\n' >.gitignore\n"
             "printf 'kind: slurm\\nvia: ssh login1\\nvenv: .venv\\n' >away.yaml\n"
             "git init -q && git add -A\n"
             "git -c user.name=me -c user.email=me@example.org commit -qm all",

@@ -195,13 +195,13 @@ def test_who_is_fenced_while_it_commits_removes_nothing(start: Start, tmp_path: 
         "import time\n"
         "from pathlib import Path\n"
         "from train import __main__\n"
-        "from train.checkpoints import disk\n"
-        "commit = disk.commit\n"
+        "from train.checkpoints import store\n"
+        "commit = store.commit\n"
         "def commit_and_wait(draft, path):\n"
         "    commit(draft, path)\n"
         "    while path.name == 'step-00000040' and not Path('go').exists():\n"
         "        time.sleep(0.01)\n"
-        "disk.commit = commit_and_wait\n"
+        "store.commit = commit_and_wait\n"
         "__main__.enter()\n"
     )
     argv = [sys.executable, "slow.py", "--task=chars", "--global-batch=12", "--steps=100000"]

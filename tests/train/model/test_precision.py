@@ -91,7 +91,7 @@ def rounded(precision: str) -> list[Case]:
                 **layout,
             ),
             # No overflow, so that no step is left out.
-            sabotage="from train import scaling; scaling.START = 256.0",
+            sabotage="from train.model import loss_scaling; loss_scaling.START = 256.0",
         )
         for name, layout in ARRANGED.items()
     ]
@@ -298,8 +298,8 @@ def hopeless(folder: Path) -> tuple[int, float, str]:
 
 # So large that the first steps overflow, as no test can wait for the scale to grow.
 LARGE_START = f"""
-from train import scaling
-scaling.START = {LARGE}
+from train.model import loss_scaling
+loss_scaling.START = {LARGE}
 from train.__main__ import enter
 enter()
 """

@@ -174,13 +174,13 @@ def test_whose_draft_a_newer_attempt_removes_says_that_it_is_fenced(
         "import time\n"
         "from pathlib import Path\n"
         "from train import __main__\n"
-        "from train.checkpoints import disk\n"
-        "complete = disk.complete\n"
+        "from train.checkpoints import store\n"
+        "complete = store.complete\n"
         "def wait(*arguments):\n"
         "    while not Path('go').exists():\n"
         "        time.sleep(0.01)\n"
         "    complete(*arguments)\n"
-        "disk.complete = wait\n"
+        "store.complete = wait\n"
         "__main__.enter()\n"
     )
     old = start.command([sys.executable, "slow.py", *ENDLESS], tmp_path / "run", 0, {})
