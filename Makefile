@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-nightly test-cluster test-gpu fuzz lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
+.PHONY: help install image run test test-all test-nightly test-cluster test-gpu fuzz lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -51,9 +51,13 @@ sandbox-status:  ## Show its nodes
 lint: install  ## Check style and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-test: install lint  ## Install what the tests need and run them all
+test: install lint  ## Install what the tests need and run those that each change must pass
 	@tests/packages.sh
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
+
+test-all: install lint  ## Run all tests: also the slow ones (chaos, versions of Slurm, images)
+	@tests/packages.sh
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -m "not nightly" -n 3 --dist worksteal $(ARGS)
 
 test-nightly: install  ## Run the tests that take too long for each change
 	@tests/packages.sh

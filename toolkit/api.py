@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.errors import LauncherError, Problem, ProfileError, RunNotFound
+from toolkit.extensions import BUILT_IN, extension
 from toolkit.job.dependencies import Dependency, parse_dependency
 from toolkit.job.spec import JobSpec
 from toolkit.planning import LaunchPlan, LocalPlan, SlurmPlan, plan
@@ -19,6 +20,7 @@ from toolkit.profile import (
     Profile,
     SlurmProfile,
     load_profile,
+    model_of,
     require_default_profile,
 )
 from toolkit.runs import registry
@@ -256,18 +258,16 @@ def _open(record: registry.RunRecord) -> Run:
 def _stored_profile(record: registry.RunRecord) -> Profile:
     if record.problem:
         raise LauncherError(f"{record.uri}: {record.problem}")
-    kind = record.profile.get("kind")
-    for profile in (LocalProfile, SlurmProfile, KubernetesProfile):
-        if kind == profile.model_fields["kind"].default:
-            try:
-                return profile.model_validate(dict(record.profile))
-            except ValidationError:
-                break
+    if (model := model_of(record.profile.get("kind"))) is not None:
+        with contextlib.suppress(ValidationError):
+            return model.model_validate(dict(record.profile))
     raise LauncherError(f"{record.uri} was submitted with a profile that this version cannot read")
 
 
 def launcher_for(profile: Profile) -> Launcher[Any]:
     """Return the launcher of a profile's kind."""
+    if profile.kind not in BUILT_IN:
+        return extension(profile.kind).launcher(profile)
     match profile:
         case LocalProfile():
             from toolkit.local.launcher import LocalLauncher

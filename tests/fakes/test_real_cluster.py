@@ -130,6 +130,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
             process.terminate()
 
 
+@pytest.mark.slow
 def test_tests_run_on_a_cluster_that_is_lent_and_leave_nothing_there(
     served: tuple[Path, Path],
 ) -> None:

@@ -167,6 +167,7 @@ def test_an_answer_that_comes_byte_by_byte_is_ended(monkeypatch: pytest.MonkeyPa
         pause.set()
 
 
+@pytest.mark.slow
 def test_objects_of_other_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     body = [b"{}"]

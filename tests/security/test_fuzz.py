@@ -57,6 +57,7 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_job_files(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     known = [*JOBS, *(yaml.safe_load(p.read_text()) for p in sorted((ROOT / "jobs").glob("*.y*")))]
@@ -75,6 +76,7 @@ def test_job_files(tmp_path: Path) -> None:
     fuzz(attack, again=[166987325611])
 
 
+@pytest.mark.slow
 def test_batch_scripts(tmp_path: Path) -> None:
     path = tmp_path / "job.sbatch"
     known = [
@@ -93,6 +95,7 @@ def test_batch_scripts(tmp_path: Path) -> None:
     fuzz(attack)
 
 
+@pytest.mark.slow
 def test_manifests(tmp_path: Path) -> None:
     path = tmp_path / "manifest.yaml"
     files = [
@@ -237,6 +240,7 @@ class Slurm:
         return subprocess.CompletedProcess(argv, status, text, said)
 
 
+@pytest.mark.slow
 def test_run_directories_and_login_nodes(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_text(f"{CANARY}\n[rank 0] {CANARY}\n" + json.dumps({"step": 1, "x": CANARY}))
@@ -263,6 +267,7 @@ def test_run_directories_and_login_nodes(tmp_path: Path) -> None:
     fuzz(attack, again=[279788029176])
 
 
+@pytest.mark.slow
 def test_states(tmp_path: Path, own_user: Path) -> None:
     state = own_user / "state/torch-deploy-toolkit"
     good = [

@@ -320,6 +320,7 @@ def start(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=env, text=True, capture_output=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_a_start_goes_on_from_the_checkpoint_before_a_pipe(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = ("--run-dir", str(run_dir), "--checkpoint-every=1")

@@ -41,11 +41,12 @@ esac
 
 
 @functools.cache
-def functions(requeue: int) -> str:
+def functions(requeue: int, chain: bool) -> str:
     """Return the functions that stand below a batch script for two nodes."""
     retries = {"requeue": requeue, "in_job": 2}
     job = job_of(resources={"nnodes": 2}, retries=retries)
-    script = toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s")))
+    plan = toolkit.plan(job, toolkit.SlurmProfile(name="s"))
+    script = toolkit.render(plan.in_turns() if chain else plan)
     return script.partition("\n#==== functions\n")[2].partition("\n#==== ")[0]
 
 
@@ -56,6 +57,7 @@ class Job:
     run_dir: Path
     attempt: int = 0
     limit: int = 2
+    chain: bool = False
 
     def __post_init__(self) -> None:
         self.calls = self.run_dir / "calls"
@@ -101,7 +103,12 @@ class Job:
     def run(self, body: str, *, stopping: str = "") -> int:
         """Run functions of the script; return the exit status."""
         self.folder(self.attempt)
-        arguments = [str(self.run_dir), str(self.attempt), stopping, functions(self.limit)]
+        arguments = [
+            str(self.run_dir),
+            str(self.attempt),
+            stopping,
+            functions(self.limit, self.chain),
+        ]
         with self.log.open("a") as log:
             done = subprocess.run(
                 ["bash", "-c", _PRELUDE + body, "bash", *arguments],

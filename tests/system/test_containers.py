@@ -178,6 +178,7 @@ def test_podman_has_mounts_variables_and_secrets_and_cancel_writes_a_checkpoint(
     nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.parametrize("end", ["scancel", "walltime", "podman is killed"])
 def test_a_container_that_ignores_every_signal_ends_with_its_job(
@@ -204,6 +205,7 @@ def test_a_container_that_ignores_every_signal_ends_with_its_job(
     nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_powered_off_nodes_containers_are_gone_and_the_job_ends_elsewhere(
     image: None, containers: Containers, nothing_left: Callable[[], None], until: Until
@@ -241,6 +243,7 @@ def test_an_image_that_is_nowhere_ends_the_job_with_that_reason(
     nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_what_a_container_cannot_do_is_told_by_its_outcome(
     image: None, containers: Containers, nothing_left: Callable[[], None]
@@ -290,6 +293,7 @@ def stand_in(containers: Containers, folder: Path, name: str, text: str, **value
     return record
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.parametrize(("program", "nnodes"), [("apptainer", 2), ("singularity", 1)])
 def test_apptainer_is_told_mounts_image_and_names_and_the_job_trains(
@@ -323,6 +327,7 @@ def test_apptainer_is_told_mounts_image_and_names_and_the_job_trains(
         assert "pa55" not in "".join(words)
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_pyxis_is_told_mounts_image_and_names_and_the_job_trains(
     containers: Containers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

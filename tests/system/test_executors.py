@@ -150,6 +150,7 @@ def test_debug_calls_in_this_process_with_a_group_of_one_rank(
 # ---- On this machine
 
 
+@pytest.mark.slow
 def test_a_call_runs_on_every_rank_of_this_machine(local: toolkit.LocalProfile) -> None:
     executor = toolkit.LocalExecutor(local, nodes=2)
     assert isinstance(executor, submitit.Executor)
@@ -283,6 +284,7 @@ def test_the_first_rank_to_fail_is_told_and_not_tried_again(login: toolkit.Slurm
     assert attempts(job) == ["attempt-0"]
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_checkpoint_when_time_is_over_is_where_the_next_attempt_goes_on(
     cluster: Cluster, login: toolkit.SlurmProfile, tmp_path: Path, until: Until
@@ -301,6 +303,7 @@ def test_a_checkpoint_when_time_is_over_is_where_the_next_attempt_goes_on(
     assert reason == "walltime: out of time; queued again\n"
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_without_a_checkpoint_a_preempted_call_starts_anew_and_one_out_of_time_fails(
     cluster: Cluster, login: toolkit.SlurmProfile, tmp_path: Path, until: Until
@@ -321,6 +324,7 @@ def test_without_a_checkpoint_a_preempted_call_starts_anew_and_one_out_of_time_f
     assert attempts(job) == ["attempt-0", "attempt-1"]
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_an_array_of_calls_is_one_job_of_groups_of_their_own(
     cluster: Cluster, login: toolkit.SlurmProfile
@@ -341,6 +345,7 @@ def test_an_array_of_calls_is_one_job_of_groups_of_their_own(
     assert toolkit.attach(f"slurm://sandbox/{job_id}_1").result()["sum"] == 6.0
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_what_dies_without_a_word_is_found_out_without_accounting(
     cluster: Cluster, login: toolkit.SlurmProfile, tmp_path: Path, until: Until

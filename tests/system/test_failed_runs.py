@@ -211,6 +211,7 @@ def test_in_job_restarts_stand_in_their_order(recorded: toolkit.Run) -> None:
     assert "s3cretvalue" not in text
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_told_by_its_signal_and_its_last_words(fail: Fail) -> None:
     run = fail(KILLED, resources={"nproc_per_node": 2})
     failure = failure_of(run)
@@ -222,6 +223,7 @@ def test_a_killed_rank_is_told_by_its_signal_and_its_last_words(fail: Fail) -> N
     assert failure_of(run).message.endswith("killed a process there for want of memory")
 
 
+@pytest.mark.slow
 def test_a_program_that_is_no_python_is_told_by_its_status(fail: Fail) -> None:
     run = fail("", command=("bash", "-c", "echo no such model >&2; exit 3"))
     assert str(failure_of(run)) == "rank 0 on node-0: exit status 3: no such model"

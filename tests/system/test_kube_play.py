@@ -208,6 +208,7 @@ def confinement(kubelet: Kubelet, container: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_two_restricted_pods_of_a_job_stop_for_a_signal_to_one_and_go_on_to_the_end(
     kubelet: Kubelet, until: Until
 ) -> None:
@@ -241,6 +242,7 @@ def test_two_restricted_pods_of_a_job_stop_for_a_signal_to_one_and_go_on_to_the_
     assert end_of(run_dir) == ("done", last, [(2, 0), (2, stopped["step"])])
 
 
+@pytest.mark.slow
 def test_two_restricted_pods_of_a_pytorchjob_train_to_the_end(kubelet: Kubelet) -> None:
     thing = workload("PyTorchJob", kubelet.name)
     assert kubelet.wait(kubelet.start(*pytorchjob_pods(thing))) == [0, 0]

@@ -104,6 +104,7 @@ def test_what_lies_on_the_laptop_trains_on_the_cluster_and_is_followed(laptop: L
     assert "SUCCEEDED" in shown
 
 
+@pytest.mark.slow
 def test_a_later_submit_changes_nothing_for_an_earlier_run(laptop: Laptop, until: Until) -> None:
     go = laptop.home / "go-on"
     job = write_job(laptop, "loop", command=["bash", "-c", LOOP], env={"GO": str(go)})
@@ -140,6 +141,7 @@ def test_a_later_submit_changes_nothing_for_an_earlier_run(laptop: Laptop, until
     ]
 
 
+@pytest.mark.slow
 def test_points_of_a_sweep_are_asked_for_and_cancelled(laptop: Laptop, until: Until) -> None:
     job = write_job(
         laptop,
@@ -201,6 +203,7 @@ def held(laptop: Laptop) -> str:
     return write_job(laptop, "held", command=["true"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_connection_that_is_cut_makes_no_second_job(laptop: Laptop, moment: str) -> None:
     job, flag = held(laptop), laptop.home / "cut-now"
@@ -228,6 +231,7 @@ def test_an_answer_that_was_written_down_counts_though_slurm_has_forgotten_the_j
     assert [f"slurm://sandbox/{job_id}\n" for job_id in jobs(laptop, "%i")] == [done.stdout]
 
 
+@pytest.mark.slow
 def test_a_chain_that_is_cut_in_the_middle_is_whole(laptop: Laptop) -> None:
     job, flag = held(laptop), laptop.home / "cut-now"
     moment = MOMENTS["with all that knew the answer"]
@@ -247,6 +251,7 @@ def test_a_chain_that_is_cut_in_the_middle_is_whole(laptop: Laptop) -> None:
     assert jobs(laptop, "%i") == []
 
 
+@pytest.mark.slow
 def test_a_login_node_that_is_gone_in_the_middle_is_asked_later(laptop: Laptop) -> None:
     job, flag = held(laptop), laptop.home / "cut-now"
     assert laptop.sshd is not None
@@ -290,6 +295,7 @@ def test_a_host_that_is_not_reached_is_one_message(laptop: Laptop) -> None:
     assert "login1 is not reached" in row["reason"]
 
 
+@pytest.mark.slow
 def test_a_secret_of_the_laptop_reaches_the_job_and_nothing_else(
     laptop: Laptop, until: Until
 ) -> None:
@@ -382,6 +388,7 @@ def test_a_mirror_takes_what_is_new_and_leaves_what_is_big(laptop: Laptop) -> No
     assert laptop.shell(f"stat -c %s {here}/one/logs/job.log") == f"{size}\n"
 
 
+@pytest.mark.slow
 def test_a_login_node_decides_nothing_that_leaves_the_laptop(laptop: Laptop) -> None:
     """Whoever may write the run directory there: an admin, the job itself, a group."""
     job = write_job(laptop, "fails", command=["bash", "-c", "exit 3"], secrets=["HF_TOKEN"])
@@ -426,6 +433,7 @@ def test_a_login_node_decides_nothing_that_leaves_the_laptop(laptop: Laptop) -> 
     assert laptop.shell(f"find {here} -type l -o -type p") == ""
 
 
+@pytest.mark.slow
 def test_an_answer_without_an_end_is_ended(laptop: Laptop) -> None:
     limited = (
         "import sys\nfrom toolkit.runs import commands\nfrom toolkit.__main__ import main\n"
@@ -444,6 +452,7 @@ def test_an_answer_without_an_end_is_ended(laptop: Laptop) -> None:
         assert "UNKNOWN" in done.stdout and said in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_a_submission_without_an_end_is_ended_and_tried_once(laptop: Laptop) -> None:
     limited = (
         "import sys\nfrom toolkit.runs import commands\nfrom toolkit.__main__ import main\n"

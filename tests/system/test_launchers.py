@@ -1,4 +1,7 @@
-"""What every launcher promises, asked of all of them: real processes, real Slurm, the fake API."""
+"""What every launcher promises, asked of all: real processes, real Slurm, the fake API.
+
+And of one that another package brings, by an entry point (tests/support/toy_launcher).
+"""
 
 import json
 import os
@@ -12,7 +15,10 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster, Until
 from tests.fakes.kubernetes import FakeKubernetes
+from toolkit import extensions
 from toolkit.api import launcher_for
+
+TOY = ROOT / "tests/support/toy_launcher"
 
 # Long enough that no busy machine comes to its end before it is cancelled.
 FOREVER = "echo begun; trap 'echo stopped; exit 75' TERM; while :; do sleep 0.1; done"
@@ -43,13 +49,20 @@ class Place:
         )
 
 
-@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.slurm), "k8s"])
+@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.slurm), "k8s", "toy"])
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Place]:
     runs = str(tmp_path / "runs")
     if request.param == "local":
         yield Place(toolkit.LocalProfile(name="here", runs_dir=runs))
+    elif request.param == "toy":
+        monkeypatch.syspath_prepend(TOY)
+        monkeypatch.setenv("PYTHONPATH", str(TOY))  # for the commands of the toolkit
+        extensions.kinds.cache_clear()
+        (tmp_path / "toy.yaml").write_text(f"kind: toy\nruns_dir: {runs}\n")
+        yield Place(toolkit.load_profile(str(tmp_path / "toy.yaml")))
+        extensions.kinds.cache_clear()
     elif request.param == "slurm":
         cluster: Cluster = request.getfixturevalue("cluster")
         for name in ("PATH", "SLURM_CONF", "SANDBOX_DIR"):
@@ -103,6 +116,7 @@ def test_cancel_stops_a_run_and_the_ranks_are_told(place: Place, until: Until) -
     assert run.failure() is None
 
 
+@pytest.mark.slow
 def test_cancelling_what_has_ended_changes_nothing(place: Place) -> None:
     run = place.submit("true")
     ended = run.wait(180)
@@ -110,6 +124,7 @@ def test_cancelling_what_has_ended_changes_nothing(place: Place) -> None:
     assert run.status() == ended
 
 
+@pytest.mark.slow
 def test_another_process_opens_a_run_by_its_uri(place: Place, until: Until) -> None:
     run = place.submit(FOREVER)
     until(lambda: begun(run), "both ranks have begun")
@@ -124,6 +139,7 @@ def test_another_process_opens_a_run_by_its_uri(place: Place, until: Until) -> N
     assert [(row["uri"], row["state"]) for row in listed] == [(run.uri, "CANCELLED")]
 
 
+@pytest.mark.slow
 def test_a_second_submit_is_a_second_run(place: Place) -> None:
     first, second = place.submit("echo first"), place.submit("echo second")
     assert first.uri != second.uri
@@ -141,6 +157,7 @@ def test_waiting_too_short_is_a_timeout_and_no_verdict(place: Place) -> None:
     assert run.wait(300).state is toolkit.RunState.CANCELLED
 
 
+@pytest.mark.slow
 def test_a_run_is_found_by_its_name(place: Place) -> None:
     run = place.submit("true")
     run.wait(180)
@@ -155,5 +172,6 @@ def test_a_plan_of_another_place_is_no_business_of_a_launcher(place: Place) -> N
             "local": "LocalLauncher",
             "slurm": "SlurmLauncher",
             "kubernetes": "KubernetesLauncher",
+            "toy": "ToyLauncher",
         }[place.profile.kind]
     )

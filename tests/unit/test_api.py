@@ -32,6 +32,7 @@ def printed(run: toolkit.Run) -> str:
     return "\n".join(run.logs())
 
 
+@pytest.mark.slow
 def test_a_plan_is_submitted_as_it_is(here: toolkit.LocalProfile) -> None:
     plan = toolkit.plan(JOB, here)
     changed = dataclasses.replace(plan, env={**plan.env, "A": "2"})

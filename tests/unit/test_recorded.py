@@ -70,6 +70,7 @@ def test_logs_and_metrics(recorded: Path) -> None:
     assert run.metrics()["step"].iloc[-1] == 23
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(recorded: Path) -> None:
     run = run_of("digits")
     argv = ["-m", "train", "--task", "digits", "--epochs", "2", "--run-dir", str(run.run_dir)]

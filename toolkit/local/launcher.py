@@ -100,6 +100,7 @@ class LocalRun(Run):
             status.state is RunState.FAILED
             and run_directory.outcome(self.run_dir) is None
             and refused
+            and not status.word
         ):
             return RunStatus(state=status.state, reason=refused)
         return status

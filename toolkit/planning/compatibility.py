@@ -205,7 +205,7 @@ def _elastic_problems(job: JobSpec, profile: Profile) -> list[Problem]:
 
 def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
     found: list[Problem] = []
-    site = () if isinstance(profile, LocalProfile) else profile.mounts
+    site = getattr(profile, "mounts", ())  # this machine's profile has none
     targets = [mount.target.rstrip("/") for mount in (*site, *job.mounts)]
     if twice := sorted({target for target in targets if targets.count(target) > 1}):
         found += refusal("mount-target-taken", f"two mounts have the target {twice[0]!r}", "mounts")

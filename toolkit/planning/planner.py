@@ -7,6 +7,7 @@ arithmetic in the message; templates only place these values.
 from typing import overload
 
 from toolkit.errors import PlanError
+from toolkit.extensions import BUILT_IN, extension
 from toolkit.job.spec import JobSpec
 from toolkit.planning.compatibility import refusals
 from toolkit.planning.kubernetes import kubernetes_plan
@@ -45,6 +46,8 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
     name = run_name or job.name
     if problems := refusals(job, profile, run_name=name):
         raise PlanError(problems)
+    if profile.kind not in BUILT_IN:
+        return extension(profile.kind).plan(job, profile)
     match profile:
         case LocalProfile():
             return _local(job, profile)

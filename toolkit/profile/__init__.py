@@ -7,6 +7,7 @@ from toolkit.profile.finder import (
     default_profile,
     leaks_of,
     load_profile,
+    model_of,
     profile_names,
     require_default_profile,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "default_profile",
     "leaks_of",
     "load_profile",
+    "model_of",
     "profile_names",
     "require_default_profile",
 ]

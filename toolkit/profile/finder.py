@@ -4,8 +4,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from toolkit import extensions
 from toolkit.errors import InputError, Problem, ProfileError
 from toolkit.job.loader import validate
 from toolkit.profile.base import LocalProfile
@@ -21,6 +22,7 @@ __all__ = [
     "default_profile",
     "leaks_of",
     "load_profile",
+    "model_of",
     "profile_names",
     "require_default_profile",
 ]
@@ -130,18 +132,32 @@ def _read(path: Path) -> Profile:
         raise ProfileError(error.problems) from None
     data: Any = document.data
     kind = data.get("kind") if isinstance(data, dict) else None
-    if isinstance(data, dict) and (not isinstance(kind, str) or kind not in _KINDS):
-        said = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
+    model = model_of(kind)
+    if isinstance(data, dict) and model is None:
+        fault = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
         place = document.place(("kind",))
-        problem = Problem(place=place, message=f"{said}; {did_you_mean(kind, _KINDS)}")
+        way_out = did_you_mean(kind, [*_KINDS, *extensions.kinds()])
+        problem = Problem(place=place, message=f"{fault}; {way_out}")
         raise ProfileError([problem, *document.problems])
-    profile = validate(_KINDS.get(str(kind), LocalProfile), document, ProfileError)
+    profile = validate(model or LocalProfile, document, ProfileError)
     if leaks := leaks_of(profile):
         raise ProfileError([Problem(place=document.place(at), message=why) for at, why in leaks])
     found = {} if profile.name else {"name": path.stem}
     if profile.templates_dir is not None:
         found["templates_dir"] = str(path.absolute().parent / profile.templates_dir)
     return profile.model_copy(update=found)
+
+
+def model_of(kind: object) -> type[Profile] | None:
+    """Return the model of a kind of profile, ours or another package's; None if there is none."""
+    if not isinstance(kind, str):
+        return None
+    if kind in _KINDS:
+        return _KINDS[kind]
+    if kind not in extensions.kinds():
+        return None
+    # The package that brings a kind brings all that is done with its profiles, too.
+    return cast("type[Profile]", extensions.extension(kind).profile)
 
 
 def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:

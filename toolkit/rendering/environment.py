@@ -28,7 +28,7 @@ from jinja2 import (
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from toolkit import version
+from toolkit import extensions, version
 from toolkit.errors import InputError, Problem, RenderError
 from toolkit.job.types import IN_RUN_DIR
 from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
@@ -140,6 +140,8 @@ def render(plan: LaunchPlan) -> str:
         RenderError: a value that the format cannot hold, a template of the profile's
             `templates_dir` that does not work, with its line, or a patch that does not apply.
     """
+    if plan.profile.kind not in extensions.BUILT_IN:
+        return extensions.extension(plan.profile.kind).render(plan)
     if not isinstance(plan, KubernetesPlan):
         return _filled(plan, _TEMPLATES[type(plan)])
     text = "".join(_filled(one, _template_of(one)) for one in plan.parts or (plan,))

@@ -26,6 +26,7 @@ def node2(cluster: Cluster) -> Iterator[str]:
     cluster("power-on", "node2")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("site")
 def test_a_node_without_power_costs_its_jobs_a_start_whether_it_was_their_first_or_their_last(
     cluster: Cluster, site: Site, reference: Trial, until: Until, node2: str
@@ -46,6 +47,7 @@ def test_a_node_without_power_costs_its_jobs_a_start_whether_it_was_their_first_
     assert first.reasons()[0] == f"lost: the batch script was killed without a word; down: {node2}"
 
 
+@pytest.mark.slow
 def test_a_node_without_a_cable_trains_on_and_harms_nothing(
     cluster: Cluster, site: Site, reference: Trial, until: Until, node2: str
 ) -> None:

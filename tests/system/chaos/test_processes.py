@@ -30,6 +30,7 @@ def test_a_rank_is_killed_twice_and_restarted_in_the_job_then_by_a_requeue(
     assert len(trial.reasons()) == 2
 
 
+@pytest.mark.slow
 def test_out_of_memory_ends_the_job_with_the_node_s_name_and_it_goes_on_when_told_to(
     cluster: Cluster, site: Site, reference: Trial, until: Until
 ) -> None:

@@ -14,6 +14,7 @@ from tests.system.chaos.frame import STEPS, Trial, consistent, go_on, submit, un
 pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.slow
 def test_the_controller_is_away_when_a_rank_dies_and_when_the_job_ends(
     cluster: Cluster, site: Site, reference: Trial, until: Until
 ) -> None:
@@ -35,6 +36,7 @@ def test_the_controller_is_away_when_a_rank_dies_and_when_the_job_ends(
     assert len(trial.reasons()) == 2
 
 
+@pytest.mark.slow
 def test_preemption_and_walltime_cost_a_run_nothing_but_time(
     cluster: Cluster, site: Site, reference: Trial, until: Until
 ) -> None:
@@ -70,6 +72,7 @@ def test_preemption_and_walltime_cost_a_run_nothing_but_time(
     assert len(trial.reasons()) == 3
 
 
+@pytest.mark.slow
 def test_scancel_at_any_moment_leaves_a_run_that_goes_on(
     cluster: Cluster, site: Site, reference: Trial, until: Until
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_full_disk_ends_the_run_with_a_reason_and_it_goes_on_when_there_is_roo
     unharmed(go_on(trial, site), reference, until)
 
 
+@pytest.mark.slow
 def test_without_the_accounting_database_runs_are_submitted_followed_and_ended(
     second: Cluster, tmp_path: Path, reference: Trial, until: Until
 ) -> None:

@@ -43,6 +43,7 @@ def test_power_on_before_slurm_noticed_waits_for_the_new_slurmd(sandbox: Sandbox
     assert sandbox.slurm("srun", "-w", "node2", "hostname").stdout == "node2\n"
 
 
+@pytest.mark.slow
 def test_cut_node_keeps_running_its_job_and_heals(sandbox: Sandbox) -> None:
     (sandbox.work / "finish").unlink(missing_ok=True)
     job = sandbox.submit(SCRIPT, "-w", "node3", "--no-requeue")

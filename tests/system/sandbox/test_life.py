@@ -183,6 +183,7 @@ def test_directory_that_slurm_cannot_hold_is_refused(fresh: Sandbox) -> None:
     assert "without blanks" in done.stderr
 
 
+@pytest.mark.slow
 def test_accounting_makes_sacct_answer(fresh: Sandbox) -> None:
     fresh.run("up", "--nodes=1", "--accounting")
     job = fresh.submit("#!/bin/sh\nexit 3\n", "--gpus-per-node=h100:1")

@@ -50,6 +50,7 @@ def shell(site: Site, text: str, **retries: int) -> SlurmRun:
     return site.launcher.submit(toolkit.plan(job, site.profile))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_gets_the_job_queued_again_and_finished(
     cluster: Cluster, site: Site, until: Until
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_killed_rank_gets_the_job_queued_again_and_finished(
     assert (run.run_dir / "logs/attempt-0/failing_node").read_text() == "node2\n"
 
 
+@pytest.mark.slow
 def test_a_failure_that_would_come_again_ends_the_job(site: Site) -> None:
     run = site.submit("args=[--task, digits, --lr, '1e30']", "retries.in_job=0")
     status = run.wait(300)
@@ -90,6 +92,7 @@ exec python3 -c 'raise ValueError(f"no kernel at {id(object()):#x}")'
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_job", "words"),
     [(0, ["retryable", "fatal"]), (9, ["fatal"])],
@@ -115,6 +118,7 @@ END
 """
 
 
+@pytest.mark.slow
 def test_attempts_without_a_new_step_end_the_job_with_93(site: Site) -> None:
     run = shell(site, TELL + "kill -KILL $$", requeue=9, no_progress=2)
     status = run.wait(300)
@@ -125,6 +129,7 @@ def test_attempts_without_a_new_step_end_the_job_with_93(site: Site) -> None:
     assert (run.run_dir / "logs/attempt-2/exit_status").read_text() == "93\n"
 
 
+@pytest.mark.slow
 def test_a_worker_that_exits_with_93_ends_the_job_with_93(site: Site) -> None:
     run = shell(site, "exit 93", requeue=9)
     assert run.wait(300).state is toolkit.RunState.FAILED
@@ -133,6 +138,7 @@ def test_a_worker_that_exits_with_93_ends_the_job_with_93(site: Site) -> None:
     assert (run.run_dir / "logs/attempt-0/exit_status").read_text() == "93\n"
 
 
+@pytest.mark.slow
 def test_scancel_is_no_failure(cluster: Cluster, site: Site, until: Until) -> None:
     run = site.submit_long()
     until(lambda: events(run, "checkpoint"), "a first checkpoint")
@@ -159,6 +165,7 @@ def powered(cluster: Cluster) -> Iterator[None]:
             cluster.slurm("scontrol", "update", f"nodename={node}", "state=resume")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("powered")
 def test_a_node_that_is_lost_twice_is_excluded_and_named(
     cluster: Cluster, site: Site, until: Until

@@ -109,6 +109,7 @@ def test_other_places_refuse_to_wait_and_say_what_to_do() -> None:
             toolkit.submit(plain, to=here, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_job_starts_when_what_it_waits_for_has_ended_as_wished(shell: Shell) -> None:
     bad, good = shell.submit("exit 3"), shell.submit("true")
@@ -129,6 +130,7 @@ def test_a_job_starts_when_what_it_waits_for_has_ended_as_wished(shell: Shell) -
         assert not started(run)
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_what_has_ended_is_judged_by_its_run_directory(shell: Shell) -> None:
     """Slurm would let a job start that waits for one it has forgotten, whatever became of that."""
@@ -148,6 +150,7 @@ def test_what_has_ended_is_judged_by_its_run_directory(shell: Shell) -> None:
     assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_job_waits_for_all_points_of_a_sweep(shell: Shell) -> None:
     sweep = shell.submit('exit "$I"', sweep={"grid": {"env.I": [0, 1]}})
@@ -168,12 +171,13 @@ def test_a_chain_without_progress_ends_whoever_made_the_attempts(
     since: int, status: int, tmp_path: Path
 ) -> None:
     """As after four jobs that ran out of time at one step, each the first attempt of its job."""
-    job = Job(tmp_path, attempt=4, limit=0)
+    job = Job(tmp_path, attempt=4, limit=0, chain=True)
     for attempt in range(4):
         job.had(attempt, "walltime", step=57)
-    assert job.run(f"mode=chain restarts=0 since={since}; begin") == status
+    assert job.run(f"_mode=chain _restarts=0 _since={since}; finish_the_one_before") == status
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_chain_goes_on_over_a_real_time_limit_and_ends_done(
     cluster: Cluster, site: Site, until: Until, tmp_path: Path
@@ -211,6 +215,7 @@ def test_a_chain_goes_on_over_a_real_time_limit_and_ends_done(
     assert run.status() == status
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_fatal_failure_ends_a_chain_and_what_waits_for_it(shell: Shell, until: Until) -> None:
     run = shell.submit("exit 2", chain=3)
@@ -247,6 +252,7 @@ def test_cancel_ends_all_jobs_of_a_chain(cluster: Cluster, shell: Shell, until: 
     assert started(run) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_requeue_within_a_chain_keeps_the_next_job_waiting(
     cluster: Cluster, shell: Shell, until: Until

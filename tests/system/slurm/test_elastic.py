@@ -30,6 +30,7 @@ def worlds(run: SlurmRun) -> list[object]:
     return [event["world_size"] for event in events(run, "start")]
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_done_without_until_it_comes_back(
     three: Cluster, site: Site, until: Until
 ) -> None:

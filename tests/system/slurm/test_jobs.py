@@ -51,6 +51,7 @@ def test_make_submit_slurm_renders_submits_and_follows(cluster: Cluster, tmp_pat
     assert "SUCCEEDED" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rendered_script_needs_no_toolkit(
     cluster: Cluster, site: Site, tmp_path: Path, until: Until
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_rendered_script_needs_no_toolkit(
     assert "attempt 0 on node" in (tmp_path / f"digits-{job_id}.out").read_text()
 
 
+@pytest.mark.slow
 def test_a_second_submit_makes_a_second_run(site: Site) -> None:
     first, second = site.submit("args.3=1"), site.submit("args.3=1")
     assert first.uri != second.uri
@@ -86,6 +88,7 @@ def test_a_second_submit_makes_a_second_run(site: Site) -> None:
         assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
 
 
+@pytest.mark.slow
 def test_scancel_stops_the_run_with_a_checkpoint(
     cluster: Cluster, site: Site, until: Until
 ) -> None:
@@ -136,6 +139,7 @@ def test_cancel_leaves_rank_0_the_whole_grace_though_the_others_are_done(
     assert (folder / "checkpoint").exists(), failure(run)
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_goes_on_when_it_is_told_to(
     cluster: Cluster, site: Site, until: Until
 ) -> None:
@@ -155,6 +159,7 @@ def test_a_cancelled_run_goes_on_when_it_is_told_to(
     assert next(run.logs(attempt=1)).startswith("digits: attempt 1 on node")
 
 
+@pytest.mark.slow
 def test_a_job_id_that_is_another_jobs_is_never_cancelled(site: Site, until: Until) -> None:
     """Clusters count alike, and count again: the id alone does not make a job ours."""
     other = site.submit_long()
@@ -168,6 +173,7 @@ def test_a_job_id_that_is_another_jobs_is_never_cancelled(site: Site, until: Unt
     assert other.status().state is toolkit.RunState.RUNNING
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_known_though_the_controller_is_away(site: Site) -> None:
     run = site.submit("args.3=1")
     assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
@@ -188,6 +194,7 @@ def test_what_sbatch_refuses_is_told_in_its_words_and_leaves_nothing(site: Site)
     assert not list(site.runs.iterdir())
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_is_known_to_another_process_after_slurm_forgot_it(
     site: Site, until: Until
 ) -> None:
@@ -220,6 +227,7 @@ def test_requeue_resumes_at_the_same_step(cluster: Cluster, site: Site, until: U
     assert run.status().state is toolkit.RunState.RUNNING
 
 
+@pytest.mark.slow
 def test_walltime_stops_with_a_checkpoint_and_queues_again(
     cluster: Cluster, site: Site, until: Until
 ) -> None:
@@ -237,6 +245,7 @@ def test_walltime_stops_with_a_checkpoint_and_queues_again(
         assert f"digits: attempt 0 ended: {ended}" in output(run)
 
 
+@pytest.mark.slow
 def test_a_powered_off_node_gets_the_job_requeued_and_finished(
     cluster: Cluster, site: Site, until: Until
 ) -> None:
@@ -256,6 +265,7 @@ def test_a_powered_off_node_gets_the_job_requeued_and_finished(
     assert events(run, "done")[0]["attempt"] == 1
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_inside_the_job(
     cluster: Cluster, site: Site, until: Until
 ) -> None:
@@ -291,6 +301,7 @@ def test_a_missing_head_node_fails_loudly(site: Site, tmp_path: Path) -> None:
     assert not events(run, "start")
 
 
+@pytest.mark.slow
 def test_the_same_run_directory_twice_is_refused(
     cluster: Cluster, site: Site, until: Until
 ) -> None:
@@ -316,6 +327,7 @@ def test_the_same_run_directory_twice_is_refused(
     assert sorted(path for path in run.run_dir.rglob("*") if path.is_file()) == before
 
 
+@pytest.mark.slow
 def test_fake_gpus_are_given_to_each_node(cluster: Cluster, site: Site) -> None:
     job = toolkit.JobSpec(
         name="gpus",
@@ -364,6 +376,7 @@ def no_way(cluster: Cluster, start: str, end: str) -> Iterator[None]:
         subprocess.run([*there, "ip", "route", "del", *route], check=True)
 
 
+@pytest.mark.slow
 def test_what_srun_cannot_start_on_a_node_is_tried_again_in_the_same_job(
     cluster: Cluster, site: Site, tmp_path: Path, until: Until
 ) -> None:

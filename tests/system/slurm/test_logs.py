@@ -42,6 +42,7 @@ raise ValueError("bad sample in attempt " + attempt)
 """
 
 
+@pytest.mark.slow
 def test_the_first_failing_rank_is_shown_over_nodes_and_requeues(
     site: Site, tmp_path: Path
 ) -> None:

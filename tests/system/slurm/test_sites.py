@@ -67,6 +67,7 @@ def same_user(cluster: Cluster, own_user: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(cluster.environ, "XDG_STATE_HOME", os.environ["XDG_STATE_HOME"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_user")
 def test_runs_are_listed_cancelled_and_waited_for_together(
     cluster: Cluster, shell: Shell, until: Until
@@ -100,6 +101,7 @@ def test_runs_are_listed_cancelled_and_waited_for_together(
     assert by_toolkit(cluster, "wait", runs[0].uri, runs[0].name).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_user")
 def test_a_run_that_a_person_continues_is_seen_and_cancelled(
     cluster: Cluster, shell: Shell, until: Until
@@ -154,6 +156,7 @@ def lose(run: SlurmRun) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+@pytest.mark.slow
 def test_without_accounting_a_lost_run_is_told_as_lost(shell: Shell) -> None:
     shell.go.touch()
     run = shell.submit("exit 2")
@@ -169,6 +172,7 @@ def accounted() -> Iterator[Cluster]:
     yield from own_cluster("--nodes", "1", "--accounting")
 
 
+@pytest.mark.slow
 def test_the_accounting_tells_what_nobody_else_knows(
     accounted: Cluster, tmp_path: Path, until: Until
 ) -> None:
@@ -219,6 +223,7 @@ def newer(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_a_newer_slurm_is_asked_and_answers_alike(
     newer: Cluster, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:

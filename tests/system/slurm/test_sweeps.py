@@ -287,6 +287,7 @@ def forgotten(run: SlurmRun, site: Site) -> SlurmRun:
     return SlurmLauncher(site.profile, command=command).open(run.record)
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_only_the_point_that_failed_is_submitted_again(site: Site, tmp_path: Path) -> None:
     spec = job(
@@ -328,6 +329,7 @@ def test_only_the_point_that_failed_is_submitted_again(site: Site, tmp_path: Pat
         site.launcher.resubmit(sweep)
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_point_or_all_of_them_can_be_cancelled_and_go_on(site: Site, until: Until) -> None:
     loop = 'trap "exit 75" TERM; touch "$TRAIN_RUN_DIR/begun"; while :; do sleep 0.1; done'

@@ -144,6 +144,7 @@ def save_and_load_everywhere(rank: int, root: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_what_one_layout_has_saved_any_other_loads(tmp_path: Path) -> None:
     wrong = on_ranks(RANKS, save_and_load_everywhere, tmp_path)
     assert wrong == [[]] * RANKS

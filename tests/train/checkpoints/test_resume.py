@@ -55,6 +55,7 @@ def test_sigterm_then_resume_is_bit_exact(
     assert_same_end(second, 1, unbroken)
 
 
+@pytest.mark.slow
 def test_sigkill_of_a_rank_then_restart_is_bit_exact(
     start: Start, unbroken: Running, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def go_back(run_dir: Path, copy: Path, *, step: int) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_wrong_form_without_warm_up_differs(
     start: Start, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -99,6 +101,7 @@ def test_wrong_form_without_warm_up_differs(
     assert weights(resumed) != unbroken_weights
 
 
+@pytest.mark.slow
 def test_resume_on_fewer_ranks_takes_the_next_samples(
     start: Start, unbroken: Running, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -112,6 +115,7 @@ def test_resume_on_fewer_ranks_takes_the_next_samples(
         assert m["loss"] == pytest.approx(unbroken.losses()[m["step"]], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_it_is_said_when_no_checkpoint_is_whole(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     start.single("--steps=2", run_dir=run_dir).finish()
@@ -120,12 +124,14 @@ def test_it_is_said_when_no_checkpoint_is_whole(start: Start, tmp_path: Path) ->
     assert "no whole checkpoint is left: starting from the first step\n" in again.output()
 
 
+@pytest.mark.slow
 def test_another_configuration_is_told_where_it_is_allowed(start: Start, tmp_path: Path) -> None:
     start.single("--steps=2", run_dir=tmp_path / "run").finish()
     again = start.single("--steps=3", "--precision=bf16", run_dir=tmp_path / "run").finish()
     assert "with another configuration: precision: 'fp32' there, 'bf16' here\n" in again.output()
 
 
+@pytest.mark.slow
 def test_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     start: Start, tmp_path: Path
 ) -> None:
@@ -170,6 +176,7 @@ def two_nodes(
     return first, second
 
 
+@pytest.mark.slow
 def test_nodes_without_a_shared_directory_resume_from_the_one_that_has_it(
     start: Start, tmp_path: Path
 ) -> None:
@@ -190,6 +197,7 @@ def test_nodes_without_a_shared_directory_resume_from_the_one_that_has_it(
     assert not (tmp_path / "old" / final.format(1)).exists()
 
 
+@pytest.mark.slow
 def test_another_runs_checkpoint_on_another_node_is_refused_and_left_alone(
     start: Start, tmp_path: Path
 ) -> None:

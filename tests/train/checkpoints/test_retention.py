@@ -116,6 +116,7 @@ def entries(run_dir: Path) -> dict[str, bytes | None]:
     return {name: path.read_bytes() if path.is_file() else None for name, path in found.items()}
 
 
+@pytest.mark.slow
 @given(case=cases())
 def test_the_newest_whole_ones_stay_and_what_lies_behind_them_goes(model: Path, case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -138,6 +139,7 @@ def test_the_newest_whole_ones_stay_and_what_lies_behind_them_goes(model: Path, 
         assert entries(run_dir) == after[0]
 
 
+@pytest.mark.slow
 @given(case=cases(), data=st.data())
 def test_a_fenced_attempt_takes_nothing_from_the_one_that_has_replaced_it(
     model: Path, case: Case, data: st.DataObject
@@ -163,6 +165,7 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(tmp_path: Path, model: Pa
     assert [p.path(tmp_path) for p in store.places(tmp_path)] == [newest.path(tmp_path), stuck]
 
 
+@pytest.mark.slow
 def test_a_later_attempt_counts_earlier_ones_checkpoints_but_no_damaged_ones(
     start: Start, tmp_path: Path
 ) -> None:

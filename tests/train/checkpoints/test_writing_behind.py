@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -227,6 +228,7 @@ distributed_c10d.broadcast, Checkpointer.save, Checkpointer.wait = in_turn, save
 """
 
 
+@pytest.mark.slow
 def test_wrong_form_on_the_group_of_training_does_not_survive(start: Start, tmp_path: Path) -> None:
     """Collectives are matched by their order: two threads on one group meet each other's."""
     (tmp_path / "right.py").write_text(f"{TURNS}\n__main__.enter()\n")
@@ -240,6 +242,7 @@ def test_wrong_form_on_the_group_of_training_does_not_survive(start: Start, tmp_
     assert [e for e in wrong.events() if e["event"] == "checkpoint"] == []
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_checkpoint_if_that_is_asked_for(
     start: Start, tmp_path: Path
 ) -> None:

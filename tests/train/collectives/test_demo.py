@@ -90,6 +90,7 @@ def let_through_early(rank: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_every_collective_is_right_on_three_ranks_and_says_so(start: Start, tmp_path: Path) -> None:
     flags = ("--sizes", "1KiB,100KiB", "--repeats", "2")
     module = ("-m", "train.collectives")
@@ -106,6 +107,7 @@ def test_every_collective_is_right_on_three_ranks_and_says_so(start: Start, tmp_
     assert "Warning" not in output
 
 
+@pytest.mark.slow
 def test_it_starts_its_own_ranks_and_passes_a_failure_on(start: Start, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "train.collectives", "--nproc", "2", "--max-size", "0"]
     fine = start.command([*argv, "--only", "gather"], tmp_path, 0, {})
@@ -117,6 +119,7 @@ def test_it_starts_its_own_ranks_and_passes_a_failure_on(start: Start, tmp_path:
     assert "no-such-interface" in failed.finish(EXIT_FAILED).output()
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_named_with_rank_and_both_values() -> None:
     results = on_ranks(3, planted)
     assert [[status for status, _ in both] for both in results] == [[EXIT_FAILED] * 2] * 3

@@ -143,6 +143,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_random_samples_train_on_several_ranks_what_they_train_on_one() -> None:
     found = climb(CASES)
     assert found.keys() == {one.name for one in CASES}

@@ -131,6 +131,7 @@ def test_bubbles_are_those_of_the_papers() -> None:
         assert bubble("ZBVZeroBubble", pp, count) < two_stages / 2
 
 
+@pytest.mark.slow
 def test_all_schedules_can_be_rehearsed() -> None:
     for schedule in get_args(ScheduleName):
         found = examine(Config(task="chars", pp=2, pp_schedule=schedule, global_batch=16))
@@ -180,6 +181,7 @@ def sent_by(rank: int, kind: str) -> dict[str, dict[Exchange, float]]:
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REAL)
 def test_real_ranks_send_what_the_rehearsal_counts(kind: str) -> None:
     by_rank = on_ranks(4, sent_by, kind)
@@ -233,6 +235,7 @@ def test_checkpointing_activations_and_offloading_free_the_device() -> None:
     assert frugal.host_memory[PARAMETERS] == plain.memory[PARAMETERS]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_a_way_out_that_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -257,6 +260,7 @@ def test_an_evaluation_that_does_not_fit_is_refused_with_a_smaller_one(
     assert "--eval-batch 60 (" in text
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_need_no_launcher_and_little_memory() -> None:
     # The weights of one copy alone would need 4.3 GiB.
     program = (

@@ -278,6 +278,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(local(tensor).nbytes for tensor in tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", CASES)
 def test_torch_counts_what_the_rehearsal_does(world: int) -> None:
     by_rank = on_ranks(world, counted, world)

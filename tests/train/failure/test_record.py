@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from train.checkpoints.store import verify
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 FLAGS = ("--task=chars", "--global-batch=12")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_step(
     start: Start, tmp_path: Path
 ) -> None:
@@ -68,6 +71,7 @@ def test_an_exception_on_one_rank_is_recorded_with_its_rank_not_its_echo(
     assert "error_file: <N/A>" not in report
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_torchruns_root_cause_and_others_say_where_they_were(
     start: Start, tmp_path: Path
 ) -> None:
@@ -110,6 +114,7 @@ def test_a_place_where_nobody_is_met_is_named(start: Start, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before_it(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     start.single(*FLAGS, "--steps=2", run_dir=run_dir).finish()
@@ -129,6 +134,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(start: Start, tmp_path: Pat
     assert "Traceback" not in run.output()
 
 
+@pytest.mark.slow
 def test_a_metrics_file_that_cannot_grow_is_named(start: Start, tmp_path: Path) -> None:
     flags = (*FLAGS, "--steps=100000", "--checkpoint-every=0")
     run = start.command(
@@ -143,6 +149,7 @@ def test_a_metrics_file_that_cannot_grow_is_named(start: Start, tmp_path: Path) 
     assert run.outcome()["status"] == "fatal"
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_cannot_be_is_named_once(start: Start, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for run_dir in (tmp_path / "file", tmp_path / "file/run"):
@@ -150,6 +157,7 @@ def test_a_run_directory_that_cannot_be_is_named_once(start: Start, tmp_path: Pa
         assert run.output() == f"train: cannot use run directory {run_dir}: Not a directory\n"
 
 
+@pytest.mark.slow
 def test_a_profile_prints_nothing_of_its_own_on_standard_error(
     start: Start, tmp_path: Path
 ) -> None:
@@ -159,6 +167,7 @@ def test_a_profile_prints_nothing_of_its_own_on_standard_error(
     assert ".cpp" not in run.output()
 
 
+@pytest.mark.slow
 def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
     start: Start, tmp_path: Path
 ) -> None:
@@ -171,6 +180,7 @@ def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
     assert run.metrics() == []
 
 
+@pytest.mark.slow
 def test_a_loss_per_item_is_refused_with_what_to_do(start: Start, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from torch.nn import functional\n"
@@ -186,6 +196,7 @@ def test_a_loss_per_item_is_refused_with_what_to_do(start: Start, tmp_path: Path
     )
 
 
+@pytest.mark.slow
 def test_a_directory_of_another_configuration_is_refused_and_left_alone(
     start: Start, tmp_path: Path
 ) -> None:
@@ -202,6 +213,7 @@ def test_a_directory_of_another_configuration_is_refused_and_left_alone(
     assert first.contents() == before
 
 
+@pytest.mark.slow
 def test_a_usage_error_does_not_touch_the_outcome_of_a_run_that_somebody_has_going(
     start: Start, tmp_path: Path
 ) -> None:
@@ -224,6 +236,7 @@ def test_a_usage_error_does_not_touch_the_outcome_of_a_run_that_somebody_has_goi
     assert live.outcome()["attempt"] == 1
 
 
+@pytest.mark.slow
 def test_an_older_attempt_is_fenced(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     newer = start.single(*FLAGS, "--steps=2", run_dir=run_dir, attempt=5).finish()
@@ -233,6 +246,7 @@ def test_an_older_attempt_is_fenced(start: Start, tmp_path: Path) -> None:
     assert newer.contents() == before
 
 
+@pytest.mark.slow
 def test_a_newer_attempt_fences_the_running_one(start: Start, tmp_path: Path) -> None:
     """As after a cable cut: the old attempt still runs when the new one has started elsewhere."""
     run_dir = tmp_path / "run"

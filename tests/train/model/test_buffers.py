@@ -77,6 +77,7 @@ def trained_and_read(rank: int, root: Path) -> tuple[dict[str, dict[str, Tensor]
     return models, differing
 
 
+@pytest.mark.slow
 def test_each_strategy_trains_and_restores_buffers_of_every_type(tmp_path: Path) -> None:
     ranks = on_ranks(RANKS, trained_and_read, tmp_path)
     assert [differing for _, differing in ranks] == [[]] * RANKS

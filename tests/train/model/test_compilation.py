@@ -177,6 +177,7 @@ def compiled(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layouts", "pieces"), [(Normed, LAYOUTS, 4), (Lookup, LOOKED_UP, 3)]
 )
@@ -197,6 +198,7 @@ def test_what_is_compiled_trains_the_same_and_is_compiled(
         assert (sum(graphs) if name.startswith("pp") else min(graphs)) >= least, (name, graphs)
 
 
+@pytest.mark.slow
 def test_each_of_many_pieces_is_compiled(tmp_path: Path) -> None:
     _, graphs = trained(
         0, 1, tmp_path, task=task(Deep), compile=True, activation_checkpointing=True
@@ -272,6 +274,7 @@ def test_only_what_no_compiler_is_at_is_removed_from_its_cache(tmp_path: Path) -
     assert compilation.remove_unfinished(tmp_path / "none") == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a compiler")
 def test_a_run_killed_while_compiling_starts_again(start: Start, tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"

@@ -198,6 +198,7 @@ def losses(run_dir: Path) -> list[object]:
     return [m["step"] for m in read_lines(run_dir / "metrics.jsonl") if "loss" in m]
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_last_evaluation_costs_no_step_and_the_next_start_makes_it(
     start: Start, tmp_path: Path
 ) -> None:

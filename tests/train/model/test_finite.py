@@ -122,6 +122,7 @@ enter()
 """
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_replace_no_good_checkpoint(
     start: Start, tmp_path: Path
 ) -> None:

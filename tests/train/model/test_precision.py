@@ -157,6 +157,7 @@ def losses_of(trainer: Trainer, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_half_precision_learns_on_several_ranks(ranks: int, tmp_path: Path) -> None:
     first, *others = on_ranks(ranks, learnt, ranks, tmp_path)

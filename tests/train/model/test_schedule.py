@@ -65,6 +65,7 @@ def test_the_optimizer_goes_by_it(tmp_path: Path) -> None:
     assert moved[0] > 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_where_the_rate_was(start: Start, tmp_path: Path) -> None:
     flags = ("--steps=20", "--warmup-steps=4", "--lr-schedule=cosine", "--checkpoint-every=10")
     whole = start.single(*flags, run_dir=tmp_path / "whole").finish()
@@ -83,6 +84,7 @@ def test_a_resumed_run_goes_on_where_the_rate_was(start: Start, tmp_path: Path) 
     assert resumed.losses() == whole.losses()
 
 
+@pytest.mark.slow
 def test_a_run_whose_rate_falls_cannot_be_made_longer(start: Start, tmp_path: Path) -> None:
     falling = ("--lr-schedule=linear", "--checkpoint-every=0")
     start.single("--steps=3", *falling, run_dir=tmp_path / "run").finish()

@@ -71,6 +71,7 @@ def parts_of(rank: int) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_parts_together_are_the_whole_and_so_are_their_gradients() -> None:
     ranks = on_ranks(RANKS, parts_of)
     whole = attended(CausalAttention(), whole_sequences())

@@ -81,6 +81,7 @@ def ends(
     return found
 
 
+@pytest.mark.slow
 def test_one_two_and_four_ranks_end_in_the_same_bits() -> None:
     (alone,) = on_ranks(1, ends, 1, "exact", STEPS)
     for losses in (losses for *_, losses in alone.values()):
@@ -119,6 +120,7 @@ def test_exact_trains_what_one_process_trains() -> None:
     assert max(found.values()) <= 1e-12
 
 
+@pytest.mark.slow
 def test_wrong_form_ddp_differs_between_one_and_four_ranks() -> None:
     (alone,) = on_ranks(1, ends, 1, "fast", 10)
     four = on_ranks(4, ends, 4, "fast", 10)[0]
@@ -210,6 +212,7 @@ FLAGS = (
 LAST = "checkpoints/attempt-{}/step-00000100"
 
 
+@pytest.mark.slow
 def test_four_then_two_then_four_ranks_with_kills_end_as_one_process(
     start: Start, tmp_path: Path
 ) -> None:

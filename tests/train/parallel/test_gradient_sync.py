@@ -45,6 +45,7 @@ EQUAL: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", EQUAL)
 def test_gradients_reduced_in_each_micro_batch_equal_one_process(world: int) -> None:
     cases = [
@@ -111,6 +112,7 @@ def noting(
     return backward(*arguments)
 
 
+@pytest.mark.slow
 def test_whole_gradients_are_held_until_the_last_micro_batch_or_only_parts_of_them() -> None:
     chosen = ["last", "each", "auto"]
     of_rank_0, of_rank_1 = on_ranks(2, held_by, chosen)

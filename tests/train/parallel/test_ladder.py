@@ -124,13 +124,21 @@ EIGHT = [
 
 
 # One test per number of ranks, so that the ranks start once for all of its cases.
-@pytest.mark.parametrize("cases", [TWO, FOUR, EIGHT], ids=["2 ranks", "4 ranks", "8 ranks"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(TWO, id="2 ranks"),
+        pytest.param(FOUR, id="4 ranks", marks=pytest.mark.slow),
+        pytest.param(EIGHT, id="8 ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_every_arrangement_equals_one_process(cases: list[Case]) -> None:
     found = climb(cases)
     assert found.keys() == {one.name for one in cases}
     assert {name: far for name, far in found.items() if not close(far)} == {}
 
 
+@pytest.mark.slow
 def test_single_precision_differs_by_rounding_alone() -> None:
     found = climb(SINGLE, dtype=torch.float32)
     assert found.keys() == {one.name for one in SINGLE}
@@ -139,6 +147,7 @@ def test_single_precision_differs_by_rounding_alone() -> None:
     assert max(far.weights for far in found.values()) > MOST
 
 
+@pytest.mark.slow
 def test_a_lone_rank_that_is_cut_equals_one_that_is_not() -> None:
     """As on a machine with one GPU."""
     found = climb(ONE)

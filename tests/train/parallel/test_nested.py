@@ -203,6 +203,7 @@ def test_a_dry_run_refuses_what_a_run_would() -> None:
         examine(Config(task=f"{FILE}:TwoBetween", pp=2, global_batch=8, micro_batch=2))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_dataset_of_dicts_evaluates_and_exports(start: Start, tmp_path: Path) -> None:
     flags = (f"--task={FILE}:FromDataset", "--epochs=2", "--global-batch=8", "--optimizer=sgd")
     alone = start.single(

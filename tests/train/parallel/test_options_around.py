@@ -52,6 +52,7 @@ def norms(rank: int, folder: Path) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_norm_over_any_mesh_is_that_of_one_process(tmp_path: Path) -> None:
     for rank in on_ranks(4, norms, tmp_path):
         for name, (ours, by_itself) in rank.items():
@@ -234,6 +235,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 def test_recomputing_stages_and_compiled_models_train_the_same_under_the_same_names() -> None:
     # Inductor needs a compiler, which not every machine has.
     cases = EXTRA + (COMPILED if shutil.which("g++") else [])

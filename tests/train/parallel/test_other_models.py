@@ -95,6 +95,7 @@ FOUR += [
 
 
 # One test per number of ranks, so that the ranks start once for all of its cases.
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
 def test_ties_branches_and_frozen_parts_train_as_in_one_process(cases: list[Case]) -> None:
     differences = climb(cases, dtype=torch.float64)
@@ -191,6 +192,7 @@ def test_what_nothing_trains_is_told_once_and_left_alone(tmp_path: Path) -> None
     assert "0.never.bias, 0.never.weight" in ended.output
 
 
+@pytest.mark.slow
 def test_a_buffer_that_counts_each_ranks_own_samples_is_refused_after_one_step(
     tmp_path: Path,
 ) -> None:

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.support.processes import with_environment
 from tests.train.conftest import UNHURRIED
 from tests.train.support.reading import same, whole
@@ -20,6 +22,7 @@ FLAGS = ("--strategy=ps", "--task=digits", "--global-batch=12", "--seed=3")
 ENDLESS = ("--steps=100000", "--checkpoint-every=20")
 
 
+@pytest.mark.slow
 def test_a_signal_to_a_trainer_stops_all_ranks_with_nothing_on_its_way(
     start: Start, tmp_path: Path
 ) -> None:
@@ -43,6 +46,7 @@ def test_a_signal_to_a_trainer_stops_all_ranks_with_nothing_on_its_way(
     assert with_environment(str(tmp_path)) == set()
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_costs_a_restart_and_changes_nothing(start: Start, tmp_path: Path) -> None:
     (tmp_path / "dying.py").write_text(
         "import os, signal, time\n"
@@ -83,6 +87,7 @@ def test_a_killed_trainer_costs_a_restart_and_changes_nothing(start: Start, tmp_
     assert same(whole(run.run_dir / last), whole(unbroken.run_dir / last))
 
 
+@pytest.mark.slow
 def test_a_killed_server_ends_its_trainers(start: Start, tmp_path: Path) -> None:
     run = start.ranks(RANKS, *FLAGS, "--ps-mode=async", *ENDLESS, run_dir=tmp_path / "run")
     run.wait_for_step(5)

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, event, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.support.costs import others_slow
 from tests.train.support import drawn
 from tests.train.support.drawn import Oddities
 from tests.train.support.whole_runs import Ended, run
@@ -316,7 +317,7 @@ def check_draws(count: int, part: int, *, compiling: bool) -> None:
     check()
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", others_slow(range(4), 1))
 def test_what_is_trained_equals_one_process_or_is_refused(part: int) -> None:
     check_draws(10, part, compiling=False)
 

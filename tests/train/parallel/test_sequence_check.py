@@ -155,6 +155,7 @@ def answered(rank: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_all_ranks_refuse_a_model_that_counts_for_itself() -> None:
     refusal = (
         "--cp 2: for a part of a sequence the model of task 'rotary' computes something else than "

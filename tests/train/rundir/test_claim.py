@@ -122,6 +122,7 @@ class Larger(Mine):
 """
 
 
+@pytest.mark.slow
 def test_a_run_whose_task_has_moved_goes_on_when_it_is_told_so_and_keeps_that_in_mind(
     start: Start, tmp_path: Path
 ) -> None:

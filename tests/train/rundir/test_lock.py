@@ -110,6 +110,7 @@ def recorded(path: Path) -> Holder:
     return Holder(**content)
 
 
+@pytest.mark.slow
 def test_a_second_start_is_refused_by_name_and_a_killed_one_is_followed(
     start: Start, tmp_path: Path
 ) -> None:

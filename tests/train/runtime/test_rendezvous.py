@@ -153,6 +153,7 @@ def plain_store(place: Place, method: str, said: Path) -> None:
     said.write_text("they met")
 
 
+@pytest.mark.slow
 def test_ranks_meet_at_a_port_under_torchrun_where_the_plain_form_hangs(meeting: Meeting) -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     assert all("Error" in said for said in meeting.of_two(plain_store, method))
@@ -493,6 +494,7 @@ def test_a_hook_that_the_backend_cannot_do_is_refused_before_the_ranks_meet() ->
         pass
 
 
+@pytest.mark.slow
 def test_runs_are_started_by_hand_and_by_torchrun_at_a_place_of_their_choice(
     start: Start, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def test_every_stop_signal_means_checkpoint_and_status_75(
     ]
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_ranks_at_the_same_step(
     start: Start, tmp_path: Path
 ) -> None:
@@ -55,6 +56,7 @@ def test_a_signal_to_one_rank_stops_all_ranks_at_the_same_step(
     assert run.output().count("exitcode  : 75") == 3
 
 
+@pytest.mark.slow
 def test_processes_that_read_ahead_leave_the_stop_to_their_rank(
     start: Start, tmp_path: Path
 ) -> None:
@@ -84,6 +86,7 @@ def test_processes_that_read_ahead_leave_the_stop_to_their_rank(
     assert "DataLoader" not in run.output()
 
 
+@pytest.mark.slow
 def test_no_rank_leaves_before_the_outcome_says_preempted(start: Start, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import os, pathlib, time\n"
@@ -165,6 +168,7 @@ def test_a_killed_rank_makes_the_run_retryable(start: Start, tmp_path: Path) -> 
     assert (outcome["status"], outcome["rank"]) == ("retryable", 0), outcome
 
 
+@pytest.mark.slow
 def test_a_finished_run_started_again_changes_nothing(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run = start.single(*FLAGS, "--steps=3", run_dir=run_dir).finish()
@@ -174,6 +178,7 @@ def test_a_finished_run_started_again_changes_nothing(start: Start, tmp_path: Pa
     assert again.output().startswith("already done: step 3/3, loss ")
 
 
+@pytest.mark.slow
 def test_a_finished_run_exports_its_last_weights_and_changes_nothing_else(
     start: Start, tmp_path: Path
 ) -> None:
@@ -194,6 +199,7 @@ def test_a_finished_run_exports_its_last_weights_and_changes_nothing_else(
     assert run.contents() == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_whose_last_checkpoint_is_damaged_exports_no_older_one(
     start: Start, tmp_path: Path
 ) -> None:
@@ -216,6 +222,7 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_exports_no_older_one(
     assert (tmp_path / "w.st").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_extended(start: Start, tmp_path: Path) -> None:
     start.single(*FLAGS, "--steps=3", run_dir=tmp_path / "run").finish()
     longer = start.single(*FLAGS, "--steps=5", run_dir=tmp_path / "run").finish()

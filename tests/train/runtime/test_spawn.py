@@ -77,6 +77,7 @@ def spawned(start: Start, tmp_path: Path) -> Iterator[Spawned]:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_stop_is_passed_on_and_the_run_goes_on_later(spawned: Spawned) -> None:
     run = spawned.to_step(3, 3, *ENDLESS)
     # To the parent alone, as a scheduler may.
@@ -98,6 +99,7 @@ def test_a_stop_is_passed_on_and_the_run_goes_on_later(spawned: Spawned) -> None
     assert spawned.nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_and_makes_the_run_retryable(spawned: Spawned) -> None:
     run = spawned.to_step(3, 3, *ENDLESS)
     os.kill(spawned.ranks[1], signal.SIGKILL)
@@ -106,6 +108,7 @@ def test_a_killed_rank_ends_all_and_makes_the_run_retryable(spawned: Spawned) ->
     assert spawned.nothing_is_left()
 
 
+@pytest.mark.slow
 def test_ranks_whose_parent_was_killed_stop_by_themselves(spawned: Spawned) -> None:
     run = spawned.to_step(3, 2, *ENDLESS)
     run.process.kill()
@@ -117,6 +120,7 @@ def test_ranks_whose_parent_was_killed_stop_by_themselves(spawned: Spawned) -> N
     assert run.outcome()["status"] == "preempted"
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_ranks_can_listen_waits_for_them(spawned: Spawned) -> None:
     spawned.run_dir.mkdir()
     run = spawned.run(2, *ENDLESS)
@@ -129,6 +133,7 @@ def test_a_stop_before_the_ranks_can_listen_waits_for_them(spawned: Spawned) -> 
     assert spawned.nothing_is_left()
 
 
+@pytest.mark.slow
 def test_what_the_user_must_mend_is_said_once_and_is_the_exit_status(
     spawned: Spawned, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def test_the_peak_of_anything_else_is_measured() -> None:
     assert source == "the fastest product of 1024 x 1024 matrices here"
 
 
+@pytest.mark.slow
 def test_both_loops_are_timed_and_their_utilisation_is_a_share_of_the_peak() -> None:
     sizes = "--width=16 --heads=2 --layers=1 --context=16 --batch=2 --steps=2 --rounds=2"
     done = subprocess.run(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from tests.train.conftest import Start
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_by_default(start: Start, tmp_path: Path) -> None:
     run = start.ranks(2, "--epochs=10", run_dir=tmp_path / "run").finish()
     metrics = run.outcome()["metrics"]
@@ -21,6 +24,7 @@ def test_digits_are_learnt_by_default(start: Start, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_chars_beat_the_most_frequent_character(start: Start, tmp_path: Path) -> None:
     run = start.single("--task=chars", "--steps=60", run_dir=tmp_path / "run").finish()
     # Always guessing a space is right for one character in three.

@@ -36,6 +36,7 @@ def file(tmp_path: Path, page: list[str]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_page_runs_on_two_ranks_and_learns(start: Start, tmp_path: Path, file: Path) -> None:
     (command,) = re.findall(r"^\$ torchrun .* -m train (.*)$", PAGE.read_text(), re.MULTILINE)
     flags = command.split()
@@ -45,6 +46,7 @@ def test_the_page_runs_on_two_ranks_and_learns(start: Start, tmp_path: Path, fil
     assert run.outcome()["metrics"]["test_mean_error"] < 0.65
 
 
+@pytest.mark.slow
 def test_the_page_is_cut_as_it_says(start: Start, tmp_path: Path, file: Path) -> None:
     common = ("--steps=5", "--global-batch=16", "--seed=1")
     task = f"--task={file.name}:Shared"
@@ -360,6 +362,7 @@ def test_a_failure_in_the_file_ends_with_a_line_after_its_traceback(
     assert run.outcome()["reason"] == f"{error}; {last.removeprefix('train: ')}"
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_alike_show_one_traceback(start: Start, tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)
     flags = ("--task=faulty.py:Forward", "--global-batch=8")
@@ -373,6 +376,7 @@ def test_ranks_that_fail_alike_show_one_traceback(start: Start, tmp_path: Path) 
     assert by_torchrun.count(line) == 2, by_torchrun
 
 
+@pytest.mark.slow
 def test_a_task_that_leaves_is_no_finished_run(start: Start, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         MINIMAL + "\n    def loss(self, outputs, targets):\n        raise SystemExit(0)\n"

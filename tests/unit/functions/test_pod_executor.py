@@ -224,6 +224,7 @@ def test_what_is_run_is_what_was_submitted(
     assert not (tmp_path / "came-in").exists()
 
 
+@pytest.mark.slow
 def test_a_call_that_is_cut_short_before_its_configmap_is_completed_by_whoever_looks(
     server: FakeKubernetes,
 ) -> None:
@@ -244,6 +245,7 @@ def test_a_call_whose_configmap_is_refused_leaves_nothing(server: FakeKubernetes
     assert list(toolkit.list_runs()) == []
 
 
+@pytest.mark.slow
 def test_the_first_rank_to_fail_is_told_with_its_trace(server: FakeKubernetes) -> None:
     job = executor(retries={"requeue": 0}).submit(calls.fail_on, 1)
     with pytest.raises(submitit.core.utils.FailedJobError) as error:
@@ -294,6 +296,7 @@ def test_a_call_of_just_the_limit_is_in_the_configmap_and_a_larger_one_on_the_cl
     until(lambda: not pods(server), "no pod is left")
 
 
+@pytest.mark.slow
 def test_large_arguments_and_results_travel_by_the_claim(
     server: FakeKubernetes, until: Until
 ) -> None:

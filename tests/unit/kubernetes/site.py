@@ -8,6 +8,7 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.fakes.kubernetes import FakeKubernetes
+from tests.support.costs import others_slow
 from toolkit.job.kubernetes_options import Workload
 from toolkit.job.spec import JobSpec
 from toolkit.kubernetes import KubernetesLauncher, KubernetesRun
@@ -29,6 +30,7 @@ GROUPS = {
 }
 
 every_workload = pytest.mark.parametrize("workload", WORKLOADS)
+a_jobset_and_slowly_others = pytest.mark.parametrize("workload", others_slow(WORKLOADS, "JobSet"))
 a_job = pytest.mark.parametrize("workload", ["Job"])
 
 

@@ -86,6 +86,7 @@ def test_two_submits_are_two_runs_that_any_process_can_open(live: Live) -> None:
 # From the start to the end.
 
 
+@pytest.mark.slow
 @every_workload
 def test_a_run_is_followed_from_its_start_to_its_success(live: Live) -> None:
     states: list[Any] = []

@@ -22,7 +22,14 @@ from tests.fakes.kubernetes.kubelet import container_status, exit_code
 from tests.fakes.kubernetes.real import is_real
 from tests.train.support import held
 from tests.unit.kubernetes.live import Live
-from tests.unit.kubernetes.site import CANCELLED, FAILED, SUCCEEDED, WORKLOADS, every_workload
+from tests.unit.kubernetes.site import (
+    CANCELLED,
+    FAILED,
+    SUCCEEDED,
+    WORKLOADS,
+    a_jobset_and_slowly_others,
+    every_workload,
+)
 from toolkit.kubernetes.workloads import ATTEMPT_LABEL
 
 pytestmark = pytest.mark.any_cluster
@@ -77,7 +84,7 @@ def undisturbed(folder: Path) -> Any:
     return json.loads((folder / "alone" / "outcome.json").read_text())
 
 
-@every_workload
+@a_jobset_and_slowly_others
 def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_path: Path) -> None:
     run = submit(live, "--steps", str(STEPS), **HELD)
     follow(live, run, is_held)

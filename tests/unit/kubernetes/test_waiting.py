@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from tests.conftest import Until
-from tests.unit.kubernetes.site import PENDING, SUCCEEDED, Site, a_job, every_workload, status
+from tests.unit.kubernetes.site import (
+    PENDING,
+    SUCCEEDED,
+    Site,
+    a_job,
+    a_jobset_and_slowly_others,
+    status,
+)
 from toolkit.errors import RunNotFound
 from toolkit.kubernetes import KubernetesRun
 
@@ -34,7 +41,7 @@ def asked(site: Site) -> list[str]:
     return ["watch" if query.get("watch") else "list" for query in site.asked("GET", site.path)]
 
 
-@every_workload
+@a_jobset_and_slowly_others
 def test_waiting_for_a_run_is_one_list_and_one_watch(site: Site, until: Until) -> None:
     run = site.submit()
     site.server.requests.clear()

@@ -154,6 +154,7 @@ PROFILES = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=JOBS, profile=PROFILES, hostile=st.sampled_from(HOSTILE))
 def test_no_rule_speaks_whatever_job_we_render(

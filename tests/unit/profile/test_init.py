@@ -348,6 +348,7 @@ def test_print_only_shows(own_user: Path, program: Program) -> None:
     assert not (own_user / "config").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_after_init_the_first_submit_needs_no_option(
     cluster: Cluster, program: Program, tmp_path: Path, own_user: Path

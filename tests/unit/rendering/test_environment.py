@@ -105,6 +105,7 @@ def fresh(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder)) / "run"
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     entry=entries,
@@ -147,6 +148,7 @@ def test_any_value_arrives_byte_for_byte_under_bash(
     assert not Path("/tmp/owned").exists()
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(run_dir=folder_names)
 def test_a_run_directory_may_have_any_name(folder: Path, run_dir: str) -> None:

@@ -192,6 +192,7 @@ def files(tmp_path: Path, site: Site) -> tuple[str, str]:
     return str(tmp_path / "job.yaml"), str(tmp_path / "site.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_run_whose_submitter_was_killed_is_found_again(
     cluster: Cluster, deadly: Path, files: tuple[str, str]
@@ -224,6 +225,7 @@ def test_a_run_whose_submitter_was_killed_is_found_again(
     assert [json.loads(line)["job_id"] for line in written] == [job_id, again]
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_run_that_never_came_to_sbatch_is_submitted_when_told(
     cluster: Cluster, deadly: Path, files: tuple[str, str]

@@ -88,6 +88,7 @@ def test_a_script_that_fails_twice_alike_is_not_started_for_ever(
     assert (run_dir / "starts").read_text().split()[:2] == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_at_another_step_each_time_gets_all_its_starts(tmp_path: Path) -> None:
     status, run_dir = run_here(tmp_path, FARTHER, in_job=3)
     assert status.state is toolkit.RunState.FAILED
@@ -98,6 +99,7 @@ def test_a_script_that_fails_at_another_step_each_time_gets_all_its_starts(tmp_p
     assert (run_dir / "starts").read_text().split() == ["0", "1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_aborts_twice_at_one_step_ends_the_training(tmp_path: Path) -> None:
     status, _ = run_here(
         tmp_path,

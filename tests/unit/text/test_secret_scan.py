@@ -323,6 +323,7 @@ def test_known_values_are_taken_out_of_logs(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_local_run_that_prints_its_secret_does_not_show_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

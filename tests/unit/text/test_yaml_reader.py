@@ -277,6 +277,7 @@ def pyyaml(text: str) -> Any:
         return error
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=600)
 @given(word=WORDS)
 @example("=")

@@ -1,0 +1,76 @@
+"""Launchers of other packages, found by entry points of `torch_deploy_toolkit.launchers`.
+
+The name of the entry point is the `kind` of a profile; its object is an `Extension`:
+
+    [project.entry-points."torch_deploy_toolkit.launchers"]
+    pbs = "toolkit_pbs:PBS"
+
+An entry point is loaded when a profile of its kind is read, and not before.
+"""
+
+import functools
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Protocol
+
+from toolkit.errors import ProfileError
+
+if TYPE_CHECKING:
+    from toolkit.job.spec import JobSpec
+    from toolkit.planning.plans import LaunchPlan
+    from toolkit.profile.base import SiteProfile
+    from toolkit.runs.run import Launcher
+
+__all__ = ["BUILT_IN", "GROUP", "Extension", "extension", "kinds"]
+
+GROUP = "torch_deploy_toolkit.launchers"
+"""The group of entry points."""
+
+BUILT_IN = ("local", "slurm", "kubernetes")
+"""The kinds that need no other package; none can take their place."""
+
+
+class Extension(Protocol):
+    """What a package brings to run jobs on one more kind of site."""
+
+    profile: "type[SiteProfile]"
+    """The profile's model, with a field `kind: Literal["…"] = "…"`."""
+
+    def plan(self, job: "JobSpec", profile: Any) -> "LaunchPlan":
+        """Decide how a job runs there. Pure: no clock, environment, network or scheduler.
+
+        Raises:
+            PlanError: every reason why it cannot.
+        """
+
+    def render(self, plan: Any) -> str:
+        """Return the script of a plan: what is shown is what `launcher` submits. Pure."""
+
+    def launcher(self, profile: Any) -> "Launcher[Any]":
+        """Return what submits plans, and opens the runs that it has submitted."""
+
+
+@functools.cache
+def kinds() -> tuple[str, ...]:
+    """Return the kinds of profiles that installed packages bring."""
+    names = {entry.name for entry in metadata.entry_points(group=GROUP)}
+    return tuple(sorted(names.difference(BUILT_IN)))
+
+
+@functools.cache
+def extension(kind: str) -> Extension:
+    """Return what a package brings for a kind of profile.
+
+    Raises:
+        ProfileError: no package does, several do, or it cannot be loaded.
+    """
+    entries = list(metadata.entry_points(group=GROUP, name=kind))
+    if len(entries) != 1:
+        packages = ", ".join(sorted(entry.value for entry in entries)) or "no package"
+        raise ProfileError(f"kind {kind!r}: {packages} brings a launcher for it; install one")
+    try:
+        loaded = entries[0].load()
+    except Exception as error:  # another package's code
+        name = entries[0].value
+        raise ProfileError(f"kind {kind!r}: {name} cannot be loaded: {error}") from error
+    made: Extension = loaded() if isinstance(loaded, type) else loaded
+    return made
