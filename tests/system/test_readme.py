@@ -95,6 +95,21 @@ def test_every_link_of_the_documents_leads_somewhere() -> None:
                 assert (path.parent / target).exists(), f"{path}: {target}"
 
 
+def test_the_script_of_the_readme_is_the_one_that_is_rendered() -> None:
+    shown = next(text for kind, text in BLOCKS if kind == "bash").splitlines()
+    script = (ROOT / "slurm/examples/digits.sbatch").read_text().splitlines()
+    places = [script.index(line) for line in shown if line != "# …"]
+    assert places == sorted(places)
+    story = script.index("#==== functions") - 2
+    assert f"prints a script of {story + 1} lines" in README.replace("\n", " ")
+
+
+def test_every_page_is_named_in_the_index() -> None:
+    listed = set(re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs/index.md").read_text()))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")}
+    assert pages - {"index.md"} <= listed
+
+
 def test_the_job_of_the_readme_validates_for_editors() -> None:
     header = block("# yaml-language-server").split("\n", 1)[0]
     assert header == (ROOT / "jobs/digits.yaml").read_text().split("\n", 1)[0]
