@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # naming a type must not import it
 
+import importlib
 from pathlib import Path
 
 import click
@@ -56,11 +57,27 @@ TRUST = click.option(
 )
 
 
+_MODULES = {
+    "init": "init",
+    "check": "check",
+    **dict.fromkeys(("render", "submit", "resubmit", "run"), "submit"),
+    **dict.fromkeys(("list", "status", "cancel", "wait"), "runs"),
+    "logs": "logs",
+    "schema": "schema",
+}
+"""The commands in the order of `--help`, and the modules of this package that hold them."""
+
+
 class _Commands(click.Group):
-    """Commands in the order they were written."""
+    """Commands whose modules are imported when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return list(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _MODULES:
+            importlib.import_module(f"toolkit.cli.{_MODULES[cmd_name]}")
+        return super().get_command(ctx, cmd_name)
 
 
 def example(command: str) -> str:

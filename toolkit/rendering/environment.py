@@ -5,8 +5,10 @@ Pure: the same plan gives the same bytes. Templates place values and decide noth
 
 import contextlib
 import functools
+import os
 import re
 import shlex
+import stat
 import sys
 import time
 import traceback
@@ -16,8 +18,10 @@ from types import FrameType
 from typing import Any
 
 from jinja2 import (
+    BytecodeCache,
     ChoiceLoader,
     Environment,
+    FileSystemBytecodeCache,
     FileSystemLoader,
     PrefixLoader,
     StrictUndefined,
@@ -25,6 +29,8 @@ from jinja2 import (
     TemplateSyntaxError,
     UndefinedError,
 )
+from jinja2 import __version__ as jinja2_version
+from jinja2.bccache import Bucket
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -326,6 +332,31 @@ def _yaml(value: object, indent: int | None = None) -> str:
     return yaml_block(value, indent)
 
 
+class _BytecodeCache(FileSystemBytecodeCache):
+    """Compiled templates in the user's cache folder: to compile them anew takes 0.06 s."""
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        """Write a compiled template, if there is room for it."""
+        with contextlib.suppress(OSError):
+            super().dump_bytecode(bucket)
+
+
+def _bytecode_cache() -> BytecodeCache | None:
+    """Return the user's cache of compiled templates; None if others could write there.
+
+    What lies in it is run. jinja2 compares it with the template's text and Python's version.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '/')}/.cache"
+    folder = Path(home, "torch-deploy-toolkit", f"jinja2-{jinja2_version}")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
+    return _BytecodeCache(str(folder)) if private and found.st_uid == os.getuid() else None
+
+
 @functools.cache
 def _environment(folder: Path | None = None) -> Environment:
     """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
@@ -339,6 +370,7 @@ def _environment(folder: Path | None = None) -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
         auto_reload=folder is not None,
+        bytecode_cache=None if folder else _bytecode_cache(),
     )
     environment.filters |= {
         "json": json_quote,

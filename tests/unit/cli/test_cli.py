@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -213,7 +214,7 @@ def test_the_help_of_every_command_ends_with_an_example(command: str) -> None:
 
 
 def test_the_help_lists_every_command(program: Program) -> None:
-    assert list(cli.commands) == COMMANDS
+    assert cli.list_commands(click.Context(cli)) == COMMANDS
     done = program("--help")
     section = done.stdout.partition("Commands:\n")[2]
     assert [line.split()[0] for line in section.splitlines()] == COMMANDS
