@@ -194,11 +194,11 @@ def statuses(runs: Iterable[Run]) -> list[RunStatus]:
     Runs of a place that does not answer are UNKNOWN, with the reason; the others are not touched.
     """
     asked = list(runs)
-    found: dict[int, RunStatus] = {}
+    by_index: dict[int, RunStatus] = {}
     for indices in _by_place(asked).values():
         together = [asked[index] for index in indices]
-        found |= zip(indices, together[0].statuses_of(together), strict=True)
-    return [found[index] for index in range(len(asked))]
+        by_index |= zip(indices, together[0].statuses_of(together), strict=True)
+    return [by_index[index] for index in range(len(asked))]
 
 
 def wait(

@@ -57,8 +57,8 @@ class Finding:
 
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}"
-        found = f"[{self.rule}] {self.message}" if self.rule else self.message
-        return f"{place}: {found}" if place else found
+        text = f"[{self.rule}] {self.message}" if self.rule else self.message
+        return f"{place}: {text}" if place else text
 
 
 def check(
@@ -91,39 +91,39 @@ def check(
     path = Path(path)
     if is_script(path):
         return _script_findings(path, server=server, command=command)
-    known = read_schemas(Path(schemas)) if schemas is not None else None
+    schema_set = read_schemas(Path(schemas)) if schemas is not None else None
     if is_manifests(path):
         sites = [load_profile(name) if isinstance(name, str) else name for name in to]
         text = read_text(path)
         return _manifest_findings(
-            text, path, sites, schemas=known, server=server, api_client=api_client
+            text, path, sites, schemas=schema_set, server=server, api_client=api_client
         )
     job = load(path, overrides)
     document = _document(path, overrides)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name in to:
         try:
             profile = load_profile(name) if isinstance(name, str) else name
             made = plan(job, profile)
             if isinstance(made, KubernetesPlan):
                 plan(job, profile, run_name=new_run_name(job.name))  # runs have longer names
-                wrong = _rendered_problems(_shortened(made), known)
-                found += (finding(problem, document) for problem in wrong)
+                wrong = _rendered_problems(_shortened(made), schema_set)
+                findings += (finding(problem, document) for problem in wrong)
             render(made)
         except InputError as error:
             usable = isinstance(error, PlanError)
-            found += (finding(p, document if usable else None) for p in error.problems)
-    if found or not server:
-        return list(dict.fromkeys(found))
+            findings += (finding(p, document if usable else None) for p in error.problems)
+    if findings or not server:
+        return list(dict.fromkeys(findings))
     for name in to:
         profile = load_profile(name) if isinstance(name, str) else name
         if isinstance(profile, KubernetesProfile):
             made = _shortened(plan(job, profile))
             rendered = read_manifests(render(made), f"rendered for {profile.name}")
-            found += map(finding, _server_problems(rendered.manifests, profile, api_client))
+            findings += map(finding, _server_problems(rendered.manifests, profile, api_client))
         else:
-            found += map(finding, ask_site(job, to=profile))
-    return list(dict.fromkeys(found))
+            findings += map(finding, ask_site(job, to=profile))
+    return list(dict.fromkeys(findings))
 
 
 def is_manifests(path: Path) -> bool:
@@ -196,10 +196,10 @@ def _manifest_findings(
         objects = [manifest.data for manifest in manifests]
         schemas = schemas_of(definitions(objects, asked, api_client=api_client))
     level = site.pod_security if site else None
-    found = check_manifests(text, str(path), pod_security=level, schemas=schemas)
+    findings = check_manifests(text, str(path), pod_security=level, schemas=schemas)
     if server:
-        found += allowed(_server_problems(manifests, asked, api_client), text)
-    return [finding(problem) for problem in in_order(found)]
+        findings += allowed(_server_problems(manifests, asked, api_client), text)
+    return [finding(problem) for problem in in_order(findings)]
 
 
 def _server_problems(
@@ -267,10 +267,10 @@ def _faults_of(made: KubernetesPlan, schemas: Schemas | None) -> list[tuple[Rule
 
 def _script_findings(path: Path, *, server: bool, command: Command) -> list[Finding]:
     text = read_text(path)
-    found = check_script(text, str(path))
+    findings = check_script(text, str(path))
     if server:
-        found += _site_findings(read_batch_script(text, str(path)), path, command)
-    return [finding(problem) for problem in found]
+        findings += _site_findings(read_batch_script(text, str(path)), path, command)
+    return [finding(problem) for problem in findings]
 
 
 def _site_findings(script: BatchScript, path: Path, command: Command) -> list[Problem]:
@@ -282,8 +282,8 @@ def _site_findings(script: BatchScript, path: Path, command: Command) -> list[Pr
         return f"{path}:{option.line}" if option else str(path)
 
     options = {name: script.value(name) for name in script.options}
-    found = account_findings(options, command, place=place)
-    found += verdict(script.text, command, place=str(path))
+    problems = account_findings(options, command, place=place)
+    problems += verdict(script.text, command, place=str(path))
     places = []
     for name in ("output", "error"):
         if (value := options.get(name)) and (folder := log_folder(value)):
@@ -291,4 +291,4 @@ def _site_findings(script: BatchScript, path: Path, command: Command) -> list[Pr
             places.append(("writes", folder, place(name), way_out))
     if chdir := options.get("chdir"):
         places.append(("folder", chdir, place("chdir"), "make it, or correct --chdir"))
-    return found + path_findings(places, command)
+    return problems + path_findings(places, command)

@@ -67,8 +67,8 @@ class InputError(ToolkitError):
     exit_status = 2
 
     def __init__(self, problems: str | Iterable[Problem]) -> None:
-        found = [Problem(message=problems)] if isinstance(problems, str) else problems
-        self.problems = tuple(found)
+        listed = [Problem(message=problems)] if isinstance(problems, str) else problems
+        self.problems = tuple(listed)
         super().__init__("\n".join(map(str, self.problems)))
 
 

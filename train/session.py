@@ -122,16 +122,16 @@ def export_finished(directory: RunDirectory, group: Group, path: Path) -> None:
             + "".join(f"\n  {reason}" for reason in damage)
         )
     try:
-        found = recovery.describe(directory.path, group, best, source=source, shared=False)
-        found = dataclasses.replace(found, listing=export.weights(found.listing))
+        resumption = recovery.describe(directory.path, group, best, source=source, shared=False)
+        resumption = dataclasses.replace(resumption, listing=export.weights(resumption.listing))
         # The source may be another node, while the file is wanted where rank 0 runs.
         model = {
             name: torch.empty(shape, dtype=dtype)
-            for name, (shape, dtype) in found.listing.items()
+            for name, (shape, dtype) in resumption.listing.items()
             if group.place.rank == 0
         }
-        recovery.fill(directory.path, group, found, model)
-        group.on_rank_0(lambda: export.export(path, found.listing, model.__getitem__))
+        recovery.fill(directory.path, group, resumption, model)
+        group.on_rank_0(lambda: export.export(path, resumption.listing, model.__getitem__))
     except (CheckpointError, PeerError) as error:
         # Not a failure of the run, which would be recorded as its outcome.
         raise UsageError(str(error)) from error

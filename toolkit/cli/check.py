@@ -58,17 +58,17 @@ def check(
     if server and not script and not manifests and not to:
         raise click.UsageError("--server asks the site of a profile; name one with --to")
     try:
-        found = toolkit.check(file, overrides, to=to, server=server, schemas=schemas)
+        findings = toolkit.check(file, overrides, to=to, server=server, schemas=schemas)
     except InputError as error:
-        found = [checks.finding(problem) for problem in error.problems]
-    unusable = any(finding.rule is None for finding in found)
+        findings = [checks.finding(problem) for problem in error.problems]
+    unusable = any(finding.rule is None for finding in findings)
     if as_json:
-        text = json.dumps([asdict(finding) for finding in found], indent=2, ensure_ascii=False)
+        text = json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False)
         click.echo(_without_secrets(text))
     else:
-        for finding in found:
+        for finding in findings:
             click.echo(_without_secrets(str(finding)), err=finding.rule is None)
-    if found:
+    if findings:
         sys.exit(2 if unusable else 1)
     if not as_json:
         _say_fine(file, overrides, to, plain=script or manifests)

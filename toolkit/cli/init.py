@@ -34,16 +34,18 @@ def init(
     from toolkit.profile import draft
     from toolkit.profile.detect import discover
 
-    found = discover()
-    made = draft.draft(found, kind=kind, name=name)
+    site = discover()
+    made = draft.draft(site, kind=kind, name=name)
     if only_print:
         click.echo(made.text, nl=False)
         return
-    for line in draft.found_lines(found):
+    for line in draft.found_lines(site):
         click.echo(line)
     path, is_default = draft.keep_draft(made, output=output, force=force)
     click.echo()
-    said = "the default profile from now on" if is_default else "another one stays the default"
-    click.echo(f"written: {path}, {said}")
+    note_of_default = (
+        "the default profile from now on" if is_default else "another one stays the default"
+    )
+    click.echo(f"written: {path}, {note_of_default}")
     to = "" if is_default else f" --to {path if output else made.name}"
     click.echo(f"next: look at it, then `toolkit submit JOB.yaml{to} --follow`")

@@ -49,9 +49,9 @@ def logs(
         lines = follow_lines(opened, ranks=ranks, attempt=attempt, grep=grep)
     else:
         lines = opened.logs(ranks=ranks, attempt=attempt, grep=grep)
-    found = _Count(lines)
-    echo_lines(found)
-    if not found.lines and (ranks or grep is not None):
+    counted = _Count(lines)
+    echo_lines(counted)
+    if not counted.lines and (ranks or grep is not None):
         click.echo(f"no such line in what {opened.name} has printed", err=True)
     echo_failure(opened, attempt=attempt)
 

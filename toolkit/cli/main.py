@@ -62,8 +62,8 @@ def main() -> None:
     except ToolkitError as error:
         from toolkit.text.masking import Mask
 
-        said = Mask(secret_scan.values_of(os.environ)).hide(str(error))
-        say(secret_scan.conceal(said), err=True)
+        message = Mask(secret_scan.values_of(os.environ)).hide(str(error))
+        say(secret_scan.conceal(message), err=True)
         sys.exit(error.exit_status)
     except OSError as error:
         if error.errno == errno.ENOSPC and error.filename is None:

@@ -53,13 +53,13 @@ def tell_waiting(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
     """Return a callback that prints why a run waits, each time the reason changes."""
     shown = ""
 
-    def tell(found: toolkit.RunStatus) -> None:
+    def tell(status: toolkit.RunStatus) -> None:
         nonlocal shown
-        waits = found.state in (toolkit.RunState.PENDING, toolkit.RunState.UNKNOWN)
-        said = f"{found.state.upper()} ({found.reason})" if waits else ""
-        if said and said != shown:
-            _say(run, f"{run.name}: {said}")
-        shown = said
+        waits = status.state in (toolkit.RunState.PENDING, toolkit.RunState.UNKNOWN)
+        line = f"{status.state.upper()} ({status.reason})" if waits else ""
+        if line and line != shown:
+            _say(run, f"{run.name}: {line}")
+        shown = line
 
     return tell
 
@@ -68,10 +68,10 @@ def tell_states(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
     """Return a callback that prints the number of points per state, each time it changes."""
     shown = ""
 
-    def tell(found: toolkit.RunStatus) -> None:
+    def tell(status: toolkit.RunStatus) -> None:
         nonlocal shown
-        if found.reason != shown:
-            shown = found.reason
+        if status.reason != shown:
+            shown = status.reason
             _say(run, f"{run.name}: {shown}")
 
     return tell
@@ -95,11 +95,11 @@ def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
             say(line, err=True)
         return
     failed = ((point.name, point.failure(attempt=attempt)) for point in run.points)
-    said = [f"{name}: first failure: {failure}" for name, failure in failed if failure]
-    for line in said[:_MOST_POINTS]:
+    texts = [f"{name}: first failure: {failure}" for name, failure in failed if failure]
+    for line in texts[:_MOST_POINTS]:
         say(line, err=True)
-    if len(said) > _MOST_POINTS:
-        click.echo(f"{len(said) - _MOST_POINTS} more points have failed", err=True)
+    if len(texts) > _MOST_POINTS:
+        click.echo(f"{len(texts) - _MOST_POINTS} more points have failed", err=True)
 
 
 def _echo_states(run: toolkit.Run) -> None:
@@ -108,9 +108,9 @@ def _echo_states(run: toolkit.Run) -> None:
 
     tell = tell_states(run)
     for pause_s in pauses():
-        found = run.status()
-        tell(found)
-        if found.state.final or found.lost:
+        status = run.status()
+        tell(status)
+        if status.state.final or status.lost:
             return
         time.sleep(pause_s)
 
@@ -152,18 +152,18 @@ def follow_and_exit(run: toolkit.Run) -> None:
 
 def report_and_exit(run: toolkit.Run) -> None:
     """Wait for a run, say how it ended and what failed, and end with 0 if it has succeeded."""
-    found = run.wait()
-    report(run, found)
-    sys.exit(0 if found.state is toolkit.RunState.SUCCEEDED else 1)
+    status = run.wait()
+    report(run, status)
+    sys.exit(0 if status.state is toolkit.RunState.SUCCEEDED else 1)
 
 
-def report(run: toolkit.Run, found: toolkit.RunStatus) -> None:
+def report(run: toolkit.Run, status: toolkit.RunStatus) -> None:
     """Say how a run ended, and what failed."""
-    if found.state is toolkit.RunState.FAILED:
+    if status.state is toolkit.RunState.FAILED:
         echo_failure(run)
     where = f"; run directory {run.run_dir}" if run.run_dir else ""
-    reason = f" ({found.reason})" if found.reason else ""
-    _say(run, f"{run.name}: {found.state.upper()}{reason}{where}")
+    reason = f" ({status.reason})" if status.reason else ""
+    _say(run, f"{run.name}: {status.state.upper()}{reason}{where}")
 
 
 def _say(run: toolkit.Run, text: str) -> None:

@@ -56,8 +56,8 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
             reason = row["reason"].partition("\n")[0]
             # A place that is away says it of each of its runs.
             repeated = reason and reason == before and row["state"] == "UNKNOWN"
-            said = "as above" if repeated else reason
-            line = f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {said}"
+            shown = "as above" if repeated else reason
+            line = f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {shown}"
             before = reason
             say(line.rstrip())
 
@@ -70,11 +70,11 @@ def status(run: str, trust: bool, as_json: bool) -> None:
     """Say where a run stands, and why."""
     from toolkit.cli import summary
 
-    found = summary.whole(toolkit.open_run(run, trust=trust))
+    content = summary.whole(toolkit.open_run(run, trust=trust))
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(content, indent=2))
     else:
-        echo_lines(summary.lines(found))
+        echo_lines(summary.lines(content))
 
 
 @cli.command(epilog=example("toolkit cancel slurm://sandbox/1234"))
@@ -87,20 +87,20 @@ def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
         toolkit.open_run(name, trust=trust) for name in names
     ]  # all are known, or none is touched
     rows = []
-    for run, found in zip(runs, toolkit.statuses(runs), strict=True):
+    for run, status in zip(runs, toolkit.statuses(runs), strict=True):
         error = None
-        if not found.state.final:
+        if not status.state.final:
             try:
                 run.cancel()
             except LauncherError as refused:  # one that refuses must not keep the others running
                 error = str(refused)
-        said = (
+        message = (
             f"{run.uri} has ended already"
-            if found.state.final
+            if status.state.final
             else error or f"{run.uri} is asked to stop; `toolkit wait {run.name}` waits for it"
         )
-        say(said, err=True)
-        asked = not found.state.final and error is None
+        say(message, err=True)
+        asked = not status.state.final and error is None
         rows.append({"uri": run.uri, "name": run.name, "asked": asked, "error": error})
     if as_json:
         click.echo(json.dumps(rows, indent=2))
@@ -115,9 +115,9 @@ def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
 def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bool) -> None:
     """Wait until runs have ended; exit status 0 if all of them succeeded."""
     runs = [toolkit.open_run(name, trust=trust) for name in names]
-    for run, found in zip(runs, toolkit.statuses(runs), strict=True):
-        if found.state is toolkit.RunState.UNKNOWN and not found.lost:
-            say(f"{run.name}: UNKNOWN ({found.reason}); waiting for an answer", err=True)
+    for run, status in zip(runs, toolkit.statuses(runs), strict=True):
+        if status.state is toolkit.RunState.UNKNOWN and not status.lost:
+            say(f"{run.name}: UNKNOWN ({status.reason}); waiting for an answer", err=True)
     try:
         if len(runs) == 1 and not as_json:
             runs[0].wait(timeout)
@@ -129,4 +129,4 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
         from toolkit.cli import summary
 
         click.echo(json.dumps(summary.listed(runs), indent=2))
-    sys.exit(0 if all(found.state is toolkit.RunState.SUCCEEDED for found in ended) else 1)
+    sys.exit(0 if all(status.state is toolkit.RunState.SUCCEEDED for status in ended) else 1)

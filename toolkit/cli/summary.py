@@ -29,57 +29,57 @@ def listed(
     asked, wanted, environ = list(runs), set(states), dict(os.environ)
     pairs = zip(asked, statuses(asked), strict=True)
     return [
-        _standing(run, found, environ) if brief else _summary(run, found, environ=environ)
-        for run, found in pairs
-        if not wanted or found.state in wanted
+        _standing(run, status, environ) if brief else _summary(run, status, environ=environ)
+        for run, status in pairs
+        if not wanted or status.state in wanted
     ]
 
 
 def whole(run: Run) -> dict[str, Any]:
     """Return the content of `toolkit status`: of a sweep, each point, all by one question."""
     if not run.points:
-        found = _summary(run, run.status())
-        failed = run.failure() if found["state"] == RunState.FAILED.upper() else None
-        return found | {"failure": {"summary": str(failed), **asdict(failed)} if failed else None}
+        content = _summary(run, run.status())
+        failed = run.failure() if content["state"] == RunState.FAILED.upper() else None
+        return content | {"failure": {"summary": str(failed), **asdict(failed)} if failed else None}
     found_of = run.statuses()
     mask = run_directory.mask_of(run.run_dir)
     points = [
         {
             "uri": point.uri,
             "name": point.name.rpartition("/")[2],
-            "state": found.state.upper(),
-            "reason": mask.hide(found.reason),
+            "state": content.state.upper(),
+            "reason": mask.hide(content.reason),
             "settings": dict(point.settings),
             "run_dir": str(point.run_dir),
             "metrics": run_directory.last_metrics(point.run_dir) if point.run_dir else None,
         }
-        for point, found in zip(run.points, found_of, strict=True)
+        for point, content in zip(run.points, found_of, strict=True)
     ]
     return _summary(run, run.sum_of(found_of)) | {"points": points}
 
 
-def _standing(run: Run, found: RunStatus, environ: Mapping[str, str]) -> dict[str, Any]:
-    reason = found.reason
+def _standing(run: Run, status: RunStatus, environ: Mapping[str, str]) -> dict[str, Any]:
+    reason = status.reason
     return {
         "uri": run.uri,
         "name": run.name,
-        "state": found.state.upper(),
+        "state": status.state.upper(),
         "reason": run_directory.mask_of(run.run_dir, environ).hide(reason) if reason else "",
     }
 
 
 def _summary(
     run: Run,
-    found: RunStatus,
+    status: RunStatus,
     *,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
     created = datetime.fromtimestamp(run.record.created).astimezone()
     folder = run.run_dir
     return (
-        _standing(run, found, environ)
+        _standing(run, status, environ)
         | {
-            "expected_start": found.expected_start or None,
+            "expected_start": status.expected_start or None,
             "created": created.isoformat(timespec="seconds"),
             "run_dir": str(folder) if folder else None,
             "metrics": run_directory.last_metrics(folder) if folder else None,
@@ -100,5 +100,5 @@ def lines(summary: Mapping[str, Any]) -> Iterator[str]:
     width = max((len(point["name"]) for point in points), default=0)
     for point in points:
         reason = point["reason"].partition("\n")[0]
-        said = "; ".join(filter(None, [figures(point["metrics"] or {}), reason]))
-        yield f"{point['name']:<{width}}  {point['state']:<9}  {said}".rstrip()
+        text = "; ".join(filter(None, [figures(point["metrics"] or {}), reason]))
+        yield f"{point['name']:<{width}}  {point['state']:<9}  {text}".rstrip()

@@ -64,10 +64,10 @@ class DebugExecutor(submitit.DebugExecutor):
             ProfileError: no such profile, or one of another kind.
             SpecError: parameters that are not known or cannot be used.
         """
-        found = load_profile(profile) if isinstance(profile, str) else profile
-        if not isinstance(found, LocalProfile):
-            raise ProfileError(f"profile {found.name!r} is not for this machine; leave it out")
-        super().__init__(Path(found.runs_dir) / "debug")
+        site = load_profile(profile) if isinstance(profile, str) else profile
+        if not isinstance(site, LocalProfile):
+            raise ProfileError(f"profile {site.name!r} is not for this machine; leave it out")
+        super().__init__(Path(site.runs_dir) / "debug")
         self.update_parameters(**parameters)
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:

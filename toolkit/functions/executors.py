@@ -72,18 +72,18 @@ class SlurmExecutor(RunExecutor):
             SpecError: parameters that are not known or cannot be used.
             PlanError: the parameters cannot work at the site.
         """
-        found = load_profile(profile) if isinstance(profile, str) else profile
-        if not isinstance(found, SlurmProfile):
+        site = load_profile(profile) if isinstance(profile, str) else profile
+        if not isinstance(site, SlurmProfile):
             raise ProfileError(
-                f"profile {found.name!r} is no Slurm site; toolkit.LocalExecutor needs none"
+                f"profile {site.name!r} is no Slurm site; toolkit.LocalExecutor needs none"
             )
-        if found.via:
+        if site.via:
             raise ProfileError(
-                f"profile {found.name!r} reaches its site by {found.via!r}, and calls and results "
+                f"profile {site.name!r} reaches its site by {site.via!r}, and calls and results "
                 "lie in a run directory that this process must see; start it on the login node"
             )
-        self._profile = found
-        super().__init__(found.runs_dir, parameters)
+        self._profile = site
+        super().__init__(site.runs_dir, parameters)
 
     def _check(self, job: JobSpec) -> None:
         plan(job, self._profile)
@@ -130,11 +130,11 @@ class LocalExecutor(RunExecutor):
             SpecError: parameters that are not known or cannot be used.
             PlanError: the parameters cannot work on this machine.
         """
-        found = load_profile(profile) if isinstance(profile, str) else profile
-        if not isinstance(found, LocalProfile):
-            raise ProfileError(f"profile {found.name!r} is not for this machine; leave it out")
-        self._profile = found
-        super().__init__(found.runs_dir, parameters)
+        site = load_profile(profile) if isinstance(profile, str) else profile
+        if not isinstance(site, LocalProfile):
+            raise ProfileError(f"profile {site.name!r} is not for this machine; leave it out")
+        self._profile = site
+        super().__init__(site.runs_dir, parameters)
 
     def _check(self, job: JobSpec) -> None:
         plan(job, self._profile)

@@ -213,8 +213,8 @@ class FunctionJob(core.Job[R]):
         )
 
     def _ended_otherwise(self, failures: list[Failure]) -> str:
-        found = self._status(force=True)
-        reason = f": {found.reason}" if found.reason else ""
+        status = self._status(force=True)
+        reason = f": {status.reason}" if status.reason else ""
         text = [f"Job {self.job_id} has no result; it is {self.state}{reason}"]
         text += [f"rank {f.rank} on {f.host} has lost the others:\n{f.trace}" for f in failures[:1]]
         with contextlib.suppress(LauncherError, OSError):
@@ -273,8 +273,8 @@ class FunctionJob(core.Job[R]):
         """
         if self._call.said():
             return True
-        found = self._status(force=force_check)
-        if ended := found.state.final or found.lost:
+        status = self._status(force=force_check)
+        if ended := status.state.final or status.lost:
             self._fetch()
         return ended
 
@@ -284,13 +284,13 @@ class FunctionJob(core.Job[R]):
     @property
     def state(self) -> str:
         """PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, PREEMPTED or UNKNOWN."""
-        found = _SAID.get(self._call.said()) or self._status().state
-        return _STATES.get(found, found.upper())
+        state = _SAID.get(self._call.said()) or self._status().state
+        return _STATES.get(state, state.upper())
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
         """Return the state and its reason."""
-        found = self._status(force=mode == "force")
-        return {"JobID": self.job_id, "State": self.state, "Reason": found.reason}
+        status = self._status(force=mode == "force")
+        return {"JobID": self.job_id, "State": self.state, "Reason": status.reason}
 
     def _status(self, *, force: bool = False) -> RunStatus:
         return self._inquiry.status(self._index, force=force)

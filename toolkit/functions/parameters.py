@@ -82,7 +82,7 @@ _INSTEAD = {
 """What submitit knows and has no place here, and why."""
 
 
-def updated(known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def updated(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters `known`, with those `given` over them.
 
     Raises:
@@ -95,18 +95,18 @@ def updated(known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         if value is None:
             continue  # as submitit takes it: not set
         try:
-            key, found = _setting(name, value)
+            key, setting = _setting(name, value)
         except ValueError as error:
             problems.append(Problem(message=str(error), place=name))
             continue
         settings.setdefault(key, []).append(name)
-        new[key] = {**new.get(key, {}), **found} if isinstance(found, dict) else found
+        new[key] = {**new.get(key, {}), **setting} if isinstance(setting, dict) else setting
     for key, names in settings.items():
         if len(names) > 1 and not isinstance(new[key], dict):
             problems.append(Problem(message=f"{' and '.join(names)} say the same; keep one"))
     if problems:
         raise SpecError(problems)
-    merged = dict(known)
+    merged = dict(parameters)
     for key, value in new.items():
         for other in {"cpus_per_task", "cpus_per_node"} - {key} if key.startswith("cpus") else ():
             merged.pop(other, None)

@@ -154,8 +154,8 @@ class Call:
         folder = self.folder / f"attempt-{self.attempt}"
         names = [entry.name for entry in untrusted.entries(folder, below=self.run_dir)]
         paths = [folder / name for name in names if _ERROR.fullmatch(name)]
-        found = [failure for path in paths if (failure := _failure(path, self.run_dir))]
-        return sorted(found, key=lambda failure: (failure.echo, failure.time))
+        failures = [failure for path in paths if (failure := _failure(path, self.run_dir))]
+        return sorted(failures, key=lambda failure: (failure.echo, failure.time))
 
     def streams(self, rank: int, name: str) -> list[Path]:
         """Return the files of a rank's `stdout` or `stderr`, one for each attempt."""
@@ -167,10 +167,10 @@ class Call:
 def _failure(path: Path, run_dir: Path) -> Failure | None:
     """Return what a rank has left of its failure; None where that cannot be read."""
     try:
-        said = untrusted.mapping(untrusted.read_json(path, below=run_dir))
+        content = untrusted.mapping(untrusted.read_json(path, below=run_dir))
     except (OSError, ValueError):
         return None
-    extra = untrusted.mapping(untrusted.mapping(said.get("message")).get("extraInfo"))
+    extra = untrusted.mapping(untrusted.mapping(content.get("message")).get("extraInfo"))
     rank, time = untrusted.whole(extra.get("rank")), untrusted.finite(extra.get("time"))
     if rank is None or time is None:
         return None

@@ -110,13 +110,13 @@ class KubernetesExecutor(RunExecutor):
             SpecError: parameters that are not known or cannot be used.
             PlanError: the parameters cannot work on the cluster.
         """
-        found = load_profile(profile) if isinstance(profile, str) else profile
-        if not isinstance(found, KubernetesProfile):
+        site = load_profile(profile) if isinstance(profile, str) else profile
+        if not isinstance(site, KubernetesProfile):
             raise ProfileError(
-                f"profile {found.name!r} is no Kubernetes site; "
+                f"profile {site.name!r} is no Kubernetes site; "
                 "toolkit.SlurmExecutor and LocalExecutor are for the others"
             )
-        self._profile = found
+        self._profile = site
         super().__init__(str(state_folder() / "calls"), parameters)
 
     def _check(self, job: JobSpec) -> None:
@@ -155,24 +155,24 @@ def files_in(lines: Iterable[str], key: str) -> dict[str, bytes]:
         lines: Of the pods' logs; those that ranks print are passed over.
         key: The run's.
     """
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for name, content in files_of_parts(parts_of(lines, key)):
         if not _NAME.fullmatch(name):
             continue
         if isinstance(content, int):
-            found[f"{name}{_SIZE}"] = str(content).encode()
-        elif name != "outcome.json" or _weight(content) >= _weight(found.get(name, b"")):
-            found[name] = content
-    return found
+            contents[f"{name}{_SIZE}"] = str(content).encode()
+        elif name != "outcome.json" or _weight(content) >= _weight(contents.get(name, b"")):
+            contents[name] = content
+    return contents
 
 
 def _weight(outcome: bytes) -> tuple[int, ...]:
     """Return the weight of an outcome; anything else weighs least."""
     try:
-        found = weight(untrusted.mapping(untrusted.parse_json(outcome)))
+        weighed = weight(untrusted.mapping(untrusted.parse_json(outcome)))
     except ValueError:
         return ()
-    return found if all(isinstance(number, int) for number in found) else ()
+    return weighed if all(isinstance(number, int) for number in weighed) else ()
 
 
 def size_of(path: Path) -> int:

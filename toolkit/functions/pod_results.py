@@ -52,9 +52,9 @@ def lines_of(name: str, content: bytes, room: int = LIMIT, *, key: str) -> Itera
         yield _signed(f"{name} {number}/{len(chunks)} {digest} {part}", key)
 
 
-def _signed(said: str, key: str) -> str:
-    code = hmac.new(bytes.fromhex(key), said.encode(), hashlib.sha256).hexdigest()
-    return f"{MARK} {said} {code}"
+def _signed(text: str, key: str) -> str:
+    code = hmac.new(bytes.fromhex(key), text.encode(), hashlib.sha256).hexdigest()
+    return f"{MARK} {text} {code}"
 
 
 def left_here(run_dir: Path, host: str, attempt: int) -> Iterator[tuple[str, bytes]]:
@@ -77,8 +77,8 @@ def left_here(run_dir: Path, host: str, attempt: int) -> Iterator[tuple[str, byt
 def shortened(content: bytes) -> bytes:
     """Return a rank's failure with no more of its words than people read."""
     failure = json.loads(content)
-    said, extra = failure["message"], failure["message"]["extraInfo"]
-    said["message"] = said["message"][:LONGEST]
+    message, extra = failure["message"], failure["message"]["extraInfo"]
+    message["message"] = message["message"][:LONGEST]
     extra["py_callstack"] = extra["py_callstack"][-LONGEST:]
     return json.dumps(failure).encode()
 

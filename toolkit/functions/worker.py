@@ -108,17 +108,17 @@ class Notes:
 
     def failure(self, error: BaseException, *, echo: bool) -> None:
         """Record why this rank has failed: for whoever waits, for torchrun and for the script."""
-        said, trace = f"{type(error).__name__}: {error}", trace_of(error)
+        message, trace = f"{type(error).__name__}: {error}", trace_of(error)
         print(trace, file=sys.stderr, end="", flush=True)
         date = str(int(time.time()) + (ECHO_S if echo else 0))
         extra = {"py_callstack": trace, "timestamp": date, "time": time.time(), "echo": echo}
         extra |= {"rank": self._place.rank, "host": socket.gethostname()}
-        record = json.dumps({"message": {"message": said, "extraInfo": extra}})
+        record = json.dumps({"message": {"message": message, "extraInfo": extra}})
         if self._error_file:
             with contextlib.suppress(OSError):
                 Path(self._error_file).write_text(record, encoding="utf-8")
         self.write(f"rank-{self._place.rank}.error.json", record.encode())
-        status, reason = "retryable" if echo else "fatal", said.partition("\n")[0]
+        status, reason = "retryable" if echo else "fatal", message.partition("\n")[0]
         self.outcome(status, reason, rank=self._place.rank)
 
     def outcome(self, status: str, reason: str = "", *, rank: int | None = None) -> None:
@@ -135,15 +135,15 @@ class Notes:
 
     def _said(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self._place.run_dir / "outcome.json").read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else {}
+            outcome = json.loads((self._place.run_dir / "outcome.json").read_text(encoding="utf-8"))
+            return outcome if isinstance(outcome, dict) else {}
         return {}
 
     def peer_has_failed(self) -> bool:
         """Whether a rank of this start has reported a failure."""
-        said, here = self._said(), self._place
-        ours = (said.get("attempt"), said.get("restart")) == (here.attempt, here.restart)
-        return ours and said.get("status") == "fatal"
+        outcome, here = self._said(), self._place
+        ours = (outcome.get("attempt"), outcome.get("restart")) == (here.attempt, here.restart)
+        return ours and outcome.get("status") == "fatal"
 
     def out_of_time(self) -> bool:
         """Whether the script stops this attempt since its time is over."""
@@ -370,10 +370,10 @@ def tell_submitit(place: Place) -> None:
     array, task = (os.environ.get(f"SLURM_ARRAY_{key}_ID") for key in ("JOB", "TASK"))
     job_id = os.environ.get("SLURM_JOB_ID", place.run_dir.name)
     nodes, node = (n // place.local_world_size for n in (place.world_size, place.rank))
-    known = {"JOB_ID": f"{array}_{task}" if array else job_id, "JOB_NUM_NODES": nodes}
-    known |= {"NTASKS": place.world_size, "GLOBALID": place.rank}
-    known |= {"NODEID": node, "LOCALID": place.local_rank}
-    os.environ.update({f"SUBMITIT_LOCAL_{key}": str(value) for key, value in known.items()})
+    variables = {"JOB_ID": f"{array}_{task}" if array else job_id, "JOB_NUM_NODES": nodes}
+    variables |= {"NTASKS": place.world_size, "GLOBALID": place.rank}
+    variables |= {"NODEID": node, "LOCALID": place.local_rank}
+    os.environ.update({f"SUBMITIT_LOCAL_{key}": str(value) for key, value in variables.items()})
     os.environ |= {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_FOLDER": str(place.function_dir)}
 
 

@@ -60,12 +60,12 @@ to whoever asks."""
 
 def _network(value: str) -> str:
     try:
-        found = ip_network(value)
+        network = ip_network(value)
     except ValueError as error:
         raise ValueError(f"{error}; write a network like 10.0.0.0/8") from None
-    if any(_holds(one, found) for one in _METADATA):
+    if any(_holds(one, network) for one in _METADATA):
         raise ValueError(f"{value!r} is where clouds give out credentials; leave it out")
-    return str(found)
+    return str(network)
 
 
 def _holds(outer: IPv4Network | IPv6Network, inner: IPv4Network | IPv6Network) -> bool:
@@ -156,15 +156,17 @@ class Toleration(FrozenModel):
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
         """Return what keys say against each other (Kubernetes, validation of tolerations)."""
-        found = []
+        problems = []
         if given.get("operator") == "Exists" and given.get("value"):
-            found.append("operator Exists takes no value; leave it out, or write operator: Equal")
+            problems.append(
+                "operator Exists takes no value; leave it out, or write operator: Equal"
+            )
         if not given.get("key") and given.get("operator") != "Exists":
-            found.append("a toleration without a key needs operator: Exists")
+            problems.append("a toleration without a key needs operator: Exists")
         waits = [given.get(key) for key in ("tolerationSeconds", "toleration_seconds")]
         if waits != [None, None] and given.get("effect") != "NoExecute":
-            found.append("tolerationSeconds needs effect: NoExecute")
-        return found
+            problems.append("tolerationSeconds needs effect: NoExecute")
+        return problems
 
 
 class Topology(FrozenModel):

@@ -58,8 +58,8 @@ class FrozenModel(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if found := self.contradictions(dict(self)):
-            raise ValueError("; ".join(found))
+        if problems := self.contradictions(dict(self)):
+            raise ValueError("; ".join(problems))
         return self
 
 
@@ -123,8 +123,8 @@ def assign(document: Document, changes: Mapping[str, Any]) -> Document:
         try:
             data = _assign(data, path, _NOTHING if value is None else frozen(value))
         except (TypeError, IndexError):
-            said = f"there is no {dotted!r} to set"
-            problems.append(Problem(place=document.source, message=said))
+            message = f"there is no {dotted!r} to set"
+            problems.append(Problem(place=document.source, message=message))
     return replace(document, data=data, problems=tuple(problems))
 
 
@@ -198,8 +198,8 @@ def _problem(model: type[BaseModel], document: Document, error: Any) -> Problem:
     written = document.written.get(path)
     message = _message(model, path, error, written)
     is_value = "[key]" not in error["loc"] and _is_secret(path)
-    known = [written or "", str(error["input"])] if is_value else []
-    return Problem(place=document.place(path), message=conceal(message, known))
+    shown = [written or "", str(error["input"])] if is_value else []
+    return Problem(place=document.place(path), message=conceal(message, shown))
 
 
 _NOT_WRITTEN = ("[key]", "[count]", "[range]")

@@ -129,23 +129,23 @@ def _one_value(value: object) -> object:
         raise ValueError(f'a number with a point may be written in many ways; write "{value}"')
     if value == "":
         raise ValueError("the value is empty; write true for an option without a value")
-    if isinstance(value, str) and (found := _CONTROL.search(value)):
-        raise ValueError(f"it holds {found[0]!r}, which no #SBATCH line can hold")
+    if isinstance(value, str) and (match := _CONTROL.search(value)):
+        raise ValueError(f"it holds {match[0]!r}, which no #SBATCH line can hold")
     return value
 
 
 def _right_kinds(options: dict[str, Any]) -> dict[str, Any]:
-    found = []
+    problems = []
     for name, value in options.items():
         if name in VALUED and value is True:
-            found.append(f"{name} needs a value")
+            problems.append(f"{name} needs a value")
         if name in FLAGS and value is not True and value is not None:
-            found.append(f"{name} takes no value; write true")
+            problems.append(f"{name} takes no value; write true")
         gres = str(value).split(",") if name == "gres" else []
         if any(re.match(r"(gres[/:])?gpu(:|=|$)", word) for word in gres):
-            found.append(f"gres asks for GPUs: {_GPUS}")
-    if found:
-        raise ValueError("; ".join(found))
+            problems.append(f"gres asks for GPUs: {_GPUS}")
+    if problems:
+        raise ValueError("; ".join(problems))
     return options
 
 

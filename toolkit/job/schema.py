@@ -25,19 +25,19 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the job file; descriptions are the docstrings of the fields."""
     schema = JobSpec.model_json_schema(by_alias=True)
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-    known = {"type": "string", "pattern": f"^(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}$"}
+    names = {"type": "string", "pattern": f"^(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}$"}
     place = {"anyOf": [{"$ref": "#/$defs/Secret"}, {"type": "null"}]}
     schema["properties"] |= {
         "env": {
             "type": "object",
-            "propertyNames": known,
+            "propertyNames": names,
             "additionalProperties": {"type": "string"},
             "default": {},
         },
         "secrets": {
             "anyOf": [
-                {"type": "array", "items": known, "uniqueItems": True},
-                {"type": "object", "propertyNames": known, "additionalProperties": place},
+                {"type": "array", "items": names, "uniqueItems": True},
+                {"type": "object", "propertyNames": names, "additionalProperties": place},
             ],
             "default": {},
         },
@@ -80,7 +80,7 @@ def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
     """Read the string below each field from the source; pydantic would do it at every import."""
     (tree,) = ast.parse(inspect.getsource(model)).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    docstrings = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         if (
             isinstance(field, ast.AnnAssign)
@@ -88,5 +88,5 @@ def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
             and isinstance(below, ast.Expr)
             and isinstance(below.value, ast.Constant)
         ):
-            found[field.target.id] = inspect.cleandoc(str(below.value.value))
-    return found
+            docstrings[field.target.id] = inspect.cleandoc(str(below.value.value))
+    return docstrings

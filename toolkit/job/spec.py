@@ -194,8 +194,8 @@ class Secret(FrozenModel):
         there = {key for key in ("secret", "key", "file") if given.get(key) is not None}
         if there in ({"secret", "key"}, {"file"}):
             return []
-        found = " and ".join(sorted(there)) or "none of them"
-        return [f"secret and key say where it is, or file does; found {found}"]
+        given_keys = " and ".join(sorted(there)) or "none of them"
+        return [f"secret and key say where it is, or file does; found {given_keys}"]
 
 
 class JobSpec(FrozenModel):
@@ -271,13 +271,13 @@ class JobSpec(FrozenModel):
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
         """Return what keys say against each other."""
-        found = []
+        problems = []
         entries = [key for key in ("module", "script", "command") if given.get(key) is not None]
         if len(entries) != 1:
             which = " and ".join(entries) or "none of them"
-            found.append(f"one of module, script and command says what to run; found {which}")
+            problems.append(f"one of module, script and command says what to run; found {which}")
         if given.get("command") == ():
-            found.append("command: the list is empty; name the program first")
+            problems.append("command: the list is empty; name the program first")
         words = [
             word
             for key in ("command", "args")
@@ -285,13 +285,13 @@ class JobSpec(FrozenModel):
             for word in given[key]
         ]
         if words[1 if given.get("command") else 0 :][:1] == ["--"]:
-            found.append(
+            problems.append(
                 "the first argument is '--', which torchrun's own command line would swallow; "
                 "put another one before it"
             )
         env, secrets = (given.get(key) or () for key in ("env", "secrets"))
         if isinstance(env, dict) and isinstance(secrets, dict | tuple):
-            found += (
+            problems += (
                 f"{name!r} stands under env and under secrets; keep one"
                 for name in sorted({str(name) for name in secrets} & set(env))
             )
@@ -305,15 +305,15 @@ class JobSpec(FrozenModel):
             try:
                 points = expand(sweep, args)
             except ValueError as error:
-                return [*found, str(error)]
+                return [*problems, str(error)]
             swept = {name for point in points for name in point.env}
-            found += (
+            problems += (
                 f"{name!r} stands under sweep and under secrets; keep one"
                 for name in sorted(
                     swept & set(secrets if isinstance(secrets, dict | tuple) else ())
                 )
             )
-        return found
+        return problems
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -379,21 +379,23 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
 
 def _checked(document: Document) -> JobSpec:
     job = validate(JobSpec, document, SpecError)
-    if found := [*leaked_secrets(job), *misread(document)]:
-        raise SpecError([Problem(place=document.place(at), message=reason) for at, reason in found])
+    if problems := [*leaked_secrets(job), *misread(document)]:
+        raise SpecError(
+            [Problem(place=document.place(at), message=reason) for at, reason in problems]
+        )
     return job
 
 
 def leaked_secrets(job: JobSpec) -> list[tuple[KeyPath, str]]:
     """Return where a secret is written down, and what to do about it."""
-    found: list[tuple[KeyPath, str]] = []
+    places: list[tuple[KeyPath, str]] = []
     for key, value in job.as_written().items():
         if key not in ("secrets", "sweep"):
             holes = secret_scan.leaks_of_document(
                 key, value, name=key, skip=secret_scan.NAMES_OF_SECRETS
             )
-            found += (((key, *path), reason) for path, reason in holes)
-    return [*found, *(leaks(job.sweep) if job.sweep else ())]
+            places += (((key, *path), reason) for path, reason in holes)
+    return [*places, *(leaks(job.sweep) if job.sweep else ())]
 
 
 def _document(path: Path) -> Document:

@@ -214,19 +214,19 @@ def _with_option(words: list[str], option: str, value: str | bool) -> list[str]:
     >>> _with_option(["x"], "--lr", "2"), _with_option(["--lr", "--fast"], "--fast", False)
     (['x', '--lr', '2'], ['--lr'])
     """
-    found = [at for at, word in enumerate(words) if word.partition("=")[0] == option]
+    places = [at for at, word in enumerate(words) if word.partition("=")[0] == option]
     if isinstance(value, str):
         # `--x --y` would be two options.
         pair = [f"{option}={value}"] if value.startswith("--") else [option, value]
-        if not found:
+        if not places:
             return [*words, *pair]
-        at = found[-1]
+        at = places[-1]
         if "=" in words[at]:
             return [*words[:at], f"{option}={value}", *words[at + 1 :]]
         return [*words[:at], *pair, *words[at + 1 + _followed(words, at) :]]
-    if not found:
+    if not places:
         return [*words, *[option] * value]
-    at = found[-1]
+    at = places[-1]
     if "=" in words[at] or _followed(words, at):
         raise ValueError(
             f"{option} is true or false in the sweep, as a switch is, and args[{at}] gives it a "

@@ -220,9 +220,9 @@ def secrets_by_name(value: object) -> object:
     if not isinstance(value, tuple | list):
         raise PydanticCustomError("secrets_type", "names are wanted")
     names = [item for item in value if isinstance(item, str)]
-    found = [f"a name is wanted, not {item!r}" for item in value if not isinstance(item, str)]
-    found += (name.reason for name in names if isinstance(name, Ambiguous))
-    found += (f"{name!r} stands twice" for name in sorted(set(names)) if names.count(name) > 1)
-    if found:
-        raise ValueError("; ".join(found))
+    problems = [f"a name is wanted, not {item!r}" for item in value if not isinstance(item, str)]
+    problems += (name.reason for name in names if isinstance(name, Ambiguous))
+    problems += (f"{name!r} stands twice" for name in sorted(set(names)) if names.count(name) > 1)
+    if problems:
+        raise ValueError("; ".join(problems))
     return dict.fromkeys(names)

@@ -57,10 +57,11 @@ def statuses(
     Raises:
         Away: the server does not answer.
     """
-    known = {name: objects[name] for name in names if name in objects}
-    evidence = evidence_of(cluster, kind, known, causes=causes)
+    present = {name: objects[name] for name in names if name in objects}
+    evidence = evidence_of(cluster, kind, present, causes=causes)
     return [
-        judge(kind, known[name], evidence.get(name)) if name in known else None for name in names
+        judge(kind, present[name], evidence.get(name)) if name in present else None
+        for name in names
     ]
 
 
@@ -78,7 +79,7 @@ def evidence_of(
     Raises:
         Away: the server does not answer.
     """
-    states = {name: state_of(kind, found)[0] for name, found in objects.items()}
+    states = {name: state_of(kind, obj)[0] for name, obj in objects.items()}
     states = {name: state for name, state in states.items() if state in causes}
     held = {n for n in states if is_suspended(objects[n]) and not states[n].final}
     asked = [name for name in states if name not in held]
@@ -108,15 +109,15 @@ def evidence_of(
 
 def _events(cluster: Cluster, names: Collection[str]) -> dict[str, list[Object]]:
     """Return the warnings about objects by their names; of many by one list."""
-    found: dict[str, list[Object]] = {}
+    by_name: dict[str, list[Object]] = {}
     if len(names) <= 2:
         for name in names:
-            found[name] = list(_allowed(partial(cluster.warnings, name)))
-        return found
+            by_name[name] = list(_allowed(partial(cluster.warnings, name)))
+        return by_name
     for event in _allowed(cluster.warnings):
         about = event.get("involvedObject") or {}
-        found.setdefault(str(about.get("name")), []).append(event)
-    return found
+        by_name.setdefault(str(about.get("name")), []).append(event)
+    return by_name
 
 
 def _jobset_of(job: Object) -> str:

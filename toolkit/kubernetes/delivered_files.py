@@ -62,31 +62,31 @@ def key_of(run_dir: Path | None) -> str:
     if run_dir is None:
         return ""
     try:
-        said = untrusted.read_json(run_dir / "function/call.json", below=run_dir)
+        call = untrusted.read_json(run_dir / "function/call.json", below=run_dir)
     except (OSError, ValueError):
         return ""
-    key = untrusted.mapping(said).get("key")
+    key = untrusted.mapping(call).get("key")
     return key if isinstance(key, str) and _KEY.fullmatch(key) else ""
 
 
 def part_of(line: str, key: str) -> Part | None:
     """Return the content of a line; None for one that this run's pods have not written."""
-    if not key or FILE_MARK not in line or (found := _FORM.fullmatch(line)) is None:
+    if not key or FILE_MARK not in line or (match := _FORM.fullmatch(line)) is None:
         return None
-    code = hmac.new(bytes.fromhex(key), found["said"].encode(), hashlib.sha256).hexdigest()
-    if not hmac.compare_digest(code, found["code"]):
+    code = hmac.new(bytes.fromhex(key), match["said"].encode(), hashlib.sha256).hexdigest()
+    if not hmac.compare_digest(code, match["code"]):
         return None
-    if found["size"]:
-        return Part(name=found["name"], size=int(found["size"]))
+    if match["size"]:
+        return Part(name=match["name"], size=int(match["size"]))
     try:
-        chunk = base64.b64decode(found["chunk"], validate=True)
+        chunk = base64.b64decode(match["chunk"], validate=True)
     except binascii.Error:
         return None
     return Part(
-        name=found["name"],
-        number=int(found["number"]),
-        count=int(found["count"]),
-        digest=found["digest"],
+        name=match["name"],
+        number=int(match["number"]),
+        count=int(match["count"]),
+        digest=match["digest"],
         chunk=chunk,
     )
 

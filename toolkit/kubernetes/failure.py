@@ -79,27 +79,27 @@ def first_failure(printed: Iterable[Printed]) -> Failure | None:
     Of several starts of the ranks within a pod, the last one counts. Ranks that only report the
     loss of another one come last, at any time.
     """
-    found: list[Failure] = []
+    failures: list[Failure] = []
     before: dict[int, list[Failure]] = {}
     for pod in printed:
         *earlier, last = _starts_of(pod.lines)
         reports = _reports(pod, last)
-        base = next((said.rank - said.local_rank for said in reports), None)
-        found += _of_ranks(pod, last, reports, base, len(earlier)) or _of_pod(pod, last)
+        base = next((reported.rank - reported.local_rank for reported in reports), None)
+        failures += _of_ranks(pod, last, reports, base, len(earlier)) or _of_pod(pod, last)
         for restart, start in enumerate(earlier):
             before.setdefault(restart, []).extend(_noticed(pod, start, base, restart))
-    if not found:
+    if not failures:
         return None
-    known = tuple(first_of(those) for _, those in sorted(before.items()) if those)
-    return replace(first_of(found), earlier=known)
+    earlier_failures = tuple(first_of(those) for _, those in sorted(before.items()) if those)
+    return replace(first_of(failures), earlier=earlier_failures)
 
 
 def of_conditions(things: Iterable[Object]) -> Failure | None:
     """Return the failure of the pod that has ended an object or one of its Jobs."""
     for thing in things:
         for condition in conditions_of(thing):
-            said = str(condition.get("message") or "")
-            match = _POD_FAILED.search(said)
+            message = str(condition.get("message") or "")
+            match = _POD_FAILED.search(message)
             if condition["type"] != "Failed" or condition.get("status") != "True" or not match:
                 continue
             index = _INDEX.search(match[1])
@@ -111,7 +111,7 @@ def of_conditions(things: Iterable[Object]) -> Failure | None:
                 attempt=0,
                 restart=0,
                 time=_seconds(condition.get("lastTransitionTime")),
-                message=f"exit status {match[2]}; its pod is gone: {said}",
+                message=f"exit status {match[2]}; its pod is gone: {message}",
                 traceback=(),
             )
     return None
@@ -119,22 +119,22 @@ def of_conditions(things: Iterable[Object]) -> Failure | None:
 
 def _starts_of(lines: Sequence[Line]) -> list[_Start]:
     """Return the output, grouped by starts of the ranks; the last one holds torchrun's report."""
-    found = [_Start()]
+    starts = [_Start()]
     for time, text in lines:
         if match := OF_RANK.match(text):
-            if found[-1].noticed and not _reported(found[-1].others):
-                found.append(_Start())
-            found[-1].ranks[int(match[1])].append((time, match[2]))
+            if starts[-1].noticed and not _reported(starts[-1].others):
+                starts.append(_Start())
+            starts[-1].ranks[int(match[1])].append((time, match[2]))
         else:
-            found[-1].others.append((time, text))
+            starts[-1].others.append((time, text))
             if match := _AGAIN.match(text):
-                found[-1].noticed.append((time, int(match[1]), int(match[2])))
-    if len(found) > 1 and not found[-1].noticed and _reported(found[-1].others):
-        late = found.pop()  # what ranks had printed at their end, and torchrun passed on after it
-        for rank, said in late.ranks.items():
-            found[-1].ranks[rank] += said
-        found[-1].others += late.others
-    return found
+                starts[-1].noticed.append((time, int(match[1]), int(match[2])))
+    if len(starts) > 1 and not starts[-1].noticed and _reported(starts[-1].others):
+        late = starts.pop()  # what ranks had printed at their end, and torchrun passed on after it
+        for rank, rank_lines in late.ranks.items():
+            starts[-1].ranks[rank] += rank_lines
+        starts[-1].others += late.others
+    return starts
 
 
 def _reported(others: Sequence[Line]) -> bool:
@@ -143,74 +143,76 @@ def _reported(others: Sequence[Line]) -> bool:
 
 def _reports(pod: Printed, start: _Start) -> list[Reported]:
     """Return torchrun's report, by the clock of the log: a pod's time zone may not be ours."""
-    found = read_reports(text for _, text in start.others)
+    reports = read_reports(text for _, text in start.others)
     stamps = [time for time, text in start.others if time and "error_file:" in text]
     now = stamps[-1] if stamps else pod.ended
-    last = max((said.time for said in found), default=now)
+    last = max((reported.time for reported in reports), default=now)
     shift = shift_s(now - last)
-    return [replace(said, time=said.time + shift) for said in found]
+    return [replace(reported, time=reported.time + shift) for reported in reports]
 
 
 def _of_ranks(
     pod: Printed, start: _Start, reports: Sequence[Reported], base: int | None, restart: int
 ) -> list[Failure]:
     """Return how the ranks have failed that torchrun reports, or else that left a traceback."""
-    told = report_texts(text for _, text in start.others)
-    found = []
-    for said in reports:
-        one = _judged(pod, said, start.ranks.get(said.rank, []), told.get(said.rank, ()))
-        found += [replace(one, restart=restart)] if one is not None else []
+    texts = report_texts(text for _, text in start.others)
+    failures = []
+    for reported in reports:
+        one = _judged(
+            pod, reported, start.ranks.get(reported.rank, []), texts.get(reported.rank, ())
+        )
+        failures += [replace(one, restart=restart)] if one is not None else []
     if not reports and _last_words(pod).word not in _NO_FAILURE:
-        found = _traces(pod, start, base, restart)
-    return found
+        failures = _traces(pod, start, base, restart)
+    return failures
 
 
 def _judged(
-    pod: Printed, said: Reported, lines: Sequence[Line], told: Sequence[str]
+    pod: Printed, reported: Reported, lines: Sequence[Line], error_lines: Sequence[str]
 ) -> Failure | None:
     """Return a rank's failure by the rules of `toolkit.runs.failure`; None for a victim.
 
     Args:
         pod: Where it ran.
-        said: What torchrun reports of it.
+        reported: What torchrun reports of it.
         lines: Its output.
-        told: The content of its error file.
+        error_lines: The content of its error file.
     """
-    if -said.exitcode in STOPS and not told:
+    if -reported.exitcode in STOPS and not error_lines:
         return None
     printed = last_trace([text for _, text in lines])
     words = tuple(text for _, text in lines if text.strip())[-_LAST_WORDS:]
     time = None
     kind: Kind
-    if told:
-        trace = last_trace(told)
-        message = trace.message if trace else "\n".join(told)
+    if error_lines:
+        trace = last_trace(error_lines)
+        message = trace.message if trace else "\n".join(error_lines)
         kind = "echo" if is_echo(message) else "exception"
         trace = trace or printed
         words = trace.lines if trace else ()
         time = _time_of(lines, trace) if kind == "exception" else None
-    elif said.exitcode == 1 and printed is not None:
+    elif reported.exitcode == 1 and printed is not None:
         kind = "echo" if is_echo(printed.message) else "exception"
         message, words, time = printed.message, printed.lines, _time_of(lines, printed)
-    elif said.exitcode < 0:
-        aborted = said.exitcode == -signal.SIGABRT and is_echo("\n".join(words))
+    elif reported.exitcode < 0:
+        aborted = reported.exitcode == -signal.SIGABRT and is_echo("\n".join(words))
         kind = "echo" if aborted else "signal"
-        message = f"killed by {_signal(-said.exitcode)}"
-        if said.exitcode == -signal.SIGKILL and _is_out_of_memory(pod):
+        message = f"killed by {_signal(-reported.exitcode)}"
+        if reported.exitcode == -signal.SIGKILL and _is_out_of_memory(pod):
             message += "; the kernel has killed a process there for want of memory"
         if printed is not None and printed.at_end:
             words = printed.lines
     else:
         kind = "exit"
-        message = f"exit status {said.exitcode}" + (f": {words[-1]}" if words else "")
+        message = f"exit status {reported.exitcode}" + (f": {words[-1]}" if words else "")
     return Failure(
         kind=kind,
-        rank=said.rank,
-        local_rank=said.local_rank,
+        rank=reported.rank,
+        local_rank=reported.local_rank,
         node=pod.pod,
         attempt=pod.attempt,
         restart=0,
-        time=time or said.time,
+        time=time or reported.time,
         message=message,
         traceback=words,
     )
@@ -218,7 +220,7 @@ def _judged(
 
 def _traces(pod: Printed, start: _Start, base: int | None, restart: int) -> list[Failure]:
     """Return the exceptions with which ranks have ended."""
-    found = []
+    failures = []
     for rank, lines in start.ranks.items():
         trace = last_trace([text for _, text in lines])
         if trace is not None and trace.at_end:
@@ -233,8 +235,8 @@ def _traces(pod: Printed, start: _Start, base: int | None, restart: int) -> list
                 message=trace.message,
                 traceback=trace.lines,
             )
-            found.append(one)
-    return found
+            failures.append(one)
+    return failures
 
 
 def _noticed(pod: Printed, start: _Start, base: int | None, restart: int) -> Iterator[Failure]:
@@ -271,9 +273,9 @@ def _of_pod(pod: Printed, start: _Start) -> list[Failure]:
         kind = "echo" if is_echo(trace.message) else "exception"
         message, lines = trace.message, trace.lines
     else:
-        said = str(last_words("\n".join(text for _, text in pod.lines)))
+        last_message = str(last_words("\n".join(text for _, text in pod.lines)))
         kind = "exit"
-        message = f"exit status {pod.exit_code}" + (f": {said}" if said else "")
+        message = f"exit status {pod.exit_code}" + (f": {last_message}" if last_message else "")
     return [
         Failure(
             kind=kind,

@@ -22,7 +22,7 @@ _MOST_LINES = 10_000
 
 
 def failure_of(
-    cluster: Cluster, kind: Kind, found: Object, selector: str, attempt: int | None
+    cluster: Cluster, kind: Kind, obj: Object, selector: str, attempt: int | None
 ) -> Failure | None:
     """Return what failed first in a run that has failed; None if it is unknown.
 
@@ -32,7 +32,7 @@ def failure_of(
     Args:
         cluster: Where it runs.
         kind: What it is.
-        found: Its object.
+        obj: Its object.
         selector: Of its pods.
         attempt: Which attempt; the newest where it is None.
 
@@ -46,7 +46,7 @@ def failure_of(
     ended = [one for pod in those if (one := _printed(cluster, kind, pod)) is not None]
     if (failure := first_failure(ended)) is not None or ended or attempt not in (None, 0):
         return failure
-    return of_conditions([found, *_jobs(cluster, kind, found)])
+    return of_conditions([obj, *_jobs(cluster, kind, obj)])
 
 
 def _seen(cluster: Cluster, selector: str) -> list[dict[str, Any]]:
@@ -58,9 +58,9 @@ def _seen(cluster: Cluster, selector: str) -> list[dict[str, Any]]:
         return []
 
 
-def _jobs(cluster: Cluster, kind: Kind, found: Object) -> list[dict[str, Any]]:
+def _jobs(cluster: Cluster, kind: Kind, obj: Object) -> list[dict[str, Any]]:
     try:
-        return cluster.jobs_of([str(found["metadata"]["name"])]) if kind.jobs else []
+        return cluster.jobs_of([str(obj["metadata"]["name"])]) if kind.jobs else []
     except Away:
         raise
     except LauncherError:

@@ -49,27 +49,27 @@ def run_in_cluster(
     hidden: list[LauncherError] = []
     for workload, kind in KINDS.items():
         try:
-            found = cluster.get(kind, name)
+            obj = cluster.get(kind, name)
         except NotServed:
             continue
         except Denied as error:
             hidden.append(error)
             continue
-        if found is None:
+        if obj is None:
             continue
-        labels = found["metadata"].get("labels") or {}
+        labels = obj["metadata"].get("labels") or {}
         if labels.get(RUN_LABEL) != name:
             raise RunNotFound(
                 f"{uri}: this {workload} has no label {RUN_LABEL}; only what this toolkit has "
                 "rendered can be asked about"
             )
-        known = {"workload": workload, "context": cluster.connection.context}
+        profile_facts = {"workload": workload, "context": cluster.connection.context}
         record = RunRecord(
             uri=uri,
             name=name,
             job=str(labels.get("app.kubernetes.io/name", name)),
-            profile=profile.model_copy(update=known).model_dump(mode="json"),
-            created=_created(found),
+            profile=profile.model_copy(update=profile_facts).model_dump(mode="json"),
+            created=_created(obj),
         )
         return KubernetesRun(record, cluster, kind, environ)
     if hidden:
@@ -80,8 +80,8 @@ def run_in_cluster(
     )
 
 
-def _created(found: Object) -> float:
+def _created(obj: Object) -> float:
     try:
-        return datetime.fromisoformat(str(found["metadata"].get("creationTimestamp"))).timestamp()
+        return datetime.fromisoformat(str(obj["metadata"].get("creationTimestamp"))).timestamp()
     except (ValueError, OverflowError, OSError):
         return 0.0

@@ -26,9 +26,9 @@ _MEANINGS = (
 """What Kueue's words come down to; the first that is found counts."""
 
 
-def workload_for(found: Object, workloads: Iterable[Object]) -> Object | None:
+def workload_for(obj: Object, workloads: Iterable[Object]) -> Object | None:
     """Return the Workload that Kueue keeps for an object."""
-    uid = found["metadata"].get("uid")
+    uid = obj["metadata"].get("uid")
     for workload in workloads:
         owners = workload["metadata"].get("ownerReferences") or ()
         if any(owner.get("uid") == uid for owner in owners):
@@ -45,8 +45,8 @@ def queue_reason(queue: str, workload: Object | None) -> str:
     """
     if workload is None:
         return f"waits in queue {queue!r}; Kueue has no Workload for it yet"
-    said = {condition["type"]: condition for condition in conditions_of(workload)}
-    reserved, evicted = said.get("QuotaReserved", {}), said.get("Evicted", {})
+    by_type = {condition["type"]: condition for condition in conditions_of(workload)}
+    reserved, evicted = by_type.get("QuotaReserved", {}), by_type.get("Evicted", {})
     if workload.get("spec", {}).get("active") is False:
         return f"queue {queue!r}: held: somebody has deactivated its Workload"
     before = ""

@@ -69,12 +69,12 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         self._cluster.connection.connect()
         name = new_run_name(plan.job.name)
         kind = KINDS[plan.workload]
-        known: dict[str, Any] = {
+        journal_data: dict[str, Any] = {
             "context": self._cluster.connection.context,
             "workload": plan.workload,  # the job may have its own wish
             "master": self._profile.master and plan.workload == "PyTorchJob",
         }
-        profile = self._profile.model_copy(update=known)
+        profile = self._profile.model_copy(update=journal_data)
         given = files or {}
         manifest = manifest_for(plan.named(name), given)
         groups = groups_for(manifest, kind, given)
@@ -199,7 +199,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
 
     def _is_known(self, record: registry.RunRecord) -> bool:
         # Its intent is ours just now, so it is not among what was cut short.
-        return any(known.name == record.name for known in registry.records(environ=self._environ))
+        return any(other.name == record.name for other in registry.records(environ=self._environ))
 
 
 def dry_run(

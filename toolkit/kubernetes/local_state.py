@@ -130,8 +130,8 @@ def manifest_of(
 def points_of(name: str, environ: Mapping[str, str]) -> list[tuple[str, Settings]]:
     """Return name and settings of each point of a sweep; none where the run is none."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        found = untrusted.read_json(folder_of(name, environ) / "points.json", limit=_POINTS_BYTES)
-        return [(str(point), dict(settings)) for point, settings in found]
+        points = untrusted.read_json(folder_of(name, environ) / "points.json", limit=_POINTS_BYTES)
+        return [(str(point), dict(settings)) for point, settings in points]
     return []
 
 
@@ -151,8 +151,8 @@ def remember_end(
 def end_of(name: str, object_name: str, environ: Mapping[str, str]) -> RunStatus | None:
     """Return the final status of an object of a run, as it was last seen; None if it had not."""
     try:
-        known = untrusted.read_json(_end(name, object_name, environ))
-        return RunStatus(state=RunState(known["state"]), reason=str(known["reason"]))
+        end = untrusted.read_json(_end(name, object_name, environ))
+        return RunStatus(state=RunState(end["state"]), reason=str(end["reason"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

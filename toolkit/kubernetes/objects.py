@@ -67,15 +67,15 @@ def documents_of(text: str) -> list[dict[str, Any]]:
 
 def groups_of(text: str, kind: Kind) -> list[Group]:
     """Return the runs of a rendered manifest: one, or each point of a sweep."""
-    found: list[Group] = []
+    groups: list[Group] = []
     companions: list[Object] = []
     for document in documents_of(text):
         if document["kind"] == kind.kind:
-            found.append(Group(companions=companions, workload=document))
+            groups.append(Group(companions=companions, workload=document))
             companions = []
         else:
             companions.append(document)
-    return found
+    return groups
 
 
 def manifest_for(plan: KubernetesPlan, files: Mapping[str, bytes]) -> str:
@@ -141,15 +141,15 @@ def _small(files: Mapping[str, bytes]) -> dict[str, bytes]:
 def apart(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return those files that no ConfigMap holds beside the others: the largest."""
     rest = dict(sorted(files.items(), key=lambda item: len(item[1])))
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     while sum(map(len, rest.values())) > PAYLOAD_LIMIT:
-        found |= [rest.popitem()]
-    return found
+        contents |= [rest.popitem()]
+    return contents
 
 
-def is_of(body: Object, found: Object) -> bool:
+def is_of(body: Object, obj: Object) -> bool:
     """Whether an existing object is the one that is to be created."""
-    return _identity(body) == _identity(found)
+    return _identity(body) == _identity(obj)
 
 
 def _identity(thing: Object) -> tuple[str, str]:

@@ -103,7 +103,7 @@ class PodLog:
 
     def read(self, cluster: Cluster, start: Start, *, follow: bool) -> Iterator[str]:
         """Yield the lines that were not read before."""
-        known, known_lines, seen = self.stamp, self.same_stamp, 0
+        last_stamp, known_lines, seen = self.stamp, self.same_stamp, 0
         log = cluster.log(self.pod, start.container, previous=start.previous, follow=follow)
         with log as self.response:
             for raw in lines_of(self.response):
@@ -111,9 +111,9 @@ class PodLog:
                 if match := STAMPED.match(raw):
                     stamp = match[1] + (match[2] or b"").ljust(9, b"0")
                     text = match[3]
-                if stamp <= known:
-                    seen += stamp == known
-                    if stamp < known or seen <= known_lines:
+                if stamp <= last_stamp:
+                    seen += stamp == last_stamp
+                    if stamp < last_stamp or seen <= known_lines:
                         continue
                 self.same_stamp = self.same_stamp + 1 if stamp == self.stamp else 1
                 self.stamp = stamp

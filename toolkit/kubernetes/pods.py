@@ -68,9 +68,9 @@ def conditions_of(thing: Object) -> Sequence[Object]:
     return (thing.get("status") or {}).get("conditions") or ()
 
 
-def sentence(name: str, said: Object, *more: str) -> str:
+def sentence(name: str, text: Object, *more: str) -> str:
     """Return reason and message: `NAME: REASON: MESSAGE`."""
-    return ": ".join(filter(None, [name, *more, said.get("reason"), said.get("message")]))
+    return ": ".join(filter(None, [name, *more, text.get("reason"), text.get("message")]))
 
 
 def is_running(pod: Object) -> bool:
@@ -93,10 +93,10 @@ def trouble(pod: Object) -> str:
     name = short_name(pod)
     for condition in conditions_of(pod):
         if condition["type"] == "PodScheduled" and condition.get("status") == "False":
-            said = str(condition.get("message") or "")
-            lacking = " and ".join(sorted(set(_LACKING.findall(said))))
+            message = str(condition.get("message") or "")
+            lacking = " and ".join(sorted(set(_LACKING.findall(message))))
             summary = lacking and f"no node has enough {lacking}"
-            return ": ".join(filter(None, [name, condition.get("reason"), summary, said]))
+            return ": ".join(filter(None, [name, condition.get("reason"), summary, message]))
     before = next(_states(pod, "terminated", where="lastState"), None)
     killed = "OOMKilled" if (before or {}).get("reason") == "OOMKilled" else ""
     for waiting in _states(pod, "waiting"):
@@ -142,8 +142,8 @@ class Death:
             return f"{self.pod}: OOMKilled: the pod needs more memory"
         if self.reason and self.reason not in ("Error", "Completed"):
             return f"{self.pod}: {self.reason}" + (f": {self.words}" if str(self.words) else "")
-        said = f": {self.words}" if str(self.words) else ""
-        return f"{self.pod}: exit status {self.exit_code}{said}"
+        words = f": {self.words}" if str(self.words) else ""
+        return f"{self.pod}: exit status {self.exit_code}{words}"
 
 
 def newest_of(pods: Iterable[Object]) -> list[Object]:
@@ -156,13 +156,13 @@ def newest_of(pods: Iterable[Object]) -> list[Object]:
 
 def first_death(pods: Iterable[Object]) -> Death | None:
     """Return the pod that failed first in the last start, if it can be found out."""
-    found = [death for pod in newest_of(pods) if (death := _death(pod)) is not None]
-    told = bool(found) and all(death.words.time is not None for death in found)
+    deaths = [death for pod in newest_of(pods) if (death := _death(pod)) is not None]
+    dated = bool(deaths) and all(death.words.time is not None for death in deaths)
     return min(
-        found,
+        deaths,
         key=lambda one: (
             one.reason != "OOMKilled",
-            one.words.time if told else 0.0,
+            one.words.time if dated else 0.0,
             one.finished,
         ),
         default=None,

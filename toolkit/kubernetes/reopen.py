@@ -91,9 +91,9 @@ def tidy(
     start = last - last % TOGETHER
     for group in groups[start : start + 2 * TOGETHER]:
         if group.name not in absent:
-            found = cluster.get(kind, group.name)
-            if found is not None and (group.companions or group.payload):
-                complete(cluster, kind, group, found)
+            obj = cluster.get(kind, group.name)
+            if obj is not None and (group.companions or group.payload):
+                complete(cluster, kind, group, obj)
         elif settled:
             withdraw(cluster, group)
 
@@ -125,7 +125,7 @@ def _there(cluster: Cluster, kind: Kind, groups: Sequence[Group], name: str) -> 
             pass
         else:
             return {str(item["metadata"]["name"]): item for item in items}
-    found = ((group, cluster.get(kind, group.name)) for group in groups)
+    pairs = ((group, cluster.get(kind, group.name)) for group in groups)
     return {
-        group.name: one for group, one in found if one is not None and is_of(group.workload, one)
+        group.name: one for group, one in pairs if one is not None and is_of(group.workload, one)
     }

@@ -83,8 +83,8 @@ class KubernetesRun(Run):
         try:
             if (watch := self._watch) is not None and watch.goes_on:
                 return self._told(watch.look(), [self], self._causes)[0]
-            found = self.cluster.get(self.kind, self.object_name)
-            return self._gone() if found is None else self._judged(found)[0]
+            obj = self.cluster.get(self.kind, self.object_name)
+            return self._gone() if obj is None else self._judged(obj)[0]
         except Away as error:
             return self._unanswered(error)
 
@@ -94,11 +94,11 @@ class KubernetesRun(Run):
         parts = [part for run in asked for part in run.parts]
         names = [part.object_name for part in parts]
         try:
-            told = self._look(selector_of(RUN_LABEL, names), parts)
+            by_name = self._look(selector_of(RUN_LABEL, names), parts)
         except LauncherError as error:
-            told = [part._unanswered(error) for part in parts]
-        found = iter(told)
-        by_run = [[next(found) for _ in run.parts] for run in asked]
+            by_name = [part._unanswered(error) for part in parts]
+        remaining = iter(by_name)
+        by_run = [[next(remaining) for _ in run.parts] for run in asked]
         return [
             run.sum_of(own) if run.points else own[0]
             for run, own in zip(asked, by_run, strict=True)
@@ -123,10 +123,10 @@ class KubernetesRun(Run):
     ) -> list[RunStatus]:
         """Return where parts stand by their objects, and in some states why."""
         names = [part.object_name for part in parts]
-        told = statuses(self.cluster, self.kind, objects, names, causes=causes)
+        by_name = statuses(self.cluster, self.kind, objects, names, causes=causes)
         return [
             part._gone() if status is None else part._seen(status)
-            for part, status in zip(parts, told, strict=True)
+            for part, status in zip(parts, by_name, strict=True)
         ]
 
     @property
@@ -173,10 +173,10 @@ class KubernetesRun(Run):
         if self.points:
             return None  # each has its own
         try:
-            found = self.cluster.get(self.kind, self.object_name)
-            if found is None or state_of(self.kind, found)[0] is RunState.SUCCEEDED:
+            obj = self.cluster.get(self.kind, self.object_name)
+            if obj is None or state_of(self.kind, obj)[0] is RunState.SUCCEEDED:
                 return None
-            failed = failure_of(self.cluster, self.kind, found, self.own_pods, attempt)
+            failed = failure_of(self.cluster, self.kind, obj, self.own_pods, attempt)
         except LauncherError:
             return None
         return failed and failed.redacted(run_directory.mask_of(self.run_dir, self._environ))
@@ -199,14 +199,14 @@ class KubernetesRun(Run):
             LauncherError: the server refuses, or a submission that was cut short may still arrive.
         """
         for _ in range(_CANCEL_ATTEMPTS):
-            found = self.cluster.get(self.kind, self.object_name)
-            if found is None and not (told := self._gone()).state.final and not told.lost:
-                raise LauncherError(f"{self.uri} cannot be cancelled now: {told.reason}; try again")
-            if found is None or state_of(self.kind, found)[0].final:
+            obj = self.cluster.get(self.kind, self.object_name)
+            if obj is None and not (gone := self._gone()).state.final and not gone.lost:
+                raise LauncherError(f"{self.uri} cannot be cancelled now: {gone.reason}; try again")
+            if obj is None or state_of(self.kind, obj)[0].final:
                 return
             # Before the deed: afterwards there is nothing left in the cluster to tell by.
             registry.mark_cancelled(self.uri, environ=self._environ)
-            if self.cluster.delete(self.kind, found):
+            if self.cluster.delete(self.kind, obj):
                 return
         raise LauncherError(f"{self.uri} changes faster than it can be cancelled; try again")
 
@@ -241,10 +241,10 @@ class KubernetesRun(Run):
         return (line for line in lines if is_delivery(line))
 
     def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        found = self.cluster.get(self.kind, self.object_name)
-        if found is None:
+        obj = self.cluster.get(self.kind, self.object_name)
+        if obj is None:
             raise RunLost(f"the {self.kind.kind} of {self.uri} is gone, and its log with its pods")
-        several = pods_of(self.kind, found) > 1
+        several = pods_of(self.kind, obj) > 1
 
         def look() -> Round:
             if not view.follow:
@@ -263,30 +263,30 @@ class KubernetesRun(Run):
 
     def _round(self, on_status: Callable[[RunStatus], object]) -> Round:
         """Return the pods, and whether it is over, as a follower wants to know."""
-        found = self.cluster.get(self.kind, self.object_name)
-        if found is None:
+        obj = self.cluster.get(self.kind, self.object_name)
+        if obj is None:
             on_status(self._gone())
             return Round(pods=self.cluster.pods(self.own_pods))
-        status, pods = self._judged(found)
+        status, pods = self._judged(obj)
         on_status(status)
         if not pods and status.state is not RunState.PENDING:
             pods = self.cluster.pods(self.own_pods)
         return Round(pods=pods, ended=status.state.final)
 
-    def _judged(self, found: Object) -> tuple[RunStatus, Sequence[Object]]:
+    def _judged(self, obj: Object) -> tuple[RunStatus, Sequence[Object]]:
         """Return the status of the object, and the pods that explain it."""
-        known = evidence_of(self.cluster, self.kind, {self.object_name: found})
-        evidence = known.get(self.object_name)
-        status = self._seen(judge(self.kind, found, evidence))
+        gathered = evidence_of(self.cluster, self.kind, {self.object_name: obj})
+        evidence = gathered.get(self.object_name)
+        status = self._seen(judge(self.kind, obj, evidence))
         return status, evidence.pods if evidence else ()
 
     def _require_attempt(self, view: LogView, pods: Sequence[Object]) -> None:
-        known = sorted({attempt for pod in pods if (attempt := attempt_of(pod)) is not None})
-        if view.attempt is None or view.attempt in known or not known:
+        attempts = sorted({attempt for pod in pods if (attempt := attempt_of(pod)) is not None})
+        if view.attempt is None or view.attempt in attempts or not attempts:
             return
         message = (
-            f"the pods are of attempt {known[-1]}; those of earlier ones are gone, and what they "
-            "printed stands in the run directory, in logs/attempt-N"
+            f"the pods are of attempt {attempts[-1]}; those of earlier ones are gone, and what "
+            "they printed stands in the run directory, in logs/attempt-N"
         )
         raise InputError([Problem(place=f"--attempt {view.attempt}", message=message)])
 
@@ -338,13 +338,13 @@ class KubernetesRun(Run):
         Raises:
             LauncherError: it has succeeded, or not ended.
         """
-        found = self.status()
-        if found.state is RunState.SUCCEEDED:
+        status = self.status()
+        if status.state is RunState.SUCCEEDED:
             raise LauncherError(f"{self.uri} has succeeded; there is nothing to do")
-        if not (found.state.final or found.lost):
+        if not (status.state.final or status.lost):
             raise LauncherError(
-                f"{self.uri} has not ended: {found.state.upper()}"
-                + (f" ({found.reason})" if found.reason else "")
+                f"{self.uri} has not ended: {status.state.upper()}"
+                + (f" ({status.reason})" if status.reason else "")
                 + "; `toolkit wait` for it, or cancel it"
             )
         return [self]

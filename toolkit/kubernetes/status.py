@@ -42,38 +42,42 @@ class Evidence:
     """Kueue's Workloads; its own is among them where it has one."""
 
 
-def judge(kind: Kind, found: Object, evidence: Evidence | None = None) -> RunStatus:
+def judge(kind: Kind, obj: Object, evidence: Evidence | None = None) -> RunStatus:
     """Return the state of an object, with the reason that lies closest to the cause."""
-    known = evidence or Evidence()
-    state, said = state_of(kind, found)
+    evidence_now = evidence or Evidence()
+    state, reason = state_of(kind, obj)
     if state is RunState.SUCCEEDED:
         return RunStatus(state=state)
     if state is RunState.FAILED:
-        return _failed(found, said, known)
-    if found["metadata"].get("deletionTimestamp"):
+        return _failed(obj, reason, evidence_now)
+    if obj["metadata"].get("deletionTimestamp"):
         return RunStatus(state=RunState.RUNNING, reason="being stopped")
     if state is RunState.UNKNOWN:
-        return RunStatus(state=state, reason=said)
-    if is_suspended(found):
-        if queue := queue_of(found):
-            workload = workload_for(found, known.queued)
-            said = queue_reason(queue, workload)
-        return RunStatus(state=state, reason=said)
-    if any(is_running(pod) or attempt_of(pod) for pod in known.pods):
+        return RunStatus(state=state, reason=reason)
+    if is_suspended(obj):
+        if queue := queue_of(obj):
+            workload = workload_for(obj, evidence_now.queued)
+            reason = queue_reason(queue, workload)
+        return RunStatus(state=state, reason=reason)
+    if any(is_running(pod) or attempt_of(pod) for pod in evidence_now.pods):
         state = RunState.RUNNING
-    return RunStatus(state=state, reason=_trouble(known) or said or _again(found, known))
+    return RunStatus(
+        state=state, reason=_trouble(evidence_now) or reason or _again(obj, evidence_now)
+    )
 
 
-def state_of(kind: Kind, found: Object) -> tuple[RunState, str]:
+def state_of(kind: Kind, obj: Object) -> tuple[RunState, str]:
     """Return state and reason from the object alone."""
-    by_type = {c["type"]: c for c in conditions_of(found) if c.get("status") == "True"}
+    by_type = {c["type"]: c for c in conditions_of(obj) if c.get("status") == "True"}
     for name, state in kind.conditions.items():
-        if (said := by_type.get(name)) is not None and state is not None:
+        if (condition := by_type.get(name)) is not None and state is not None:
             quiet = name in ("Created", "Running") or state is RunState.SUCCEEDED
-            return state, "" if quiet else said.get("message") or said.get("reason") or name
+            return state, "" if quiet else condition.get("message") or condition.get(
+                "reason"
+            ) or name
     if strange := sorted(set(by_type) - set(kind.conditions)):
         return RunState.UNKNOWN, f"the {kind.kind} says {', '.join(strange)}"
-    status = found.get("status") or {}
+    status = obj.get("status") or {}
     counts = status.get(kind.counts) or () if kind.counts else (status,)
     begun = any(one.get("ready") or one.get("succeeded") for one in counts)
     again = status.get("restarts") or 0
@@ -84,26 +88,26 @@ def state_of(kind: Kind, found: Object) -> tuple[RunState, str]:
     return RunState.PENDING, ""  # nobody has seen it yet, or can make its pods
 
 
-def stuck_objects(kind: Kind, found: Object, pods: Sequence[Object]) -> list[str]:
+def stuck_objects(kind: Kind, obj: Object, pods: Sequence[Object]) -> list[str]:
     """Return the names of the objects whose events explain why nothing starts."""
-    if state_of(kind, found)[0] is not RunState.PENDING or is_suspended(found):
+    if state_of(kind, obj)[0] is not RunState.PENDING or is_suspended(obj):
         return []
     if not pods:
-        name = str(found["metadata"]["name"])
+        name = str(obj["metadata"]["name"])
         # The Job that cannot make its pods; the JobSet of a TrainJob is called like it.
         return [name, f"{name}-node-0"] if kind.jobs else [name]
     return [str(pod["metadata"]["name"]) for pod in pods if is_starting(pod)][:1]
 
 
-def digest(kind: Kind, found: Object) -> dict[str, Object]:
+def digest(kind: Kind, obj: Object) -> dict[str, Object]:
     """Return the parts of an object that determine its state: a small part of it."""
-    metadata, status = found["metadata"], found.get("status") or {}
+    metadata, status = obj["metadata"], obj.get("status") or {}
     kept = ("name", "uid", "deletionTimestamp", "ownerReferences")
     labels = metadata.get("labels") or {}
     return {
         "metadata": {key: metadata[key] for key in kept if key in metadata}
         | {"labels": {QUEUE_LABEL: labels[QUEUE_LABEL]} if QUEUE_LABEL in labels else {}},
-        "spec": {"suspend": bool((found.get("spec") or {}).get("suspend"))},
+        "spec": {"suspend": bool((obj.get("spec") or {}).get("suspend"))},
         "status": {
             key: status[key]
             for key in ("conditions", "restarts", "ready", "succeeded", "failed", kind.counts)
@@ -112,31 +116,31 @@ def digest(kind: Kind, found: Object) -> dict[str, Object]:
     }
 
 
-def queue_of(found: Object) -> str:
+def queue_of(obj: Object) -> str:
     """Return the LocalQueue that an object waits in; empty without one."""
-    return str((found["metadata"].get("labels") or {}).get(QUEUE_LABEL) or "")
+    return str((obj["metadata"].get("labels") or {}).get(QUEUE_LABEL) or "")
 
 
-def is_suspended(found: Object) -> bool:
+def is_suspended(obj: Object) -> bool:
     """Whether an object is suspended."""
     return any(
-        c["type"] == "Suspended" and c.get("status") == "True" for c in conditions_of(found)
-    ) or bool((found.get("spec") or {}).get("suspend"))
+        c["type"] == "Suspended" and c.get("status") == "True" for c in conditions_of(obj)
+    ) or bool((obj.get("spec") or {}).get("suspend"))
 
 
-def _failed(found: Object, said: str, known: Evidence) -> RunStatus:
+def _failed(obj: Object, message: str, evidence: Evidence) -> RunStatus:
     """Return how a run failed: by itself, or because the cluster took it or its time was over."""
-    words = [said, *_ends_of([found, *known.jobs])]
-    death = first_death(pod for pod in known.pods if not disruption(pod))
+    words = [message, *_ends_of([obj, *evidence.jobs])]
+    death = first_death(pod for pod in evidence.pods if not disruption(pod))
     fatal = death is not None and death.exit_code == FATAL
     if late := next((w for w in words if any(text in w for text in _OUT_OF_TIME)), ""):
-        cause = "" if late == said else late
-        reason = "; ".join(filter(None, [said, cause]))
+        cause = "" if late == message else late
+        reason = "; ".join(filter(None, [message, cause]))
         return RunStatus(state=RunState.PREEMPTED, reason=reason)
-    taken = next((text for pod in known.pods if (text := disruption(pod))), "")
+    taken = next((text for pod in evidence.pods if (text := disruption(pod))), "")
     if taken and not fatal:
-        return RunStatus(state=RunState.PREEMPTED, reason="; ".join(filter(None, [said, taken])))
-    causes = [said.removesuffix(".") if death else said, str(death or "")]
+        return RunStatus(state=RunState.PREEMPTED, reason="; ".join(filter(None, [message, taken])))
+    causes = [message.removesuffix(".") if death else message, str(death or "")]
     return RunStatus(state=RunState.FAILED, reason="; ".join(filter(None, causes)))
 
 
@@ -150,10 +154,10 @@ def _ends_of(things: Sequence[Object]) -> list[str]:
     ]
 
 
-def _again(found: Object, known: Evidence) -> str:
+def _again(obj: Object, evidence: Evidence) -> str:
     """Return how often a run has started again; the reader must know that it may not continue."""
-    status = found.get("status") or {}
-    restarts = max([status.get("restarts") or 0, *(attempt_of(pod) or 0 for pod in known.pods)])
+    status = obj.get("status") or {}
+    restarts = max([status.get("restarts") or 0, *(attempt_of(pod) or 0 for pod in evidence.pods)])
     if restarts:
         return f"restart {restarts}"
     if failed := status.get("failed"):  # of a Job
@@ -161,13 +165,13 @@ def _again(found: Object, known: Evidence) -> str:
     return ""
 
 
-def _trouble(known: Evidence) -> str:
+def _trouble(evidence: Evidence) -> str:
     """Return what keeps a run from running, or made it start again."""
-    if said := next((text for pod in known.pods if (text := trouble(pod))), ""):
-        return said
-    if not known.warnings:
+    if words := next((text for pod in evidence.pods if (text := trouble(pod))), ""):
+        return words
+    if not evidence.warnings:
         return ""
-    latest = known.warnings[-1]
+    latest = evidence.warnings[-1]
     about = latest.get("involvedObject") or {}
-    pod = next((p for p in known.pods if p["metadata"]["name"] == about.get("name")), None)
+    pod = next((p for p in evidence.pods if p["metadata"]["name"] == about.get("name")), None)
     return sentence(short_name(pod) if pod else "", latest)

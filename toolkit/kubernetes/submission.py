@@ -84,9 +84,9 @@ def submit_all(
         goes_on()
         batch = groups[start : start + TOGETHER]
         with ThreadPoolExecutor(min(_AT_ONCE, len(batch)), "submit") as pool:
-            found = list(zip(batch, pool.map(attempt, batch), strict=True))
-        made += [group for group, error in found if error is None]
-        if errors := [error for _, error in found if error is not None]:
+            attempts = list(zip(batch, pool.map(attempt, batch), strict=True))
+        made += [group for group, error in attempts if error is None]
+        if errors := [error for _, error in attempts if error is not None]:
             _take_back(cluster, kind, made, errors)
 
 
@@ -97,8 +97,8 @@ def _take_back(
     left = 0
     for group in made:
         try:
-            if (found := cluster.get(kind, group.name)) is not None:
-                cluster.delete(kind, found, changed=True)
+            if (obj := cluster.get(kind, group.name)) is not None:
+                cluster.delete(kind, obj, changed=True)
         except LauncherError:
             left += 1
     error = next((error for error in errors if isinstance(error, Unclear)), errors[0])
@@ -114,8 +114,8 @@ def submit(cluster: Cluster, kind: Kind, group: Group) -> None:
         LauncherError: the server refused; its words are in the message.
         SchedulerMissing: no server, or none that answers.
     """
-    found = _patiently(cluster, lambda: _there(cluster, kind, group.name))
-    if found is not None and not is_of(group.workload, found):
+    existing = _patiently(cluster, lambda: _there(cluster, kind, group.name))
+    if existing is not None and not is_of(group.workload, existing):
         raise Conflict(
             f'Kubernetes refused: {kind.plural} "{group.name}" already exists, and is not this run'
         )
@@ -175,9 +175,9 @@ def withdraw(cluster: Cluster, group: Group) -> None:
     for document in group.companions:
         with contextlib.suppress(LauncherError):
             place = place_of(document)
-            found = cluster.get(place, document["metadata"]["name"])
-            if found is not None and is_of(document, found):
-                cluster.delete(place, found, changed=True)
+            obj = cluster.get(place, document["metadata"]["name"])
+            if obj is not None and is_of(document, obj):
+                cluster.delete(place, obj, changed=True)
 
 
 def remove(cluster: Cluster, kind: Kind, name: str) -> None:
@@ -187,11 +187,11 @@ def remove(cluster: Cluster, kind: Kind, name: str) -> None:
         LauncherError: it does not go.
     """
     for _ in range(_PATIENCE):
-        found = cluster.get(kind, name)
-        if found is None:
+        obj = cluster.get(kind, name)
+        if obj is None:
             return
-        if not found["metadata"].get("deletionTimestamp"):
-            cluster.delete(kind, found, changed=True)
+        if not obj["metadata"].get("deletionTimestamp"):
+            cluster.delete(kind, obj, changed=True)
         cluster.connection.sleep(_FIRST_PAUSE_S)
     raise LauncherError(f"the {kind.kind} {name} is being deleted and does not go; try again later")
 
@@ -229,16 +229,16 @@ def _apply(cluster: Cluster, place: Place, body: Object) -> Object:
             return cluster.apply(place, body)
         except Conflict:
             # Somebody works on it, or an attempt whose answer was lost has just arrived.
-            if (found := _there(cluster, place, name)) is not None and is_of(body, found):
-                return found
+            if (existing := _there(cluster, place, name)) is not None and is_of(body, existing):
+                return existing
             raise
 
     try:
         return _patiently(cluster, apply)
     except Away as error:
         with contextlib.suppress(LauncherError):
-            if (found := cluster.get(place, name)) is not None and is_of(body, found):
-                return found
+            if (existing := cluster.get(place, name)) is not None and is_of(body, existing):
+                return existing
         raise Unclear(f"{error} ({_ATTEMPTS} attempts)") from error
 
 
@@ -328,9 +328,9 @@ def _others(cluster: Cluster, kind: Kind) -> str:
     groups: set[str] = set()
     with contextlib.suppress(LauncherError, KeyError):
         groups = cluster.groups()
-    known = [
+    others = [
         name
         for name, other in KINDS.items()
         if other is not kind and (not other.operator or other.api_version.split("/")[0] in groups)
     ]
-    return " or ".join(known)
+    return " or ".join(others)

@@ -26,10 +26,10 @@ class KubernetesSweep(KubernetesRun):
     @cached_property
     def points(self) -> "tuple[KubernetesPoint, ...]":
         """The points, each a run of its own."""
-        known = points_of(self.record.name, self._environ)
+        points = points_of(self.record.name, self._environ)
         return tuple(
             KubernetesPoint(self, index, name, settings)
-            for index, (name, settings) in enumerate(known)
+            for index, (name, settings) in enumerate(points)
         )
 
     @property
@@ -45,9 +45,9 @@ class KubernetesSweep(KubernetesRun):
         """
         return self.points[index_of(self, key)]
 
-    def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
+    def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
         """Return the status of the whole from those of its points."""
-        return sum_of(found)
+        return sum_of(point_statuses)
 
     def status(self) -> RunStatus:
         """Return the status of the sweep, from those of its points."""

@@ -73,9 +73,9 @@ def last_words(message: str) -> LastWords:
     )
     rank = report.rank if report else min(by_rank, key=lambda r: _worth(by_rank[r]), default=None)
     own = by_rank.get(rank, []) if rank is not None else []
-    told = report_texts(others).get(report.rank, ()) if report else ()
+    error_lines = report_texts(others).get(report.rank, ()) if report else ()
     status = f"exit status {report.exitcode}" if report else ""
-    cause = _cause(own) or _cause(list(told)) or status or _cause(others)
+    cause = _cause(own) or _cause(list(error_lines)) or status or _cause(others)
     return LastWords(
         rank=rank,
         time=report.time if report else None,

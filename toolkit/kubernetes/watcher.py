@@ -121,9 +121,9 @@ class Watch:
             try:
                 if not self._version:
                     yield from self._list()
-                for name, found in self._watch():
+                for name, obj in self._watch():
                     pause_s = _FIRST_PAUSE_S
-                    yield name, found
+                    yield name, obj
                 self._note(None)
                 wait_s = 0.0 if pause_s == _FIRST_PAUSE_S else pause_s
             except Expired:
@@ -138,15 +138,15 @@ class Watch:
     def _list(self) -> list[tuple[str, Object | None]]:
         """Read everything anew; return the changes since then."""
         items, version = self._cluster.objects(self._kind, self._selector)
-        found: dict[str, Object] = {
+        objects: dict[str, Object] = {
             str(item["metadata"]["name"]): digest(self._kind, item) for item in items
         }
         with self._changed:
-            before, self.objects, self._version = self.objects, found, version
+            before, self.objects, self._version = self.objects, objects, version
             self._error = None
             self._changed.notify_all()
-        gone: list[tuple[str, Object | None]] = [(n, None) for n in before if n not in found]
-        return gone + [(n, one) for n, one in found.items() if before.get(n) != one]
+        gone: list[tuple[str, Object | None]] = [(n, None) for n in before if n not in objects]
+        return gone + [(n, one) for n, one in objects.items() if before.get(n) != one]
 
     def _watch(self) -> Iterator[tuple[str, Object | None]]:
         """Yield what changes until the server ends the watch."""
@@ -186,15 +186,15 @@ def watch_states(cluster: Cluster, kind: Kind, selector: str) -> Iterator[Change
     Raises:
         LauncherError: the server refuses.
     """
-    known: dict[str, tuple[RunState, str]] = {}
+    states: dict[str, tuple[RunState, str]] = {}
     watch = Watch(cluster, kind, selector)
     try:
-        for name, found in watch.events():
-            if found is None:
-                if known.pop(name, None) is not None:
+        for name, obj in watch.events():
+            if obj is None:
+                if states.pop(name, None) is not None:
                     yield Change(name=name, state=None)
-            elif (now := state_of(kind, found)) != known.get(name):
-                known[name] = now
+            elif (now := state_of(kind, obj)) != states.get(name):
+                states[name] = now
                 yield Change(name=name, state=now[0], reason=now[1])
     finally:
         watch.close()

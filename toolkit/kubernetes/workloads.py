@@ -150,9 +150,9 @@ KINDS: Mapping[Workload, Kind] = {
 """The kinds by their names."""
 
 
-def pods_of(kind: Kind, found: Object) -> int:
+def pods_of(kind: Kind, obj: Object) -> int:
     """Return how many pods an object has at a time."""
-    spec = found.get("spec") or {}
+    spec = obj.get("spec") or {}
     match kind.kind:
         case "PyTorchJob":
             replicas = spec.get("pytorchReplicaSpecs") or {}

@@ -147,8 +147,8 @@ class LocalRun(Run):
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                said = lock.read(len(_NO_PID))
-                return int(said) if said.isdigit() else 0
+                pid = lock.read(len(_NO_PID))
+                return int(pid) if pid.isdigit() else 0
         return None
 
 

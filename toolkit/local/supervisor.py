@@ -36,10 +36,10 @@ def _die_with_parent() -> None:
 
 def _children() -> list[int]:
     """Return the process ids of all our children, adopted orphans among them."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path("/proc/self/task").glob("*/children"):
-        found += map(int, task.read_text(encoding="utf-8").split())
-    return found
+        pids += map(int, task.read_text(encoding="utf-8").split())
+    return pids
 
 
 def _sweep() -> None:

@@ -36,37 +36,37 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
     """Return why `job` cannot work with `profile`, each reason in a sentence; none if it can."""
     if job.points:
         return [*_sweep_problems(job, profile), *_of_the_points(job, profile, run_name=run_name)]
-    found = [*_does_not_fit(job, profile), *_mount_problems(job, profile)]
-    found += _elastic_problems(job, profile)
+    problems = [*_does_not_fit(job, profile), *_mount_problems(job, profile)]
+    problems += _elastic_problems(job, profile)
     if job.after and not isinstance(profile, SlurmProfile):
-        found += refusal(
+        problems += refusal(
             "after-elsewhere",
             f"after: only Slurm lets a job wait for another; profile {profile.name!r} is of "
             "another kind; write `toolkit wait RUN && toolkit submit …`, or leave it out",
             "after",
         )
     for key, reason in leaked_secrets(job):
-        found += refusal("secret-in-job", reason, *key)
+        problems += refusal("secret-in-job", reason, *key)
     for _, reason in leaks_of(profile):
-        found += refusal("secret-in-job", reason)
+        problems += refusal("secret-in-job", reason)
     match profile:
         case LocalProfile():
-            found += _too_many_here(job)
-            found += reserved_variables.of_scripts(job)
-            found += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
+            problems += _too_many_here(job)
+            problems += reserved_variables.of_scripts(job)
+            problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
         case SlurmProfile():
             if profile.runtime != "bare":
-                found += _image_missing(job, profile)
-                found += refusals_of_containers(job, profile)
-            found += reserved_variables.of_scripts(job)
-            found += _stop_too_long(
+                problems += _image_missing(job, profile)
+                problems += refusals_of_containers(job, profile)
+            problems += reserved_variables.of_scripts(job)
+            problems += _stop_too_long(
                 job,
                 needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
                 what=f"stop.grace, {REQUEUE_MARGIN_S}s to requeue and up to {SIGNAL_SLACK_S}s "
                 "that Slurm warns early",
             )
             if warning_lead_s(job) > SIGNAL_MAX_S:
-                found += refusal(
+                problems += refusal(
                     "stop-beyond-signal",
                     f"stop.grace {format_duration(job.stop.grace_s)} is too long: Slurm warns at "
                     f"most {SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the "
@@ -74,18 +74,18 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
                     *_GRACE,
                 )
         case KubernetesProfile():
-            found += _stop_too_long(
+            problems += _stop_too_long(
                 job,
                 needed_s=job.stop.grace_s + POD_MARGIN_S,
                 what=f"stop.grace and {POD_MARGIN_S}s for torchrun to end",
             )
-            found += _image_missing(job, profile)
-            found += kubernetes_problems(job, profile, run_name)
-    return found
+            problems += _image_missing(job, profile)
+            problems += kubernetes_problems(job, profile, run_name)
+    return problems
 
 
 def _sweep_problems(job: JobSpec, profile: Profile) -> list[Problem]:
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if isinstance(profile, LocalProfile):
         return refusal(
             "sweep-elsewhere",
@@ -95,14 +95,14 @@ def _sweep_problems(job: JobSpec, profile: Profile) -> list[Problem]:
             "sweep",
         )
     if job.resources.elastic:
-        found += refusal(
+        problems += refusal(
             "sweep-elastic",
             "sweep: nnodes with min and max is for single runs; write one number of nodes",
             *_NNODES,
         )
     if isinstance(profile, KubernetesProfile) and job.sweep and job.sweep.max_running:
-        found += _nobody_counts(job, profile)
-    return found
+        problems += _nobody_counts(job, profile)
+    return problems
 
 
 def _nobody_counts(job: JobSpec, profile: KubernetesProfile) -> list[Problem]:
@@ -124,111 +124,113 @@ def _of_the_points(job: JobSpec, profile: Profile, *, run_name: str) -> list[Pro
     for point in job.points:
         for reason in refusals(job.at(point), profile, run_name=longest):
             reasons.setdefault(reason, []).append(point.index)  # its name may hold a secret
-    found = []
+    problems = []
     for reason, points in reasons.items():
         if len(points) < len(job.points):
             which = f"point {points[0]}{f' and {len(points) - 1} more' if points[1:] else ''}"
             reason = replace(reason, message=f"{which}: {reason.message}", key=("sweep",))
-        found.append(reason)
-    return found
+        problems.append(reason)
+    return problems
 
 
 def _does_not_fit(job: JobSpec, profile: Profile) -> list[Problem]:
     """Compare the needs of a node with its resources."""
     need, node = job.resources, profile.node
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if node.gpus is not None:
         has = f"the {node.gpus} GPUs per node of profile {profile.name!r}"
         if need.gpus_per_node > node.gpus:
-            found += refusal(
+            problems += refusal(
                 "gpus-exceed-node",
                 f"gpus_per_node {need.gpus_per_node} exceeds {has}",
                 *("resources", "gpus_per_node"),
             )
         elif node.gpus and need.gpus_per_node and need.nproc_per_node > node.gpus:
-            found += refusal(
+            problems += refusal(
                 "workers-exceed-gpus",
                 f"nproc_per_node {need.nproc_per_node} exceeds {has}",
                 *("resources", "nproc_per_node"),
             )
-    if not found and 0 < need.gpus_per_node < need.nproc_per_node:
-        found += refusal(
+    if not problems and 0 < need.gpus_per_node < need.nproc_per_node:
+        problems += refusal(
             "workers-exceed-gpus",
             f"nproc_per_node {need.nproc_per_node} exceeds gpus_per_node {need.gpus_per_node}; "
             "each worker needs a GPU of its own",
             *("resources", "nproc_per_node"),
         )
     if node.cpus is not None and (cpus := cpus_of(job)) > node.cpus:
-        found += refusal(
+        problems += refusal(
             "cpus-exceed-node",
             f"cpus_per_node {cpus} exceeds the {node.cpus} CPUs per node of "
             f"profile {profile.name!r}",
             *("resources", "cpus_per_node"),
         )
     if node.memory_bytes is not None and (need.memory_bytes or 0) > node.memory_bytes:
-        found += refusal(
+        problems += refusal(
             "memory-exceeds-node",
             f"memory {format_size(need.memory_bytes or 0)} exceeds the "
             f"{format_size(node.memory_bytes)} per node of profile {profile.name!r}",
             *("resources", "memory"),
         )
     if need.memory_bytes and need.shm_bytes and need.shm_bytes >= need.memory_bytes:
-        found += refusal(
+        problems += refusal(
             "shm-exceeds-memory",
             f"shm {format_size(need.shm_bytes)} leaves nothing of memory "
             f"{format_size(need.memory_bytes)}, which it is part of",
             *("resources", "shm"),
         )
-    return found
+    return problems
 
 
 def _elastic_problems(job: JobSpec, profile: Profile) -> list[Problem]:
     if not job.resources.elastic:
         return []
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if not job.retries.in_job:
-        found += refusal(
+        problems += refusal(
             "elastic-without-restarts",
             "nnodes with min and max needs retries.in_job: without it, no rank starts again after "
             "a node is lost or has come",
             *_NNODES,
         )
     if isinstance(profile, SlurmProfile) and profile.gpus_flag == "gpus-per-task":
-        found += refusal(
+        problems += refusal(
             "elastic-gpus-per-task",
             "nnodes with min and max cannot be had by gpus-per-task, since Slurm chooses how many "
             "tasks there are; write gpus_flag: gres",
             *_NNODES,
         )
-    return found
+    return problems
 
 
 def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
-    found: list[Problem] = []
+    problems: list[Problem] = []
     site = getattr(profile, "mounts", ())  # this machine's profile has none
     targets = [mount.target.rstrip("/") for mount in (*site, *job.mounts)]
     if twice := sorted({target for target in targets if targets.count(target) > 1}):
-        found += refusal("mount-target-taken", f"two mounts have the target {twice[0]!r}", "mounts")
+        problems += refusal(
+            "mount-target-taken", f"two mounts have the target {twice[0]!r}", "mounts"
+        )
     if isinstance(profile, KubernetesProfile):
-        return found
+        return problems
     if isinstance(profile, SlurmProfile) and profile.runtime != "bare":
-        return found  # refusals_of_containers looks at the site's, too
+        return problems  # refusals_of_containers looks at the site's, too
     for index, mount in enumerate(job.mounts):
         place, key = f"mounts[{index}]", ("mounts", index)
         if mount.kind != "path":
-            found += refusal(
+            problems += refusal(
                 "mount-elsewhere",
                 f"{place}: {mount.source!r} exists only on Kubernetes; write a path",
                 *key,
             )
         elif mount.source != mount.target:
-            found += refusal(
+            problems += refusal(
                 "mount-without-container",
                 f"{place}: profile {profile.name!r} runs without containers, so {mount.source!r} "
                 f"cannot appear at {mount.target!r}; make source and target equal",
                 *key,
             )
-    return found
+    return problems
 
 
 def _too_many_here(job: JobSpec) -> list[Problem]:

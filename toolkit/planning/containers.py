@@ -72,7 +72,7 @@ def mounts_for(job: JobSpec, profile: SlurmProfile) -> tuple[str, ...]:
 def refusals_of_containers(job: JobSpec, profile: SlurmProfile) -> list[Problem]:
     """Return why the site's runtime cannot run this job's container; none if it can."""
     runtime = profile.runtime
-    found = [
+    problems = [
         Problem(rule="image-of-another-runtime", message=why, key=("image",))
         for why in _image_problems(job.image or "", runtime)
     ]
@@ -83,15 +83,15 @@ def refusals_of_containers(job: JobSpec, profile: SlurmProfile) -> list[Problem]
         for index, mount in enumerate(mounts):
             key = ("mounts", index) if place == "mounts" else ()
             for rule, why in _mount_problems(mount, runtime):
-                found.append(Problem(rule=rule, message=f"{place}[{index}]: {why}", key=key))
+                problems.append(Problem(rule=rule, message=f"{place}[{index}]: {why}", key=key))
     for index, option in enumerate(profile.container_options):
         if (name := option.partition("=")[0]) in _OURS[runtime]:
             message = (
                 f"profile {profile.name!r}: container_options[{index}]: {name} is set by the "
                 "script, which needs it as it is; leave it out"
             )
-            found.append(Problem(rule="container-option-taken", message=message))
-    return found
+            problems.append(Problem(rule="container-option-taken", message=message))
+    return problems
 
 
 def _image_problems(image: str, runtime: str) -> list[str]:
@@ -113,12 +113,12 @@ def _mount_problems(mount: Mount, runtime: str) -> list[tuple[str, str]]:
         return [("mount-elsewhere", f"{mount.source!r} exists only on Kubernetes; write a path")]
     # Pyxis writes them to a fstab as they are (NVIDIA/pyxis, issue 133).
     never = ",:" + (" \t" if runtime == "pyxis" else "")
-    found = [
+    problems = [
         ("mount-unwritable", f"{runtime} takes no {sign!r} in a path; make a link without it")
         for sign in never
         if sign in mount.source + mount.target
     ]
     if mount.target.rstrip("/") in _NEVER_TARGETS:
         why = f"{mount.target!r} is the container's own; choose another target"
-        found.append(("mount-target-taken", why))
-    return found
+        problems.append(("mount-target-taken", why))
+    return problems

@@ -206,16 +206,16 @@ def _queue_labels(job: JobSpec, profile: KubernetesProfile) -> dict[str, str]:
 
 def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:
     """Return what the user should know: data that will be lost, and loosened security."""
-    name, found = profile.name, []
+    name, notes = profile.name, []
     if profile.runs_claim is None:
-        found.append(f"profile {name!r} names no runs_claim: checkpoints are lost with their pod")
+        notes.append(f"profile {name!r} names no runs_claim: checkpoints are lost with their pod")
         if job.retries.requeue:
-            found.append(
+            notes.append(
                 "without runs_claim nobody can count failures or tell those that may pass: each "
                 "is tried again, as often as the cluster counts"
             )
     if job.resources.shm_bytes and not job.resources.memory_bytes:
-        found.append(
+        notes.append(
             "resources.shm without memory: it counts against a limit that the namespace may set, "
             "and as memory of the node where it sets none"
         )
@@ -226,5 +226,5 @@ def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:
         (not profile.read_only_root, "read_only_root is off: the image's files can be changed"),
     ):
         if loose:
-            found.append(f"profile {name!r} loosens the pods' security: {what}")
-    return tuple(found)
+            notes.append(f"profile {name!r} loosens the pods' security: {what}")
+    return tuple(notes)

@@ -237,11 +237,11 @@ def _toleration(one: Toleration) -> dict[str, Any]:
 def _affinity(
     job: JobSpec, profile: KubernetesProfile, selector: Mapping[str, Any]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    affinity: dict[str, Any] = {}
     near = profile.topology
     if near and not _queue(job, profile):
         term = {"labelSelector": selector, "topologyKey": near.key}
-        found["podAffinity"] = (
+        affinity["podAffinity"] = (
             {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
             if near.required
             else {
@@ -252,8 +252,8 @@ def _affinity(
         )
     if profile.one_pod_per_node or profile.host_network:
         apart = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
-        found["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
-    return found
+        affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
+    return affinity
 
 
 def _pod_security(profile: KubernetesProfile) -> dict[str, Any]:

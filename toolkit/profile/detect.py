@@ -141,13 +141,13 @@ def discover(
     ask = ask or _ask
     venv = _venv(environ, prefix or (sys.prefix if sys.prefix != sys.base_prefix else ""))
     listed = ask(["nvidia-smi", "-L"]) or ""
-    said = (ask(["bash", "-lc", "type -t module"]) or "").strip().splitlines()
-    found = Discovery(
+    types = (ask(["bash", "-lc", "type -t module"]) or "").strip().splitlines()
+    site = Discovery(
         host=socket.gethostname(),
         slurm=_slurm(ask),
         contexts=tuple(_contexts(environ, root)),
         namespace=None,
-        modules=said[-1:] in (["function"], ["alias"]),
+        modules=types[-1:] in (["function"], ["alias"]),
         runtimes=tuple(name for name in _RUNTIMES if ask([name, "--version"]) is not None),
         gpus=tuple(re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listed, re.MULTILINE)),
         cpus=os.cpu_count() or 1,
@@ -155,7 +155,7 @@ def discover(
         venv=venv,
         torchrun=venv is not None and (venv / "bin/torchrun").exists(),
     )
-    return replace(found, namespace=_namespace(ask, found.context)) if found.context else found
+    return replace(site, namespace=_namespace(ask, site.context)) if site.context else site
 
 
 def _ask(argv: Sequence[str]) -> str | None:
@@ -175,8 +175,8 @@ def _ask(argv: Sequence[str]) -> str | None:
 
 
 def _venv(environ: Mapping[str, str], prefix: str) -> Path | None:
-    found = environ.get("VIRTUAL_ENV") or prefix
-    return Path(found) if found and (Path(found) / "bin/activate").is_file() else None
+    folder = environ.get("VIRTUAL_ENV") or prefix
+    return Path(folder) if folder and (Path(folder) / "bin/activate").is_file() else None
 
 
 def _memory(root: Path) -> int | None:
@@ -184,8 +184,8 @@ def _memory(root: Path) -> int | None:
         text = (root / "proc/meminfo").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"^MemTotal: +(\d{1,18}) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    match = re.search(r"^MemTotal: +(\d{1,18}) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 # ---- Slurm
@@ -210,14 +210,14 @@ def _slurm(ask: Ask) -> SlurmSite | None:
 
 def _partitions(text: str) -> tuple[Partition, ...]:
     """Read sinfo's rows, one for each kind of node of each partition."""
-    found: dict[str, Partition] = {}
+    by_name: dict[str, Partition] = {}
     for line in text.splitlines():
         columns = line.strip().split("|")
         if len(columns) != 7 or columns[1] != "up":
             continue
         name, _, limit, nodes, cpus, memory, gres = columns
         kinds = re.findall(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d+)", gres)
-        known = found.get(name)
+        before = by_name.get(name)
         kind = Partition(
             name=name.rstrip("*"),
             is_default=name.endswith("*"),
@@ -228,8 +228,8 @@ def _partitions(text: str) -> tuple[Partition, ...]:
             gpus=sum(whole_number(number) or 0 for _, number in kinds),
             gpu_types=tuple(word for word, _ in kinds if word),
         )
-        found[name] = kind if known is None else _both(known, kind)
-    return tuple(found.values())
+        by_name[name] = kind if before is None else _both(before, kind)
+    return tuple(by_name.values())
 
 
 def _both(one: Partition, other: Partition) -> Partition:
@@ -246,8 +246,8 @@ def _both(one: Partition, other: Partition) -> Partition:
 
 
 def _number(text: str) -> int | None:
-    found = re.match(r"\d+", text)
-    return whole_number(found[0]) if found else None
+    match = re.match(r"\d+", text)
+    return whole_number(match[0]) if match else None
 
 
 def _accounts(ask: Ask) -> tuple[str, ...]:
@@ -263,7 +263,7 @@ def _accounts(ask: Ask) -> tuple[str, ...]:
 
 def _contexts(environ: Mapping[str, str], root: Path) -> list[Context]:
     paths = environ.get("KUBECONFIG") or f"{environ.get('HOME', '')}/.kube/config"
-    found: dict[str, Context] = {}
+    by_name: dict[str, Context] = {}
     current = ""
     for path in filter(None, paths.split(":")):
         config = _kubeconfig(Path(path))
@@ -274,10 +274,10 @@ def _contexts(environ: Mapping[str, str], root: Path) -> list[Context]:
                 context = Context(
                     name=name, namespace=str(inner.get("namespace") or "default"), current=False
                 )
-                found.setdefault(name, context)  # of two files, the first one counts
+                by_name.setdefault(name, context)  # of two files, the first one counts
     contexts = [
         Context(name=c.name, namespace=c.namespace, current=c.name == current)
-        for c in found.values()
+        for c in by_name.values()
     ]
     namespace = root / _SERVICE_ACCOUNT / "namespace"
     if environ.get("KUBERNETES_SERVICE_HOST") and namespace.is_file():
@@ -314,13 +314,13 @@ def _namespace(ask: Ask, context: Context) -> Namespace | None:
         return None
     # Others have this group, too.
     served = get("--raw", "/apis/kubeflow.org/v1") if "kubeflow.org" in groups else {}
-    known = {
+    names = {
         "PyTorchJob": any(r.get("name") == "pytorchjobs" for r in served.get("resources") or ()),
         "TrainJob": "trainer.kubeflow.org" in groups,
         "JobSet": "jobset.x-k8s.io" in groups,
         "Job": True,
     }
-    runtimes = items("trainingruntimes.trainer.kubeflow.org") if known["TrainJob"] else []
+    runtimes = items("trainingruntimes.trainer.kubeflow.org") if names["TrainJob"] else []
     queues = items("localqueues.kueue.x-k8s.io") if "kueue.x-k8s.io" in groups else []
     shared = [
         claim
@@ -329,7 +329,7 @@ def _namespace(ask: Ask, context: Context) -> Namespace | None:
     ]
     labels = get("namespace", context.namespace, "--output=json").get("metadata", {}).get("labels")
     return Namespace(
-        workloads=tuple(kind for kind, is_there in known.items() if is_there),
+        workloads=tuple(kind for kind, is_there in names.items() if is_there),
         has_runtime="torch-deploy-toolkit" in map(_name, runtimes),
         queues=tuple(map(_name, queues)),
         claims=tuple(map(_name, shared)),

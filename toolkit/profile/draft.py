@@ -25,11 +25,11 @@ class Draft:
     text: str
 
 
-def draft(found: Discovery, *, kind: str | None = None, name: str | None = None) -> Draft:
+def draft(site: Discovery, *, kind: str | None = None, name: str | None = None) -> Draft:
     """Return a profile of the detected facts: Slurm first, then Kubernetes, else this machine.
 
     Args:
-        found: What there is.
+        site: What there is.
         kind: Which of them is wanted.
         name: The profile's name; that of the cluster where it is left out.
 
@@ -39,21 +39,21 @@ def draft(found: Discovery, *, kind: str | None = None, name: str | None = None)
     if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
         message = f"{name!r} cannot be a profile's name; take letters, digits, '-', '_' and '.'"
         raise InputError([Problem(place="--name", message=message)])
-    current = found.context
-    kind = kind or ("slurm" if found.slurm else "kubernetes" if current else "local")
+    current = site.context
+    kind = kind or ("slurm" if site.slurm else "kubernetes" if current else "local")
     if kind == "slurm":
-        if found.slurm is None:
+        if site.slurm is None:
             raise InputError(
                 "no Slurm cluster answers here; go to a login node, or write "
                 "--kind local or kubernetes"
             )
-        lines, named = list(_slurm(found)), found.slurm.cluster
+        lines, named = list(_slurm(site)), site.slurm.cluster
     elif kind == "kubernetes":
         if current is None:
             raise InputError("no kubeconfig names a context; set KUBECONFIG, or write --kind local")
-        lines, named = list(_kubernetes(found, current)), current.name or "k8s"
+        lines, named = list(_kubernetes(site, current)), current.name or "k8s"
     else:
-        lines, named = list(_local(found)), "local"
+        lines, named = list(_local(site)), "local"
     name = name or re.sub(r"[^\w.-]+", "-", named).strip("-.") or kind
     return Draft(name=name, text="\n".join(lines) + "\n")
 
@@ -94,33 +94,34 @@ def keep_draft(
     return path, True
 
 
-def found_lines(found: Discovery) -> Iterator[str]:
+def found_lines(discovery: Discovery) -> Iterator[str]:
     """Yield lines that describe the detected facts."""
-    site = found.slurm
+    site = discovery.slurm
     if site is None:
         yield "Slurm: none (scontrol gives no answer)"
     else:
         yield f"Slurm {site.version}, cluster {site.cluster}"
         yield from (f"  partition {_described(p)}" for p in site.partitions)
         yield f"  accounts: {', '.join(site.accounts) or 'none are kept, or none is yours'}"
-    if not found.contexts:
+    if not discovery.contexts:
         yield "Kubernetes: no kubeconfig names a context"
-    for context in found.contexts:
+    for context in discovery.contexts:
         where = f"context {context.name}" if context.name else "this pod's own cluster"
         current = " (current)" if context.current else ""
         yield f"Kubernetes: {where}{current}, namespace {context.namespace}"
-        if context == found.context and found.namespace:
-            yield f"  workloads: {', '.join(found.namespace.workloads)}"
-            yield f"  queues: {', '.join(found.namespace.queues) or 'none'}"
-            yield f"  shared claims: {', '.join(found.namespace.claims) or 'none'}"
-        elif context == found.context:
+        if context == discovery.context and discovery.namespace:
+            yield f"  workloads: {', '.join(discovery.namespace.workloads)}"
+            yield f"  queues: {', '.join(discovery.namespace.queues) or 'none'}"
+            yield f"  shared claims: {', '.join(discovery.namespace.claims) or 'none'}"
+        elif context == discovery.context:
             yield "  its cluster does not answer kubectl"
     pyxis = ("pyxis",) if site and site.pyxis else ()
-    yield f"containers: {', '.join((*pyxis, *found.runtimes)) or 'no runtime'}"
-    yield f"GPUs here: {', '.join(found.gpus) or 'none'}"
-    yield f"modules: {'yes' if found.modules else 'no'}"
-    without = "" if found.torchrun else ", without torchrun"
-    yield f"virtual environment: {f'{found.venv}{without}' if found.venv else 'none is active'}"
+    yield f"containers: {', '.join((*pyxis, *discovery.runtimes)) or 'no runtime'}"
+    yield f"GPUs here: {', '.join(discovery.gpus) or 'none'}"
+    yield f"modules: {'yes' if discovery.modules else 'no'}"
+    without = "" if discovery.torchrun else ", without torchrun"
+    venv = f"{discovery.venv}{without}" if discovery.venv else "none is active"
+    yield f"virtual environment: {venv}"
 
 
 def _described(partition: Partition) -> str:
@@ -146,8 +147,8 @@ def _plain(text: str) -> str:
     return re.sub(r"[^\x20-\x7e\xa0-\ud7ff]", "?", text)
 
 
-def _head(found: Discovery, what: str) -> Iterator[str]:
-    yield f"# {_plain(what)}, as `toolkit init` found it on {_plain(found.host)}."
+def _head(site: Discovery, what: str) -> Iterator[str]:
+    yield f"# {_plain(what)}, as `toolkit init` found it on {_plain(site.host)}."
     yield "# Every key: docs/reference/profiles.md. Lines behind a # are there to be filled in."
 
 
@@ -158,10 +159,10 @@ def _node(gpus: int, cpus: int | None, memory_bytes: int | None) -> str:
     return f"node: {{{', '.join(facts)}}}"
 
 
-def _slurm(found: Discovery) -> Iterator[str]:
-    site = found.slurm
+def _slurm(discovery: Discovery) -> Iterator[str]:
+    site = discovery.slurm
     assert site is not None
-    yield from _head(found, f"Slurm {site.version}, cluster {site.cluster}")
+    yield from _head(discovery, f"Slurm {site.version}, cluster {site.cluster}")
     yield "kind: slurm"
     yield ""
     yield "# Partitions:"
@@ -189,27 +190,27 @@ def _slurm(found: Discovery) -> Iterator[str]:
     yield "runs_dir: runs"
     yield ""
     yield "# How workers run: bare (modules, venv); pyxis, apptainer or podman (in a job's image)."
-    runtimes = [*(["pyxis"] if site.pyxis else []), *found.runtimes]
-    yield f"# Found on {_plain(found.host)}: {', '.join(runtimes) or 'no container runtime'}."
+    runtimes = [*(["pyxis"] if site.pyxis else []), *discovery.runtimes]
+    yield f"# Found on {_plain(discovery.host)}: {', '.join(runtimes) or 'no container runtime'}."
     yield "runtime: bare"
-    if found.modules:
+    if discovery.modules:
         yield "# modules: [cuda/12.8]  # `module avail` lists them"
-    if found.venv is not None:
-        why = "" if found.torchrun else "it has no torchrun yet: pip install torch"
-        yield _entry("venv", str(found.venv), why)
+    if discovery.venv is not None:
+        why = "" if discovery.torchrun else "it has no torchrun yet: pip install torch"
+        yield _entry("venv", str(discovery.venv), why)
     else:
         yield "# venv: /PATH  # none is active; workers need one with torch"
 
 
-def _kubernetes(found: Discovery, chosen: Context) -> Iterator[str]:
+def _kubernetes(discovery: Discovery, chosen: Context) -> Iterator[str]:
     where = f"context {chosen.name}" if chosen.name else "the cluster of this pod"
-    yield from _head(found, f"Kubernetes, {where}")
+    yield from _head(discovery, f"Kubernetes, {where}")
     yield "kind: kubernetes"
     if chosen.name:
-        others = ", ".join(c.name for c in found.contexts if c.name and c != chosen)
+        others = ", ".join(c.name for c in discovery.contexts if c.name and c != chosen)
         yield _entry("context", chosen.name, f"there are also: {others}" if others else "")
     yield _entry("namespace", chosen.namespace)
-    site = found.namespace
+    site = discovery.namespace
     if site is None:
         yield "# workload: TrainJob  # or JobSet, or Job; PyTorchJob where nothing is said"
     else:
@@ -235,8 +236,8 @@ def _kubernetes(found: Discovery, chosen: Context) -> Iterator[str]:
     yield "# node_selector: {LABEL: VALUE}"
 
 
-def _local(found: Discovery) -> Iterator[str]:
-    yield from _head(found, "This machine")
+def _local(site: Discovery) -> Iterator[str]:
+    yield from _head(site, "This machine")
     yield "kind: local"
-    yield _node(len(found.gpus), found.cpus, found.memory_bytes)
+    yield _node(len(site.gpus), site.cpus, site.memory_bytes)
     yield "runs_dir: runs  # below the folder in which you start"

@@ -142,10 +142,10 @@ def _read(path: Path) -> Profile:
     profile = validate(model or LocalProfile, document, ProfileError)
     if leaks := leaks_of(profile):
         raise ProfileError([Problem(place=document.place(at), message=why) for at, why in leaks])
-    found = {} if profile.name else {"name": path.stem}
+    changes = {} if profile.name else {"name": path.stem}
     if profile.templates_dir is not None:
-        found["templates_dir"] = str(path.absolute().parent / profile.templates_dir)
-    return profile.model_copy(update=found)
+        changes["templates_dir"] = str(path.absolute().parent / profile.templates_dir)
+    return profile.model_copy(update=changes)
 
 
 def model_of(kind: object) -> type[Profile] | None:
@@ -162,18 +162,18 @@ def model_of(kind: object) -> type[Profile] | None:
 
 def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:
     """Return where a profile holds a secret, and what to do about it."""
-    found: list[tuple[KeyPath, str]] = []
+    places: list[tuple[KeyPath, str]] = []
     lines_of_shell = ("prolog", "epilog")
     for key, value in profile.model_dump(mode="json", by_alias=True, exclude_defaults=True).items():
         if key not in (*lines_of_shell, *secret_scan.NAMES_OF_SECRETS):
             leaks = secret_scan.leaks_of_document(
                 key, value, name=key, skip=secret_scan.NAMES_OF_SECRETS
             )
-            found += (((key, *path), why) for path, why in leaks)
+            places += (((key, *path), why) for path, why in leaks)
     if isinstance(profile, SlurmProfile):
         for key, lines in (("prolog", profile.prolog), ("epilog", profile.epilog)):
             for index, line in enumerate(lines):
                 words = re.sub("[\"']", "", line).replace(";", " ").split()
                 whys = [why for _, why in secret_scan.leaks_of_words(f"{key}[{index}]", words)]
-                found += (((key, index), why) for why in whys)
-    return found
+                places += (((key, index), why) for why in whys)
+    return places

@@ -146,11 +146,11 @@ class KubernetesProfile(SiteProfile):
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
         """Return what keys say against each other."""
-        level, found = given.get("pod_security") or "restricted", []
+        level, problems = given.get("pod_security") or "restricted", []
 
         def breaks(what: str, *levels: str) -> None:
             if level in levels:
-                found.append(
+                problems.append(
                     f"{what} is against Pod Security {level!r}, so the cluster would refuse the "
                     f"pods; leave it out, or say what the namespace allows: pod_security: "
                     f"{'privileged' if 'baseline' in levels else 'baseline'}"
@@ -164,12 +164,14 @@ class KubernetesProfile(SiteProfile):
             if given.get(key):
                 breaks(key, "restricted", "baseline")
         if given.get("master") and (given.get("workload") or "PyTorchJob") != "PyTorchJob":
-            found.append(f"master is for a PyTorchJob; workload is {given['workload']!r}")
+            problems.append(f"master is for a PyTorchJob; workload is {given['workload']!r}")
         gpu = given.get("gpu_resource") or "nvidia.com/gpu"
         if isinstance(gpu, str) and gpu in (given.get("resources") or ()):
-            found.append(
+            problems.append(
                 f"resources: {gpu!r} is what gpus_per_node of a job asks for; leave it out"
             )
         if given.get("queue_priority") and not given.get("queue"):
-            found.append("queue_priority without a queue: it is a priority among Kueue's workloads")
-        return found
+            problems.append(
+                "queue_priority without a queue: it is a priority among Kueue's workloads"
+            )
+        return problems

@@ -129,28 +129,28 @@ class SlurmProfile(SiteProfile):
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
         """Return what keys say against each other."""
         options = given.get("sbatch")
-        found = [
+        problems = [
             f"{key!r} stands under sbatch and as a key of its own; keep one"
             for key in ("partition", "account", "qos", "switches", "exclusive", "licenses")
             if isinstance(options, dict) and key in options and given.get(key)
         ]
         if not given.get("via") and given.get("remote_dir", REMOTE_DIR) != REMOTE_DIR:
-            found.append("remote_dir without via: it is for a login node that is reached by ssh")
+            problems.append("remote_dir without via: it is for a login node that is reached by ssh")
         runtime = given.get("runtime") or "bare"
-        found += (
+        problems += (
             f"{key} without containers; write runtime: pyxis, apptainer or podman"
             for key in ("container_options", "mounts")
             if runtime == "bare" and given.get(key)
         )
         if runtime != "bare" and given.get("venv"):
-            found.append(
+            problems.append(
                 f"venv with runtime {runtime!r}: no container sees it; install into the image, or "
                 "write runtime: bare"
             )
         if given.get("gpus_flag") == "gpus-per-task" and given.get("gpu_type"):
-            found.append(
+            problems.append(
                 "gpus_flag 'gpus-per-task' with a gpu_type: Slurm 22.05 leaves "
                 "CUDA_VISIBLE_DEVICES unset then; write gpus_flag: gres, or choose the nodes by "
                 "sbatch: {constraint: …} and leave gpu_type out"
             )
-        return found
+        return problems

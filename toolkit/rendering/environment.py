@@ -160,17 +160,17 @@ def _template_of(plan: KubernetesPlan) -> str:
 
 def _filled(plan: LaunchPlan, name: str) -> str:
     """Return a template with the values of a plan."""
-    known = {"plan": plan, "job": plan.job, "profile": plan.profile, "version": _version()}
+    names = {"plan": plan, "job": plan.job, "profile": plan.profile, "version": _version()}
     folder = plan.profile.templates_dir
     if folder is None:
-        return _environment().get_template(name).render(known)
-    text = _render_yours(Path(folder), name, known)
+        return _environment().get_template(name).render(names)
+    text = _render_yours(Path(folder), name, names)
     if isinstance(plan, KubernetesPlan):
         _require_objects(text, Path(folder), plan)
     return text
 
 
-def _render_yours(folder: Path, name: str, known: Mapping[str, object]) -> str:
+def _render_yours(folder: Path, name: str, names: Mapping[str, object]) -> str:
     """Render templates that the user wrote; all that is wrong with them is the user's to mend."""
     if not _holds_ours(folder, name):
         what = f"holds no {_wanted(name)}" if folder.is_dir() else "is no folder"
@@ -181,14 +181,14 @@ def _render_yours(folder: Path, name: str, known: Mapping[str, object]) -> str:
         environment = _environment(folder)
         with _limited(environment):
             parts, size = [], 0
-            for part in environment.get_template(name).generate(known):
+            for part in environment.get_template(name).generate(names):
                 parts.append(part)
                 size += len(part)
                 if size > _MOST:
                     raise RenderError(f"renders more than {_MOST:,} characters; is there a loop?")
         return "".join(parts)
     except Exception as error:
-        problem = Problem(place=_place(error, folder, name), message=_said(error, name, known))
+        problem = Problem(place=_place(error, folder, name), message=_said(error, name, names))
         raise RenderError([problem]) from error
 
 
@@ -222,10 +222,10 @@ def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
 
     place = f"what {folder} renders"
     try:
-        found = read_manifests(text, place).manifests
+        manifests = read_manifests(text, place).manifests
     except InputError as error:
         raise RenderError(error.problems) from None
-    if not any(one.kind == plan.workload and one.name == plan.run_name for one in found):
+    if not any(one.kind == plan.workload and one.name == plan.run_name for one in manifests):
         message = f"holds no {plan.workload} named {plan.run_name!r}, which makes the pods"
         raise RenderError([Problem(place=place, message=message)])
 
@@ -243,7 +243,7 @@ def _wanted(name: str) -> str:
     return f"{name} or other template of kubernetes/" if name.startswith("kubernetes/") else name
 
 
-def _said(error: Exception, name: str, known: Iterable[str]) -> str:
+def _said(error: Exception, name: str, names: Iterable[str]) -> str:
     match error:
         case RenderError():
             return str(error)
@@ -252,7 +252,7 @@ def _said(error: Exception, name: str, known: Iterable[str]) -> str:
         case TemplateSyntaxError():
             return error.message or "not a template"
         case UndefinedError():
-            return f"{error}; templates know {', '.join(known)}"
+            return f"{error}; templates know {', '.join(names)}"
     return f"{type(error).__name__}: {error}"
 
 
@@ -292,8 +292,8 @@ class _YourLoader(FileSystemLoader):
             return super().get_source(environment, template)
         except UnicodeDecodeError as error:
             line = error.object.count(b"\n", 0, error.start) + 1
-            said = f"not UTF-8: byte 0x{error.object[error.start]:02x}"
-            raise TemplateSyntaxError(said, line, template, str(path)) from None
+            message = f"not UTF-8: byte 0x{error.object[error.start]:02x}"
+            raise TemplateSyntaxError(message, line, template, str(path)) from None
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -350,11 +350,11 @@ def _bytecode_cache() -> BytecodeCache | None:
     folder = Path(home, "torch-deploy-toolkit", f"jinja2-{jinja2_version}")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
+        info = folder.lstat()
     except OSError:
         return None
-    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
-    return _BytecodeCache(str(folder)) if private and found.st_uid == os.getuid() else None
+    private = stat.S_ISDIR(info.st_mode) and not info.st_mode & 0o022
+    return _BytecodeCache(str(folder)) if private and info.st_uid == os.getuid() else None
 
 
 @functools.cache

@@ -120,8 +120,8 @@ def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dic
         try:
             document = jsonpatch.JsonPatch([operation]).apply(document)
         except (jsonpatch.JsonPatchException, JsonPointerException, TypeError) as error:
-            said = re.sub(r" in \{.*", "", str(error), flags=re.DOTALL)  # all of the object
-            raise _Unfit(f"json[{at}] {json_quote(operation)} does not apply: {said}") from None
+            message = re.sub(r" in \{.*", "", str(error), flags=re.DOTALL)  # all of the object
+            raise _Unfit(f"json[{at}] {json_quote(operation)} does not apply: {message}") from None
     if not isinstance(document, dict):
         raise _Unfit("json: nothing of the object is left")
     return document
@@ -149,18 +149,18 @@ def _merged_mapping(there: dict[str, Any], patch: dict[str, Any], path: str) -> 
     if directive == "replace":
         replaced: dict[str, Any] = _added(patch, path)
         return replaced
-    found = dict(there)
+    merged = dict(there)
     for key, value in patch.items():
         below = f"{path}.{key}".lstrip(".")
         if key.startswith("$"):
             raise _Unfit(f"merge: {below}: the toolkit knows $patch and $retainKeys")
         if value is None or (isinstance(value, dict) and value.get("$patch") == "delete"):
-            found.pop(key, None)
-        elif key in found:
-            found[key] = _merged(found[key], value, below)
+            merged.pop(key, None)
+        elif key in merged:
+            merged[key] = _merged(merged[key], value, below)
         else:
-            found[key] = _added(value, below)
-    return found if kept is None else {key: found[key] for key in found if key in kept}
+            merged[key] = _added(value, below)
+    return merged if kept is None else {key: merged[key] for key in merged if key in kept}
 
 
 def _merged_list(there: list[Any], patch: list[Any], path: str) -> list[Any]:
@@ -169,23 +169,23 @@ def _merged_list(there: list[Any], patch: list[Any], path: str) -> list[Any]:
     if merge_key is None or len(rest) < len(patch):
         replaced: list[Any] = _added(rest, path)
         return replaced
-    found = list(there)
+    merged = list(there)
     for entry in rest:
         if not isinstance(entry, dict) or merge_key not in entry:
             raise _Unfit(f"merge: {path}: an entry needs its {merge_key}: {json_quote(entry)}")
         name = entry[merge_key]
         below = f"{path}[{name}]"
-        same = [at for at, one in enumerate(found) if one.get(merge_key) == name]
+        same = [at for at, one in enumerate(merged) if one.get(merge_key) == name]
         if entry.get("$patch") == "delete":
             if not same:
-                names = ", ".join(str(one.get(merge_key)) for one in found)
+                names = ", ".join(str(one.get(merge_key)) for one in merged)
                 raise _Unfit(f"merge: {below} is not there to be deleted; there are {names}")
-            del found[same[0]]
+            del merged[same[0]]
         elif same:
-            found[same[0]] = _merged_mapping(found[same[0]], entry, below)
+            merged[same[0]] = _merged_mapping(merged[same[0]], entry, below)
         else:
-            found.append(_added(entry, below))
-    return found
+            merged.append(_added(entry, below))
+    return merged
 
 
 def _merge_key(path: str, entries: list[Any]) -> str | None:
@@ -208,8 +208,8 @@ def _added(value: Any, path: str) -> Any:
     return [_added(one, path) for one in value] if isinstance(value, list) else value
 
 
-def _known(directive: Any, known: Iterable[str | None], path: str) -> None:
-    if directive not in known:
+def _known(directive: Any, names: Iterable[str | None], path: str) -> None:
+    if directive not in names:
         raise _Unfit(f"merge: {path}: $patch is {json_quote(directive)}; write replace or delete")
 
 

@@ -85,9 +85,12 @@ def run(
             # The process may still be writing when its output is closed.
             writer.join(timeout=1.0)
         errors.seek(0)
-        said = errors.read(limit_bytes)
+        errors_seen = errors.read(limit_bytes)
     return subprocess.CompletedProcess(
-        argv, process.returncode, output.decode(errors="replace"), said.decode(errors="replace")
+        argv,
+        process.returncode,
+        output.decode(errors="replace"),
+        errors_seen.decode(errors="replace"),
     )
 
 

@@ -118,16 +118,16 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
         return None
     starts = starts_of(attempt)
     reports = reports_of(run_dir, attempt, starts)
-    bases = {start.key: said.rank - said.local_rank for start, said in reports.items()}
+    bases = {start.key: reported.rank - reported.local_rank for start, reported in reports.items()}
     last = dict.fromkeys([*(start for start in starts if start.last), *reports])
-    found = [f for start in last if (f := _judge(attempt, start, bases, reports.get(start)))]
-    if (attempt / "exit_status").exists() and all(one.kind == "echo" for one in found):
-        since = min((one.time for one in found), default=0.0) - _UNREPORTED_S
+    failures = [f for start in last if (f := _judge(attempt, start, bases, reports.get(start)))]
+    if (attempt / "exit_status").exists() and all(one.kind == "echo" for one in failures):
+        since = min((one.time for one in failures), default=0.0) - _UNREPORTED_S
         silent = [_unreported(attempt, start, bases) for start in last if start.key not in bases]
-        found += [one for one in silent if one and one.time >= since]
-    if not found:
+        failures += [one for one in silent if one and one.time >= since]
+    if not failures:
         return None
-    return replace(first_of(found), earlier=tuple(_earlier(attempt, starts, bases)))
+    return replace(first_of(failures), earlier=tuple(_earlier(attempt, starts, bases)))
 
 
 def _newest(run_dir: Path) -> Path | None:
@@ -147,7 +147,7 @@ def _ended_well(run_dir: Path, attempt: Path) -> bool:
 
 
 def _judge(
-    attempt: Path, start: Start, bases: Mapping[str, int], said: Reported | None = None
+    attempt: Path, start: Start, bases: Mapping[str, int], reported: Reported | None = None
 ) -> Failure | None:
     """Return a rank's failure from its error file, or else from torchrun's report."""
     if error := start.error():
@@ -155,24 +155,24 @@ def _judge(
         trace = last_trace(start.stderr())
         kind: Kind = "echo" if is_echo(message) else "exception"
         lines = lines or (trace.lines if trace else ())
-    elif said is None or -said.exitcode in STOPS:
+    elif reported is None or -reported.exitcode in STOPS:
         return None
     else:
-        time, trace = said.time, last_trace(start.stderr())
+        time, trace = reported.time, last_trace(start.stderr())
         lines = tuple([line for line in start.stderr() if line.strip()][-_LAST_WORDS:])
-        if trace and (said.exitcode == 1 or (said.exitcode < 0 and trace.at_end)):
+        if trace and (reported.exitcode == 1 or (reported.exitcode < 0 and trace.at_end)):
             lines = trace.lines
-        if said.exitcode == 1 and trace:
+        if reported.exitcode == 1 and trace:
             kind = "echo" if is_echo(trace.message) else "exception"
             message, time = trace.message, start.silent_since()
-        elif said.exitcode < 0:
-            killed_by_others = said.exitcode == -signal.SIGABRT and is_echo("\n".join(lines))
+        elif reported.exitcode < 0:
+            killed_by_others = reported.exitcode == -signal.SIGABRT and is_echo("\n".join(lines))
             kind = "echo" if killed_by_others else "signal"
-            message = _signalled(attempt, start, -said.exitcode)
+            message = _signalled(attempt, start, -reported.exitcode)
         else:
             kind = "exit"
-            message = f"exit status {said.exitcode}" + (f": {lines[-1]}" if lines else "")
-    rank = said.rank if said else _rank(start, trace, bases)
+            message = f"exit status {reported.exitcode}" + (f": {lines[-1]}" if lines else "")
+    rank = reported.rank if reported else _rank(start, trace, bases)
     return _failure(attempt, start, kind=kind, rank=rank, time=time, message=message, lines=lines)
 
 
@@ -230,9 +230,9 @@ def _signalled(attempt: Path, start: Start, number: int) -> str:
     return f"killed by {name}"
 
 
-def first_of(found: Iterable[Failure]) -> Failure:
+def first_of(failures: Iterable[Failure]) -> Failure:
     """Return what failed first; failures that only report the loss of another rank come last."""
-    return min(found, key=lambda one: (one.kind == "echo", one.time))
+    return min(failures, key=lambda one: (one.kind == "echo", one.time))
 
 
 def _earlier(attempt: Path, starts: list[Start], bases: Mapping[str, int]) -> Iterator[Failure]:
@@ -240,9 +240,9 @@ def _earlier(attempt: Path, starts: list[Start], bases: Mapping[str, int]) -> It
     before = [start for start in starts if not start.last]
     for restart in sorted({start.restart for start in before}):
         those = [start for start in before if start.restart == restart]
-        found = [_judge(attempt, s, bases) or _unreported(attempt, s, bases) for s in those]
-        if known := [one for one in found if one]:
-            yield first_of(known)
+        judged = [_judge(attempt, s, bases) or _unreported(attempt, s, bases) for s in those]
+        if failures := [one for one in judged if one]:
+            yield first_of(failures)
 
 
 def _read(path: Path) -> str:

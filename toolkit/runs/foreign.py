@@ -62,12 +62,12 @@ class ForeignRun(ShownRun):
     def status(self) -> RunStatus:
         """Return the status from the files alone; no scheduler is queried."""
         assert self.run_dir is not None
-        found = run_directory.ended_status(self.run_dir)
-        said = run_directory.outcome(self.run_dir) or {}
-        if not found.state.final or said.get("status") == "running":
+        status = run_directory.ended_status(self.run_dir)
+        outcome = run_directory.outcome(self.run_dir) or {}
+        if not status.state.final or outcome.get("status") == "running":
             return RunStatus(state=RunState.UNKNOWN, reason=self._why, lost=True)
-        reason = "; ".join(filter(None, [found.reason, self._why]))
-        return RunStatus(state=found.state, reason=reason)
+        reason = "; ".join(filter(None, [status.reason, self._why]))
+        return RunStatus(state=status.state, reason=reason)
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         """Yield the lines that are written so far."""

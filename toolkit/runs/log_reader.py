@@ -191,17 +191,17 @@ def follow_files(
         if (now := time.monotonic()) >= asked + ask_every_s:
             last_round = ended()  # asked first: lines from before the end are still read
             asked = now
-        found = False
+        any_line = False
         for span in find():
             tail = tails.setdefault(span.path, Tail(offset=span.start))
             for line in tail.new_lines(span.path, span.end, span.below):
-                found = True
+                any_line = True
                 yield line
         if last_round:
             for tail in tails.values():
                 yield from tail.last_words()
             return
-        if not found:
+        if not any_line:
             time.sleep(pause_s)
 
 
@@ -212,8 +212,8 @@ def attempt_folders(run_dir: Path) -> list[Path]:
 
 def attempt_numbers(run_dir: Path) -> list[int]:
     """Return the numbers of the attempts, in order; entries with other names are left out."""
-    found = untrusted.entries(f"{run_dir}/logs")
-    return sorted(int(named[1]) for f in found if (named := _ATTEMPT.fullmatch(f.name)))
+    folders = untrusted.entries(f"{run_dir}/logs")
+    return sorted(int(named[1]) for f in folders if (named := _ATTEMPT.fullmatch(f.name)))
 
 
 def attempt_spans(run_dir: Path, attempt: int) -> list[Span]:
@@ -251,9 +251,9 @@ def refuse_attempt(run_dir: Path, view: LogView) -> None:
     """
     if view.attempt is None or view.follow:
         return
-    known = attempt_numbers(run_dir)
-    if view.attempt not in known:
-        there = f"there are {known[0]} to {known[-1]}" if known else "none has begun"
+    numbers = attempt_numbers(run_dir)
+    if view.attempt not in numbers:
+        there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "none has begun"
         raise InputError([Problem(place=f"--attempt {view.attempt}", message=f"{there} of it")])
 
 

@@ -32,8 +32,8 @@ def read_metrics(run_dir: Path) -> list[Row]:
         if start > newest:
             newest = start
             rows = {earlier: row for earlier, row in rows.items() if earlier < step}
-        known = {key: value for key, value in record.items() if key not in _NOT_SHOWN}
-        rows[step] = rows.get(step, {}) | known
+        shown = {key: value for key, value in record.items() if key not in _NOT_SHOWN}
+        rows[step] = rows.get(step, {}) | shown
     return [rows[step] for step in sorted(rows)]
 
 
@@ -57,8 +57,8 @@ def figures(metrics: Mapping[str, Any]) -> str:
 
 def _records(path: Path) -> list[Mapping[str, Any]]:
     # Lines may be torn by a kill, or just being written.
-    found = map(untrusted.mapping, untrusted.lines_of_json(path, limit=_BYTES))
-    return [record for record in found if untrusted.whole(record.get("step")) is not None]
+    records = map(untrusted.mapping, untrusted.lines_of_json(path, limit=_BYTES))
+    return [record for record in records if untrusted.whole(record.get("step")) is not None]
 
 
 def _number(record: Mapping[str, Any], key: str) -> int:

@@ -80,13 +80,13 @@ class Curve:
         stays small; the highest and lowest values are those of all steps.
         """
         values_of = ((row["step"], untrusted.finite(row.get(key))) for row in rows)
-        known = [(step, value) for step, value in values_of if value is not None]
-        if len(known) < 2:
+        measured = [(step, value) for step, value in values_of if value is not None]
+        if len(measured) < 2:
             return None
-        values = [value for _, value in known]
-        low, high, first, last = min(values), max(values), known[0][0], known[-1][0]
-        every = max(1, len(known) // (cls.right - cls.left))
-        drawn = [*known[:-1:every], known[-1]]
+        values = [value for _, value in measured]
+        low, high, first, last = min(values), max(values), measured[0][0], measured[-1][0]
+        every = max(1, len(measured) // (cls.right - cls.left))
+        drawn = [*measured[:-1:every], measured[-1]]
         wide, tall = (last - first) or 1, (high - low) or 1.0
         points = " ".join(
             f"{cls.left + (cls.right - cls.left) * (step - first) / wide:.1f},"
@@ -114,13 +114,13 @@ def html_of(run: Run) -> str:
     """Return the status of a run as a piece of HTML."""
     try:
         points = run.statuses() if run.points else []
-        found = run.sum_of(points) if run.points else run.status()
+        status = run.sum_of(points) if run.points else run.status()
     except LauncherError as error:  # a page must not fail because a cluster is away
-        points, found = [], RunStatus(state=RunState.UNKNOWN, reason=str(error))
-    return page_of(run, found, points)
+        points, status = [], RunStatus(state=RunState.UNKNOWN, reason=str(error))
+    return page_of(run, status, points)
 
 
-def page_of(run: Run, found: RunStatus, statuses: Sequence[RunStatus]) -> str:
+def page_of(run: Run, now: RunStatus, statuses: Sequence[RunStatus]) -> str:
     """Return a run as a piece of HTML; everything in it is escaped, and secrets are left out."""
     mask = run_directory.mask_of(run.run_dir)
     rows = [] if run.points or run.run_dir is None else read_metrics(run.run_dir)
@@ -135,13 +135,13 @@ def page_of(run: Run, found: RunStatus, statuses: Sequence[RunStatus]) -> str:
         }
         for point, status in list(zip(run.points, statuses, strict=False))[:_MOST_POINTS]
     ]
-    known = {
+    values = {
         "name": run.name,
         "uri": run.uri,
         "run_dir": run.run_dir,
-        "state": found.state.upper(),
-        "colour": _COLOURS[found.state],
-        "reason": mask.hide(found.reason),
+        "state": now.state.upper(),
+        "colour": _COLOURS[now.state],
+        "reason": mask.hide(now.reason),
         "done": extent and extent.done,
         "total": extent and extent.total,
         "unit": extent and extent.unit,
@@ -151,7 +151,7 @@ def page_of(run: Run, found: RunStatus, statuses: Sequence[RunStatus]) -> str:
         "points": points,
         "more": max(0, len(statuses) - _MOST_POINTS),
     }
-    return page_environment().get_template("notebook/run.html.j2").render(known)
+    return page_environment().get_template("notebook/run.html.j2").render(values)
 
 
 def _said(point: Run, status: RunStatus) -> str:
@@ -174,27 +174,27 @@ class Progress:
         """Whether the output is displayed: in Jupyter, or at a terminal."""
         return _in_notebook() or sys.stderr.isatty()
 
-    def show(self, found: RunStatus, points: Sequence[RunStatus]) -> None:
+    def show(self, status: RunStatus, points: Sequence[RunStatus]) -> None:
         """Show where the run stands, and of a sweep each of its points."""
         if _in_notebook():
-            self._show_page(found, points)
+            self._show_page(status, points)
         else:
-            self._show_bar(found, points)
+            self._show_bar(status, points)
 
-    def _show_page(self, found: RunStatus, points: Sequence[RunStatus]) -> None:
+    def _show_page(self, status: RunStatus, points: Sequence[RunStatus]) -> None:
         from IPython import display
 
-        page = display.HTML(page_of(self._run, found, points))  # type: ignore[no-untyped-call]
+        page = display.HTML(page_of(self._run, status, points))  # type: ignore[no-untyped-call]
         if self._handle is None:
             self._handle = display.display(page, display_id=True)  # type: ignore[no-untyped-call]
         else:
             self._handle.update(page)
 
-    def _show_bar(self, found: RunStatus, points: Sequence[RunStatus]) -> None:
+    def _show_bar(self, status: RunStatus, points: Sequence[RunStatus]) -> None:
         import click
 
         extent = extent_of(self._run, points)
-        if self._bar is None and extent is not None and not found.state.final:
+        if self._bar is None and extent is not None and not status.state.final:
             label = f"{self._run.name} ({extent.unit})"
             self._bar = click.progressbar(
                 length=extent.total, label=label, file=sys.stderr, show_pos=True

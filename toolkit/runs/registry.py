@@ -86,9 +86,9 @@ class RunRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Return what is written down; what a machine without mirrors does not know is left out."""
-        known = asdict(self) | {"version": _VERSION, "run_dir": self.run_dir and str(self.run_dir)}
-        del known["believed"], known["problem"]
-        return {k: v for k, v in known.items() if k != "remote_dir" or v is not None}
+        data = asdict(self) | {"version": _VERSION, "run_dir": self.run_dir and str(self.run_dir)}
+        del data["believed"], data["problem"]
+        return {k: v for k, v in data.items() if k != "remote_dir" or v is not None}
 
 
 def intents_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -191,27 +191,27 @@ def find(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.envi
     Raises:
         RunNotFound: there is none.
     """
-    known = list(records(environ=environ))
-    for run in reversed(known):
+    all_records = list(records(environ=environ))
+    for run in reversed(all_records):
         if name in (run.uri, run.name) or (name and name in (run.remote, run.remote_dir)):
             return run
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # a name need not be a path
-        if (found := _of_folder(Path(name).resolve(), known, trust=trust)) is not None:
-            return found
-    latest = ", ".join(run.name for run in known[-3:])
+        if (record := _of_folder(Path(name).resolve(), all_records, trust=trust)) is not None:
+            return record
+    latest = ", ".join(run.name for run in all_records[-3:])
     hint = f"the latest are {latest}" if latest else "nothing was submitted from here yet"
     raise RunNotFound(f"no run {name!r}; {hint} (see `toolkit list`)")
 
 
-def _of_folder(folder: Path, known: list[RunRecord], *, trust: bool) -> RunRecord | None:
+def _of_folder(folder: Path, all_records: list[RunRecord], *, trust: bool) -> RunRecord | None:
     """Return the run of a run directory: from the user's list, or else from the files in it."""
-    for run in reversed(known):
+    for run in reversed(all_records):
         own = run.run_dir
         if own is not None and own.name == folder.name and own.resolve() == folder:
             return run
-    said = parse(untrusted.read_json(folder / "launch.json", limit=_RECORD_BYTES))
+    record = parse(untrusted.read_json(folder / "launch.json", limit=_RECORD_BYTES))
     # The run directory is the one that was opened, even if its files name another.
-    return said and replace(said, run_dir=folder, remote_dir=None, believed=trust)
+    return record and replace(record, run_dir=folder, remote_dir=None, believed=trust)
 
 
 def find_point(
@@ -232,8 +232,8 @@ def find_point(
     except RunNotFound:
         whole = name.rstrip("/")
         for separator in ("_", "-", "/"):  # RUN-7 is what Kubernetes calls a point
-            sweep, found, point = whole.rpartition(separator)
-            if found and (separator == "/" or point.isdecimal()):
+            sweep, separated, point = whole.rpartition(separator)
+            if separated and (separator == "/" or point.isdecimal()):
                 with contextlib.suppress(RunNotFound):
                     return find(sweep, trust=trust, environ=environ), point
         raise
@@ -274,17 +274,17 @@ def parse(data: Any) -> RunRecord | None:
     A record that names a run and is not understood otherwise, such as that of a newer version, has
     its `problem`.
     """
-    known = untrusted.mapping(data)
-    uri, name = (_word(known.get(key)) for key in ("uri", "name"))
+    content = untrusted.mapping(data)
+    uri, name = (_word(content.get(key)) for key in ("uri", "name"))
     if not uri or not name:
         return None
-    if known.get("version") != _VERSION:
-        version = untrusted.whole(known.get("version"))
+    if content.get("version") != _VERSION:
+        version = untrusted.whole(content.get("version"))
         return _odd(uri, name, f"its record is of version {version}, and this one reads 1")
-    run_dir, remote_dir = known.get("run_dir"), known.get("remote_dir")
-    job = _word(known.get("job"))
-    created = untrusted.finite(known.get("created"))
-    profile = known.get("profile")
+    run_dir, remote_dir = content.get("run_dir"), content.get("remote_dir")
+    job = _word(content.get("job"))
+    created = untrusted.finite(content.get("created"))
+    profile = content.get("profile")
     odd = [
         key
         for key, good in {

@@ -75,7 +75,7 @@ class Run(abc.ABC):
         """
         raise RunNotFound(f"no point {key!r}: {self.uri} is no sweep")
 
-    def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
+    def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
         """Return the status of a sweep from those of its points."""
         raise LauncherError(f"{self.uri} is no sweep")
 
@@ -165,8 +165,8 @@ class Run(abc.ABC):
 
         if self.run_dir is None:
             return None
-        found = first_failure(self.run_dir, attempt)
-        return found and found.redacted(run_directory.mask_of(self.run_dir))
+        failure = first_failure(self.run_dir, attempt)
+        return failure and failure.redacted(run_directory.mask_of(self.run_dir))
 
     @abc.abstractmethod
     def cancel(self) -> None:

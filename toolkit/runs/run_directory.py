@@ -132,19 +132,19 @@ def require_own(path: Path) -> None:
         LauncherError: it is missing, is a link, belongs to another user, or is writable by others.
     """
     try:
-        found = path.lstat()
+        info = path.lstat()
     except OSError as error:
         raise LauncherError(f"{path} cannot be read: {error.strerror}") from error
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(info.st_mode):
         raise LauncherError(f"{path} is a link, which may lead to anything; nothing is done by it")
-    if found.st_uid != os.getuid():
+    if info.st_uid != os.getuid():
         raise LauncherError(
-            f"{path} belongs to the user with the id {found.st_uid}, who would decide what runs in "
+            f"{path} belongs to the user with the id {info.st_uid}, who would decide what runs in "
             "your name; submit the job yourself"
         )
-    if found.st_mode & 0o022:
+    if info.st_mode & 0o022:
         raise LauncherError(
-            f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):o}), who would "
+            f"{path} can be written by others (mode {stat.S_IMODE(info.st_mode):o}), who would "
             f"decide what runs in your name; look at it, then `chmod go-w {path}`"
         )
 
@@ -162,15 +162,15 @@ def mask_of(run_dir: Path | None, environ: Mapping[str, str] = os.environ) -> Ma
     remembered = tuple(secret_hashes.known(environ))
     if not isinstance(places, dict | list) or not places:
         return _mask_of_all(tuple(environ.items()), remembered)
-    known = dict(environ)
+    variables = dict(environ)
     for name, place in places.items() if isinstance(places, dict) else ():
         file = place.get("file") if isinstance(place, dict) else None
         if isinstance(name, str) and isinstance(file, str) and "\0" not in file:
             with contextlib.suppress(OSError, RuntimeError):  # no such home, or links in a ring
-                found = Path(file).expanduser().resolve()
-                known[name] = untrusted.read_text(found, limit=_SECRET_BYTES).rstrip("\n")
+                path = Path(file).expanduser().resolve()
+                variables[name] = untrusted.read_text(path, limit=_SECRET_BYTES).rstrip("\n")
     names = [name for name in places if isinstance(name, str)]
-    return Mask(secret_scan.values_of(known, names=names), remembered)
+    return Mask(secret_scan.values_of(variables, names=names), remembered)
 
 
 @functools.lru_cache(maxsize=4)
@@ -191,10 +191,10 @@ def redacted(
 def outcome(run_dir: Path) -> Mapping[str, Any] | None:
     """Return the outcome that the training has written, or None without one."""
     try:
-        found = untrusted.read_json(f"{run_dir}/outcome.json", limit=_OUTCOME_BYTES)
+        content = untrusted.read_json(f"{run_dir}/outcome.json", limit=_OUTCOME_BYTES)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
@@ -207,11 +207,11 @@ def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
         return None
     for line in reversed(lines):
         try:
-            found = untrusted.parse_json(line)
+            row = untrusted.parse_json(line)
         except ValueError:
             continue  # the first or the last line may be torn
-        if isinstance(found, dict):
-            return found
+        if isinstance(row, dict):
+            return row
     return None
 
 
@@ -235,22 +235,24 @@ def cancel_requested(run_dir: Path) -> bool:
 
 def ended_status(run_dir: Path) -> RunStatus:
     """Return the status of a run that has ended, from the files in its run directory."""
-    said = outcome(run_dir) or {}
-    if said.get("status") == "done" and _is_of_newest(said.get("attempt"), run_dir):
+    content = outcome(run_dir) or {}
+    if content.get("status") == "done" and _is_of_newest(content.get("attempt"), run_dir):
         return RunStatus(state=RunState.SUCCEEDED)  # as most of a long list
     numbers = attempt_numbers(run_dir)
-    if numbers and said.get("attempt") != numbers[-1]:
-        said = {}  # an earlier attempt's; the newest one never came to say anything
-    state = _OUTCOMES.get(str(said.get("status")))
+    if numbers and content.get("attempt") != numbers[-1]:
+        content = {}  # an earlier attempt's; the newest one never came to say anything
+    state = _OUTCOMES.get(str(content.get("status")))
     if state is RunState.SUCCEEDED:
         return RunStatus(state=state)
-    reason, word = str(said.get("reason") or ""), ""
+    reason, word = str(content.get("reason") or ""), ""
     if state is None:
         state, reason = _exit_status(run_dir)
         if state is RunState.UNKNOWN and not cancel_requested(run_dir):
             return RunStatus(state=state, reason=reason, lost=True)
-    elif said.get("status") == "running":
-        reason = f"ended without a word at step {untrusted.whole(said.get('step'))}; see the logs"
+    elif content.get("status") == "running":
+        reason = (
+            f"ended without a word at step {untrusted.whole(content.get('step'))}; see the logs"
+        )
     if state is not RunState.SUCCEEDED and numbers:
         written = reason_of(run_dir / f"logs/attempt-{numbers[-1]}")
         state, reason = _WORDS.get(written.word, state), written.text or reason

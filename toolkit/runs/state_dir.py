@@ -27,17 +27,17 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME') or Path.home()}/.local/state"
     folder = Path(home) / "torch-deploy-toolkit"
     try:
-        found = folder.stat()
+        info = folder.stat()
     except OSError:
         with contextlib.suppress(OSError):
             folder.mkdir(mode=_PRIVATE, parents=True)
         return folder
-    if found.st_uid not in (os.getuid(), 0):
+    if info.st_uid not in (os.getuid(), 0):
         raise LauncherError(
-            f"{folder} belongs to the user with the id {found.st_uid}, who could submit and cancel "
+            f"{folder} belongs to the user with the id {info.st_uid}, who could submit and cancel "
             "runs in your name; set XDG_STATE_HOME to a folder of your own"
         )
-    if stat.S_IMODE(found.st_mode) & ~_PRIVATE:
+    if stat.S_IMODE(info.st_mode) & ~_PRIVATE:
         with contextlib.suppress(OSError):
             folder.chmod(_PRIVATE)
     return folder

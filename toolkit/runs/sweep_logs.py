@@ -87,23 +87,23 @@ def follow_points(
         ask_every_s: How long to wait at least between two questions to the scheduler.
     """
     readers = {point.uri: _Reader(point=point, view=view, spans=spans) for point in sweep.points}
-    known: dict[str, RunState] = {}
+    states: dict[str, RunState] = {}
     while True:
         asked = time.monotonic()
-        found = sweep.statuses()
+        point_statuses = sweep.statuses()
         took_s = time.monotonic() - asked
-        on_status(sweep.sum_of(found))
+        on_status(sweep.sum_of(point_statuses))
         busy = []
-        for point, status in zip(sweep.points, found, strict=True):
+        for point, status in zip(sweep.points, point_statuses, strict=True):
             if (reader := readers.get(point.uri)) is None:
                 continue
             if status.state.final or status.lost:
                 yield from readers.pop(point.uri).rest()
             elif status.state is not RunState.PENDING:
                 busy.append(reader)
-            elif known.get(point.uri) is not RunState.PENDING:
+            elif states.get(point.uri) is not RunState.PENDING:
                 yield from reader.new_lines()  # lines from before it was requeued
-            known[point.uri] = status.state
+            states[point.uri] = status.state
         if not readers:
             return
         pause_s = max(_PAUSE_S, _PAUSE_PER_POINT_S * len(busy))

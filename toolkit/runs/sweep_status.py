@@ -22,12 +22,12 @@ _SUMS = (
 """The state of a sweep is the first of these that a point has."""
 
 
-def sum_of(found: Sequence[RunStatus]) -> RunStatus:
+def sum_of(point_statuses: Sequence[RunStatus]) -> RunStatus:
     """Return the status of a sweep from those of its points."""
-    counts = Counter(status.state for status in found)
+    counts = Counter(status.state for status in point_statuses)
     state = next(state for state in _SUMS if counts[state])
     shown = ", ".join(f"{counts[s]} {s.upper()}" for s in RunState if counts[s])
-    unknown = [status for status in found if status.state is RunState.UNKNOWN]
+    unknown = [status for status in point_statuses if status.state is RunState.UNKNOWN]
     if state is RunState.UNKNOWN:
         shown += f": {unknown[0].reason}"
     lost = state is RunState.UNKNOWN and all(status.lost for status in unknown)
@@ -51,19 +51,19 @@ def index_of(sweep: Run, key: str) -> int:
     )
 
 
-def unfinished_of(sweep: Run, found: Sequence[RunStatus]) -> list[int]:
+def unfinished_of(sweep: Run, point_statuses: Sequence[RunStatus]) -> list[int]:
     """Return the points that have ended without success.
 
     Raises:
         LauncherError: all have succeeded, or one has not ended.
     """
-    if live := [status for status in found if not (status.state.final or status.lost)]:
+    if live := [status for status in point_statuses if not (status.state.final or status.lost)]:
         raise LauncherError(
-            f"{sweep.uri}: {len(live)} of {len(found)} points have not ended (the first is "
-            f"{live[0].state.upper()}: {live[0].reason or 'no reason'}); `toolkit wait` for "
+            f"{sweep.uri}: {len(live)} of {len(point_statuses)} points have not ended (the first "
+            f"is {live[0].state.upper()}: {live[0].reason or 'no reason'}); `toolkit wait` for "
             f"them, or name one point that has ended, like {sweep.uri}_0"
         )
-    again = [i for i, status in enumerate(found) if status.state is not RunState.SUCCEEDED]
+    again = [i for i, status in enumerate(point_statuses) if status.state is not RunState.SUCCEEDED]
     if not again:
         raise LauncherError(f"{sweep.uri}: all points have succeeded; there is nothing to do")
     return again

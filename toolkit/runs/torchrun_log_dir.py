@@ -70,9 +70,9 @@ class Start:
         """Return message, traceback and time of its error file."""
         path = self.folder / "error.json"
         with contextlib.suppress(OSError, ValueError, KeyError):
-            found = untrusted.read_json(path, limit=_ERROR_BYTES, below=self._run_dir)
-            said = untrusted.mapping(untrusted.mapping(found)["message"])
-            extra = untrusted.mapping(said["extraInfo"])
+            content = untrusted.read_json(path, limit=_ERROR_BYTES, below=self._run_dir)
+            message = untrusted.mapping(untrusted.mapping(content)["message"])
+            extra = untrusted.mapping(message["extraInfo"])
             # A number, or one as text; the years that a clock can show.
             stamp = untrusted.finite(float(str(extra["timestamp"])[:40]))
             if stamp is None or not 0 <= stamp < _LAST_STAMP:
@@ -81,7 +81,7 @@ class Start:
             written = path.lstat().st_mtime  # finer than the whole seconds in it
             time = written if 0 <= written - stamp < 2 else stamp
             return (
-                str(said["message"]),
+                str(message["message"]),
                 tuple(trace.rstrip("\n").split("\n") if trace else ()),
                 time,
             )
@@ -96,7 +96,7 @@ class Start:
 
 def starts_of(attempt: Path) -> list[Start]:
     """Return all starts of ranks in the folder of an attempt."""
-    found = []
+    starts = []
     for node in _folders(attempt, attempt):
         if not node.name.startswith("node-"):
             continue
@@ -108,8 +108,8 @@ def starts_of(attempt: Path) -> list[Start]:
                 if _NUMBER.fullmatch(folder.name):
                     last = group == groups[-1][0]
                     start = Start(folder=folder, key=key, node=name, restart=restart, last=last)
-                    found.append(start)
-    return found
+                    starts.append(start)
+    return starts
 
 
 def _groups(node: Path, attempt: Path) -> Iterator[tuple[Path, int]]:
@@ -143,39 +143,42 @@ def _name_of(attempt: Path, key: str) -> str:
 
 def reports_of(run_dir: Path, attempt: Path, starts: list[Start]) -> dict[Start, Reported]:
     """Return what torchrun reports of the ranks that have failed, each with its last start."""
-    found: dict[Start, Reported] = {}
+    reports: dict[Start, Reported] = {}
     for span in attempt_spans(run_dir, int(attempt.name.split("-")[1])):
         key = span.path.stem.removeprefix("node-") if span.path.parent == attempt else None
-        for said in read_reports(_end_of(span, _LOG_BYTES)):
-            found[_start_of(said, key, starts, attempt)] = said
-    shifts = list(filter(None, (_shift(start, said) for start, said in found.items())))
+        for reported in read_reports(_end_of(span, _LOG_BYTES)):
+            reports[_start_of(reported, key, starts, attempt)] = reported
+    shifts = list(filter(None, (_shift(start, reported) for start, reported in reports.items())))
     if not shifts:
-        return found
-    return {start: replace(said, time=said.time + shifts[0]) for start, said in found.items()}
+        return reports
+    return {
+        start: replace(reported, time=reported.time + shifts[0])
+        for start, reported in reports.items()
+    }
 
 
-def _start_of(said: Reported, key: str | None, starts: list[Start], attempt: Path) -> Start:
+def _start_of(reported: Reported, key: str | None, starts: list[Start], attempt: Path) -> Start:
     for start in starts:
         path = start.folder.relative_to(attempt.parent) / "error.json"
-        if said.error_file.endswith(f"/{path}"):  # the run directory may be another's mirror
+        if reported.error_file.endswith(f"/{path}"):  # the run directory may be another's mirror
             return start
-    last = [start for start in starts if start.last and start.local_rank == said.local_rank]
+    last = [start for start in starts if start.last and start.local_rank == reported.local_rank]
     for start in last:
-        if start.key == key or start.node.partition(".")[0] == said.host or len(last) == 1:
+        if start.key == key or start.node.partition(".")[0] == reported.host or len(last) == 1:
             return start
     return Start(  # of a node that names itself otherwise than Slurm does
-        folder=attempt / "elsewhere" / said.host / str(said.local_rank),
-        key=said.host,
-        node=said.host,
+        folder=attempt / "elsewhere" / reported.host / str(reported.local_rank),
+        key=reported.host,
+        node=reported.host,
         restart=0,
     )
 
 
-def _shift(start: Start, said: Reported) -> int:
+def _shift(start: Start, reported: Reported) -> int:
     """Return by how much the clock of a report is in another time zone than ours, in seconds."""
     if (error := start.error()) is None:
         return 0
-    away = error[2] - said.time
+    away = error[2] - reported.time
     shift = shift_s(away)
     return shift if abs(away - shift) < 30 else 0
 

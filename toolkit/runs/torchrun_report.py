@@ -92,7 +92,7 @@ _REPORT_LINE = re.compile(r" {2}(time|host|rank|exitcode|error_file) *: (.*)")
 
 def read_reports(lines: Iterable[str]) -> list[Reported]:
     """Return the failures of all reports in a log; those of several nodes may be mixed."""
-    found: list[Reported] = []
+    reports: list[Reported] = []
     begun: list[list[str]] = []
     for line in lines:
         if not (match := _REPORT_LINE.match(line)):
@@ -107,8 +107,8 @@ def read_reports(lines: Iterable[str]) -> list[Reported]:
         if len(block) == len(_REPORT_KEYS):
             begun.remove(block)
             with contextlib.suppress(ValueError, TypeError, OverflowError, OSError):
-                found.append(_reported(*block))
-    return found
+                reports.append(_reported(*block))
+    return reports
 
 
 def report_texts(lines: Iterable[str]) -> dict[int, tuple[str, ...]]:
@@ -116,26 +116,26 @@ def report_texts(lines: Iterable[str]) -> dict[int, tuple[str, ...]]:
 
     Ranks that have left no error file are not in it.
     """
-    found: dict[int, list[str]] = {}
-    told: list[str] | None = None
+    texts: dict[int, list[str]] = {}
+    lines_of_rank: list[str] | None = None
     rank = -1
     written = False
     for line in lines:
         if match := _REPORT_LINE.match(line):
-            told = None
+            lines_of_rank = None
             if match[1] == "rank":
                 rank = int((re.match(r"\d{1,9}", match[2]) or ["-1"])[0])
             elif match[1] == "error_file":
                 written = match[2].strip() != "<N/A>"
         elif written and line.startswith("  traceback : "):
-            told = found[rank] = [line.removeprefix("  traceback : ")]
+            lines_of_rank = texts[rank] = [line.removeprefix("  traceback : ")]
         elif line.startswith(("---", "===")):
-            told, written = None, False
-        elif told is not None:
-            told.append(line.removeprefix("  "))
+            lines_of_rank, written = None, False
+        elif lines_of_rank is not None:
+            lines_of_rank.append(line.removeprefix("  "))
     return {
         rank: tuple("\n".join(text).rstrip().split("\n"))
-        for rank, text in found.items()
+        for rank, text in texts.items()
         if rank >= 0
     }
 
@@ -205,20 +205,24 @@ def last_trace(printed: Sequence[str]) -> Trace | None:
         begin = earlier
     prefixed = _PREFIX.match(printed[start]) is not None
     frames = list(takewhile(lambda line: not line or line[0].isspace(), lines[start + 1 :]))
-    said: list[str] = []
+    lines_of_error: list[str] = []
     for number in range(start + 1 + len(frames), len(lines)):
         other = prefixed and printed[number] and not _PREFIX.match(printed[number])
-        if other or _FOREIGN.match(printed[number]) or len(said) == _MOST_WORDS:
+        if other or _FOREIGN.match(printed[number]) or len(lines_of_error) == _MOST_WORDS:
             break
-        said.append(lines[number])
-    end = start + 1 + len(frames) + len(said)
-    message = said[0] if said and not lines[start].startswith("Fatal") else lines[start]
+        lines_of_error.append(lines[number])
+    end = start + 1 + len(frames) + len(lines_of_error)
+    message = (
+        lines_of_error[0]
+        if lines_of_error and not lines[start].startswith("Fatal")
+        else lines[start]
+    )
     if lines[start].startswith("  + "):
         message = next((line[4:] for line in frames if re.match(r"  \| \S", line)), message)
-    while said and not said[-1]:
-        said.pop()
+    while lines_of_error and not lines_of_error[-1]:
+        lines_of_error.pop()
     return Trace(
-        lines=tuple([*lines[begin : start + 1], *frames, *said]),
+        lines=tuple([*lines[begin : start + 1], *frames, *lines_of_error]),
         message=message,
         rank=rank,
         at_end=all(not line or _FOREIGN.match(line) for line in printed[end:]),

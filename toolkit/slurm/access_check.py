@@ -65,23 +65,23 @@ def account_findings(
     try:
         user = command(["id", "-un"]).stdout.strip()
         query = ["show", "assoc", f"user={user}", "format=account,qos"]
-        said = command(["sacctmgr", "-nP", *query])
+        answer = command(["sacctmgr", "-nP", *query])
     except LauncherError:
         return []
-    rows = [line.split("|") for line in said.stdout.splitlines() if "|" in line]
-    if said.returncode != 0 or not rows:
+    rows = [line.split("|") for line in answer.stdout.splitlines() if "|" in line]
+    if answer.returncode != 0 or not rows:
         return []
     mine = sorted({row[0] for row in rows if row[0]})
-    found = []
+    problems = []
     if wanted["account"] and wanted["account"] not in mine and "associations" in rules:
         message = f"{user} has no account {wanted['account']!r}; name one of {', '.join(mine)}"
-        found.append(Problem(rule="site-account", place=place("account"), message=message))
+        problems.append(Problem(rule="site-account", place=place("account"), message=message))
     own = [row for row in rows if row[0] == wanted["account"]] or rows
     allowed = sorted({qos for row in own for qos in row[1].split(",") if qos})
     if wanted["qos"] and allowed and wanted["qos"] not in allowed and "qos" in rules:
         message = f"{user} has no QOS {wanted['qos']!r}; name one of {', '.join(allowed)}"
-        found.append(Problem(rule="site-qos", place=place("qos"), message=message))
-    return found
+        problems.append(Problem(rule="site-qos", place=place("qos"), message=message))
+    return problems
 
 
 def verdict(script: str, command: Command, *, place: str | None = None) -> list[Problem]:
@@ -106,8 +106,8 @@ def verdict(script: str, command: Command, *, place: str | None = None) -> list[
     if done.returncode == 127 or "Unable to contact" in done.stderr:
         raise LauncherError(f"sbatch cannot be asked: {done.stderr.strip()}")
     lines = [re.sub(r"^(\S*sbatch: )?(error: )?", "", row) for row in done.stderr.splitlines()]
-    said = [row for row in lines if row and not row.startswith("Try ")]
-    message = f"{_TEST_ONLY} refuses it: {'; '.join(said) or 'without a word'}"
+    messages = [row for row in lines if row and not row.startswith("Try ")]
+    message = f"{_TEST_ONLY} refuses it: {'; '.join(messages) or 'without a word'}"
     return [Problem(rule="site-refuses", place=place or _TEST_ONLY, message=message)]
 
 

@@ -45,8 +45,8 @@ def statuses(
         max_age_s: How old an answer may be.
         changed: When one of them changed that the answer must know.
     """
-    found = statuses_of_parts(queue, runs, max_age_s=max_age_s, changed=changed)
-    pairs = zip(runs, found, strict=True)
+    collected = statuses_of_parts(queue, runs, max_age_s=max_age_s, changed=changed)
+    pairs = zip(runs, collected, strict=True)
     return [run.sum_of(parts) if run.points else parts[0] for run, parts in pairs]
 
 
@@ -58,11 +58,11 @@ def statuses_of_parts(
         seen = queue.look(max_age_s=max_age_s, changed=changed)
     except LauncherError as error:
         return [[part.unreachable(str(error)) for part in run.parts] for run in runs]
-    found = [list(map(_Part, run.parts, run.told(seen))) for run in runs]
-    flat = [part for parts in found for part in parts]
+    collected = [list(map(_Part, run.parts, run.told(seen))) for run in runs]
+    flat = [part for parts in collected for part in parts]
     _ask_for_others(queue, [part for part in flat if part.status is None])
     _ask_accounting(queue, [part for part in flat if part.status and part.status.lost])
-    return [[_noted(part.status, seen.note) for part in parts] for parts in found]
+    return [[_noted(part.status, seen.note) for part in parts] for parts in collected]
 
 
 def _ask_for_others(queue: Queue, parts: Sequence[_Part]) -> None:
@@ -85,14 +85,14 @@ def _ask_accounting(queue: Queue, parts: Sequence[_Part]) -> None:
         return
     wholes = [job.job_id.partition("_")[0] for part in parts for job in part.run.jobs]
     try:
-        known = queue.ended(wholes)
+        ended = queue.ended(wholes)
     except LauncherError as error:
         for part in parts:
             assert part.status is not None
             reason = f"{part.status.reason}; {error}"
             part.status = RunStatus(state=RunState.UNKNOWN, reason=reason)
         return
-    rows = {_key(row): row for found in (known or {}).values() for row in found}
+    rows = {_key(row): row for ended_rows in (ended or {}).values() for row in ended_rows}
     for part in parts:
         part.status = part.run.recalled(rows) or part.status
 

@@ -73,11 +73,11 @@ def is_job_id(text: object) -> bool:
 
 def _job(line: Any) -> SlurmJob | None:
     """Return the job of a line of the file; None if the line does not describe one."""
-    known = untrusted.mapping(line)
-    texts = {name: known.get(name, "") for name in ("job_id", "mode", "after", "folder")}
-    points = known.get("points")
+    data = untrusted.mapping(line)
+    texts = {name: data.get(name, "") for name in ("job_id", "mode", "after", "folder")}
+    points = data.get("points")
     good = (
-        known.get("version") == _VERSION
+        data.get("version") == _VERSION
         and is_job_id(texts["job_id"])
         and all(
             isinstance(text, str) and untrusted.printable(text) == text for text in texts.values()
@@ -101,8 +101,8 @@ def write_jobs(run_dir: Path, jobs: Iterable[SlurmJob]) -> None:
     Raises:
         LauncherError: they cannot be written.
     """
-    known = {job.job_id for job in read_jobs(run_dir)}
-    lines = [f"{line}\n" for line in as_lines(job for job in jobs if job.job_id not in known)]
+    job_ids = {job.job_id for job in read_jobs(run_dir)}
+    lines = [f"{line}\n" for line in as_lines(job for job in jobs if job.job_id not in job_ids)]
     try:
         untrusted.append_bytes(run_dir / _JOBS, "".join(lines).encode())
     except OSError as error:
@@ -145,18 +145,18 @@ def read_points(run_dir: Path | None) -> list[tuple[str, dict[str, str | bool]]]
         return []
     try:
         lines = untrusted.read_bytes(run_dir / _POINTS, limit=_BYTES).split(b"\n")
-        found = [_point(line) for line in lines if line]
-        if not found:  # a sweep has one at least
+        points = [_point(line) for line in lines if line]
+        if not points:  # a sweep has one at least
             raise ValueError(_POINTS)
-        return found
+        return points
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is torn, or none of ours"
         raise LauncherError(f"the points of the sweep cannot be read: {_POINTS}: {why}") from None
 
 
 def _point(line: bytes) -> tuple[str, dict[str, str | bool]]:
-    known = untrusted.mapping(untrusted.parse_json(line))
-    name, settings = known.get("name"), known.get("settings")
+    data = untrusted.mapping(untrusted.parse_json(line))
+    name, settings = data.get("name"), data.get("settings")
     if not isinstance(name, str) or not _POINT.fullmatch(name) or not isinstance(settings, dict):
         raise ValueError(line)
     if not all(isinstance(value, str | bool) for value in settings.values()):

@@ -278,7 +278,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
 
     def _conditions(self, after: Sequence[Dependency], cluster: str) -> str:
         """Return the value of sbatch's `--dependency`; empty where all of it has ended well."""
-        found: list[str] = []
+        conditions: list[str] = []
         for dependency in after:
             record, point = registry.find_point(dependency.run, environ=self._environ)
             if not record.believed or record.problem:
@@ -291,8 +291,8 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             run: Run = self.open(record)
             run = run if point is None else run.point(point)
             assert isinstance(run, SlurmRun)
-            found += run.conditions(dependency.wish)
-        return ",".join(dict.fromkeys(found))
+            conditions += run.conditions(dependency.wish)
+        return ",".join(dict.fromkeys(conditions))
 
     def _cluster(self) -> str:
         """Return the cluster's name; asking also shows whether there is a cluster."""

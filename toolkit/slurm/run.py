@@ -77,8 +77,8 @@ class SlurmRun(Run):
 
     def status(self) -> RunStatus:
         """Return the status by squeue; of forgotten jobs by the run directory or sacct."""
-        (found,) = statuses(self._queue, [self], max_age_s=STATUS_AGE_S, changed=self._changed())
-        return found
+        (status,) = statuses(self._queue, [self], max_age_s=STATUS_AGE_S, changed=self._changed())
+        return status
 
     def statuses_of(self, runs: Sequence[Run]) -> list[RunStatus]:
         """Return the statuses of all by one query."""
@@ -113,15 +113,15 @@ class SlurmRun(Run):
         by_slurm = judge(row, self.run_dir, after=job.after)
         if len(jobs) == 1:
             return (by_slurm,)
-        found = self._left_behind()
+        status = self._left_behind()
         # A script that was killed before it could find out by whom says less than Slurm.
-        cut_short = row.state is RunState.CANCELLED and found.word == "terminated"
-        return (by_slurm if cut_short or found.state is RunState.UNKNOWN else found,)
+        cut_short = row.state is RunState.CANCELLED and status.word == "terminated"
+        return (by_slurm if cut_short or status.state is RunState.UNKNOWN else status,)
 
     def recalled(self, rows: Mapping[str, Row]) -> RunStatus | None:
         """Return the status of a run that only sacct still knows."""
-        known = [(job, rows[i]) for job in self.jobs for i in self._ids(job) if i in rows]
-        ours = [(job, row) for job, row in known if self._is_ours(row.command)]
+        pairs = [(job, rows[i]) for job in self.jobs for i in self._ids(job) if i in rows]
+        ours = [(job, row) for job, row in pairs if self._is_ours(row.command)]
         if not ours:
             return None
         begun = [pair for pair in ours if pair[1].state is not RunState.CANCELLED]
@@ -160,10 +160,10 @@ class SlurmRun(Run):
         if not rows:
             return []
         jobs = self.jobs
-        known = {job.job_id.partition("_")[0] for job in jobs}
+        job_ids = {job.job_id.partition("_")[0] for job in jobs}
         by_hand: dict[str, list[int]] = {}
         for row in rows.values():
-            if row.whole not in known and row.goes_on and is_job_id(row.job_id):
+            if row.whole not in job_ids and row.goes_on and is_job_id(row.job_id):
                 by_hand.setdefault(row.whole, []).append(int(row.job_id.partition("_")[2] or -1))
         more = [
             SlurmJob(job_id=job_id, mode="continue", points=tuple(by_hand[job_id]))
@@ -173,14 +173,14 @@ class SlurmRun(Run):
 
     def _forgotten(self, seen: Snapshot) -> RunStatus | None:
         """Return the status of a run whose jobs Slurm does not know, or None if it is unknown."""
-        found = self._left_behind()
-        if found.state is RunState.SUCCEEDED:
-            return found
+        status = self._left_behind()
+        if status.state is RunState.SUCCEEDED:
+            return status
         try:
             self._queue.require(self._cluster)
         except LauncherError as error:
             return self.unreachable(str(error))
-        return None if seen.mine and self._is_of_another_user() else found
+        return None if seen.mine and self._is_of_another_user() else status
 
     @property
     def _cluster(self) -> str:
@@ -207,26 +207,26 @@ class SlurmRun(Run):
 
     def _left_behind(self) -> RunStatus:
         run_dir = self.run_dir
-        found = None if run_dir is None else run_directory.ended_status(run_dir)
-        if found is None or run_dir is None or (found.lost and not run_dir.is_dir()):
+        status = None if run_dir is None else run_directory.ended_status(run_dir)
+        if status is None or run_dir is None or (status.lost and not run_dir.is_dir()):
             reason = "Slurm does not know the job, and its run directory is not here"
             return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
         if (
-            found.lost
+            status.lost
             and (after := self.jobs[-1].after)
             and not run_directory.has_attempts(run_dir)
         ):
             reason = f"never started: its dependency ({after}) was not satisfied"
             return RunStatus(state=RunState.CANCELLED, reason=reason)
-        return found
+        return status
 
     def unreachable(self, reason: str) -> RunStatus:
         """Believe an end that nothing can follow; otherwise the job may be queued again."""
         if self.run_dir is not None and self.run_dir.is_dir():
-            found = run_directory.ended_status(self.run_dir)
-            said = run_directory.outcome(self.run_dir) or {}
-            if found.state is RunState.SUCCEEDED or said.get("status") == "fatal":
-                return found
+            status = run_directory.ended_status(self.run_dir)
+            outcome = run_directory.outcome(self.run_dir) or {}
+            if status.state is RunState.SUCCEEDED or outcome.get("status") == "fatal":
+                return status
         return RunStatus(state=RunState.UNKNOWN, reason=reason)
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
@@ -324,14 +324,14 @@ class SlurmRun(Run):
             return [f"{CONDITIONS[wish]}:{living[-1]}"]  # the last of a chain ends as the run does
         return self._met(wish, self.status())
 
-    def _met(self, wish: str, found: RunStatus) -> list[str]:
-        if not found.state.final and wish != "any":
-            raise LauncherError(f"after {self.uri}: nobody knows how it ended: {found.reason}")
-        if wish != "any" and (wish == "ok") != (found.state is RunState.SUCCEEDED):
+    def _met(self, wish: str, status: RunStatus) -> list[str]:
+        if not status.state.final and wish != "any":
+            raise LauncherError(f"after {self.uri}: nobody knows how it ended: {status.reason}")
+        if wish != "any" and (wish == "ok") != (status.state is RunState.SUCCEEDED):
             wanted = "succeed" if wish == "ok" else "fail"
-            reason = f" ({found.reason})" if found.reason else ""
+            reason = f" ({status.reason})" if status.reason else ""
             raise LauncherError(
-                f"after {self.uri}: it was to {wanted}, and it is {found.state.upper()}{reason}; "
+                f"after {self.uri}: it was to {wanted}, and it is {status.state.upper()}{reason}; "
                 "this job would wait for ever"
             )
         return []
@@ -343,13 +343,13 @@ class SlurmRun(Run):
             LauncherError: it has succeeded, or has not ended.
         """
         rows = self._rows()
-        found = self.status()
-        if any(_lives(row) for row in rows.values()) or not (found.state.final or found.lost):
+        status = self.status()
+        if any(_lives(row) for row in rows.values()) or not (status.state.final or status.lost):
             raise LauncherError(
-                f"{self.uri} is {found.state.upper()} and has not ended; `toolkit wait` for it, or "
-                "`toolkit cancel` it first"
+                f"{self.uri} is {status.state.upper()} and has not ended; `toolkit wait` for it, "
+                "or `toolkit cancel` it first"
             )
-        if found.state is RunState.SUCCEEDED:
+        if status.state is RunState.SUCCEEDED:
             raise LauncherError(f"{self.uri} has succeeded; there is nothing to do again")
         return None
 

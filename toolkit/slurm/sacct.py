@@ -37,8 +37,8 @@ def ask_accounting(command: Command, job_ids: Sequence[str]) -> list[Row] | None
 
 def _rows(text: str) -> Iterator[Row]:
     for line in text.split("\n"):
-        if found := _ROW.fullmatch(line):
-            job_id, word, status, signal, argv = found.groups()
+        if match := _ROW.fullmatch(line):
+            job_id, word, status, signal, argv = match.groups()
             # sacct before 26.05 keeps seven bits of a status: 0 says nothing of a failure.
             how = f", exit status {status}" * (status != "0")
             how += f", signal {signal}" * (signal != "0")

@@ -82,20 +82,20 @@ def _answer(
 ) -> str:
     done = command(argv)
     if done.returncode != 0:
-        said = (done.stderr + done.stdout).strip().partition("\n")[0]
-        raise LauncherError(f"{argv[0]} refused: {said or f'exit status {done.returncode}'}")
+        message = (done.stderr + done.stdout).strip().partition("\n")[0]
+        raise LauncherError(f"{argv[0]} refused: {message or f'exit status {done.returncode}'}")
     return done.stdout
 
 
 def _config(text: str) -> dict[str, str]:
-    found = dict(re.findall(r"^(\w+) *= *(.*?) *$", text, re.MULTILINE))
-    if missing := {"ClusterName", "KillWait", "PreemptMode", "SLURM_VERSION"} - found.keys():
+    settings = dict(re.findall(r"^(\w+) *= *(.*?) *$", text, re.MULTILINE))
+    if missing := {"ClusterName", "KillWait", "PreemptMode", "SLURM_VERSION"} - settings.keys():
         raise LauncherError(f"{_CONFIG} says nothing of {', '.join(sorted(missing))}")
-    return found
+    return settings
 
 
 def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> list[Problem]:
-    found = []
+    problems = []
     profile = plan.profile
     seconds = re.match(r"(\d{1,9}) sec", config["KillWait"])
     if seconds is not None and int(seconds[1]) != profile.kill_wait_s:
@@ -104,49 +104,51 @@ def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> list[Problem]:
             f"KillWait is {there}, and profile {profile.name!r} says "
             f"{format_duration(profile.kill_wait_s)}; write kill_wait: {there}"
         )
-        found.append(_found("site-kill-wait", _CONFIG, message))
+        problems.append(_found("site-kill-wait", _CONFIG, message))
     if plan.job.retries.requeue and "CANCEL" in config["PreemptMode"].upper():
         message = (
             f"PreemptMode is {config['PreemptMode']}: a preempted job is cancelled and not queued "
             "again; after a preemption submit the script again with `sbatch FILE RUN_DIR continue`"
         )
-        found.append(_found("site-preempt-mode", _CONFIG, message))
+        problems.append(_found("site-preempt-mode", _CONFIG, message))
     most = config.get("MaxArraySize", "")
     if (limit := whole_number(most)) is not None and len(plan.points) > limit:
         message = (
             f"{len(plan.points)} points exceed MaxArraySize {most}, which is how many tasks an "
             "array may have; make several sweeps of it"
         )
-        found.append(_found("site-array-size", _CONFIG, message))
+        problems.append(_found("site-array-size", _CONFIG, message))
     version = re.match(r"(\d{1,9})\.(\d{1,9})", config["SLURM_VERSION"])
     if version is not None and (int(version[1]), int(version[2])) < OLDEST:
         message = (
             f"SLURM_VERSION is {config['SLURM_VERSION']}, and the script is tried with "
             f"{OLDEST[0]}.{OLDEST[1]:02} and later; try a requeue before you rely on it"
         )
-        found.append(_found("site-version", _CONFIG, message))
-    return found
+        problems.append(_found("site-version", _CONFIG, message))
+    return problems
 
 
 def _partitions(text: str) -> list[_Partition]:
-    found = []
+    partitions = []
     for line in text.splitlines():
-        said = dict(word.partition("=")[::2] for word in line.split())
+        settings = dict(word.partition("=")[::2] for word in line.split())
         try:
-            found.append(
+            partitions.append(
                 _Partition(
-                    name=said["PartitionName"],
-                    is_default=said["Default"] == "YES",
-                    longest_s=_seconds(said["MaxTime"]),
-                    default_s=_seconds(said["DefaultTime"]),
-                    most_nodes=None if said["MaxNodes"] == "UNLIMITED" else int(said["MaxNodes"]),
-                    nodes=int(said["TotalNodes"]),
-                    state=said["State"],
+                    name=settings["PartitionName"],
+                    is_default=settings["Default"] == "YES",
+                    longest_s=_seconds(settings["MaxTime"]),
+                    default_s=_seconds(settings["DefaultTime"]),
+                    most_nodes=None
+                    if settings["MaxNodes"] == "UNLIMITED"
+                    else int(settings["MaxNodes"]),
+                    nodes=int(settings["TotalNodes"]),
+                    state=settings["State"],
                 )
             )
         except (KeyError, ValueError):
             raise LauncherError(f"{_PARTITIONS}: cannot be understood: {line!r}") from None
-    return found
+    return partitions
 
 
 def _seconds(text: str) -> int | None:
@@ -172,23 +174,23 @@ def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[P
         message = f"no partition is the default one; name one of {there} in the profile"
         return [_found("site-partition", _PARTITIONS, message)]
     reasons: list[tuple[str, str]] = []
-    known = {partition.name: partition for partition in partitions}
+    by_name = {partition.name: partition for partition in partitions}
     for name in names:
-        found = [("site-partition", f"there is no partition {name!r}; there are {there}")]
-        if name in known:
-            found = _too_much(plan, known[name])
-        if not found:
+        problems = [("site-partition", f"there is no partition {name!r}; there are {there}")]
+        if name in by_name:
+            problems = _too_much(plan, by_name[name])
+        if not problems:
             return []  # Slurm takes the first one that can
-        reasons += found
+        reasons += problems
     return [_found(rule, _PARTITIONS, message) for rule, message in reasons]
 
 
 def _too_much(plan: SlurmPlan, partition: _Partition) -> list[tuple[str, str]]:
     job, name = plan.job, partition.name
-    found = []
+    excesses = []
     if partition.state != "UP":
         why = f"partition {name!r} is {partition.state}; jobs wait until it is up"
-        found.append(("site-partition-state", why))
+        excesses.append(("site-partition-state", why))
     limit_s, longest_s = job.time_limit_s, partition.longest_s
     if limit_s and longest_s is not None and limit_s > longest_s:
         longest = format_duration(longest_s)
@@ -196,7 +198,7 @@ def _too_much(plan: SlurmPlan, partition: _Partition) -> list[tuple[str, str]]:
             f"time_limit {format_duration(limit_s)} exceeds MaxTime {longest} of partition "
             f"{name!r}; write time_limit: {longest} and let retries.requeue go on from there"
         )
-        found.append(("site-time-limit", why))
+        excesses.append(("site-time-limit", why))
     given_s = partition.default_s or longest_s
     needed_s = warning_lead_s(job) + SIGNAL_SLACK_S
     if limit_s is None and given_s is not None and given_s <= needed_s:
@@ -204,7 +206,7 @@ def _too_much(plan: SlurmPlan, partition: _Partition) -> list[tuple[str, str]]:
             f"partition {name!r} gives {format_duration(given_s)} where a job names no time, and "
             f"the end of a run alone takes {format_duration(needed_s)}; set time_limit"
         )
-        found.append(("site-time-limit", why))
+        excesses.append(("site-time-limit", why))
     nodes = partition.nodes
     most = min(nodes, nodes if partition.most_nodes is None else partition.most_nodes)
     if job.resources.min_nodes > most:
@@ -213,20 +215,24 @@ def _too_much(plan: SlurmPlan, partition: _Partition) -> list[tuple[str, str]]:
             f"nnodes {job.resources.min_nodes} exceeds the {most} {what} of partition {name!r}; "
             "ask for fewer, or name another partition"
         )
-        found.append(("site-nodes", why))
-    return found
+        excesses.append(("site-nodes", why))
+    return excesses
 
 
 def _option_findings(
     plan: SlurmPlan, command: Callable[[Sequence[str]], "CompletedProcess[str]"]
 ) -> list[Problem]:
     """Have the site's own sbatch parse each option: it knows those of its version."""
-    found = []
+    problems = []
     for name, value in plan.sbatch:
         option = f"--{name}" if value is None else f"--{name}={value}"
         done = command(["sbatch", option, "--usage"])
         if done.returncode != 0:
-            said = re.sub(r"^\S*sbatch: (error: )?", "", done.stderr.strip()).partition("\n")[0]
-            message = f"this site's sbatch refuses it: {said}; leave it out, or ask for its version"
-            found.append(_found("site-option", f"--{name}", message))
-    return found
+            complaint = re.sub(r"^\S*sbatch: (error: )?", "", done.stderr.strip()).partition("\n")[
+                0
+            ]
+            message = (
+                f"this site's sbatch refuses it: {complaint}; leave it out, or ask for its version"
+            )
+            problems.append(_found("site-option", f"--{name}", message))
+    return problems

@@ -76,8 +76,8 @@ class Snapshot:
 
     def rows(self, job_id: str, script: str) -> list[Row]:
         """Return the rows of a job, of its tasks, and of all jobs of this batch script."""
-        found = [*self._by_job.get(job_id, ()), *self._by_script.get(script, ())]
-        return list(dict.fromkeys(found)) if len(found) > 1 else found
+        rows = [*self._by_job.get(job_id, ()), *self._by_script.get(script, ())]
+        return list(dict.fromkeys(rows)) if len(rows) > 1 else rows
 
 
 @dataclass(kw_only=True)
@@ -142,17 +142,17 @@ class Queue:
         """
         begun = self._clock()
         oldest = max(begun - max_age_s, changed) if self._file else begun
-        known = self._load()
-        if known.asked < oldest:
+        state = self._load()
+        if state.asked < oldest:
             with self._turn():
-                known = self._load()  # another process may have queried meanwhile
-                if known.asked < oldest:
-                    if patient and self._clock() < known.busy_until:
-                        return self._older(known, changed)
-                    known = self._ask(known, changed)
-        return self._snapshot(known)
+                state = self._load()  # another process may have queried meanwhile
+                if state.asked < oldest:
+                    if patient and self._clock() < state.busy_until:
+                        return self._older(state, changed)
+                    state = self._ask(state, changed)
+        return self._snapshot(state)
 
-    def _ask(self, known: _Known, changed: float) -> _Known:
+    def _ask(self, state: _Known, changed: float) -> _Known:
         asked = self._clock()  # before the question: what happens meanwhile is not in the answer
         try:
             rows = ask_mine(self._command)
@@ -160,38 +160,38 @@ class Queue:
             if not is_busy(str(error)):
                 raise
             first, longest = _PAUSES_S
-            known.pause = min(max(known.pause * 2, first), longest)
-            known.busy, known.busy_until = str(error), self._clock() + known.pause
-            self._save(known)
-            raise LauncherError(self._busy(known)) from error
-        known.asked, known.rows = asked, rows
-        known.busy, known.busy_until, known.pause = "", 0.0, 0.0
-        self._save(known)
-        return known
+            state.pause = min(max(state.pause * 2, first), longest)
+            state.busy, state.busy_until = str(error), self._clock() + state.pause
+            self._save(state)
+            raise LauncherError(self._busy(state)) from error
+        state.asked, state.rows = asked, rows
+        state.busy, state.busy_until, state.pause = "", 0.0, 0.0
+        self._save(state)
+        return state
 
-    def _older(self, known: _Known, changed: float) -> Snapshot:
+    def _older(self, state: _Known, changed: float) -> Snapshot:
         """Return the last answer, if it covers the query."""
-        if known.asked < max(changed, self._clock() - _OLDEST_S):
-            raise LauncherError(self._busy(known))
-        at = time.strftime("%H:%M:%S", time.localtime(known.asked))
-        return Snapshot(known.rows, asked=known.asked, note=f"as of {at}, {self._busy(known)}")
+        if state.asked < max(changed, self._clock() - _OLDEST_S):
+            raise LauncherError(self._busy(state))
+        at = time.strftime("%H:%M:%S", time.localtime(state.asked))
+        return Snapshot(state.rows, asked=state.asked, note=f"as of {at}, {self._busy(state)}")
 
     @staticmethod
-    def _busy(known: _Known) -> str:
-        at = time.strftime("%H:%M:%S", time.localtime(known.busy_until))
-        return f"the controller is busy ({known.busy}) and is asked again at {at}"
+    def _busy(state: _Known) -> str:
+        at = time.strftime("%H:%M:%S", time.localtime(state.busy_until))
+        return f"the controller is busy ({state.busy}) and is asked again at {at}"
 
-    def _snapshot(self, known: _Known) -> Snapshot:
-        if self._known_as is None or self._known_as[0] != known.asked:
-            self._known_as = known.asked, Snapshot(known.rows, asked=known.asked)
+    def _snapshot(self, state: _Known) -> Snapshot:
+        if self._known_as is None or self._known_as[0] != state.asked:
+            self._known_as = state.asked, Snapshot(state.rows, asked=state.asked)
         return self._known_as[1]
 
     def forget(self) -> None:
         """Invalidate the shared snapshot, so that the next query sees this change."""
         with self._turn():
-            known = self._load()
-            known.asked = 0.0
-            self._save(known)
+            state = self._load()
+            state.asked = 0.0
+            self._save(state)
 
     def others(self, job_ids: Sequence[str]) -> Snapshot:
         """Return jobs of other users.
@@ -216,15 +216,15 @@ class Queue:
             )
 
     def _cluster(self) -> str:
-        known = self._load()
-        if not known.cluster or known.cluster_asked < self._clock() - _CLUSTER_S:
+        state = self._load()
+        if not state.cluster or state.cluster_asked < self._clock() - _CLUSTER_S:
             shown = self._command(["scontrol", "show", "config"]).stdout
             name = cluster_name(shown)
             with self._turn():
-                known = self._load()
-                known.cluster, known.cluster_asked = name, self._clock()
-                self._save(known)
-        return known.cluster
+                state = self._load()
+                state.cluster, state.cluster_asked = name, self._clock()
+                self._save(state)
+        return state.cluster
 
     def ended(self, job_ids: Iterable[str]) -> dict[str, list[Row]] | None:
         """Return the accounting's rows of jobs that the controller has forgotten, by their id.
@@ -234,28 +234,28 @@ class Queue:
         Raises:
             LauncherError: there is one, and it does not answer.
         """
-        known, now = self._load(), self._clock()
-        if now < known.no_accounting_until:
+        state, now = self._load(), self._clock()
+        if now < state.no_accounting_until:
             return None
         wanted = list(dict.fromkeys(job_ids))
         old = now - _ASK_AGAIN_S
-        new = [i for i in wanted if i not in known.ended or not self._final(known.ended[i], old)]
+        new = [i for i in wanted if i not in state.ended or not self._final(state.ended[i], old)]
         if new:
             rows = ask_accounting(self._command, new)
             with self._turn():
-                known = self._load()
+                state = self._load()
                 if rows is None:
-                    known.no_accounting_until = now + _CLUSTER_S
+                    state.no_accounting_until = now + _CLUSTER_S
                 else:
-                    found: dict[str, list[Row]] = {job_id: [] for job_id in new}
+                    by_job: dict[str, list[Row]] = {job_id: [] for job_id in new}
                     for row in rows:
-                        found.setdefault(row.whole, []).append(row)
-                    known.ended |= {job_id: (now, rows) for job_id, rows in found.items()}
-                    known.ended = dict(list(known.ended.items())[-_MOST_ENDED:])
-                self._save(known)
+                        by_job.setdefault(row.whole, []).append(row)
+                    state.ended |= {job_id: (now, rows) for job_id, rows in by_job.items()}
+                    state.ended = dict(list(state.ended.items())[-_MOST_ENDED:])
+                self._save(state)
             if rows is None:
                 return None
-        return {job_id: known.ended[job_id][1] for job_id in wanted if job_id in known.ended}
+        return {job_id: state.ended[job_id][1] for job_id in wanted if job_id in state.ended}
 
     @staticmethod
     def _final(answer: tuple[float, list[Row]], old: float) -> bool:
@@ -300,38 +300,40 @@ class Queue:
         try:
             if self._stamp == (stamp := _stamp(file)):
                 return self._memory
-            said = untrusted.mapping(untrusted.read_json(file, limit=_FILE_BYTES))
-            if said.pop("version") != _VERSION or said.keys() != {f.name for f in fields(_Known)}:
+            content = untrusted.mapping(untrusted.read_json(file, limit=_FILE_BYTES))
+            if content.pop("version") != _VERSION or content.keys() != {
+                f.name for f in fields(_Known)
+            }:
                 return _Known()
-            said["rows"] = [_row(row) for row in said["rows"]]
-            said["ended"] = {
+            content["rows"] = [_row(row) for row in content["rows"]]
+            content["ended"] = {
                 job_id: (_moment(asked), [_row(row) for row in rows])
-                for job_id, (asked, rows) in said["ended"].items()
+                for job_id, (asked, rows) in content["ended"].items()
             }
-            moments = {f.name: _moment(said[f.name]) for f in fields(_Known) if f.type is float}
-            known = _Known(**said | moments)
-            if not isinstance(known.cluster, str) or not isinstance(known.busy, str):
+            moments = {f.name: _moment(content[f.name]) for f in fields(_Known) if f.type is float}
+            state = _Known(**content | moments)
+            if not isinstance(state.cluster, str) or not isinstance(state.busy, str):
                 return _Known()
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return _Known()
         self._stamp = stamp
-        return known
+        return state
 
-    def _save(self, known: _Known) -> None:
+    def _save(self, state: _Known) -> None:
         """Replace the file whole."""
-        self._memory = known
+        self._memory = state
         if self._file is None:
             return
-        said = {"version": _VERSION, **vars(known)}
-        said["rows"] = [_values(row) for row in known.rows]
-        said["ended"] = {
+        content = {"version": _VERSION, **vars(state)}
+        content["rows"] = [_values(row) for row in state.rows]
+        content["ended"] = {
             job_id: (asked, [_values(row) for row in rows])
-            for job_id, (asked, rows) in known.ended.items()
+            for job_id, (asked, rows) in state.ended.items()
         }
         part = self._file.with_suffix(f".{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(said), encoding="utf-8")
+            part.write_text(json.dumps(content), encoding="utf-8")
             part.replace(self._file)
             self._stamp = _stamp(self._file)
         except OSError:
@@ -342,8 +344,8 @@ class Queue:
 
 def _stamp(path: Path) -> object:
     """Return what changes when a file is replaced."""
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    info = path.stat()
+    return info.st_ino, info.st_mtime_ns, info.st_size
 
 
 def _moment(value: Any) -> float:
@@ -352,9 +354,9 @@ def _moment(value: Any) -> float:
     Raises:
         ValueError: the value is none, or none that a clock shows.
     """
-    if (found := untrusted.finite(value)) is None or not 0 <= found < _LAST:
+    if (seconds := untrusted.finite(value)) is None or not 0 <= seconds < _LAST:
         raise ValueError(value)
-    return found
+    return seconds
 
 
 def _values(row: Row) -> list[str]:

@@ -119,8 +119,8 @@ class Row:
     @property
     def script(self) -> str:
         """The path of the batch script, which may hold blanks."""
-        found = re.match(r"(.*?\.sbatch)(\s|$)", self.command, re.DOTALL)
-        return found[1] if found else self.command.partition(" ")[0]
+        match = re.match(r"(.*?\.sbatch)(\s|$)", self.command, re.DOTALL)
+        return match[1] if match else self.command.partition(" ")[0]
 
 
 def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
@@ -176,10 +176,10 @@ def _ask(command: Command, *who: str) -> list[Row]:
 def _rows(text: str) -> Iterator[Row]:
     row = None
     for line in text.split("\n"):
-        if found := _ROW.fullmatch(line):
+        if match := _ROW.fullmatch(line):
             if row:
                 yield row
-            job_id, word, start, reason, argv = found.groups()
+            job_id, word, start, reason, argv = match.groups()
             start = "" if start == "N/A" else start
             reason = "" if reason == "None" else reason
             row = Row(job_id=job_id, word=word, start=start, reason=reason, command=argv)
@@ -218,12 +218,12 @@ def judge(row: Row, run_dir: Path | None, *, after: str = "") -> RunStatus:
             state=state, reason="; ".join(filter(None, words)), expected_start=row.start
         )
     if state is RunState.FAILED and run_dir is not None and run_dir.is_dir():
-        said = run_directory.ended_status(run_dir)
-        if said.state in (RunState.PREEMPTED, RunState.CANCELLED):
-            return said
-        if said.state is RunState.FAILED:
-            words = [row.word, reason, said.reason]
-            return RunStatus(state=said.state, reason=": ".join(filter(None, words)))
+        ended = run_directory.ended_status(run_dir)
+        if ended.state in (RunState.PREEMPTED, RunState.CANCELLED):
+            return ended
+        if ended.state is RunState.FAILED:
+            words = [row.word, reason, ended.reason]
+            return RunStatus(state=ended.state, reason=": ".join(filter(None, words)))
     return RunStatus(state=state, reason=reason if state is not RunState.SUCCEEDED else "")
 
 
@@ -251,10 +251,10 @@ def cluster_name(config: str) -> str:
     Raises:
         LauncherError: the answer is not a name: it becomes a part of URIs.
     """
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
-    if found and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", found[1]):
-        raise LauncherError(f"Slurm says that its cluster is called {found[1][:80]!r}: no name")
-    return found[1] if found else ""
+    match = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
+    if match and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", match[1]):
+        raise LauncherError(f"Slurm says that its cluster is called {match[1][:80]!r}: no name")
+    return match[1] if match else ""
 
 
 def first_line(text: str) -> str:

@@ -81,8 +81,8 @@ class Order:
             SlurmJob(**job | {"points": job["points"] and tuple(job["points"])})
             for job in data["jobs"]
         )
-        known = dict(data) | {"folder": folder, "jobs": jobs, "known": tuple(data["known"])}
-        return cls(**known)
+        fields = dict(data) | {"folder": folder, "jobs": jobs, "known": tuple(data["known"])}
+        return cls(**fields)
 
     def commands(self, job: SlurmJob) -> tuple[str, str]:
         """Return the command of a job as squeue shows it: whole, or from 24.11 on its script."""
@@ -123,14 +123,14 @@ def send(
     for index, job in enumerate(order.jobs):
         waits = [job.after] if job.after else []
         waits += [f"afterany:{sent[-1].job_id}"] if sent else []
-        known = [*order.known, *(before.job_id for before in sent)]
+        job_ids = [*order.known, *(before.job_id for before in sent)]
         try:
             job_id = _once(
                 login,
                 [*_argv(order, job, waits, login.cwd)],
                 order=order,
                 index=index,
-                known=known,
+                job_ids=job_ids,
                 secrets=secrets,
                 begun=begun,
             )
@@ -161,7 +161,7 @@ def _once(
     *,
     order: Order,
     index: int,
-    known: Sequence[str],
+    job_ids: Sequence[str],
     secrets: Mapping[str, str],
     begun: bool,
 ) -> str:
@@ -172,8 +172,8 @@ def _once(
         time.sleep(pause_s)
         try:
             if doubt:
-                if found := _queued(login, commands, known):
-                    return found[0]
+                if job_id := _queued(login, commands, job_ids):
+                    return job_id[0]
                 looks += 1
                 if looks < _LOOKS:
                     continue
@@ -212,10 +212,10 @@ def _is_doubtful(done: "CompletedProcess[str]") -> bool:
     return killed or done.returncode == DOUBTFUL or bool(_NO_ANSWER.search(done.stderr))
 
 
-def _queued(login: Login, commands: Sequence[str], known: Sequence[str]) -> list[str]:
+def _queued(login: Login, commands: Sequence[str], job_ids: Sequence[str]) -> list[str]:
     """Return the jobs of Slurm that have this command, the oldest first, but for the known ones."""
-    found = {row.whole for row in ask_mine(login.command) if row.command in commands}
-    return sorted(found - set(known), key=int)
+    queued = {row.whole for row in ask_mine(login.command) if row.command in commands}
+    return sorted(queued - set(job_ids), key=int)
 
 
 def find(login: Login, order: Order) -> list[SlurmJob]:
@@ -225,15 +225,15 @@ def find(login: Login, order: Order) -> list[SlurmJob]:
         LauncherError: nobody answers.
     """
     keys = [order.key(index) for index in range(len(order.jobs))]
-    said = login.answers(order.folder, keys)
-    known_by = {key: answer.strip().partition(";")[0] for key, answer in said.items()}
+    answers_by_key = login.answers(order.folder, keys)
+    known_by = {key: answer.strip().partition(";")[0] for key, answer in answers_by_key.items()}
     answers = {key: job_id for key, job_id in known_by.items() if is_job_id(job_id)}
     sent: list[SlurmJob] = []
     for job, key in zip(order.jobs, keys, strict=True):
         job_id = answers.get(key, "")
         if not job_id:
-            known = [*order.known, *answers.values(), *(before.job_id for before in sent)]
-            job_id = next(iter(_queued(login, order.commands(job), known)), "")
+            job_ids = [*order.known, *answers.values(), *(before.job_id for before in sent)]
+            job_id = next(iter(_queued(login, order.commands(job), job_ids)), "")
         if not job_id:
             break
         waits = [job.after, f"afterany:{sent[-1].job_id}" if sent else ""]

@@ -29,10 +29,10 @@ class SlurmSweep(SlurmRun):
     @cached_property
     def points(self) -> "tuple[SlurmPoint, ...]":
         """The points, each a run of its own."""
-        known = read_points(self.record.run_dir)
+        points = read_points(self.record.run_dir)
         return tuple(
             SlurmPoint(self, index, name, settings, self._command, self._queue, self._login)
-            for index, (name, settings) in enumerate(known)
+            for index, (name, settings) in enumerate(points)
         )
 
     def point(self, key: str) -> "SlurmPoint":
@@ -48,15 +48,17 @@ class SlurmSweep(SlurmRun):
         """The points."""
         return self.points
 
-    def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
+    def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
         """Return the status of the whole from those of its points."""
-        return sum_of(found)
+        return sum_of(point_statuses)
 
     def statuses(self) -> list[RunStatus]:
         """Return the status of each point, by one query and the run directories of the others."""
         changed = self._changed()
-        (found,) = statuses_of_parts(self._queue, [self], max_age_s=STATUS_AGE_S, changed=changed)
-        return found
+        (point_statuses,) = statuses_of_parts(
+            self._queue, [self], max_age_s=STATUS_AGE_S, changed=changed
+        )
+        return point_statuses
 
     def told(self, seen: Snapshot) -> "Sequence[RunStatus | None]":
         """Return the status of each point from Slurm's answer and its run directory."""
@@ -90,14 +92,16 @@ class SlurmSweep(SlurmRun):
         Raises:
             LauncherError: one has ended otherwise, or its end is unknown.
         """
-        found, newest = self.statuses(), self.newest({})
-        live = [p for p, s in zip(self.points, found, strict=True) if not (s.state.final or s.lost)]
+        statuses, newest = self.statuses(), self.newest({})
+        live = [
+            p for p, s in zip(self.points, statuses, strict=True) if not (s.state.final or s.lost)
+        ]
         if wish == "ok":
-            for point, status in zip(self.points, found, strict=True):
+            for point, status in zip(self.points, statuses, strict=True):
                 if point not in live:
                     point._met(wish, status)
         elif not live:
-            return self._met(wish, self.sum_of(found))
+            return self._met(wish, self.sum_of(statuses))
         jobs = list(dict.fromkeys(newest[point.index].job_id for point in live))
         if len(self.jobs) == 1:
             return [f"{CONDITIONS[wish]}:{job_id}" for job_id in jobs]
@@ -166,9 +170,9 @@ class SlurmPoint(SlurmRun):
     @property
     def run_dir(self) -> Path:
         """The point's own run directory."""
-        found = super().run_dir
-        assert found is not None
-        return found
+        folder = super().run_dir
+        assert folder is not None
+        return folder
 
     @property
     def jobs(self) -> list[SlurmJob]:

@@ -18,7 +18,7 @@ def nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str | No
     ('nnodes', None)
     """
     words = list(words)
-    longer = (known for known in words if word and known.startswith(word))
+    longer = (candidate for candidate in words if word and candidate.startswith(word))
     return next(longer, None) or next(
         iter(difflib.get_close_matches(word, words, n=1, cutoff=cutoff)), None
     )

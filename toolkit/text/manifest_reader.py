@@ -35,7 +35,7 @@ def read_manifests(text: str, source: str, *, pod_security: str | None = None) -
         InputError: it is no YAML, or a document is no object with `apiVersion` and `kind`; every
             such document is named.
     """
-    found: list[Manifest] = []
+    manifests: list[Manifest] = []
     problems: list[Problem] = []
     for above, part in _parts(text):
         try:
@@ -46,14 +46,14 @@ def read_manifests(text: str, source: str, *, pod_security: str | None = None) -
         problems += document.problems
         if document.data is not None:
             data = _as_kubernetes(document.data)
-            found += _objects(data, document, problems)
-    if not found and not problems:
+            manifests += _objects(data, document, problems)
+    if not manifests and not problems:
         problems.append(Problem(place=source, message="holds no object"))
     if problems:
         raise InputError(problems)
     numbered = (
         Manifest(data=one.data, document=one.document, path=one.path, index=index)
-        for index, one in enumerate(found)
+        for index, one in enumerate(manifests)
     )
     return Stream(manifests=tuple(numbered), pod_security=pod_security)
 

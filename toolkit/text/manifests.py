@@ -117,8 +117,8 @@ class View:
 
     def labels(self, *keys: str | int) -> dict[str, str]:
         """Return a mapping of strings, like labels, that stands there, or below `keys`."""
-        found = self.at(*keys).entries()
-        return {key: entry.value for key, entry in found if isinstance(entry.value, str)}
+        entries = self.at(*keys).entries()
+        return {key: entry.value for key, entry in entries if isinstance(entry.value, str)}
 
     @property
     def where(self) -> str:
@@ -143,10 +143,10 @@ class Stream:
 
     @cached_property
     def _by_kind(self) -> Mapping[str, list[Manifest]]:
-        found: dict[str, list[Manifest]] = {}
+        by_kind: dict[str, list[Manifest]] = {}
         for manifest in self.manifests:
-            found.setdefault(manifest.kind, []).append(manifest)
-        return found
+            by_kind.setdefault(manifest.kind, []).append(manifest)
+        return by_kind
 
     def level_of(self, manifest: Manifest) -> str:
         """Return the Pod Security level that an object's pods are held to.

@@ -130,8 +130,8 @@ class Mask:
             if at.start() < end:
                 continue
             for mark in starts.get(self._start(text[at.start() : at.start() + SHORTEST], salt), ()):
-                found = text[at.start() : at.start() + mark.length]
-                if len(found) == mark.length and self._is(found, mark):
+                span = text[at.start() : at.start() + mark.length]
+                if len(span) == mark.length and self._is(span, mark):
                     made += [text[end : at.start()], f"***{mark.name}***"]
                     end = at.start() + mark.length
                     break

@@ -132,8 +132,8 @@ def kind_of(value: str, *, name: str = "") -> str | None:
     ('a Hugging Face token (hf_…)', 'a value for DB_PASSWORD', None)
     """
     for kind, shape in _SHAPES.items() if _TOKEN.search(value) else ():
-        if found := re.search(f"(?<![A-Za-z0-9])(?:{shape})", value):
-            return f"{kind} ({found[0][:SHOWN]}…)"
+        if match := re.search(f"(?<![A-Za-z0-9])(?:{shape})", value):
+            return f"{kind} ({match[0][:SHOWN]}…)"
     if _WITH_PASSWORD.search(value):
         return "an address with its password"
     keyed = _words(name)[-1:] in (["KEY"], ["TOKEN"]) and _HEX.fullmatch(value) is not None
@@ -210,8 +210,8 @@ def leaks_of_document(
         for key, one in value.items():
             if key not in skip:
                 inner = str(called if key == "value" and called else key)
-                found = leaks_of_document(f"{place}.{key}", one, name=inner, skip=skip)
-                yield from (((key, *path), reason) for path, reason in found)
+                inner_leaks = leaks_of_document(f"{place}.{key}", one, name=inner, skip=skip)
+                yield from (((key, *path), reason) for path, reason in inner_leaks)
 
 
 def conceal(text: str, hidden: Iterable[str] = ()) -> str:
@@ -226,15 +226,15 @@ def conceal(text: str, hidden: Iterable[str] = ()) -> str:
     return _TOKEN.sub(lambda found: f"{found[0][:SHOWN]}***", text)
 
 
-def values_of(known: Mapping[str, str], names: Collection[str] = ()) -> list[tuple[str, str]]:
+def values_of(variables: Mapping[str, str], names: Collection[str] = ()) -> list[tuple[str, str]]:
     """Return the names and values of secrets among `known` variables, the longest value first.
 
     Those of `names` are secrets, and those that look like one. A value of several lines counts
     line by line, as a log shows it.
     """
-    found = []
-    for name, value in known.items():
+    pairs = []
+    for name, value in variables.items():
         if name in names or kind_of(value, name=name):
             lines = [line for line in value.splitlines() if len(line) >= LINE_FROM]
-            found += [(name, part) for part in (value, *lines) if part]
-    return sorted(found, key=lambda entry: len(entry[1]), reverse=True)
+            pairs += [(name, part) for part in (value, *lines) if part]
+    return sorted(pairs, key=lambda entry: len(entry[1]), reverse=True)

@@ -94,7 +94,7 @@ def _opened(path: Path | str, below: Path | None, flags: int) -> int:
     handle = -1
     try:
         handle = os.open(text, flags) if below is None else _walked(text, below, flags)
-        found = os.fstat(handle)
+        info = os.fstat(handle)
     except OSError as error:
         if handle >= 0:
             os.close(handle)
@@ -104,7 +104,7 @@ def _opened(path: Path | str, below: Path | None, flags: int) -> int:
             raise Refused(path, "is a link or a socket, which is not followed") from None
         raise
     wanted = stat.S_IFDIR if flags & os.O_DIRECTORY else stat.S_IFREG
-    if (kind := stat.S_IFMT(found.st_mode)) != wanted:
+    if (kind := stat.S_IFMT(info.st_mode)) != wanted:
         os.close(handle)
         raise Refused(path, f"is {_KINDS.get(kind, 'no regular file')}")
     return handle
@@ -182,9 +182,9 @@ def parse_json(text: str | bytes) -> Any:
     """
     try:
         # Not by json itself, which takes bytes for halves of characters, too.
-        known = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        value = json.loads(known)
-        return _whole_characters(value) if "\\u" in known or not known.isascii() else value
+        decoded = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        value = json.loads(decoded)
+        return _whole_characters(value) if "\\u" in decoded or not decoded.isascii() else value
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -271,14 +271,14 @@ def entries(path: Path | str, *, below: Path | None = None) -> list[Entry]:
     except OSError:
         return []
     try:
-        with os.scandir(handle) as found:
+        with os.scandir(handle) as scanned:
             some = [
                 Entry(
                     name=one.name,
                     is_folder=one.is_dir(follow_symlinks=False),
                     is_file=one.is_file(follow_symlinks=False),
                 )
-                for one in itertools.islice(found, _ENTRIES)
+                for one in itertools.islice(scanned, _ENTRIES)
             ]
     except OSError:
         return []

@@ -255,10 +255,10 @@ def read_text(path: Path) -> str:
 def _read(path: Path) -> bytes:
     file = Path("/dev/stdin") if path == Path("-") else path
     with file.open("rb") as opened:
-        found = os.fstat(opened.fileno())
-        regular = stat.S_ISREG(found.st_mode)
-        if regular and found.st_size > _MAX_BYTES:
-            _fail(f"{path}", _too_large(found.st_size))
+        info = os.fstat(opened.fileno())
+        regular = stat.S_ISREG(info.st_mode)
+        if regular and info.st_size > _MAX_BYTES:
+            _fail(f"{path}", _too_large(info.st_size))
         content = opened.read(_MAX_BYTES + 1)
     if not regular:
         _streams[path] = content
@@ -281,9 +281,9 @@ def read_document(text: str, source: str, *, above: int = 0) -> Document:
     Raises:
         InputError: the text is not YAML at all.
     """
-    if found := _UNREADABLE.search(text):
-        place = place_of(source, above + text.count("\n", 0, found.start()))
-        _fail(place, f"the character U+{ord(found[0]):04X}, which not every reader of YAML takes")
+    if match := _UNREADABLE.search(text):
+        place = place_of(source, above + text.count("\n", 0, match.start()))
+        _fail(place, f"the character U+{ord(match[0]):04X}, which not every reader of YAML takes")
     reader = _Reader(source, above)
     try:
         _refuse_excess(text, source, above)

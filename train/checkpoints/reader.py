@@ -145,15 +145,15 @@ def differences(there: Listing, here: Iterable[Listing]) -> list[str]:
     ours: Listing = {}
     for one in here:
         ours.update(one)
-    found = []
+    problems = []
     for name in sorted({*there, *ours}):
         if name not in ours:
-            found.append(f"{name}: {_shown(there[name])} there, nothing here")
+            problems.append(f"{name}: {_shown(there[name])} there, nothing here")
         elif name not in there:
-            found.append(f"{name}: nothing there, {_shown(ours[name])} here")
+            problems.append(f"{name}: nothing there, {_shown(ours[name])} here")
         elif there[name] != ours[name]:
-            found.append(f"{name}: {_shown(there[name])} there, {_shown(ours[name])} here")
-    return found
+            problems.append(f"{name}: {_shown(there[name])} there, {_shown(ours[name])} here")
+    return problems
 
 
 def _shown(entry: tuple[torch.Size, torch.dtype]) -> str:

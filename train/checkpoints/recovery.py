@@ -64,7 +64,7 @@ def look_together(run_dir: Path, group: Group) -> Sighting:
             store.verify(position.path(run_dir), share=(place.rank, place.world_size))
         except CheckpointError as error:
             reason = str(error)
-        if not (reasons := [found for found in group.gather(reason) if found]):
+        if not (reasons := [text for text in group.gather(reason) if text]):
             return Sighting(best=position, damaged=tuple(damaged))
         damaged.append((position, reasons[0]))
     return Sighting(best=None, damaged=tuple(damaged))
@@ -95,66 +95,70 @@ def describe(
     Raises:
         CheckpointError: on all ranks; it cannot be read.
     """
-    found: Resumption | str = ""
+    resumption: Resumption | str = ""
     if group.place.rank == source:
         path = position.path(run_dir)
         try:
-            found = Resumption(
+            resumption = Resumption(
                 position=position,
                 state=store.read_state(path),
                 listing=Stored(path).listing(),
                 source=None if shared else source,
             )
         except CheckpointError as error:
-            found = str(error)
-    found = group.broadcast(found, source=source)
-    if isinstance(found, str):
-        raise CheckpointError(f"rank {source}: {found}")
-    return found
+            resumption = str(error)
+    resumption = group.broadcast(resumption, source=source)
+    if isinstance(resumption, str):
+        raise CheckpointError(f"rank {source}: {resumption}")
+    return resumption
 
 
-def load(run_dir: Path, group: Group, found: Resumption, tensors: Mapping[str, Tensor]) -> None:
+def load(
+    run_dir: Path, group: Group, resumption: Resumption, tensors: Mapping[str, Tensor]
+) -> None:
     """Fill this rank's tensors in place, however the ranks that wrote them were arranged.
 
     Raises:
         CheckpointError: on all ranks; the checkpoint is of another model, or cannot be read.
     """
-    path = found.position.path(run_dir)
-    if differing := differences(found.listing, group.gather(listing_of(tensors))):
+    path = resumption.position.path(run_dir)
+    if differing := differences(resumption.listing, group.gather(listing_of(tensors))):
         raise CheckpointError(
             f"checkpoint {path} is of another model: give this run another --run-dir, or the "
             "model of the checkpoint:\n" + "\n".join(f"  {line}" for line in differing)
         )
-    fill(run_dir, group, found, tensors)
+    fill(run_dir, group, resumption, tensors)
 
 
-def fill(run_dir: Path, group: Group, found: Resumption, tensors: Mapping[str, Tensor]) -> None:
+def fill(
+    run_dir: Path, group: Group, resumption: Resumption, tensors: Mapping[str, Tensor]
+) -> None:
     """Fill tensors in place that are known to be the checkpoint's.
 
     Raises:
         CheckpointError: on all ranks; it cannot be read.
     """
-    path = found.position.path(run_dir)
+    path = resumption.position.path(run_dir)
     problem = ""
-    if found.source is None:
+    if resumption.source is None:
         try:
             Stored(path).load(tensors)
         except CheckpointError as error:
             problem = str(error)
     else:
-        problem = _serve(path, group, found, tensors)
+        problem = _serve(path, group, resumption, tensors)
     if problems := [
         f"rank {rank}: {text}" for rank, text in enumerate(group.gather(problem)) if text
     ]:
         raise CheckpointError("; ".join(problems))
 
 
-def _serve(path: Path, group: Group, found: Resumption, tensors: Mapping[str, Tensor]) -> str:
+def _serve(path: Path, group: Group, resumption: Resumption, tensors: Mapping[str, Tensor]) -> str:
     """Read tensor by tensor on one rank and send it to all; each takes its part."""
-    assert found.source is not None, "somebody has it"
-    mine = group.place.rank == found.source
+    assert resumption.source is not None, "somebody has it"
+    mine = group.place.rank == resumption.source
     stored = Stored(path) if mine else None
-    for name in found.listing:
+    for name in resumption.listing:
         whole: dict[str, Tensor] = {}
         problem = ""
         if stored is not None:
@@ -163,7 +167,7 @@ def _serve(path: Path, group: Group, found: Resumption, tensors: Mapping[str, Te
             except CheckpointError as error:
                 problem = str(error)
         # One at a time: no rank ever holds more than its part and one tensor.
-        whole = group.broadcast_tensors(whole, source=found.source)
+        whole = group.broadcast_tensors(whole, source=resumption.source)
         if name not in whole:
             return problem
         if name in tensors:

@@ -80,37 +80,37 @@ class Saver:
             self.console.say("no whole checkpoint is left: starting from the first step")
         if source is None or (best := seen[source].best) is None:
             return
-        found = recovery.describe(run_dir, self.group, best, source=source, shared=shared)
+        resumption = recovery.describe(run_dir, self.group, best, source=source, shared=shared)
         slots = {
             name.removeprefix(OPTIMIZER): entry
-            for name, entry in found.listing.items()
+            for name, entry in resumption.listing.items()
             if name.startswith(OPTIMIZER)
         }
         self.optimizer.allocate(slots)
         tensors = self._tensors()
-        recovery.load(run_dir, self.group, found, tensors)
+        recovery.load(run_dir, self.group, resumption, tensors)
         model = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
         self.strategy.load_model_state(model)
-        self.scaler.load(found.state.scaler)
-        progress.step, progress.samples_seen = found.state.step, found.state.samples_seen
-        if found.state.loss is not None:
-            progress.metrics["loss"] = found.state.loss
+        self.scaler.load(resumption.state.scaler)
+        progress.step, progress.samples_seen = resumption.state.step, resumption.state.samples_seen
+        if resumption.state.loss is not None:
+            progress.metrics["loss"] = resumption.state.loss
         # Rank 0's own directory has it only if rank 0 was the one to read it.
         self._saved = best if source == 0 else None
         where = best.path(run_dir)
         thawed = self._everywhere(
             name
             for name, weight in self.strategy.named_parameters()
-            if weight.requires_grad and name in (found.state.frozen or ())
+            if weight.requires_grad and name in (resumption.state.frozen or ())
         )
-        changed = changes(found.state, self.config, frozen=self._frozen, thawed=thawed)
+        changed = changes(resumption.state, self.config, frozen=self._frozen, thawed=thawed)
         self.directory.event(
             "resume",
             step=progress.step,
             samples_seen=progress.samples_seen,
             checkpoint=str(where.relative_to(run_dir)),
             read_by=source,
-            written_by_ranks=found.state.world_size,
+            written_by_ranks=resumption.state.world_size,
             changed=changed,
         )
         self.console.say(f"resuming after step {progress.step}/{progress.steps} from {where}")

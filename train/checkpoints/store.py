@@ -87,13 +87,13 @@ def tensor_file(rank: int) -> str:
 
 def places(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
     """List the committed checkpoints of this attempt and earlier ones, best first."""
-    found = []
+    positions = []
     for attempt, path in entries(run_dir, up_to_attempt):
         step = path.name.removeprefix("step-")
         # `step-N.tmp` is a write that a kill cut short.
         if step.isdecimal():
-            found.append(Position(attempt=attempt, step=int(step)))
-    return sorted(found, reverse=True)
+            positions.append(Position(attempt=attempt, step=int(step)))
+    return sorted(positions, reverse=True)
 
 
 def entries(run_dir: Path, up_to_attempt: float) -> Iterator[tuple[int, Path]]:
@@ -205,14 +205,14 @@ def _manifest(path: Path) -> _Manifest:
             raise ValueError(f"lists {strange[0]!r}, which is no file of a checkpoint")
         if not tensors or STATE not in files:
             raise ValueError(f"lists no {'file of tensors' if STATE in files else STATE}")
-        found = _Manifest(
+        manifest = _Manifest(
             step=untrusted.whole(read["step"]),
             samples_seen=untrusted.whole(read["samples_seen"]),
             files={name: untrusted.mapping(proof) for name, proof in files.items()},
         )
-    if path.name != f"step-{found.step:08d}":
-        raise CheckpointError(f"{path / MANIFEST}: is of step {found.step}")
-    return found
+    if path.name != f"step-{manifest.step:08d}":
+        raise CheckpointError(f"{path / MANIFEST}: is of step {manifest.step}")
+    return manifest
 
 
 def _versioned(path: Path) -> dict[str, object]:

@@ -33,24 +33,24 @@ def problems(config: Config, place: Place, *, only_looking: bool = False) -> lis
         only_looking: nothing is trained, so the ranks need not be there: the sizes of the mesh say
             how many they would be.
     """
-    found = [*_starting(config, place), *_numbers(config)]
+    problems = [*_starting(config, place), *_numbers(config)]
     ranks = ranks_of(config, place, only_looking=only_looking)
     if only_looking and ranks.world_size == 1:
         # How many ranks there would be, nobody has said.
-        return found
+        return problems
     try:
         layout = config.layout_on(ranks)
     except UsageError as error:
-        return [*found, str(error)]
+        return [*problems, str(error)]
     strategy = config.strategy_on(ranks)
     if not (only_looking or ranks.launched or strategy in ALONE):
-        found.append(
+        problems.append(
             f"--strategy {strategy} needs a launcher that says which rank this is (RANK): start it "
             "with `torchrun --nproc-per-node N -m train`, or let --spawn N start N processes here"
         )
-    found += _misplaced(config, strategy, layout)
-    found += _incompatible(config, strategy)
-    return found + _shares(config, strategy, layout)
+    problems += _misplaced(config, strategy, layout)
+    problems += _incompatible(config, strategy)
+    return problems + _shares(config, strategy, layout)
 
 
 def ranks_of(config: Config, place: Place, *, only_looking: bool = False) -> Place:
@@ -83,30 +83,30 @@ def exact_problems(config: Config, layout: Layout) -> list[str]:
             f"--reduce exact keeps the whole model on each rank: it fits --strategy ddp, not "
             f"--strategy {config.strategy} ({layout}); leave out one of the two"
         ]
-    found = []
+    problems = []
     if virtual % ranks:
         fitting = [str(n) for n in range(1, virtual + 1) if virtual % n == 0]
-        found.append(
+        problems.append(
             f"--reduce exact shares --virtual-shards {virtual} evenly, but {virtual} = "
             f"{virtual // ranks} x {ranks} + {virtual % ranks}; start {', '.join(fitting)} ranks, "
             f"or begin a new run with --virtual-shards {ranks} or a multiple"
         )
     if config.global_batch < virtual:
-        found.append(
+        problems.append(
             f"--virtual-shards {virtual} cannot each have a sample of --global-batch "
             f"{config.global_batch}; use --virtual-shards {config.global_batch} or fewer"
         )
     if config.sync_batch_norm:
-        found.append(
+        problems.append(
             "--sync-batch-norm normalises over whatever ranks there are, which --reduce exact must "
             "not depend on; leave out one of the two"
         )
     if config.comm_hook != "none":
-        found.append(
+        problems.append(
             f"--comm-hook {config.comm_hook} rounds what --reduce exact keeps; leave out one of "
             "the two"
         )
-    return found
+    return problems
 
 
 def _starting(config: Config, place: Place) -> Iterator[str]:

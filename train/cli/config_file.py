@@ -115,8 +115,8 @@ def _literal(value: object) -> str:
 def _line(text: str, key: str) -> int:
     """Find the line of a key or a table; TOML's own reader forgets them."""
     pattern = re.compile(rf"^[\s\[]*[\"']?{re.escape(key)}[\"']?\s*[=.\]]", re.MULTILINE)
-    found = pattern.search(text)
-    if found is None:
+    match = pattern.search(text)
+    if match is None:
         return 1
-    start = found.start() + len(found.group()) - len(found.group().lstrip())
+    start = match.start() + len(match.group()) - len(match.group().lstrip())
     return text.count("\n", 0, start) + 1

@@ -74,8 +74,10 @@ class Field:
             if value in self.choices:
                 return None
             word = self.name.replace("_", " ")
-            known = ", ".join(self.choices)
-            return f": unknown {word} {value!r}{nearest(str(value), self.choices)} (known: {known})"
+            choices = ", ".join(self.choices)
+            return (
+                f": unknown {word} {value!r}{nearest(str(value), self.choices)} (known: {choices})"
+            )
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return None
         if not math.isfinite(value) or (self.least is None and value <= 0):
@@ -89,11 +91,11 @@ class Field:
 def fields() -> dict[str, Field]:
     """Describe the fields of `Config`, by name and in its order."""
     hints = typing.get_type_hints(Config, include_extras=True)
-    found, section = {}, ""
+    by_name, section = {}, ""
     for field in dataclasses.fields(Config):
         section = SECTIONS.get(field.name, section)
         kind, choices, least = _read(hints[field.name])
-        found[field.name] = Field(
+        by_name[field.name] = Field(
             name=field.name,
             section=section,
             kind=kind,
@@ -101,7 +103,7 @@ def fields() -> dict[str, Field]:
             least=least,
             default=field.default,
         )
-    return found
+    return by_name
 
 
 # What other trainers call it.
@@ -122,8 +124,8 @@ SYNONYMS = {
 def nearest(word: str, words: Iterable[str]) -> str:
     """Say which word was probably meant: `; did you mean 'x'?`, or nothing."""
     words = list(words)
-    if (known := SYNONYMS.get(word.removeprefix("--").replace("_", "-"))) in words:
-        return f"; did you mean {known!r}?"
+    if (synonym := SYNONYMS.get(word.removeprefix("--").replace("_", "-"))) in words:
+        return f"; did you mean {synonym!r}?"
     # Without the dashes, which make all flags look alike.
     bare = {word.removeprefix("--"): word for word in words}
     close = difflib.get_close_matches(word.removeprefix("--"), list(bare), n=1)

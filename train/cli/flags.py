@@ -107,8 +107,8 @@ def read(argv: Sequence[str], environ: Mapping[str, str], place: Place) -> Reque
     files = {flag: Path(text) for flag, text in named.items() if text}
     values: dict[str, object] = {}
     if "--config" in files:
-        values, found = config_file.read(files["--config"])
-        problems += found
+        values, lines = config_file.read(files["--config"])
+        problems += lines
         if {"steps", "epochs"} & {fields_by_flag()[flag].name for flag in texts}:
             # They are two words for one thing, which the command line says anew.
             values = {n: v for n, v in values.items() if n not in ("steps", "epochs")}
@@ -147,12 +147,12 @@ def _tokens(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, object]
 
     Not argparse: it abbreviates, ends at the first problem, and names no nearest flag.
     """
-    known = fields_by_flag()
-    switches = {field.flag: (field.name, True) for field in known.values() if field.kind is bool}
+    by_flag = fields_by_flag()
+    switches = {field.flag: (field.name, True) for field in by_flag.values() if field.kind is bool}
     switches |= {
         flag.replace("--", "--no-", 1): (name, False) for flag, (name, _) in switches.items()
     }
-    flags = {*known, *switches, *FILES, HELP[0]}
+    flags = {*by_flag, *switches, *FILES, HELP[0]}
     given: dict[str, object] = {}
     texts: dict[str, str] = {}
     words = list(argv)

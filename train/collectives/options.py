@@ -116,8 +116,8 @@ def _names(text: str | None) -> tuple[str, ...]:
         return NAMES
     for name in text.split(","):
         if name not in NAMES:
-            known = ", ".join(NAMES)
-            raise UsageError(f"--only: unknown {name!r}{nearest(name, NAMES)} (known: {known})")
+            names = ", ".join(NAMES)
+            raise UsageError(f"--only: unknown {name!r}{nearest(name, NAMES)} (known: {names})")
     return tuple(name for name in NAMES if name in text.split(","))
 
 

@@ -117,8 +117,8 @@ def _ruled(key: str) -> set[str]:
 
 def _operation(name: str) -> OpOverload:
     operation, _, overload = name.partition(".")
-    found: OpOverload = getattr(getattr(aten, operation), overload or "default")
-    return found
+    overload_of: OpOverload = getattr(getattr(aten, operation), overload or "default")
+    return overload_of
 
 
 def _in_float32(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -86,7 +86,7 @@ class Memory(Observer):
         """
         elsewhere = set(without)
         now = dict.fromkeys(KINDS, 0)
-        total, best, found = 0, -1, now
+        total, best, at_peak = 0, -1, now
         for number, growth in self._diary:
             kind = self._kinds.get(number, ACTIVATIONS)
             now[kind] += growth
@@ -94,8 +94,8 @@ class Memory(Observer):
                 continue
             total += growth
             if total > best:
-                best, found = total, dict(now)
-        return found
+                best, at_peak = total, dict(now)
+        return at_peak
 
     def _note(self, storage: torch.UntypedStorage) -> int:
         """Write down a storage that is new, or has another size; give its number."""

@@ -82,13 +82,13 @@ class Findings:
             Flow(
                 axes=axes,
                 kind=kind,
-                ranks=len(next(iter(found)).ranks),
-                calls=sum(found.values()),
-                payload=sum(e.payload * n for e, n in found.items()),
-                sent=sum(e.sent * n for e, n in found.items()),
-                crosses_nodes=any(crosses_nodes(e.ranks, self.node_size) for e in found),
+                ranks=len(next(iter(counted)).ranks),
+                calls=sum(counted.values()),
+                payload=sum(e.payload * n for e, n in counted.items()),
+                sent=sum(e.sent * n for e, n in counted.items()),
+                crosses_nodes=any(crosses_nodes(e.ranks, self.node_size) for e in counted),
             )
-            for (axes, kind), found in calls.items()
+            for (axes, kind), counted in calls.items()
         ]
         return sorted(flows, key=lambda flow: -flow.payload)
 

@@ -55,13 +55,13 @@ def _ways(
         [] if config.activation_checkpointing else [{"activation_checkpointing": True}],
         list(_earlier_reductions(rank, layout)),
     ]
-    found = False
+    any_way = False
     for changes in kinds:
         way = _first_fitting(iter(changes), limit, config, attempt)
-        found = found or way is not None
+        any_way = any_way or way is not None
         if way is not None:
             yield way
-    if not found:
+    if not any_way:
         checkpointing = {"activation_checkpointing": True}
         both = [sharding | checkpointing for sharding in _sharding(rank, limit, config, layout)]
         one_by_one = [changes | {"micro_batch": 1} for changes in both]

@@ -85,14 +85,16 @@ def describe(error: BaseException, task: Task | None, progress: Progress | None)
     """Say in a line which part of a task has failed, when, and on what."""
     part = part_of(error)
     of_task = "" if task is None else f" of task {task.name!r}"
-    said = [f"{part.name}{of_task} failed {_moment(_frames(error), progress)}", part.given]
+    sentences = [f"{part.name}{of_task} failed {_moment(_frames(error), progress)}", part.given]
     if part.on_a_batch and (batch := _batch(_frames(error))):
         inputs = described("inputs", batch.inputs)
-        said.append(f"its batch has {inputs} and {described('targets', batch.targets)}")
-    said += [hint for sign, hint in HINTS.items() if sign in f"{type(error).__name__}: {error}"]
+        sentences.append(f"its batch has {inputs} and {described('targets', batch.targets)}")
+    sentences += [
+        hint for sign, hint in HINTS.items() if sign in f"{type(error).__name__}: {error}"
+    ]
     if task is not None:
-        said.append(f"see {_place(error, task)}")
-    return "; ".join(text for text in said if text)
+        sentences.append(f"see {_place(error, task)}")
+    return "; ".join(text for text in sentences if text)
 
 
 def is_note(line: str) -> bool:

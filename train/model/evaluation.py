@@ -133,7 +133,7 @@ def parts_of(test: Source, *, batch: int, shard: int, shards: int) -> Iterator[t
     return zip(test.read(numbers), count, strict=True)
 
 
-def _row(found: Tally) -> Tensor:
+def _row(tally: Tally) -> Tensor:
     """Put a batch's sums side by side: count, loss, scores. Shape [2 + n], float64."""
-    count = found.loss.new_tensor([found.count], dtype=torch.float64)
-    return torch.cat([count, found.loss.double().reshape(1), found.score.double().reshape(-1)])
+    count = tally.loss.new_tensor([tally.count], dtype=torch.float64)
+    return torch.cat([count, tally.loss.double().reshape(1), tally.score.double().reshape(-1)])

@@ -29,14 +29,14 @@ class Threaded(WholeModel):
     def __init__(self, parts: Parts) -> None:
         """Make the model on the first device, from which it is copied before every pass."""
         listed = parts.config.devices
-        found = devices(listed)
-        self._gpus = [device.index for device in found if device.type == "cuda"]
-        if self._gpus and len(set(self._gpus)) < len(found):
+        gpus = devices(listed)
+        self._gpus = [device.index for device in gpus if device.type == "cuda"]
+        if self._gpus and len(set(self._gpus)) < len(gpus):
             raise UsageError(
                 f"--devices {listed}: nn.DataParallel takes different GPUs, each once; for a list "
                 "with 'cpu' or with one GPU twice use --strategy manual"
             )
-        if not self._gpus and len(found) > 1:
+        if not self._gpus and len(gpus) > 1:
             raise UsageError(
                 f"--devices {listed}: nn.DataParallel knows GPUs only; name different ones, or "
                 "leave --devices out to run on the CPU, in one thread"
@@ -48,8 +48,8 @@ class Threaded(WholeModel):
                     "their copies would all run the first one's weights; use --strategy ddp, or "
                     "one GPU"
                 )
-        super().__init__(parts, parts.model(torch.device("cpu")).to(found[0]))
-        self._device = found[0]
+        super().__init__(parts, parts.model(torch.device("cpu")).to(gpus[0]))
+        self._device = gpus[0]
         compilation.whole(self.model, parts.config)
         # The loss is computed on the gathered outputs: a sum over the whole batch, as it must be.
         # A loss within each thread would have to be summed by hand; its mean would be wrong.

@@ -113,13 +113,13 @@ class ExactDataParallel(WholeModel):
         first = self.shard * each
         total = self.parts.config.global_batch
         offset, _ = share_of(total, shard=first, shards=self._virtual)
-        found = []
+        shards = []
         for number in range(first, first + each):
             start, stop = share_of(total, shard=number, shards=self._virtual)
             part = whole.part(start - offset, stop - offset)
             # A copy: how a tensor is aligned in memory decides how it is summed.
-            found.append((number, part.mapped(Tensor.clone)))
-        return found
+            shards.append((number, part.mapped(Tensor.clone)))
+        return shards
 
     def _one_by_one(self, batch: Batch, factor: float) -> Sums:
         """Run a virtual shard's micro-batches; leaves its gradients alone in the parameters."""

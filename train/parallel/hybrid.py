@@ -100,11 +100,11 @@ class Composed(WholeModel):
     def evaluate(self, batch: Batch) -> Tally:
         """Run the model without gradients; all ranks take part in every batch."""
         with tp.losses_stay_apart(self.parts):
-            found = super().evaluate(self._slice.of(batch))
+            sums = super().evaluate(self._slice.of(batch))
         if self._reports:
-            return found
+            return sums
         zeros = torch.zeros_like
-        return Tally(loss=zeros(found.loss), score=zeros(found.score), count=0)
+        return Tally(loss=zeros(sums.loss), score=zeros(sums.score), count=0)
 
 
 def build_mesh(parts: Parts) -> DeviceMesh:

@@ -44,10 +44,10 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on each axis."""
-        found = {}
+        by_axis = {}
         for axis, size in reversed(self.sizes().items()):
-            rank, found[axis] = divmod(rank, size)
-        return dict(reversed(found.items()))
+            rank, by_axis[axis] = divmod(rank, size)
+        return dict(reversed(by_axis.items()))
 
     def shard(self, rank: int) -> int:
         """Which slice of the global batch a rank works on."""

@@ -90,8 +90,8 @@ def _device(name: str, place: str, gpus: int) -> torch.device:
         return torch.device("cpu")
     number = device.index or 0
     if number >= gpus:
-        known = f"cuda:0 to cuda:{gpus - 1}" if gpus > 1 else "cuda:0" if gpus else "no GPU"
-        raise UsageError(f"{place}: there is no {name!r}: this process sees {known}; use 'cpu'")
+        present = f"cuda:0 to cuda:{gpus - 1}" if gpus > 1 else "cuda:0" if gpus else "no GPU"
+        raise UsageError(f"{place}: there is no {name!r}: this process sees {present}; use 'cpu'")
     return torch.device("cuda", number)
 
 

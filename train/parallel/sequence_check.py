@@ -53,9 +53,9 @@ def _differ(whole: Tensor, alone: Tensor, *, halves: bool) -> bool:
     along = [dim for dim, size in enumerate(alone.shape) if whole.shape[dim] == 2 * size]
     if not along:
         return False
-    found = whole.chunk(2, dim=along[0])[1].float()
+    second_half = whole.chunk(2, dim=along[0])[1].float()
     far = FAR_IN_HALVES if halves else FAR
-    return bool((found - alone.float()).norm() > far * found.norm())
+    return bool((second_half - alone.float()).norm() > far * second_half.norm())
 
 
 @contextmanager

@@ -59,8 +59,8 @@ def claim(
     # Look by look, so that no rank waits longer in a collective than it has patience.
     while verdict == "wait":
         if group.place.rank == 0:
-            found = [checkpoint for checkpoint in strange if checkpoint]
-            verdict, text = _judge(directory, identity, steps, found, contender, adopt)
+            checkpoints = [checkpoint for checkpoint in strange if checkpoint]
+            verdict, text = _judge(directory, identity, steps, checkpoints, contender, adopt)
             time.sleep(LOOK_S if verdict == "wait" else 0.0)
         verdict, text = group.broadcast((verdict, text))
     match verdict:
@@ -86,14 +86,14 @@ def _judge(
     place, path = directory.place, directory.path
     try:
         try:
-            known = _known_identity(directory)
+            holder = _known_identity(directory)
         except ValueError as error:
             return "refused", (
                 f"{path / RUN} is damaged ({error}), so nothing says whose run this is: give this "
                 "run another --run-dir, or remove that file if the run is this one"
             )
-        if known is not None and not may_adopt(known, identity, adopt):
-            return "refused", _other_run(path, known, identity, adopt)
+        if holder is not None and not may_adopt(holder, identity, adopt):
+            return "refused", _other_run(path, holder, identity, adopt)
         if strange:
             return "refused", (
                 f"{path} holds checkpoints of another configuration: remove them, or give this run "
@@ -115,7 +115,7 @@ def _judge(
             return "wait", ""
         if contender.hold:
             directory.taken_over = contender.hold.lost
-        if known is None:
+        if holder is None:
             content = {"version": VERSION, "identity": identity}
             write_atomically(path / RUN, dump(content, indent=2) + "\n")
         directory.write_outcome(
@@ -156,10 +156,10 @@ def _belongs(directory: RunDirectory, attempt: int) -> str:
     )
 
 
-def may_adopt(known: Identity, identity: Identity, adopt: str | None) -> bool:
+def may_adopt(holder: Identity, identity: Identity, adopt: str | None) -> bool:
     """Say whether a run is this one, or is to be taken for it although its task is called so."""
-    differing = {name for name in {*known, *identity} if known.get(name) != identity.get(name)}
-    return not differing or (known.get("task") == adopt and differing.isdisjoint(NEVER_ADOPTED))
+    differing = {name for name in {*holder, *identity} if holder.get(name) != identity.get(name)}
+    return not differing or (holder.get("task") == adopt and differing.isdisjoint(NEVER_ADOPTED))
 
 
 def adopt(directory: RunDirectory, identity: Identity, step: int, console: Console) -> None:
@@ -168,27 +168,27 @@ def adopt(directory: RunDirectory, identity: Identity, step: int, console: Conso
     To be called on rank 0 when all else fits, as names and shapes of the checkpoint's tensors do.
     From then on the former identity is one of this run's, whose checkpoints are its own.
     """
-    known = _known_identity(directory)
-    differing = [] if known is None else differences(known, identity)
+    holder = _known_identity(directory)
+    differing = [] if holder is None else differences(holder, identity)
     if differing:
         place = directory.place
         former = {"attempt": place.attempt, "restart": place.restart, "time": time.time()}
-        history = [*_history(directory), {**former, "identity": known}]
+        history = [*_history(directory), {**former, "identity": holder}]
         content = {"version": VERSION, "identity": identity, "adopted": history}
         write_atomically(directory.path / RUN, dump(content, indent=2) + "\n")
         directory.event("adopted", step=step, differing=differing)
         console.say(f"adopted a run of another configuration: {'; '.join(differing)}")
 
 
-def _other_run(path: Path, known: Identity, identity: Identity, adopt: str | None) -> str:
-    task, hint = known.get("task"), ""
+def _other_run(path: Path, holder: Identity, identity: Identity, adopt: str | None) -> str:
+    task, hint = holder.get("task"), ""
     if adopt is not None:
-        never = sorted(name for name in NEVER_ADOPTED if known.get(name) != identity.get(name))
+        never = sorted(name for name in NEVER_ADOPTED if holder.get(name) != identity.get(name))
         why = f"its task is {task!r}" if task != adopt else f"{', '.join(never)} must not differ"
         hint = f"--adopt {adopt} does not fit, as {why}: "
-    elif task is not None and may_adopt(known, identity, str(task)):
+    elif task is not None and may_adopt(holder, identity, str(task)):
         hint = f"add --adopt {task} if its task is the same as this one, or "
-    lines = "\n".join(f"  {line}" for line in differences(known, identity))
+    lines = "\n".join(f"  {line}" for line in differences(holder, identity))
     return (
         f"{path} holds a run of another configuration: {hint}give this one another --run-dir, or "
         f"the values that stand there:\n{lines}"
@@ -216,13 +216,13 @@ def _strange_checkpoint(directory: RunDirectory, ours: Sequence[Identity]) -> st
 def _former(directory: RunDirectory, identity: Identity, adopt: str | None) -> list[Identity]:
     """List what else this run has been called: all that was adopted, and what shall be now."""
     try:
-        known = _known_identity(directory)
+        holder = _known_identity(directory)
     except (OSError, ValueError):
         return []  # rank 0 reports the fault of its own directory
-    if known is None or not may_adopt(known, identity, adopt):
+    if holder is None or not may_adopt(holder, identity, adopt):
         return []
     adopted = (entry.get("identity") for entry in _history(directory))
-    return [known, *(identity for identity in adopted if isinstance(identity, dict))]
+    return [holder, *(identity for identity in adopted if isinstance(identity, dict))]
 
 
 def _history(directory: RunDirectory) -> list[dict[str, object]]:

@@ -160,10 +160,10 @@ def device_and_backend(
         )
     backend = ("nccl" if on_gpu else "gloo") if wanted == "auto" else wanted
     if not dist.is_backend_available(backend):
-        known = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
+        backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
         raise UsageError(
             f"--backend {backend}: this build of torch {torch.__version__} has no such backend; "
-            f"it has {', '.join(known)}"
+            f"it has {', '.join(backends)}"
         )
     if backend == "nccl" and not on_gpu:
         raise UsageError(

@@ -67,8 +67,8 @@ class Digits(Classifier):
 
 def _file() -> Path:
     """Find the table of `sklearn.datasets.load_digits`, without the two seconds of importing it."""
-    found = importlib.util.find_spec("sklearn")
-    path = found and found.origin and Path(found.origin).parent / "datasets/data/digits.csv.gz"
+    spec = importlib.util.find_spec("sklearn")
+    path = spec and spec.origin and Path(spec.origin).parent / "datasets/data/digits.csv.gz"
     if not path or not path.is_file():
         raise UsageError("task 'digits' needs the package scikit-learn: pip install scikit-learn")
     return path

@@ -53,10 +53,10 @@ class Vector:
     def column(self, name: str) -> Vector:
         """Give a column of a data frame."""
         names = self.strings("names")
-        found = self.values[names.index(name)] if name in names else None
-        if not isinstance(found, Vector):
+        column = self.values[names.index(name)] if name in names else None
+        if not isinstance(column, Vector):
             raise RdaError(f"no column {name!r}, only {', '.join(names)}")
-        return found
+        return column
 
     def numbers(self) -> Array:
         """Give the elements as numbers; those of a factor count its levels from 1."""
@@ -94,10 +94,10 @@ class _Reader:
             raise RdaError("no file of R's format RDX2 in XDR")
         # Versions: of the format, of the R that wrote it, of the oldest R that reads it.
         self._take(12)
-        found = self._object()
-        if not isinstance(found, dict):
+        pairs = self._object()
+        if not isinstance(pairs, dict):
             raise RdaError("no named objects")
-        return found
+        return pairs
 
     def _take(self, size: int) -> bytes:
         taken = self._content[self._at : self._at + size]
@@ -132,16 +132,16 @@ class _Reader:
 
     def _pairs(self, flags: int) -> dict[str, object]:
         """Read a chain of name and value, whose end is a NULL."""
-        found: dict[str, object] = {}
+        pairs: dict[str, object] = {}
         while flags & 0xFF == PAIRLIST:
             if flags & HAS_ATTRIBUTES or not flags & HAS_TAG:
                 raise RdaError("a list of values without names")
             name = str(self._object())
-            found[name] = self._object()
+            pairs[name] = self._object()
             flags = self._integer()
         if flags & 0xFF != NULL:
             raise RdaError("a list that does not end")
-        return found
+        return pairs
 
     def _vector(self, kind: int, flags: int) -> Vector:
         values: Array | list[object]

@@ -329,9 +329,9 @@ def test_all_reasons_come_at_once() -> None:
             {"mounts": [mount("claim:b", "/d")]},
             "two mounts have the target",
         ),
-        ("variable-overwritten", {"env": {"logs": "x"}}, {}, "capital letters"),
-        ("variable-overwritten", {}, {"env": {"host": "x"}}, "capital letters"),
-        ("variable-overwritten", {"secrets": ["status"]}, {"secret": "s"}, "capital letters"),
+        ("variable-overwritten", {"env": {"_logs": "x"}}, {}, "use another name"),
+        ("variable-overwritten", {}, {"env": {"_host": "x"}}, "use another name"),
+        ("variable-overwritten", {"secrets": ["_status"]}, {"secret": "s"}, "use another name"),
     ],
 )
 def test_what_cannot_be_on_kubernetes_is_refused_with_a_way_out(

@@ -92,13 +92,13 @@ def one(answer: Any) -> dict[str, Any]:
         LauncherError: the answer is none.
     """
     try:
-        found: dict[str, Any] = _fitted(answer, _OBJECT)
+        obj: dict[str, Any] = _fitted(answer, _OBJECT)
     except _Misfit:
         raise LauncherError(
             "the API server has answered with what is no object of Kubernetes: "
             f"{type(answer).__name__}"
         ) from None
-    return found
+    return obj
 
 
 def listed(answer: Any) -> tuple[list[dict[str, Any]], str]:

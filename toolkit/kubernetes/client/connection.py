@@ -324,11 +324,13 @@ def refusal(status: int, content: bytes, headers: Mapping[str, str]) -> Launcher
     """Return the exception for an answer that is no success."""
     text = content.decode(errors="replace").strip()
     try:
-        words, told = str(untrusted.mapping(untrusted.parse_json(text))["message"]), True
+        words, by_server = str(untrusted.mapping(untrusted.parse_json(text))["message"]), True
     except (KeyError, ValueError):
-        words, told = text or f"HTTP status {status}", False
+        words, by_server = text or f"HTTP status {status}", False
     # A Status object says which object is missing; what is not served is refused by the router.
-    if status == 404 and (not told or words.startswith("the server could not find the requested")):
+    if status == 404 and (
+        not by_server or words.startswith("the server could not find the requested")
+    ):
         return NotServed(words)
     if status == 401:
         return LauncherError(f"the cluster does not accept your credentials ({words}); log in anew")

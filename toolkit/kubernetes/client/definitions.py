@@ -34,11 +34,11 @@ def definitions(
     )
     groups = {(str(d["apiVersion"]).rpartition("/")[0], str(d["kind"])) for d in documents}
     names = (f"{plural_of(kind)}.{group}" for group, kind in groups if _is_custom(group))
-    found: list[Object] = []
+    objects: list[Object] = []
     for name in sorted(names):
         with contextlib.suppress(Missing, NotServed, Denied):
-            found.append(connection.ask("GET", place.path("", name)))
-    return found
+            objects.append(connection.ask("GET", place.path("", name)))
+    return objects
 
 
 def _is_custom(group: str) -> bool:

@@ -140,11 +140,11 @@ def _connected(cluster: Cluster, pod: str, container: str, argv: Sequence[str]) 
     query += [(stream, "true") for stream in ("stdin", "stdout", "stderr")]
     path = f"{PODS.path(cluster.namespace, pod)}/exec?{urlencode(query)}"
     url = "ws" + configuration.host.rstrip("/").removeprefix("http") + path
-    known = {key.lower(): value for key, value in headers.items()}
-    known["sec-websocket-protocol"] = _PROTOCOL
+    lower = {key.lower(): value for key, value in headers.items()}
+    lower["sec-websocket-protocol"] = _PROTOCOL
     make: Callable[..., Any] = ws_client.create_websocket
     try:
-        socket = _in_time(lambda: make(configuration, url, known))
+        socket = _in_time(lambda: make(configuration, url, lower))
     except WebSocketBadStatusException as error:
         body = getattr(error, "resp_body", None) or str(error).encode()
         if b"container not found" in body:  # which servers answer with 500

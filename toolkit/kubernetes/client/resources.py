@@ -82,23 +82,23 @@ class Cluster:
     def get(self, place: Place, name: str) -> dict[str, Any] | None:
         """Return an object, or None if it does not exist."""
         try:
-            found = self.connection.ask("GET", place.path(self.namespace, name))
+            obj = self.connection.ask("GET", place.path(self.namespace, name))
         except Missing:
             return None
-        return answers.one(found)
+        return answers.one(obj)
 
-    def delete(self, place: Place, found: Object, *, changed: bool = False) -> bool:
+    def delete(self, place: Place, obj: Object, *, changed: bool = False) -> bool:
         """Delete an object as it was read; its pods get their grace.
 
         Args:
             place: Its kind.
-            found: The object.
+            obj: The object.
             changed: Whether it may have changed since it was read.
 
         Returns:
             Whether it is done; False where the object has changed, so that it must be read again.
         """
-        metadata = found["metadata"]
+        metadata = obj["metadata"]
         kept = ("uid",) if changed else ("uid", "resourceVersion")
         if missing := [key for key in kept if key not in metadata]:
             raise LauncherError(

@@ -112,8 +112,8 @@ def _spec_in(thing: Any, container: str) -> Object | None:
         if isinstance(containers, list) and container in [one.get("name") for one in containers]:
             return thing
         inner = list(thing.values())
-    found = (_spec_in(one, container) for one in inner)
-    return next((one for one in found if one is not None), None)
+    specs = (_spec_in(one, container) for one in inner)
+    return next((one for one in specs if one is not None), None)
 
 
 def _volume_of(spec: Object, container: Object, run_dir: str) -> tuple[Object, Object]:

@@ -38,8 +38,8 @@ def read_file(run: "KubernetesRun", name: str) -> bytes | None:
         LauncherError: it cannot be read, or nothing outlives the pods.
     """
     content = io.BytesIO()
-    found = _with_files(run, lambda files: files.fetch(name, content))
-    return content.getvalue() if found else None
+    complete = _with_files(run, lambda files: files.fetch(name, content))
+    return content.getvalue() if complete else None
 
 
 def fetch(run: "KubernetesRun", wanted: Mapping[str, Path]) -> set[str]:
@@ -67,10 +67,10 @@ def _brought(files: Files, name: str, path: Path) -> bool:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(3)}")
     try:
         with draft.open("wb") as out:
-            found = files.fetch(name, out)
-        if found:
+            complete = files.fetch(name, out)
+        if complete:
             draft.replace(path)
-        return found
+        return complete
     finally:
         draft.unlink(missing_ok=True)
 
@@ -90,8 +90,8 @@ def _with_files(run: "KubernetesRun", work: Callable[[Files], T]) -> T:
 
 def _object_of(run: "KubernetesRun") -> Object:
     """Return the object of a run; where it is gone, as it was rendered."""
-    if (found := run.cluster.get(run.kind, run.object_name)) is not None:
-        return found
+    if (obj := run.cluster.get(run.kind, run.object_name)) is not None:
+        return obj
     whole = getattr(run, "sweep", run)
     profile = KubernetesProfile.model_validate(run.record.profile)
     text = local_state.manifest_of(whole.record.name, profile, run._environ)

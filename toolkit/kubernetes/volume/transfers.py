@@ -95,7 +95,7 @@ def _until_it_runs(cluster: Cluster, name: str) -> None:
     Raises:
         LauncherError: it has ended, or does not run after a long time.
     """
-    who, said = f"pod {name}, through which files go to the claim,", ""
+    who, reason = f"pod {name}, through which files go to the claim,", ""
     for attempt in range(_PATIENCE):
         if (pod := cluster.get(PODS, name)) is None:
             raise LauncherError(f"{who} was deleted before it ran")
@@ -105,11 +105,11 @@ def _until_it_runs(cluster: Cluster, name: str) -> None:
         if status.get("phase") in ("Succeeded", "Failed"):
             why = sentence("", status) or trouble(pod) or f"it has {status['phase'].lower()}"
             raise LauncherError(f"{who} has ended: {why}")
-        said = trouble(pod).partition(": ")[2]
+        reason = trouble(pod).partition(": ")[2]
         cluster.connection.sleep(min(0.1 * 1.1**attempt, 1.0))
     with contextlib.suppress(LauncherError):
-        said = said or next((sentence("", e) for e in reversed(cluster.warnings(name))), "")
-    raise LauncherError(f"{who} does not run" + (f": {said}" if said else ""))
+        reason = reason or next((sentence("", e) for e in reversed(cluster.warnings(name))), "")
+    raise LauncherError(f"{who} does not run" + (f": {reason}" if reason else ""))
 
 
 def runs(pod: Object) -> bool:

@@ -65,9 +65,9 @@ class WordReader:
 
     def take(self, text: str) -> bool:
         """Step over `text`, if it comes next."""
-        found = self.sees(text)
-        self.at += len(text) if found else 0
-        return found
+        seen = self.sees(text)
+        self.at += len(text) if seen else 0
+        return seen
 
     def char(self, ahead: int = 0) -> str:
         """Return the next character; nothing at the end."""
@@ -148,8 +148,8 @@ class WordReader:
             return [self._text(escaped, start, quoted=True)]
         if char == "`":
             return [self._backticks(quoted=double)]
-        if char == "$" and (found := self._expansion(double=double)) is not None:
-            return found
+        if char == "$" and (part := self._expansion(double=double)) is not None:
+            return part
         if char == "'" and not plain_quotes and not double:
             end = self.text.find("'", start + 1, self.limit)
             if end < 0:
@@ -236,7 +236,7 @@ class WordReader:
             self._balance("[", "]")
             subscript = self.text[begin : self.at]
             text += "[@]" if subscript in ("[@]", "[*]") else subscript
-        operator = found[0] if (found := self.match(_OPERATOR)) else ""
+        operator = match[0] if (match := self.match(_OPERATOR)) else ""
         self.at += len(operator)
         plain = double and operator in _DEFAULTS
         argument = self.until("}", double=double and operator in _DEFAULTS, plain_quotes=plain)

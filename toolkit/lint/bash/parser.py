@@ -73,16 +73,16 @@ class _Reader(WordReader):
     """Recursive descent over bash's grammar (bash manual, SHELL GRAMMAR)."""
 
     def commands(self, ends: frozenset[str]) -> Sequence:
-        found: list[AndOr] = []
+        commands: list[AndOr] = []
         while True:
             self._separators()
             if self.done:
-                return tuple(found)
+                return tuple(commands)
             if (end := self._ending()) is not None:
                 if end in ends:
-                    return tuple(found)
+                    return tuple(commands)
                 self.fail(f"{end!r} closes nothing here")
-            found.append(self._and_or())
+            commands.append(self._and_or())
 
     def nested(self, spans: Several[Span]) -> Sequence:
         return _Reader(spans, self.source).commands(frozenset())
@@ -98,21 +98,21 @@ class _Reader(WordReader):
         for operator in (";;&", ";;", ";&", ")"):
             if self.sees(operator):
                 return operator
-        found = self.match(_RESERVED)
-        return found[0] if found and found[0] in _LAST else None
+        match = self.match(_RESERVED)
+        return match[0] if match and match[0] in _LAST else None
 
     def _reserved(self, *words: str) -> str:
         """Step over a reserved word; return it, or nothing."""
-        found = self.match(_RESERVED)
-        if found is None or found[0] not in words:
+        match = self.match(_RESERVED)
+        if match is None or match[0] not in words:
             return ""
-        self.at = found.end()
-        return found[0]
+        self.at = match.end()
+        return match[0]
 
     def _expect(self, word: str, opened: int) -> None:
         self._separators()
-        found = self.take(word) if word in (")", "}") else self._reserved(word)
-        if not found:
+        word_taken = self.take(word) if word in (")", "}") else self._reserved(word)
+        if not word_taken:
             self.fail(f"{word!r} is missing for what begins here", opened)
 
     def _and_or(self) -> AndOr:
@@ -203,8 +203,8 @@ class _Reader(WordReader):
         words: tuple[Word, ...] = (),
     ) -> Compound:
         redirections = []
-        while (found := self._redirection()) is not None:
-            redirections.append(found)
+        while (redirection := self._redirection()) is not None:
+            redirections.append(redirection)
         return Compound(
             kind=kind,
             conditions=conditions,
@@ -267,10 +267,10 @@ class _Reader(WordReader):
             body = self._node()
             if not isinstance(body, Compound):
                 self.fail("the body of this loop cannot be read", start)
-            found = self._compound("for", line, bodies=body.bodies, words=tuple(words))
+            compound = self._compound("for", line, bodies=body.bodies, words=tuple(words))
         else:
-            found = self._loop("for", start, line, words=tuple(words))
-        return replace(found, variable=name)
+            compound = self._loop("for", start, line, words=tuple(words))
+        return replace(compound, variable=name)
 
     def _case(self, start: int, line: int) -> Compound:
         self.blanks()
@@ -337,9 +337,9 @@ class _Reader(WordReader):
                 self._expect(")", start)
                 return self._function(words[0].shown, line)
             declares = bool(words) and words[0].bare in DECLARES
-            found = self.match(_ASSIGNMENT) if declares or not words else None
-            if found is not None:
-                assignments.append(self._assignment(found))
+            match = self.match(_ASSIGNMENT) if declares or not words else None
+            if match is not None:
+                assignments.append(self._assignment(match))
             else:
                 words.append(self.word())
         if self.at == start:
@@ -351,9 +351,9 @@ class _Reader(WordReader):
             line=line,
         )
 
-    def _assignment(self, found: "re.Match[str]") -> Assignment:
+    def _assignment(self, match: "re.Match[str]") -> Assignment:
         start, line = self.at, self.line()
-        self.at = found.end()
+        self.at = match.end()
         items: tuple[Word, ...] | None = None
         value = Word(parts=(), line=line)
         if self.take("("):
@@ -369,16 +369,16 @@ class _Reader(WordReader):
             items = tuple(read)
         else:
             value = self.word()
-        name = found[1] + (found[2] or "")
-        return Assignment(name=name, added=bool(found[3]), value=value, items=items, line=line)
+        name = match[1] + (match[2] or "")
+        return Assignment(name=name, added=bool(match[3]), value=value, items=items, line=line)
 
     def _redirection(self) -> Redirection | None:
         self.blanks()
-        found = self.match(_REDIRECTION)
-        if found is None or (found[1] in ("<", ">") and self.text[found.end() :][:1] == "("):
+        match = self.match(_REDIRECTION)
+        if match is None or (match[1] in ("<", ">") and self.text[match.end() :][:1] == "("):
             return None
-        operator = found[1] or found[2]
-        self.at = found.end()
+        operator = match[1] or match[2]
+        self.at = match.end()
         self.blanks()
         target = self.word()
         if not target.parts:

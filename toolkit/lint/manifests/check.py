@@ -67,18 +67,18 @@ def check_manifests(
         InputError: it cannot be read, or a document is not an object.
     """
     stream = read_manifests(text, source, pod_security=pod_security)
-    found = [problem_of(rule, fault, source) for rule, fault in faults(stream, schemas)]
-    return in_order(allowed(found, text))
+    problems = [problem_of(rule, fault, source) for rule, fault in faults(stream, schemas)]
+    return in_order(allowed(problems, text))
 
 
 def faults(stream: Stream, schemas: Schemas | None = None) -> Iterator[tuple[Rule, Fault]]:
     """Yield the faults of all rules; a schema's problem at a place of a rule is left out."""
-    told: set[tuple[int, KeyPath]] = set()
+    reported: set[tuple[int, KeyPath]] = set()
     for rule, fault in RULES.faults(stream):
-        told.add((fault.at.manifest.index, fault.at.path))
+        reported.add((fault.at.manifest.index, fault.at.path))
         yield rule, fault
     for fault in schema_faults(stream, schemas) if schemas else ():
-        if (fault.at.manifest.index, fault.at.path) not in told:
+        if (fault.at.manifest.index, fault.at.path) not in reported:
             yield CRD_RULE, fault
 
 
@@ -106,10 +106,10 @@ def _line(problem: Problem) -> int:
 
 def _taken_back(text: str) -> dict[int, set[str]]:
     """Return which rules are taken back on which lines."""
-    found: dict[int, set[str]] = {}
+    rules_by_line: dict[int, set[str]] = {}
     for number, row in enumerate(text.splitlines(), start=1):
         if match := _ALLOWED.search(row):
             alone = row.lstrip().startswith("#")
             names = set(re.findall(r"[a-z][a-z-]+[a-z]", match[2]))
-            found.setdefault(number + alone, set()).update(names)
-    return found
+            rules_by_line.setdefault(number + alone, set()).update(names)
+    return rules_by_line

@@ -58,8 +58,8 @@ class Launch:
 @functools.lru_cache(maxsize=1)
 def launches(stream: Stream) -> tuple[Launch, ...]:
     """Return every torchrun of a stream."""
-    found = (_launch(container) for container in containers_of(stream))
-    return tuple(launch for launch in found if launch is not None)
+    parsed = (_launch(container) for container in containers_of(stream))
+    return tuple(launch for launch in parsed if launch is not None)
 
 
 def _launch(container: Container) -> Launch | None:

@@ -146,15 +146,15 @@ def pods_of(stream: Stream) -> tuple[Pods, ...]:
 @functools.lru_cache(maxsize=1)
 def containers_of(stream: Stream) -> tuple[Container, ...]:
     """Return what runs in the pods of a stream: containers, and the trainers of TrainJobs."""
-    found = [container for pods in pods_of(stream) for container in pods.containers]
+    containers = [container for pods in pods_of(stream) for container in pods.containers]
     for manifest in stream.of("TrainJob"):
         trainer = manifest.view.at("spec", "trainer")
         if manifest.group == _GROUPS["TrainJob"] and trainer:
             pods = _pods_of_trainjob(manifest)
-            found.append(
+            containers.append(
                 Container(pods=pods, view=trainer, resources=trainer.at("resourcesPerNode"))
             )
-    return tuple(found)
+    return tuple(containers)
 
 
 def _pods(manifest: Manifest) -> Iterator[Pods]:
@@ -254,5 +254,5 @@ def _number(view: View, *, default: int | None) -> int | None:
 
 
 def _sum(counts: list[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    given = [count for count in counts if count is not None]
+    return sum(given) if len(given) == len(counts) else None

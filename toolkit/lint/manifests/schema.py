@@ -79,11 +79,11 @@ def read_schemas(folder: Path) -> Schemas:
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".yaml", ".yml", ".json")):
         try:
             text = read_text(path)
-            found = [json.loads(text)] if path.suffix == ".json" else _documents(text)
+            documents = [json.loads(text)] if path.suffix == ".json" else _documents(text)
         except (ValueError, RecursionError, yaml.YAMLError) as error:
             words = " ".join(str(error).split())
             raise InputError([Problem(place=str(path), message=f"not YAML: {words}")]) from error
-        objects += found
+        objects += documents
     schemas = schemas_of(objects)
     if not schemas.served:
         what = "holds no CustomResourceDefinition; write them there: kubectl get crd -o yaml"
@@ -120,14 +120,14 @@ def schema_faults(stream: Stream, schemas: Schemas) -> Iterator[Fault]:
     for manifest in stream.manifests:
         written = manifest.view.at("apiVersion")
         version = written.text().rpartition("/")[2]
-        known = schemas.versions(manifest.group, manifest.kind)
-        if known and version not in known:
+        versions = schemas.versions(manifest.group, manifest.kind)
+        if versions and version not in versions:
             yield Fault(
                 at=written,
-                what=f"{manifest.kind} is served as {', '.join(known)}",
-                fix=f"write apiVersion: {manifest.group}/{known[-1]}",
+                what=f"{manifest.kind} is served as {', '.join(versions)}",
+                fix=f"write apiVersion: {manifest.group}/{versions[-1]}",
             )
-        elif known:
+        elif versions:
             schema = schemas.served[manifest.group, version, manifest.kind]
             for at, said_of_it in _object(manifest.view, schema, top=True):
                 what, _, meant = said_of_it.partition(_MEANT)

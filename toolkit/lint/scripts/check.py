@@ -31,24 +31,24 @@ def check_script(text: str, source: str) -> list[Problem]:
         raise InputError([Problem(place=source, message="the file is empty")])
     script = read_batch_script(text, source)
     allowed = _allowed(script)
-    found = []
+    problems = []
     for rule, fault in RULES.faults(script):
         if rule.id in allowed.get(fault.line, ()):
             continue
         place = f"{source}:{fault.line}"
         message = f"{uncovered(fault.what)}; {fault.fix or rule.fix}"
-        found.append((fault.line, Problem(place=place, message=message, rule=rule.id)))
-    found.sort(key=lambda entry: entry[0])
-    return [problem for _, problem in dict.fromkeys(found)]
+        problems.append((fault.line, Problem(place=place, message=message, rule=rule.id)))
+    problems.sort(key=lambda entry: entry[0])
+    return [problem for _, problem in dict.fromkeys(problems)]
 
 
 def _allowed(script: BatchScript) -> dict[int, set[str]]:
     """Return which rules are taken back on which lines."""
     rows = script.text.splitlines()
-    found: dict[int, set[str]] = {}
+    rules_by_line: dict[int, set[str]] = {}
     for comment in script.comments:
         if match := _ALLOWED.search(comment.text):
             alone = rows[comment.line - 1].lstrip().startswith("#")
             names = set(re.findall(r"[a-z][a-z-]+[a-z]", match[1]))
-            found.setdefault(comment.line + alone, set()).update(names)
-    return found
+            rules_by_line.setdefault(comment.line + alone, set()).update(names)
+    return rules_by_line

@@ -53,7 +53,7 @@ def read_directives(text: str, hidden: range | None = None) -> Iterator[Directiv
 
 
 def _options(words: list[Argument]) -> tuple[tuple[Option, ...], tuple[str, ...]]:
-    found: list[Option] = []
+    collected: list[Option] = []
     stray: list[str] = []
     while words:
         # A hyphen alone is no option either.
@@ -61,9 +61,9 @@ def _options(words: list[Argument]) -> tuple[tuple[Option, ...], tuple[str, ...]
             stray.append(words.pop(0).text)
             continue
         options, rest = read_options(words, SBATCH)
-        found += options.values()
+        collected += options.values()
         words = list(rest)
-    return tuple(found), tuple(stray)
+    return tuple(collected), tuple(stray)
 
 
 def _argument(word: str, line: int) -> Argument:

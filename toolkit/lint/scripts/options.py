@@ -53,7 +53,7 @@ class Grammar:
         name = written.replace("_", "-") if self.underscores else written
         if name in self.names:
             return name
-        begun = [known for known in self.names if known.startswith(name)]
+        begun = [option for option in self.names if option.startswith(name)]
         return begun[0] if len(begun) == 1 and name else name
 
 
@@ -124,13 +124,13 @@ def read_options(
     arguments: Sequence[Argument], grammar: Grammar
 ) -> tuple[dict[str, Option], tuple[Argument, ...]]:
     """Return the options at the beginning by their long names, and what follows them."""
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     rest = list(arguments)
     while rest:
         argument = rest[0]
         text = argument.text
         if text == "--":
-            return found, tuple(rest[1:])
+            return options, tuple(rest[1:])
         if not text.startswith("-") or text == "-":
             break
         rest.pop(0)
@@ -138,8 +138,8 @@ def read_options(
             value = option.value
             if takes_next and rest:
                 value = rest.pop(0)
-            found[option.name] = Option(name=option.name, value=value, line=option.line)
-    return found, tuple(rest)
+            options[option.name] = Option(name=option.name, value=value, line=option.line)
+    return options, tuple(rest)
 
 
 def _read_one(argument: Argument, grammar: Grammar) -> Iterable[tuple[Option, bool]]:

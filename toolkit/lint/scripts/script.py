@@ -88,8 +88,8 @@ class BatchScript:
     @cached_property
     def starts(self) -> list[Step]:
         """The steps that start torchrun."""
-        found = {id(run.step): run.step for run in self.walk.torchruns if run.step}
-        return list(found.values())
+        steps = {id(run.step): run.step for run in self.walk.torchruns if run.step}
+        return list(steps.values())
 
     def settings(self, *names: str) -> Iterator[Setting]:
         """Yield where variables are set."""
@@ -120,11 +120,11 @@ def read_batch_script(text: str, source: str) -> BatchScript:
     end = others[0] if others else text.count("\n") + 2
     commands = tuple(item for item in commands if item.line < end)
     comments = tuple(comment for comment in comments if comment.line < end)
-    known = {comment.line for comment in comments} if commands else None
+    comment_lines = {comment.line for comment in comments} if commands else None
     directives = tuple(
         directive
         for directive in read_directives(text, range(end, text.count("\n") + 2))
-        if known is None or directive.line in known
+        if comment_lines is None or directive.line in comment_lines
     )
     errexit = re.search(r"\s-[a-z]*e", first) is not None and "env" not in first
     return BatchScript(
@@ -140,8 +140,8 @@ def read_batch_script(text: str, source: str) -> BatchScript:
 
 def count(text: str | None) -> int | None:
     """Return the number that `2` or the least that `2-4` stands for."""
-    found = re.match(r"([0-9]+)(-[0-9]+)?$", text or "")
-    return whole_number(found[1]) if found else None
+    match = re.match(r"([0-9]+)(-[0-9]+)?$", text or "")
+    return whole_number(match[1]) if match else None
 
 
 def is_work(step: Step) -> bool:

@@ -81,15 +81,15 @@ class Argument:
     def cut(self, start: int, end: int | None = None) -> "Argument":
         """Return a part of the argument, by the offsets of its text."""
         end = len(self.text) if end is None else end
-        found, at = [], 0
+        pieces, at = [], 0
         for piece in self.pieces:
             left, right = max(start - at, 0), min(end - at, len(piece.text))
             if left < right:
                 line = piece.line + piece.text.count("\n", 0, left)
                 kept = piece.text[left:right]
-                found.append(replace(piece, text=kept, line=line))
+                pieces.append(replace(piece, text=kept, line=line))
             at += len(piece.text)
-        return Argument(pieces=tuple(found), line=found[0].line if found else self.line)
+        return Argument(pieces=tuple(pieces), line=pieces[0].line if pieces else self.line)
 
 
 @dataclass
@@ -125,8 +125,8 @@ class Values:
         self.forget(name)
         pieces = (*before, *value.pieces)
         # A process is known by its variable; what grows without end is no option of anybody.
-        known = [piece.name for piece in pieces] != ["!"] and len(pieces) <= _MOST_PIECES
-        if known and len(self.scalars) < _MOST_NAMES:
+        literal = [piece.name for piece in pieces] != ["!"] and len(pieces) <= _MOST_PIECES
+        if literal and len(self.scalars) < _MOST_NAMES:
             self.scalars[name] = pieces
         return value
 

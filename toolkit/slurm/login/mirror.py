@@ -128,12 +128,12 @@ class Mirrors:
             ) from error
 
     def _wanted(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = defaultdict(list)
+        by_parent: dict[str, list[str]] = defaultdict(list)
         for record in self._records():
             if record.remote_dir is not None:
                 parent, _, name = record.remote_dir.rpartition("/")
-                found[parent].append(name)
-        return found
+                by_parent[parent].append(name)
+        return by_parent
 
     def _records(self) -> Iterator[RunRecord]:
         for run in list(self._runs):
@@ -151,7 +151,7 @@ class Mirrors:
         for options in (small, large):
             done = self._host.rsync(*options, *ends, names=listed)
             if done.returncode not in _PARTIAL:
-                said = done.stderr.strip().partition("\n")[0]
+                message = done.stderr.strip().partition("\n")[0]
                 raise LauncherError(
-                    f"{self._host.name}: rsync brings no run directories from {parent}: {said}"
+                    f"{self._host.name}: rsync brings no run directories from {parent}: {message}"
                 )

@@ -118,8 +118,8 @@ class Host:
         output, ended, status = output.rpartition(f"\n{_END} ")
         if not ended or not re.fullmatch(r"\d{1,3}\n", status):
             raise self._lost(done.stderr)
-        said = done.stderr.partition(f"{_BEGIN}\n")[2]
-        return subprocess.CompletedProcess([], int(status), output, said)
+        message = done.stderr.partition(f"{_BEGIN}\n")[2]
+        return subprocess.CompletedProcess([], int(status), output, message)
 
     def command(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         """Run one command, as `slurm.queue.Command` wants it.
@@ -157,9 +157,9 @@ class Host:
             raise self._lost(done.stderr)
         return done
 
-    def _lost(self, said: str) -> Lost:
+    def _lost(self, message: str) -> Lost:
         self.lost = time.time()
-        lines = [line for line in said.strip().splitlines() if line != _BEGIN]
+        lines = [line for line in message.strip().splitlines() if line != _BEGIN]
         # ssh's own word is its last; rsync adds two lines about itself.
         own = [line for line in lines if not line.startswith("rsync")] or lines
         why = own[-1].strip() if own else "the connection was closed"
@@ -190,9 +190,9 @@ def _sockets(environ: Mapping[str, str]) -> Path | None:
     folder = Path(runtime, "tdt-ssh") if runtime and Path(runtime).is_dir() else own
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        info = folder.lstat()
     except OSError:
         return None
-    private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    private = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
     fits = len(os.fsencode(folder)) < _SOCKET_MAX and not re.search(r"[%\s'\"]", str(folder))
-    return folder if private and not found.st_mode & 0o077 and fits else None
+    return folder if private and not info.st_mode & 0o077 and fits else None

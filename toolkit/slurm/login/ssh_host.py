@@ -160,8 +160,8 @@ class There(Login):
     def _sync(self, *words: str, names: bytes = b"") -> None:
         done = self._host.rsync(*words, names=names)
         if done.returncode != 0:
-            said = done.stderr.strip().partition("\n")[0]
-            raise LauncherError(f"rsync to {self._host.name}: {said}")
+            message = done.stderr.strip().partition("\n")[0]
+            raise LauncherError(f"rsync to {self._host.name}: {message}")
 
     def discard(self, folder: Folder, *, begun: bool) -> None:
         """Remove the run directory there and its mirror."""
@@ -199,8 +199,8 @@ class There(Login):
         """Return what sbatch has answered; a connection that was cut off is waited for."""
         lines = [f"[ ! -e submitted/{key} ] || echo {key} $(cat submitted/{key})" for key in keys]
         script = _LOCKED.format(folder=shlex.quote(folder.there)) + "\n".join(lines)
-        found = (line.partition(" ") for line in self._host.bash(script).stdout.splitlines())
-        return {key: answer for key, _, answer in found}
+        pairs = (line.partition(" ") for line in self._host.bash(script).stdout.splitlines())
+        return {key: answer for key, _, answer in pairs}
 
     def keep(self, folder: Folder, *, jobs: Sequence[str], launch: str) -> None:
         """Write the record of the submission into the remote run directory.

@@ -58,9 +58,9 @@ def working_tree(folder: Path) -> WorkingTree:
         why = "git is not in PATH, and only git knows what belongs to a project"
         raise LauncherError(why) from None
     if top.returncode != 0:
-        said = os.fsdecode(top.stderr).strip().partition("\n")[0].removeprefix("fatal: ")
+        message = os.fsdecode(top.stderr).strip().partition("\n")[0].removeprefix("fatal: ")
         raise LauncherError(
-            f"{folder}: {said}. Which files belong to the project is asked of git: `git init` "
+            f"{folder}: {message}. Which files belong to the project is asked of git: `git init` "
             "there (what .gitignore names stays here), or submit from the login node"
         )
     root = Path(os.fsdecode(top.stdout).rstrip("\n"))

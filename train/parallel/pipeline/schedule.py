@@ -231,9 +231,9 @@ class Pipelined(Strategy):
             if self._holds_last:
                 with torch.no_grad(), self.parts.autocast():
                     outputs = unflattened(passed[len(self._plan) - 1][1], self._form)
-                    found = tally(self.task, outputs, batch.targets)
+                    sums = tally(self.task, outputs, batch.targets)
                 if self._reports:
-                    return found
+                    return sums
         zero = torch.zeros((), device=self._device)
         return Tally(loss=zero, score=zero.new_zeros(0), count=0)
 

@@ -127,10 +127,10 @@ def cut(pieces: Mapping[str, int], parts: int, *, asked: str) -> list[list[str]]
     names, sizes = list(pieces), list(pieces.values())
     cuttable = sum(size > 0 for size in sizes)
     if cuttable < parts:
-        known = ", ".join(repr(name) for name in names)
+        listed = ", ".join(repr(name) for name in names)
         raise UsageError(
             f"{asked}: the model is to be cut in {parts} parts, but only {cuttable} of its pieces "
-            f"({known}) have parameters; ask for at most {cuttable}, or have the task's pieces() "
+            f"({listed}) have parameters; ask for at most {cuttable}, or have the task's pieces() "
             "name more submodules"
         )
 

@@ -62,9 +62,9 @@ def _references(stream: Stream) -> Iterator[Fault]:
     for container in containers_of(stream):
         if container.view.at("envFrom") or container.pods.partly:
             continue  # there may be others
-        known: set[str] = set()
+        names: set[str] = set()
         for name, entry in container.env.items():
-            for used in _unknown(entry.text("value"), known):
+            for used in _unknown(entry.text("value"), names):
                 later = used in container.env
                 yield Fault(
                     at=entry.at("value"),
@@ -72,9 +72,9 @@ def _references(stream: Stream) -> Iterator[Fault]:
                     f"{'above it' if later else ''}".rstrip(),
                     fix="move its variable up" if later else None,
                 )
-            known.add(name)
+            names.add(name)
         for word, script in _words(container):
-            for used in _unknown(word.text(), known):
+            for used in _unknown(word.text(), names):
                 if not script or used.isupper():
                     what = f"$({used}): the container has no variable of this name"
                     yield Fault(at=word, what=what)
@@ -94,9 +94,9 @@ def _dollars(stream: Stream) -> Iterator[Fault]:
                 yield Fault(at=word, what="$$ in this script becomes $")
 
 
-def _unknown(text: str, known: set[str]) -> list[str]:
+def _unknown(text: str, defined: set[str]) -> list[str]:
     names = dict.fromkeys(match[1] for match in _REFERENCE.finditer(text) if match[1])
-    return [name for name in names if name not in known and not _SPECIAL.fullmatch(name)]
+    return [name for name in names if name not in defined and not _SPECIAL.fullmatch(name)]
 
 
 def _words(container: Container) -> Iterator[tuple[View, bool]]:

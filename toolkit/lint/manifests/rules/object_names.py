@@ -57,9 +57,9 @@ def _names(stream: Stream) -> Iterator[Fault]:
 def _replicated(pods: Pods) -> Iterator[View]:
     """Yield the name of the replicated job around pods."""
     path = pods.job.path[:-2]  # …, replicatedJobs, N, template, spec
-    found = pods.owner.view.at(*path).at("name")
-    if isinstance(found.value, str):
-        yield found
+    name = pods.owner.view.at(*path).at("name")
+    if isinstance(name.value, str):
+        yield name
 
 
 def _name_of(manifest: Manifest) -> Iterator[Fault]:

@@ -152,8 +152,8 @@ def _several_workers(container: Container, launch: Launch) -> bool:
 )
 def _on_disk(stream: Stream) -> Iterator[Fault]:
     for container in containers_of(stream):
-        if found := _shm(container):
-            empty = found[1].at("emptyDir")
+        if shm := _shm(container):
+            empty = shm[1].at("emptyDir")
             if empty and empty.text("medium") != "Memory":
                 yield Fault(at=empty, what="the emptyDir at /dev/shm is on the node's disk")
 
@@ -167,12 +167,12 @@ def _on_disk(stream: Stream) -> Iterator[Fault]:
 )
 def _size(stream: Stream) -> Iterator[Fault]:
     for container in containers_of(stream):
-        found = _shm(container)
+        shm = _shm(container)
         limit = container.resources.at("limits", "memory").value
         most = amount(limit)
-        if found is None or most is None:
+        if shm is None or most is None:
             continue
-        size = found[1].at("emptyDir", "sizeLimit")
+        size = shm[1].at("emptyDir", "sizeLimit")
         value = amount(size.value)
         if value is not None and value >= most:
             yield Fault(

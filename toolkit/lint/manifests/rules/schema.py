@@ -58,11 +58,11 @@ def said(value: Any) -> str:
 @functools.lru_cache(maxsize=1)
 def mismatches(stream: Stream) -> tuple[Mismatch, ...]:
     """Return where the objects of a stream are not what the API holds."""
-    found: list[Mismatch] = []
+    collected: list[Mismatch] = []
     for manifest in stream.manifests:
         if served := _served(manifest):
-            found += _of_shape(manifest.view, served[1])
-    return tuple(found)
+            collected += _of_shape(manifest.view, served[1])
+    return tuple(collected)
 
 
 def _served(manifest: Manifest) -> tuple[str, str] | None:
@@ -99,7 +99,7 @@ def _of_shape(view: View, type: str) -> Iterator[Mismatch]:
         yield _wrong(view, "a mapping")
         return
     for key, entry in view.entries():
-        if (known := fields.get(key)) is None:
+        if (field_type := fields.get(key)) is None:
             meant = near(key, fields)
             yield Mismatch(
                 kind="unknown",
@@ -108,7 +108,7 @@ def _of_shape(view: View, type: str) -> Iterator[Mismatch]:
                 way_out=f"did you mean {meant!r}?" if meant else None,
             )
         else:
-            yield from _of_value(entry, known.type)
+            yield from _of_value(entry, field_type.type)
     for key, field in fields.items():
         if field.required and view.at(key).value is None:
             lack = view.at(key)
@@ -188,10 +188,10 @@ def _versions(stream: Stream) -> Iterator[Fault]:
     for manifest in stream.manifests:
         written = manifest.view.at("apiVersion")
         group, _, version = str(written.value).rpartition("/")
-        for known, served in groups.get(manifest.kind, ()):
+        for api_version, served in groups.get(manifest.kind, ()):
             moved = (manifest.kind, group) in _MOVED
-            if (group == known and version != served) or moved:
-                way_out = f"{known}/{served}".lstrip("/")
+            if (group == api_version and version != served) or moved:
+                way_out = f"{api_version}/{served}".lstrip("/")
                 yield Fault(
                     at=written,
                     what=f"{manifest.kind} is not served as {written.value}",

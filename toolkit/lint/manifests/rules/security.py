@@ -62,8 +62,8 @@ def _levels(stream: Stream) -> Iterator[Fault]:
                 )
 
 
-def _against(who: str, found: Iterator[tuple[View, str]]) -> Iterator[Fault]:
-    for at, what in found:
+def _against(who: str, violations: Iterator[tuple[View, str]]) -> Iterator[Fault]:
+    for at, what in violations:
         yield Fault(at=at, what=f"{who} {what}", fix="leave it out")
 
 

@@ -36,8 +36,8 @@ def _runtimes(stream: Stream) -> dict[tuple[str, str], Manifest]:
 )
 def _overrides(stream: Stream) -> Iterator[Fault]:
     for manifest in stream.of("TrainJob"):
-        if found := manifest.view.at("spec", "podTemplateOverrides"):
-            yield Fault(at=found, what="podTemplateOverrides is gone")
+        if overrides := manifest.view.at("spec", "podTemplateOverrides"):
+            yield Fault(at=overrides, what="podTemplateOverrides is gone")
 
 
 @rule(
@@ -56,16 +56,16 @@ def _targets(stream: Stream) -> Iterator[Fault]:
         runtime = _runtimes(stream).get((kind, ref.text("name")))
         there = [one for one in pods_of(stream) if one.owner is runtime]
         jobs = [one.role for one in there] or list(_JOBS)
-        known = [c.name for one in there if one.role == pods.role for c in one.containers]
+        names = [c.name for one in there if one.role == pods.role for c in one.containers]
         name = pods.owner.view.at(*pods.job.path[:-2]).at("name")
         if pods.role not in jobs:
             yield Fault(at=name, what=f"no job {pods.role!r}; the runtime has {', '.join(jobs)}")
             continue
         for container in pods.containers:
-            if there and container.name not in known:
+            if there and container.name not in names:
                 yield Fault(
                     at=container.view.at("name"),
-                    what=f"no container {container.name!r}; the runtime has {', '.join(known)}",
+                    what=f"no container {container.name!r}; the runtime has {', '.join(names)}",
                 )
 
 
@@ -121,8 +121,8 @@ def _suspend(manifest: Manifest) -> View:
 def _suspended(stream: Stream) -> Iterator[Fault]:
     for manifest in stream.manifests:
         queue = manifest.view.text("metadata", "labels", _QUEUE[0])
-        if queue and (found := _suspend(manifest)):
-            yield Fault(at=found, what=f"suspend beside the queue {queue!r}")
+        if queue and (suspend := _suspend(manifest)):
+            yield Fault(at=suspend, what=f"suspend beside the queue {queue!r}")
 
 
 @rule(
@@ -136,16 +136,16 @@ def _misplaced(stream: Stream) -> Iterator[Fault]:
     for manifest in stream.manifests:
         metadata = manifest.view.at("metadata")
         for key in _QUEUE:
-            if found := metadata.at("annotations", key):
-                yield Fault(at=found, what=f"{key} is an annotation here, and must be a label")
-            if manifest.kind not in _QUEUED and (found := metadata.at("labels", key)):
-                yield Fault(at=found, what=f"{key} means nothing on a {manifest.kind}")
+            if annotation := metadata.at("annotations", key):
+                yield Fault(at=annotation, what=f"{key} is an annotation here, and must be a label")
+            if manifest.kind not in _QUEUED and (annotation := metadata.at("labels", key)):
+                yield Fault(at=annotation, what=f"{key} means nothing on a {manifest.kind}")
     for pods in pods_of(stream):
         if pods.kind == "Pod":
             continue
         for key in _QUEUE:
-            if found := pods.template.at("metadata", "labels", key):
-                yield Fault(at=found, what=f"{key} stands on the pods, not on the {pods.kind}")
+            if annotation := pods.template.at("metadata", "labels", key):
+                yield Fault(at=annotation, what=f"{key} stands on the pods, not on the {pods.kind}")
 
 
 @rule(
@@ -158,9 +158,9 @@ def _groups(stream: Stream) -> Iterator[Fault]:
     for group in stream.of("PodGroup"):
         least = group.view.at("spec", "minMember")
         counts = [pods.count for pods in pods_of(stream) if _belongs(pods.template, group.name)]
-        known = [count for count in counts if count is not None]
-        total = sum(known)
-        if known and len(known) == len(counts) and (least.whole() or 0) > total:
+        given = [count for count in counts if count is not None]
+        total = sum(given)
+        if given and len(given) == len(counts) and (least.whole() or 0) > total:
             yield Fault(at=least, what=f"minMember: {least.value}, and {total} pods belong to it")
 
 

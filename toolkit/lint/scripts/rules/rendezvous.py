@@ -35,8 +35,8 @@ def _text(option: Option | None) -> str:
 
 
 def _endpoint(script: BatchScript, run: Torchrun) -> Option | None:
-    found = (_given(script, run, name) for name in ("rdzv-endpoint", "master-addr"))
-    return next((option for option in found if option is not None), None)
+    options = (_given(script, run, name) for name in ("rdzv-endpoint", "master-addr"))
+    return next((option for option in options if option is not None), None)
 
 
 def _backend(script: BatchScript, run: Torchrun) -> str:
@@ -67,11 +67,11 @@ def _port(script: BatchScript) -> Iterator[Fault]:
         if endpoint is None and _given(script, run, "master-addr") is None:
             continue
         value = endpoint.value if endpoint is not None else None
-        found = _port_of(value) if value is not None else ""
-        if isinstance(found, Argument):
-            if found.number is not None:
-                lines.setdefault(found.line_at(0), found.text)
-        elif found is not None and script.several(run):
+        written_port = _port_of(value) if value is not None else ""
+        if isinstance(written_port, Argument):
+            if written_port.number is not None:
+                lines.setdefault(written_port.line_at(0), written_port.text)
+        elif written_port is not None and script.several(run):
             default = _DEFAULT_PORTS.get(_backend(script, run), 29400)
             where = endpoint.line if endpoint is not None else run.line
             lines.setdefault(where, f"{default} (torchrun's default, as no port is given)")
@@ -112,14 +112,14 @@ def _localhost(script: BatchScript) -> Iterator[Fault]:
         if endpoint is None:
             lines.setdefault(run.line, "torchrun is given no endpoint and takes localhost")
         elif endpoint.value is not None:
-            found = _LOCALHOST.match(endpoint.value.text)
-            if found:
-                lines.setdefault(endpoint.value.line_at(0), _meets(found[1]))
+            match = _LOCALHOST.match(endpoint.value.text)
+            if match:
+                lines.setdefault(endpoint.value.line_at(0), _meets(match[1]))
             used |= {piece.name for piece in endpoint.value.pieces}
     for setting in script.walk.settings:
         master = setting.name in _MASTERS or setting.name in used or _is_head(setting.name)
-        if master and setting.value.known and (found := _LOCALHOST.match(setting.value.text)):
-            lines.setdefault(setting.value.line_at(0), _meets(found[1]))
+        if master and setting.value.known and (match := _LOCALHOST.match(setting.value.text)):
+            lines.setdefault(setting.value.line_at(0), _meets(match[1]))
     for line, what in sorted(lines.items()):
         yield Fault(line=line, what=what)
 
@@ -269,8 +269,8 @@ def _nnodes(script: BatchScript) -> Iterator[Fault]:
 
 
 def _range(text: str) -> tuple[int, int] | None:
-    found = re.fullmatch(r"([0-9]{1,18})(?:[:-]([0-9]{1,18}))?", text)
-    return (int(found[1]), int(found[2] or found[1])) if found else None
+    match = re.fullmatch(r"([0-9]{1,18})(?:[:-]([0-9]{1,18}))?", text)
+    return (int(match[1]), int(match[2] or match[1])) if match else None
 
 
 @rule(

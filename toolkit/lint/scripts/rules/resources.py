@@ -98,10 +98,10 @@ def _variable(script: BatchScript) -> Iterator[Fault]:
     for directive in script.directives:
         for option in directive.options:
             text = option.value.text if option.value else ""
-            if not directive.late and (found := re.search(r"\$\{?\w+\}?|\$\(|`", text)):
+            if not directive.late and (match := re.search(r"\$\{?\w+\}?|\$\(|`", text)):
                 yield Fault(
                     line=directive.line,
-                    what=f"--{option.name} holds {found[0]}, which nothing expands here",
+                    what=f"--{option.name} holds {match[0]}, which nothing expands here",
                 )
 
 
@@ -179,7 +179,7 @@ def _typed(script: BatchScript) -> Iterator[Fault]:
     fix="export K='a,b' in a line of its own, and leave --export=ALL",
 )
 def _commas(script: BatchScript) -> Iterator[Fault]:
-    known = {setting.name for setting in script.walk.settings}
+    names = {setting.name for setting in script.walk.settings}
     given = [script.options.get("export"), *(s.options.get("export") for s in script.walk.steps)]
     for option in given:
         if option is None or option.value is None:
@@ -187,7 +187,7 @@ def _commas(script: BatchScript) -> Iterator[Fault]:
         items = option.value.text.split(",")
         for before, item in itertools.pairwise(items):
             whole = re.fullmatch(r"[A-Za-z_]\w*(=.*)?", item, re.DOTALL)
-            meant = whole and ("=" in item or item.isupper() or item in known)
+            meant = whole and ("=" in item or item.isupper() or item in names)
             if "=" in before and not meant and "$" not in item:
                 name = before.partition("=")[0]
                 yield Fault(

@@ -29,10 +29,10 @@ def _name(signal: str) -> str:
 def _warning(script: BatchScript) -> tuple[int, str, bool] | None:
     """Return line and name of the signal before the end, and whether the batch shell gets it."""
     option = script.options.get("signal")
-    found = _SIGNAL.fullmatch(option.value.text) if option and option.value else None
-    if option is None or found is None:
+    match = _SIGNAL.fullmatch(option.value.text) if option and option.value else None
+    if option is None or match is None:
         return None
-    return option.line, _name(found[2]), "B" in (found[1] or "")
+    return option.line, _name(match[2]), "B" in (match[1] or "")
 
 
 def _traps(script: BatchScript, signal: str) -> list[Trap]:
@@ -171,11 +171,11 @@ def _sigterm(script: BatchScript) -> Iterator[Fault]:
         names = {piece.name for target in call.arguments[1:] for piece in target.pieces}
         jobs = any(_is_job(target) for target in call.arguments[1:])
         direct = "!" in names and last is not None and last < call.order
-        known = names & started.keys()
-        since = min((started[name] for name in known), default=call.order)
+        trapped = names & started.keys()
+        since = min((started[name] for name in trapped), default=call.order)
         if since < call.order and _only_tests(script.walk.calls[since + 1 : call.order]):
             continue  # said while srun was being started: there is no step to lose yet
-        if known or direct or (jobs and steps):
+        if trapped or direct or (jobs and steps):
             yield Fault(line=call.line, what="this SIGTERM makes srun kill the step at once")
 
 
