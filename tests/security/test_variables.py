@@ -35,7 +35,7 @@ ARGUMENTS = {"jobid", "excnodelist", "label"}
 STARTS = {"main", "launch", "launch_once", "run_step", "node"}
 """Functions below which something starts that sees the job's secrets."""
 
-FOR_OTHERS = {"TORCH_LOGS_OUT", "SRUN_CPUS_PER_TASK", "IFS", "CUDA_VISIBLE_DEVICES", "LC_ALL"}
+FOR_OTHERS = {"_", "TORCH_LOGS_OUT", "SRUN_CPUS_PER_TASK", "IFS", "CUDA_VISIBLE_DEVICES", "LC_ALL"}
 """What scripts set by names that are not their own: for torch, for Slurm, or for one command."""
 
 
@@ -93,7 +93,7 @@ def test_every_variable_of_the_pods_entrypoint_has_a_name_that_no_job_uses(
     assert {name for name in others if not RESERVED_NAMES.fullmatch(name)} == set()
 
 
-@pytest.mark.parametrize("name", ["_endpoint", "_word", "_x9", "_", "_aB"])
+@pytest.mark.parametrize("name", ["_endpoint", "_word", "_x9", "_aB"])
 @pytest.mark.parametrize("kind", ["slurm", "local", "kubernetes"])
 def test_a_secret_with_a_name_of_the_script_is_refused(kind: str, name: str) -> None:
     site = {"secret": "s"} if kind == "kubernetes" else {}
@@ -101,7 +101,9 @@ def test_a_secret_with_a_name_of_the_script_is_refused(kind: str, name: str) -> 
         planned(kind, {"secrets": [name]}, **site)
 
 
-@pytest.mark.parametrize("name", ["PATH", "IFS", "RANDOM", "SECONDS", "UID", "OPTIND", "BASH_ENV"])
+@pytest.mark.parametrize(
+    "name", ["PATH", "IFS", "_", "RANDOM", "SECONDS", "UID", "OPTIND", "BASH_ENV"]
+)
 @pytest.mark.parametrize("kind", ["slurm", "local"])
 def test_a_secret_that_the_shell_takes_for_its_own_is_refused(kind: str, name: str) -> None:
     with pytest.raises(toolkit.ToolkitError, match=f"secrets: '{name}' means something to the"):

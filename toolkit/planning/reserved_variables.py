@@ -17,11 +17,11 @@ from toolkit.profile import KubernetesProfile
 
 __all__ = ["OF_BASH", "OF_PODS", "OF_SCRIPTS", "of_pods", "of_scripts"]
 
-OF_SCRIPTS = re.compile("_([a-z].*)?")
-"""Names of the rendered scripts' own variables, and bash's `$_`."""
+OF_SCRIPTS = re.compile("_[a-z].*")
+"""Names of the rendered scripts' own variables."""
 
 OF_BASH = re.compile(
-    "BASH.*|CDPATH|COLUMNS|COMP_.*|COMPREPLY|COPROC|DIRSTACK|ENV|EPOCH.*|EUID|EXECIGNORE|FIGNORE"
+    "_|BASH.*|CDPATH|COLUMNS|COMP_.*|COMPREPLY|COPROC|DIRSTACK|ENV|EPOCH.*|EUID|EXECIGNORE|FIGNORE"
     "|FUNCNAME|FUNCNEST|GLOBIGNORE|GROUPS|HIST.*|HOST(FILE|NAME|TYPE)|IFS|IGNOREEOF|LANG(UAGE)?"
     "|LC_.*|LD_.*|LINENO|LINES|MACHTYPE|MAIL.*|MAPFILE|OLDPWD|OPT(ARG|ERR|IND)|OSTYPE|PATH"
     "|PIPESTATUS|POSIXLY_CORRECT|PPID|PROMPT_.*|PS[0-4]|PWD|PYTHON(HOME|PATH|STARTUP)|RANDOM"
