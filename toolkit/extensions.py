@@ -43,7 +43,7 @@ class Extension(Protocol):
         """
 
     def render(self, plan: Any) -> str:
-        """Return the script of a plan: what is shown is what `launcher` submits. Pure."""
+        """Return the script of a plan, byte for byte what `launcher` submits. Pure."""
 
     def launcher(self, profile: Any) -> "Launcher[Any]":
         """Return what submits plans, and opens the runs that it has submitted."""

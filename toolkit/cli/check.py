@@ -82,7 +82,7 @@ def _is_of_kubernetes(name: str) -> bool:
     try:
         return toolkit.load_profile(name).kind == "kubernetes"
     except InputError:
-        return False  # whoever needs it will say what is wrong with it
+        return False  # the command that needs it reports what is wrong with it
 
 
 def _say_fine(file: Path, overrides: tuple[str, ...], to: tuple[str, ...], *, plain: bool) -> None:

@@ -30,7 +30,7 @@ __all__ = ["init"]
 def init(
     kind: str | None, name: str | None, output: Path | None, only_print: bool, force: bool
 ) -> None:
-    """Look around, and write a profile of what there is; it becomes the default one."""
+    """Detect the site, and write a profile of it; it becomes the default one."""
     from toolkit.profile import draft
     from toolkit.profile.detect import discover
 

@@ -75,5 +75,5 @@ def main() -> None:
             sys.exit(1)
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
-        stop_writing()  # whoever read us has seen enough (`| head`) or closed the terminal
+        stop_writing()  # the reader has seen enough (`| head`), or the terminal is closed
         sys.exit(0)

@@ -69,7 +69,7 @@ _MODULES = {
 
 
 class _Commands(click.Group):
-    """Commands whose modules are imported when they are asked for."""
+    """Commands whose modules are imported when they are used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULES)

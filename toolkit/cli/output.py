@@ -78,7 +78,7 @@ def tell_states(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
 
 
 def follow_lines(run: toolkit.Run, **view: Any) -> Iterator[str]:
-    """Yield a run's lines until it has ended, and print meanwhile what it waits for.
+    """Yield a run's lines until it has ended, and print meanwhile why the run waits.
 
     Args:
         run: The run.

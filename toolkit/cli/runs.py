@@ -54,7 +54,7 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
         before = ""
         for row in rows:
             reason = row["reason"].partition("\n")[0]
-            # A place that is away says it of each of its runs.
+            # A place that does not answer has one reason for all of its runs.
             repeated = reason and reason == before and row["state"] == "UNKNOWN"
             shown = "as above" if repeated else reason
             line = f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {shown}"
@@ -82,7 +82,7 @@ def status(run: str, trust: bool, as_json: bool) -> None:
 @TRUST
 @JSON
 def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
-    """Ask runs to stop, with a checkpoint."""
+    """Stop runs, with a checkpoint."""
     runs = [
         toolkit.open_run(name, trust=trust) for name in names
     ]  # all are known, or none is touched

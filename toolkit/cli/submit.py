@@ -107,7 +107,7 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
         click.echo(f"{run.uri}: run directory {run.run_dir}", err=True)
         try:
             echo_lines(follow_lines(run))
-        except OSError:  # nobody reads us any more, so nobody wants the run
+        except OSError:  # the reader of the output has gone, so the run is not wanted
             run.cancel()
             run.wait()
             stop_writing()

@@ -80,7 +80,7 @@ def files_of(
         "restarts": job.retries.in_job,
         "python": "{}.{}".format(*sys.version_info),
     }
-    if delivered:  # what tells its lines in a log from others
+    if delivered:  # the mark of its lines in a log
         facts["key"] = secrets.token_hex(32)
     programs = _PROGRAMS if delivered else {"worker.py": _PROGRAMS["worker.py"]}
     return {

@@ -68,7 +68,9 @@ class PodJob(FunctionJob[R]):
 
     def _fetch(self) -> None:
         assert isinstance(self.run, KubernetesRun)
-        with contextlib.suppress(LauncherError):  # asked again, and told at last as a missing file
+        with contextlib.suppress(
+            LauncherError
+        ):  # tried again, and reported at last as a missing file
             write(files_in(self.run.delivered(), self.run.key), self._call.run_dir)
 
     def _can_tell(self) -> bool:

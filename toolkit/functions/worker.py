@@ -58,7 +58,7 @@ ECHOES = (
     "^the same as (rank [0-9]+|another rank)",
 )
 NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
-"""As in `toolkit.runs.echoes`, which says what they are."""
+"""As in `toolkit.runs.echoes`."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -383,7 +383,9 @@ def main() -> int:
     atexit._clear()  # what torchrun has registered is torchrun's
     for stream in (sys.stdout, sys.stderr):  # torchrun would pass on a line without its end
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
-    os.umask(os.umask(0o022) | 0o022)  # what is unpickled later is nobody else's to write
+    os.umask(
+        os.umask(0o022) | 0o022
+    )  # files that are unpickled later must not be writable by others
     notes = Notes(place := Place())
     stop = Stop(place, notes)
     tell_submitit(place)

@@ -55,7 +55,7 @@ LabelValue = Annotated[
 
 _METADATA = (ip_network("169.254.0.0/16"), ip_network("fd00:ec2::/32"))
 """Link-local addresses of IPv4, and Amazon's own of IPv6: there, clouds give the rights of the node
-to whoever asks."""
+to any client."""
 
 
 def _network(value: str) -> str:
@@ -173,7 +173,7 @@ class Topology(FrozenModel):
     """How near to each other the pods must be."""
 
     key: LabelKey
-    """The label of nodes that tells where they are, like `topology.kubernetes.io/zone`."""
+    """The label with a node's location, like `topology.kubernetes.io/zone`."""
 
     required: bool = False
     """Whether the run waits for nodes that have the same value, rather than taking any."""

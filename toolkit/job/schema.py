@@ -66,7 +66,7 @@ def json_schema() -> dict[str, Any]:
         part = schema if model is JobSpec else schema["$defs"][model.__name__]
         for name, text in field_docstrings(model).items():
             alias = model.model_fields[name].alias or name
-            # Beside a $ref, a description must not replace what the reference says.
+            # Beside a $ref, a description must not replace that of the reference.
             part["properties"][alias]["description"] = text
             part["properties"][alias].pop("title", None)
     schema["oneOf"] = [

@@ -61,7 +61,7 @@ def _from_text(parse: Callable[[str], int]) -> Callable[[object], int]:
     def convert(value: object) -> int:
         if isinstance(value, bool | float) or not isinstance(value, str | int):
             raise PydanticCustomError("quantity_type", "a string with a unit is wanted")
-        # An integer has lost its unit; the parser's message says which ones there are.
+        # An integer has lost its unit; the parser's message lists the choices.
         return parse(str(value))
 
     return convert

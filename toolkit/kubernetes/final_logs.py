@@ -54,7 +54,7 @@ def _seen(cluster: Cluster, selector: str) -> list[dict[str, Any]]:
         return cluster.pods(selector)
     except Away:
         raise
-    except LauncherError:  # who may submit need not be allowed to see pods
+    except LauncherError:  # the right to submit need not include the right to see pods
         return []
 
 

@@ -180,7 +180,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             settled = age_s > reopen.SETTLED_S
             reopen.tidy(self._cluster, kind, groups, missing, settled=settled)
         except (LauncherError, InputError):
-            return run  # whoever asks for its status is told why
+            return run  # its status gives the reason
         if len(missing) < len(groups):
             self._add(record)
             if not missing:

@@ -112,7 +112,7 @@ def disruption(pod: Object) -> str:
     name, status = short_name(pod), pod.get("status") or {}
     for condition in conditions_of(pod):
         if condition["type"] == "DisruptionTarget" and condition.get("status") == "True":
-            # Of a pod that the kubelet evicted, the status says more than the condition.
+            # The status of an evicted pod is more precise than its condition.
             return sentence(name, status if status.get("reason") == "Evicted" else condition)
     return sentence(name, status) if status.get("reason") in _TAKEN else ""
 

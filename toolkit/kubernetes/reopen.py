@@ -121,7 +121,7 @@ def _there(cluster: Cluster, kind: Kind, groups: Sequence[Group], name: str) -> 
     if len(groups) > 1:
         try:
             items, _ = cluster.objects(kind, selector_of(SWEEP_LABEL, [name]))
-        except Denied:  # who may submit need not be allowed to list
+        except Denied:  # the right to submit need not include the right to list
             pass
         else:
             return {str(item["metadata"]["name"]): item for item in items}

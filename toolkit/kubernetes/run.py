@@ -204,7 +204,7 @@ class KubernetesRun(Run):
                 raise LauncherError(f"{self.uri} cannot be cancelled now: {gone.reason}; try again")
             if obj is None or state_of(self.kind, obj)[0].final:
                 return
-            # Before the deed: afterwards there is nothing left in the cluster to tell by.
+            # Before the deed: afterwards the cluster holds no trace of the run.
             registry.mark_cancelled(self.uri, environ=self._environ)
             if self.cluster.delete(self.kind, obj):
                 return

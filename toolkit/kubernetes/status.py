@@ -85,7 +85,7 @@ def state_of(kind: Kind, obj: Object) -> tuple[RunState, str]:
         return RunState.RUNNING, "" if begun else f"starts again (restart {again})"
     if begun or (not kind.counts and status.get("failed")):
         return RunState.RUNNING, ""
-    return RunState.PENDING, ""  # nobody has seen it yet, or can make its pods
+    return RunState.PENDING, ""  # no controller has seen it yet, or can make its pods
 
 
 def stuck_objects(kind: Kind, obj: Object, pods: Sequence[Object]) -> list[str]:

@@ -131,7 +131,7 @@ def submit(cluster: Cluster, kind: Kind, group: Group) -> None:
             asked = group.payload
             _create(cluster, _owned(asked, kind, group, workload))
     except Away:
-        raise  # who knows what has arrived
+        raise  # it is unknown which objects have arrived
     except LauncherError as error:
         for thing in made:
             with contextlib.suppress(LauncherError):

@@ -152,7 +152,7 @@ class Watch:
         """Yield what changes until the server ends the watch."""
         with self._cluster.changes(self._kind, self._selector, self._version) as self._response:
             if self._closed.is_set():
-                return  # who closed it may have come too early for this response
+                return  # the connection may have been closed before this response
             self._note(None)
             for line in lines_of(self._response):
                 kind, thing = _event_of(line)

@@ -35,7 +35,7 @@ class RuleBook(Generic[SubjectT, FaultT]):
         self._checks: dict[str, tuple[Rule, Callable[[SubjectT], Iterator[FaultT]]]] = {}
 
     def order(self, modules: Sequence[ModuleType]) -> None:
-        """Sort the rules by these modules, whatever the order of imports."""
+        """Sort the rules by these modules, in any order of imports."""
         names = [module.__name__ for module in modules]
         rows = sorted(self._checks.items(), key=lambda row: names.index(row[1][1].__module__))
         self._checks = dict(rows)

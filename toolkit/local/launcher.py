@@ -66,7 +66,7 @@ def _supervises(pid: int, run_dir: Path) -> bool:
         return False
     process = Path(f"/proc/{pid}")
     try:
-        if not process.parent.joinpath("self").exists():  # a system that does not tell
+        if not process.parent.joinpath("self").exists():  # a system without /proc
             return os.getpgid(pid) == pid
         if process.stat().st_uid != os.getuid():
             return False
@@ -253,5 +253,5 @@ class LocalLauncher(Launcher[LocalPlan]):
             )
             lock.seek(0)
             lock.write(f"{child.pid:0{len(_NO_PID)}}")
-        # The supervisor is waited for by nobody; a Popen object that is thrown away would complain.
+        # No process waits for the supervisor; a Popen object that is thrown away would complain.
         child.returncode = 0

@@ -81,7 +81,7 @@ def supervise(
         script: What to run.
         run_dir: Its first argument.
         stop_timeout_s: How long it may take to stop.
-        time_limit_s: How long each attempt may take before it is told to stop.
+        time_limit_s: How long each attempt may take before it is stopped.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     stops: list[float] = []  # when the script was to stop
@@ -133,7 +133,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.tied_to:
         _die_with_parent()
-        if os.getppid() != options.tied_to:  # it ended before we could ask to be told
+        if os.getppid() != options.tied_to:  # it ended before we could ask for its signal
             return 1
     status = supervise(
         options.script,

@@ -61,7 +61,7 @@ class LaunchPlan:
 
     @property
     def digest(self) -> str:
-        """A short hash of the job, by which two renderings of it can be told apart."""
+        """A short hash of the job, which differs between two versions of it."""
         return self.job.digest
 
     @property
@@ -91,7 +91,7 @@ class LaunchPlan:
 
     @property
     def grace_s(self) -> int:
-        """Seconds that a checkpoint may take when the run is told to stop."""
+        """Seconds that a checkpoint may take when the run is stopped."""
         return self.job.stop.grace_s
 
     @property
@@ -206,7 +206,7 @@ class LocalPlan(LaunchPlan):
 
     @property
     def default_run_dir(self) -> str:
-        """Where the script makes run directories, up to what tells them apart."""
+        """The path of new run directories, without the id of the job at its end."""
         return f"{self.profile.runs_dir}/{self.job.name}"
 
     visible_devices: tuple[tuple[int, ...], ...]
@@ -280,7 +280,7 @@ class SlurmPlan(LaunchPlan):
 
     @property
     def default_run_dir(self) -> str:
-        """Where the script makes run directories, up to what tells them apart."""
+        """The path of new run directories, without the id of the job at its end."""
         return self.profile.below(f"{self.profile.runs_dir}/{self.job.name}")
 
     @property

@@ -49,7 +49,9 @@ def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
     if in_container(profile):
         # The root file system may be read-only, and the user has no home of its own there.
         env |= {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor"}
-    env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "  # each line tells its rank
+    env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = (
+        "[rank ${rank}] "  # each line begins with its rank
+    )
     if job.resources.cpus_per_node or job.resources.nproc_per_node > 1:
         threads = max(1, cpus_of(job) // job.resources.nproc_per_node)
         env["OMP_NUM_THREADS"] = str(threads)

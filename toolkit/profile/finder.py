@@ -149,7 +149,7 @@ def _read(path: Path) -> Profile:
 
 
 def model_of(kind: object) -> type[Profile] | None:
-    """Return the model of a kind of profile, ours or another package's; None if there is none."""
+    """Return the model of a kind of profile, ours or another package's; None if it is unknown."""
     if not isinstance(kind, str):
         return None
     if kind in _KINDS:

@@ -65,8 +65,8 @@ class SlurmProfile(SiteProfile):
     """The GPU's name in the cluster's gres.conf, like `h100`, where it must be given."""
 
     gpus_flag: Literal["gpus-per-node", "gres", "gpus-per-task"] = "gpus-per-node"
-    """How GPUs are asked for: sites whose submit filter or older select plugin knows only `gres`
-    need that. With `gpus-per-task` no `gpu_type` may be given: Slurm 22.05 then leaves
+    """The option that requests GPUs: sites whose submit filter or older select plugin knows only
+    `gres` need that. With `gpus-per-task` no `gpu_type` may be given: Slurm 22.05 then leaves
     CUDA_VISIBLE_DEVICES unset, and every job sees all GPUs of its node."""
 
     switches: Switches | None = None

@@ -36,8 +36,8 @@ class Checkpointer:
         self._planner, self._staging = Planner(self._channel), Staging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # Since when training waits outside of a save; up to when a commit has told of that; and
-        # what nobody has told of yet.
+        # Since when training waits outside of a save; up to when a commit has reported that; and
+        # bytes that are not reported yet.
         self._waiting_since: float | None = None
         self._told_until: float | None = None
         self._untold_s = 0.0
@@ -114,7 +114,7 @@ class Checkpointer:
         """Wait until nothing is being written.
 
         Args:
-            for_next: a save follows whose `since` was before this; it tells of the time.
+            for_next: a save follows whose `since` was before this; it reports the time.
 
         Raises:
             CheckpointError: on all ranks; it could not be written, earlier ones are untouched.
@@ -155,7 +155,7 @@ class Checkpointer:
         if full:
             gone = ""
             if self._channel.rank == 0:
-                # Whatever becomes of it, the others wait for an answer.
+                # The others wait for an answer, also if it fails.
                 with suppress(OSError):
                     gone = job.make_room()
             if gone := self._channel.broadcast(gone):
@@ -215,7 +215,7 @@ class Checkpointer:
                     files[name] = safetensors_file.write(draft / name, parts, arriving)
                 except OSError as error:
                     problem = Problem.of(error)
-            # To the end even so: a sender that nobody listens to would wait for ever.
+            # To the end even so: a sender without a receiver would wait for ever.
             for _ in arriving:
                 pass
         return problem

@@ -39,7 +39,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 # Types that not every reader has a name for lie there as another one: complex numbers as pairs of
-# real ones, in one more dimension, the rest as bytes. What they were stands in the file's header.
+# real ones, in one more dimension, the rest as bytes. The file's header holds their original types.
 STORED_AS = {
     torch.complex128: torch.float64,
     torch.complex64: torch.float32,

@@ -36,7 +36,7 @@ def problems(config: Config, place: Place, *, only_looking: bool = False) -> lis
     problems = [*_starting(config, place), *_numbers(config)]
     ranks = ranks_of(config, place, only_looking=only_looking)
     if only_looking and ranks.world_size == 1:
-        # How many ranks there would be, nobody has said.
+        # The number of ranks is not given.
         return problems
     try:
         layout = config.layout_on(ranks)

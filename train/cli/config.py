@@ -46,7 +46,7 @@ SECTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that the command line says."""
+    """Everything that the command line sets."""
 
     task: str = "digits"
     """What to learn: `digits`, `fashion-mnist`, `shuttle`, `chars`, or your own `FILE.py:CLASS`."""
@@ -80,7 +80,7 @@ class Config:
     weight_decay: Annotated[float, AtLeast(0)] = 0.01
     """Decoupled weight decay of adamw; of sgd, the gradient of half the squared weights."""
     clip_norm: float | None = None
-    """Scale gradients down to this norm over all parameters, on whatever ranks they lie."""
+    """Scale gradients down to this norm over all parameters of all ranks."""
     dropout: Annotated[float, AtLeast(0)] | None = None
     """Probability for every dropout layer of the model (default: as the task made them)."""
 

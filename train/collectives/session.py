@@ -62,7 +62,7 @@ def be_a_rank(options: Options, place: Place) -> int:
         console.complain(str(error))
         return error.exit_status
     except (RuntimeError, OSError) as error:
-        # Each rank says what it saw: which of them is the cause, nobody can know from here.
+        # Each rank reports its own error: the cause cannot be known from here.
         console.complain(f"{type(error).__name__}: {error}", every_rank=True)
         return EXIT_FAILED
 

@@ -114,7 +114,7 @@ class Reader:
         try:
             samples = [self._samples[number] for number in numbers]
         except Exception:
-            return None  # the other way says which sample it was
+            return None  # the other way names the sample
         self._drawing = self._watch.drawn()
         return None if self._drawing else samples
 
@@ -240,7 +240,7 @@ class Feed:
         It has been read ahead if this goes on where the call before it ended.
         """
         if self._stream is None or samples_seen != self._next:
-            # Beside the draws: in memory, nobody asks for the chances.
+            # Beside the draws: in memory, the probabilities are not needed.
             self._stream = self._source.read(
                 self._draws(samples_seen),
                 (self._chance(seen) for seen in count(samples_seen, self._global_batch)),

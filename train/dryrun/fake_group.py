@@ -184,7 +184,7 @@ def _patches(boundaries: Boundaries) -> list[Any]:
         _replaced(nn.Module, "to", stays),
         _replaced(adam, "_default_to_fused_or_foreach", as_on_a_gpu),
         _replaced(sgd, "_default_to_fused_or_foreach", as_on_a_gpu),
-        # Who shares memory can be told although there is none.
+        # Tensors that share memory are known although there is none.
         _replaced(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
         # Nothing is in the tensors, and nobody's could differ.
         _replaced(inventory, "fingerprint", lambda tensor: ""),

@@ -67,7 +67,7 @@ class Rehearsal:
     def __init__(self, config: Config, task: Task, place: Place) -> None:
         """Describe the plan; `place` holds the number of ranks, and the size of the nodes."""
         self.layout = config.layout_on(place)
-        # The first two are about how a run starts. Nobody has the devices that it is for.
+        # The first two are about how a run starts. The devices of the plan are not here.
         self._config = dataclasses.replace(config, meta_init=False, compile=False, dry_run=True)
         self._task, self._place = task, place
         self._sample = source_of(task.train()).take(torch.zeros(1, dtype=torch.int64))

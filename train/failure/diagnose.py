@@ -24,7 +24,7 @@ METHODS = (
     "model", "train", "test", "loss", "count", "score", "metrics", "identity", "pieces",
     "tensor_plan", "weights",
 )  # fmt: skip
-# In these, a rank talks to no other: what happens there is no echo.
+# In these, a rank talks to no other: an error there is no echo.
 ALONE = ("model", "train", "test", "identity", "weights")
 ON_A_BATCH = ("loss", "count", "score")
 # What `train.data.loader` adds to an exception.

@@ -91,7 +91,7 @@ class Profiler:
 
 
 def _write(trace: torch.profiler.profile, path: Path) -> list[dict[str, object]]:
-    """Write a trace, and read it back: what is missing from a full disk is missed here."""
+    """Write a trace, and read it back: a file that a full disk cut short is noticed here."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp.json")
     try:

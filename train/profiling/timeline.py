@@ -31,7 +31,7 @@ STEP = "train step "
 DATA = "data"
 
 _COMMUNICATION = ("gloo:", "nccl:", "mpi:", "c10d::", "_c10d_functional::", "record_param_comms")
-# These only call others; what they do by themselves is waiting, or bookkeeping.
+# These only call others; on their own they wait, or keep books.
 _WRAPPERS = ("autograd::", "torch::autograd::", "torch::distributed::")
 _COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 
@@ -173,7 +173,7 @@ def _threads(spans: Iterable[Event]) -> dict[tuple[Any, Any], list[Event]]:
 def _device_pieces(spans: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]:
     """What a GPU did; nothing without one. Its streams are not nested, so nothing is taken off."""
     fetches = union(_interval(e) for e in spans if e["name"] == DATA and _on_cpu(e))
-    # The driver's calls, which also tell what is no batch: a parameter that lives in the host's
+    # The driver's calls, some of which are no batch: a parameter that lives in the host's
     # memory, or numbers to exchange.
     calls = {
         _correlation(e): overlap([_interval(e)], fetches)
@@ -220,7 +220,7 @@ def _own_pieces(thread: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]
         start, end = _interval(event)
         yield from advance(start)
         now = start
-        # Whatever works to fetch the data, works for the data.
+        # Threads that fetch the data count as data loading.
         fetching = bool(open_events) and open_events[-1][1] == "data"
         name = str(event["name"])
         open_events.append((end, "data" if fetching else kind_of(event), name))

@@ -19,7 +19,7 @@ from train.rundir.lock import LOOK_S, NAME, Contender
 from train.runtime.process_group import Group
 
 RUN = "run.json"
-# What makes a run another one whatever its task is called: the settings, and the order of the data.
+# Keys that make a run another one, besides its task's name: the settings, the order of the data.
 NEVER_ADOPTED = {field.name for field in dataclasses.fields(Config)} - {"task"} | {"train_samples"}
 
 Identity = Mapping[str, object]

@@ -31,7 +31,7 @@ def keep_lines_whole() -> None:
     """Let this process write each line as it ends, and in one piece.
 
     Under PYTHONUNBUFFERED, `print` writes the end of a line by itself, and another rank's line may
-    come in between: torchrun passes on whatever part of a line it finds. Of a text of several lines
+    come in between: torchrun passes on parts of lines, too. Of a text of several lines
     the last end is still written by itself, unless it is part of the text.
     """
     for stream in (sys.stdout, sys.stderr):

@@ -58,7 +58,7 @@ class RunDirectory:
         """Name the directory; nothing is written yet."""
         self.path = path
         self.place = place
-        # Asks whoever holds the directory for us, once somebody does: see `train.rundir.lock`.
+        # Asks the holder of the directory, once there is one: see `train.rundir.lock`.
         self.taken_over: Callable[[], bool] = lambda: False
         self._tried = {"attempt": place.attempt, "restart": place.restart}
         self._events = Journal(path / "events.jsonl")

@@ -9,7 +9,7 @@ from pathlib import Path
 from train.rundir import untrusted
 
 # Lines that follow each other faster than this find the file open, for as long as this at most. A
-# network file system shows others what was written when the file is closed; opening and closing it
+# network file system shows others the new lines when the file is closed; opening and closing it
 # there for every line costs milliseconds.
 OPEN_S = 1.0
 
@@ -22,7 +22,7 @@ class Journal:
         self.path = path
         self._handle: int | None = None
         self._opened = self._last = float("-inf")
-        # Its length if nobody else has written since we did.
+        # Its length if no other process has written since we did.
         self._length = -1
 
     def append(self, *lines: str, create: bool = True) -> None:
@@ -61,7 +61,7 @@ class Journal:
         """Give the open file, and how long it is."""
         if self._handle is not None:
             status = os.fstat(self._handle)
-            # Removed meanwhile, it would take lines that nobody can read.
+            # Removed meanwhile, it would take lines that no reader can find.
             if now - self._opened <= OPEN_S and status.st_nlink:
                 return self._handle, status.st_size
             self.close()

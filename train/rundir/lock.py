@@ -148,7 +148,7 @@ class Contender:
         """
         handle = untrusted.open_file(self.path, os.O_RDWR | os.O_CREAT)
         try:
-            # Until the end of the look: who else looks from this machine waits for us.
+            # Until the end of the look: other processes of this machine wait for us.
             lock, holder, status = _lock(handle), _read(handle), os.fstat(handle)
             if not os.path.samestat(status, self.path.stat()):
                 return "wait"  # another process was faster

@@ -71,7 +71,7 @@ class MetricsLog:
         while self._held_back.wait():
             self._held_back.clear()
             time.sleep(TOGETHER_S)
-            # The training's own next line says what is wrong. Who removes the directory meanwhile
+            # The training's own next line reports the fault. Who removes the directory meanwhile
             # shall not find it in use again.
             with suppress(OSError):
                 self.flush(create=False)

@@ -45,7 +45,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
         OSError: the file is not there, or cannot be opened.
     """
     try:
-        # Without waiting: a pipe to which nobody writes would be opened for ever.
+        # Without waiting: opening a pipe without a writer would take for ever.
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:

@@ -59,7 +59,7 @@ class StopRequest:
         self._at_once = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # A second signal changes nothing: the checkpoint being written is what it asks for.
+        # A second signal changes nothing: the checkpoint that it asks for is being written.
         if self._signal is None:
             self._signal = number
 

@@ -68,7 +68,7 @@ def spawn(count: int, argv: Sequence[str], stop: StopRequest) -> int:
 
 
 def _be_a_rank(rank: int, count: int, meeting: str, argv: tuple[str, ...]) -> None:
-    # As a launcher would have set it: the rest of the program need not know who started it.
+    # As a launcher would have set it: nothing else depends on how the program was started.
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Task(ABC):
-    """What is learned. Your own needs `model()`, `train()`, `test()` and `loss()`.
+    """The model that is trained. Your own needs `model()`, `train()`, `test()` and `loss()`.
 
     It is made once on every rank and must give every rank the same: synthetic data come from a
     generator with a fixed seed, and a random split of the data does too.
@@ -115,7 +115,7 @@ class Task(ABC):
 
     def _sketch(self) -> nn.Module:
         """Make the model without memory for its weights, where it can be made so."""
-        # Whatever a model does that no meta tensor can.
+        # Operations of a model that no meta tensor can do.
         with suppress(Exception), torch.device("meta"):
             return model_of(self)
         return model_of(self)

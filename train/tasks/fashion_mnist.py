@@ -89,7 +89,7 @@ def _read(folder: Path, part: str) -> Batch:
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read a compressed idx file of bytes. Shape: as the file says.
+    """Read a compressed idx file of bytes. Shape: as in the file.
 
     Raises:
         UsageError: it is missing or damaged; names a source of the file.

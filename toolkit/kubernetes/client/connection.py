@@ -327,7 +327,7 @@ def refusal(status: int, content: bytes, headers: Mapping[str, str]) -> Launcher
         words, by_server = str(untrusted.mapping(untrusted.parse_json(text))["message"]), True
     except (KeyError, ValueError):
         words, by_server = text or f"HTTP status {status}", False
-    # A Status object says which object is missing; what is not served is refused by the router.
+    # A Status object names the missing object; a kind that is not served is refused by the router.
     if status == 404 and (
         not by_server or words.startswith("the server could not find the requested")
     ):

@@ -64,7 +64,7 @@ def execute(
         errors = _errors()
         try:
             with contextlib.suppress(*errors), selectors.DefaultSelector() as waiting:
-                # Who has stopped listening has said why: that is to be read.
+                # The side that stops listening has reported why: that is to be read.
                 waiting.register(socket.sock, selectors.EVENT_READ)
                 for part in stdin:
                     socket.send(bytes([_STDIN]) + part, _BINARY)
@@ -177,7 +177,7 @@ def _in_time(connect: Callable[[], Any]) -> Any:
         if made.set_running_or_notify_cancel():
             made.set_result(socket)
         else:
-            socket.shutdown()  # nobody waits for it any more
+            socket.shutdown()  # no caller waits for it any more
 
     # Left behind where it waits for ever: it must not keep the process from ending.
     threading.Thread(target=work, name="websocket", daemon=True).start()

@@ -44,7 +44,7 @@ def read(path: Path) -> None:
         out.write(b"-\n")
         return
     with path.open("rb") as file:
-        left = os.fstat(file.fileno()).st_size  # who writes it may go on
+        left = os.fstat(file.fileno()).st_size  # its writer may go on
         out.write(b"%d\n" % left)
         while left and (chunk := file.read(min(left, CHUNK))):
             out.write(chunk)

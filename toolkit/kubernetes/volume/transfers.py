@@ -68,7 +68,7 @@ def placed(
             yield
         except BaseException as error:
             if submitting and isinstance(error, Away):
-                raise  # who knows whether the run has arrived
+                raise  # it is unknown whether the run has arrived
             for name in files:
                 with contextlib.suppress(LauncherError):
                     there.remove(name)
@@ -82,7 +82,7 @@ def _make(cluster: Cluster, pod: Object) -> None:
             cluster.connection.ask("POST", PODS.path(cluster.namespace), body=pod)
             return
         except Conflict:
-            return  # nobody else has this name: an answer was lost
+            return  # the name is unique: an answer was lost
         except Away as error:
             if attempt == ATTEMPTS or not error.connected:
                 raise

@@ -51,7 +51,7 @@ _FILLED = re.compile(r"failurePolicy\.rules\[\d+\]\.name")
 """Fields that a schema requires and an operator's webhook fills in before (JobSet's)."""
 
 _BITS = {"int32": 31, "int64": 63}
-_MEANT = "\0"  # parts what is wrong from what is meant
+_MEANT = "\0"  # separates the fault from the field that is meant
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -245,7 +245,7 @@ _SIZES = (
 def _combined(view: View, schema: _Schema) -> _Found:
     """Yield violations of anyOf, oneOf, allOf and not, whose parts mean little by themselves."""
     if schema.get("x-kubernetes-int-or-string"):
-        return  # its anyOf says just that
+        return  # its anyOf is the same condition
     for part in schema.get("allOf", ()):
         yield from _part(view, part)
     fits = [not any(_part(view, part)) for part in schema.get("anyOf", ())]

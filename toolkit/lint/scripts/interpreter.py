@@ -291,7 +291,7 @@ class _Walker:
             commands = read_commands(list(spans), self.source)
         except InputError:
             if any("\ue000" in span.text for span in spans):
-                return  # what is expanded at run time may be half of a command
+                return  # an expansion at run time may be half of a command
             raise
         inside = replace(
             place,

@@ -164,7 +164,7 @@ def _tokens(stream: Stream) -> Iterator[Fault]:
     for pods in pods_of(stream):
         trains = pods.role == "node" or pods.kind == "PyTorchJob" or id(pods) in starts
         if not trains:
-            continue  # whoever is no training may have something to ask
+            continue  # a pod that does not train may need the API
         mounted = pods.spec.at("automountServiceAccountToken")
         account = pods.spec.text("serviceAccountName", default="default")
         if pods.kind == "TrainJob" or mounted.value is False or not pods.spec:

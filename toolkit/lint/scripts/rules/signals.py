@@ -174,7 +174,7 @@ def _sigterm(script: BatchScript) -> Iterator[Fault]:
         trapped = names & started.keys()
         since = min((started[name] for name in trapped), default=call.order)
         if since < call.order and _only_tests(script.walk.calls[since + 1 : call.order]):
-            continue  # said while srun was being started: there is no step to lose yet
+            continue  # a signal while srun was being started: there is no step to lose yet
         if trapped or direct or (jobs and steps):
             yield Fault(line=call.line, what="this SIGTERM makes srun kill the step at once")
 
