@@ -53,7 +53,7 @@ lint: install  ## Check style and types
 
 test: install lint  ## Install what the tests need and run those that each change must pass
 	@tests/packages.sh
-	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
 test-all: install lint  ## Run all tests: also the slow ones (chaos, versions of Slurm, images)
 	@tests/packages.sh

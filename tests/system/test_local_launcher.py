@@ -243,18 +243,20 @@ sys.exit(attempt < 2)
                 "done: all steps made",
             ],
         ),
-        (
+        pytest.param(
             1,
             toolkit.RunState.FAILED,
             [
                 "retryable: rank 0: lost link 0; started again",
                 "retryable: rank 0: lost link 1; gave up after 1 requeues",
             ],
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             0,
             toolkit.RunState.FAILED,
             ["retryable: rank 0: lost link 0; not started again (retries.requeue is 0)"],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -75,8 +75,9 @@ class _Commands(click.Group):
         return list(_MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _MODULES:
-            importlib.import_module(f"toolkit.cli.{_MODULES[cmd_name]}")
+        # Of an unknown name click compares all commands, to say which one is probably meant.
+        for module in [_MODULES[cmd_name]] if cmd_name in _MODULES else _MODULES.values():
+            importlib.import_module(f"toolkit.cli.{module}")
         return super().get_command(ctx, cmd_name)
 
 

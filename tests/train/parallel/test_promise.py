@@ -239,7 +239,20 @@ PLAIN = Draw(
 )
 
 
-@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda n: " ".join(LAYOUTS[n].flags))
+# One of each axis, and the product that is used most.
+QUICK = [
+    number
+    for number, layout in enumerate(LAYOUTS)
+    if " ".join(layout.flags)
+    in ("--tp 2", "--cp 2", "--pp 2 --pp-schedule 1F1B", "--dp-shard 2 --tp 2")
+]
+
+
+@pytest.mark.parametrize(
+    "number",
+    others_slow(range(len(LAYOUTS)), *QUICK),
+    ids=lambda n: " ".join(LAYOUTS[n].flags),
+)
 def test_an_ordinary_model_trains_under_each_layout_and_goes_on_under_the_next(number: int) -> None:
     first = LAYOUTS[number]
     # A run that adds up exactly goes on as one that does.
@@ -317,7 +330,8 @@ def check_draws(count: int, part: int, *, compiling: bool) -> None:
     check()
 
 
-@pytest.mark.parametrize("part", others_slow(range(4), 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
 def test_what_is_trained_equals_one_process_or_is_refused(part: int) -> None:
     check_draws(10, part, compiling=False)
 

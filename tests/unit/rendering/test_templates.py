@@ -52,7 +52,7 @@ def test_the_example_of_the_page_extends_the_script(tmp_path: Path) -> None:
         "+for folder in /data/digits '/data/it'\"'\"'s here'; do",
         '+  srun --export=ALL --ntasks-per-node=1 rsync -a "$folder" /local/',
         "+done",
-        '+[ "$status" -ne 0 ] || cp -r "$run_dir/checkpoints" /archive',
+        '+[ "$_status" -ne 0 ] || cp -r "$_run_dir/checkpoints" /archive',
     ]
     subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, check=True)
 
