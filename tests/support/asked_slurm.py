@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import toolkit
-from toolkit.job.sweeps import Point
+from toolkit.job.sweep import Point
 from toolkit.runs.registry import RunRecord
 from toolkit.slurm import SlurmLauncher
 from toolkit.slurm.jobs import SlurmJob, write_jobs, write_points

@@ -10,7 +10,7 @@ from toolkit.job.dependencies import after_schema
 from toolkit.job.kubernetes_options import KubernetesOptions, Patch
 from toolkit.job.sbatch_options import options_schema
 from toolkit.job.spec import JobSpec, Mount, NodeRange, Resources, Retries, Secret, Stop
-from toolkit.job.sweeps import Sweep, sweep_schema
+from toolkit.job.sweep import Sweep, sweep_schema
 from toolkit.job.types import ENV_NAME, RESERVED_NAMES
 
 __all__ = ["field_docstrings", "json_schema"]

@@ -25,7 +25,7 @@ from toolkit.job.dependencies import After
 from toolkit.job.kubernetes_options import KubernetesOptions
 from toolkit.job.loader import FrozenModel, Text, assign, frozen, override, validate
 from toolkit.job.sbatch_options import SbatchOptions
-from toolkit.job.sweeps import Point, Sweep, expand, leaks, misread
+from toolkit.job.sweep import Point, Sweep, expand, leaks, misread
 from toolkit.job.types import (
     AbsolutePath,
     Duration,

@@ -7,7 +7,7 @@ from typing import Any
 from toolkit.errors import PlanError
 from toolkit.job.kubernetes_options import Patch, Workload
 from toolkit.job.spec import JobSpec, Retries, Secret
-from toolkit.job.sweeps import Point
+from toolkit.job.sweep import Point
 from toolkit.planning.compatibility_kubernetes import name_problems
 from toolkit.planning.pods import Pod, carried, first_pod, labelled, payload_dir_of
 from toolkit.planning.stop_times import REQUEUE_MARGIN_S

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from toolkit.job.sbatch_options import SbatchValue, merged
 from toolkit.job.spec import JobSpec
-from toolkit.job.sweeps import Sweep
+from toolkit.job.sweep import Sweep
 from toolkit.planning.containers import image_for, mounts_for
 from toolkit.planning.plans import SlurmPlan
 from toolkit.planning.stop_times import cpus_of, warning_lead_s

@@ -11,7 +11,7 @@ from toolkit.profile.finder import (
     profile_names,
     require_default_profile,
 )
-from toolkit.profile.kubernetes import KubernetesProfile
+from toolkit.profile.models import KubernetesProfile
 from toolkit.profile.slurm import SlurmProfile, Switches
 
 __all__ = [

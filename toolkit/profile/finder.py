@@ -10,7 +10,7 @@ from toolkit import extensions
 from toolkit.errors import InputError, Problem, ProfileError
 from toolkit.job.loader import validate
 from toolkit.profile.base import LocalProfile
-from toolkit.profile.kubernetes import KubernetesProfile
+from toolkit.profile.models import KubernetesProfile
 from toolkit.profile.slurm import SlurmProfile
 from toolkit.text import secret_scan
 from toolkit.text.did_you_mean import did_you_mean

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import LauncherError
-from toolkit.job.sweeps import Point
+from toolkit.job.sweep import Point
 from toolkit.text import untrusted
 
 __all__ = [
