@@ -24,8 +24,7 @@ from toolkit.profile import KubernetesProfile, Profile, load_profile
 from toolkit.rendering import render
 from toolkit.runs.run import new_run_name
 from toolkit.slurm.squeue import Command, run_command
-from toolkit.text.manifest_reader import is_manifest, read_manifests
-from toolkit.text.manifests import Manifest
+from toolkit.text.manifests import Manifest, is_manifest, read_manifests
 from toolkit.text.yaml_reader import Document, read_document, read_text
 
 __all__ = ["Finding", "check", "finding", "is_manifests", "is_script"]

@@ -17,7 +17,7 @@ from toolkit.errors import ProfileError
 if TYPE_CHECKING:
     from toolkit.job.spec import JobSpec
     from toolkit.planning.plans import LaunchPlan
-    from toolkit.profile.base import SiteProfile
+    from toolkit.profile.models import SiteProfile
     from toolkit.runs.run import Launcher
 
 __all__ = ["BUILT_IN", "GROUP", "Extension", "extension", "kinds"]

@@ -23,7 +23,7 @@ from toolkit.lint.scripts.check import check_script
 from toolkit.lint.scripts.directives import read_directives
 from toolkit.lint.scripts.values import Values
 from toolkit.rendering import environment
-from toolkit.text import manifest_reader, yaml_reader
+from toolkit.text import manifests, yaml_reader
 from toolkit.text.yaml_reader import Document, read_document, read_text
 
 SIZE = 5_000_000
@@ -180,22 +180,20 @@ def test_each_character_of_a_stream_is_parsed_once(monkeypatch: pytest.MonkeyPat
         parsed += len(text)
         return read_document(text, source, **named)
 
-    monkeypatch.setattr(manifest_reader, "read_document", read)
+    monkeypatch.setattr(manifests, "read_document", read)
     text = "".join(POD % n for n in range(300))
-    stream = manifest_reader.read_manifests(text, "x")
+    stream = manifests.read_manifests(text, "x")
     assert parsed == len(text)
     # The lines are those of the file all the same.
     assert [one.place(()) for one in stream.manifests][::299] == ["x:2", f"x:{2 + 5 * 299}"]
     wrong = "---\nkind: A\n" * 3 + "---\na: {\n"
-    assert "x:9: " in said(
-        lambda: manifest_reader.read_manifests(wrong.replace("\na: {", "\n- {"), "x")
-    )
+    assert "x:9: " in said(lambda: manifests.read_manifests(wrong.replace("\na: {", "\n- {"), "x"))
 
 
 def test_items_of_a_list_stay_in_their_order() -> None:
     item = "- {apiVersion: v1, kind: ConfigMap, metadata: {name: c%d}}\n"
     text = "apiVersion: v1\nkind: List\nitems:\n" + "".join(item % n for n in range(50))
-    found = manifest_reader.read_manifests(text, "x").manifests
+    found = manifests.read_manifests(text, "x").manifests
     assert [one.name for one in found] == [f"c{n}" for n in range(50)]
 
 

@@ -33,4 +33,4 @@ def test_a_default_profile_that_is_no_path_is_told(own_user: Path, content: str)
         [TOOLKIT, "render", JOB], env=os.environ, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{folder / 'default'} holds {content!r}, which is no path\n"
+    assert done.stderr == f"{folder / 'default'} holds {content!r}, which is not a path\n"

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from toolkit import profile
-from toolkit.job import dependencies, kubernetes_options, schema, spec, sweeps
+from toolkit.job import dependencies, kubernetes_options, schema, spec, sweep
 from toolkit.job.loader import FrozenModel
 from toolkit.lint.manifests.check import MANIFEST_RULES
 from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
@@ -27,7 +27,7 @@ JOB = (
     spec.Secret,
     kubernetes_options.KubernetesOptions,
     kubernetes_options.Patch,
-    sweeps.Sweep,
+    sweep.Sweep,
     dependencies.Dependency,
 )
 PROFILES = (

@@ -1,8 +1,6 @@
 """Profiles: the facts of a site, one file each, so that a job file need not know them."""
 
-from toolkit.profile.base import LocalProfile, NodeFacts
 from toolkit.profile.finder import (
-    Profile,
     configuration_folder,
     default_profile,
     leaks_of,
@@ -11,8 +9,14 @@ from toolkit.profile.finder import (
     profile_names,
     require_default_profile,
 )
-from toolkit.profile.models import KubernetesProfile
-from toolkit.profile.slurm import SlurmProfile, Switches
+from toolkit.profile.models import (
+    KubernetesProfile,
+    LocalProfile,
+    NodeFacts,
+    Profile,
+    SlurmProfile,
+    Switches,
+)
 
 __all__ = [
     "KubernetesProfile",

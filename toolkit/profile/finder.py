@@ -1,4 +1,4 @@
-"""Where profiles are found, by name or by path, and how their files are read."""
+"""Finds profiles by name or path, and reads their files."""
 
 import os
 import re
@@ -9,15 +9,12 @@ from typing import Any, cast
 from toolkit import extensions
 from toolkit.errors import InputError, Problem, ProfileError
 from toolkit.job.loader import validate
-from toolkit.profile.base import LocalProfile
-from toolkit.profile.models import KubernetesProfile
-from toolkit.profile.slurm import SlurmProfile
+from toolkit.profile.models import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 from toolkit.text import secret_scan
 from toolkit.text.did_you_mean import did_you_mean
 from toolkit.text.yaml_reader import KeyPath, read_document, read_text
 
 __all__ = [
-    "Profile",
     "configuration_folder",
     "default_profile",
     "leaks_of",
@@ -27,18 +24,12 @@ __all__ = [
     "require_default_profile",
 ]
 
-Profile = LocalProfile | SlurmProfile | KubernetesProfile
-
-_KINDS: dict[str, type[LocalProfile] | type[SlurmProfile] | type[KubernetesProfile]] = {
+_KINDS: dict[str, type[Profile]] = {
     "local": LocalProfile,
     "slurm": SlurmProfile,
     "kubernetes": KubernetesProfile,
 }
-_BUILT_IN: dict[str, type[LocalProfile] | type[SlurmProfile] | type[KubernetesProfile]] = {
-    "local": LocalProfile,
-    "slurm": SlurmProfile,
-    "k8s": KubernetesProfile,
-}
+_BUILT_IN = {"k8s" if kind == "kubernetes" else kind: model for kind, model in _KINDS.items()}
 
 
 def load_profile(
@@ -78,30 +69,30 @@ def profile_names(
 
 
 def require_default_profile(*, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the file of the profile that is used where none is named.
+    """Return the file of the default profile.
 
     Raises:
-        ProfileError: there is none.
+        ProfileError: there is no default profile.
     """
     if (name := default_profile(environ=environ)) is None:
         raise ProfileError(
-            "no profile is named, and there is no default one; `toolkit init` looks around and "
+            "no profile is named, and there is no default one; `toolkit init` detects the site and "
             "writes it, or name one with --to"
         )
     return name
 
 
 def default_profile(*, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the file of the profile that is used where none is named; None without one.
+    """Return the file of the default profile; None if there is none.
 
-    The file `default` in the user's configuration folder holds its path, below that folder or
-    absolute; `toolkit init` writes it.
+    `toolkit init` writes its path into the file `default` of the user's configuration folder; a
+    relative path is below that folder.
     """
     folder = configuration_folder(environ)
     try:
         named = (folder / "default").read_text(encoding="utf-8").strip()
         if not named.isprintable():
-            raise ProfileError(f"{folder / 'default'} holds {named[:80]!r}, which is no path")
+            raise ProfileError(f"{folder / 'default'} holds {named[:80]!r}, which is not a path")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -116,7 +107,7 @@ def configuration_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _folders(folder: Path, environ: Mapping[str, str]) -> Iterator[Path]:
-    """Yield where profiles may lie, first come first."""
+    """Yield the folders that may hold profiles, in the order of the search."""
     for above in (folder, *folder.parents):
         places = [p for p in (above / "slurm/profiles", above / "k8s/profiles") if p.is_dir()]
         if places:
@@ -134,10 +125,10 @@ def _read(path: Path) -> Profile:
     kind = data.get("kind") if isinstance(data, dict) else None
     model = model_of(kind)
     if isinstance(data, dict) and model is None:
-        fault = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
+        mistake = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
         place = document.place(("kind",))
         way_out = did_you_mean(kind, [*_KINDS, *extensions.kinds()])
-        problem = Problem(place=place, message=f"{fault}; {way_out}")
+        problem = Problem(place=place, message=f"{mistake}; {way_out}")
         raise ProfileError([problem, *document.problems])
     profile = validate(model or LocalProfile, document, ProfileError)
     if leaks := leaks_of(profile):
@@ -156,12 +147,12 @@ def model_of(kind: object) -> type[Profile] | None:
         return _KINDS[kind]
     if kind not in extensions.kinds():
         return None
-    # The package that brings a kind brings all that is done with its profiles, too.
+    # The package that defines a kind also handles its profiles.
     return cast("type[Profile]", extensions.extension(kind).profile)
 
 
 def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:
-    """Return where a profile holds a secret, and what to do about it."""
+    """Return the keys of a profile that hold a secret, each with the problem."""
     places: list[tuple[KeyPath, str]] = []
     lines_of_shell = ("prolog", "epilog")
     for key, value in profile.model_dump(mode="json", by_alias=True, exclude_defaults=True).items():

@@ -218,7 +218,7 @@ def _limited(environment: Environment) -> Iterator[None]:
 
 def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
     """Make sure that what the user's templates make of a plan is what a cluster takes."""
-    from toolkit.text.manifest_reader import read_manifests
+    from toolkit.text.manifests import read_manifests
 
     place = f"what {folder} renders"
     try:

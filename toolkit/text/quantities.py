@@ -1,4 +1,4 @@
-"""Sizes and times as people write them, and as Slurm and Kubernetes do.
+"""Sizes and times as people, Slurm and Kubernetes write them.
 
 Code holds bytes and whole seconds; everything is rounded up, because a job that asked for 1.5 s
 must not get 1.
@@ -7,10 +7,12 @@ must not get 1.
 import math
 import re
 from fractions import Fraction
+from typing import Any
 
 __all__ = [
     "DURATION_PATTERN",
     "SIZE_PATTERN",
+    "amount",
     "format_duration",
     "format_size",
     "kubernetes_size",
@@ -27,6 +29,13 @@ _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10
 _KUBERNETES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BYTES = _BINARY | _DECIMAL | _KUBERNETES
 
+_KUBERNETES_FACTORS: dict[str, int | Fraction] = {
+    "": 1,
+    **{f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGTPE", start=1)},
+    **{unit: 1000**power for power, unit in enumerate("kMGTPE", start=1)},
+    **{unit: Fraction(1, 1000**power) for power, unit in enumerate("mun", start=1)},
+}
+
 _NUMBER = r"[0-9]{1,19}(?:\.[0-9]{1,19})?"
 _MAX_BYTES, _MAX_SECONDS = 2**63 - 1, 2**31 - 1  # what Kubernetes and Slurm count to
 _UNITS = rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?"
@@ -38,6 +47,11 @@ DURATION_PATTERN = rf"^(?=.)(?:{_UNITS}|{_CLOCK})$"
 SIZE_PATTERN = rf"^{_NUMBER} ?(?:{'|'.join(sorted(_BYTES, key=len, reverse=True))})$"
 """What a size looks like, for the JSON Schema: `64GiB`, `500MB`, `2Gi`."""
 
+_KUBERNETES_QUANTITY = (
+    r"([+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40}))"
+    r"([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,3})?"
+)
+
 
 def parse_duration(text: str) -> int:
     """Return the seconds in a duration, rounded up.
@@ -48,8 +62,7 @@ def parse_duration(text: str) -> int:
     (5400, 172800)
 
     Raises:
-        ValueError: not a duration, or not longer than nothing; the message shows the way to write
-        it.
+        ValueError: the text is not a duration, or it is zero; the message shows how to write it.
     """
     if re.fullmatch(r"[0-9]+", text):
         raise ValueError(f"{text!r} has no unit; write {text}s, {text}m or {text}h")
@@ -75,7 +88,7 @@ def parse_duration(text: str) -> int:
 
 
 def format_duration(seconds: int) -> str:
-    """Return seconds as people write them, exactly.
+    """Return seconds as people write them, without rounding.
 
     >>> format_duration(1800), format_duration(5400), format_duration(90)
     ('30m', '1h30m', '1m30s')
@@ -95,7 +108,7 @@ def parse_size(text: str) -> int:
     (68719476736, 1536, 500000000, 2147483648)
 
     Raises:
-        ValueError: not a size, or one that Slurm and Kubernetes read differently.
+        ValueError: the text is not a size, or Slurm and Kubernetes read it differently.
     """
     if re.fullmatch(_NUMBER, text):
         raise ValueError(f"{text!r} has no unit; write it like {text}GiB or {text}MiB")
@@ -118,7 +131,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Return bytes as people write them: the shortest way that is exact.
+    """Return bytes in the shortest exact form that people write.
 
     >>> format_size(2 * 2**30), format_size(1500 * 2**20), format_size(500_000_000)
     ('2GiB', '1500MiB', '500MB')
@@ -163,11 +176,30 @@ def kubernetes_size(size_bytes: int) -> str:
     return str(size_bytes)
 
 
-def whole_number(text: str) -> int | None:
-    """Return the whole number that a text stands for; None for anything else.
+def amount(value: Any) -> Fraction | None:
+    """Return the amount in a Kubernetes quantity like `500m`, `64Gi` or `1e3`; else None.
 
-    Python refuses to convert texts of more than 4300 digits, so a text of more than 18 digits is no
-    number here. Such texts come from untrusted scripts, logs and answers.
+    Source: Kubernetes, apimachinery/pkg/api/resource. A number is read from its digits.
+
+    >>> amount("1.5Gi") == 1.5 * 2**30, amount("500m"), amount(2), amount("64GiB"), amount("2 Gi")
+    (True, Fraction(1, 2), Fraction(2, 1), None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return None
+    match = re.fullmatch(_KUBERNETES_QUANTITY, str(value))
+    if match is None:
+        return None
+    unit = match[2] or ""
+    if unit[:1] in ("e", "E") and len(unit) > 1:
+        return Fraction(match[1]) * Fraction(10) ** int(unit[1:])
+    return Fraction(match[1]) * _KUBERNETES_FACTORS[unit]
+
+
+def whole_number(text: str) -> int | None:
+    """Return a text of 1 to 18 digits as a number; None for any other text.
+
+    Python refuses to convert texts of more than 4300 digits, and such texts come from untrusted
+    scripts, logs and answers.
 
     >>> whole_number("12"), whole_number("-1"), whole_number("9" * 5000)
     (12, None, None)

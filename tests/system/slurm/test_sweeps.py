@@ -16,7 +16,7 @@ from tests.fakes import fake_slurm
 from tests.support.slurm_site import Site
 from toolkit.api import open_run
 from toolkit.cli import summary
-from toolkit.job import sweeps
+from toolkit.job.sweep import NAME_LENGTH
 from toolkit.job.spec import JobSpec
 from toolkit.runs import registry
 from toolkit.runs.registry import RunRecord
@@ -37,7 +37,7 @@ def settings_of(**groups: Any) -> list[dict[str, str | bool]]:
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(sweeps).failed == 0
+    assert doctest.testmod(sys.modules["toolkit.job.sweep"]).failed == 0
 
 
 def test_grid_zip_and_list_are_multiplied_in_this_order() -> None:
@@ -79,7 +79,7 @@ def test_names_of_points_are_short_safe_and_unique(grid: dict[str, list[str]]) -
     names = [point.name for point in points]
     assert len({name.lower() for name in names}) == len(names)
     for index, name in enumerate(names):
-        assert len(name) <= sweeps.NAME_LENGTH
+        assert len(name) <= NAME_LENGTH
         assert set(name) <= set(
             "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-"
         )

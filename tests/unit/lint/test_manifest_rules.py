@@ -31,7 +31,7 @@ from toolkit.lint.manifests import fields
 from toolkit.lint.manifests.check import MANIFEST_RULES, check_manifests
 from toolkit.lint.manifests.schema import Schemas, read_schemas
 from toolkit.lint.rules import CLUSTER_RULES
-from toolkit.text.manifest_reader import is_manifest, read_manifests
+from toolkit.text.manifests import is_manifest, read_manifests
 
 FOLDER = ROOT / "tests/data/manifests"
 SCHEMAS = FOLDER / "schemas"
@@ -120,10 +120,10 @@ def test_lines_are_right_in_every_document_of_a_stream() -> None:
     ("text", "message"),
     [
         ("apiVersion: v1\nkind: [\n", "m.yaml:3: not YAML: "),
-        ("apiVersion: v1\n", "m.yaml:1: an object without kind; every manifest says both"),
-        ("apiVersion: v1\nkind: A\n---\n- b\n", "m.yaml:4: is no object; write apiVersion, "),
+        ("apiVersion: v1\n", "m.yaml:1: an object without kind; every manifest needs both"),
+        ("apiVersion: v1\nkind: A\n---\n- b\n", "m.yaml:4: not an object; write apiVersion, "),
         ("apiVersion: v1\nkind: A\nkind: B\n", "m.yaml:3: the key 'kind' stands twice; "),
-        ("---\n# nothing\n", "m.yaml: holds no object"),
+        ("---\n# nothing\n", "m.yaml: the file holds no object"),
     ],
 )
 def test_what_is_no_manifest_is_said_with_its_line(text: str, message: str) -> None:
@@ -420,7 +420,7 @@ def test_the_command_tells_by_lines_objects_and_status(tmp_path: Path) -> None:
     status, output = run(str(path))
     assert (status, output.partition(" ")[0]) == (1, f"{path}:3:")
     path.write_text("apiVersion: v1\nkind:\n")
-    assert run(str(path)) == (2, f"{path}:1: an object without kind; every manifest says both\n")
+    assert run(str(path)) == (2, f"{path}:1: an object without kind; every manifest needs both\n")
     (tmp_path / "slurm.yaml").write_text("kind: slurm\n")
     assert run(str(path), "--to", str(tmp_path / "slurm.yaml"))[0] == 2
 

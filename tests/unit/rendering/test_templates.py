@@ -178,9 +178,9 @@ def test_a_part_of_a_manifest_is_changed_for_every_workload(tmp_path: Path, work
     ("part", "text", "message"),
     [
         ("pod", "foo: [", ": not YAML: did not find expected node content"),
-        ("job", "a: 1", ":1: an object without apiVersion and kind; every manifest says both"),
-        ("job", "- 1", ":1: is no object; write apiVersion, kind and metadata"),
-        ("job", "", "holds no object"),
+        ("job", "a: 1", ":1: an object without apiVersion and kind; every manifest needs both"),
+        ("job", "- 1", ":1: not an object; write apiVersion, kind and metadata"),
+        ("job", "", "the file holds no object"),
         ("job", "apiVersion: batch/v1\nkind: Job\nmetadata: {name: x}", "holds no Job named 'a'"),
     ],
 )

@@ -20,8 +20,7 @@ from toolkit.lint.manifests.rules import (
 )
 from toolkit.lint.manifests.schema import CRD_RULE, Schemas, schema_faults
 from toolkit.lint.rules import Rule
-from toolkit.text.manifest_reader import read_manifests
-from toolkit.text.manifests import Stream
+from toolkit.text.manifests import Stream, read_manifests
 from toolkit.text.yaml_reader import KeyPath
 
 __all__ = [

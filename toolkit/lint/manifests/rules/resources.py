@@ -6,9 +6,8 @@ from fractions import Fraction
 from toolkit.lint.manifests.command import Launch, launches
 from toolkit.lint.manifests.pods import Container, containers_of, pods_of
 from toolkit.lint.manifests.registry import Fault, rule
-from toolkit.text.kubernetes_quantities import amount
 from toolkit.text.manifests import Stream, View
-from toolkit.text.quantities import whole_number
+from toolkit.text.quantities import amount, whole_number
 
 __all__: list[str] = []
 

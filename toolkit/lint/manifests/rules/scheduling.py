@@ -7,9 +7,8 @@ from toolkit.lint.manifests.command import launches
 from toolkit.lint.manifests.pods import containers_of, pods_of
 from toolkit.lint.manifests.registry import Fault, rule
 from toolkit.lint.manifests.rules.schema import said
-from toolkit.text.kubernetes_quantities import amount
 from toolkit.text.manifests import Stream, View
-from toolkit.text.quantities import whole_number
+from toolkit.text.quantities import amount, whole_number
 
 __all__: list[str] = []
 

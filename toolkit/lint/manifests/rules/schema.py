@@ -8,8 +8,8 @@ from typing import Any, Literal
 from toolkit.lint.manifests.fields import KINDS, fields_of
 from toolkit.lint.manifests.registry import Fault, rule
 from toolkit.text.did_you_mean import nearest
-from toolkit.text.kubernetes_quantities import amount
 from toolkit.text.manifests import Manifest, Stream, View
+from toolkit.text.quantities import amount
 
 __all__ = ["mismatches", "near", "said"]
 
