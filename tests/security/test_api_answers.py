@@ -14,7 +14,7 @@ import pytest
 from kubernetes import client
 
 from tests.security.fuzzing import fuzz, guarded, mutated
-from toolkit.cli import summary
+from toolkit.cli.runs import rows_of, summary_lines, summary_of
 from toolkit.errors import LauncherError
 from toolkit.kubernetes import KubernetesLauncher
 from toolkit.kubernetes.client import connection
@@ -100,8 +100,8 @@ def looked_at(launcher: KubernetesLauncher) -> str:
     """Look at a run in all ways; return all that is said."""
     run, said = launcher.open(record()), []
     asks: tuple[Callable[[], Any], ...] = (
-        lambda: "\n".join(summary.lines(summary.whole(run))),
-        lambda: summary.listed([run]),
+        lambda: "\n".join(summary_lines(summary_of(run))),
+        lambda: rows_of([run]),
         lambda: "\n".join(run.logs()),
         run.failure,
         run.cancel,

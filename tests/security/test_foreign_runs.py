@@ -15,7 +15,7 @@ import pytest
 import toolkit
 from tests.conftest import TOOLKIT
 from tests.fakes import fake_slurm
-from toolkit.cli import summary
+from toolkit.cli.runs import rows_of, summary_lines, summary_of
 from toolkit.errors import LauncherError
 from toolkit.runs import registry
 
@@ -255,13 +255,13 @@ def test_an_odd_run_directory_takes_nothing_from_the_other_runs(tmp_path: Path, 
     (odd / "running.lock").touch()
     POISONS[name](odd)
     for brief in (False, True):
-        rows = summary.listed(toolkit.list_runs(), brief=brief)
+        rows = rows_of(toolkit.list_runs(), brief=brief)
         assert [row["name"] for row in rows] == ["odd-1", "good-1"]
         assert rows[1]["state"] == "SUCCEEDED"
         json.dumps(rows, ensure_ascii=False).encode()
     for trust in (False, True):
         run = toolkit.open_run(str(odd), trust=trust)
-        for part in summary.lines(summary.whole(run)):
+        for part in summary_lines(summary_of(run)):
             part.encode()
         for ask in (lambda run=run: list(run.logs()), run.failure, run.metrics, run._repr_html_):
             try:

@@ -16,7 +16,7 @@ import toolkit
 from tests.conftest import ROOT
 from tests.security.fuzzing import CANARY, as_text, deep, fuzz, guarded, mutated, torn
 from toolkit import checks
-from toolkit.cli import summary
+from toolkit.cli.runs import rows_of, summary_lines, summary_of
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 from toolkit.runs import registry, run_directory
 from toolkit.slurm import SlurmLauncher
@@ -199,8 +199,8 @@ def shown(run: toolkit.Run) -> None:
     """Look at a run in all ways; nothing of another file is among what is shown."""
     seen: list[str] = []
     asked: tuple[Callable[[], str], ...] = (
-        lambda: "\n".join(summary.lines(summary.whole(run))),
-        lambda: json.dumps(summary.listed([run]), ensure_ascii=False),
+        lambda: "\n".join(summary_lines(summary_of(run))),
+        lambda: json.dumps(rows_of([run]), ensure_ascii=False),
         lambda: "\n".join(run.logs()),
         lambda: "\n".join(failure.lines()) if (failure := run.failure()) else "",
         lambda: str(run.metrics()),
@@ -289,9 +289,9 @@ def test_states(tmp_path: Path, own_user: Path) -> None:
         (state / "cancelled").write_bytes(torn(rng, b"local://c/run-0\n"))
         with guarded():
             runs = list(toolkit.list_runs())
-            names = [row["name"] for row in summary.listed(runs)]
+            names = [row["name"] for row in rows_of(runs)]
             assert "sound" in names
-            json.dumps(summary.listed(runs), ensure_ascii=False).encode()
+            json.dumps(rows_of(runs), ensure_ascii=False).encode()
             toolkit.open_run("sound").status()
 
     fuzz(attack)

@@ -20,7 +20,7 @@ def test_a_working_folder_that_is_gone_is_told(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    said = "the folder that you are in is gone; change to another one\n"
+    said = "the current folder no longer exists; change to another one\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 

@@ -1,4 +1,4 @@
-"""The command with which everything begins."""
+"""The command that detects the site and writes its profile: init."""
 
 from __future__ import annotations  # naming a type must not import it
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from toolkit.cli.options import cli, example
+from toolkit.cli.main import cli, example
 
 __all__ = ["init"]
 

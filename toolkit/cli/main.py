@@ -1,9 +1,10 @@
-"""The program `toolkit`."""
+"""The program `toolkit`: the group of commands, what they share, and how errors end it."""
 
 from __future__ import annotations  # naming a type must not import it
 
 import codecs
 import errno
+import importlib
 import io
 import os
 import sys
@@ -11,13 +12,108 @@ from pathlib import Path
 
 import click
 
-from toolkit.cli.options import cli
+import toolkit
 from toolkit.cli.output import say, stop_writing
 from toolkit.errors import ToolkitError
 from toolkit.text import secret_scan
 
-__all__ = ["main"]
+__all__ = [
+    "CHAIN",
+    "FOLLOW",
+    "JOB",
+    "JSON",
+    "RUN",
+    "RUNS",
+    "SET",
+    "TO",
+    "TRUST",
+    "cli",
+    "example",
+    "main",
+    "without_secrets",
+]
 
+# ---- The commands, their arguments and options
+
+_MODULES = {
+    "init": "init",
+    "check": "check",
+    **dict.fromkeys(("render", "submit", "resubmit", "run"), "submit"),
+    **dict.fromkeys(("list", "status", "cancel", "wait", "logs"), "runs"),
+    "schema": "check",
+}
+"""The commands in the order of `--help`, and the modules of this package that define them."""
+
+
+class _Commands(click.Group):
+    """Commands whose modules are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        # For an unknown name, click compares all commands and suggests the nearest one.
+        for module in {_MODULES[cmd_name]} if cmd_name in _MODULES else set(_MODULES.values()):
+            importlib.import_module(f"toolkit.cli.{module}")
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(toolkit.__version__, prog_name="toolkit")
+def cli() -> None:
+    """Run one PyTorch job file here, on Slurm, or on Kubernetes.
+
+    JOB.yaml says what to run, a PROFILE where: `local`, `slurm`, `k8s`, a file in slurm/profiles or
+    k8s/profiles, or one of your own. RUN is a run's URI, name, or run directory.
+    """
+
+
+def example(command: str) -> str:
+    """Return an epilog that click does not wrap."""
+    return f"\b\nExample:\n  {command}"
+
+
+def _or_default(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    if value is None:
+        from toolkit.profile import require_default_profile
+
+        return require_default_profile()
+    return value
+
+
+JOB = click.argument("job", metavar="JOB.yaml", type=click.Path(path_type=Path))
+RUN = click.argument("run", metavar="RUN")
+RUNS = click.argument("names", metavar="RUN...", nargs=-1, required=True)
+SET = click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Set a key of the job file, like resources.nnodes=4. May be repeated.",
+)
+TO = click.option(
+    "--to",
+    metavar="PROFILE",
+    callback=_or_default,
+    help="A profile's name or file; without it, the default profile, which `toolkit init` writes.",
+)
+FOLLOW = click.option("--follow", "-f", is_flag=True, help="Show the log until the run has ended.")
+CHAIN = click.option(
+    "--chain",
+    type=click.IntRange(1, 1000),
+    default=1,
+    metavar="N",
+    help="Submit N jobs that take turns, each continuing where the one before ended (Slurm).",
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+TRUST = click.option(
+    "--trust",
+    is_flag=True,
+    help="Believe a run directory that is not in your list of runs: act on the jobs, hosts and "
+    "clusters that it names.",
+)
+
+# ---- The program
 
 _AS_GIVEN = "toolkit.as_given"
 
@@ -33,15 +129,6 @@ def _as_given(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error(_AS_GIVEN, _as_given)
 
 
-def _has_folder() -> bool:
-    """Whether the working folder is still there."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def main() -> None:
     """Run the command line; what the user can mend is one message and an exit status."""
     # Scripts and manifests are UTF-8, whatever the locale.
@@ -49,7 +136,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors=errors)
     try:
-        # Not cli.main(), which would make a closed pipe a failure before we can look at it.
+        # Not cli.main(), which would report a closed pipe as a failure.
         with cli.make_context("toolkit", sys.argv[1:]) as context:
             cli.invoke(context)
     except click.exceptions.Exit as end:
@@ -60,20 +147,32 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except ToolkitError as error:
-        from toolkit.text.masking import Mask
-
-        message = Mask(secret_scan.values_of(os.environ)).hide(str(error))
-        say(secret_scan.conceal(message), err=True)
+        say(without_secrets(str(error)), err=True)
         sys.exit(error.exit_status)
     except OSError as error:
         if error.errno == errno.ENOSPC and error.filename is None:
             stop_writing()
             click.echo(f"the output cannot be written: {error.strerror}", err=True)
             sys.exit(1)
-        if error.errno == errno.ENOENT and not _has_folder():
-            click.echo("the folder that you are in is gone; change to another one", err=True)
+        if error.errno == errno.ENOENT and not _working_folder_exists():
+            click.echo("the current folder no longer exists; change to another one", err=True)
             sys.exit(1)
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
         stop_writing()  # the reader has seen enough (`| head`), or the terminal is closed
         sys.exit(0)
+
+
+def without_secrets(text: str) -> str:
+    """Return a message without values of secrets, from the environment or by their shape."""
+    from toolkit.text.masking import Mask
+
+    return secret_scan.conceal(Mask(secret_scan.values_of(os.environ)).hide(text))
+
+
+def _working_folder_exists() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True

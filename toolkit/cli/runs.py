@@ -1,18 +1,42 @@
-"""The commands for runs that were submitted."""
+"""The commands for runs that were submitted: list, status, cancel, wait, logs."""
 
 from __future__ import annotations  # naming a type must not import it
 
+import itertools
 import json
+import os
 import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
 
 import click
 
 import toolkit
-from toolkit.cli.options import JSON, RUN, RUNS, TRUST, cli, example
-from toolkit.cli.output import echo_lines, report, report_and_exit, say
+from toolkit.cli.main import FOLLOW, JSON, RUN, RUNS, TRUST, cli, example
+from toolkit.cli.output import (
+    echo_failure,
+    echo_lines,
+    follow_lines,
+    report,
+    report_and_exit,
+    say,
+)
 from toolkit.errors import LauncherError
+from toolkit.runs import run_directory
+from toolkit.runs.metrics import figures
 
-__all__ = ["cancel", "list_runs", "status", "wait"]
+__all__ = [
+    "cancel",
+    "list_runs",
+    "logs",
+    "rows_of",
+    "status",
+    "summary_lines",
+    "summary_of",
+    "wait",
+]
 
 _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED", "UNKNOWN")
 
@@ -37,12 +61,10 @@ _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED"
 )
 def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]) -> None:
     """List the runs that were submitted from here, the newest last."""
-    from toolkit.cli import summary
-
-    # Which runs are in a state is known only when all of them have been asked.
+    # A run's state is known only after a query, so with --state all runs are queried.
     runs = toolkit.list_runs(job=job, last=None if states else last)
-    wanted = [toolkit.RunState(state.lower()) for state in states]
-    rows = summary.listed(runs, states=wanted, brief=not as_json)[-last:]
+    selected = [toolkit.RunState(state.lower()) for state in states]
+    rows = rows_of(runs, states=selected, brief=not as_json)[-last:]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     elif not rows and (job or states):
@@ -54,7 +76,7 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
         before = ""
         for row in rows:
             reason = row["reason"].partition("\n")[0]
-            # A place that does not answer has one reason for all of its runs.
+            # A place that does not answer gives all of its runs the same reason.
             repeated = reason and reason == before and row["state"] == "UNKNOWN"
             shown = "as above" if repeated else reason
             line = f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {shown}"
@@ -67,14 +89,12 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
 @TRUST
 @JSON
 def status(run: str, trust: bool, as_json: bool) -> None:
-    """Say where a run stands, and why."""
-    from toolkit.cli import summary
-
-    content = summary.whole(toolkit.open_run(run, trust=trust))
+    """Show the state of a run, and the reason for it."""
+    summary = summary_of(toolkit.open_run(run, trust=trust))
     if as_json:
-        click.echo(json.dumps(content, indent=2))
+        click.echo(json.dumps(summary, indent=2))
     else:
-        echo_lines(summary.lines(content))
+        echo_lines(summary_lines(summary))
 
 
 @cli.command(epilog=example("toolkit cancel slurm://sandbox/1234"))
@@ -83,17 +103,16 @@ def status(run: str, trust: bool, as_json: bool) -> None:
 @JSON
 def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
     """Stop runs, with a checkpoint."""
-    runs = [
-        toolkit.open_run(name, trust=trust) for name in names
-    ]  # all are known, or none is touched
+    # If one of them is unknown, none is cancelled.
+    runs = [toolkit.open_run(name, trust=trust) for name in names]
     rows = []
     for run, status in zip(runs, toolkit.statuses(runs), strict=True):
         error = None
         if not status.state.final:
             try:
                 run.cancel()
-            except LauncherError as refused:  # one that refuses must not keep the others running
-                error = str(refused)
+            except LauncherError as refusal:  # the others are cancelled all the same
+                error = str(refusal)
         message = (
             f"{run.uri} has ended already"
             if status.state.final
@@ -126,7 +145,140 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
     except TimeoutError as error:
         raise LauncherError(str(error)) from None
     if as_json:
-        from toolkit.cli import summary
-
-        click.echo(json.dumps(summary.listed(runs), indent=2))
+        click.echo(json.dumps(rows_of(runs), indent=2))
     sys.exit(0 if all(status.state is toolkit.RunState.SUCCEEDED for status in ended) else 1)
+
+
+@cli.command(epilog=example("toolkit logs digits-1120-174558-k3f9 --follow --rank 0"))
+@RUN
+@FOLLOW
+@click.option(
+    "--rank",
+    "ranks",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="N",
+    help="Only the output of this rank. May be repeated.",
+)
+@click.option(
+    "--attempt",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Only one attempt: 0 is the first start, 1 the one after a requeue.",
+)
+@click.option("--grep", metavar="REGEX", help="Only lines that match (Python's re).")
+@TRUST
+def logs(
+    run: str,
+    follow: bool,
+    ranks: tuple[int, ...],
+    attempt: int | None,
+    grep: str | None,
+    trust: bool,
+) -> None:
+    """Print the output of a run, from all nodes and ranks, and then its first failure.
+
+    Of a sweep, all points are shown, each line after its point's name; RUN_7 or RUN/NAME is one.
+    """
+    opened = toolkit.open_run(run, trust=trust)
+    lines = (follow_lines if follow else type(opened).logs)(
+        opened, ranks=ranks, attempt=attempt, grep=grep
+    )
+    first = next(lines, None)
+    if first is not None:
+        echo_lines(itertools.chain([first], lines))
+    elif ranks or grep is not None:
+        click.echo(f"no such line in the output of {opened.name}", err=True)
+    echo_failure(opened, attempt=attempt)
+
+
+# ---- The rows of `list` and the content of `status`
+
+
+def rows_of(
+    runs: Iterable[toolkit.Run], *, states: Iterable[toolkit.RunState] = (), brief: bool = False
+) -> list[dict[str, Any]]:
+    """Return the rows of `toolkit list`; `toolkit status` shows more of a sweep.
+
+    Args:
+        runs: The runs; all are queried together.
+        states: The states to select; all if it is empty.
+        brief: Whether to return only names, states and reasons; newest metrics, dates and folders
+            cost further reads.
+    """
+    runs, selected, environ = list(runs), set(states), dict(os.environ)
+    row = _standing if brief else _summary
+    return [
+        row(run, status, environ)
+        for run, status in zip(runs, toolkit.statuses(runs), strict=True)
+        if not selected or status.state in selected
+    ]
+
+
+def summary_of(run: toolkit.Run) -> dict[str, Any]:
+    """Return the content of `toolkit status`; all points of a sweep are queried together."""
+    if not run.points:
+        summary = _summary(run, run.status())
+        failure = run.failure() if summary["state"] == toolkit.RunState.FAILED.upper() else None
+        shown = {"summary": str(failure), **asdict(failure)} if failure else None
+        return summary | {"failure": shown}
+    statuses = run.statuses()
+    mask = run_directory.mask_of(run.run_dir)
+    points = [
+        {
+            "uri": point.uri,
+            "name": point.name.rpartition("/")[2],
+            "state": status.state.upper(),
+            "reason": mask.hide(status.reason),
+            "settings": dict(point.settings),
+            "run_dir": str(point.run_dir),
+            "metrics": run_directory.last_metrics(point.run_dir) if point.run_dir else None,
+        }
+        for point, status in zip(run.points, statuses, strict=True)
+    ]
+    return _summary(run, run.sum_of(statuses)) | {"points": points}
+
+
+def _standing(
+    run: toolkit.Run, status: toolkit.RunStatus, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    reason = status.reason
+    return {
+        "uri": run.uri,
+        "name": run.name,
+        "state": status.state.upper(),
+        "reason": run_directory.mask_of(run.run_dir, environ).hide(reason) if reason else "",
+    }
+
+
+def _summary(
+    run: toolkit.Run, status: toolkit.RunStatus, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    created = datetime.fromtimestamp(run.record.created).astimezone()
+    folder = run.run_dir
+    return (
+        _standing(run, status, environ)
+        | {
+            "expected_start": status.expected_start or None,
+            "created": created.isoformat(timespec="seconds"),
+            "run_dir": str(folder) if folder else None,
+            "metrics": run_directory.last_metrics(folder) if folder else None,
+        }
+        | ({"remote": run.record.remote} if run.record.remote else {})
+    )
+
+
+def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a summary as `toolkit status` prints it."""
+    for key, value in summary.items():
+        if key == "failure" and value:
+            yield f"first failure: {value['summary']}"
+        elif key not in ("points", "expected_start") and value not in (None, ""):
+            shown = figures(value) if isinstance(value, dict) else value
+            yield f"{key + ':':<10} {shown}"
+    points = summary.get("points", [])
+    width = max((len(point["name"]) for point in points), default=0)
+    for point in points:
+        reason = point["reason"].partition("\n")[0]
+        text = "; ".join(filter(None, [figures(point["metrics"] or {}), reason]))
+        yield f"{point['name']:<{width}}  {point['state']:<9}  {text}".rstrip()

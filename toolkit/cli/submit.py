@@ -1,14 +1,15 @@
-"""The commands that take a job file, or start something."""
+"""The commands that take a job file or start a run: render, submit, resubmit, run."""
 
 from __future__ import annotations  # naming a type must not import it
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 import toolkit
-from toolkit.cli.options import CHAIN, FOLLOW, JOB, RUN, SET, TO, TRUST, cli, example
+from toolkit.cli.main import CHAIN, FOLLOW, JOB, RUN, SET, TO, TRUST, cli, example
 from toolkit.cli.output import (
     echo_lines,
     follow_and_exit,
@@ -18,7 +19,7 @@ from toolkit.cli.output import (
     signals_cancel,
     stop_writing,
 )
-from toolkit.errors import InputError
+from toolkit.errors import InputError, PlanError
 
 __all__ = ["render", "resubmit", "run_here", "submit"]
 
@@ -29,15 +30,9 @@ __all__ = ["render", "resubmit", "run_here", "submit"]
 @TO
 @CHAIN
 def render(job: Path, overrides: tuple[str, ...], to: str, chain: int) -> None:
-    """Print the script or manifest, whole, and do nothing."""
-    from toolkit.cli.locate import placed
-
-    spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
-    with placed(job, overrides):
-        made = toolkit.plan(spec, profile)
-    if chain > 1:
-        made = made.in_turns()
-    click.echo(toolkit.render(made), nl=False)
+    """Print the whole script or manifest, and do nothing else."""
+    made = _planned(job, overrides, to)
+    click.echo(toolkit.render(made.in_turns() if chain > 1 else made), nl=False)
 
 
 @cli.command(epilog=example("toolkit submit jobs/digits.yaml --to slurm --follow"))
@@ -61,11 +56,7 @@ def submit(
     follow: bool,
 ) -> None:
     """Start a new run, or all points of a sweep, and print its URI."""
-    from toolkit.cli.locate import placed
-
-    spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
-    with placed(job, overrides):
-        made = toolkit.plan(spec, profile)
+    made = _planned(job, overrides, to)
     note(made.notes)
     run = toolkit.submit(made, after=after, chain=chain)
     click.echo(run.uri)
@@ -79,9 +70,9 @@ def submit(
 @FOLLOW
 @TRUST
 def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
-    """Let a run that has ended go on; of a sweep, the points that did not succeed.
+    """Continue a run that has ended; of a sweep, the points that did not succeed.
 
-    The same script goes on in the same run directory, from the newest checkpoint.
+    The same script continues in the same run directory, from the newest checkpoint.
     """
     opened = toolkit.resubmit(toolkit.open_run(run, trust=trust), chain=chain)
     click.echo(opened.uri)
@@ -95,14 +86,7 @@ def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
 @click.option("--to", default="local", metavar="PROFILE", help="A profile of this machine.")
 def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
     """Run on this machine, in the foreground; Ctrl-C stops it with a checkpoint."""
-    from toolkit.cli.locate import placed
-
-    spec, profile = toolkit.load(job, overrides), toolkit.load_profile(to)
-    if not isinstance(profile, toolkit.LocalProfile):
-        raise InputError(f"profile {to!r} is not of this machine; use `toolkit submit --to {to}`")
-    with placed(job, overrides):
-        made = toolkit.plan(spec, profile)
-    run = toolkit.run(made)
+    run = toolkit.run(_planned(job, overrides, to, here=True))
     with signals_cancel(run):
         click.echo(f"{run.uri}: run directory {run.run_dir}", err=True)
         try:
@@ -113,3 +97,22 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
             stop_writing()
             sys.exit(1)
         report_and_exit(run)
+
+
+def _planned(
+    path: Path, overrides: Iterable[str], to: str, *, here: bool = False
+) -> toolkit.LaunchPlan:
+    """Return the plan of a job file; the problems of a plan get their places in the file.
+
+    Raises:
+        InputError: every problem of the file or of the plan; with `here`, another place's profile.
+    """
+    job, profile = toolkit.load(path, overrides), toolkit.load_profile(to)
+    if here and not isinstance(profile, toolkit.LocalProfile):
+        raise InputError(f"profile {to!r} is not of this machine; use `toolkit submit --to {to}`")
+    try:
+        return toolkit.plan(job, profile)
+    except PlanError as error:
+        from toolkit.job.spec import read_job
+
+        raise PlanError(map(read_job(path, overrides).located, error.problems)) from None

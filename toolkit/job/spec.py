@@ -20,7 +20,7 @@ from pydantic import (
     ValidationError,
 )
 
-from toolkit.errors import InputError, Problem, SpecError
+from toolkit.errors import Problem, SpecError
 from toolkit.job.dependencies import After
 from toolkit.job.kubernetes_options import KubernetesOptions
 from toolkit.job.loader import FrozenModel, Text, assign, frozen, override, validate
@@ -46,7 +46,7 @@ from toolkit.job.types import (
     secrets_by_name,
 )
 from toolkit.text import secret_scan
-from toolkit.text.yaml_reader import Document, KeyPath, read_document, read_text
+from toolkit.text.yaml_reader import Document, KeyPath, read_file
 
 __all__ = [
     "JobSpec",
@@ -58,6 +58,7 @@ __all__ = [
     "Stop",
     "leaked_secrets",
     "load",
+    "read_job",
 ]
 
 
@@ -374,7 +375,16 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
     Raises:
         SpecError: Every problem of the file and of the overrides.
     """
-    return _checked(override(_document(Path(path)), overrides, JobSpec))
+    return _checked(read_job(path, overrides))
+
+
+def read_job(path: str | Path, overrides: Iterable[str] = ()) -> Document:
+    """Return a job file as a document that knows the place of each key, with overrides applied.
+
+    Raises:
+        SpecError: the file cannot be read.
+    """
+    return override(read_file(Path(path), SpecError), overrides, JobSpec)
 
 
 def _checked(document: Document) -> JobSpec:
@@ -387,19 +397,6 @@ def _checked(document: Document) -> JobSpec:
 
 
 def leaked_secrets(job: JobSpec) -> list[tuple[KeyPath, str]]:
-    """Return where a secret is written down, and what to do about it."""
-    places: list[tuple[KeyPath, str]] = []
-    for key, value in job.as_written().items():
-        if key not in ("secrets", "sweep"):
-            holes = secret_scan.leaks_of_document(
-                key, value, name=key, skip=secret_scan.NAMES_OF_SECRETS
-            )
-            places += (((key, *path), reason) for path, reason in holes)
-    return [*places, *(leaks(job.sweep) if job.sweep else ())]
-
-
-def _document(path: Path) -> Document:
-    try:
-        return read_document(read_text(path), str(path))
-    except InputError as error:
-        raise SpecError(error.problems) from None
+    """Return the path of each key that holds a secret, with the problem."""
+    plain = {key: value for key, value in job.as_written().items() if key != "sweep"}
+    return [*secret_scan.leaks_of_document(plain), *(leaks(job.sweep) if job.sweep else ())]

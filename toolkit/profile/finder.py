@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from toolkit import extensions
-from toolkit.errors import InputError, Problem, ProfileError
+from toolkit.errors import Problem, ProfileError
 from toolkit.job.loader import validate
 from toolkit.profile.models import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 from toolkit.text import secret_scan
 from toolkit.text.did_you_mean import did_you_mean
-from toolkit.text.yaml_reader import KeyPath, read_document, read_text
+from toolkit.text.yaml_reader import KeyPath, read_file
 
 __all__ = [
     "configuration_folder",
@@ -117,10 +117,7 @@ def _folders(folder: Path, environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _read(path: Path) -> Profile:
-    try:
-        document = read_document(read_text(path), str(path))
-    except InputError as error:
-        raise ProfileError(error.problems) from None
+    document = read_file(path, ProfileError)
     data: Any = document.data
     kind = data.get("kind") if isinstance(data, dict) else None
     model = model_of(kind)
@@ -153,18 +150,12 @@ def model_of(kind: object) -> type[Profile] | None:
 
 def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:
     """Return the keys of a profile that hold a secret, each with the problem."""
-    places: list[tuple[KeyPath, str]] = []
-    lines_of_shell = ("prolog", "epilog")
-    for key, value in profile.model_dump(mode="json", by_alias=True, exclude_defaults=True).items():
-        if key not in (*lines_of_shell, *secret_scan.NAMES_OF_SECRETS):
-            leaks = secret_scan.leaks_of_document(
-                key, value, name=key, skip=secret_scan.NAMES_OF_SECRETS
-            )
-            places += (((key, *path), why) for path, why in leaks)
-    if isinstance(profile, SlurmProfile):
-        for key, lines in (("prolog", profile.prolog), ("epilog", profile.epilog)):
-            for index, line in enumerate(lines):
-                words = re.sub("[\"']", "", line).replace(";", " ").split()
-                whys = [why for _, why in secret_scan.leaks_of_words(f"{key}[{index}]", words)]
-                places += (((key, index), why) for why in whys)
-    return places
+    shell = ("prolog", "epilog")  # lines of bash, each of several words
+    plain = profile.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={*shell})
+    leaks: list[tuple[KeyPath, str]] = list(secret_scan.leaks_of_document(plain))
+    for key in shell if isinstance(profile, SlurmProfile) else ():
+        for index, line in enumerate(getattr(profile, key)):
+            words = re.sub("[\"']", "", line).replace(";", " ").split()
+            reasons = secret_scan.leaks_of_words(f"{key}[{index}]", words)
+            leaks += (((key, index), reason) for _, reason in reasons)
+    return leaks

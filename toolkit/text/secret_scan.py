@@ -8,7 +8,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
-    "NAMES_OF_SECRETS",
     "WAY_OUT",
     "conceal",
     "is_telling",
@@ -83,7 +82,7 @@ _DESCRIBES = re.compile(
 )
 """Words that say: I only describe a secret, or a token of a language model."""
 
-NAMES_OF_SECRETS = frozenset(
+_NAMES_OF_SECRETS = frozenset(
     {
         *("secret", "secrets", "image_pull_secrets"),
         *("secretName", "secretKeyRef", "secretRef", "imagePullSecrets"),
@@ -185,15 +184,14 @@ def kinds_of_words(words: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def leaks_of_document(
-    place: str, value: object, *, name: str = "", skip: Collection[str] = ()
+    value: object, *, place: str = "", name: str = ""
 ) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the path and the reason of every text of a document that holds a secret.
+    """Yield the path and the problem of every string in a document that holds a secret.
 
     Args:
-        place: What the document is called.
-        value: Lists, mappings and texts, as JSON has them.
-        name: What a text itself is called.
-        skip: Keys whose values are the names of secrets, or of files.
+        value: The document: lists, mappings and strings, as JSON has them.
+        place: The path of the document, for messages; empty for a whole file.
+        name: The key of the document, if it is a single string.
     """
     if isinstance(value, str):
         yield from (((), reason) for reason in leaks(place, value, name=name))
@@ -202,16 +200,17 @@ def leaks_of_document(
             yield from (((at,), reason) for at, reason in leaks_of_words(place, list(value)))
             return
         for at, one in enumerate(value):
-            for path, reason in leaks_of_document(f"{place}[{at}]", one, skip=skip):
+            for path, reason in leaks_of_document(one, place=f"{place}[{at}]"):
                 yield (at, *path), reason
     elif isinstance(value, dict):
         # A variable of a pod, or an operation of JSON Patch.
         called = value.get("name") or str(value.get("path") or "").rpartition("/")[2]
         for key, one in value.items():
-            if key not in skip:
-                inner = str(called if key == "value" and called else key)
-                inner_leaks = leaks_of_document(f"{place}.{key}", one, name=inner, skip=skip)
-                yield from (((key, *path), reason) for path, reason in inner_leaks)
+            if key not in _NAMES_OF_SECRETS:
+                inner_name = str(called if key == "value" and called else key)
+                inner_place = f"{place}.{key}" if place else key
+                for path, reason in leaks_of_document(one, place=inner_place, name=inner_name):
+                    yield (key, *path), reason
 
 
 def conceal(text: str, hidden: Iterable[str] = ()) -> str:

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +18,15 @@ import yaml
 
 from toolkit.errors import InputError, Problem
 
-__all__ = ["Ambiguous", "Document", "KeyPath", "read_document", "read_text", "write_document"]
+__all__ = [
+    "Ambiguous",
+    "Document",
+    "KeyPath",
+    "read_document",
+    "read_file",
+    "read_text",
+    "write_document",
+]
 
 KeyPath = tuple[str | int, ...]
 """Keys and list positions from the top of a document to a value."""
@@ -88,10 +96,15 @@ class Document:
     """The problems of the YAML itself."""
 
     def place(self, path: KeyPath) -> str:
-        """Return where `path` stands, or its nearest ancestor that is written down."""
+        """Return the place of a key, or of its nearest ancestor in the file."""
         while path and path not in self.places:
             path = path[:-1]
         return self.places.get(path, self.source)
+
+    def located(self, problem: Problem) -> Problem:
+        """Return the problem with the place of its key, unless it has a place."""
+        place = problem.place or (self.place(problem.key) if problem.key else self.source)
+        return replace(problem, place=place)
 
 
 class _Reader:
@@ -298,6 +311,18 @@ def read_document(text: str, source: str, *, above: int = 0) -> Document:
         written=reader.written,
         problems=tuple(reader.problems),
     )
+
+
+def read_file(path: Path, error_type: type[InputError] = InputError) -> Document:
+    """Read a YAML file; mistakes that leave something to read are kept as problems.
+
+    Raises:
+        InputError: of `error_type`; the file cannot be read, or is not YAML at all.
+    """
+    try:
+        return read_document(read_text(path), str(path))
+    except InputError as error:
+        raise error_type(error.problems) from None
 
 
 def write_document(data: Any) -> str:

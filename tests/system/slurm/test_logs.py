@@ -9,7 +9,7 @@ import pytest
 import toolkit
 from tests.conftest import TOOLKIT
 from tests.support.slurm_site import Site
-from toolkit.cli import summary
+from toolkit.cli.runs import summary_of
 
 pytestmark = pytest.mark.slurm
 
@@ -85,7 +85,7 @@ def test_the_first_failing_rank_is_shown_over_nodes_and_requeues(
     assert (failure.attempt, failure.kind) == (1, "exception")
     assert failure.message == "ValueError: bad sample in attempt 1"
     assert failure.node in nodes
-    shown = summary.whole(run)["failure"]["summary"]
+    shown = summary_of(run)["failure"]["summary"]
     assert shown == str(failure)
     done = subprocess.run(
         [TOOLKIT, "logs", run.uri, "--attempt", "0"],

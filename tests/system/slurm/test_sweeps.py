@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import toolkit
+import toolkit.job.sweep
 from tests.conftest import ROOT, Until
 from tests.fakes import fake_slurm
 from tests.support.slurm_site import Site
 from toolkit.api import open_run
-from toolkit.cli import summary
-from toolkit.job.sweep import NAME_LENGTH
+from toolkit.cli.runs import summary_lines, summary_of
 from toolkit.job.spec import JobSpec
 from toolkit.runs import registry
 from toolkit.runs.registry import RunRecord
@@ -37,7 +36,7 @@ def settings_of(**groups: Any) -> list[dict[str, str | bool]]:
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(sys.modules["toolkit.job.sweep"]).failed == 0
+    assert doctest.testmod(toolkit.job.sweep).failed == 0
 
 
 def test_grid_zip_and_list_are_multiplied_in_this_order() -> None:
@@ -79,7 +78,7 @@ def test_names_of_points_are_short_safe_and_unique(grid: dict[str, list[str]]) -
     names = [point.name for point in points]
     assert len({name.lower() for name in names}) == len(names)
     for index, name in enumerate(names):
-        assert len(name) <= NAME_LENGTH
+        assert len(name) <= toolkit.job.sweep.NAME_LENGTH
         assert set(name) <= set(
             "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-"
         )
@@ -209,9 +208,9 @@ def test_one_question_tells_where_all_points_stand(tmp_path: Path) -> None:
     (done / "logs/attempt-0").mkdir(parents=True)
     (done / "outcome.json").write_text('{"status": "done", "attempt": 0}')
     (done / "metrics.jsonl").write_text('{"step": 7, "loss": 0.25}\n')
-    found = summary.whole(sweep)
+    found = summary_of(sweep)
     assert [argv[0] for argv in asked] == ["squeue"]
-    assert list(summary.lines(found))[2:] == [
+    assert list(summary_lines(found))[2:] == [
         "state:     RUNNING",
         "reason:    1 PENDING, 1 RUNNING, 1 SUCCEEDED, 1 FAILED, 1 CANCELLED",
         f"created:   {found['created']}",

@@ -174,7 +174,7 @@ def test_only_slurm_sites_are_asked() -> None:
 def test_the_command_wants_a_profile_to_ask() -> None:
     done = CliRunner().invoke(cli, ["check", "jobs/digits.yaml", "--server"])
     assert done.exit_code == 2
-    assert "--server asks the site of a profile; name one with --to" in done.output
+    assert "--server queries the site of a profile; name one with --to" in done.output
 
 
 def test_the_examples_in_docstrings_are_true() -> None:

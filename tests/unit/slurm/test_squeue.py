@@ -11,7 +11,7 @@ import pytest
 
 import toolkit
 from tests.support.asked_slurm import Slurm, User, counted, fake_squeue, shown
-from toolkit.cli import summary
+from toolkit.cli.runs import rows_of
 from toolkit.local.launcher import LocalRun
 from toolkit.runs import registry
 from toolkit.runs.registry import RunRecord
@@ -305,8 +305,8 @@ def test_a_list_reads_no_more_than_it_shows(
     left_behind(run, "done")
     assert run.run_dir is not None
     (run.run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
-    (row,) = summary.listed([run], brief=True)
+    (row,) = rows_of([run], brief=True)
     assert (row["state"], set(row)) == ("SUCCEEDED", {"uri", "name", "state", "reason"})
-    (row,) = summary.listed([run])
+    (row,) = rows_of([run])
     assert row["metrics"] == {"step": 7}
-    assert summary.listed([run], states=[toolkit.RunState.FAILED]) == []
+    assert rows_of([run], states=[toolkit.RunState.FAILED]) == []
