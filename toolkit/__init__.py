@@ -13,156 +13,107 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from toolkit.api import ask_site, list_runs, open_run, resubmit, run, statuses, submit, wait
-    from toolkit.checks import Finding, check
+_NAMES = {
+    "api": "ask_site list_runs open_run resubmit run statuses submit wait",
+    "checks": "Finding check",
+    "errors": (
+        "InputError LauncherError PlanError Problem ProfileError RenderError RunLost "
+        "RunNotFound SchedulerMissing SpecError ToolkitError"
+    ),
+    "functions": "DebugExecutor KubernetesExecutor LocalExecutor SlurmExecutor attach",
+    "job.schema": "json_schema",
+    "job.spec": "JobSpec load",
+    "planning": "KubernetesPlan LaunchPlan LocalPlan SlurmPlan plan",
+    "profile": "KubernetesProfile LocalProfile Profile SlurmProfile default_profile load_profile",
+    "profile.detect": "discover",
+    "profile.draft": "draft keep_draft",
+    "rendering": "render",
+    "runs.failure": "Failure",
+    "runs.run": "Launcher Run",
+    "runs.state": "RunState RunStatus",
+}
+"""The public names by the modules that define them."""
+
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
+    from toolkit.api import (
+        ask_site as ask_site,
+        list_runs as list_runs,
+        open_run as open_run,
+        resubmit as resubmit,
+        run as run,
+        statuses as statuses,
+        submit as submit,
+        wait as wait,
+    )
+    from toolkit.checks import (
+        Finding as Finding,
+        check as check,
+    )
     from toolkit.errors import (
-        InputError,
-        LauncherError,
-        PlanError,
-        Problem,
-        ProfileError,
-        RenderError,
-        RunLost,
-        RunNotFound,
-        SchedulerMissing,
-        SpecError,
-        ToolkitError,
+        InputError as InputError,
+        LauncherError as LauncherError,
+        PlanError as PlanError,
+        Problem as Problem,
+        ProfileError as ProfileError,
+        RenderError as RenderError,
+        RunLost as RunLost,
+        RunNotFound as RunNotFound,
+        SchedulerMissing as SchedulerMissing,
+        SpecError as SpecError,
+        ToolkitError as ToolkitError,
     )
     from toolkit.functions import (
-        DebugExecutor,
-        KubernetesExecutor,
-        LocalExecutor,
-        SlurmExecutor,
-        attach,
+        DebugExecutor as DebugExecutor,
+        KubernetesExecutor as KubernetesExecutor,
+        LocalExecutor as LocalExecutor,
+        SlurmExecutor as SlurmExecutor,
+        attach as attach,
     )
-    from toolkit.job.schema import json_schema
-    from toolkit.job.spec import JobSpec, load
-    from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan, plan
+    from toolkit.job.schema import json_schema as json_schema
+    from toolkit.job.spec import (
+        JobSpec as JobSpec,
+        load as load,
+    )
+    from toolkit.planning import (
+        KubernetesPlan as KubernetesPlan,
+        LaunchPlan as LaunchPlan,
+        LocalPlan as LocalPlan,
+        SlurmPlan as SlurmPlan,
+        plan as plan,
+    )
     from toolkit.profile import (
-        KubernetesProfile,
-        LocalProfile,
-        Profile,
-        SlurmProfile,
-        default_profile,
-        load_profile,
+        KubernetesProfile as KubernetesProfile,
+        LocalProfile as LocalProfile,
+        Profile as Profile,
+        SlurmProfile as SlurmProfile,
+        default_profile as default_profile,
+        load_profile as load_profile,
     )
-    from toolkit.profile.detect import discover
-    from toolkit.profile.draft import draft, keep_draft
-    from toolkit.rendering import render
-    from toolkit.runs.failure import Failure
-    from toolkit.runs.run import Launcher, Run
-    from toolkit.runs.state import RunState, RunStatus
-
-_HOME = {
-    "DebugExecutor": "functions",
-    "Failure": "runs.failure",
-    "Finding": "checks",
-    "InputError": "errors",
-    "JobSpec": "job.spec",
-    "KubernetesExecutor": "functions",
-    "KubernetesPlan": "planning",
-    "KubernetesProfile": "profile",
-    "LaunchPlan": "planning",
-    "Launcher": "runs.run",
-    "LauncherError": "errors",
-    "LocalExecutor": "functions",
-    "LocalPlan": "planning",
-    "LocalProfile": "profile",
-    "PlanError": "errors",
-    "Problem": "errors",
-    "Profile": "profile",
-    "ProfileError": "errors",
-    "RenderError": "errors",
-    "Run": "runs.run",
-    "RunLost": "errors",
-    "RunNotFound": "errors",
-    "RunState": "runs.state",
-    "RunStatus": "runs.state",
-    "SchedulerMissing": "errors",
-    "SlurmExecutor": "functions",
-    "SlurmPlan": "planning",
-    "SlurmProfile": "profile",
-    "SpecError": "errors",
-    "ToolkitError": "errors",
-    "ask_site": "api",
-    "attach": "functions",
-    "check": "checks",
-    "default_profile": "profile",
-    "discover": "profile.detect",
-    "draft": "profile.draft",
-    "json_schema": "job.schema",
-    "keep_draft": "profile.draft",
-    "list_runs": "api",
-    "load": "job.spec",
-    "load_profile": "profile",
-    "open_run": "api",
-    "plan": "planning",
-    "render": "rendering",
-    "resubmit": "api",
-    "run": "api",
-    "statuses": "api",
-    "submit": "api",
-    "wait": "api",
-}
-
-__all__ = [
-    "DebugExecutor",
-    "Failure",
-    "Finding",
-    "InputError",
-    "JobSpec",
-    "KubernetesExecutor",
-    "KubernetesPlan",
-    "KubernetesProfile",
-    "LaunchPlan",
-    "Launcher",
-    "LauncherError",
-    "LocalExecutor",
-    "LocalPlan",
-    "LocalProfile",
-    "PlanError",
-    "Problem",
-    "Profile",
-    "ProfileError",
-    "RenderError",
-    "Run",
-    "RunLost",
-    "RunNotFound",
-    "RunState",
-    "RunStatus",
-    "SchedulerMissing",
-    "SlurmExecutor",
-    "SlurmPlan",
-    "SlurmProfile",
-    "SpecError",
-    "ToolkitError",
-    "ask_site",
-    "attach",
-    "check",
-    "default_profile",
-    "discover",
-    "draft",
-    "json_schema",
-    "keep_draft",
-    "list_runs",
-    "load",
-    "load_profile",
-    "open_run",
-    "plan",
-    "render",
-    "resubmit",
-    "run",
-    "statuses",
-    "submit",
-    "wait",
-]
+    from toolkit.profile.detect import discover as discover
+    from toolkit.profile.draft import (
+        draft as draft,
+        keep_draft as keep_draft,
+    )
+    from toolkit.rendering import render as render
+    from toolkit.runs.failure import Failure as Failure
+    from toolkit.runs.run import (
+        Launcher as Launcher,
+        Run as Run,
+    )
+    from toolkit.runs.state import (
+        RunState as RunState,
+        RunStatus as RunStatus,
+    )
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _HOMES:
         raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"toolkit.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"toolkit.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -50,6 +50,18 @@ def test_the_public_names_are_sorted_and_all_there() -> None:
         _ = toolkit.nonsense
 
 
+def test_type_checkers_see_the_public_names() -> None:
+    tree = ast.parse((ROOT / "toolkit/__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        (node.module, alias.name, alias.asname)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == {(f"toolkit.{home}", name, name) for name, home in toolkit._HOMES.items()}
+
+
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
