@@ -19,7 +19,7 @@ from toolkit.profile import (
     LocalProfile,
     Profile,
     SlurmProfile,
-    load_profile,
+    as_profile,
     model_of,
     require_default_profile,
 )
@@ -94,7 +94,7 @@ def _planned(
         return job
     if to is None:
         to = default or require_default_profile()
-    return plan(job, load_profile(to) if isinstance(to, str) else to)
+    return plan(job, as_profile(to))
 
 
 def resubmit(run: str | Run, *, chain: int = 1) -> Run:
@@ -126,7 +126,7 @@ def ask_site(job: JobSpec, *, to: str | Profile) -> list[Problem]:
         PlanError: the job cannot work there.
         LauncherError: the scheduler cannot be reached.
     """
-    profile = load_profile(to) if isinstance(to, str) else to
+    profile = as_profile(to)
     if not isinstance(profile, SlurmProfile):
         raise ProfileError(f"profile {profile.name!r} is no Slurm site; only those can be asked")
     from toolkit.slurm import SlurmLauncher

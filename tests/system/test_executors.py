@@ -117,7 +117,7 @@ def test_later_parameters_win_over_earlier_ones(tmp_path: Path) -> None:
 
 
 def test_a_profile_of_another_kind_is_refused() -> None:
-    with pytest.raises(toolkit.ProfileError, match="is no Slurm site"):
+    with pytest.raises(toolkit.ProfileError, match="is not a Slurm site"):
         toolkit.SlurmExecutor("k8s")
     with pytest.raises(toolkit.ProfileError, match="start it on the login node"):
         toolkit.SlurmExecutor(toolkit.SlurmProfile(name="far", via="ssh login1"))
@@ -240,7 +240,7 @@ def test_here_too_a_checkpoint_when_time_is_over_is_where_the_next_attempt_goes_
 def test_what_is_no_call_cannot_be_attached_to(local: toolkit.LocalProfile) -> None:
     spec = toolkit.JobSpec.model_validate({"name": "plain", "command": ["true"]})
     run = toolkit.submit(spec, to=local)
-    with pytest.raises(toolkit.LauncherError, match="is no call of a function"):
+    with pytest.raises(toolkit.LauncherError, match="is not the call of a function"):
         toolkit.attach(run.uri)
     run.wait(300)
 

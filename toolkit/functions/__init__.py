@@ -7,8 +7,7 @@ except ImportError as error:
         "functions are submitted with submitit: pip install 'torch-deploy-toolkit[submitit]'"
     ) from error
 
-from toolkit.functions.debug_executor import DebugExecutor
-from toolkit.functions.executors import LocalExecutor, SlurmExecutor
+from toolkit.functions.executors import DebugExecutor, LocalExecutor, SlurmExecutor
 from toolkit.functions.job import FunctionJob, attach
 from toolkit.functions.pod_executor import KubernetesExecutor
 

@@ -1,32 +1,38 @@
-"""submitit's executors for calls on all ranks of a group, on Slurm and on this machine."""
+"""submitit's executors for calls on all ranks of a group: on Slurm, here, and in this process."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
 
+import submitit
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission
 
 from toolkit.errors import ProfileError
-from toolkit.functions.job import FunctionJob, Inquiry
+from toolkit.functions.job import FunctionJob, StatusPoll
 from toolkit.functions.parameters import job_of, name_of, updated
 from toolkit.functions.payload import files_of
+from toolkit.functions.worker import join_group
 from toolkit.job.spec import JobSpec
 from toolkit.planning import plan
-from toolkit.profile import LocalProfile, Profile, SlurmProfile, load_profile
-from toolkit.runs.run import Run
+from toolkit.profile import LocalProfile, Profile, SlurmProfile, as_profile
 
-__all__ = ["LocalExecutor", "RunExecutor", "SlurmExecutor"]
+__all__ = ["DebugExecutor", "LocalExecutor", "RunExecutor", "SlurmExecutor"]
 
 R = TypeVar("R")
+ProfileT = TypeVar("ProfileT", bound=Profile)
 
 
-class RunExecutor(core.Executor):
-    """An executor whose calls are runs, which `toolkit list` and the others show, too."""
+class RunExecutor(core.Executor, Generic[ProfileT]):
+    """An executor whose calls are runs, so that `toolkit list` and the other commands know them."""
 
     job_class = FunctionJob
 
-    def __init__(self, folder: str, parameters: Mapping[str, Any]) -> None:
+    def __init__(self, profile: ProfileT, folder: str, parameters: Mapping[str, Any]) -> None:
         super().__init__(folder)
+        self._profile = profile
         self.update_parameters(**parameters)
 
     def submit(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> FunctionJob[R]:
@@ -35,26 +41,18 @@ class RunExecutor(core.Executor):
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         merged = updated(self.parameters, kwargs)
-        self._check(self._job(merged, None))
+        plan(self._job(merged, None), self._profile)
         self.parameters = merged
 
     def _job(self, parameters: Mapping[str, Any], function: object, calls: int = 1) -> JobSpec:
         name = parameters.get("name") or name_of(function)
         return job_of(parameters, name=name, calls=calls, source=type(self).__name__)
 
-    def _check(self, job: JobSpec) -> None:
-        """Refuse what cannot work."""
-        raise NotImplementedError
 
-
-def _files(job: JobSpec, call: DelayedSubmission) -> dict[str, bytes]:
-    return files_of(job, call.function, call.args, call.kwargs)
-
-
-class SlurmExecutor(RunExecutor):
+class SlurmExecutor(RunExecutor[SlurmProfile]):
     """Calls functions on every rank of a multi-node torchrun group on Slurm.
 
-    The batch script is that of any other job: stopped with a checkpoint, queued again by outcome.
+    The batch script is that of any other job: stopped with a checkpoint, requeued by its outcome.
     `map_array`, `submit_array` and `batch()` make one job array.
     """
 
@@ -63,59 +61,53 @@ class SlurmExecutor(RunExecutor):
 
         Args:
             profile: The site: a profile, its name, or the path of its file.
-            parameters: Keys of a job file, those of `resources` among them (`nnodes=2,
+            parameters: Keys of a job file, including those of `resources` (`nnodes=2,
                 nproc_per_node=8, time_limit="4h"`), or submitit's names (`nodes=2,
                 timeout_min=240`), with `slurm_OPTION` for options of sbatch.
 
         Raises:
             ProfileError: no such profile, or one of another kind.
-            SpecError: parameters that are not known or cannot be used.
+            SpecError: parameters that are unknown or cannot be used.
             PlanError: the parameters cannot work at the site.
         """
-        site = load_profile(profile) if isinstance(profile, str) else profile
+        site = as_profile(profile)
         if not isinstance(site, SlurmProfile):
             raise ProfileError(
-                f"profile {site.name!r} is no Slurm site; toolkit.LocalExecutor needs none"
+                f"profile {site.name!r} is not a Slurm site; toolkit.LocalExecutor needs none"
             )
         if site.via:
             raise ProfileError(
-                f"profile {site.name!r} reaches its site by {site.via!r}, and calls and results "
-                "lie in a run directory that this process must see; start it on the login node"
+                f"profile {site.name!r} reaches its site by {site.via!r}, and this process must "
+                "see the run directory with the calls and results; start it on the login node"
             )
-        self._profile = site
-        super().__init__(site.runs_dir, parameters)
-
-    def _check(self, job: JobSpec) -> None:
-        plan(job, self._profile)
+        super().__init__(site, site.runs_dir, parameters)
 
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[core.Job[Any]]:
+        from toolkit.slurm import SlurmLauncher
+
         calls = list(delayed_submissions)
         job = self._job(self.parameters, calls[0].function, len(calls))
         made = plan(job, self._profile)
-        if made.points:
-            files = {
-                f"{point.name}/{name}": content
-                for point, call in zip(made.points, calls, strict=True)
-                for name, content in _files(job, call).items()
-            }
-        else:
-            files = _files(job, calls[0])
-        from toolkit.slurm import SlurmLauncher
-
-        run: Run = SlurmLauncher(self._profile).submit(made, files=files)
-        inquiry = Inquiry(run)
+        folders = [f"{point.name}/" for point in made.points] or [""]
+        files = {
+            f"{folder}{name}": content
+            for folder, call in zip(folders, calls, strict=True)
+            for name, content in files_of(job, call).items()
+        }
+        run = SlurmLauncher(self._profile).submit(made, files=files)
+        poll = StatusPoll(run)
         return [
-            FunctionJob(one, inquiry=inquiry, index=index)
+            FunctionJob(one, poll=poll, index=index)
             for index, one in enumerate(run.points or [run])
         ]
 
 
-class LocalExecutor(RunExecutor):
+class LocalExecutor(RunExecutor[LocalProfile]):
     """Calls functions on every rank of a torchrun group on this machine, on simulated nodes.
 
-    Calls of an array all start at once. Parameters of Slurm alone are ignored.
+    All calls of an array start immediately. Parameters that only Slurm has are ignored.
     """
 
     def __init__(self, profile: str | Profile = "local", **parameters: Any) -> None:
@@ -127,26 +119,104 @@ class LocalExecutor(RunExecutor):
 
         Raises:
             ProfileError: no such profile, or one of another kind.
-            SpecError: parameters that are not known or cannot be used.
+            SpecError: parameters that are unknown or cannot be used.
             PlanError: the parameters cannot work on this machine.
         """
-        site = load_profile(profile) if isinstance(profile, str) else profile
-        if not isinstance(site, LocalProfile):
-            raise ProfileError(f"profile {site.name!r} is not for this machine; leave it out")
-        self._profile = site
-        super().__init__(site.runs_dir, parameters)
-
-    def _check(self, job: JobSpec) -> None:
-        plan(job, self._profile)
+        site = _local(profile)
+        super().__init__(site, site.runs_dir, parameters)
 
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[core.Job[Any]]:
-        return [FunctionJob(self._start(call)) for call in delayed_submissions]
-
-    def _start(self, call: DelayedSubmission) -> Run:
-        job = self._job(self.parameters, call.function)
-        made = plan(job, self._profile)
         from toolkit.local.launcher import LocalLauncher
 
-        return LocalLauncher(self._profile).submit(made, files=_files(job, call))
+        jobs: list[core.Job[Any]] = []
+        for call in delayed_submissions:
+            job = self._job(self.parameters, call.function)
+            made = plan(job, self._profile)
+            run = LocalLauncher(self._profile).submit(made, files=files_of(job, call))
+            jobs.append(FunctionJob(run))
+        return jobs
+
+
+def _local(profile: str | Profile) -> LocalProfile:
+    site = as_profile(profile)
+    if not isinstance(site, LocalProfile):
+        raise ProfileError(f"profile {site.name!r} is not for this machine; leave it out")
+    return site
+
+
+# ---- For debuggers
+
+
+class DebugExecutor(submitit.DebugExecutor):
+    """Calls functions in this process when results are requested, so that pdb can stop there.
+
+    The process group has one rank, whatever the parameters are.
+    """
+
+    def __init__(self, profile: str | Profile = "local", **parameters: Any) -> None:
+        """Prepare to call.
+
+        Args:
+            profile: Where run directories are made: a profile, its name, or the path of its file.
+            parameters: As those of `SlurmExecutor`; only `env` and `gpus_per_node` have an effect.
+
+        Raises:
+            ProfileError: no such profile, or one of another kind.
+            SpecError: parameters that are unknown or cannot be used.
+        """
+        super().__init__(Path(_local(profile).runs_dir) / "debug")
+        self.update_parameters(**parameters)
+
+    def _internal_update_parameters(self, **kwargs: Any) -> None:
+        merged = updated(self.parameters, kwargs)
+        job_of(merged, name=merged.get("name", "function"), source="DebugExecutor")
+        self.parameters = merged
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[core.Job[Any]]:
+        jobs: list[core.Job[Any]] = []
+        for call in delayed_submissions:
+            name = self.parameters.get("name") or name_of(call.function)
+            spec = job_of(self.parameters, name=name, source="DebugExecutor")
+            env = {**spec.env, "TRAIN_ATTEMPT": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
+            env |= dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+            env |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1")
+            gpu = 0 if spec.resources.gpus_per_node else None
+            job: core.Job[Any] = submitit.DebugJob(self.folder, _OneRankCall(call, env, gpu))
+            run_dir = self.folder / job.job_id
+            env["TRAIN_RUN_DIR"] = str(run_dir)
+            run_dir.mkdir(parents=True, exist_ok=True)
+            jobs.append(job)
+        return jobs
+
+
+class _OneRankCall(DelayedSubmission):
+    """A call with the environment of the only rank of a job."""
+
+    def __init__(self, call: DelayedSubmission, env: Mapping[str, str], gpu: int | None) -> None:
+        super().__init__(call.function, *call.args, **call.kwargs)
+        self._env = env
+        self._gpu = gpu
+
+    def result(self) -> Any:
+        """Call the function, once."""
+        with _environment(self._env):
+            leave_group = join_group(None, rank=0, world_size=1, gpu=self._gpu)
+            try:
+                return super().result()
+            finally:
+                leave_group()
+
+
+@contextlib.contextmanager
+def _environment(env: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

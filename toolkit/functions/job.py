@@ -5,7 +5,7 @@ import contextlib
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,56 +14,53 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, Unc
 
 from toolkit.api import open_run
 from toolkit.errors import LauncherError
-from toolkit.functions.payload import Call, Failure
+from toolkit.functions.payload import Call
 from toolkit.runs import run_directory
 from toolkit.runs.foreign import ShownRun
-from toolkit.runs.run import Run
+from toolkit.runs.run import Run, pauses
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 
-__all__ = ["FunctionJob", "Inquiry", "attach"]
+__all__ = ["FunctionJob", "StatusPoll", "attach"]
 
 R = TypeVar("R", covariant=True)
 
-_ASK_EVERY_S = (1.0, 15.0)
-"""First and longest pause between two questions to the scheduler about the same jobs."""
-_LOOK_EVERY_S = (0.1, 1.0)
-"""First and longest pause between two looks into the run directory; a fortieth of the wait."""
+_QUERY_PAUSES_S = (1.0, 15.0)
+"""First and longest pause between two queries to the scheduler about the same jobs."""
+_LOOK_PAUSES_S = (0.02, 0.5)
+"""Shortest and longest pause between two looks into the run directory."""
 _FILES_WITHIN_S = 15.0
 """How long a file may take to appear here after its job has ended on another machine."""
 _LOG_LINES = 20
 
 _STREAM_BYTES = 64 << 20
-"""How much of what a rank has printed is shown, from its end."""
+"""How much of a rank's output is shown, from its end."""
 
-_SAID = {"done": RunState.SUCCEEDED, "fatal": RunState.FAILED}
+_OUTCOMES = {"done": RunState.SUCCEEDED, "fatal": RunState.FAILED}
 _STATES = {RunState.SUCCEEDED: "COMPLETED"}
 """Slurm's words, which users of submitit compare with; all others are the same."""
 
 
-class Inquiry:
+class StatusPoll:
     """The scheduler's status of the jobs of one submission: polled seldom, by one query for all."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._found: list[RunStatus] = []
-        self._asked_s = float("-inf")
-        self._pauses = _growing(*_ASK_EVERY_S)
-        self._pause_s = 0.0
+        self._statuses: list[RunStatus] = []
+        self._next_s = float("-inf")
+        self._pauses = pauses(*_QUERY_PAUSES_S)
 
     def status(self, index: int, *, force: bool = False) -> RunStatus:
-        """Return where a job stands; with `force`, by a question of now."""
-        if force or time.monotonic() >= self._asked_s + self._pause_s:
-            self._found = self._ask()
-            self._asked_s, self._pause_s = time.monotonic(), next(self._pauses)
-        return self._found[index]
-
-    def _ask(self) -> list[RunStatus]:
-        try:
-            return self._run.statuses() if self._run.points else [self._run.status()]
-        except LauncherError as error:
-            unknown = RunStatus(state=RunState.UNKNOWN, reason=str(error))
-            return [unknown] * max(1, len(self._run.points))
+        """Return the status of a job; with `force`, by a query of now."""
+        if force or time.monotonic() >= self._next_s:
+            try:
+                run = self._run
+                self._statuses = run.statuses() if run.points else [run.status()]
+            except LauncherError as error:
+                unknown = RunStatus(state=RunState.UNKNOWN, reason=str(error))
+                self._statuses = [unknown] * max(1, len(self._run.points))
+            self._next_s = time.monotonic() + next(self._pauses)
+        return self._statuses[index]
 
 
 class FunctionPaths(JobPaths):
@@ -97,12 +94,12 @@ class FunctionPaths(JobPaths):
 
     @property
     def stdout(self) -> Path:
-        """What the rank has printed in the newest attempt."""
+        """The rank's standard output of the newest attempt."""
         return self._stream("stdout")
 
     @property
     def stderr(self) -> Path:
-        """The same of its errors."""
+        """The rank's standard error of the newest attempt."""
         return self._stream("stderr")
 
     def _stream(self, name: str) -> Path:
@@ -113,17 +110,21 @@ class FunctionPaths(JobPaths):
 class FunctionJob(core.Job[R]):
     """A call on all ranks of a group, or one rank's part in it.
 
-    As with submitit, `results()` has what each rank has returned. `result()` is rank 0's, where
-    submitit refuses jobs of several tasks; `task(k).result()` is that of rank k.
+    As with submitit, `results()` returns the results of all ranks. `result()` returns that of rank
+    0, where submitit refuses jobs of several tasks; `task(k).result()` returns that of rank k.
     """
 
+    def __init_subclass__(cls, *, scheme: str) -> None:
+        super().__init_subclass__()
+        _CLASSES[scheme] = cls
+
     def __init__(
-        self, run: Run, *, inquiry: Inquiry | None = None, index: int = 0, rank: int | None = None
+        self, run: Run, *, poll: StatusPoll | None = None, index: int = 0, rank: int | None = None
     ) -> None:
         assert run.run_dir is not None
         self.run = run
         self._call = Call(run.run_dir)
-        self._inquiry = inquiry or Inquiry(run)
+        self._poll = poll or StatusPoll(run)
         self._index = index
         self._rank = rank
         self._cancel_at_deletion = False
@@ -132,13 +133,11 @@ class FunctionJob(core.Job[R]):
         self._paths = FunctionPaths(self._call, self._job_id, rank, script)
         ranks = range(self._call.ranks) if rank is None else ()
         self._tasks = tuple(ranks) or (rank or 0,)
-        self._sub_jobs = [
-            type(self)(run, inquiry=self._inquiry, index=index, rank=k) for k in ranks
-        ]
+        self._sub_jobs = [type(self)(run, poll=self._poll, index=index, rank=k) for k in ranks]
 
     @property
     def uri(self) -> str:
-        """What `toolkit.attach` opens the job by, in any process."""
+        """The URI by which `toolkit.attach` opens the job in any process."""
         return self.run.uri
 
     @property
@@ -160,7 +159,7 @@ class FunctionJob(core.Job[R]):
                 raise
 
     def result(self) -> R:
-        """Wait, and return what rank 0, or this job's own rank, has returned.
+        """Wait, and return the result of rank 0, or of this job's own rank.
 
         Raises:
             FailedJobError: the function has raised an exception.
@@ -169,7 +168,7 @@ class FunctionJob(core.Job[R]):
         return self.results()[0]
 
     def results(self) -> list[R]:
-        """Wait, and return what each rank has returned.
+        """Wait, and return the results of all ranks, or of this job's own.
 
         Raises:
             FailedJobError: the function has raised an exception.
@@ -178,113 +177,103 @@ class FunctionJob(core.Job[R]):
         if (error := self.exception()) is not None:
             raise error
         ranks = range(self._call.ranks) if self._rank is None else (self._rank,)
-        self._bring(ranks)
+        self._fetch_large(ranks)
         return [self._load(rank) for rank in ranks]
 
     def exception(self) -> UncompletedJobError | None:
         """Wait, and return the failure of the rank that failed first, or None."""
         self.wait()
-        _within(_FILES_WITHIN_S, self._can_tell)
-        if self._call.said() == "done":
+        # The files that belong to this end may still be on their way.
+        self._wait_for(
+            lambda: bool(
+                self._call.outcome()
+                or self._call.failures()
+                or self._status().state is not RunState.SUCCEEDED
+            )
+        )
+        if self._call.outcome() == "done":
             return None
         failures = self._call.failures()
         if self._rank is not None:
             if self._has_returned(self._call.result(self._rank)):
                 return None
             failures = [f for f in failures if f.rank == self._rank and not f.echo] or failures
+        logs = self._call.run_dir / "logs"
         if failures and not failures[0].echo:
-            return FailedJobError(self._told(failures[0]))
-        return UncompletedJobError(self._ended_otherwise(failures))
-
-    def _can_tell(self) -> bool:
-        """Whether what the state of the job promises is to be read here."""
-        return bool(
-            self._call.said()
-            or self._call.failures()
-            or self._status().state is not RunState.SUCCEEDED
-        )
-
-    def _told(self, failure: Failure) -> str:
-        return (
-            f"Job {self.job_id} failed: rank {failure.rank} on {failure.host} was the first, with "
-            f"this trace:\n{'-' * 22}\n{failure.trace}{'-' * 22}\n"
-            f"All that it has printed: job.task({failure.rank}).stdout(), .stderr(), or in "
-            f"{self._call.run_dir / 'logs'}"
-        )
-
-    def _ended_otherwise(self, failures: list[Failure]) -> str:
+            first = failures[0]
+            return FailedJobError(
+                f"Job {self.job_id} failed: rank {first.rank} on {first.host} was the first, with "
+                f"this trace:\n{'-' * 22}\n{first.trace}{'-' * 22}\n"
+                f"Its whole output: job.task({first.rank}).stdout(), .stderr(), or in {logs}"
+            )
         status = self._status(force=True)
         reason = f": {status.reason}" if status.reason else ""
         text = [f"Job {self.job_id} has no result; it is {self.state}{reason}"]
         text += [f"rank {f.rank} on {f.host} has lost the others:\n{f.trace}" for f in failures[:1]]
         with contextlib.suppress(LauncherError, OSError):
             last = collections.deque(self.run.logs(), maxlen=_LOG_LINES)
-            text += [f"The last lines of its log, in {self._call.run_dir / 'logs'}:", *last]
-        return "\n".join(text)
+            text += [f"The last lines of its log, in {logs}:", *last]
+        return UncompletedJobError("\n".join(text))
 
-    def _bring(self, ranks: Sequence[int]) -> None:
-        """Bring here the results of ranks that do not come by themselves.
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait for files that another machine has written, but not longer than they may take."""
+        until_s = time.monotonic() + _FILES_WITHIN_S
+        for pause_s in pauses(*_LOOK_PAUSES_S):
+            if condition() or time.monotonic() > until_s:
+                return
+            self._fetch()
+            time.sleep(pause_s)
+
+    def _fetch(self) -> None:
+        """Copy the files of the ranks here, if this process does not see their run directory."""
+
+    def _fetch_large(self, ranks: Sequence[int]) -> None:
+        """Copy results here that `_fetch()` leaves out because of their size.
 
         Raises:
-            UncompletedJobError: they cannot be brought.
+            UncompletedJobError: they cannot be copied.
         """
 
     def _has_returned(self, path: Path) -> bool:
-        """Whether a rank has returned something, which lies there or can be brought there."""
-        return path.exists()
-
-    def _is_here(self, path: Path) -> bool:
-        """Whether a file that a rank has left is to be read here."""
+        """Whether a rank has left this result, here or where it can be copied from."""
         return path.exists()
 
     def _load(self, rank: int) -> Any:
-        path = self._call.result(rank)
-        _within(_FILES_WITHIN_S, lambda: self._is_here(path))
+        path, base = self._call.result(rank), self._call.run_dir
+        self._wait_for(path.exists)
         try:
-            self._require_own(path)
-            with untrusted.open_untrusted(path, below=self._call.run_dir) as file:
+            # Unpickling can do anything, so nobody else may be able to write here.
+            for part in (path, *(above for above in path.parents if above.is_relative_to(base))):
+                run_directory.require_own(part)
+            with untrusted.open_untrusted(path, below=base) as file:
                 return pickle.load(file)
         except (OSError, LauncherError) as error:
             message = f"Job {self.job_id}: the result of rank {rank} cannot be read: {error}"
             raise UncompletedJobError(message) from error
 
-    def _require_own(self, path: Path) -> None:
-        """Make sure that no other user can have written a result: unpickling it can do anything.
-
-        Raises:
-            LauncherError: another user can.
-        """
-        base = self._call.run_dir
-        inside = [folder for folder in path.parents if folder.is_relative_to(base)]
-        for part in (path, *inside):
-            run_directory.require_own(part)
-
     def wait(self) -> None:
         """Return when the job has ended."""
-        (first_s, longest_s), began_s = _LOOK_EVERY_S, time.monotonic()
-        while not self.done():
-            time.sleep(min(max(first_s, (time.monotonic() - began_s) / 40), longest_s))
+        (shortest_s, longest_s), began_s = _LOOK_PAUSES_S, time.monotonic()
+        while not self.done():  # what a look adds to the wait is at most a hundredth of it
+            time.sleep(min(max(shortest_s, (time.monotonic() - began_s) / 100), longest_s))
 
     def done(self, force_check: bool = False) -> bool:
-        """Whether the job has ended: by what its ranks have left, else by the scheduler's word.
+        """Whether the job has ended, by its outcome in the run directory or by the scheduler.
 
         The scheduler is polled every 15 seconds at least, so a job that died without an outcome is
         detected, with or without accounting.
         """
-        if self._call.said():
+        if self._call.outcome():
             return True
         status = self._status(force=force_check)
         if ended := status.state.final or status.lost:
             self._fetch()
         return ended
 
-    def _fetch(self) -> None:
-        """Bring here what the ranks have left, where this process does not see it."""
-
     @property
     def state(self) -> str:
         """PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, PREEMPTED or UNKNOWN."""
-        state = _SAID.get(self._call.said()) or self._status().state
+        state = _OUTCOMES.get(self._call.outcome()) or self._status().state
         return _STATES.get(state, state.upper())
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
@@ -293,7 +282,7 @@ class FunctionJob(core.Job[R]):
         return {"JobID": self.job_id, "State": self.state, "Reason": status.reason}
 
     def _status(self, *, force: bool = False) -> RunStatus:
-        return self._inquiry.status(self._index, force=force)
+        return self._poll.status(self._index, force=force)
 
     def _get_logs_string(self, name: str) -> str | None:
         """Return a rank's `stdout` or `stderr` of all attempts; None if it has not started."""
@@ -309,7 +298,7 @@ class FunctionJob(core.Job[R]):
 
 
 def _end_of(path: Path) -> str:
-    """Return what a rank has printed, of much the end; or why it is not shown."""
+    """Return the end of a rank's output, or why it is not shown."""
     try:
         with untrusted.open_untrusted(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _STREAM_BYTES))
@@ -318,15 +307,19 @@ def _end_of(path: Path) -> str:
         return f"{path} is not shown: {error.strerror}\n"
 
 
+_CLASSES: dict[str, type[FunctionJob[Any]]] = {}
+"""The classes for runs of one place, by the scheme of their URIs."""
+
+
 def attach(run: str | Run) -> FunctionJob[Any]:
     """Return the job of a call that any process has submitted.
 
     Args:
-        run: The run, or its URI, name or run directory; of an array, that of one of its jobs.
+        run: The run of one call, or its URI, name or run directory.
 
     Raises:
-        RunNotFound: there is none.
-        LauncherError: it is no call of a function, or an array of them.
+        RunNotFound: there is no such run.
+        LauncherError: the run is not the call of a function, or it is an array of calls.
     """
     opened = open_run(run) if isinstance(run, str) else run
     if isinstance(opened, ShownRun):
@@ -337,28 +330,12 @@ def attach(run: str | Run) -> FunctionJob[Any]:
             f"{opened.points[0].uri}, or [toolkit.attach(p) for p in toolkit.open_run(…).points]"
         )
     if not Call.is_in(opened.run_dir):
-        raise LauncherError(f"{opened.uri} is no call of a function; toolkit.open_run opens it")
-    if opened.uri.startswith("k8s:"):
-        from toolkit.functions.pod_executor import PodJob  # which is made of this module
-
-        return PodJob(opened)
-    return FunctionJob(opened)
+        raise LauncherError(
+            f"{opened.uri} is not the call of a function; toolkit.open_run opens it"
+        )
+    return _CLASSES.get(opened.uri.partition(":")[0], FunctionJob)(opened)
 
 
 def _reopen(uri: str, rank: int | None) -> FunctionJob[Any]:
     job = attach(uri)
-    return job if rank is None else type(job)(job.run, inquiry=job._inquiry, rank=rank)
-
-
-def _growing(first_s: float, longest_s: float) -> Iterator[float]:
-    pause_s = first_s
-    while True:
-        yield pause_s
-        pause_s = min(pause_s * 1.5, longest_s)
-
-
-def _within(limit_s: float, condition: Callable[[], bool]) -> None:
-    """Wait for a condition, but not longer."""
-    until_s = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < until_s:
-        time.sleep(0.2)
+    return job if rank is None else type(job)(job.run, poll=job._poll, rank=rank)

@@ -8,12 +8,13 @@ import pickle
 import re
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from submitit.core.utils import DelayedSubmission
 
 from toolkit.errors import LauncherError
 from toolkit.job.spec import JobSpec
@@ -55,21 +56,12 @@ class Failure:
     """The traceback."""
 
 
-def files_of(
-    job: JobSpec,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    delivered: bool = False,
-) -> dict[str, bytes]:
-    """Return what a run directory must hold before its job starts, by path.
+def files_of(job: JobSpec, call: DelayedSubmission, *, delivered: bool = False) -> dict[str, bytes]:
+    """Return the files that a run directory must hold before its job starts, by path.
 
     Args:
         job: The job that makes the call.
-        function: What is called.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        call: The function and its arguments.
         delivered: Whether results must be printed, since the client cannot read the run directory.
     """
     need = job.resources
@@ -85,7 +77,7 @@ def files_of(
     programs = _PROGRAMS if delivered else {"worker.py": _PROGRAMS["worker.py"]}
     return {
         f"{FOLDER}/call.json": json.dumps(facts).encode(),
-        f"{FOLDER}/call.pkl": cloudpickle.dumps((function, args, dict(kwargs))),
+        f"{FOLDER}/call.pkl": cloudpickle.dumps((call.function, call.args, call.kwargs)),
         **{
             f"{FOLDER}/{name}": (Path(__file__).parent / source).read_bytes()
             for name, source in programs.items()
@@ -131,10 +123,10 @@ class Call:
         """The newest attempt; 0 before the first."""
         return max(attempt_numbers(self.run_dir), default=0)
 
-    def said(self) -> str:
-        """Return the status of the newest attempt, `done` or `fatal`; "" while it may go on.
+    def outcome(self) -> str:
+        """Return the final status of the newest attempt, `done` or `fatal`; else "".
 
-        Only what nothing can follow counts: the rest is the scheduler's to say.
+        An outcome after which the run may continue is not final; only the scheduler knows its end.
         """
         outcome = run_directory.outcome(self.run_dir) or {}
         if outcome.get("attempt") != self.attempt:

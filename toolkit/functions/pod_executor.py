@@ -19,8 +19,7 @@ from toolkit.kubernetes import KubernetesLauncher, KubernetesRun, volume
 from toolkit.kubernetes.delivered_files import files_of_parts, parts_of
 from toolkit.kubernetes.objects import PAYLOAD_LIMIT, apart
 from toolkit.planning import plan
-from toolkit.profile import KubernetesProfile, Profile, load_profile
-from toolkit.runs.run import Run
+from toolkit.profile import KubernetesProfile, Profile, as_profile
 from toolkit.runs.state_dir import state_folder
 from toolkit.text import untrusted
 from toolkit.text.quantities import format_size
@@ -33,13 +32,13 @@ _SIZE = ".size"
 _NAME = re.compile(r"outcome\.json|function/attempt-\d{1,6}/rank-\d{1,9}\.(?:pkl|error\.json)")
 
 
-class PodJob(FunctionJob[R]):
-    """A call in pods, whose disks this process does not see: their results are in their logs.
+class PodJob(FunctionJob[R], scheme="k8s"):
+    """A call in pods, whose disks this process does not see: it reads results from their logs.
 
-    The log holds only the size of a file that is too large for it; it is read from the claim.
+    For a file that is too large the log holds only its size; the file is read from the claim.
     """
 
-    def _bring(self, ranks: Sequence[int]) -> None:
+    def _fetch_large(self, ranks: Sequence[int]) -> None:
         paths = [self._call.result(rank) for rank in ranks]
         if not all(path.exists() or size_of(path) for path in paths):
             self._fetch()
@@ -51,16 +50,16 @@ class PodJob(FunctionJob[R]):
             if self.run.record.profile.get("runs_claim") is None:
                 raise LauncherError(
                     "results come back in the logs of the pods, a few MiB from each; name a "
-                    "runs_claim in the profile, on which there is room, or return less"
+                    "runs_claim in the profile, which has room for more, or return less"
                 )
             base = self._call.run_dir
             missing = volume.fetch(self.run, {str(p.relative_to(base)): p for p in large})
             if missing:
-                raise LauncherError(f"there is no {', '.join(sorted(missing))} on the claim")
+                raise LauncherError(f"not found on the claim: {', '.join(sorted(missing))}")
         except LauncherError as error:
             sizes = format_size(sum(map(size_of, large)))
             raise UncompletedJobError(
-                f"Job {self.job_id} has results of {sizes} that cannot be brought here: {error}"
+                f"Job {self.job_id} has results of {sizes} that cannot be copied here: {error}"
             ) from error
 
     def _has_returned(self, path: Path) -> bool:
@@ -68,33 +67,22 @@ class PodJob(FunctionJob[R]):
 
     def _fetch(self) -> None:
         assert isinstance(self.run, KubernetesRun)
-        with contextlib.suppress(
-            LauncherError
-        ):  # tried again, and reported at last as a missing file
+        # A failure is tried again, and at last reported as a missing file.
+        with contextlib.suppress(LauncherError):
             write(files_in(self.run.delivered(), self.run.key), self._call.run_dir)
 
-    def _can_tell(self) -> bool:
-        if not super()._can_tell():
-            self._fetch()
-        return super()._can_tell()
-
-    def _is_here(self, path: Path) -> bool:
-        if not path.exists():
-            self._fetch()
-        return path.exists()
-
     def _get_logs_string(self, name: str) -> str | None:
-        """Return what a rank has printed; both streams are one in a pod's log."""
+        """Return the output of a rank; a pod's log has both streams in one."""
         lines = list(self.run.logs(ranks=[self._rank or 0]))
         return "".join(f"{line}\n" for line in lines) if lines else None
 
 
-class KubernetesExecutor(RunExecutor):
+class KubernetesExecutor(RunExecutor[KubernetesProfile]):
     """Calls functions on every rank of a torchrun group in pods.
 
-    The function travels in a ConfigMap, and results come back in the logs of the pods: so neither
-    needs a disk that pods and this process share. Larger data pass to and from the volume of the
-    run directories through a helper pod. Calls of an array are runs of their own.
+    The function travels in a ConfigMap, and results come back in the logs of the pods, so pods and
+    this process need not share a disk. A helper pod copies larger data to and from the volume of
+    the run directories. Calls of an array are runs of their own.
     """
 
     job_class = PodJob
@@ -104,58 +92,53 @@ class KubernetesExecutor(RunExecutor):
 
         Args:
             profile: The site: a profile, its name, or the path of its file.
-            parameters: As those of `SlurmExecutor`, `image` among them, which needs torch and
-                cloudpickle, and the Python that pickles here.
+            parameters: As those of `SlurmExecutor`, including `image`, which must hold torch,
+                cloudpickle, and the same version of Python as here.
 
         Raises:
             ProfileError: no such profile, or one of another kind.
-            SpecError: parameters that are not known or cannot be used.
+            SpecError: parameters that are unknown or cannot be used.
             PlanError: the parameters cannot work on the cluster.
         """
-        site = load_profile(profile) if isinstance(profile, str) else profile
+        site = as_profile(profile)
         if not isinstance(site, KubernetesProfile):
             raise ProfileError(
-                f"profile {site.name!r} is no Kubernetes site; "
+                f"profile {site.name!r} is not a Kubernetes site; "
                 "toolkit.SlurmExecutor and LocalExecutor are for the others"
             )
-        self._profile = site
-        super().__init__(str(state_folder() / "calls"), parameters)
-
-    def _check(self, job: JobSpec) -> None:
-        plan(job, self._profile)
+        super().__init__(site, str(state_folder() / "calls"), parameters)
 
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[core.Job[Any]]:
-        # All are looked at before one is submitted: none is left behind by another's fault.
-        prepared = [self._prepared(call) for call in delayed_submissions]
-        return [self._start(job, files) for job, files in prepared]
-
-    def _prepared(self, call: DelayedSubmission) -> tuple[JobSpec, dict[str, bytes]]:
-        job = self._job(self.parameters, call.function)
-        files = files_of(job, call.function, call.args, call.kwargs, delivered=True)
-        if apart(files) and self._profile.runs_claim is None:
-            raise PlanError(
-                f"the call of {job.name!r} is {format_size(sum(map(len, files.values())))} "
-                f"pickled, and a ConfigMap holds {format_size(PAYLOAD_LIMIT)}; name a runs_claim "
-                f"in profile {self._profile.name!r}, by which it can travel, or let the function "
-                "read its data in the pod, from a volume (mounts) or the network"
-            )
-        return job, files
-
-    def _start(self, job: JobSpec, files: Mapping[str, bytes]) -> PodJob[Any]:
-        run: Run = KubernetesLauncher(self._profile).submit(plan(job, self._profile), files=files)
-        return PodJob(run)
+        prepared: list[tuple[JobSpec, dict[str, bytes]]] = []
+        for call in delayed_submissions:
+            job = self._job(self.parameters, call.function)
+            files = files_of(job, call, delivered=True)
+            if apart(files) and self._profile.runs_claim is None:
+                raise PlanError(
+                    f"the call of {job.name!r} is {format_size(sum(map(len, files.values())))} "
+                    f"pickled, and a ConfigMap holds {format_size(PAYLOAD_LIMIT)}; name a "
+                    f"runs_claim in profile {self._profile.name!r}, by which it can travel, or let "
+                    "the function read its data in the pod, from a volume (mounts) or the network"
+                )
+            prepared.append((job, files))
+        # Nothing is submitted unless all calls can be: none is left behind alone.
+        launcher = KubernetesLauncher(self._profile)
+        return [
+            PodJob(launcher.submit(plan(job, self._profile), files=files))
+            for job, files in prepared
+        ]
 
 
 def files_in(lines: Iterable[str], key: str) -> dict[str, bytes]:
-    """Return the files that the pods of a run hand over; of several outcomes, what weighs most.
+    """Return the files that the pods of a run deliver; of several outcomes, the heaviest.
 
-    Of a file that was too large for the log, the size, see `size_of`.
+    For a file that was too large for the log, the size is returned; see `size_of`.
 
     Args:
-        lines: Of the pods' logs; those that ranks print are passed over.
-        key: The run's.
+        lines: Lines of the pods' logs; the ranks' own output is skipped.
+        key: The key of the run.
     """
     contents: dict[str, bytes] = {}
     for name, content in files_of_parts(parts_of(lines, key)):
@@ -169,7 +152,7 @@ def files_in(lines: Iterable[str], key: str) -> dict[str, bytes]:
 
 
 def _weight(outcome: bytes) -> tuple[int, ...]:
-    """Return the weight of an outcome; anything else weighs least."""
+    """Return the weight of an outcome; what is not an outcome weighs least."""
     try:
         weighed = weight(untrusted.mapping(untrusted.parse_json(outcome)))
     except ValueError:
@@ -178,7 +161,7 @@ def _weight(outcome: bytes) -> tuple[int, ...]:
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file that was too large for a log; 0 where none is known."""
+    """Return the size of a file that was too large for a log; 0 if it was not."""
     try:
         return int(untrusted.read_text(path.with_name(f"{path.name}{_SIZE}"), limit=20))
     except (OSError, ValueError):

@@ -1,6 +1,7 @@
 """Profiles: the facts of a site, one file each, so that a job file need not know them."""
 
 from toolkit.profile.finder import (
+    as_profile,
     configuration_folder,
     default_profile,
     leaks_of,
@@ -25,6 +26,7 @@ __all__ = [
     "Profile",
     "SlurmProfile",
     "Switches",
+    "as_profile",
     "configuration_folder",
     "default_profile",
     "leaks_of",

@@ -15,6 +15,7 @@ from toolkit.text.did_you_mean import did_you_mean
 from toolkit.text.yaml_reader import KeyPath, read_file
 
 __all__ = [
+    "as_profile",
     "configuration_folder",
     "default_profile",
     "leaks_of",
@@ -57,6 +58,15 @@ def load_profile(
     raise ProfileError(
         f"no profile {name!r}; {did_you_mean(name, names)} (searched {searched}; a path works too)"
     )
+
+
+def as_profile(profile: str | Profile) -> Profile:
+    """Return a profile that may be given by its name or by the path of its file.
+
+    Raises:
+        ProfileError: as from `load_profile()`.
+    """
+    return load_profile(profile) if isinstance(profile, str) else profile
 
 
 def profile_names(

@@ -30,8 +30,6 @@ __all__ = [
 
 _SECRET_BYTES = 1 << 16
 _NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
-_POLL_S = (0.2, 5.0)
-"""First and longest pause between two questions to a scheduler; clusters limit how often."""
 
 PlanT = TypeVar("PlanT", bound=LaunchPlan)
 
@@ -279,12 +277,15 @@ class Launcher(abc.ABC, Generic[PlanT]):
         raise LauncherError(f"{run.uri} cannot go on by itself; runs on Slurm and Kubernetes can")
 
 
-def pauses() -> Iterator[float]:
-    """Yield how long to wait between questions to a scheduler, in seconds, ever longer."""
-    pause, longest = _POLL_S
+def pauses(first_s: float = 0.2, longest_s: float = 5.0) -> Iterator[float]:
+    """Yield pauses between two queries in seconds, each half as long again as the one before.
+
+    The longest one keeps to the rate of queries that clusters allow.
+    """
+    pause_s = first_s
     while True:
-        yield pause
-        pause = min(pause * 1.5, longest)
+        yield pause_s
+        pause_s = min(pause_s * 1.5, longest_s)
 
 
 def new_run_name(job_name: str) -> str:

@@ -16,6 +16,7 @@ import submitit
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from submitit.core.utils import DelayedSubmission
 
 import toolkit
 from tests.conftest import ROOT, Until
@@ -278,7 +279,7 @@ def test_a_call_of_just_the_limit_is_in_the_configmap_and_a_larger_one_on_the_cl
 
     def files(size: int) -> dict[str, bytes]:
         job = ours._job(ours.parameters, len)
-        return files_of(job, len, (b"x" * size,), {}, delivered=True)
+        return files_of(job, DelayedSubmission(len, b"x" * size), delivered=True)
 
     size = PAYLOAD_LIMIT - sum(map(len, files(2**19).values())) + 2**19 + more
     wanted = files(size)
