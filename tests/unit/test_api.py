@@ -1,12 +1,15 @@
 """What notebooks call: submit() and run(), of a job or of a plan."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import toolkit
-from toolkit.planning import LocalPlan
+from toolkit.cli import cli
+from toolkit.planning import LocalPlan, compatibility, planner
 
 JOB = toolkit.JobSpec.model_validate(
     {"name": "probe", "command": ("bash", "-c", 'echo "A is $A"'), "env": {"A": "1"}}
@@ -61,3 +64,32 @@ def test_run_is_for_this_machine() -> None:
     far = toolkit.SlurmProfile(name="far", runs_dir="/shared/runs", venv="/shared/venv")
     with pytest.raises(toolkit.ProfileError, match="'far' is not of this machine; use"):
         toolkit.run(JOB, to=far)
+
+
+@pytest.mark.parametrize("program", ["Python", "command line"])
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_a_submission_is_planned_once(
+    kind: str, program: str, own_user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[str] = []
+
+    def counted(job: toolkit.JobSpec, profile: toolkit.Profile, *, run_name: str) -> object:
+        planned.append(profile.kind)
+        return compatibility.refusals(job, profile, run_name=run_name)
+
+    monkeypatch.setattr(planner, "refusals", counted)
+    for command, answer in {"scontrol": "ClusterName = c", "sbatch": "7", "squeue": ""}.items():
+        (tmp_path / command).write_text(f"#!/bin/sh\necho '{answer}'\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "job.yaml").write_text("name: probe\ncommand: ['true']\n")
+    site = tmp_path / "site.yaml"
+    site.write_text(f"kind: {kind}\nruns_dir: {tmp_path / 'runs'}\n")
+    if program == "Python":
+        run = toolkit.submit(toolkit.load(tmp_path / "job.yaml"), to=str(site))
+    else:
+        done = CliRunner().invoke(cli, ["submit", str(tmp_path / "job.yaml"), "--to", str(site)])
+        run = toolkit.open_run(done.stdout.strip())
+    assert planned == [kind]
+    if kind == "local":
+        run.wait(180)
