@@ -1,16 +1,14 @@
-"""Files held to rules: job files with their profiles; batch scripts and manifests of people."""
+"""`toolkit check`: applies the rules to job files, batch scripts and Kubernetes manifests."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from toolkit.api import ask_site
 from toolkit.errors import InputError, PlanError, Problem, ProfileError
-from toolkit.job.loader import override
-from toolkit.job.spec import JobSpec, load
+from toolkit.job.spec import load, read_job
 from toolkit.lint.manifests.check import MANIFEST_RULES, allowed, check_manifests, faults, in_order
 from toolkit.lint.manifests.registry import Fault
 from toolkit.lint.manifests.schema import Schemas, read_schemas, schemas_of
@@ -18,35 +16,40 @@ from toolkit.lint.manifests.source_map import key_of
 from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
 from toolkit.lint.scripts.check import SCRIPT_RULES, check_script
 from toolkit.lint.scripts.directives import is_batch_script
-from toolkit.lint.scripts.script import BatchScript, read_batch_script
+from toolkit.lint.scripts.script import read_batch_script
 from toolkit.planning import KubernetesPlan, plan
-from toolkit.profile import KubernetesProfile, Profile, load_profile
+from toolkit.profile import KubernetesProfile, Profile, as_profile
 from toolkit.rendering import render
 from toolkit.runs.run import new_run_name
 from toolkit.slurm.squeue import Command, run_command
 from toolkit.text.manifests import Manifest, is_manifest, read_manifests
-from toolkit.text.yaml_reader import Document, read_document, read_text
+from toolkit.text.yaml_reader import Document, read_text
 
 __all__ = ["Finding", "check", "finding", "is_manifests", "is_script"]
 
-_MOST_POINTS = 20  # of a sweep, whose points differ in arguments and variables only
+_RULES = {
+    rule.id: rule
+    for rule in (*SCRIPT_RULES, *JOB_RULES, *MANIFEST_RULES, *SITE_RULES, *CLUSTER_RULES)
+}
+_MOST_POINTS = 20
+"""How many points of a sweep are checked; they differ only in arguments and variables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is wrong, and by which rule."""
+    """A problem, with the rule that found it."""
 
     file: str
     """The file; for an answer of the site, the command that was run."""
 
     line: int | None
-    """The line, where there is one."""
+    """The line; None if the problem belongs to no line."""
 
     rule: str | None
-    """The rule's id; None where the file cannot be used at all."""
+    """The rule's id; None if the file cannot be used at all."""
 
     message: str
-    """The mistake, with the value and the way out."""
+    """The problem, with the value and the way out."""
 
     reason: str
     """Why the rule exists."""
@@ -73,55 +76,44 @@ def check(
     """Return everything that is wrong with a job file, a batch script, or Kubernetes manifests.
 
     Args:
-        path: The file. One that begins with `#!`, holds `#SBATCH` lines or has the suffix
-            `.sbatch`, `.sh`, `.slurm` or `.job` is a batch script; one whose documents say
-            `apiVersion` and `kind` is a stream of manifests.
+        path: The file. It is a batch script if it begins with `#!`, holds `#SBATCH` lines or has
+            the suffix `.sbatch`, `.sh`, `.slurm` or `.job`; it is a stream of manifests if its
+            documents have `apiVersion` and `kind`.
         overrides: Assignments to keys of a job file.
-        to: Profiles that a job file must work with; of manifests, the one of their namespace.
+        to: The profiles that a job file must work with; for manifests, that of their namespace.
         server: Whether to query the Slurm site or the cluster as well; nothing is submitted.
-        schemas: A folder with CustomResourceDefinitions that manifests are held to.
-        command: How Slurm's commands are run for a batch script.
-        api_client: A `kubernetes.client.ApiClient`; by kubeconfig or in the cluster without.
+        schemas: A folder with the CustomResourceDefinitions that apply to manifests.
+        command: Runs Slurm's commands for a batch script.
+        api_client: A `kubernetes.client.ApiClient`; without it, the kubeconfig or the pod's own
+            cluster is used.
 
     Raises:
-        InputError: the file cannot be read, or describes no job.
-        LauncherError: the site gives no answer.
+        InputError: the file cannot be read, or does not describe a job.
+        LauncherError: the site does not answer.
     """
     path = Path(path)
     if is_script(path):
-        return _script_findings(path, server=server, command=command)
+        problems = _script_problems(path, command if server else None)
+        return [finding(problem) for problem in problems]
     schema_set = read_schemas(Path(schemas)) if schemas is not None else None
     if is_manifests(path):
-        sites = [load_profile(name) if isinstance(name, str) else name for name in to]
-        text = read_text(path)
-        return _manifest_findings(
-            text, path, sites, schemas=schema_set, server=server, api_client=api_client
+        sites = [as_profile(profile) for profile in to]
+        problems = _manifest_problems(
+            path, sites, schemas=schema_set, server=server, api_client=api_client
         )
-    job = load(path, overrides)
-    document = _document(path, overrides)
-    findings: list[Finding] = []
-    for name in to:
-        try:
-            profile = load_profile(name) if isinstance(name, str) else name
-            made = plan(job, profile)
-            if isinstance(made, KubernetesPlan):
-                plan(job, profile, run_name=new_run_name(job.name))  # runs have longer names
-                wrong = _rendered_problems(_shortened(made), schema_set)
-                findings += (finding(problem, document) for problem in wrong)
-            render(made)
-        except InputError as error:
-            usable = isinstance(error, PlanError)
-            findings += (finding(p, document if usable else None) for p in error.problems)
-    if findings or not server:
-        return list(dict.fromkeys(findings))
-    for name in to:
-        profile = load_profile(name) if isinstance(name, str) else name
-        if isinstance(profile, KubernetesProfile):
-            made = _shortened(plan(job, profile))
-            rendered = read_manifests(render(made), f"rendered for {profile.name}")
-            findings += map(finding, _server_problems(rendered.manifests, profile, api_client))
-        else:
-            findings += map(finding, ask_site(job, to=profile))
+        return [finding(problem) for problem in problems]
+    overrides = tuple(overrides)  # they are read more than once
+    findings = _job_findings(path, overrides, to, schemas=schema_set)
+    if server and not findings:
+        job = load(path, overrides)
+        for profile in map(as_profile, to):
+            if isinstance(profile, KubernetesProfile):
+                text = render(_shortened(plan(job, profile)))
+                rendered = read_manifests(text, f"rendered for {profile.name}")
+                problems = [*_server_problems(rendered.manifests, profile, api_client)]
+            else:
+                problems = ask_site(job, to=profile)
+            findings += map(finding, problems)
     return list(dict.fromkeys(findings))
 
 
@@ -130,7 +122,7 @@ def is_manifests(path: Path) -> bool:
     try:
         return is_manifest(read_text(path))
     except InputError:
-        return False  # the reader that follows reports the error
+        return False  # whoever reads the file next reports the error
 
 
 def is_script(path: Path) -> bool:
@@ -138,30 +130,17 @@ def is_script(path: Path) -> bool:
     try:
         return is_batch_script(path.name, read_text(path))
     except InputError:
-        return False  # the reader that follows reports the error
-
-
-def _document(path: Path, overrides: Iterable[str]) -> Document:
-    return override(read_document(read_text(path), str(path)), overrides, JobSpec)
-
-
-@cache
-def _rules() -> Mapping[str, Rule]:
-    return {
-        rule.id: rule
-        for rule in (*SCRIPT_RULES, *JOB_RULES, *MANIFEST_RULES, *SITE_RULES, *CLUSTER_RULES)
-    }
+        return False  # whoever reads the file next reports the error
 
 
 def finding(problem: Problem, document: Document | None = None) -> Finding:
-    """Return a problem with the words of its rule; `document` knows the lines of keys."""
-    place = problem.place
-    if place is None and document is not None:
-        place = document.place(problem.key) if problem.key else document.source
-    match = re.fullmatch(r"(.*):(\d{1,18})", place or "")
-    rule = _rules().get(problem.rule or "")
+    """Return a problem with the texts of its rule; `document` knows the places of keys."""
+    if document is not None:
+        problem = document.located(problem)
+    match = re.fullmatch(r"(.*):(\d{1,18})", problem.place or "")
+    rule = _RULES.get(problem.rule or "")
     return Finding(
-        file=match[1] if match else place or "",
+        file=match[1] if match else problem.place or "",
         line=int(match[2]) if match else None,
         rule=problem.rule,
         message=problem.message,
@@ -170,60 +149,32 @@ def finding(problem: Problem, document: Document | None = None) -> Finding:
     )
 
 
-# ---- Manifests
+# ---- Job files
 
 
-def _manifest_findings(
-    text: str,
+def _job_findings(
     path: Path,
-    sites: Sequence[Profile],
+    overrides: Iterable[str],
+    to: Iterable[str | Profile],
     *,
     schemas: Schemas | None,
-    server: bool,
-    api_client: Any,
 ) -> list[Finding]:
-    for other in sites:
-        if not isinstance(other, KubernetesProfile):
-            what = f"profile {other.name!r} is of no Kubernetes cluster; manifests are for one"
-            raise ProfileError(what)
-    site = next((one for one in sites if isinstance(one, KubernetesProfile)), None)
-    asked = site or KubernetesProfile(name="current")
-    manifests = read_manifests(text, str(path)).manifests
-    if server and schemas is None:
-        from toolkit.kubernetes.client.definitions import definitions
-
-        objects = [manifest.data for manifest in manifests]
-        schemas = schemas_of(definitions(objects, asked, api_client=api_client))
-    level = site.pod_security if site else None
-    findings = check_manifests(text, str(path), pod_security=level, schemas=schemas)
-    if server:
-        findings += allowed(_server_problems(manifests, asked, api_client), text)
-    return [finding(problem) for problem in in_order(findings)]
-
-
-def _server_problems(
-    manifests: Sequence[Manifest], site: KubernetesProfile, api_client: Any
-) -> list[Problem]:
-    """Return why the API server would refuse the objects, by a dry run."""
-    from toolkit.kubernetes import dry_run
-
-    named = [manifest for manifest in manifests if manifest.name]
-    answers = dry_run([manifest.data for manifest in named], site, api_client=api_client)
-    return [
-        Problem(
-            place=manifest.place(("metadata", "name")),
-            message=f"the cluster refuses {manifest.kind} {manifest.name!r}: {words}",
-            rule="server-refuses",
-        )
-        for manifest, (_, words) in zip(named, answers, strict=True)
-        if words and not _only_waits(words, manifests)
-    ]
-
-
-def _only_waits(words: str, manifests: Sequence[Manifest]) -> bool:
-    """Whether the server only misses what the same file makes, as a dry run does not."""
-    missed = re.search(r'"([^"]+)" not found', words)
-    return missed is not None and any(one.name == missed[1] for one in manifests)
+    """Plan and render a job for each profile; check what is rendered for Kubernetes."""
+    job, document = load(path, overrides), read_job(path, overrides)
+    findings: list[Finding] = []
+    for name in to:
+        try:
+            profile = as_profile(name)
+            made = plan(job, profile)
+            if isinstance(made, KubernetesPlan):
+                plan(job, profile, run_name=new_run_name(job.name))  # runs have longer names
+                problems = _rendered_problems(_shortened(made), schemas)
+                findings += (finding(problem, document) for problem in problems)
+            render(made)
+        except InputError as error:
+            places = document if isinstance(error, PlanError) else None
+            findings += (finding(problem, places) for problem in error.problems)
+    return findings
 
 
 def _shortened(made: KubernetesPlan) -> KubernetesPlan:
@@ -232,13 +183,17 @@ def _shortened(made: KubernetesPlan) -> KubernetesPlan:
 
 def _rendered_problems(made: KubernetesPlan, schemas: Schemas | None) -> Iterator[Problem]:
     """Yield the problems of a rendered manifest, each with the key of the job that causes it."""
-    plain: set[tuple[str, str]] | None = None
-    for rule, fault in _faults_of(made, schemas):
+    unpatched: set[tuple[str, str]] | None = None
+    for rule, fault in _rendered_faults(made, schemas):
         key, where = key_of(fault.at), "rendered"
         if made.patches:
-            if plain is None:
-                plain = {(r.id, f.what) for r, f in _unpatched_faults(made, schemas)}
-            if (rule.id, fault.what) not in plain:
+            if unpatched is None:
+                options = made.job.kubernetes.model_copy(update={"patches": ()})
+                job = made.job.model_copy(update={"kubernetes": options})
+                profile = made.profile.model_copy(update={"patches": ()})
+                plain = _shortened(plan(job, profile, run_name=made.run_name))
+                unpatched = {(r.id, f.what) for r, f in _rendered_faults(plain, schemas)}
+            if (rule.id, fault.what) not in unpatched:
                 key, where = ("kubernetes", "patches"), "patched"
         yield Problem(
             key=key,
@@ -248,40 +203,82 @@ def _rendered_problems(made: KubernetesPlan, schemas: Schemas | None) -> Iterato
         )
 
 
-def _unpatched_faults(made: KubernetesPlan, schemas: Schemas | None) -> list[tuple[Rule, Fault]]:
-    options = made.job.kubernetes.model_copy(update={"patches": ()})
-    job = made.job.model_copy(update={"kubernetes": options})
-    profile = made.profile.model_copy(update={"patches": ()})
-    return _faults_of(_shortened(plan(job, profile, run_name=made.run_name)), schemas)
-
-
-def _faults_of(made: KubernetesPlan, schemas: Schemas | None) -> list[tuple[Rule, Fault]]:
+def _rendered_faults(made: KubernetesPlan, schemas: Schemas | None) -> list[tuple[Rule, Fault]]:
     source = f"rendered for {made.profile.name}"
     stream = read_manifests(render(made), source, pod_security=made.profile.pod_security)
     return list(faults(stream, schemas))
 
 
+# ---- Manifests
+
+
+def _manifest_problems(
+    path: Path,
+    sites: Sequence[Profile],
+    *,
+    schemas: Schemas | None,
+    server: bool,
+    api_client: Any,
+) -> list[Problem]:
+    site: KubernetesProfile | None = None
+    for profile in sites:
+        if not isinstance(profile, KubernetesProfile):
+            what = f"profile {profile.name!r} is not of a Kubernetes cluster; manifests are for one"
+            raise ProfileError(what)
+        site = site or profile
+    text = read_text(path)
+    manifests = read_manifests(text, str(path)).manifests
+    cluster = site or KubernetesProfile(name="current")
+    if server and schemas is None:
+        from toolkit.kubernetes.client.definitions import definitions
+
+        objects = [manifest.data for manifest in manifests]
+        schemas = schemas_of(definitions(objects, cluster, api_client=api_client))
+    level = site.pod_security if site else None
+    problems = check_manifests(text, str(path), pod_security=level, schemas=schemas)
+    if server:
+        problems += allowed(_server_problems(manifests, cluster, api_client), text)
+    return in_order(problems)
+
+
+def _server_problems(
+    manifests: Sequence[Manifest], site: KubernetesProfile, api_client: Any
+) -> Iterator[Problem]:
+    """Yield why the API server would refuse the objects, by a dry run."""
+    from toolkit.kubernetes import dry_run
+
+    named = [manifest for manifest in manifests if manifest.name]
+    answers = dry_run([manifest.data for manifest in named], site, api_client=api_client)
+    for manifest, (_, refusal) in zip(named, answers, strict=True):
+        # A dry run creates nothing, so the server misses what the same file creates.
+        missing = re.search(r'"([^"]+)" not found', refusal)
+        if refusal and not (missing and any(one.name == missing[1] for one in manifests)):
+            yield Problem(
+                place=manifest.place(("metadata", "name")),
+                message=f"the cluster refuses {manifest.kind} {manifest.name!r}: {refusal}",
+                rule="server-refuses",
+            )
+
+
 # ---- Batch scripts
 
 
-def _script_findings(path: Path, *, server: bool, command: Command) -> list[Finding]:
+def _script_problems(path: Path, command: Command | None) -> list[Problem]:
+    """Check a script; with a command also against the site: account, folders, sbatch's verdict."""
     text = read_text(path)
-    findings = check_script(text, str(path))
-    if server:
-        findings += _site_findings(read_batch_script(text, str(path)), path, command)
-    return [finding(problem) for problem in findings]
-
-
-def _site_findings(script: BatchScript, path: Path, command: Command) -> list[Problem]:
-    """Check a script against the site: account, QOS, folders, and sbatch's own verdict."""
+    problems = check_script(text, str(path))
+    if command is None:
+        return problems
     from toolkit.slurm.access_check import account_findings, log_folder, path_findings, verdict
+
+    script = read_batch_script(text, str(path))
 
     def place(name: str) -> str:
         option = script.options.get(name)
         return f"{path}:{option.line}" if option else str(path)
 
     options = {name: script.value(name) for name in script.options}
-    problems = account_findings(options, command, place=place)
+    problems += account_findings(options, command, place=place)
     problems += verdict(script.text, command, place=str(path))
     places = []
     for name in ("output", "error"):

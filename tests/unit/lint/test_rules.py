@@ -364,3 +364,13 @@ def test_a_site_says_what_it_thinks_of_a_script_and_runs_nothing(
         ],
     ), done.stderr
     assert cluster.slurm("squeue", "-h", "-o", "%A") == before
+
+
+def test_overrides_may_come_from_a_generator(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: a\nmodule: m\n")
+    site = toolkit.LocalProfile(name="here", node={"gpus": 1})
+    overrides = ["resources.gpus_per_node=2", "resources.nproc_per_node=2"]
+    findings = check(path, iter(overrides), to=[site])
+    assert findings == check(path, overrides, to=[site])
+    assert [found.file for found in findings] == ["--set resources.gpus_per_node=2"]
