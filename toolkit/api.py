@@ -1,4 +1,4 @@
-"""Runs, wherever they are: submit a job, open a run again, list them all."""
+"""What the command line and notebooks call: submit a job, open a run, list and await runs."""
 
 import contextlib
 import os
@@ -41,11 +41,11 @@ def submit(
     """Start a new run of a job, or of all the points of its sweep.
 
     Args:
-        job: The job, or a plan of one, which is submitted as it is.
-        to: The profile, its name, or the path of its file; of a job the default one if it is left
-            out. A plan has its own.
-        after: Runs that it waits for, besides those of the job file: `RUN`, `RUN:any`, `RUN:fail`.
-        chain: How many jobs take turns at it, each going on where the one before has ended.
+        job: The job, or a plan, which is submitted unchanged.
+        to: The profile, its name, or the path of its file; without it, the default profile. A plan
+            has its own.
+        after: Runs to wait for, besides those of the job file: `RUN`, `RUN:any`, `RUN:fail`.
+        chain: How many jobs take turns, each continuing where the one before ended.
 
     Raises:
         ProfileError: no such profile.
@@ -59,17 +59,17 @@ def submit(
         raise made.not_on_slurm("after and chain")
     from toolkit.slurm import SlurmLauncher
 
-    wanted = [parse_dependency(item) if isinstance(item, str) else item for item in after]
-    return SlurmLauncher(made.profile).submit(made, after=wanted, chain=chain)
+    dependencies = [parse_dependency(item) if isinstance(item, str) else item for item in after]
+    return SlurmLauncher(made.profile).submit(made, after=dependencies, chain=chain)
 
 
 def run(job: JobSpec | LaunchPlan, *, to: str | Profile | None = None) -> Run:
     """Start a run on this machine that ends with this process, however this process ends.
 
     Args:
-        job: The job, or a plan of one.
-        to: A profile of this machine, its name, or the path of its file; `local` if it is left
-            out. A plan has its own.
+        job: The job, or a plan.
+        to: A profile of this machine, its name, or the path of its file; without it, `local`. A
+            plan has its own.
 
     Raises:
         ProfileError: no such profile, or one of another place.
@@ -98,15 +98,15 @@ def _planned(
 
 
 def resubmit(run: str | Run, *, chain: int = 1) -> Run:
-    """Let a run that has ended go on from its checkpoints; of a sweep, what did not succeed.
+    """Continue a run that has ended from its checkpoint; of a sweep, the points that failed.
 
     Args:
         run: The run, or its URI, name or run directory.
-        chain: How many jobs take turns at it.
+        chain: How many jobs take turns.
 
     Raises:
-        RunNotFound: there is none.
-        LauncherError: it has succeeded or not ended, or the place refused.
+        RunNotFound: there is no such run.
+        LauncherError: the run has succeeded or not ended, or the place refused.
     """
     opened = open_run(run) if isinstance(run, str) else run
     if isinstance(opened, ShownRun):
@@ -118,7 +118,7 @@ def ask_site(job: JobSpec, *, to: str | Profile) -> list[Problem]:
     """Return where the scheduler's configuration contradicts the job or profile; submit nothing.
 
     Args:
-        job: What is to run.
+        job: The job.
         to: The profile, its name, or the path of its file.
 
     Raises:
@@ -128,7 +128,9 @@ def ask_site(job: JobSpec, *, to: str | Profile) -> list[Problem]:
     """
     profile = as_profile(to)
     if not isinstance(profile, SlurmProfile):
-        raise ProfileError(f"profile {profile.name!r} is no Slurm site; only those can be asked")
+        raise ProfileError(
+            f"profile {profile.name!r} is not a Slurm site; only a Slurm site can be queried"
+        )
     from toolkit.slurm import SlurmLauncher
 
     return SlurmLauncher(profile).findings(plan(job, profile))
@@ -137,18 +139,18 @@ def ask_site(job: JobSpec, *, to: str | Profile) -> list[Problem]:
 def open_run(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.environ) -> Run:
     """Return the handle of a run by its URI, its name, or its run directory.
 
-    That of a sweep's point is `RUN_7`, or `RUN/NAME` with the point's name. A run that was not
+    `RUN_7`, or `RUN/NAME` with the point's name, opens a point of a sweep. A run that was not
     submitted from here is opened by its run directory, or as `k8s://NAMESPACE/NAME` from its
     objects in the cluster.
 
     Args:
-        name: One of these.
-        trust: Whether to believe which jobs, hosts and clusters a run directory names that is not
-        in the user's list, and may be another user's. Without that it is shown only.
-        environ: Where the user's list of runs is looked for.
+        name: The URI, name or run directory.
+        trust: Whether to act on the jobs, hosts and clusters that a run directory names which is
+            not in the user's list of runs, and may be another user's. Otherwise it is only shown.
+        environ: The variables that locate the user's list of runs.
 
     Raises:
-        RunNotFound: there is none.
+        RunNotFound: there is no such run.
     """
     try:
         record, point = registry.find_point(name, trust=trust, environ=environ)
@@ -169,19 +171,19 @@ def list_runs(
     """Yield the handles of the runs that were submitted, oldest first.
 
     Args:
-        job: The name of the job whose runs are wanted; those of all where it is None.
-        last: How many of the newest are wanted; all where it is None.
-        environ: Where the user's list of runs is looked for.
+        job: The name of the job whose runs to list; None for all jobs.
+        last: How many of the newest runs to list; None for all.
+        environ: The variables that locate the user's list of runs.
     """
-    wanted = (r for r in registry.records(environ=environ) if job is None or r.job == job)
+    records = (r for r in registry.records(environ=environ) if job is None or r.job == job)
     launchers: dict[str, Launcher[Any]] = {}
-    for record in wanted if last is None else deque(wanted, maxlen=last):
-        key = repr(record.profile)  # there are many runs, and few profiles
+    for record in records if last is None else deque(records, maxlen=last):
+        key = repr(record.profile)  # many runs share few profiles
         try:
             if key not in launchers:
                 launchers[key] = launcher_for(_stored_profile(record))
             run = launchers[key].open(record)
-        except LauncherError as error:  # one odd record takes no other run away
+        except LauncherError as error:  # a damaged record must not hide the other runs
             run = ShownRun(record, str(error))
         yield run
 
@@ -191,14 +193,14 @@ def statuses(runs: Iterable[Run]) -> list[RunStatus]:
 
     The runs on one Slurm cluster share one query, whose answer is at most seconds old.
 
-    Runs of a place that does not answer are UNKNOWN, with the reason; the others are not touched.
+    Runs of a place that does not answer are UNKNOWN, with the reason; this affects no other run.
     """
-    asked = list(runs)
+    runs = list(runs)
     by_index: dict[int, RunStatus] = {}
-    for indices in _by_place(asked).values():
-        together = [asked[index] for index in indices]
-        by_index |= zip(indices, together[0].statuses_of(together), strict=True)
-    return [by_index[index] for index in range(len(asked))]
+    for indices in _by_place(runs).values():
+        batch = [runs[index] for index in indices]
+        by_index |= zip(indices, batch[0].statuses_of(batch), strict=True)
+    return [by_index[index] for index in range(len(runs))]
 
 
 def wait(
@@ -210,19 +212,20 @@ def wait(
     """Return the statuses of runs once all have ended, or are lost for good.
 
     Args:
-        runs: The runs; those that still run are polled together, with growing pauses.
-        timeout_s: How long to wait.
+        runs: The runs; those that have not ended are polled together, with growing pauses.
+        timeout_s: How long to wait; None for as long as it takes.
         on_end: Called for each run when it has ended.
 
     Raises:
-        TimeoutError: one has not ended, `timeout_s` seconds later.
+        TimeoutError: a run has not ended after `timeout_s` seconds.
     """
     watched = list(runs)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     ended: dict[int, RunStatus] = {}
     with contextlib.ExitStack() as stack:
-        for together in _by_place(watched).values():
-            stack.enter_context(watched[together[0]].watching([watched[i] for i in together]))
+        for indices in _by_place(watched).values():
+            batch = [watched[index] for index in indices]
+            stack.enter_context(batch[0].watching(batch))
         for pause_s in pauses():
             waiting = [index for index in range(len(watched)) if index not in ended]
             for index, status in zip(

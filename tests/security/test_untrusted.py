@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.text import untrusted
 from toolkit.text.untrusted import (
-    Refused,
+    RefusedFile,
     entries,
     finite,
     parse_json,
@@ -23,17 +23,17 @@ def test_a_regular_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"12345")
     assert read_bytes(file, limit=5) == b"12345"
-    with pytest.raises(Refused, match="has more than 4 bytes"):
+    with pytest.raises(RefusedFile, match="has more than 4 bytes"):
         read_bytes(file, limit=4)
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("mine")
     (tmp_path / "link").symlink_to("secret")
-    with pytest.raises(Refused, match="is a link"):
+    with pytest.raises(RefusedFile, match="is a link"):
         read_bytes(tmp_path / "link")
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedFile):
         read_bytes(tmp_path / "loop")
 
 
@@ -47,7 +47,7 @@ def test_no_part_of_a_path_below_a_folder_is_a_link(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         read_bytes(run_dir / "logs/file", below=run_dir)
     for outside in (tmp_path / "elsewhere/file", run_dir / "../elsewhere/file"):
-        with pytest.raises(Refused, match="is not below"):
+        with pytest.raises(RefusedFile, match="is not below"):
             read_bytes(outside, below=run_dir)
     # The folder itself is the user's own choice.
     (tmp_path / "alias").symlink_to(tmp_path / "elsewhere")
@@ -64,11 +64,11 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
             ("folder", "is a folder"),
             ("socket", "is a link or a socket"),
         ]:
-            with pytest.raises(Refused, match=said):
+            with pytest.raises(RefusedFile, match=said):
                 read_bytes(tmp_path / name)
-    with pytest.raises(Refused, match="is a device"):
+    with pytest.raises(RefusedFile, match="is a device"):
         read_bytes("/dev/zero")
-    with pytest.raises(Refused, match="no file can have"):
+    with pytest.raises(RefusedFile, match="no file can have"):
         read_bytes("a\0b")
     with pytest.raises(FileNotFoundError):
         read_bytes(tmp_path / "missing")

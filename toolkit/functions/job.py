@@ -14,7 +14,7 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, Unc
 
 from toolkit.api import open_run
 from toolkit.errors import LauncherError
-from toolkit.functions.payload import Call
+from toolkit.functions.payload import SubmittedCall
 from toolkit.runs import run_directory
 from toolkit.runs.foreign import ShownRun
 from toolkit.runs.run import Run, pauses
@@ -66,7 +66,7 @@ class StatusPoll:
 class FunctionPaths(JobPaths):
     """Where the files of a call are, by submitit's names."""
 
-    def __init__(self, call: Call, job_id: str, rank: int | None, script: str) -> None:
+    def __init__(self, call: SubmittedCall, job_id: str, rank: int | None, script: str) -> None:
         super().__init__(call.run_dir, job_id=job_id, task_id=rank)
         self._call = call
         self._script = script
@@ -123,7 +123,7 @@ class FunctionJob(core.Job[R]):
     ) -> None:
         assert run.run_dir is not None
         self.run = run
-        self._call = Call(run.run_dir)
+        self._call = SubmittedCall(run.run_dir)
         self._poll = poll or StatusPoll(run)
         self._index = index
         self._rank = rank
@@ -324,12 +324,12 @@ def attach(run: str | Run) -> FunctionJob[Any]:
     opened = open_run(run) if isinstance(run, str) else run
     if isinstance(opened, ShownRun):
         opened.refuse("give its results")
-    if opened.points and Call.is_in(opened.points[0].run_dir):
+    if opened.points and SubmittedCall.is_in(opened.points[0].run_dir):
         raise LauncherError(
             f"{opened.uri} is an array of {len(opened.points)} calls; name one, like "
             f"{opened.points[0].uri}, or [toolkit.attach(p) for p in toolkit.open_run(…).points]"
         )
-    if not Call.is_in(opened.run_dir):
+    if not SubmittedCall.is_in(opened.run_dir):
         raise LauncherError(
             f"{opened.uri} is not the call of a function; toolkit.open_run opens it"
         )

@@ -23,7 +23,7 @@ from toolkit.runs import run_directory
 from toolkit.runs.log_reader import attempt_numbers
 from toolkit.text import untrusted
 
-__all__ = ["SCRIPT", "Call", "Failure", "files_of"]
+__all__ = ["SCRIPT", "RankFailure", "SubmittedCall", "files_of"]
 
 FOLDER = "function"
 _VERSION = 1
@@ -37,7 +37,7 @@ SCRIPT = f"{IN_RUN_DIR}{FOLDER}/worker.py"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class RankFailure:
     """Why a rank has failed."""
 
     rank: int
@@ -85,7 +85,7 @@ def files_of(job: JobSpec, call: DelayedSubmission, *, delivered: bool = False) 
     }
 
 
-class Call:
+class SubmittedCall:
     """A call that was submitted."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -141,7 +141,7 @@ class Call:
         """Return where a rank's result lies."""
         return self.folder / f"attempt-{self.attempt}" / f"rank-{rank}.pkl"
 
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[RankFailure]:
         """Return why ranks of the newest attempt have failed, the cause first."""
         folder = self.folder / f"attempt-{self.attempt}"
         names = [entry.name for entry in untrusted.entries(folder, below=self.run_dir)]
@@ -156,7 +156,7 @@ class Call:
         return [path for path in files if path.is_file()]
 
 
-def _failure(path: Path, run_dir: Path) -> Failure | None:
+def _failure(path: Path, run_dir: Path) -> RankFailure | None:
     """Return what a rank has left of its failure; None where that cannot be read."""
     try:
         content = untrusted.mapping(untrusted.read_json(path, below=run_dir))
@@ -166,7 +166,7 @@ def _failure(path: Path, run_dir: Path) -> Failure | None:
     rank, time = untrusted.whole(extra.get("rank")), untrusted.finite(extra.get("time"))
     if rank is None or time is None:
         return None
-    return Failure(
+    return RankFailure(
         rank=rank,
         host=str(extra.get("host") or ""),
         time=time,

@@ -63,7 +63,7 @@ NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-class Place:
+class WorkerId:
     """The identity of this process, from the variables of the launcher and torchrun."""
 
     def __init__(self) -> None:
@@ -82,13 +82,13 @@ class Place:
 class Notes:
     """What this rank leaves in the run directory."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, worker: WorkerId) -> None:
         """Make the attempt's folder, and say where this rank's streams are."""
-        self._place = place
+        self._worker = worker
         self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-        place.attempt_dir.mkdir(parents=True, exist_ok=True)
+        worker.attempt_dir.mkdir(parents=True, exist_ok=True)
         if self._error_file:
-            link = place.attempt_dir / f"logs-{place.rank}"
+            link = worker.attempt_dir / f"logs-{worker.rank}"
             with contextlib.suppress(OSError):
                 link.unlink(missing_ok=True)
                 link.symlink_to(os.path.relpath(Path(self._error_file).parent, link.parent))
@@ -96,7 +96,7 @@ class Notes:
     def result(self, value: Any) -> None:
         """Write what the function has returned."""
         try:
-            self.pickled(f"rank-{self._place.rank}.pkl", value)
+            self.pickled(f"rank-{self._worker.rank}.pkl", value)
         except (TypeError, pickle.PicklingError) as error:
             raise TypeError(f"the result cannot be pickled: {error}") from error
 
@@ -112,18 +112,18 @@ class Notes:
         print(trace, file=sys.stderr, end="", flush=True)
         date = str(int(time.time()) + (ECHO_S if echo else 0))
         extra = {"py_callstack": trace, "timestamp": date, "time": time.time(), "echo": echo}
-        extra |= {"rank": self._place.rank, "host": socket.gethostname()}
+        extra |= {"rank": self._worker.rank, "host": socket.gethostname()}
         record = json.dumps({"message": {"message": message, "extraInfo": extra}})
         if self._error_file:
             with contextlib.suppress(OSError):
                 Path(self._error_file).write_text(record, encoding="utf-8")
-        self.write(f"rank-{self._place.rank}.error.json", record.encode())
+        self.write(f"rank-{self._worker.rank}.error.json", record.encode())
         status, reason = "retryable" if echo else "fatal", message.partition("\n")[0]
-        self.outcome(status, reason, rank=self._place.rank)
+        self.outcome(status, reason, rank=self._worker.rank)
 
     def outcome(self, status: str, reason: str = "", *, rank: int | None = None) -> None:
         """Write the outcome, unless the existing one weighs more."""
-        here = self._place
+        here = self._worker
         new = {"version": 1, "status": status, "attempt": here.attempt, "restart": here.restart}
         new |= {"step": None, "steps": None, "samples_seen": 0, "rank": rank, "reason": reason}
         new |= {"metrics": {}, "time": time.time()}
@@ -135,24 +135,26 @@ class Notes:
 
     def _said(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
-            outcome = json.loads((self._place.run_dir / "outcome.json").read_text(encoding="utf-8"))
+            outcome = json.loads(
+                (self._worker.run_dir / "outcome.json").read_text(encoding="utf-8")
+            )
             return outcome if isinstance(outcome, dict) else {}
         return {}
 
     def peer_has_failed(self) -> bool:
         """Whether a rank of this start has reported a failure."""
-        outcome, here = self._said(), self._place
+        outcome, here = self._said(), self._worker
         ours = (outcome.get("attempt"), outcome.get("restart")) == (here.attempt, here.restart)
         return ours and outcome.get("status") == "fatal"
 
     def out_of_time(self) -> bool:
         """Whether the script stops this attempt since its time is over."""
-        stopping = self._place.run_dir / "logs" / f"attempt-{self._place.attempt}" / "stopping"
+        stopping = self._worker.run_dir / "logs" / f"attempt-{self._worker.attempt}" / "stopping"
         return stopping.is_file() and stopping.read_text(encoding="utf-8") == "walltime\n"
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file, whole or not at all, where no other attempt writes."""
-        _replace(self._place.attempt_dir / name, content)
+        _replace(self._worker.attempt_dir / name, content)
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -167,7 +169,7 @@ def weight(outcome: dict[str, Any]) -> tuple[int, int, int]:
     return outcome.get("attempt", -1), outcome.get("restart", -1), status
 
 
-class Stop:
+class StopHandler:
     """How this rank reacts to a stop request.
 
     Before the function is called, a signal ends the process at once: it may sit in C++, waiting for
@@ -176,9 +178,9 @@ class Stop:
     meanwhile, since rank 0 may need them to come to its next line.
     """
 
-    def __init__(self, place: Place, notes: Notes) -> None:
+    def __init__(self, worker: WorkerId, notes: Notes) -> None:
         """Take over the signals."""
-        self._place = place
+        self._worker = worker
         self._notes = notes
         self._call: Call | None = None
         self._channel: Any = None
@@ -207,7 +209,7 @@ class Stop:
             os._exit(EXIT_STOPPED)
         try:
             self._channel.add("told", 1)
-            if self._place.rank == 0:
+            if self._worker.rank == 0:
                 return  # the main thread answers
             if self._notes.peer_has_failed() or not self._all_told():
                 os._exit(1)
@@ -220,14 +222,14 @@ class Stop:
     def _all_told(self) -> bool:
         """Whether the stop has reached all ranks; where one has died, torchrun ends its peers."""
         until_s, count = time.monotonic() + TOLD_WITHIN_S, self._channel.add
-        while count("told", 0) + count("left", 0) < self._place.world_size:
+        while count("told", 0) + count("left", 0) < self._worker.world_size:
             if time.monotonic() > until_s:
                 return False
             time.sleep(0.05)
         return True
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        if self._call is None or self._answered or self._over or self._place.rank != 0:
+        if self._call is None or self._answered or self._over or self._worker.rank != 0:
             return
         self._answered = True
         try:
@@ -291,14 +293,14 @@ def is_echo(error: BaseException) -> bool:
     )
 
 
-def meet(place: Place) -> tuple[Any, Any]:
+def meet(worker: WorkerId) -> tuple[Any, Any]:
     """Return the store of all ranks, and a second way to it for the thread that watches."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch.distributed.rendezvous import rendezvous
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     until_s = time.monotonic() + KNOCK_S
-    while place.rank != 0 and time.monotonic() < until_s:
+    while worker.rank != 0 and time.monotonic() < until_s:
         try:
             socket.create_connection((host, port), timeout=1).close()
             break
@@ -308,7 +310,7 @@ def meet(place: Place) -> tuple[Any, Any]:
     channel = TCPStore(host, port, wait_for_workers=False)
     # Only a store that torchrun itself keeps outlives a restart.
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    prefix = f"function/{place.restart if kept else 0}"
+    prefix = f"function/{worker.restart if kept else 0}"
     return PrefixStore(prefix, store), PrefixStore(prefix, channel)
 
 
@@ -327,28 +329,28 @@ def join_group(store: Any, *, rank: int, world_size: int, gpu: int | None) -> Ca
     return lambda: distributed.destroy_process_group() if distributed.is_initialized() else None
 
 
-def gpu_of(place: Place, wanted: int) -> int | None:
+def gpu_of(worker: WorkerId, wanted: int) -> int | None:
     """Return this rank's GPU; None if the job has no such limit."""
     if not wanted:
         return None
     import torch
 
-    if (seen := torch.cuda.device_count()) < place.local_world_size:
+    if (seen := torch.cuda.device_count()) < worker.local_world_size:
         raise RuntimeError(
             f"the job has asked for {wanted} GPUs per node, and torch sees {seen} on "
-            f"{socket.gethostname()} for {place.local_world_size} ranks"
+            f"{socket.gethostname()} for {worker.local_world_size} ranks"
         )
-    return place.local_rank
+    return worker.local_rank
 
 
-def load(place: Place, store: Any, python: str) -> Call:
+def load(worker: WorkerId, store: Any, python: str) -> Call:
     """Read what to call, once all ranks are here: what a checkpoint has left, or was submitted."""
-    if place.rank == 0:
-        older = (f"attempt-{number}/next.pkl" for number in range(place.attempt - 1, -1, -1))
-        left = (name for name in older if (place.function_dir / name).exists())
+    if worker.rank == 0:
+        older = (f"attempt-{number}/next.pkl" for number in range(worker.attempt - 1, -1, -1))
+        left = (name for name in older if (worker.function_dir / name).exists())
         store.set("call", next(left, "call.pkl"))
-    path = place.submitted_dir / (name := store.get("call").decode())
-    path = path if path.exists() else place.function_dir / name  # too large to be mounted, or left
+    path = worker.submitted_dir / (name := store.get("call").decode())
+    path = path if path.exists() else worker.function_dir / name  # too large to be mounted, or left
     until_s = time.monotonic() + FILE_WITHIN_S
     while not path.exists() and time.monotonic() < until_s:
         time.sleep(0.1)
@@ -359,22 +361,22 @@ def load(place: Place, store: Any, python: str) -> Call:
         raise RuntimeError(
             f"{path}, pickled by Python {python}, cannot be read by Python {mine}: {error!r}"
         ) from error
-    if store.add("here", 1) == place.world_size:
+    if store.add("here", 1) == worker.world_size:
         store.set("all here", "")
     store.wait(["all here"], timedelta(days=1))
     return call
 
 
-def tell_submitit(place: Place) -> None:
+def tell_submitit(worker: WorkerId) -> None:
     """Let `submitit.JobEnvironment()` find its ranks, where submitit is installed."""
     array, task = (os.environ.get(f"SLURM_ARRAY_{key}_ID") for key in ("JOB", "TASK"))
-    job_id = os.environ.get("SLURM_JOB_ID", place.run_dir.name)
-    nodes, node = (n // place.local_world_size for n in (place.world_size, place.rank))
+    job_id = os.environ.get("SLURM_JOB_ID", worker.run_dir.name)
+    nodes, node = (n // worker.local_world_size for n in (worker.world_size, worker.rank))
     variables = {"JOB_ID": f"{array}_{task}" if array else job_id, "JOB_NUM_NODES": nodes}
-    variables |= {"NTASKS": place.world_size, "GLOBALID": place.rank}
-    variables |= {"NODEID": node, "LOCALID": place.local_rank}
+    variables |= {"NTASKS": worker.world_size, "GLOBALID": worker.rank}
+    variables |= {"NODEID": node, "LOCALID": worker.local_rank}
     os.environ.update({f"SUBMITIT_LOCAL_{key}": str(value) for key, value in variables.items()})
-    os.environ |= {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_FOLDER": str(place.function_dir)}
+    os.environ |= {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_FOLDER": str(worker.function_dir)}
 
 
 def main() -> int:
@@ -386,33 +388,33 @@ def main() -> int:
     os.umask(
         os.umask(0o022) | 0o022
     )  # files that are unpickled later must not be writable by others
-    notes = Notes(place := Place())
-    stop = Stop(place, notes)
-    tell_submitit(place)
+    notes = Notes(worker := WorkerId())
+    stop = StopHandler(worker, notes)
+    tell_submitit(worker)
     met = False
     try:
-        facts = json.loads((place.submitted_dir / "call.json").read_text(encoding="utf-8"))
-        gpu = gpu_of(place, facts["gpus_per_node"])
-        store, channel = meet(place)
-        leave_group = join_group(store, rank=place.rank, world_size=place.world_size, gpu=gpu)
+        facts = json.loads((worker.submitted_dir / "call.json").read_text(encoding="utf-8"))
+        gpu = gpu_of(worker, facts["gpus_per_node"])
+        store, channel = meet(worker)
+        leave_group = join_group(store, rank=worker.rank, world_size=worker.world_size, gpu=gpu)
         met = True
-        call = load(place, store, facts["python"])
-        if place.rank == 0:
+        call = load(worker, store, facts["python"])
+        if worker.rank == 0:
             notes.outcome("running")
         stop.agree(call, channel)
         notes.result(call[0](*call[1], **call[2]))
         leave_group()
         left = channel.add("left", 1)
-        while place.rank == 0 and left < place.world_size:  # it keeps the store, and can stop
+        while worker.rank == 0 and left < worker.world_size:  # it keeps the store, and can stop
             time.sleep(0.02)
             left = channel.add("left", 0)
         stop.over()
-        if place.rank == 0:
+        if worker.rank == 0:
             notes.outcome("done")
         atexit._run_exitfuncs()  # which forks leave out
     except BaseException as error:
         # What keeps ranks from meeting may pass: a node that is lost, a port that is taken.
-        lost = place.world_size > 1 and is_echo(error)
+        lost = worker.world_size > 1 and is_echo(error)
         notes.failure(error, echo=lost or not met)
         leave(1)
     return 0

@@ -3,7 +3,7 @@
 Run directories on a shared file system, files of a login node and answers of a server may be
 forged. Such a file is opened without following links and without waiting
 for a writer, has to be a regular file, and is read up to a limit. A violation is an OSError
-(`Refused`), as for a missing file, so a caller that can do without the file continues.
+(`RefusedFile`), as for a missing file, so a caller that can do without the file continues.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 
 __all__ = [
     "JSON_BYTES",
-    "Entry",
-    "Refused",
+    "FolderEntry",
+    "RefusedFile",
     "append_bytes",
     "entries",
     "finite",
@@ -65,7 +65,7 @@ _HARMLESS = re.compile(r"(\x1b\[[0-9;:]{0,32}m|\r)", re.ASCII)
 """Colours, and the return to the line's beginning."""
 
 
-class Refused(OSError):
+class RefusedFile(OSError):
     """A file that is there and is not read: a link, a device, too large."""
 
     def __init__(self, path: Path | str, why: str) -> None:
@@ -81,7 +81,7 @@ def open_untrusted(path: Path | str, *, below: Path | None = None) -> BinaryIO:
             where it is None.
 
     Raises:
-        Refused: it is a link or no regular file, or lies elsewhere than below that folder.
+        RefusedFile: it is a link or no regular file, or lies elsewhere than below that folder.
         OSError: it is not there, or cannot be read.
     """
     return os.fdopen(_opened(path, below, _FILE), "rb")
@@ -90,7 +90,7 @@ def open_untrusted(path: Path | str, *, below: Path | None = None) -> BinaryIO:
 def _opened(path: Path | str, below: Path | None, flags: int) -> int:
     text = os.fspath(path)
     if "\0" in text:
-        raise Refused("?", "a name that no file can have")
+        raise RefusedFile("?", "a name that no file can have")
     handle = -1
     try:
         handle = os.open(text, flags) if below is None else _walked(text, below, flags)
@@ -101,12 +101,12 @@ def _opened(path: Path | str, below: Path | None, flags: int) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO) or (
             error.errno == errno.ENOTDIR and os.path.islink(text)  # noqa: PTH114
         ):
-            raise Refused(path, "is a link or a socket, which is not followed") from None
+            raise RefusedFile(path, "is a link or a socket, which is not followed") from None
         raise
     wanted = stat.S_IFDIR if flags & os.O_DIRECTORY else stat.S_IFREG
     if (kind := stat.S_IFMT(info.st_mode)) != wanted:
         os.close(handle)
-        raise Refused(path, f"is {_KINDS.get(kind, 'no regular file')}")
+        raise RefusedFile(path, f"is {_KINDS.get(kind, 'no regular file')}")
     return handle
 
 
@@ -114,10 +114,10 @@ def _walked(path: str, below: Path, flags: int) -> int:
     """Open part after part, each as an entry of the one before and none a link."""
     start = os.fspath(below)
     if path != start and not path.startswith(f"{start.rstrip('/')}/"):
-        raise Refused(path, f"is not below {below}")
+        raise RefusedFile(path, f"is not below {below}")
     parts = [part for part in path[len(start) :].split("/") if part not in ("", ".")]
     if ".." in parts:
-        raise Refused(path, f"is not below {below}")
+        raise RefusedFile(path, f"is not below {below}")
     folder = os.open(below, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     if not parts:
         return folder
@@ -140,7 +140,7 @@ def read_bytes(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None 
         below: as for `open_untrusted()`.
 
     Raises:
-        OSError: as from `open_untrusted()`; a `Refused` where the file is larger than the limit.
+        OSError: as from `open_untrusted()`; `RefusedFile` if it exceeds the limit.
     """
     handle = _opened(path, below, _FILE)
     try:
@@ -149,7 +149,7 @@ def read_bytes(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None 
             parts.append(chunk)
             size += len(chunk)
             if size > limit:
-                raise Refused(path, f"has more than {limit} bytes")
+                raise RefusedFile(path, f"has more than {limit} bytes")
     finally:
         os.close(handle)
     return b"".join(parts)
@@ -244,7 +244,7 @@ def _write(path: Path | str, content: bytes, how: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class FolderEntry:
     """Something in a folder."""
 
     name: str
@@ -257,7 +257,7 @@ class Entry:
     """Whether it is a regular file, and no link to one."""
 
 
-def entries(path: Path | str, *, below: Path | None = None) -> list[Entry]:
+def entries(path: Path | str, *, below: Path | None = None) -> list[FolderEntry]:
     """Return what a folder holds, by name; nothing where it cannot be read, or is a link.
 
     Of more than 100,000 entries, that many.
@@ -273,7 +273,7 @@ def entries(path: Path | str, *, below: Path | None = None) -> list[Entry]:
     try:
         with os.scandir(handle) as scanned:
             some = [
-                Entry(
+                FolderEntry(
                     name=one.name,
                     is_folder=one.is_dir(follow_symlinks=False),
                     is_file=one.is_file(follow_symlinks=False),

@@ -107,7 +107,7 @@ class Document:
         return replace(problem, place=place)
 
 
-class _Reader:
+class _NodeReader:
     """One walk over the nodes of a document."""
 
     def __init__(self, source: str, above: int) -> None:
@@ -297,7 +297,7 @@ def read_document(text: str, source: str, *, above: int = 0) -> Document:
     if match := _UNREADABLE.search(text):
         place = place_of(source, above + text.count("\n", 0, match.start()))
         _fail(place, f"the character U+{ord(match[0]):04X}, which not every reader of YAML takes")
-    reader = _Reader(source, above)
+    reader = _NodeReader(source, above)
     try:
         _refuse_excess(text, source, above)
         node = yaml.compose(text, Loader=_Loader)

@@ -167,7 +167,7 @@ def test_an_answer_that_cannot_be_understood_is_no_verdict(site: Site, message: 
 
 def test_only_slurm_sites_are_asked() -> None:
     job = toolkit.JobSpec(name="probe", module="train")
-    with pytest.raises(ProfileError, match="profile 'l' is no Slurm site; only those can be asked"):
+    with pytest.raises(ProfileError, match="profile 'l' is not a Slurm site; only a Slurm site"):
         toolkit.ask_site(job, to=toolkit.LocalProfile(name="l"))
 
 
