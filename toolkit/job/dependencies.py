@@ -1,4 +1,4 @@
-"""Runs that a job waits for, and the required end of each. Pure."""
+"""The runs that a job waits for, and how each of them must end. Pure."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from toolkit.text.yaml_reader import Ambiguous
 __all__ = ["After", "Dependency", "after_schema", "parse_dependency"]
 
 WISHES = ("ok", "any", "fail")
-"""What a job may expect of another run's end: success, nothing, or failure."""
+"""How another run must end: with success, in any way, or with a failure."""
 
 
 class Dependency(FrozenModel):
@@ -60,7 +60,7 @@ def parse_dependency(text: str) -> Dependency:
     """Read `RUN[:ok|any|fail]`, as `toolkit submit --after` takes it.
 
     Raises:
-        InputError: no run is named.
+        InputError: the text names no run.
 
     >>> parse_dependency("slurm://c/7:any").any, parse_dependency("slurm://c/7").ok
     ('slurm://c/7', 'slurm://c/7')
@@ -69,7 +69,7 @@ def parse_dependency(text: str) -> Dependency:
     if wish not in WISHES:
         run, wish = text, "ok"
     if not run:
-        raise InputError(f"--after {text}: no run is named; write it like slurm://CLUSTER/1234:any")
+        raise InputError(f"--after {text}: names no run; write it like slurm://CLUSTER/1234:any")
     return Dependency.model_validate({wish: run})
 
 

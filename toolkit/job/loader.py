@@ -1,4 +1,4 @@
-"""From a document to a model: overrides, and every mistake put into words with its place."""
+"""Turns a document into a model: applies overrides, and reports every problem with its place."""
 
 import re
 import types
@@ -43,17 +43,17 @@ def _refuse_unspeakable(value: str) -> str:
 
 
 Text = Annotated[str, BeforeValidator(_refuse_ambiguous), AfterValidator(_refuse_unspeakable)]
-"""A string that means the same to every reader and fits into argv and the environment."""
+"""A string that every YAML reader takes for the same text, and that argv and variables can hold."""
 
 
 class FrozenModel(BaseModel):
-    """The base of everything read from a file: frozen, keyword-only, unknown keys refused."""
+    """The base of all models read from files: frozen, keyword-only, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
-        """Return contradictions among the keys of `given`, independent of other mistakes."""
+        """Return contradictions among the keys of `given`, independent of other problems."""
         return []
 
     @model_validator(mode="after")
@@ -66,7 +66,7 @@ class FrozenModel(BaseModel):
 def override(document: Document, assignments: Iterable[str], model: type[BaseModel]) -> Document:
     """Return the document with `KEY.KEY=VALUE` assignments applied.
 
-    A value is taken as it stands where `model` wants a string, and read as YAML elsewhere.
+    If the key's type in `model` is a string, the value is taken literally, else read as YAML.
     """
     data, problems = document.data, list(document.problems)
     places, shown = dict(document.places), dict(document.written)
@@ -78,12 +78,12 @@ def override(document: Document, assignments: Iterable[str], model: type[BaseMod
             problems.append(Problem(place=place, message="write it like resources.nnodes=4"))
             continue
         path = _path(dotted)
-        if len(path) > _DEEPEST:
+        if len(path) > _MAX_DEPTH:
             problems.append(Problem(place=place, message=f"no key is {len(path)} levels deep"))
             continue
-        wanted = _annotation(model, path)
+        types = _options(_annotation(model, path))
         try:
-            if wanted is not None and _wants_text(wanted):
+            if str in types and bool not in types:
                 parsed = Document(data=written, source=place)
             else:
                 parsed = read_document(written, place)
@@ -106,22 +106,22 @@ def override(document: Document, assignments: Iterable[str], model: type[BaseMod
     return replace(document, data=data, places=places, written=shown, problems=tuple(problems))
 
 
-_DEEPEST = 50
+_MAX_DEPTH = 50
 _INDEX = re.compile(r"[0-9]{1,9}")
 
 
 def _path(dotted: str) -> KeyPath:
-    """Take `KEY.0.KEY` apart."""
+    """Split `KEY.0.KEY` into keys and list positions."""
     return tuple(int(p) if _INDEX.fullmatch(p) else p for p in dotted.split("."))
 
 
 def assign(document: Document, changes: Mapping[str, Any]) -> Document:
-    """Return the document with `KEY.KEY` set to Python values; None takes a key out."""
+    """Return the document with `KEY.KEY` set to Python values; None removes a key."""
     data, problems = document.data, list(document.problems)
     for dotted, value in changes.items():
         path = _path(dotted)
         try:
-            data = _assign(data, path, _NOTHING if value is None else frozen(value))
+            data = _assign(data, path, _REMOVED if value is None else frozen(value))
         except (TypeError, IndexError):
             message = f"there is no {dotted!r} to set"
             problems.append(Problem(place=document.source, message=message))
@@ -139,12 +139,12 @@ def frozen(value: Any) -> Any:
     return value
 
 
-_NOTHING = object()
-"""Assigned to a key, it takes the key out."""
+_REMOVED = object()
+"""The value that removes a key."""
 
 
 def _assign(data: Any, path: KeyPath, value: Any) -> Any:
-    """Return `data` with `value` at `path`; missing mappings are made, missing items are not."""
+    """Return `data` with `value` at `path`; missing mappings are created, missing items are not."""
     if not path:
         return value
     key, rest = path[0], path[1:]
@@ -154,7 +154,7 @@ def _assign(data: Any, path: KeyPath, value: Any) -> Any:
         return tuple(items)
     if isinstance(data, dict | None) and isinstance(key, str):
         entries = dict(data or {})
-        if value is _NOTHING and not rest:
+        if value is _REMOVED and not rest:
             return {other: item for other, item in entries.items() if other != key}
         return entries | {key: _assign(entries.get(key), rest, value)}
     raise TypeError
@@ -173,7 +173,7 @@ def validate(model: type[Model], document: Document, error_type: type[InputError
     try:
         instance = model.model_validate(document.data)
     except ValidationError as error:
-        # pydantic looks at a model as a whole only when its fields are right, so that part is ours.
+        # pydantic validates a model as a whole only if all fields are valid, so it is done here.
         problems += (
             _problem(model, document, e) for e in error.errors(include_url=False) if e["loc"]
         )
@@ -184,13 +184,13 @@ def validate(model: type[Model], document: Document, error_type: type[InputError
     else:
         if not problems:
             return instance
-    raise error_type(sorted(problems, key=_by_line))
 
+    def by_line(problem: Problem) -> tuple[str, int]:
+        source, _, line = (problem.place or "").rpartition(":")
+        number = whole_number(line)
+        return (problem.place or "", 0) if number is None else (source, number)
 
-def _by_line(problem: Problem) -> tuple[str, int]:
-    source, _, line = (problem.place or "").rpartition(":")
-    number = whole_number(line)
-    return (problem.place or "", 0) if number is None else (source, number)
+    raise error_type(sorted(problems, key=by_line))
 
 
 def _problem(model: type[BaseModel], document: Document, error: Any) -> Problem:
@@ -203,11 +203,11 @@ def _problem(model: type[BaseModel], document: Document, error: Any) -> Problem:
 
 
 _NOT_WRITTEN = ("[key]", "[count]", "[range]")
-"""What pydantic puts into a place that stands in no file: part of a pair, or an alternative."""
+"""Parts of pydantic's locations that no file holds: a mapping's key, a union's alternative."""
 
 
 def _is_secret(path: KeyPath) -> bool:
-    """Whether the value may be a secret that was written into the file."""
+    """Whether the value at a path may be a secret that was written into the file."""
     if len(path) != 2:
         return False
     return path[0] == "secrets" or (path[0] == "env" and is_telling(str(path[1])))
@@ -218,7 +218,10 @@ def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | N
     name = _dotted(path)
     if kind == "extra_forbidden":
         where = f" under {_dotted(path[:-1])!r}" if path[:-1] else ""
-        way_out = did_you_mean(path[-1], _keys(model, path[:-1]))
+        parents = _options(_annotation(model, path[:-1]) or model)
+        models = (m for m in parents if isinstance(m, type) and issubclass(m, BaseModel))
+        fields = next((m.model_fields for m in models), {})
+        way_out = did_you_mean(path[-1], [f.alias or key for key, f in fields.items()])
         return f"unknown key {str(path[-1])!r}{where}; {way_out}"
     if kind == "missing":
         return f"the key {name!r} is missing"
@@ -236,15 +239,23 @@ def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | N
         return f"{name}: the list is empty"
     if kind == "greater_than_equal":
         return f"{name}: must be at least {context['ge']}, not {written or value}"
-    wanted = _WANTED.get(kind)
-    if wanted is None:
-        return f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}, not {_shown(value)}"
+    match value:
+        case None:
+            shown = "nothing"
+        case dict():
+            shown = "a mapping"
+        case tuple():
+            shown = "a list"
+        case _:
+            shown = repr(value)
+    if kind not in _EXPECTED:
+        return f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}, not {shown}"
     if isinstance(value, Ambiguous):
-        return f"{name}: must be {wanted}; {value.reading}"
-    return f"{name}: must be {wanted}, not {written or _shown(value)}"
+        return f"{name}: must be {_EXPECTED[kind]}; {value.reading}"
+    return f"{name}: must be {_EXPECTED[kind]}, not {written or shown}"
 
 
-_WANTED = {
+_EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "a mapping of keys to values",
     "int_type": "a whole number",
@@ -256,14 +267,6 @@ _WANTED = {
 }
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, tuple):
-        return "a list"
-    return "nothing" if value is None else repr(value)
-
-
 def _dotted(path: KeyPath) -> str:
     text = ""
     for part in path:
@@ -272,22 +275,20 @@ def _dotted(path: KeyPath) -> str:
 
 
 def _annotation(root: Any, path: KeyPath) -> Any:
-    """Return the type at `path`, or None where the model knows of nothing there."""
-    wanted: Any = root
+    """Return the type at `path`; None if the model has no such key."""
+    annotation: Any = root
     for part in path:
-        for option in _options(wanted):
+        for option in _options(annotation):
             if isinstance(option, type) and issubclass(option, BaseModel):
                 fields = {f.alias or name: f.annotation for name, f in option.model_fields.items()}
-                wanted = fields.get(str(part))
+                annotation = fields.get(str(part))
                 break
             if get_origin(option) in (dict, tuple):
-                wanted = get_args(option)[1 if get_origin(option) is dict else 0]
+                annotation = get_args(option)[1 if get_origin(option) is dict else 0]
                 break
         else:
             return None
-        if wanted is None:
-            return None
-    return wanted
+    return annotation
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
@@ -299,15 +300,3 @@ def _options(annotation: Any) -> tuple[Any, ...]:
             option for a in get_args(annotation) for option in _options(a) if a is not type(None)
         )
     return (annotation,)
-
-
-def _wants_text(annotation: Any) -> bool:
-    options = _options(annotation)
-    return str in options and bool not in options
-
-
-def _keys(model: type[BaseModel], path: KeyPath) -> list[str]:
-    for option in _options(_annotation(model, path) or model):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return [f.alias or name for name, f in option.model_fields.items()]
-    return []

@@ -1,7 +1,7 @@
 """The options of sbatch that a profile or a job may set, and those that the toolkit sets itself.
 
-Names and their kinds come from the manual page sbatch(1) of Slurm 22.05, and from the documented
-additions up to 25.11. `toolkit check --server` finds out which of them a site's own sbatch knows.
+Names and kinds: the manual page sbatch(1) of Slurm 22.05, and the documented additions up to 25.11.
+`toolkit check --server` asks a site's own sbatch which of them it knows.
 """
 
 import re
@@ -49,7 +49,7 @@ _WORKERS = (
 _CPUS = "set resources.cpus_per_node"
 _MEMORY = "set resources.memory"
 _GPUS = "set resources.gpus_per_node, and gpus_flag in the profile for how they are asked for"
-_LOG = "the log belongs to the run directory, and goes on after a requeue"
+_LOG = "the log belongs to the run directory, and continues after a requeue"
 _WAITS = "the toolkit reads sbatch's answer; `toolkit submit --follow` waits"
 _USER = "jobs are yours; submit as the user who shall own them"
 
@@ -97,14 +97,14 @@ DECIDED = {
     "wait": _WAITS,
     "wrap": "the rendered script is what runs; set module, script or command",
 }
-"""Options that follow from other keys, and which."""
+"""Options that follow from other keys, each with the way out."""
 
 ALLOWED = FLAGS | OPTIONAL | VALUED
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-def _known(name: str) -> str:
+def _check_name(name: str) -> str:
     plain = name.lstrip("-").replace("_", "-")
     if name in DECIDED:
         raise ValueError(f"{name!r} is not yours to set: {DECIDED[name]}")
@@ -117,14 +117,14 @@ def _known(name: str) -> str:
     raise ValueError(f"sbatch knows no option {name!r}; {way_out}")
 
 
-def _one_value(value: object) -> object:
+def _check_value(value: object) -> object:
     if isinstance(value, Ambiguous):
         raise ValueError(value.reason)
     if isinstance(value, tuple | list | dict):
         kind = "a mapping" if isinstance(value, dict) else "a list"
         raise ValueError(f'an option has one value, not {kind}; write it as Slurm does, like "a,b"')
     if value is False:
-        raise ValueError("leave the option out; null takes back what the profile sets")
+        raise ValueError("leave the option out; null cancels what the profile sets")
     if isinstance(value, float):
         raise ValueError(f'a number with a point may be written in many ways; write "{value}"')
     if value == "":
@@ -134,7 +134,7 @@ def _one_value(value: object) -> object:
     return value
 
 
-def _right_kinds(options: dict[str, Any]) -> dict[str, Any]:
+def _check_kinds(options: dict[str, Any]) -> dict[str, Any]:
     problems = []
     for name, value in options.items():
         if name in VALUED and value is True:
@@ -149,11 +149,11 @@ def _right_kinds(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-SbatchValue = Annotated[bool | int | str | None, BeforeValidator(_one_value)]
-"""`true` for an option without a value, a number, a text, or null to take a profile's back."""
+SbatchValue = Annotated[bool | int | str | None, BeforeValidator(_check_value)]
+"""`true` for an option without a value, a number, a string, or null to cancel the profile's."""
 
 SbatchOptions = Annotated[
-    dict[Annotated[Text, AfterValidator(_known)], SbatchValue], AfterValidator(_right_kinds)
+    dict[Annotated[Text, AfterValidator(_check_name)], SbatchValue], AfterValidator(_check_kinds)
 ]
 """Options by their long names without dashes."""
 
@@ -181,7 +181,7 @@ def options_schema() -> dict[str, Any]:
 
 
 def merged(layers: Iterable[Mapping[str, SbatchValue]]) -> dict[str, str | None]:
-    """Lay options over one another, the last on top; None stands for an option without a value.
+    """Merge layers of options, the last wins; None is the value of an option without one.
 
     >>> merged([{"comment": "site", "nice": 5}, {"comment": None, "exclusive": True}])
     {'nice': '5', 'exclusive': None}

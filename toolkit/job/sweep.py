@@ -1,4 +1,4 @@
-"""Sweeps: one job at many points, each with other arguments or variables. Pure."""
+"""Sweeps: one job at many points that differ in arguments and variables. Pure."""
 
 import itertools
 import re
@@ -16,7 +16,7 @@ from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath
 __all__ = ["Point", "Sweep", "expand", "leaks", "misread", "sweep_schema"]
 
 MOST_POINTS = 100_000
-"""More is a mistake; Slurm's own limit for an array (MaxArraySize) is 1001 by default."""
+"""The most points of a sweep; Slurm limits an array (MaxArraySize) to 1001 by default."""
 
 NAME_LENGTH = 72
 """The longest name of a point, in characters; file systems take 255 bytes."""
@@ -25,7 +25,7 @@ _OPTION = "--[A-Za-z0-9][-A-Za-z0-9_.]*"
 _KEY = f"{_OPTION}|env\\.(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}"
 
 
-def _known(key: str) -> str:
+def _check_key(key: str) -> str:
     if re.fullmatch(_KEY, key):
         return key
     name = key.removeprefix("env.")
@@ -60,7 +60,7 @@ def _no_switch(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-Key = Annotated[Text, AfterValidator(_known)]
+Key = Annotated[Text, AfterValidator(_check_key)]
 Value = Annotated[bool | Text, BeforeValidator(_text)]
 Axes = Annotated[
     dict[Key, Annotated[tuple[Value, ...], Field(min_length=1)]], AfterValidator(_no_switch)
@@ -107,7 +107,12 @@ class Sweep(FrozenModel):
             count *= len(values)
         if count > MOST_POINTS:
             return [f"{count} points are more than {MOST_POINTS}; vary less at a time"]
-        return _twice(list(_combinations(grid, zipped, listed)))
+        seen: dict[frozenset[tuple[str, str | bool]], int] = {}
+        for index, settings in enumerate(_combinations(grid, zipped, listed)):
+            first = seen.setdefault(frozenset(settings.items()), index)
+            if first != index:
+                return [f"points {first} and {index} set the same; leave one out"]
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +129,10 @@ class Point:
     """The settings, by the keys of the sweep."""
 
     args: tuple[str, ...]
-    """All arguments of the program."""
+    """All arguments of the program at this point."""
 
     env: Mapping[str, str]
-    """Variables, over those of the job."""
+    """Variables that are added to those of the job, or replace them."""
 
 
 def expand(sweep: Sweep, args: Sequence[str]) -> tuple[Point, ...]:
@@ -138,7 +143,7 @@ def expand(sweep: Sweep, args: Sequence[str]) -> tuple[Point, ...]:
         args: The arguments of the job, in which options are set.
 
     Raises:
-        ValueError: an option that cannot be set, with the reason.
+        ValueError: an option cannot be set, with the reason.
     """
     combinations = list(_combinations(sweep.grid, sweep.zipped, sweep.listed))
     width = max(4, len(str(len(combinations) - 1)))
@@ -147,20 +152,17 @@ def expand(sweep: Sweep, args: Sequence[str]) -> tuple[Point, ...]:
         for key in dict.fromkeys(key for settings in combinations for key in settings)
         if len({settings.get(key) for settings in combinations}) > 1
     }
-    return tuple(
-        Point(
-            index=index,
-            name=_name(f"{index:0{width}}", {k: v for k, v in settings.items() if k in varying}),
-            settings=settings,
-            args=_with_options(args, settings),
-            env={
-                key.removeprefix("env."): str(value)
-                for key, value in settings.items()
-                if key.startswith("env.")
-            },
-        )
-        for index, settings in enumerate(combinations)
-    )
+    points = []
+    for index, settings in enumerate(combinations):
+        words, env = list(args), {}
+        for key, value in settings.items():
+            if key.startswith("--"):
+                words = _with_option(words, key, value)
+            else:
+                env[key.removeprefix("env.")] = str(value)
+        name = _name(f"{index:0{width}}", {k: v for k, v in settings.items() if k in varying})
+        points.append(Point(index=index, name=name, settings=settings, args=tuple(words), env=env))
+    return tuple(points)
 
 
 def _combinations(
@@ -175,17 +177,8 @@ def _combinations(
         yield {**one, **two, **three}
 
 
-def _twice(combinations: list[dict[str, str | bool]]) -> list[str]:
-    seen: dict[frozenset[tuple[str, str | bool]], int] = {}
-    for index, settings in enumerate(combinations):
-        first = seen.setdefault(frozenset(settings.items()), index)
-        if first != index:
-            return [f"points {first} and {index} set the same; leave one out"]
-    return []
-
-
 def _name(number: str, settings: Mapping[str, str | bool]) -> str:
-    """Return a name that is safe as a folder's: letters, digits and `._=+-`.
+    """Return a name that is safe for a folder: letters, digits and `._=+-`.
 
     >>> _name("0003", {"--optim.lr": "0.01", "env.SEED": "2", "--data": "/my data/x"})
     '0003-lr=0.01-seed=2-data=my-data-x'
@@ -198,16 +191,8 @@ def _name(number: str, settings: Mapping[str, str | bool]) -> str:
     return text[:NAME_LENGTH].rstrip("-.=")
 
 
-def _with_options(args: Sequence[str], settings: Mapping[str, str | bool]) -> tuple[str, ...]:
-    words = list(args)
-    for key, value in settings.items():
-        if key.startswith("--"):
-            words = _with_option(words, key, value)
-    return tuple(words)
-
-
 def _with_option(words: list[str], option: str, value: str | bool) -> list[str]:
-    """Set an option: where it stands last, which is the one that counts; else at the end.
+    """Set an option at its last occurrence, the one that counts; else at the end.
 
     >>> _with_option(["--lr", "1", "x"], "--lr", "2"), _with_option(["--lr=1"], "--lr", "2")
     (['--lr', '2', 'x'], ['--lr=2'])
@@ -241,7 +226,7 @@ def _followed(words: list[str], at: int) -> bool:
 
 
 def leaks(sweep: Sweep) -> Iterator[tuple[KeyPath, str]]:
-    """Yield where a secret is written down, and what to do about it."""
+    """Yield the path of each value that holds a secret, with the problem."""
     for group, axes in (("grid", sweep.grid), ("zip", sweep.zipped)):
         for key, values in axes.items():
             for index, value in enumerate(values):
@@ -264,7 +249,7 @@ def _leak(place: KeyPath, key: str, value: str | bool) -> Iterator[tuple[KeyPath
 
 
 def misread(document: Document) -> Iterator[tuple[KeyPath, str]]:
-    """Yield numbers whose text is not the one that was written: `3.10`, which YAML reads as 3.1."""
+    """Yield the numbers that YAML reads as another text, like `3.10`, which it reads as 3.1."""
     for path, written in document.written.items():
         value: Any = document.data
         for part in path if path[:1] == ("sweep",) else ():
@@ -274,7 +259,7 @@ def misread(document: Document) -> Iterator[tuple[KeyPath, str]]:
 
 
 def sweep_schema() -> dict[str, Any]:
-    """Return what the JSON Schema must say of the keys, which pydantic leaves out."""
+    """Return the JSON Schema of the keys, which pydantic leaves out."""
     switch, text, number = {"type": "boolean"}, {"type": "string"}, {"type": "number"}
     kinds = {"^--": {"anyOf": [text, number, switch]}, "^env\\.": {"anyOf": [text, number]}}
     names = {"type": "string", "pattern": f"^(?:{_KEY})$"}

@@ -1,4 +1,4 @@
-"""The types of the fields of job files and profiles, each with its rule and its JSON Schema."""
+"""The types of fields in job files and profiles, each with its rule and its JSON Schema."""
 
 import re
 from collections.abc import Callable
@@ -50,28 +50,24 @@ RESERVED_NAMES = re.compile(
     "|TRAIN_ENDPOINT|TRAIN_JOINS|TRAIN_START|TRAIN_SUBMITTED_DIR|TRAIN_SUBMITTED_SHA256"
     "|SLURM_.*"
 )
-"""Variables that torchrun, the scheduler or the toolkit set: a job cannot choose them."""
+"""Variables that torchrun, the scheduler or the toolkit sets, and a job may not."""
 
 
 IN_RUN_DIR = "$TRAIN_RUN_DIR/"
-"""The beginning of a script that lies in the run directory, whose name only the place knows."""
+"""The prefix of a script in the run directory, whose path is known only when the job runs."""
 
 
-def _from_text(parse: Callable[[str], int]) -> Callable[[object], int]:
+def _quantity(
+    parse: Callable[[str], int], show: Callable[[int], str], schema: dict[str, Any]
+) -> Any:
     def convert(value: object) -> int:
         if isinstance(value, bool | float) or not isinstance(value, str | int):
             raise PydanticCustomError("quantity_type", "a string with a unit is wanted")
         # An integer has lost its unit; the parser's message lists the choices.
         return parse(str(value))
 
-    return convert
-
-
-def _quantity(
-    parse: Callable[[str], int], show: Callable[[int], str], schema: dict[str, Any]
-) -> Any:
     return (
-        BeforeValidator(_from_text(parse)),
+        BeforeValidator(convert),
         PlainSerializer(show, return_type=str),
         WithJsonSchema({"type": "string", **schema}),
     )
@@ -95,7 +91,7 @@ Size = Annotated[
 
 
 def matching(pattern: str, rule: str) -> Any:
-    """Return the annotations of a text that must match; `rule` is the way out."""
+    """Return the annotations of a string that must match; `rule` is the way out."""
     expression = re.compile(pattern)
 
     def check(value: str) -> str:
@@ -144,16 +140,16 @@ SecretName = Annotated[
 SecretKey = Annotated[Text, *matching("[-._a-zA-Z0-9]+", "use letters, digits, '-', '_' and '.'")]
 SecretFile = Annotated[Text, *matching(r"(/|~/)[^\r\n]+", "write an absolute path, or ~/PATH")]
 HomePath = Annotated[Text, *matching(r"(/|~/[^/]).*", "write /PATH, or ~/PATH for your home there")]
-"""A folder on another machine."""
+"""A folder on the login node."""
 
 Via = Annotated[
     Text,
     *matching(
         r"ssh (\w[\w.+-]*@)?\w[\w.-]*",
-        "write ssh HOST or ssh USER@HOST; what else ssh needs to know stands in ~/.ssh/config",
+        "write ssh HOST or ssh USER@HOST; other settings of ssh belong into ~/.ssh/config",
     ),
 ]
-"""How a login node is reached."""
+"""How the login node is reached."""
 
 Image = Annotated[Text, *matching(r"\S+", "write it like registry/name:tag")]
 
@@ -170,7 +166,7 @@ def program_first(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return `command` if its first word can be a program.
 
     Raises:
-        ValueError: torchrun would take it for an option of its own.
+        ValueError: torchrun would read it as an option.
     """
     if command:
         _not_an_option(command[0])
@@ -210,10 +206,10 @@ NaturalInt = Annotated[int, Strict(), Field(ge=0)]
 
 
 def secrets_by_name(value: object) -> object:
-    """Turn a list of names into a mapping whose values say nothing about the place.
+    """Turn a list of names into a mapping without places.
 
     Raises:
-        ValueError: an entry that is not a name, or is listed twice.
+        ValueError: an entry is not a name, or is listed twice.
     """
     if isinstance(value, dict):
         return value
