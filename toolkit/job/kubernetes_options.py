@@ -1,4 +1,4 @@
-"""What a job or a profile may say of the Kubernetes objects that are made of it."""
+"""The Kubernetes settings that jobs and profiles share."""
 
 import re
 from collections.abc import Mapping
@@ -54,8 +54,8 @@ LabelValue = Annotated[
 
 
 _METADATA = (ip_network("169.254.0.0/16"), ip_network("fd00:ec2::/32"))
-"""Link-local addresses of IPv4, and Amazon's own of IPv6: there, clouds give the rights of the node
-to any client."""
+"""Link-local addresses of IPv4, and Amazon's own of IPv6, at which clouds give the node's
+rights to any client."""
 
 
 def _network(value: str) -> str:
@@ -64,7 +64,7 @@ def _network(value: str) -> str:
     except ValueError as error:
         raise ValueError(f"{error}; write a network like 10.0.0.0/8") from None
     if any(_holds(one, network) for one in _METADATA):
-        raise ValueError(f"{value!r} is where clouds give out credentials; leave it out")
+        raise ValueError(f"{value!r} is where clouds hand out credentials; leave it out")
     return str(network)
 
 
@@ -79,7 +79,7 @@ Network = Annotated[
 
 
 def block_of(network: str) -> dict[str, Any]:
-    """Return a network as an `ipBlock` of a NetworkPolicy, without the metadata services in it.
+    """Return a network as an `ipBlock` of a NetworkPolicy, except the clouds' metadata services.
 
     >>> block_of("0.0.0.0/0")
     {'cidr': '0.0.0.0/0', 'except': ['169.254.0.0/16']}
@@ -93,10 +93,10 @@ T = TypeVar("T")
 
 
 def _in_one_meaning(value: T) -> T:
-    """Return what a patch holds.
+    """Return the content of a patch.
 
     Raises:
-        ValueError: a word in it is a string to one version of YAML and something else to another.
+        ValueError: versions of YAML read a word in it differently.
     """
     todo: list[object] = [value]
     while todo:
@@ -111,19 +111,19 @@ def _in_one_meaning(value: T) -> T:
 
 
 class Patch(FrozenModel):
-    """A change to a rendered object, for what the toolkit has no key for."""
+    """A change to a rendered object, for settings that have no key."""
 
     kind: Text | None = None
-    """The kind of the object to change, like `Service`; the workload where it is left out."""
+    """The kind of the object to change, like `Service`; by default the workload."""
 
     merge: Annotated[dict[Text, Any], AfterValidator(_in_one_meaning)] | None = None
-    """What to lay over it, as a strategic merge patch: lists like `containers` and `volumes` merge
-    by the key that Kubernetes merges them by, null removes a key."""
+    """A strategic merge patch: lists like `containers` and `volumes` are merged by the same keys as
+    in Kubernetes, and null removes a key."""
 
     json_patch: Annotated[tuple[dict[Text, Any], ...], AfterValidator(_in_one_meaning)] | None = (
         Field(default=None, alias="json")
     )
-    """Operations to apply to it, one after the other (RFC 6902, JSON Patch)."""
+    """A JSON Patch (RFC 6902): a list of operations, applied in order."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -132,26 +132,26 @@ class Patch(FrozenModel):
         there = [key for key, own in names.items() if any(given.get(n) is not None for n in own)]
         if len(there) == 1:
             return []
-        return [f"one of merge and json says what to change; found {' and '.join(there) or 'none'}"]
+        return [f"give one of merge and json; found {' and '.join(there) or 'none'}"]
 
 
 class Toleration(FrozenModel):
-    """A taint of nodes that the pods put up with."""
+    """A taint of nodes that the pods tolerate."""
 
     key: LabelKey | None = None
-    """The taint's key; any where it is left out."""
+    """The taint's key; by default any."""
 
     operator: Literal["Equal", "Exists"] = "Equal"
-    """Whether the value counts."""
+    """`Equal` compares the value, `Exists` does not."""
 
     value: LabelValue | None = None
     """The taint's value."""
 
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """What the taint does; any where it is left out."""
+    """The taint's effect; by default any."""
 
     toleration_seconds: NaturalInt | None = Field(default=None, alias="tolerationSeconds")
-    """How many seconds a pod stays under a taint of `NoExecute`."""
+    """How many seconds a pod stays after a taint of `NoExecute`."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -170,26 +170,26 @@ class Toleration(FrozenModel):
 
 
 class Topology(FrozenModel):
-    """How near to each other the pods must be."""
+    """How close to each other the pods must be."""
 
     key: LabelKey
     """The label with a node's location, like `topology.kubernetes.io/zone`."""
 
     required: bool = False
-    """Whether the run waits for nodes that have the same value, rather than taking any."""
+    """Whether the run waits for nodes with the same value, instead of taking any."""
 
 
 class KubernetesOptions(FrozenModel):
-    """What a job asks of Kubernetes alone; other places ignore it."""
+    """Settings of a job that only Kubernetes uses."""
 
     workload: Workload | None = None
-    """What it becomes there; the profile's choice where it is left out."""
+    """The kind of object to create; by default the profile's."""
 
     queue: SecretName | None = None
-    """The LocalQueue of Kueue; the profile's where it is left out."""
+    """The LocalQueue of Kueue; by default the profile's."""
 
     priority_class: SecretName | None = None
-    """The PriorityClass of the pods; the profile's where it is left out."""
+    """The PriorityClass of the pods; by default the profile's."""
 
     patches: tuple[Patch, ...] = ()
-    """Changes to what is rendered, after those of the profile."""
+    """Changes to the rendered objects, applied after those of the profile."""

@@ -63,13 +63,13 @@ __all__ = [
 
 
 class NodeRange(FrozenModel):
-    """How few nodes a job goes on with, and how many it takes where it can have them."""
+    """The fewest nodes that a job can run on, and the most that it uses."""
 
     min: PositiveInt
-    """With fewer, the run waits for another node, and is queued again after ten minutes."""
+    """With fewer, the run waits for another node, and is requeued after ten minutes."""
 
     max: PositiveInt
-    """As many as are free when the job starts; on Slurm, others join later."""
+    """The job starts with as many as are free; on Slurm, others join later."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -80,18 +80,14 @@ class NodeRange(FrozenModel):
         return []
 
 
-def _kind_of_nnodes(value: object) -> str:
-    return "[range]" if isinstance(value, dict | NodeRange) else "[count]"
-
-
 class Resources(FrozenModel):
-    """What one job asks of the machines; all but `nnodes` counts per node."""
+    """What one job needs of the machines; everything but `nnodes` is per node."""
 
     nnodes: Annotated[
         Annotated[PositiveInt, Tag("[count]")] | Annotated[NodeRange, Tag("[range]")],
-        Discriminator(_kind_of_nnodes),
+        Discriminator(lambda v: "[range]" if isinstance(v, dict | NodeRange) else "[count]"),
     ] = 1
-    """Nodes; one torchrun starts on each. `{min: 2, max: 4}` goes on when nodes are lost. See
+    """Nodes; one torchrun starts on each. `{min: 2, max: 4}` continues when nodes are lost. See
     [elasticity](../how-to/elasticity.md)."""
 
     nproc_per_node: PositiveInt = 1
@@ -101,10 +97,10 @@ class Resources(FrozenModel):
     """GPUs on each node."""
 
     cpus_per_node: PositiveInt | None = None
-    """CPUs on each node; as many as workers where it is left out."""
+    """CPUs on each node; by default one per worker."""
 
     memory_bytes: Size | None = Field(default=None, alias="memory")
-    """Memory on each node, like `64GiB`; the site's default where it is left out."""
+    """Memory on each node, like `64GiB`; by default the site decides."""
 
     shm_bytes: Size | None = Field(default=None, alias="shm")
     """Shared memory for data loaders; part of `memory`. Containers have 64 MiB by default."""
@@ -129,30 +125,29 @@ class Stop(FrozenModel):
     """How a run is stopped: by walltime, preemption, a drained node, or you."""
 
     grace_s: Duration = Field(default=60, alias="grace", json_schema_extra={"default": "60s"})
-    """How long a checkpoint may take between the warning and the kill."""
+    """How long a checkpoint may take, between the warning and the kill."""
 
 
 class Retries(FrozenModel):
-    """How often a failed run is tried again; each try resumes from the newest checkpoint."""
+    """How often a failed run is tried again, each time from the newest checkpoint."""
 
     in_job: NaturalInt = 0
     """Restarts of the workers by torchrun inside the running job, as after a killed rank."""
 
     requeue: NaturalInt = 0
-    """New starts of the whole job after failures that may pass: a lost node, a killed rank.
+    """New attempts of the whole job after failures that may pass: a lost node, a killed rank.
 
-    On Slurm and on this machine, those after a preemption or when time was over do not count, but
-    with 0 there are none of them either. Of a script that writes no `outcome.json`, running out of
-    time counts, too.
+    On Slurm and on this machine, attempts after a preemption or the time limit are not counted, but
+    0 forbids them, too. If a script writes no `outcome.json`, the time limit counts as a failure.
     """
 
     no_progress: PositiveInt = 3
-    """Attempts in a row without a new step in `outcome.json` after which the run ends; not counted
-    by the pods of a PyTorchJob or a Job, which start again one by one."""
+    """The run ends after this many attempts in a row without a new step in `outcome.json`. The pods
+    of a PyTorchJob or a Job start again one by one, and do not count them."""
 
 
 class Mount(FrozenModel):
-    """A folder from outside that the job needs."""
+    """A folder that the job needs from outside."""
 
     source: MountSource
     """The folder on the node: an absolute path. On Kubernetes also `claim:NAME` (a volume claim),
@@ -163,21 +158,21 @@ class Mount(FrozenModel):
     """Where the job sees it."""
 
     read_only: Annotated[bool, Strict()] = False
-    """Whether the job may only read it; without containers nothing holds it to that."""
+    """Whether the job may only read it; without containers nothing enforces this."""
 
     @property
     def kind(self) -> str:
-        """What the source is: `path`, or the word before its colon."""
+        """The kind of source: `path`, or the word before its colon."""
         return "path" if self.source.startswith("/") else self.source.partition(":")[0]
 
     @property
     def named(self) -> str:
-        """What follows that word: a name, `SERVER:/PATH`, or a size; the path of a folder."""
+        """The rest of the source: a name, `SERVER:/PATH`, or a size; the path of a folder."""
         return self.source if self.kind == "path" else self.source.partition(":")[2]
 
 
 class Secret(FrozenModel):
-    """Where a secret's value is found; the value itself is never written down."""
+    """Where a secret's value is; the value itself is never written down."""
 
     secret: SecretName | None = None
     """The name of the Kubernetes Secret."""
@@ -186,8 +181,8 @@ class Secret(FrozenModel):
     """The key in it."""
 
     file: SecretFile | None = None
-    """A file that only you may read (`chmod 600`), read by the script on its node; here and on
-    Slurm."""
+    """A file that only you may read (`chmod 600`); the script reads it on its node, on Slurm and on
+    this machine."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -196,7 +191,7 @@ class Secret(FrozenModel):
         if there in ({"secret", "key"}, {"file"}):
             return []
         given_keys = " and ".join(sorted(there)) or "none of them"
-        return [f"secret and key say where it is, or file does; found {given_keys}"]
+        return [f"give secret and key, or file; found {given_keys}"]
 
 
 class JobSpec(FrozenModel):
@@ -209,8 +204,8 @@ class JobSpec(FrozenModel):
     """The Python module that every worker runs, as after `python -m`."""
 
     script: Program | None = None
-    """The Python file that every worker runs; a relative path is below the submit folder, and
-    `$TRAIN_RUN_DIR/FILE` in the run directory: torchrun forks those workers from itself."""
+    """The Python file that every worker runs; a relative path is below the submit folder. If it is
+    `$TRAIN_RUN_DIR/FILE`, in the run directory, torchrun forks the workers from itself."""
 
     command: (
         Annotated[
@@ -220,23 +215,23 @@ class JobSpec(FrozenModel):
         ]
         | None
     ) = None
-    """Any program and its first arguments, started once per worker in place of Python."""
+    """Any program and its first arguments, started once per worker instead of Python."""
 
     args: tuple[Text, ...] = ()
     """Arguments of the module, script or command."""
 
     image: Image | None = None
-    """The container image, where the profile runs containers."""
+    """The container image, if the profile runs containers."""
 
     workdir: AbsolutePath | None = None
-    """The folder in which the workers start; where it is left out, the image's own, or the submit
-    folder where there are no containers."""
+    """The folder in which the workers start; by default that of the image, or the submit folder if
+    there are no containers."""
 
     resources: Resources = Field(default_factory=Resources)
     """What the job needs."""
 
     time_limit_s: Duration | None = Field(default=None, alias="time_limit")
-    """How long the job may run, like `4h`; the site's default where it is left out."""
+    """How long the job may run, like `4h`; by default the site decides."""
 
     env: dict[EnvName, Text] = Field(default={})
     """Environment variables of every worker."""
@@ -254,20 +249,20 @@ class JobSpec(FrozenModel):
     `{NAME: {file: …}}`; never values."""
 
     sbatch: SbatchOptions = Field(default={})
-    """More options of sbatch, by their long names: `true` for one without a value, null to take
-    back what the profile sets. Other places ignore them."""
+    """More options of sbatch, by their long names: `true` for one without a value, null to cancel
+    what the profile sets. Only Slurm uses them."""
 
     mounts: tuple[Mount, ...] = ()
-    """Folders from outside."""
+    """Folders that the job needs from outside."""
 
     kubernetes: KubernetesOptions = Field(default_factory=KubernetesOptions)
-    """What the job asks of Kubernetes alone; other places ignore it."""
+    """Settings that only Kubernetes uses."""
 
     sweep: Sweep | None = None
-    """Many runs of this job, each with other arguments or variables; on Slurm."""
+    """Many runs of this job with different arguments or variables; on Slurm."""
 
     after: After = ()
-    """Runs of the same cluster to wait for; on Slurm. A name alone means that it must succeed."""
+    """Runs on the same cluster to wait for; on Slurm. A name alone means: it must succeed."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -276,7 +271,7 @@ class JobSpec(FrozenModel):
         entries = [key for key in ("module", "script", "command") if given.get(key) is not None]
         if len(entries) != 1:
             which = " and ".join(entries) or "none of them"
-            problems.append(f"one of module, script and command says what to run; found {which}")
+            problems.append(f"give one of module, script and command; found {which}")
         if given.get("command") == ():
             problems.append("command: the list is empty; name the program first")
         words = [
@@ -300,7 +295,7 @@ class JobSpec(FrozenModel):
         if isinstance(sweep, dict):  # as a file holds it
             with contextlib.suppress(ValidationError):
                 sweep = Sweep.model_validate(sweep)
-        # An argument that is no text is told by itself.
+        # pydantic reports an argument that is not a string.
         texts = isinstance(args, tuple) and all(isinstance(word, str) for word in args)
         if isinstance(sweep, Sweep) and texts:
             try:
@@ -318,17 +313,17 @@ class JobSpec(FrozenModel):
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """The points of the sweep; none without one."""
+        """The points of the sweep; empty without a sweep."""
         return () if self.sweep is None else expand(self.sweep, self.args)
 
     def at(self, point: Point) -> "JobSpec":
-        """Return the plain job of a point."""
+        """Return the job of one point, without the sweep."""
         changes = {"sweep": None, "args": point.args, "env": {**self.env, **point.env}}
         return self.model_copy(update=changes)
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What follows torchrun's own options: the module, script or command."""
+        """The module, script or command, as it follows torchrun's own options."""
         if self.module is not None:
             return ("-m", self.module)
         if self.script is not None:
@@ -348,15 +343,15 @@ class JobSpec(FrozenModel):
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
     def as_written(self) -> dict[str, Any]:
-        """Return the job as a job file holds it, without the keys left at their defaults."""
+        """Return the content of a job file for this job, without keys that have their defaults."""
         return self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
     def replace(self, **changes: Any) -> "JobSpec":
-        """Return the job with other values, checked like a file.
+        """Return the job with other values, checked like a job file.
 
-        Keys are those of the job file, like `args` or `**{"resources.nnodes": 4}`; values are what
-        stands there, as Python has it: `"4h"`, `["--epochs", "3"]`, `{"min": 2, "max": 4}`; None
-        takes a key back to its default.
+        Keys are those of the job file, like `args` or `**{"resources.nnodes": 4}`. Values are those
+        of the job file as Python objects: `"4h"`, `["--epochs", "3"]`, `{"min": 2, "max": 4}`; None
+        resets a key to its default.
 
         Raises:
             SpecError: every problem of the changed job.
@@ -373,7 +368,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
         overrides: Assignments like `resources.nnodes=4`, applied before anything is checked.
 
     Raises:
-        SpecError: Every problem of the file and of the overrides.
+        SpecError: every problem of the file and of the overrides.
     """
     return _checked(read_job(path, overrides))
 

@@ -43,7 +43,7 @@ __all__ = [
 
 def _no_home_sign(value: str) -> str:
     if not value or value.startswith("~"):
-        raise ValueError(f"{value!r} is not expanded; write the path out")
+        raise ValueError(f"{value!r} is not expanded; write the whole path")
     return value
 
 
@@ -53,7 +53,7 @@ FolderPath = Annotated[Text, AfterValidator(_no_home_sign)]
 
 
 class NodeFacts(FrozenModel):
-    """What one node of the site has, so that a job that cannot fit is refused before it queues."""
+    """The size of one node, so that a job that cannot fit is refused before it is queued."""
 
     gpus: NaturalInt | None = None
     """GPUs of a node."""
@@ -62,23 +62,23 @@ class NodeFacts(FrozenModel):
     """CPUs of a node."""
 
     memory_bytes: Size | None = Field(default=None, alias="memory")
-    """Memory of a node that jobs may use, like `480GiB`."""
+    """Memory of a node that jobs can use, like `480GiB`."""
 
 
 class SiteProfile(FrozenModel):
-    """What every kind of site has."""
+    """The settings of every kind of site."""
 
     name: Text = ""
-    """The profile's name; the file's name where it is left out."""
+    """The profile's name; by default the file's."""
 
     node: NodeFacts = Field(default_factory=NodeFacts)
-    """What a node has."""
+    """The size of a node."""
 
     env: dict[EnvName, Text] = Field(default={})
-    """Environment variables of every job; the job's own win."""
+    """Environment variables of every job; the job's own take precedence."""
 
     network_interface: Word | None = None
-    """The interface for NCCL and gloo, like `ib0`; they choose one where it is left out."""
+    """The network interface for NCCL and gloo, like `ib0`; by default they choose."""
 
     templates_dir: FolderPath | None = None
     """A folder whose templates replace or extend the toolkit's; a relative path is below the
@@ -92,7 +92,7 @@ class LocalProfile(SiteProfile):
     """What the profile is for."""
 
     runs_dir: FolderPath = "runs"
-    """Where run directories are made; a relative path is below the current folder."""
+    """Where run directories are created; a relative path is below the current folder."""
 
 
 # ---- Slurm
@@ -106,14 +106,14 @@ REMOTE_DIR = "~/torch-deploy-toolkit"
 
 
 class Switches(FrozenModel):
-    """How many leaf switches a job may be spread over, where the site has a topology plugin."""
+    """How many leaf switches a job may span, if the site has a topology plugin."""
 
     count: PositiveInt
-    """The most switches; 1 keeps all nodes below one."""
+    """The most switches; with 1, all nodes are below one switch."""
 
     max_wait_s: Duration | None = Field(default=None, alias="max_wait")
-    """How long the job waits for that before it takes any nodes; the site has a longest wait of
-    its own (`max_switch_wait`, 5 minutes unless set)."""
+    """How long the job waits for such nodes before it takes any; the site limits this wait
+    (`max_switch_wait`, 5 minutes by default)."""
 
 
 class SlurmProfile(SiteProfile):
@@ -123,22 +123,22 @@ class SlurmProfile(SiteProfile):
     """What the profile is for."""
 
     runs_dir: FolderPath = "runs"
-    """Where run directories are made, on a file system that all nodes share; a relative path is
+    """Where run directories are created, on a file system that all nodes share; a relative path is
     below the current folder, or below `remote_dir`."""
 
     via: Via | None = None
-    """`ssh HOST`: Slurm's commands run there, on a login node, and the code is brought there. See
+    """`ssh HOST`: Slurm's commands run on this login node, and the code is copied there. See
     [from a laptop](../how-to/laptop.md)."""
 
     remote_dir: HomePath = REMOTE_DIR
-    """With `via`: the folder on the login node below which relative paths of this profile lie; all
+    """With `via`: the folder on the login node that relative paths of this profile start from; all
     nodes share it."""
 
     code_limit_bytes: Size | None = Field(default=None, alias="code_limit")
-    """With `via`: the most code that is brought there; 1GiB where it is left out."""
+    """With `via`: the most code that is copied there; 1GiB by default."""
 
     partition: Word | None = None
-    """The partition; the cluster's default where it is left out."""
+    """The partition; by default the cluster's."""
 
     account: Word | None = None
     """The account that is charged."""
@@ -147,47 +147,47 @@ class SlurmProfile(SiteProfile):
     """The quality of service."""
 
     gpu_type: Word | None = None
-    """The GPU's name in the cluster's gres.conf, like `h100`, where it must be given."""
+    """The GPU's name in the cluster's gres.conf, like `h100`, if the site requires it."""
 
     gpus_flag: Literal["gpus-per-node", "gres", "gpus-per-task"] = "gpus-per-node"
-    """The option that requests GPUs: sites whose submit filter or older select plugin knows only
-    `gres` need that. With `gpus-per-task` no `gpu_type` may be given: Slurm 22.05 then leaves
-    CUDA_VISIBLE_DEVICES unset, and every job sees all GPUs of its node."""
+    """The option that requests GPUs: a site whose submit filter or older select plugin knows only
+    `gres` needs that one. `gpus-per-task` excludes `gpu_type`: Slurm 22.05 would leave
+    CUDA_VISIBLE_DEVICES unset, and every job would see all GPUs of its node."""
 
     switches: Switches | None = None
-    """How near to each other the nodes must be, since gradients cross every switch in between."""
+    """How close to each other the nodes must be, since gradients cross every switch in between."""
 
     exclusive: Flag = False
-    """Whether a job has its nodes to itself, where the site shares them; other jobs on a node
-    take memory bandwidth and network. Kinds like `user` go under `sbatch`."""
+    """Whether a job has its nodes to itself on a site that shares them; other jobs on a node take
+    memory bandwidth and network. Variants like `user` go under `sbatch`."""
 
     licenses: tuple[Word, ...] = ()
-    """Licenses that every job takes, like `matlab:1` or `fs_scratch@db`; sites count file systems
-    and software by them."""
+    """Licenses that every job takes, like `matlab:1` or `fs_scratch@db`; sites use them to count
+    software and file systems."""
 
     sbatch: SbatchOptions = Field(default={})
-    """More options of sbatch for every job, by their long names; a job's own win."""
+    """More options of sbatch for every job, by their long names; a job's own take precedence."""
 
     runtime: Literal["bare", "pyxis", "apptainer", "podman"] = "bare"
-    """How workers run: `bare` in the profile's modules and venv, the others in the job's `image`.
+    """How workers run: `bare` with the profile's modules and venv, the others in the job's `image`.
     See [containers](../how-to/containers.md)."""
 
     container_options: tuple[Text, ...] = ()
     """More options of srun (pyxis), `apptainer exec` or `podman run`, one per item."""
 
     mounts: tuple[Mount, ...] = ()
-    """Folders that every job's container sees, beside the run directory and the job's own."""
+    """Folders to mount into every job's container, besides the run directory and the job's own."""
 
     prolog: tuple[ShellLine, ...] = ()
-    """Lines of bash that the site wants before the environment is made, as they are: unset what
-    login shells leak, source what defines `module`. A line that fails stops the job."""
+    """Lines of bash to run before the environment is set up, unchanged: unset what login shells
+    leak, source what defines `module`. A line that fails stops the job."""
 
     epilog: tuple[ShellLine, ...] = ()
-    """Lines of bash for the end of the script, however it ends: remove what the job left on local
-    disks. They cannot change the exit status; after a node's loss nothing runs them."""
+    """Lines of bash to run at the end of the script, however it ends: remove the job's files from
+    local disks. They cannot change the exit status; after the loss of a node they do not run."""
 
     kill_wait_s: Duration = Field(default=30, alias="kill_wait")
-    """The cluster's KillWait: what scancel leaves a job between SIGTERM and SIGKILL."""
+    """The cluster's KillWait: the time between SIGTERM and SIGKILL after scancel."""
 
     modules: tuple[Word, ...] = ()
     """Environment modules to load, in order."""
@@ -202,7 +202,7 @@ class SlurmProfile(SiteProfile):
         return (self.via or "").partition(" ")[2]
 
     def below(self, path: str) -> str:
-        """Return a path of this profile as the login node knows it.
+        """Return a path of this profile on the login node.
 
         >>> SlurmProfile(via="ssh login1").below("runs"), SlurmProfile().below("runs")
         ('~/torch-deploy-toolkit/runs', 'runs')
@@ -220,7 +220,7 @@ class SlurmProfile(SiteProfile):
             if isinstance(options, dict) and key in options and given.get(key)
         ]
         if not given.get("via") and given.get("remote_dir", REMOTE_DIR) != REMOTE_DIR:
-            problems.append("remote_dir without via: it is for a login node that is reached by ssh")
+            problems.append("remote_dir without via: it is for a login node reached by ssh")
         runtime = given.get("runtime") or "bare"
         problems += (
             f"{key} without containers; write runtime: pyxis, apptainer or podman"
@@ -257,87 +257,89 @@ class KubernetesProfile(SiteProfile):
     """What the profile is for."""
 
     workload: Workload = "PyTorchJob"
-    """What a job becomes: `PyTorchJob` (Kubeflow Training Operator), `TrainJob` (Kubeflow Trainer),
+    """The kind of object: `PyTorchJob` (Kubeflow Training Operator), `TrainJob` (Kubeflow Trainer),
     `JobSet`, or `Job`, which needs no operator. See [Kubernetes](../how-to/kubernetes.md)."""
 
     namespace: SecretName = "default"
     """The namespace of the jobs."""
 
     context: Text | None = None
-    """The context of the kubeconfig; the current one where it is left out."""
+    """The context of the kubeconfig; by default the current one."""
 
     master: Flag = False
-    """Whether a PyTorchJob has a Master, as older clusters' tools expect, rather than workers only.
-    The operator gives its workers an init container that Pod Security `restricted` refuses."""
+    """Whether a PyTorchJob has a Master besides its workers, as the tools of older clusters expect.
+    The operator then gives the workers an init container that Pod Security `restricted` refuses."""
 
     training_runtime: SecretName = "torch-deploy-toolkit"
     """The TrainingRuntime that a TrainJob refers to; `k8s/base` holds it."""
 
     queue: SecretName | None = None
-    """The LocalQueue of Kueue that jobs wait in."""
+    """The LocalQueue of Kueue in which jobs wait."""
 
     queue_priority: SecretName | None = None
     """The WorkloadPriorityClass of Kueue."""
 
     gang_scheduler: Literal["volcano", "scheduler-plugins"] | None = None
-    """Who starts all pods of a job or none, where it is installed: Volcano, or the coscheduling of
-    scheduler-plugins. Kueue admits whole jobs without one."""
+    """The installed scheduler that starts either all pods of a job or none: Volcano, or the
+    coscheduling of scheduler-plugins. Kueue admits whole jobs without one."""
 
     pod_security: Literal["restricted", "baseline", "privileged"] = "restricted"
     """The Pod Security level of the namespace; only `privileged` allows folders of the node."""
 
     run_as_user: NaturalInt = 1000
-    """The user and group id that the container runs as; 0, for images that need root, is against
-    Pod Security `restricted`."""
+    """The user and group id of the container; 0, for images that need root, violates Pod Security
+    `restricted`."""
 
     read_only_root: Flag = True
     """Whether the container's root file system is read-only; /tmp, /dev/shm and the run directory
-    can be written in any case."""
+    are always writable."""
 
     capabilities: tuple[Capability, ...] = ()
-    """Capabilities that the container keeps, like `IPC_LOCK` for RDMA; against Pod Security
+    """Capabilities that the container keeps, like `IPC_LOCK` for RDMA; they violate Pod Security
     `restricted` and `baseline`."""
 
     host_network: Flag = False
-    """Whether pods share their node's network, as some RDMA set-ups need; against Pod Security
-    `restricted` and `baseline`. One pod per node then, since all use the same port."""
+    """Whether pods share their node's network, as some RDMA set-ups need; it violates Pod Security
+    `restricted` and `baseline`, and allows one pod per node, since all use the same port."""
 
     network_policy: Flag = True
-    """Whether each run brings a NetworkPolicy, for networks that enforce it: its pods reach each
-    other, DNS and what `egress` names, and nobody else reaches them. Without it the namespace's own
-    policies hold, like those of `k8s/base`, where all training pods reach each other."""
+    """Whether each run has a NetworkPolicy, for networks that enforce it: its pods reach only each
+    other, DNS and the networks under `egress`, and nothing else reaches them. Without it the
+    policies of the namespace apply, like those of `k8s/base`, where all training pods reach each
+    other."""
 
     egress: tuple[Network, ...] = ()
-    """Networks that the pods of a run may reach besides, like `0.0.0.0/0` for all that is outside.
-    The addresses at which clouds give out credentials (169.254.0.0/16) are left out of any."""
+    """More networks that the pods of a run may reach, like `0.0.0.0/0` for everything outside. The
+    addresses at which clouds hand out credentials (169.254.0.0/16) are always excluded."""
 
     service: SecretName | None = None
-    """The headless Service of the namespace that gives the pods of a Job their names, as `k8s/base`
-    has one. Without it, each run brings its own."""
+    """The namespace's headless Service that gives the pods of a Job their names, as in `k8s/base`.
+    Without it, each run creates its own."""
 
     gpu_resource: ResourceName = "nvidia.com/gpu"
     """The name of the GPU resource."""
 
     resources: dict[ResourceName, PositiveInt] = Field(default={})
-    """What else each pod asks of a device plugin, like `rdma/hca: 1`."""
+    """More resources of device plugins for each pod, like `rdma/hca: 1`."""
 
     node_selector: dict[LabelKey, LabelValue] = Field(default={})
     """Labels that a node must have."""
 
     tolerations: tuple[Toleration, ...] = ()
-    """Taints of nodes that the pods put up with."""
+    """Taints of nodes that the pods tolerate."""
 
     one_pod_per_node: Flag = False
-    """Whether each pod of a run is on a node of its own; nodes that GPUs fill do so anyway."""
+    """Whether each pod of a run gets a node of its own; a pod that uses all GPUs of a node has one
+    anyway."""
 
     topology: Topology | None = None
-    """How near to each other the pods must be; of Kueue where there is a queue."""
+    """How close to each other the pods must be; if there is a queue, Kueue arranges it."""
 
     priority_class: SecretName | None = None
     """The PriorityClass of the pods."""
 
     service_account: SecretName | None = None
-    """The ServiceAccount of the pods, whose token they do not get."""
+    """The ServiceAccount of the pods; its token is not mounted."""
 
     image_pull_secrets: tuple[SecretName, ...] = ()
     """Secrets that hold the registry's credentials."""
@@ -346,23 +348,23 @@ class KubernetesProfile(SiteProfile):
     """When the image is pulled."""
 
     runs_dir: AbsolutePath = "/runs"
-    """Where the container sees the run directories."""
+    """The folder of the run directories in the container."""
 
     runs_claim: SecretName | None = None
-    """The PersistentVolumeClaim that holds them, which all nodes can mount at once; without one
-    they are lost with the pod."""
+    """The PersistentVolumeClaim that holds the run directories; all nodes must be able to mount it
+    at the same time. Without one, run directories are lost with their pods."""
 
     mounts: tuple[Mount, ...] = ()
-    """Volumes that every job's pods see, beside the job's own."""
+    """Volumes to mount into the pods of every job, besides the job's own."""
 
     secret: SecretName | None = None
-    """The Kubernetes Secret for secrets that a job names without saying where they are."""
+    """The Kubernetes Secret that holds the secrets for which a job gives no place."""
 
     ttl_s: Duration | None = Field(default=None, alias="ttl")
-    """How long an ended run stays in the cluster, with its logs; for good where it is left out."""
+    """How long a run that has ended stays in the cluster, with its logs; by default for ever."""
 
     patches: tuple[Patch, ...] = ()
-    """Changes to what is rendered, for what has no key here."""
+    """Changes to the rendered objects, for settings that have no key."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -372,8 +374,8 @@ class KubernetesProfile(SiteProfile):
         def breaks(what: str, *levels: str) -> None:
             if level in levels:
                 problems.append(
-                    f"{what} is against Pod Security {level!r}, so the cluster would refuse the "
-                    f"pods; leave it out, or say what the namespace allows: pod_security: "
+                    f"{what} violates Pod Security {level!r}, so the cluster would refuse the "
+                    f"pods; leave it out, or set what the namespace allows: pod_security: "
                     f"{'privileged' if 'baseline' in levels else 'baseline'}"
                 )
 
@@ -392,9 +394,7 @@ class KubernetesProfile(SiteProfile):
                 f"resources: {gpu!r} is what gpus_per_node of a job asks for; leave it out"
             )
         if given.get("queue_priority") and not given.get("queue"):
-            problems.append(
-                "queue_priority without a queue: it is a priority among Kueue's workloads"
-            )
+            problems.append("queue_priority without a queue: it orders the workloads of Kueue")
         return problems
 
 

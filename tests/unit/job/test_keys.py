@@ -60,7 +60,7 @@ def test_the_program_stands_before_its_arguments(entry: str, words: tuple[str, .
     assert read(f"name: a\n{entry}\nargs: [x]\n").entry == words
 
 
-ONE_OF = "one of module, script and command says what to run; found"
+ONE_OF = "give one of module, script and command; found"
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def refusal(folder: Path, line: str, *, kind: str = "job") -> str:
          'Slurm does, like "a,b"'),
         ("{comment: {a: b}}", "sbatch.comment: an option has one value, not a mapping; write it "
          'as Slurm does, like "a,b"'),
-        ("{exclusive: false}", "sbatch.exclusive: leave the option out; null takes back what the "
+        ("{exclusive: false}", "sbatch.exclusive: leave the option out; null cancels what the "
          "profile sets"),
         ("{nice: 1.5}", "sbatch.nice: a number with a point may be written in many ways; write "
          '"1.5"'),

@@ -61,7 +61,7 @@ timelimit: 4h
 
 BIG_PROBLEMS = """\
 job.yaml:2: unknown key 'nmae'; did you mean 'name'?
-job.yaml:2: one of module, script and command says what to run; found module and script
+job.yaml:2: give one of module, script and command; found module and script
 job.yaml:2: 'LR' stands under env and under secrets; keep one
 job.yaml:3: name: 'Digits' cannot be used; use at most 32 of a-z, 0-9 and '-', a letter first \
 and no '-' last (Kubernetes allows no other names, and adds to this one)
@@ -97,7 +97,7 @@ job.yaml:29: retries.in_job: must be at least 0, not -1
 job.yaml:30: retries.requeue: must be a whole number; yes is a boolean to YAML 1.1
 job.yaml:33: secrets.LR.secret: 'My_Secret' cannot be used; write a Kubernetes object name
 job.yaml:33: secrets.LR.key: '' cannot be used; use letters, digits, '-', '_' and '.'
-job.yaml:34: secrets.HF: secret and key say where it is, or file does; found secret
+job.yaml:34: secrets.HF: give secret and key, or file; found secret
 job.yaml:36: mounts[0]: must be a mapping of keys to values, not '/data'
 job.yaml:37: mounts[1].source: 'data' must be an absolute path; on Kubernetes also claim:NAME, \
 configmap:NAME, secret:NAME, nfs:SERVER:/PATH, empty: or empty:10GiB

@@ -202,7 +202,7 @@ PATH:3: unknown key 'disk' under 'node'; valid are gpus, cpus, memory
 PATH:4: env.SLURM_MEM: 'SLURM_MEM' is set by torchrun, the scheduler or the toolkit; leave it out
 PATH:4: env.LR: 1e-3 is a number to YAML 1.2; write "1e-3" if you mean the text
 PATH:5: network_interface: '' cannot be used; write one word, or leave the key out
-PATH:6: runs_dir: '~/runs' is not expanded; write the path out
+PATH:6: runs_dir: '~/runs' is not expanded; write the whole path
 PATH:7: partition: '' cannot be used; write one word, or leave the key out
 PATH:8: account: 'a b' cannot be used; write one word, or leave the key out
 PATH:9: qos: no is a boolean to YAML 1.1; write "no" if you mean the text
@@ -210,7 +210,7 @@ PATH:10: gpu_type: '' cannot be used; write one word, or leave the key out
 PATH:11: kill_wait: '30' has no unit; write 30s, 30m or 30h
 PATH:12: modules[1]: '' cannot be used; write one word, or leave the key out
 PATH:12: modules[2]: 3.10 is not a string to YAML; write "3.10"
-PATH:13: venv: '~/venv' is not expanded; write the path out
+PATH:13: venv: '~/venv' is not expanded; write the whole path
 PATH:14: unknown key 'namespace'; did you mean 'name'?
 """
 
