@@ -1,1 +1,1 @@
-"""Text that people and programs write: quantities, YAML, secrets in it, files of others. Pure."""
+"""Reads and writes text: quantities, YAML, manifests, secrets, untrusted files."""

@@ -1,4 +1,4 @@
-"""The word that was probably meant, for messages about one that is unknown."""
+"""Suggestions for messages about an unknown word."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,25 +7,24 @@ __all__ = ["did_you_mean", "nearest"]
 
 
 def nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the one of `words` that `word` is probably meant to be; None if none is near.
+    """Return the word that was probably meant; None if no word is similar.
 
     Args:
-        word: What was written.
-        words: The words that are known.
-        cutoff: How alike they must be, from 0 to 1 (`difflib.SequenceMatcher.ratio`).
+        word: The word in question.
+        words: The words to choose from.
+        cutoff: How similar they must be, from 0 to 1 (`difflib.SequenceMatcher.ratio`).
 
     >>> nearest("nnode", ["nnodes", "image"]), nearest("x", ["image"])
     ('nnodes', None)
     """
     words = list(words)
-    longer = (candidate for candidate in words if word and candidate.startswith(word))
-    return next(longer, None) or next(
-        iter(difflib.get_close_matches(word, words, n=1, cutoff=cutoff)), None
-    )
+    longer = [candidate for candidate in words if word and candidate.startswith(word)]
+    similar = longer or difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
+    return similar[0] if similar else None
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
-    """Return the way out for a word that is none of `choices`.
+    """Return the way out for a word that is not among the choices.
 
     >>> did_you_mean("nnode", ["nnodes", "image"]), did_you_mean("x", ["image", "args"])
     ("did you mean 'nnodes'?", 'valid are image, args')

@@ -1,7 +1,7 @@
-"""Secrets in shown text: their values are replaced, in the forms in which programs print them.
+"""Replaces the values of secrets in shown text, in the forms in which programs print them. Pure.
 
-Pure. A value that is no longer known, as the variable of yesterday's terminal, is recognised by a
-mark: its length and two salted hashes. From the marks alone the value can only be guessed.
+A value that is no longer known, like a variable of yesterday's terminal, is recognised by a mark:
+its length and two salted hashes. The marks alone do not reveal the value; it can only be guessed.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ from urllib.parse import quote, quote_plus
 __all__ = ["Mark", "Mask", "forms_of", "marks_of"]
 
 SHORTEST = 6
-"""The shortest value that is replaced; a shorter one would take half of a log with it."""
+"""The shortest value to replace; a shorter one would occur in half of a log."""
 
 _ENCODED_FROM = 8
-"""The same of what is left of a value in base64, whose ends depend on what stands beside it."""
+"""The shortest base64 form to replace, without the ends, which depend on adjacent bytes."""
 
 _ROUNDS = 10_000
-"""Of PBKDF2-HMAC-SHA-256: some milliseconds for each guess, and for each text that is looked at."""
+"""Rounds of PBKDF2-HMAC-SHA-256: some milliseconds for each guess and for each word compared."""
 
 _MOST_GUESSES = 500
-"""Texts that are looked at so; what comes after them and begins like a secret is masked unseen."""
+"""How many words are compared; later ones that begin like a secret are masked unseen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class Mark:
     """Characters of the value, in one of its forms."""
 
     salt: bytes
-    """What the hashes begin with; the same for many marks."""
+    """The salt of both hashes; many marks share it."""
 
     start: int
-    """16 bits of a hash of the first characters: one of 65,536 other texts has the same."""
+    """A hash of the first characters, 16 bits: one in 65,536 other texts has the same."""
 
     digest: bytes
-    """A slow hash of the whole, 16 bytes."""
+    """A slow hash of the whole value, 16 bytes."""
 
 
 def forms_of(value: str) -> Iterator[str]:
@@ -70,7 +70,7 @@ def forms_of(value: str) -> Iterator[str]:
         if escaped != value:
             yield escaped
     for encode in (b64encode, urlsafe_b64encode):
-        for before in range(3):  # bytes before it, which it shares its first characters with
+        for before in range(3):  # bytes before it, which share its first characters
             bits = 8 * (before + len(raw))
             text = encode(b"\0" * before + raw).decode()[-(-8 * before // 6) : bits // 6]
             if len(text) >= _ENCODED_FROM:
@@ -81,7 +81,7 @@ def forms_of(value: str) -> Iterator[str]:
 
 
 def marks_of(name: str, value: str, salt: bytes) -> Iterator[Mark]:
-    """Yield the marks of a variable's value, one for each form; none where it is too short."""
+    """Yield the marks of a variable's value, one for each form; none if it is too short."""
     for form in dict.fromkeys(forms_of(value)) if len(value) >= SHORTEST else ():
         yield Mark(
             name=name,
@@ -96,7 +96,7 @@ class Mask:
     """Hides the values of secrets in texts."""
 
     def __init__(self, values: Iterable[tuple[str, str]], marks: Iterable[Mark] = ()) -> None:
-        """Hide these values, by variable, and words with one of these marks."""
+        """Hide these pairs of variable and value, and words with one of these marks."""
         forms = {
             form: name
             for name, value in values
@@ -119,23 +119,20 @@ class Mask:
         for form, name in self._forms:
             if form in text:
                 text = text.replace(form, f"***{name}***")
-        for salt, starts in self._marks.items():
-            text = self._hide_marked(text, salt, starts)
+        for salt, by_start in self._marks.items():
+            parts: list[str] = []
+            end = 0
+            for at in (match.start() for match in _WORD.finditer(text)):
+                if at < end:
+                    continue
+                for mark in by_start.get(self._start(text[at : at + SHORTEST], salt), ()):
+                    word = text[at : at + mark.length]
+                    if len(word) == mark.length and self._has_mark(word, mark):
+                        parts += [text[end:at], f"***{mark.name}***"]
+                        end = at + mark.length
+                        break
+            text = "".join([*parts, text[end:]])
         return text
-
-    def _hide_marked(self, text: str, salt: bytes, starts: dict[int, list[Mark]]) -> str:
-        made: list[str] = []
-        end = 0
-        for at in _WORD.finditer(text):
-            if at.start() < end:
-                continue
-            for mark in starts.get(self._start(text[at.start() : at.start() + SHORTEST], salt), ()):
-                span = text[at.start() : at.start() + mark.length]
-                if len(span) == mark.length and self._is(span, mark):
-                    made += [text[end : at.start()], f"***{mark.name}***"]
-                    end = at.start() + mark.length
-                    break
-        return "".join([*made, text[end:]])
 
     def _start(self, text: str, salt: bytes) -> int:
         key = salt, text
@@ -145,7 +142,7 @@ class Mask:
             self._starts[key] = _start(text, salt)
         return self._starts[key]
 
-    def _is(self, text: str, mark: Mark) -> bool:
+    def _has_mark(self, text: str, mark: Mark) -> bool:
         key = mark.salt, text
         if key not in self._seen:
             if len(self._seen) >= _MOST_GUESSES:
@@ -155,7 +152,7 @@ class Mask:
 
 
 _WORD = re.compile(r"(?<![A-Za-z0-9])\S")
-"""Where a value may begin: not within a word."""
+"""Where a value may begin: not inside a word."""
 
 
 def _start(text: str, salt: bytes) -> int:

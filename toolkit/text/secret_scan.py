@@ -1,6 +1,6 @@
-"""What looks like a secret, and how it is kept out of files, messages and logs.
+"""Recognises secrets in files, arguments and variables. Pure.
 
-Pure. Nothing here ever puts more than the first three characters of a secret into a message.
+A message never holds more than the first three characters of a secret.
 """
 
 import itertools
@@ -19,10 +19,10 @@ __all__ = [
 ]
 
 SHOWN = 3
-"""How many characters of a token may be shown: enough to know which one is meant."""
+"""How many characters of a token may be shown: enough to recognise it."""
 
 LINE_FROM = 16
-"""The shortest line of a longer secret that is replaced by itself."""
+"""The shortest line of a longer secret that is replaced on its own."""
 
 WAY_OUT = (
     "a secret is never written down; name it under 'secrets' and export it where you submit, "
@@ -61,7 +61,7 @@ _SHAPES = {
     "a Google OAuth token": r"ya29\.[A-Za-z0-9_-]{16,}|GOCSPX-[A-Za-z0-9_-]{16,}",
     "a key of Azure": r"(?:Account|SharedAccess)Key=[A-Za-z0-9+/=]{16,}",
     "a bearer token": r"(?i:bearer)[ =:]+(?=[^\s]{0,200}[0-9])[A-Za-z0-9._~+/-]{16,}=*",
-    # Bounded: texts that begin again and again like one would be read as often.
+    # Bounded, because a text may begin like one at every character.
     "a JSON Web Token": r"eyJ[A-Za-z0-9_-]{8,500}\.eyJ[A-Za-z0-9_-]{8,5000}\.[A-Za-z0-9_-]{8,}",
     "a private key": r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----(?s:.*)",
 }
@@ -73,14 +73,14 @@ _HOLDS = re.compile(
     r"|^(?!(BY|FORWARD|BACKWARD|FIRST|SECOND|LAST|SINGLE|MULTI|ONE|TWO|EACH|FULL|LOW|HIGH|BAND)_)"
     r"[A-Z0-9]+_(PASS|PWD)$"
 )
-"""Words of a name that say: my value is a secret."""
+"""Words of a name whose value is a secret."""
 
 _DESCRIBES = re.compile(
     "FILE|PATH|DIR|FOLDER|NAME|IDS?|IDX|INDEX|URL|URI|TYPE|LEN|LENGTH|COUNT|LIMIT|SIZE|DIM|RATE|TTL"
     "|WEIGHT|LOSS|MODE|PER|NUM|MAX|MIN|DROPOUT|PARALLELISM|ENABLED|DISABLE|REQUIRED|EXPIRY|TIMEOUT"
     "|PAD|BOS|EOS|UNK|MASK|CLS|SEP|STOP|START|END|SPECIAL|IMAGE|NEXT|FIRST|LAST|PROVIDER|CLASS"
 )
-"""Words that say: I only describe a secret, or a token of a language model."""
+"""Words of a name that only describes a secret, or a token of a language model."""
 
 _NAMES_OF_SECRETS = frozenset(
     {
@@ -88,14 +88,14 @@ _NAMES_OF_SECRETS = frozenset(
         *("secretName", "secretKeyRef", "secretRef", "imagePullSecrets"),
     }
 )
-"""Keys of job files, profiles and pods that hold no secret, but say which one is meant."""
+"""Keys of job files, profiles and pods whose values are names of secrets."""
 
 _SWITCH = re.compile(r"(?i:true|false|yes|no|on|off|none|null|auto|default|[01])")
 _NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]+)?")
 _REFERENCE = re.compile(
     r"[~/$<\[{%]|\.{1,2}/|[a-z][a-z0-9+.-]*://(?![^/]*:[^/]*@)|(file|vault|env):"
 )
-"""How a path, a variable, a placeholder or a reference begins."""
+"""The beginning of a path, a variable, a placeholder or a reference."""
 
 _RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/=_.-]{16,}")
 _HEX = re.compile(r"[0-9a-f]{32,64}|[0-9A-F]{32,64}")
@@ -105,7 +105,7 @@ _WITH_PASSWORD = re.compile(
 
 
 def is_telling(name: str) -> bool:
-    """Whether a variable or option of this name holds a secret.
+    """Whether the value of a variable or option with this name is a secret.
 
     >>> [is_telling(n) for n in ("HF_TOKEN", "db-password", "OPENAI_API_KEY", "MY_SECRET_VALUE")]
     [True, True, True, True]
@@ -125,7 +125,7 @@ def _words(name: str) -> list[str]:
 
 
 def kind_of(value: str, *, name: str = "") -> str | None:
-    """Say what kind of secret `value` looks like, in a variable or option called `name`.
+    """Return what kind of secret a value looks like, in a variable or option called `name`.
 
     >>> kind_of("hf_" + "a1" * 17), kind_of("hunter2", name="DB_PASSWORD"), kind_of("hunter2")
     ('a Hugging Face token (hf_…)', 'a value for DB_PASSWORD', None)
@@ -135,17 +135,11 @@ def kind_of(value: str, *, name: str = "") -> str | None:
             return f"{kind} ({match[0][:SHOWN]}…)"
     if _WITH_PASSWORD.search(value):
         return "an address with its password"
-    keyed = _words(name)[-1:] in (["KEY"], ["TOKEN"]) and _HEX.fullmatch(value) is not None
-    if keyed or (is_telling(name) and _is_literal(value, name)):
+    if _words(name)[-1:] in (["KEY"], ["TOKEN"]) and _HEX.fullmatch(value):
         return f"a value for {name}"
-    return None
-
-
-def _is_literal(value: str, name: str) -> bool:
-    """Whether a value stands for itself: no path, reference, switch or count."""
-    if not value.strip() or _SWITCH.fullmatch(value) or _REFERENCE.match(value):
-        return False
-    return not ("TOKEN" in name.upper() and _NUMBER.fullmatch(value))
+    other = not value.strip() or _SWITCH.fullmatch(value) or _REFERENCE.match(value)
+    count = "TOKEN" in name.upper() and _NUMBER.fullmatch(value)
+    return f"a value for {name}" if is_telling(name) and not other and not count else None
 
 
 def _problem(place: str, kind: str) -> str:
@@ -153,19 +147,19 @@ def _problem(place: str, kind: str) -> str:
 
 
 def leaks(place: str, value: str, *, name: str = "") -> Iterator[str]:
-    """Yield the problems of a value at `place`; the value itself is not in it."""
+    """Yield the problem of a value that is a secret; the message does not hold the value."""
     if kind := kind_of(value, name=name):
         yield _problem(place, kind)
 
 
 def leaks_of_words(place: str, words: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield the position and the problem of every argument that holds a secret."""
+    """Yield the position and the problem of each argument that holds a secret."""
     for index, kind in kinds_of_words(words):
         yield index, _problem(f"{place}[{index}]", kind)
 
 
 def kinds_of_words(words: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield the position and the kind of secret of every argument that holds one.
+    """Yield the position and the kind of secret of each argument that holds one.
 
     `--api-key VALUE`, `--api-key=VALUE` and `key.api_key=VALUE` count as names with values.
     """
@@ -186,7 +180,7 @@ def kinds_of_words(words: Sequence[str]) -> Iterator[tuple[int, str]]:
 def leaks_of_document(
     value: object, *, place: str = "", name: str = ""
 ) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the path and the problem of every string in a document that holds a secret.
+    """Yield the path and the problem of each string in a document that holds a secret.
 
     Args:
         value: The document: lists, mappings and strings, as JSON has them.
@@ -203,7 +197,7 @@ def leaks_of_document(
             for path, reason in leaks_of_document(one, place=f"{place}[{at}]"):
                 yield (at, *path), reason
     elif isinstance(value, dict):
-        # A variable of a pod, or an operation of JSON Patch.
+        # The value of a pod's variable, or of an operation in a JSON Patch, is named beside it.
         called = value.get("name") or str(value.get("path") or "").rpartition("/")[2]
         for key, one in value.items():
             if key not in _NAMES_OF_SECRETS:
@@ -226,10 +220,10 @@ def conceal(text: str, hidden: Iterable[str] = ()) -> str:
 
 
 def values_of(variables: Mapping[str, str], names: Collection[str] = ()) -> list[tuple[str, str]]:
-    """Return the names and values of secrets among `known` variables, the longest value first.
+    """Return the names and values of the secrets among variables, the longest value first.
 
-    Those of `names` are secrets, and those that look like one. A value of several lines counts
-    line by line, as a log shows it.
+    A variable is a secret if it is listed in `names` or looks like one. The lines of a longer value
+    are returned as well, as a log shows them.
     """
     pairs = []
     for name, value in variables.items():

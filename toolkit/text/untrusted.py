@@ -1,9 +1,9 @@
-"""Untrusted files and answers: read as data, within limits.
+"""Reads untrusted files and answers as data, within limits.
 
 Run directories on a shared file system, files of a login node and answers of a server may be
-forged. Such a file is opened without following links and without waiting
-for a writer, has to be a regular file, and is read up to a limit. A violation is an OSError
-(`RefusedFile`), as for a missing file, so a caller that can do without the file continues.
+forged. Such a file is opened without following links and without waiting for a writer, must be a
+regular file, and is read up to a limit. A violation is an OSError (`RefusedFile`), as for a missing
+file, so a caller that can do without the file continues.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 JSON_BYTES = 16 << 20
-"""How large a file or an answer may be that is read whole, in bytes."""
+"""The largest file or answer that is read whole, in bytes."""
 
 _ENTRIES = 100_000
 _KINDS = {
@@ -52,21 +52,21 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
-# Without waiting: opening a pipe without a writer would block for ever.
+# Non-blocking: opening a pipe without a writer would wait for ever.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | _NO_LINK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""What a terminal takes for a command, what reverses the text after it, halves of characters."""
+"""Control characters of terminals, characters that reverse text, halves of surrogate pairs."""
 
 _HARMLESS = re.compile(r"(\x1b\[[0-9;:]{0,32}m|\r)", re.ASCII)
-"""Colours, and the return to the line's beginning."""
+"""Colours, and the return to the beginning of the line."""
 
 
 class RefusedFile(OSError):
-    """A file that is there and is not read: a link, a device, too large."""
+    """A file that exists but must not be read: a link, a device, too large."""
 
     def __init__(self, path: Path | str, why: str) -> None:
         super().__init__(errno.EPERM, why, str(path))
@@ -76,13 +76,13 @@ def open_untrusted(path: Path | str, *, below: Path | None = None) -> BinaryIO:
     """Open a regular file for reading, without following links.
 
     Args:
-        path: the file.
-        below: the folder from which on no part of the path may be a link; the file's own folder
-            where it is None.
+        path: The file.
+        below: A folder above the file, below which no part of the path may be a link; None if only
+            the file itself may not be one.
 
     Raises:
-        RefusedFile: it is a link or no regular file, or lies elsewhere than below that folder.
-        OSError: it is not there, or cannot be read.
+        RefusedFile: the file is a link, not a regular file, or not below that folder.
+        OSError: the file does not exist or cannot be read.
     """
     return os.fdopen(_opened(path, below, _FILE), "rb")
 
@@ -103,15 +103,15 @@ def _opened(path: Path | str, below: Path | None, flags: int) -> int:
         ):
             raise RefusedFile(path, "is a link or a socket, which is not followed") from None
         raise
-    wanted = stat.S_IFDIR if flags & os.O_DIRECTORY else stat.S_IFREG
-    if (kind := stat.S_IFMT(info.st_mode)) != wanted:
+    required = stat.S_IFDIR if flags & os.O_DIRECTORY else stat.S_IFREG
+    if (kind := stat.S_IFMT(info.st_mode)) != required:
         os.close(handle)
-        raise RefusedFile(path, f"is {_KINDS.get(kind, 'no regular file')}")
+        raise RefusedFile(path, f"is {_KINDS.get(kind, 'not a regular file')}")
     return handle
 
 
 def _walked(path: str, below: Path, flags: int) -> int:
-    """Open part after part, each as an entry of the one before and none a link."""
+    """Open one part of the path after the other, each relative to its folder, none a link."""
     start = os.fspath(below)
     if path != start and not path.startswith(f"{start.rstrip('/')}/"):
         raise RefusedFile(path, f"is not below {below}")
@@ -135,9 +135,9 @@ def read_bytes(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None 
     """Return a file's bytes.
 
     Args:
-        path: the file.
-        limit: how many bytes it may have.
-        below: as for `open_untrusted()`.
+        path: The file.
+        limit: The most bytes that it may have.
+        below: As for `open_untrusted()`.
 
     Raises:
         OSError: as from `open_untrusted()`; `RefusedFile` if it exceeds the limit.
@@ -156,7 +156,7 @@ def read_bytes(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None 
 
 
 def read_text(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None = None) -> str:
-    """Return a file's text; bytes that are no UTF-8 stand as U+FFFD.
+    """Return a file's text; bytes that are not UTF-8 become U+FFFD.
 
     Raises:
         OSError: as from `read_bytes()`.
@@ -165,7 +165,7 @@ def read_text(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None =
 
 
 def read_json(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None = None) -> Any:
-    """Return the value that a file of JSON holds.
+    """Return the value in a JSON file.
 
     Raises:
         OSError: as from `read_bytes()`.
@@ -175,13 +175,13 @@ def read_json(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None =
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text, without halves of characters, which no file can hold.
+    """Return the value of a JSON text, without halves of surrogate pairs, which no file can hold.
 
     Raises:
-        ValueError: it is no JSON, or nested too deeply to be read.
+        ValueError: the text is not JSON, or nested too deeply.
     """
     try:
-        # Not by json itself, which takes bytes for halves of characters, too.
+        # json itself would decode bytes to halves of surrogate pairs, too.
         decoded = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         value = json.loads(decoded)
         return _whole_characters(value) if "\\u" in decoded or not decoded.isascii() else value
@@ -202,9 +202,9 @@ def _whole_characters(value: Any) -> Any:
 def lines_of_json(
     path: Path | str, *, limit: int = JSON_BYTES, below: Path | None = None
 ) -> Iterator[Any]:
-    """Yield the value of each line of a file; lines that are torn or no JSON are passed over.
+    """Yield the value of each line of a file; lines that are incomplete or not JSON are skipped.
 
-    A file that is not there or not to be read has none.
+    A file that does not exist or cannot be read has no lines.
     """
     try:
         content = read_bytes(path, limit=limit, below=below)
@@ -217,7 +217,7 @@ def lines_of_json(
 
 
 def write_bytes(path: Path | str, content: bytes) -> None:
-    """Write a file that only the owner may write, for any umask; a link is not followed.
+    """Write a file that only its owner may write, whatever the umask; a link is not followed.
 
     Raises:
         OSError: the file cannot be written, or is a link.
@@ -226,7 +226,7 @@ def write_bytes(path: Path | str, content: bytes) -> None:
 
 
 def append_bytes(path: Path | str, content: bytes) -> None:
-    """Add to a file by one write, as `write_bytes()` writes it.
+    """Append to a file by one write, with the rules of `write_bytes()`.
 
     Raises:
         OSError: the file cannot be written, or is a link.
@@ -235,7 +235,7 @@ def append_bytes(path: Path | str, content: bytes) -> None:
 
 
 def _write(path: Path | str, content: bytes, how: int) -> None:
-    # Without waiting: opening a pipe without a reader would block for ever.
+    # Non-blocking: opening a pipe without a reader would wait for ever.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | _NO_LINK | how
     with os.fdopen(os.open(path, flags, 0o644), "wb", buffering=0) as file:
         left = memoryview(content)
@@ -245,26 +245,26 @@ def _write(path: Path | str, content: bytes, how: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderEntry:
-    """Something in a folder."""
+    """A file or folder inside a folder."""
 
     name: str
-    """Its name."""
+    """The name, without the folder."""
 
     is_folder: bool
-    """Whether it is a folder, and no link to one."""
+    """Whether it is a folder, not a link to one."""
 
     is_file: bool
-    """Whether it is a regular file, and no link to one."""
+    """Whether it is a regular file, not a link to one."""
 
 
 def entries(path: Path | str, *, below: Path | None = None) -> list[FolderEntry]:
-    """Return what a folder holds, by name; nothing where it cannot be read, or is a link.
+    """Return the entries of a folder by name, at most 100,000.
 
-    Of more than 100,000 entries, that many.
+    A folder that cannot be read, or is a link, has none.
 
     Args:
-        path: the folder.
-        below: as for `open_untrusted()`.
+        path: The folder.
+        below: As for `open_untrusted()`.
     """
     try:
         handle = _opened(path, below, _FOLDER)
@@ -310,9 +310,9 @@ def finite(value: Any) -> float | None:
 
 
 def printable(text: str) -> str:
-    r"""Return text that a terminal shows and does not obey: control characters stand as `\xNN`.
+    r"""Return text with control characters as `\xNN`, so that a terminal does not obey them.
 
-    Ends of lines and tabs stay.
+    Line breaks and tabs stay.
 
     >>> print(printable("\x1b]0;title\x07 ok"))
     \x1b]0;title\x07 ok
@@ -323,9 +323,9 @@ def printable(text: str) -> str:
 
 
 def for_terminal(line: str) -> str:
-    """Return a line of a log as a terminal may have it: colours and progress bars stay.
+    """Return a line of a log for a terminal: colours and progress bars stay.
 
-    Other control sequences are shown as in `printable()`.
+    Other control characters are escaped as by `printable()`.
     """
     if _CONTROL.search(line) is None:
         return line

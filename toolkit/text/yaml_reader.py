@@ -1,9 +1,9 @@
-"""YAML files read so that every mistake can be shown with its line, all of them at once.
+"""Reads YAML so that all problems of a file can be shown, each with its line.
 
 YAML 1.1 (PyYAML, many editors) and YAML 1.2 (Go, so Kubernetes) read some plain words differently:
-`no`, `012`, `1e-3`, `4:00:00`. Such a word is kept as it was written and marked `Ambiguous`;
-a field that wants a string or a number refuses it with the reason, a field with a syntax of its
-own (a time) may take it.
+`no`, `012`, `1e-3`, `4:00:00`. The reader keeps such a word as written and marks it `Ambiguous`:
+fields for strings and numbers refuse it with the reason; a field with its own syntax, like a time,
+may accept it.
 """
 
 import os
@@ -32,12 +32,12 @@ KeyPath = tuple[str | int, ...]
 """Keys and list positions from the top of a document to a value."""
 
 _MAX_BYTES = 5_000_000
-_MAX_NODES = 100_000  # what aliases may expand to; a job file has dozens
+_MAX_NODES = 100_000  # after aliases are expanded; a job file has dozens
 _MAX_DEPTH = 100  # libyaml composes by recursion and takes the process with it
-_MAX_DIGITS = 18  # what every reader holds in 64 bits; Go goes on in floating point
+_MAX_DIGITS = 18  # every reader holds so many in 64 bits; Go then uses floating point
 _TAG = "tag:yaml.org,2002:"
-_PLAIN = "plain"  # in place of a tag: the word is neither quoted nor tagged
-# What YAML will not take, what its older version takes for a line break, and marks of byte order.
+_PLAIN = "plain"  # instead of a tag: the word is neither quoted nor tagged
+# Characters that YAML forbids, line breaks of YAML 1.1 alone, and byte order marks.
 _UNREADABLE = re.compile(
     r"[^\t\n\r -~\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u2028\u2029\ufeff]"
 )
@@ -50,10 +50,10 @@ _FLOAT = re.compile(
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen late
-    """PyYAML, ten times faster by libyaml, which marks plain words."""
+    """PyYAML's loader, ten times faster with libyaml; it marks plain words."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
-        """Return the tag of a node that has none."""
+        """Return the tag of a node without one."""
         if kind is yaml.ScalarNode and implicit[0]:
             return _PLAIN
         return super().resolve(kind, value, implicit)
@@ -65,20 +65,20 @@ class Ambiguous(str):
     reading: str
 
     def __new__(cls, written: str, reading: str) -> "Ambiguous":
-        """Keep the word as written, and what else it is read as."""
+        """Create the word; `reading` says what it means to which version."""
         word = super().__new__(cls, written)
         word.reading = f"{written} is {reading}"
         return word
 
     @property
     def reason(self) -> str:
-        """Why it is refused as a string, and the way out."""
+        """Why a field refuses the word as a string, and the way out."""
         return f'{self.reading}; write "{self}" if you mean the text'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """The data of a file (or a mapping), with the line of each value."""
+    """The data of a file (or a mapping), with the place of each value."""
 
     data: Any
     """Mappings, tuples and scalars."""
@@ -90,10 +90,10 @@ class Document:
     """`FILE:LINE` of every key and item."""
 
     written: Mapping[KeyPath, str] = field(default_factory=dict)
-    """How a value that is no string was written: `3.10`, which is read as 3.1."""
+    """The original text of values that are not strings, like `3.10`, which is read as 3.1."""
 
     problems: tuple[Problem, ...] = ()
-    """The problems of the YAML itself."""
+    """Problems of the YAML itself."""
 
     def place(self, path: KeyPath) -> str:
         """Return the place of a key, or of its nearest ancestor in the file."""
@@ -182,7 +182,7 @@ class _NodeReader:
             return written
         implicit = _RESOLVER.resolve(yaml.ScalarNode, written, (True, False))
         old, new = implicit.removeprefix(_TAG), _core_tag(written)
-        if old in ("value", "merge"):  # `=` and `<<`, of which nobody makes anything
+        if old in ("value", "merge"):  # `=` and `<<`, which are words to all readers
             old = "str"
         if old != new:
             odd = f"{_NAMES[new]} to YAML 1.2" if old == "str" else f"{_NAMES[old]} to YAML 1.1"
@@ -190,8 +190,11 @@ class _NodeReader:
         if new == "int" and len(written) > _MAX_DIGITS:
             return Ambiguous(written, "a number that not every reader can hold")
         value = _VALUES[new](written)
-        if new == "int" and (old_value := _old_int(written)) != value:
-            return Ambiguous(written, f"{old_value} to YAML 1.1 and {value} to YAML 1.2")
+        digits = written.lstrip("+-")
+        if new == "int" and len(digits) > 1 and digits[0] == "0" and digits.isdecimal():
+            octal = int(digits, 8) * (-1 if written[0] == "-" else 1)  # so does YAML 1.1 read it
+            if octal != value:
+                return Ambiguous(written, f"{octal} to YAML 1.1 and {value} to YAML 1.2")
         return value
 
     def _at(self, node: yaml.Node) -> str:
@@ -219,44 +222,45 @@ _VALUES: dict[str, Callable[[str], Any]] = {
 
 
 def place_of(source: str, line: int | None) -> str:
-    """Return `FILE:LINE`, counted from 1; an option of the command line is a place of its own."""
+    """Return `FILE:LINE`, counted from 1; an option of the command line has no lines."""
     if line is None or source.startswith("--"):
         return source
     return f"{source}:{line + 1}"
 
 
 def _core_tag(written: str) -> str:
-    """Return what YAML 1.2's core schema takes a plain word for."""
+    """Return the tag of a plain word by YAML 1.2's core schema."""
     for tag, pattern in (("null", _NULL), ("bool", _BOOL), ("int", _INT), ("float", _FLOAT)):
         if pattern.fullmatch(written):
             return tag
     return "str"
 
 
-def _old_int(written: str) -> int:
-    """Return the integer that YAML 1.1 reads, which takes a leading zero for octal."""
-    digits = written.lstrip("+-")
-    if len(digits) > 1 and digits[0] == "0" and digits.isdecimal():
-        sign = -1 if written[0] == "-" else 1
-        return sign * int(digits, 8)
-    return int(written, 0)
-
-
 _streams: dict[Path, bytes] = {}
-"""Content that was read from pipes: they say it once, and it is looked at more than once."""
+"""Content of pipes: it can be read only once, but is needed more than once."""
 
 
 def read_text(path: Path) -> str:
     """Return the file's text; `-` is standard input.
 
     Raises:
-        InputError: it is not there, not readable, not UTF-8, or too large for anything that a
-            person writes; then at most 5 MB of it are read.
+        InputError: the file does not exist, is not readable or not UTF-8, or is too large to have
+            been written by a person; at most 5 MB are read.
     """
     try:
-        content = _streams[path] if path in _streams else _read(path)
+        content = _streams.get(path)
+        if content is None:
+            file = Path("/dev/stdin") if path == Path("-") else path
+            with file.open("rb") as opened:
+                info = os.fstat(opened.fileno())
+                regular = stat.S_ISREG(info.st_mode)
+                if regular and info.st_size > _MAX_BYTES:
+                    _fail(f"{path}", _too_large(f"{info.st_size:,} bytes"))
+                content = opened.read(_MAX_BYTES + 1)
+            if not regular:
+                _streams[path] = content
         if len(content) > _MAX_BYTES:
-            _fail(f"{path}", _too_large(None))
+            _fail(f"{path}", _too_large("no end in sight"))
         text = content.decode("utf-8-sig")
         return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
     except OSError as error:
@@ -265,38 +269,24 @@ def read_text(path: Path) -> str:
         _fail(f"{path}", f"is not UTF-8 text (byte {error.start})")
 
 
-def _read(path: Path) -> bytes:
-    file = Path("/dev/stdin") if path == Path("-") else path
-    with file.open("rb") as opened:
-        info = os.fstat(opened.fileno())
-        regular = stat.S_ISREG(info.st_mode)
-        if regular and info.st_size > _MAX_BYTES:
-            _fail(f"{path}", _too_large(info.st_size))
-        content = opened.read(_MAX_BYTES + 1)
-    if not regular:
-        _streams[path] = content
-    return content
-
-
-def _too_large(size: int | None) -> str:
-    there = "no end in sight" if size is None else f"{size:,} bytes"
-    return f"has {there}, and at most {_MAX_BYTES:,} bytes are read; is that the right file?"
+def _too_large(size: str) -> str:
+    return f"has {size}, and at most {_MAX_BYTES:,} bytes are read; is that the right file?"
 
 
 def read_document(text: str, source: str, *, above: int = 0) -> Document:
-    """Read YAML text; mistakes that leave something to read are kept as problems.
+    """Read YAML text; the document holds the problems that do not stop the reader.
 
     Args:
         text: The document.
         source: The file's name, for messages.
-        above: How many lines of the file stand above the text.
+        above: How many lines of the file come before the text.
 
     Raises:
         InputError: the text is not YAML at all.
     """
     if match := _UNREADABLE.search(text):
         place = place_of(source, above + text.count("\n", 0, match.start()))
-        _fail(place, f"the character U+{ord(match[0]):04X}, which not every reader of YAML takes")
+        _fail(place, f"the character U+{ord(match[0]):04X}, which not every reader of YAML accepts")
     reader = _NodeReader(source, above)
     try:
         _refuse_excess(text, source, above)
@@ -314,7 +304,7 @@ def read_document(text: str, source: str, *, above: int = 0) -> Document:
 
 
 def read_file(path: Path, error_type: type[InputError] = InputError) -> Document:
-    """Read a YAML file; mistakes that leave something to read are kept as problems.
+    """Read a YAML file, as `read_document()` reads its text.
 
     Raises:
         InputError: of `error_type`; the file cannot be read, or is not YAML at all.
@@ -326,7 +316,7 @@ def read_file(path: Path, error_type: type[InputError] = InputError) -> Document
 
 
 def write_document(data: Any) -> str:
-    """Return YAML that every reader takes for `data`, and that `read_document` takes.
+    """Return YAML that every reader, including `read_document()`, reads as `data`.
 
     >>> print(write_document({"env": {"LR": "1e-3"}}), end="")
     env:
@@ -336,25 +326,25 @@ def write_document(data: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML, which knows YAML 1.1 only, with quotes around what YAML 1.2 reads otherwise."""
+    """PyYAML's dumper for YAML 1.1, with quotes around words that YAML 1.2 reads differently."""
+
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        """Return a string, quoted if a reader could take it for something else."""
+        plain = _core_tag(text) == "str" and not _UNREADABLE.search(text)
+        return self.represent_scalar(f"{_TAG}str", text, style=None if plain else '"')
 
 
-def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    plain = _core_tag(text) == "str" and not _UNREADABLE.search(text)
-    return dumper.represent_scalar(f"{_TAG}str", text, style=None if plain else '"')
-
-
-_Dumper.add_representer(str, _quoted)
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _refuse_excess(text: str, source: str, above: int) -> None:
-    """Refuse what would take all memory or libyaml's stack, before a tree is made of it."""
+    """Refuse text that would exhaust memory or libyaml's stack, before a tree is built."""
     depth = values = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         values += isinstance(event, yaml.NodeEvent)
-        if depth > _MAX_DEPTH or values > 2 * _MAX_NODES:  # keys are none of the values
+        if depth > _MAX_DEPTH or values > 2 * _MAX_NODES:  # keys count as nodes, too
             line = None if event.start_mark is None else above + event.start_mark.line
             what = f"{_MAX_DEPTH} levels" if depth > _MAX_DEPTH else f"{_MAX_NODES} values"
             _fail(place_of(source, line), f"more than {what}")

@@ -1,6 +1,6 @@
-"""Values as YAML that a person would write, and that every reader takes for the same value. Pure.
+"""Writes values as YAML for people that every reader reads as the same value. Pure.
 
-Words stand plain where YAML 1.1 and 1.2 agree that they are words; all else is JSON, which is YAML.
+Words are plain if they are words to both YAML 1.1 and 1.2; everything else is JSON, which is YAML.
 """
 
 import json
@@ -12,7 +12,7 @@ __all__ = ["json_quote", "yaml_block", "yaml_flow"]
 WIDTH = 72
 """The longest mapping or list that stays on one line, in characters."""
 
-# JSON is YAML but for what YAML's reader takes for a line break or will not take at all.
+# JSON is YAML except for characters that YAML reads as a line break or forbids.
 _NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 _PLAIN = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./=-]*")
@@ -23,7 +23,7 @@ _LINES = re.compile(rf"{_LINE}(?:\n+ *{_LINE})*\n")
 
 
 def json_quote(value: object) -> str:
-    r"""Return the value as JSON that every YAML reader takes for the same value.
+    r"""Return the value as JSON that every YAML reader reads as the same value.
 
     >>> print(json_quote({"a": ["no", "caf\u00e9"]}))
     {"a": ["no", "café"]}
@@ -50,7 +50,7 @@ def yaml_flow(value: object) -> str:
 
 
 def yaml_block(value: object, indent: int = 0) -> str:
-    r"""Return what follows `key:` or `-`: on the same line, or below it, indented.
+    r"""Return the text that follows `key:` or `-`, on the same line or indented below it.
 
     >>> print("key:" + yaml_block({"small": [1, 2]}, 2))
     key: {small: [1, 2]}
@@ -65,7 +65,8 @@ def yaml_block(value: object, indent: int = 0) -> str:
     if isinstance(value, str):
         if not _LINES.fullmatch(value):
             return " " + yaml_flow(value)
-        return " |" + "".join(f"\n{pad}{line}" if line else "\n" for line in _lines_of(value))
+        lines = value[:-1].split("\n")
+        return " |" + "".join(f"\n{pad}{line}" if line else "\n" for line in lines)
     if not isinstance(value, Mapping | Sequence) or not value:
         return " " + yaml_flow(value)
     text = yaml_flow(value)
@@ -81,12 +82,8 @@ def _entries(value: Mapping[str, object] | Sequence[object], indent: int) -> Ite
         return
     for of in value:
         text = yaml_block(of, indent + 2)
-        # A mapping or list that needs more lines begins beside its dash.
+        # A mapping or list of several lines begins beside its dash.
         yield "- " + text.lstrip("\n ") if text.startswith("\n") else "-" + text
-
-
-def _lines_of(text: str) -> list[str]:
-    return text[:-1].split("\n")
 
 
 def _holds_lines(value: object) -> bool:

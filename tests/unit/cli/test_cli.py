@@ -109,7 +109,7 @@ def outcome(done: Result) -> tuple[int, str, str]:
         ),
         (
             b"name: a\nmodule: m\x00\n",
-            "bad.yaml:2: the character U+0000, which not every reader of YAML takes\n",
+            "bad.yaml:2: the character U+0000, which not every reader of YAML accepts\n",
         ),
         (
             b'name: a\nmodule: m\nargs: ["\\ud800"]\n',

@@ -121,7 +121,7 @@ def test_set_reaches_into_lists_of_the_file(load: Load) -> None:
         ("resources.nnodes=0x0", "resources.nnodes: must be at least 1, not 0x0"),
         ("resources.nnodes=", "resources.nnodes: must be a whole number, not nothing"),
         ("resources.nnodes=[", "not YAML: did not find expected node content"),
-        ("resources.nnodes=\udcff", "the character U+DCFF, which not every reader of YAML takes"),
+        ("resources.nnodes=\udcff", "the character U+DCFF, which not every reader of YAML accepts"),
         ("resources={nnodes: 2, nnodes: 3}",
          "the key 'nnodes' stands twice; the first is at --set resources={nnodes: 2, nnodes: "
          "3}"),

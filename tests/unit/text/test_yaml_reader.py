@@ -89,14 +89,14 @@ def test_what_is_no_yaml_is_refused_with_its_line(text: str, message: str) -> No
 @pytest.mark.parametrize("style", ["{}", "'{}'", '"{}"', "x # {}"])
 def test_characters_that_readers_take_differently_are_refused(char: str, style: str) -> None:
     assert refusal(f"a: 1\nb: {style.format(char)}\n") == (
-        f"job.yaml:2: the character U+{ord(char):04X}, which not every reader of YAML takes"
+        f"job.yaml:2: the character U+{ord(char):04X}, which not every reader of YAML accepts"
     )
 
 
 @pytest.mark.parametrize("char", ["\ufeff", "\ufffe", "\uffff", "\ud800", "\udfff"])
 def test_characters_that_no_text_file_holds_are_refused(char: str) -> None:
     assert refusal(f"a: 1\nb: {char}\n") == (
-        f"job.yaml:2: the character U+{ord(char):04X}, which not every reader of YAML takes"
+        f"job.yaml:2: the character U+{ord(char):04X}, which not every reader of YAML accepts"
     )
 
 
