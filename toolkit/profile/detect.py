@@ -1,5 +1,6 @@
-"""Detects what a job can run on: a Slurm cluster, Kubernetes contexts, this machine."""
+"""Detects where a job can run: a Slurm cluster, Kubernetes contexts, this machine."""
 
+import contextlib
 import json
 import os
 import re
@@ -18,18 +19,18 @@ from toolkit.text.quantities import whole_number
 __all__ = ["Ask", "Context", "Discovery", "Namespace", "Partition", "SlurmSite", "discover"]
 
 _TIMEOUT_S = 20
-"""A login shell that mounts homes, or a driver that is stuck, must not hang everything."""
+"""The limit of a command: a login shell that mounts homes, or a driver, may hang."""
 
 _SERVICE_ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
 _RUNTIMES = ("apptainer", "singularity", "podman", "docker", "enroot")
 
 Ask = Callable[[Sequence[str]], str | None]
-"""Runs a command and returns its output; None where it is not there or has failed."""
+"""Runs a command and returns its output; None if it does not exist or fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A partition and what its largest nodes have; None where Slurm does not say."""
+    """A partition and the size of its largest nodes; None for what Slurm does not report."""
 
     name: str
     is_default: bool
@@ -49,24 +50,24 @@ class SlurmSite:
     version: str
     kill_wait_s: int | None
     knows_gpus: bool
-    """Whether its select plugin knows `--gpus-per-node`."""
+    """Whether the select plugin supports `--gpus-per-node`."""
 
     partitions: tuple[Partition, ...]
     accounts: tuple[str, ...]
-    """The user's, the default one first; none where no accounts are kept."""
+    """The user's accounts, the default one first; none if Slurm keeps no accounts."""
 
     pyxis: bool
 
     @property
     def partition(self) -> Partition | None:
-        """The partition to begin with: the default one, or the largest."""
+        """The suggested partition: the default one, or the largest."""
         default = next((p for p in self.partitions if p.is_default), None)
         return default or max(self.partitions, key=lambda p: p.nodes, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """A context of the kubeconfig, or the cluster in which this runs (with no name)."""
+    """A context of the kubeconfig, or without a name the cluster of this pod."""
 
     name: str
     namespace: str
@@ -75,19 +76,19 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Namespace:
-    """What kubectl may see of a namespace; nothing where it may not."""
+    """A namespace as far as kubectl may read it."""
 
     workloads: tuple[str, ...]
-    """What a job can become there, the one to begin with first."""
+    """The kinds of objects that a job can become, the suggested one first."""
 
     has_runtime: bool
-    """Whether the TrainingRuntime of k8s/base is there, which a TrainJob needs."""
+    """Whether the namespace has the TrainingRuntime of k8s/base, which a TrainJob needs."""
 
     queues: tuple[str, ...]
     """Kueue's LocalQueues."""
 
     claims: tuple[str, ...]
-    """PersistentVolumeClaims that all nodes can write to."""
+    """PersistentVolumeClaims that all nodes can mount for writing."""
 
     pod_security: str | None
     """The Pod Security level that is enforced."""
@@ -95,30 +96,30 @@ class Namespace:
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery:
-    """All that was found."""
+    """All detected facts."""
 
     host: str
     slurm: SlurmSite | None
     contexts: tuple[Context, ...]
     namespace: Namespace | None
-    """That of the context that is used; None where its cluster does not answer kubectl."""
+    """The namespace of `context`; None if its cluster does not answer kubectl."""
 
     modules: bool
-    """Whether there is a `module` command."""
+    """Whether login shells have the command `module`."""
 
     runtimes: tuple[str, ...]
     gpus: tuple[str, ...]
     cpus: int
     memory_bytes: int | None
     venv: Path | None
-    """The virtual environment that is active, or in which the toolkit itself is installed."""
+    """The active virtual environment, or the one in which the toolkit is installed."""
 
     torchrun: bool
-    """Whether there is a torchrun in it."""
+    """Whether the virtual environment has a torchrun."""
 
     @property
     def context(self) -> Context | None:
-        """The context that is used: the current one, or the first."""
+        """The suggested context: the current one, or the first."""
         current = [context for context in self.contexts if context.current]
         return next(iter((*current, *self.contexts)), None)
 
@@ -130,16 +131,18 @@ def discover(
     root: Path = Path("/"),
     prefix: str | None = None,
 ) -> Discovery:
-    """Look around.
+    """Return the facts of this machine and of the schedulers that it reaches.
 
     Args:
-        ask: How commands are run.
+        ask: Runs a command.
         environ: The variables of the user.
-        root: Where the files of this machine begin.
-        prefix: Where this Python is installed.
+        root: The root of the file system.
+        prefix: The folder in which this Python is installed.
     """
     ask = ask or _ask
-    venv = _venv(environ, prefix or (sys.prefix if sys.prefix != sys.base_prefix else ""))
+    prefix = prefix or (sys.prefix if sys.prefix != sys.base_prefix else "")
+    venv = Path(environ.get("VIRTUAL_ENV") or prefix)
+    has_venv = venv != Path() and (venv / "bin/activate").is_file()
     listed = ask(["nvidia-smi", "-L"]) or ""
     types = (ask(["bash", "-lc", "type -t module"]) or "").strip().splitlines()
     site = Discovery(
@@ -152,8 +155,8 @@ def discover(
         gpus=tuple(re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listed, re.MULTILINE)),
         cpus=os.cpu_count() or 1,
         memory_bytes=_memory(root),
-        venv=venv,
-        torchrun=venv is not None and (venv / "bin/torchrun").exists(),
+        venv=venv if has_venv else None,
+        torchrun=has_venv and (venv / "bin/torchrun").exists(),
     )
     return replace(site, namespace=_namespace(ask, site.context)) if site.context else site
 
@@ -174,11 +177,6 @@ def _ask(argv: Sequence[str]) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def _venv(environ: Mapping[str, str], prefix: str) -> Path | None:
-    folder = environ.get("VIRTUAL_ENV") or prefix
-    return Path(folder) if folder and (Path(folder) / "bin/activate").is_file() else None
-
-
 def _memory(root: Path) -> int | None:
     try:
         text = (root / "proc/meminfo").read_text(encoding="utf-8")
@@ -197,19 +195,23 @@ def _slurm(ask: Ask) -> SlurmSite | None:
     if "ClusterName" not in config:
         return None
     seconds = re.match(r"(\d{1,9}) sec", config.get("KillWait", ""))
+    user = (ask(["id", "-un"]) or "").strip()
+    accounts = ask(["sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account"])
+    default = ask(["sacctmgr", "-nP", "show", "user", user, "format=defaultaccount"]) or ""
+    names = [default.strip(), *sorted((accounts or "").split())] if accounts else []
     return SlurmSite(
         cluster=config["ClusterName"],
         version=config.get("SLURM_VERSION", ""),
         kill_wait_s=int(seconds[1]) if seconds else None,
         knows_gpus="cons_tres" in config.get("SelectType", "cons_tres"),
         partitions=_partitions(ask(["sinfo", "-h", "-o", "%P|%a|%l|%D|%c|%m|%G"]) or ""),
-        accounts=_accounts(ask),
+        accounts=tuple(dict.fromkeys(filter(None, names))),
         pyxis="--container-image" in (ask(["srun", "--help"]) or ""),
     )
 
 
 def _partitions(text: str) -> tuple[Partition, ...]:
-    """Read sinfo's rows, one for each kind of node of each partition."""
+    """Parse the rows of sinfo, one for each kind of node of each partition."""
     by_name: dict[str, Partition] = {}
     for line in text.splitlines():
         columns = line.strip().split("|")
@@ -218,31 +220,20 @@ def _partitions(text: str) -> tuple[Partition, ...]:
         name, _, limit, nodes, cpus, memory, gres = columns
         kinds = re.findall(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d+)", gres)
         before = by_name.get(name)
-        kind = Partition(
+        types = (*(before.gpu_types if before else ()), *(word for word, _ in kinds if word))
+        memory_bytes = (_number(memory) or 0) * 2**20
+        gpus = sum(whole_number(number) or 0 for _, number in kinds)
+        by_name[name] = Partition(
             name=name.rstrip("*"),
             is_default=name.endswith("*"),
-            time_limit=limit,
-            nodes=_number(nodes) or 0,
-            cpus=_number(cpus),
-            memory_bytes=(_number(memory) or 0) * 2**20 or None,
-            gpus=sum(whole_number(number) or 0 for _, number in kinds),
-            gpu_types=tuple(word for word, _ in kinds if word),
+            time_limit=before.time_limit if before else limit,
+            nodes=(before.nodes if before else 0) + (_number(nodes) or 0),
+            cpus=max((before and before.cpus) or 0, _number(cpus) or 0) or None,
+            memory_bytes=max((before and before.memory_bytes) or 0, memory_bytes) or None,
+            gpus=max(before.gpus if before else 0, gpus),
+            gpu_types=tuple(dict.fromkeys(types)),
         )
-        by_name[name] = kind if before is None else _both(before, kind)
     return tuple(by_name.values())
-
-
-def _both(one: Partition, other: Partition) -> Partition:
-    return Partition(
-        name=one.name,
-        is_default=one.is_default,
-        time_limit=one.time_limit,
-        nodes=one.nodes + other.nodes,
-        cpus=max(one.cpus or 0, other.cpus or 0) or None,
-        memory_bytes=max(one.memory_bytes or 0, other.memory_bytes or 0) or None,
-        gpus=max(one.gpus, other.gpus),
-        gpu_types=tuple(dict.fromkeys((*one.gpu_types, *other.gpu_types))),
-    )
 
 
 def _number(text: str) -> int | None:
@@ -250,61 +241,45 @@ def _number(text: str) -> int | None:
     return whole_number(match[0]) if match else None
 
 
-def _accounts(ask: Ask) -> tuple[str, ...]:
-    user = (ask(["id", "-un"]) or "").strip()
-    rows = ask(["sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account"])
-    first = ask(["sacctmgr", "-nP", "show", "user", user, "format=defaultaccount"]) or ""
-    names = [first.strip(), *sorted((rows or "").split())] if rows else []
-    return tuple(dict.fromkeys(name for name in names if name))
-
-
 # ---- Kubernetes
 
 
 def _contexts(environ: Mapping[str, str], root: Path) -> list[Context]:
     paths = environ.get("KUBECONFIG") or f"{environ.get('HOME', '')}/.kube/config"
-    by_name: dict[str, Context] = {}
+    namespaces: dict[str, str] = {}
     current = ""
     for path in filter(None, paths.split(":")):
-        config = _kubeconfig(Path(path))
+        config: Any = None
+        with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+            config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        config = config if isinstance(config, dict) else {}
         current = current or str(config.get("current-context") or "")
         for entry in config.get("contexts") or ():
             if isinstance(entry, dict) and isinstance(entry.get("context"), dict):
-                name, inner = str(entry.get("name")), entry["context"]
-                context = Context(
-                    name=name, namespace=str(inner.get("namespace") or "default"), current=False
-                )
-                by_name.setdefault(name, context)  # of two files, the first one counts
+                # Of two files, the first one counts.
+                namespace = str(entry["context"].get("namespace") or "default")
+                namespaces.setdefault(str(entry.get("name")), namespace)
     contexts = [
-        Context(name=c.name, namespace=c.namespace, current=c.name == current)
-        for c in by_name.values()
+        Context(name=name, namespace=namespace, current=name == current)
+        for name, namespace in namespaces.items()
     ]
-    namespace = root / _SERVICE_ACCOUNT / "namespace"
-    if environ.get("KUBERNETES_SERVICE_HOST") and namespace.is_file():
-        inside = namespace.read_text(encoding="utf-8").strip()
-        contexts.append(Context(name="", namespace=inside, current=not current))
+    file = root / _SERVICE_ACCOUNT / "namespace"
+    if environ.get("KUBERNETES_SERVICE_HOST") and file.is_file():
+        own_namespace = file.read_text(encoding="utf-8").strip()
+        contexts.append(Context(name="", namespace=own_namespace, current=not current))
     return contexts
 
 
-def _kubeconfig(path: Path) -> dict[str, Any]:
-    try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return read if isinstance(read, dict) else {}
-
-
 def _namespace(ask: Ask, context: Context) -> Namespace | None:
-    """Ask kubectl; a forbidden query returns nothing."""
+    """Return what kubectl may read of a context's namespace; None if the cluster is silent."""
     kubectl = ["kubectl", *(["--context", context.name] if context.name else [])]
     kubectl += ["--namespace", context.namespace, "--request-timeout=5s", "get"]
 
     def get(*what: str) -> dict[str, Any]:
-        try:
-            read = json.loads(ask([*kubectl, *what]) or "{}")
-        except ValueError:
-            return {}
-        return read if isinstance(read, dict) else {}
+        answer: Any = None
+        with contextlib.suppress(ValueError):
+            answer = json.loads(ask([*kubectl, *what]) or "{}")
+        return answer if isinstance(answer, dict) else {}
 
     def items(kind: str) -> list[dict[str, Any]]:
         return list(get(kind, "--output=json").get("items") or ())
@@ -312,7 +287,7 @@ def _namespace(ask: Ask, context: Context) -> Namespace | None:
     groups = {str(group.get("name")) for group in get("--raw", "/apis").get("groups") or ()}
     if not groups:
         return None
-    # Others have this group, too.
+    # Other operators have this group, too.
     served = get("--raw", "/apis/kubeflow.org/v1") if "kubeflow.org" in groups else {}
     names = {
         "PyTorchJob": any(r.get("name") == "pytorchjobs" for r in served.get("resources") or ()),

@@ -1,4 +1,4 @@
-"""Profiles drafted from the detected facts, with comments for the editor."""
+"""Drafts a profile from the detected facts, with comments for the person who edits it."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.errors import InputError, Problem
 from toolkit.profile import configuration_folder
-from toolkit.profile.detect import Context, Discovery, Partition
+from toolkit.profile.detect import Context, Discovery, Partition, SlurmSite
 from toolkit.text.quantities import format_duration, format_size
 from toolkit.text.yaml_reader import write_document
 
@@ -19,7 +19,7 @@ KINDS = ("slurm", "kubernetes", "local")
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A profile that can be written."""
+    """The name of a profile and the text of its file."""
 
     name: str
     text: str
@@ -29,12 +29,12 @@ def draft(site: Discovery, *, kind: str | None = None, name: str | None = None) 
     """Return a profile of the detected facts: Slurm first, then Kubernetes, else this machine.
 
     Args:
-        site: What there is.
-        kind: Which of them is wanted.
-        name: The profile's name; that of the cluster where it is left out.
+        site: The detected facts.
+        kind: `slurm`, `kubernetes` or `local`; by default the first that was detected.
+        name: The profile's name; by default that of the cluster.
 
     Raises:
-        InputError: the requested scheduler was not found, or the name cannot be a file name.
+        InputError: the requested scheduler was not detected, or the name cannot be a file name.
     """
     if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
         message = f"{name!r} cannot be a profile's name; take letters, digits, '-', '_' and '.'"
@@ -47,14 +47,14 @@ def draft(site: Discovery, *, kind: str | None = None, name: str | None = None) 
                 "no Slurm cluster answers here; go to a login node, or write "
                 "--kind local or kubernetes"
             )
-        lines, named = list(_slurm(site)), site.slurm.cluster
+        lines, default_name = _slurm(site, site.slurm), site.slurm.cluster
     elif kind == "kubernetes":
         if current is None:
             raise InputError("no kubeconfig names a context; set KUBECONFIG, or write --kind local")
-        lines, named = list(_kubernetes(site, current)), current.name or "k8s"
+        lines, default_name = _kubernetes(site, current), current.name or "k8s"
     else:
-        lines, named = list(_local(site)), "local"
-    name = name or re.sub(r"[^\w.-]+", "-", named).strip("-.") or kind
+        lines, default_name = _local(site), "local"
+    name = name or re.sub(r"[^\w.-]+", "-", default_name).strip("-.") or kind
     return Draft(name=name, text="\n".join(lines) + "\n")
 
 
@@ -65,12 +65,12 @@ def keep_draft(
     force: bool = False,
     environ: Mapping[str, str] = os.environ,
 ) -> tuple[Path, bool]:
-    """Write a profile; return its file, and whether it is the default one now.
+    """Write a profile; return its file, and whether it is the default profile now.
 
-    It becomes the default unless another one is; with `force`, in any case.
+    It becomes the default profile if there is no other one; with `force`, in any case.
 
     Raises:
-        InputError: the file is there already, or cannot be written.
+        InputError: the file exists already, or cannot be written.
     """
     folder = configuration_folder(environ)
     path = output or folder / "profiles" / f"{made.name}.yaml"
@@ -81,14 +81,14 @@ def keep_draft(
             with path.open("w" if force else "x", encoding="utf-8") as file:
                 file.write(made.text)
         except FileExistsError:
-            message = "is there already; --force overwrites it, --print only shows the new one"
+            message = "exists already; --force overwrites it, --print only shows the new one"
             raise InputError([Problem(place=str(path), message=message)]) from None
-        named = str(path.absolute()) if output else f"profiles/{path.name}"
-        before = default.read_text(encoding="utf-8").strip() if default.is_file() else named
-        if before != named and not force:
+        entry = str(path.absolute()) if output else f"profiles/{path.name}"
+        before = default.read_text(encoding="utf-8").strip() if default.is_file() else entry
+        if before != entry and not force:
             return path, False
         folder.mkdir(parents=True, exist_ok=True)
-        default.write_text(f"{named}\n", encoding="utf-8")
+        default.write_text(f"{entry}\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"{error.filename or path} cannot be written: {error.strerror}") from None
     return path, True
@@ -98,11 +98,11 @@ def found_lines(discovery: Discovery) -> Iterator[str]:
     """Yield lines that describe the detected facts."""
     site = discovery.slurm
     if site is None:
-        yield "Slurm: none (scontrol gives no answer)"
+        yield "Slurm: none (scontrol does not answer)"
     else:
         yield f"Slurm {site.version}, cluster {site.cluster}"
         yield from (f"  partition {_described(p)}" for p in site.partitions)
-        yield f"  accounts: {', '.join(site.accounts) or 'none are kept, or none is yours'}"
+        yield f"  accounts: {', '.join(site.accounts) or 'none'}"
     if not discovery.contexts:
         yield "Kubernetes: no kubeconfig names a context"
     for context in discovery.contexts:
@@ -149,7 +149,7 @@ def _plain(text: str) -> str:
 
 def _head(site: Discovery, what: str) -> Iterator[str]:
     yield f"# {_plain(what)}, as `toolkit init` found it on {_plain(site.host)}."
-    yield "# Every key: docs/reference/profiles.md. Lines behind a # are there to be filled in."
+    yield "# Every key: docs/reference/profiles.md. Fill in the lines that begin with # as needed."
 
 
 def _node(gpus: int, cpus: int | None, memory_bytes: int | None) -> str:
@@ -159,9 +159,7 @@ def _node(gpus: int, cpus: int | None, memory_bytes: int | None) -> str:
     return f"node: {{{', '.join(facts)}}}"
 
 
-def _slurm(discovery: Discovery) -> Iterator[str]:
-    site = discovery.slurm
-    assert site is not None
+def _slurm(discovery: Discovery, site: SlurmSite) -> Iterator[str]:
     yield from _head(discovery, f"Slurm {site.version}, cluster {site.cluster}")
     yield "kind: slurm"
     yield ""
@@ -174,19 +172,19 @@ def _slurm(discovery: Discovery) -> Iterator[str]:
         if len(chosen.gpu_types) > 1:
             yield f"# gpu_type: {chosen.gpu_types[0]}  # where it matters which GPUs a job gets"
     if not site.knows_gpus:
-        yield _entry("gpus_flag", "gres", "the select plugin knows no --gpus-per-node")
+        yield _entry("gpus_flag", "gres", "the select plugin does not support --gpus-per-node")
     yield ""
     if site.accounts:
         others = ", ".join(site.accounts[1:])
         yield _entry("account", site.accounts[0], f"yours are also: {others}" if others else "")
     else:
-        yield "# account: NAME  # Slurm names none of yours"
+        yield "# account: NAME  # Slurm knows no account of yours"
     yield "# qos: NAME"
     if site.kill_wait_s:
         yield _entry("kill_wait", format_duration(site.kill_wait_s), "KillWait of the cluster")
     yield ""
     yield "# Run directories: below the folder in which you submit, unless the path is absolute."
-    yield "# All nodes must share it."
+    yield "# All nodes must share this folder."
     yield "runs_dir: runs"
     yield ""
     yield "# How workers run: bare (modules, venv); pyxis, apptainer or podman (in a job's image)."
@@ -212,7 +210,7 @@ def _kubernetes(discovery: Discovery, chosen: Context) -> Iterator[str]:
     yield _entry("namespace", chosen.namespace)
     site = discovery.namespace
     if site is None:
-        yield "# workload: TrainJob  # or JobSet, or Job; PyTorchJob where nothing is said"
+        yield "# workload: TrainJob  # or JobSet, or Job; PyTorchJob by default"
     else:
         others = ", ".join(site.workloads[1:])
         yield _entry("workload", site.workloads[0], f"there are also: {others}" if others else "")
@@ -225,14 +223,14 @@ def _kubernetes(discovery: Discovery, chosen: Context) -> Iterator[str]:
             others = ", ".join(site.queues[1:])
             yield _entry("queue", site.queues[0], f"there are also: {others}" if others else "")
     yield ""
-    claim = "checkpoints die with their pod without one that all nodes can write to"
+    claim = "without one that all nodes can write to, checkpoints are lost with their pod"
     if site and site.claims:
         others = ", ".join(site.claims[1:])
         yield _entry("runs_claim", site.claims[0], f"there are also: {others}" if others else "")
     else:
         yield f"# runs_claim: NAME  # a PersistentVolumeClaim; {claim}"
     yield "# secret: NAME  # the Secret for the job's `secrets`"
-    yield "# node: {gpus: 8}  # what a node has, so that jobs that cannot fit are refused at once"
+    yield "# node: {gpus: 8}  # the size of a node; jobs that cannot fit are then refused"
     yield "# node_selector: {LABEL: VALUE}"
 
 

@@ -197,7 +197,7 @@ def test_what_set_gets_wrong_names_the_option(program: Program) -> None:
         "",
         "--set resources.nnode=3: unknown key 'nnode' under 'resources'; did you mean 'nnodes'?\n"
         "--set resources.nnodes=\\udcff: the character U+DCFF, which not every reader of YAML "
-        "takes\n",
+        "accepts\n",
     )
 
 

@@ -64,7 +64,7 @@ def test_a_slurm_site_becomes_a_profile_with_comments(tmp_path: Path, venv: Path
         made.text
         == f"""\
 # Slurm 22.05.8, cluster Ivy 2, as `toolkit init` found it on {host}.
-# Every key: docs/reference/profiles.md. Lines behind a # are there to be filled in.
+# Every key: docs/reference/profiles.md. Fill in the lines that begin with # as needed.
 kind: slurm
 
 # Partitions:
@@ -73,14 +73,14 @@ kind: slurm
 partition: main
 node: {{gpus: 8, cpus: 128, memory: 1007GiB}}  # its largest nodes
 # gpu_type: a100  # where it matters which GPUs a job gets
-gpus_flag: gres  # the select plugin knows no --gpus-per-node
+gpus_flag: gres  # the select plugin does not support --gpus-per-node
 
 account: vision  # yours are also: nlp
 # qos: NAME
 kill_wait: 30s  # KillWait of the cluster
 
 # Run directories: below the folder in which you submit, unless the path is absolute.
-# All nodes must share it.
+# All nodes must share this folder.
 runs_dir: runs
 
 # How workers run: bare (modules, venv); pyxis, apptainer or podman (in a job's image).
@@ -128,16 +128,16 @@ def test_contexts_of_a_kubeconfig_become_a_profile(tmp_path: Path) -> None:
         made.text
         == f"""\
 # Kubernetes, context 012, as `toolkit init` found it on {found.host}.
-# Every key: docs/reference/profiles.md. Lines behind a # are there to be filled in.
+# Every key: docs/reference/profiles.md. Fill in the lines that begin with # as needed.
 kind: kubernetes
 context: "012"  # there are also: lab, x
 namespace: default
-# workload: TrainJob  # or JobSet, or Job; PyTorchJob where nothing is said
+# workload: TrainJob  # or JobSet, or Job; PyTorchJob by default
 
-# runs_claim: NAME  # a PersistentVolumeClaim; checkpoints die with their pod without one that all \
-nodes can write to
+# runs_claim: NAME  # a PersistentVolumeClaim; without one that all nodes can write to, checkpoints \
+are lost with their pod
 # secret: NAME  # the Secret for the job's `secrets`
-# node: {{gpus: 8}}  # what a node has, so that jobs that cannot fit are refused at once
+# node: {{gpus: 8}}  # the size of a node; jobs that cannot fit are then refused
 # node_selector: {{LABEL: VALUE}}
 """
     )
@@ -266,7 +266,7 @@ def test_a_profile_is_never_overwritten_without_force(own_user: Path, tmp_path: 
     assert keep_draft(made) == (path, True)
     assert toolkit.default_profile() == str(path)
     path.write_text("kind: local # mine\n")
-    with pytest.raises(InputError, match="is there already; --force"):
+    with pytest.raises(InputError, match="exists already; --force"):
         keep_draft(made)
     assert path.read_text() == "kind: local # mine\n"
     assert keep_draft(made, force=True) == (path, True)
