@@ -15,18 +15,18 @@ __all__ = ["init"]
 @click.option(
     "--kind",
     type=click.Choice(["slurm", "kubernetes", "local"]),
-    help="Which of what is there; Slurm first, then Kubernetes, where it is left out.",
+    help="Which scheduler; by default Slurm if it is here, then Kubernetes.",
 )
-@click.option("--name", metavar="NAME", help="The profile's name; that of the cluster by default.")
+@click.option("--name", metavar="NAME", help="The profile's name; by default that of the cluster.")
 @click.option(
     "--output",
     "-o",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Where to write it, if not among your own profiles.",
+    help="The file to write; by default one among your own profiles.",
 )
 @click.option("--print", "only_print", is_flag=True, help="Show the profile and write nothing.")
-@click.option("--force", is_flag=True, help="Write over a profile, and make it the default one.")
+@click.option("--force", is_flag=True, help="Overwrite a profile, and make it the default one.")
 def init(
     kind: str | None, name: str | None, output: Path | None, only_print: bool, force: bool
 ) -> None:
@@ -43,9 +43,7 @@ def init(
         click.echo(line)
     path, is_default = draft.keep_draft(made, output=output, force=force)
     click.echo()
-    note_of_default = (
-        "the default profile from now on" if is_default else "another one stays the default"
-    )
-    click.echo(f"written: {path}, {note_of_default}")
+    role = "the default profile from now on" if is_default else "another one stays the default"
+    click.echo(f"written: {path}, {role}")
     to = "" if is_default else f" --to {path if output else made.name}"
-    click.echo(f"next: look at it, then `toolkit submit JOB.yaml{to} --follow`")
+    click.echo(f"next: read it, then `toolkit submit JOB.yaml{to} --follow`")

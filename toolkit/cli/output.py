@@ -1,4 +1,4 @@
-"""What the commands print while a run goes on, and how they end."""
+"""Prints the progress and the end of runs for the commands."""
 
 from __future__ import annotations  # naming a type must not import it
 
@@ -29,11 +29,11 @@ __all__ = [
 ]
 
 _MOST_POINTS = 20
-"""How many failed points of a sweep are named one by one."""
+"""How many failed points of a sweep are listed."""
 
 
 def note(notes: tuple[str, ...]) -> None:
-    """Show what a plan has to say."""
+    """Show the notes of a plan."""
     for note in notes:
         click.echo(f"note: {note}", err=True)
 
@@ -45,51 +45,41 @@ def echo_lines(lines: Iterator[str]) -> None:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print what runs and schedulers say, so that a terminal shows it and does not obey it."""
+    """Print text of runs and schedulers, without control sequences that a terminal would obey."""
     click.echo("\n".join(map(untrusted.for_terminal, text.split("\n"))), err=err)
 
 
-def tell_waiting(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
-    """Return a callback that prints why a run waits, each time the reason changes."""
+def _status_printer(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
+    """Return a callback that prints a status when it changes.
+
+    It prints why a run waits; for a sweep, the number of points per state.
+    """
     shown = ""
 
-    def tell(status: toolkit.RunStatus) -> None:
+    def show(status: toolkit.RunStatus) -> None:
         nonlocal shown
         waits = status.state in (toolkit.RunState.PENDING, toolkit.RunState.UNKNOWN)
         line = f"{status.state.upper()} ({status.reason})" if waits else ""
+        line = status.reason if run.points else line
         if line and line != shown:
             _say(run, f"{run.name}: {line}")
         shown = line
 
-    return tell
-
-
-def tell_states(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
-    """Return a callback that prints the number of points per state, each time it changes."""
-    shown = ""
-
-    def tell(status: toolkit.RunStatus) -> None:
-        nonlocal shown
-        if status.reason != shown:
-            shown = status.reason
-            _say(run, f"{run.name}: {shown}")
-
-    return tell
+    return show
 
 
 def follow_lines(run: toolkit.Run, **view: Any) -> Iterator[str]:
-    """Yield a run's lines until it has ended, and print meanwhile why the run waits.
+    """Yield the lines of a run until it has ended, and print why it waits.
 
     Args:
         run: The run.
-        view: Which lines are wanted, as `Run.logs` takes it.
+        view: Which lines to yield; the arguments of `Run.logs`.
     """
-    tell = tell_states(run) if run.points else tell_waiting(run)
-    return run.logs(follow=True, on_status=tell, **view)
+    return run.logs(follow=True, on_status=_status_printer(run), **view)
 
 
 def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
-    """Say what failed first, with its traceback; of a sweep, a line for each point that failed."""
+    """Print the first failure with its traceback; for a sweep, a line for each failed point."""
     if not run.points:
         for line in failure.lines() if (failure := run.failure(attempt=attempt)) else ():
             say(line, err=True)
@@ -102,22 +92,9 @@ def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
         click.echo(f"{len(texts) - _MOST_POINTS} more points have failed", err=True)
 
 
-def _echo_states(run: toolkit.Run) -> None:
-    """Say where the points of a sweep stand, each time it changes, until all have ended."""
-    from toolkit.runs.run import pauses
-
-    tell = tell_states(run)
-    for pause_s in pauses():
-        status = run.status()
-        tell(status)
-        if status.state.final or status.lost:
-            return
-        time.sleep(pause_s)
-
-
 @contextlib.contextmanager
 def signals_cancel(run: toolkit.Run) -> Iterator[None]:
-    """Let Ctrl-C, a closed terminal and `kill` stop the run; its output is still shown."""
+    """Let Ctrl-C, a closed terminal and `kill` stop the run; its output is shown to the end."""
 
     def cancel(*_: object) -> None:
         run.cancel()
@@ -134,15 +111,21 @@ def signals_cancel(run: toolkit.Run) -> Iterator[None]:
 
 
 def follow_and_exit(run: toolkit.Run) -> None:
-    """Show a run until it has ended, and end as it did; Ctrl-C leaves it alone."""
+    """Show a run until it has ended, and exit with its status; Ctrl-C leaves the run alone."""
+    from toolkit.runs.run import pauses
+
     try:
-        if run.points:
-            _echo_states(run)
-        else:
+        if not run.points:
             echo_lines(follow_lines(run))
+        show = _status_printer(run)
+        for pause_s in pauses() if run.points else ():
+            show(status := run.status())
+            if status.state.final or status.lost:
+                break
+            time.sleep(pause_s)
     except KeyboardInterrupt:
         click.echo(
-            f"\n{run.uri} goes on; `toolkit logs -f {run.name}` follows it again, "
+            f"\n{run.uri} continues; `toolkit logs -f {run.name}` follows it again, "
             f"`toolkit cancel {run.name}` stops it",
             err=True,
         )
@@ -151,14 +134,14 @@ def follow_and_exit(run: toolkit.Run) -> None:
 
 
 def report_and_exit(run: toolkit.Run) -> None:
-    """Wait for a run, say how it ended and what failed, and end with 0 if it has succeeded."""
+    """Wait for a run, report its end, and exit with 0 if it has succeeded, else with 1."""
     status = run.wait()
     report(run, status)
     sys.exit(0 if status.state is toolkit.RunState.SUCCEEDED else 1)
 
 
 def report(run: toolkit.Run, status: toolkit.RunStatus) -> None:
-    """Say how a run ended, and what failed."""
+    """Print how a run ended, and its first failure."""
     if status.state is toolkit.RunState.FAILED:
         echo_failure(run)
     where = f"; run directory {run.run_dir}" if run.run_dir else ""

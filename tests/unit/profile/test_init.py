@@ -134,8 +134,8 @@ context: "012"  # there are also: lab, x
 namespace: default
 # workload: TrainJob  # or JobSet, or Job; PyTorchJob by default
 
-# runs_claim: NAME  # a PersistentVolumeClaim; without one that all nodes can write to, checkpoints \
-are lost with their pod
+# runs_claim: NAME  # a PersistentVolumeClaim; without one that all nodes can write to, \
+checkpoints are lost with their pod
 # secret: NAME  # the Secret for the job's `secrets`
 # node: {{gpus: 8}}  # the size of a node; jobs that cannot fit are then refused
 # node_selector: {{LABEL: VALUE}}
@@ -362,7 +362,7 @@ def test_after_init_the_first_submit_needs_no_option(
     assert found[0].startswith("Slurm ")
     assert "  partition main (default): 4 nodes, 8 CPUs, 256GiB, 8 GPUs (h100), " in found[1]
     assert (nothing, written) == ("", f"written: {path}, the default profile from now on")
-    assert after == "next: look at it, then `toolkit submit JOB.yaml --follow`"
+    assert after == "next: read it, then `toolkit submit JOB.yaml --follow`"
 
     job = str(ROOT / "jobs/digits.yaml")
     checked = program("check", job, "--server", **environ)
