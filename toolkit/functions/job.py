@@ -64,7 +64,7 @@ class StatusPoll:
 
 
 class FunctionPaths(JobPaths):
-    """Where the files of a call are, by submitit's names."""
+    """The paths of a call's files, by submitit's names."""
 
     def __init__(self, call: SubmittedCall, job_id: str, rank: int | None, script: str) -> None:
         super().__init__(call.run_dir, job_id=job_id, task_id=rank)
@@ -78,7 +78,7 @@ class FunctionPaths(JobPaths):
 
     @property
     def submission_file(self) -> Path:
-        """The script; that of an array lies a folder above its runs."""
+        """The script; that of an array is one folder above its runs."""
         own, above = self.folder / self._script, self.folder.parent / self._script
         return own if own.exists() else above
 

@@ -1,4 +1,4 @@
-"""The parameters of an executor: a job file's keys as keywords, or submitit's names."""
+"""The parameters of an executor: keys of a job file as keywords, or submitit's names."""
 
 import math
 import re
@@ -24,23 +24,20 @@ _OWN = ("cpus_per_task", "max_running")
 _REQUEUE = 3
 """Default number of restarts of a call; submitit's max_num_timeout."""
 
-_Setting = tuple[str, Any]
 
+def _in(unit: str, per: int) -> Callable[[object], str]:
+    """Return a function that writes a number in a smaller unit, of which `per` make one."""
 
-def _minutes(value: object) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return f"{math.ceil(value * 60)}s"
-    return str(value)
+    def convert(value: object) -> str:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return f"{math.ceil(value * per)}{unit}"
+        return str(value)
 
-
-def _gigabytes(value: object) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return f"{math.ceil(value * 1024)}MiB"
-    return str(value)
+    return convert
 
 
 def _slurm_size(value: object) -> str:
-    """Slurm's own way to write 64GiB: 64GB, 64G, or megabytes.
+    """Return a size of Slurm, like 64GB, 64G, or megabytes, as a job file has it.
 
     >>> _slurm_size("64GB"), _slurm_size("512M"), _slurm_size(1000)
     ('64GiB', '512MiB', '1000MiB')
@@ -55,10 +52,10 @@ def _same(value: object) -> object:
 
 _SUBMITIT: Mapping[str, tuple[str, Callable[[Any], object]]] = {
     "cpus_per_task": ("cpus_per_task", _same),
-    "mem_gb": ("memory", _gigabytes),
+    "mem_gb": ("memory", _in("MiB", 1024)),
     "nodes": ("nnodes", _same),
     "tasks_per_node": ("nproc_per_node", _same),
-    "timeout_min": ("time_limit", _minutes),
+    "timeout_min": ("time_limit", _in("s", 60)),
     "slurm_array_parallelism": ("max_running", _same),
     "slurm_cpus_per_task": ("cpus_per_task", _same),
     "slurm_gpus_per_node": ("gpus_per_node", _same),
@@ -68,9 +65,9 @@ _SUBMITIT: Mapping[str, tuple[str, Callable[[Any], object]]] = {
     "slurm_nodes": ("nnodes", _same),
     "slurm_ntasks_per_node": ("nproc_per_node", _same),
     "slurm_signal_delay_s": ("stop", lambda value: {"grace": f"{value}s"}),
-    "slurm_time": ("time_limit", _minutes),
+    "slurm_time": ("time_limit", _in("s", 60)),
 }
-"""submitit's names, and ours."""
+"""submitit's names, each with our key and the conversion of its value."""
 
 _INSTEAD = {
     "setup": "set 'prolog' in the profile",
@@ -79,21 +76,21 @@ _INSTEAD = {
     "teardown": "set 'epilog' in the profile",
     "use_srun": "srun starts torchrun on each node",
 }
-"""What submitit knows and has no place here, and why."""
+"""submitit's parameters that have no meaning here, each with the reason or the way out."""
 
 
 def updated(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters `known`, with those `given` over them.
+    """Return the parameters with the given ones added or replaced.
 
     Raises:
-        SpecError: unknown names, each with the way out; names that mean the same.
+        SpecError: unknown names, each with the way out; two names for the same key.
     """
     settings: dict[str, list[str]] = {}
     new: dict[str, Any] = {}
     problems: list[Problem] = []
     for name, value in given.items():
         if value is None:
-            continue  # as submitit takes it: not set
+            continue  # as in submitit: not set
         try:
             key, setting = _setting(name, value)
         except ValueError as error:
@@ -117,11 +114,11 @@ def updated(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     return merged
 
 
-def _setting(name: str, value: Any) -> _Setting:
-    """Return our key and its value.
+def _setting(name: str, value: Any) -> tuple[str, Any]:
+    """Return the key of a parameter and its value.
 
     Raises:
-        ValueError: the parameter does not exist, with the reason.
+        ValueError: there is no such parameter, with the reason.
     """
     if name in (*_RESOURCES, *_KEYS, *_OWN):
         return name, value
@@ -148,7 +145,7 @@ def _setting(name: str, value: Any) -> _Setting:
 
 
 def name_of(function: object) -> str:
-    """Return a job's name after its function.
+    """Return the name of a function's job.
 
     >>> name_of(name_of), name_of(lambda: None)
     ('name-of', 'function')
@@ -159,7 +156,7 @@ def name_of(function: object) -> str:
 
 
 def job_of(parameters: Mapping[str, Any], *, name: str, calls: int = 1, source: str) -> JobSpec:
-    """Return the job that makes the calls, each on all its ranks; more than one are a job array.
+    """Return the job that makes the calls, each on all its ranks; several calls are a job array.
 
     Raises:
         SpecError: every parameter that cannot be used.

@@ -1,6 +1,6 @@
-"""A call in its run directory: arguments in, results out. The same for every place.
+"""The files of a call in its run directory: arguments in, results out. The same for every place.
 
-docs/reference/run-directory.md describes the files; worker.py is the other side.
+docs/reference/run-directory.md describes them; worker.py runs on the other side.
 """
 
 import json
@@ -33,24 +33,24 @@ _PROGRAMS = {"worker.py": "worker.py", "deliver.py": "pod_results.py"}
 """Files of this package that are copied into a run directory, by their names there."""
 
 SCRIPT = f"{IN_RUN_DIR}{FOLDER}/worker.py"
-"""What torchrun starts."""
+"""The script that torchrun starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """Why a rank has failed."""
+    """The failure of a rank."""
 
     rank: int
-    """Which."""
+    """The rank."""
 
     host: str
-    """Where."""
+    """The host on which it ran."""
 
     time: float
-    """When, in seconds since 1970."""
+    """When it failed, in seconds since 1970."""
 
     echo: bool
-    """Whether it has only lost another rank, or has not met the others."""
+    """Whether it only reports the loss of another rank, or a failed rendezvous."""
 
     trace: str
     """The traceback."""
@@ -72,7 +72,7 @@ def files_of(job: JobSpec, call: DelayedSubmission, *, delivered: bool = False) 
         "restarts": job.retries.in_job,
         "python": "{}.{}".format(*sys.version_info),
     }
-    if delivered:  # the mark of its lines in a log
+    if delivered:  # signs the lines in the log that hold results
         facts["key"] = secrets.token_hex(32)
     programs = _PROGRAMS if delivered else {"worker.py": _PROGRAMS["worker.py"]}
     return {
@@ -97,13 +97,13 @@ class SubmittedCall:
             raise LauncherError(f"{self.folder / 'call.json'} cannot be read: {error}") from error
         ranks, restarts = (untrusted.whole(facts.get(key)) for key in ("ranks", "restarts"))
         if not ranks or restarts is None:
-            raise LauncherError(f"{self.folder / 'call.json'} does not tell of a call")
+            raise LauncherError(f"{self.folder / 'call.json'} does not describe a call")
         self.ranks: int = ranks
         self._restarts: int = restarts
 
     @staticmethod
     def is_in(run_dir: Path | None) -> bool:
-        """Whether a run directory is that of a call."""
+        """Whether a run directory belongs to a call."""
         return run_dir is not None and (run_dir / FOLDER / "call.json").is_file()
 
     @property
@@ -138,15 +138,33 @@ class SubmittedCall:
         return str(status) if status in ("done", "fatal") else ""
 
     def result(self, rank: int) -> Path:
-        """Return where a rank's result lies."""
+        """Return the path of a rank's result."""
         return self.folder / f"attempt-{self.attempt}" / f"rank-{rank}.pkl"
 
     def failures(self) -> list[RankFailure]:
-        """Return why ranks of the newest attempt have failed, the cause first."""
+        """Return the failures of ranks in the newest attempt, the cause first."""
         folder = self.folder / f"attempt-{self.attempt}"
-        names = [entry.name for entry in untrusted.entries(folder, below=self.run_dir)]
-        paths = [folder / name for name in names if _ERROR.fullmatch(name)]
-        failures = [failure for path in paths if (failure := _failure(path, self.run_dir))]
+        failures = []
+        for entry in untrusted.entries(folder, below=self.run_dir):
+            if not _ERROR.fullmatch(entry.name):
+                continue
+            try:
+                content = untrusted.read_json(folder / entry.name, below=self.run_dir)
+            except (OSError, ValueError):
+                continue
+            message = untrusted.mapping(untrusted.mapping(content).get("message"))
+            extra = untrusted.mapping(message.get("extraInfo"))
+            rank, time = untrusted.whole(extra.get("rank")), untrusted.finite(extra.get("time"))
+            if rank is None or time is None:
+                continue
+            failure = RankFailure(
+                rank=rank,
+                host=str(extra.get("host") or ""),
+                time=time,
+                echo=extra.get("echo") is True,
+                trace=str(extra.get("py_callstack") or ""),
+            )
+            failures.append(failure)
         return sorted(failures, key=lambda failure: (failure.echo, failure.time))
 
     def streams(self, rank: int, name: str) -> list[Path]:
@@ -154,22 +172,3 @@ class SubmittedCall:
         folders = [self.folder / f"attempt-{n}" / f"logs-{rank}" for n in range(self.attempt + 1)]
         files = (folder / f"{name}.log" for folder in folders)
         return [path for path in files if path.is_file()]
-
-
-def _failure(path: Path, run_dir: Path) -> RankFailure | None:
-    """Return what a rank has left of its failure; None where that cannot be read."""
-    try:
-        content = untrusted.mapping(untrusted.read_json(path, below=run_dir))
-    except (OSError, ValueError):
-        return None
-    extra = untrusted.mapping(untrusted.mapping(content.get("message")).get("extraInfo"))
-    rank, time = untrusted.whole(extra.get("rank")), untrusted.finite(extra.get("time"))
-    if rank is None or time is None:
-        return None
-    return RankFailure(
-        rank=rank,
-        host=str(extra.get("host") or ""),
-        time=time,
-        echo=extra.get("echo") is True,
-        trace=str(extra.get("py_callstack") or ""),
-    )

@@ -18,16 +18,16 @@ from pathlib import Path
 
 MARK = "@torch-deploy-toolkit"
 CHUNK = 9_000
-"""Bytes of a line, which are 12,000 signs: container runtimes break lines at 16 KiB."""
+"""Bytes of a file in one line, 12,000 characters: container runtimes break lines at 16 KiB."""
 LIMIT = 4 * 2**20
-"""Bytes of a file."""
+"""Bytes of the largest file."""
 POD_LIMIT = 6 * 2**20
-"""Bytes of all files of a pod, 8 MiB of signs: a node keeps 10 MiB of a container's log."""
+"""Bytes of all files of a pod, 8 MiB of characters: a node keeps 10 MiB of a container's log."""
 LONGEST = 50_000
 """Maximum lengths in characters of an error message and of its traceback (the tail is kept)."""
 ECHO_WAIT_S = 5
-"""How long a pod whose ranks have only lost another one stays: the first pod that ends as failed
-can take all others along, with their logs, and that shall be the cause's own."""
+"""How long a pod waits whose ranks only report the loss of another rank: the first pod that fails
+may end all others and their logs, and it should be the one with the cause."""
 
 
 def lines_of(name: str, content: bytes, room: int = LIMIT, *, key: str) -> Iterator[str]:
@@ -37,10 +37,10 @@ def lines_of(name: str, content: bytes, room: int = LIMIT, *, key: str) -> Itera
     HMAC-SHA256, which distinguishes it from the ranks' output.
 
     Args:
-        name: The file's.
+        name: The name of the file.
         content: Its bytes.
-        room: How many there is room for.
-        key: The run's, in hex; call.json has it.
+        room: How many bytes the log has room for.
+        key: The key of the run in hexadecimal; call.json holds it.
     """
     if len(content) > min(LIMIT, room):
         yield _signed(f"{name} too-large {len(content)}", key)
@@ -58,7 +58,7 @@ def _signed(text: str, key: str) -> str:
 
 
 def left_here(run_dir: Path, host: str, attempt: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the files of the ranks of this host, which alone know where their streams are."""
+    """Yield the files of the ranks on this host; links to their logs tell which these are."""
     folder = run_dir / "function" / f"attempt-{attempt}"
     ranks = [
         link.name.removeprefix("logs-")
@@ -75,7 +75,7 @@ def left_here(run_dir: Path, host: str, attempt: int) -> Iterator[tuple[str, byt
 
 
 def shortened(content: bytes) -> bytes:
-    """Return a rank's failure with no more of its words than people read."""
+    """Return a rank's failure with the message and traceback cut to a length that people read."""
     failure = json.loads(content)
     message, extra = failure["message"], failure["message"]["extraInfo"]
     message["message"] = message["message"][:LONGEST]
@@ -84,7 +84,7 @@ def shortened(content: bytes) -> bytes:
 
 
 def main() -> int:
-    """Print them; then the failures again, since Kubernetes keeps the end of a log."""
+    """Print the files, and then the failures again, since Kubernetes keeps the end of a log."""
     attempt = int(os.environ.get("TRAIN_ATTEMPT") or 0)
     run_dir, host = Path(os.environ["TRAIN_RUN_DIR"]), os.environ["HOSTNAME"]
     key = json.loads(Path(__file__).with_name("call.json").read_text(encoding="utf-8"))["key"]

@@ -1,8 +1,8 @@
-"""One rank's part in the call of a function.
+"""Calls a function on one rank.
 
-The executors put this file into the run directory, and torchrun starts it there on every rank. So
-it imports nothing of the toolkit, and a job's environment needs torch and cloudpickle only. Its
-input and output: docs/reference/run-directory.md.
+The executors copy this file into the run directory, and torchrun starts it there on every rank. It
+imports nothing of the toolkit, so a job's environment needs only torch and cloudpickle. Its input
+and output: docs/reference/run-directory.md.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-EXIT_STOPPED = 75  # EX_TEMPFAIL: start again to go on
+EXIT_STOPPED = 75  # EX_TEMPFAIL: start again to continue
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 TOLD_WITHIN_S = 10.0
-"""A stop reaches all ranks within this time; what reaches only some is another rank's failure."""
+"""A stop reaches all ranks within this time; if it reaches only some, another rank has failed."""
 FILE_WITHIN_S = 60.0
-"""How long a file that was written on another machine may take to appear."""
+"""How long a file from another machine may take to appear."""
 KNOCK_S = 5.0
-"""How long to look often for rank 0's store; torch's own client waits longer after each try."""
+"""How long to poll for rank 0's store; torch's own client waits longer after each try."""
 ECHO_S = 10
-"""So much later a rank that has lost another one dates its error: torchrun takes the first."""
+"""A rank that has lost another one dates its error so much later: torchrun takes the first."""
 
 WEIGHTS = {"running": 0, "retryable": 1, "preempted": 1, "fatal": 2, "done": 3}
 ECHOES = (
@@ -80,10 +80,10 @@ class WorkerId:
 
 
 class Notes:
-    """What this rank leaves in the run directory."""
+    """Writes the files of this rank into the run directory."""
 
     def __init__(self, worker: WorkerId) -> None:
-        """Make the attempt's folder, and say where this rank's streams are."""
+        """Create the attempt's folder, and a link to the logs of this rank."""
         self._worker = worker
         self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
         worker.attempt_dir.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class Notes:
                 link.symlink_to(os.path.relpath(Path(self._error_file).parent, link.parent))
 
     def result(self, value: Any) -> None:
-        """Write what the function has returned."""
+        """Write the result of the function."""
         try:
             self.pickled(f"rank-{self._worker.rank}.pkl", value)
         except (TypeError, pickle.PicklingError) as error:
@@ -107,7 +107,7 @@ class Notes:
         self.write(name, cloudpickle.dumps(value))
 
     def failure(self, error: BaseException, *, echo: bool) -> None:
-        """Record why this rank has failed: for whoever waits, for torchrun and for the script."""
+        """Record the failure of this rank: for the client, for torchrun and for the script."""
         message, trace = f"{type(error).__name__}: {error}", trace_of(error)
         print(trace, file=sys.stderr, end="", flush=True)
         date = str(int(time.time()) + (ECHO_S if echo else 0))
@@ -128,12 +128,12 @@ class Notes:
         new |= {"step": None, "steps": None, "samples_seen": 0, "rank": rank, "reason": reason}
         new |= {"metrics": {}, "time": time.time()}
         with (here.function_dir / "outcome.lock").open("w", encoding="utf-8") as lock:
-            with contextlib.suppress(OSError):  # where there are no locks, the last one wins
+            with contextlib.suppress(OSError):  # without locks, the last writer wins
                 fcntl.lockf(lock, fcntl.LOCK_EX)
-            if weight(self._said()) < weight(new):
+            if weight(self._outcome()) < weight(new):
                 _replace(here.run_dir / "outcome.json", json.dumps(new).encode())
 
-    def _said(self) -> dict[str, Any]:
+    def _outcome(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
             outcome = json.loads(
                 (self._worker.run_dir / "outcome.json").read_text(encoding="utf-8")
@@ -143,17 +143,17 @@ class Notes:
 
     def peer_has_failed(self) -> bool:
         """Whether a rank of this start has reported a failure."""
-        outcome, here = self._said(), self._worker
+        outcome, here = self._outcome(), self._worker
         ours = (outcome.get("attempt"), outcome.get("restart")) == (here.attempt, here.restart)
         return ours and outcome.get("status") == "fatal"
 
     def out_of_time(self) -> bool:
-        """Whether the script stops this attempt since its time is over."""
+        """Whether the script stops this attempt because of the time limit."""
         stopping = self._worker.run_dir / "logs" / f"attempt-{self._worker.attempt}" / "stopping"
         return stopping.is_file() and stopping.read_text(encoding="utf-8") == "walltime\n"
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, whole or not at all, where no other attempt writes."""
+        """Write a file atomically, into the folder of this attempt."""
         _replace(self._worker.attempt_dir / name, content)
 
 
@@ -164,18 +164,18 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def weight(outcome: dict[str, Any]) -> tuple[int, int, int]:
-    """Of two outcomes the heavier one stays: that of the later start, then the weightier one."""
+    """Return the weight of an outcome: a later start outweighs, then a more definite status."""
     status = WEIGHTS.get(str(outcome.get("status")), -1)
     return outcome.get("attempt", -1), outcome.get("restart", -1), status
 
 
 class StopHandler:
-    """How this rank reacts to a stop request.
+    """Handles the signals that ask this rank to stop.
 
-    Before the function is called, a signal ends the process at once: it may sit in C++, waiting for
-    a peer that the same signal has ended, where no handler of Python runs. From then on rank 0
-    makes the checkpoint, between two lines of the function, as with submitit. The others go on
-    meanwhile, since rank 0 may need them to come to its next line.
+    Before the function is called, a signal ends the process immediately: it may be in C++, where no
+    Python handler runs, waiting for a peer that the same signal has ended. Afterwards rank 0 writes
+    the checkpoint, between two lines of the function, as with submitit. The other ranks continue
+    meanwhile, since rank 0 may need them to reach its next line.
     """
 
     def __init__(self, worker: WorkerId, notes: Notes) -> None:
@@ -193,11 +193,11 @@ class StopHandler:
             signal.signal(number, self._answer)
 
     def agree(self, call: Call, channel: Any) -> None:
-        """From now on a stop is answered by all ranks together."""
+        """From now on, all ranks handle a stop together."""
         self._channel, self._call = channel, call
 
     def over(self) -> None:
-        """From now on there is nothing to stop: the process ends by itself."""
+        """From now on, ignore signals: the process ends by itself."""
         self._over = True
 
     def _watch(self, reader: int) -> None:
@@ -210,17 +210,17 @@ class StopHandler:
         try:
             self._channel.add("told", 1)
             if self._worker.rank == 0:
-                return  # the main thread answers
+                return  # the main thread handles it
             if self._notes.peer_has_failed() or not self._all_told():
                 os._exit(1)
             while not self._channel.check(["stopped"]):
                 time.sleep(0.1)
         except Exception:
-            pass  # rank 0, which keeps the channel, has gone
+            pass  # rank 0, which holds the store, has ended
         os._exit(EXIT_STOPPED)
 
     def _all_told(self) -> bool:
-        """Whether the stop has reached all ranks; where one has died, torchrun ends its peers."""
+        """Whether the stop has reached all ranks; if one has died, torchrun ends its peers."""
         until_s, count = time.monotonic() + TOLD_WITHIN_S, self._channel.add
         while count("told", 0) + count("left", 0) < self._worker.world_size:
             if time.monotonic() > until_s:
@@ -246,7 +246,7 @@ class StopHandler:
         leave(EXIT_STOPPED)
 
     def _checkpoint(self, call: Call, frame: FrameType | None) -> str:
-        """Let the function say what the next attempt shall call; return what was done."""
+        """Ask the function what the next attempt must call; return a note for the outcome."""
         function, args, kwargs = call
         own = getattr(function, "__submitit_checkpoint__", None)
         checkpoint = own or getattr(function, "checkpoint", None)
@@ -266,7 +266,7 @@ class StopHandler:
 
 
 def leave(status: int) -> None:
-    """End the process at once: destructors of a torn process group may wait for ever."""
+    """End the process immediately: destructors of a broken process group may wait for ever."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)
@@ -294,7 +294,7 @@ def is_echo(error: BaseException) -> bool:
 
 
 def meet(worker: WorkerId) -> tuple[Any, Any]:
-    """Return the store of all ranks, and a second way to it for the thread that watches."""
+    """Return the store of all ranks, and a second connection to it for the watching thread."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -308,14 +308,14 @@ def meet(worker: WorkerId) -> tuple[Any, Any]:
             time.sleep(0.02)
     store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=30)))
     channel = TCPStore(host, port, wait_for_workers=False)
-    # Only a store that torchrun itself keeps outlives a restart.
+    # Only a store of torchrun itself outlives a restart.
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     prefix = f"function/{worker.restart if kept else 0}"
     return PrefixStore(prefix, store), PrefixStore(prefix, channel)
 
 
 def join_group(store: Any, *, rank: int, world_size: int, gpu: int | None) -> Callable[[], None]:
-    """Make the process group, of NCCL where this rank has a GPU; return how to leave it."""
+    """Create the process group, with NCCL if this rank has a GPU; return how to leave it."""
     import torch
     from torch import distributed
     from torch._C._distributed_c10d import HashStore
@@ -329,28 +329,30 @@ def join_group(store: Any, *, rank: int, world_size: int, gpu: int | None) -> Ca
     return lambda: distributed.destroy_process_group() if distributed.is_initialized() else None
 
 
-def gpu_of(worker: WorkerId, wanted: int) -> int | None:
-    """Return this rank's GPU; None if the job has no such limit."""
-    if not wanted:
+def gpu_of(worker: WorkerId, per_node: int) -> int | None:
+    """Return this rank's GPU; None if the job has none."""
+    if not per_node:
         return None
     import torch
 
     if (seen := torch.cuda.device_count()) < worker.local_world_size:
         raise RuntimeError(
-            f"the job has asked for {wanted} GPUs per node, and torch sees {seen} on "
+            f"the job has asked for {per_node} GPUs per node, and torch sees {seen} on "
             f"{socket.gethostname()} for {worker.local_world_size} ranks"
         )
     return worker.local_rank
 
 
 def load(worker: WorkerId, store: Any, python: str) -> Call:
-    """Read what to call, once all ranks are here: what a checkpoint has left, or was submitted."""
+    """Read the call, once all ranks have started: the last checkpoint, or the submitted call."""
     if worker.rank == 0:
         older = (f"attempt-{number}/next.pkl" for number in range(worker.attempt - 1, -1, -1))
         left = (name for name in older if (worker.function_dir / name).exists())
         store.set("call", next(left, "call.pkl"))
     path = worker.submitted_dir / (name := store.get("call").decode())
-    path = path if path.exists() else worker.function_dir / name  # too large to be mounted, or left
+    path = (
+        path if path.exists() else worker.function_dir / name
+    )  # a checkpoint, or too large to mount
     until_s = time.monotonic() + FILE_WITHIN_S
     while not path.exists() and time.monotonic() < until_s:
         time.sleep(0.1)
@@ -368,7 +370,7 @@ def load(worker: WorkerId, store: Any, python: str) -> Call:
 
 
 def tell_submitit(worker: WorkerId) -> None:
-    """Let `submitit.JobEnvironment()` find its ranks, where submitit is installed."""
+    """Set the variables from which `submitit.JobEnvironment()` reads its ranks."""
     array, task = (os.environ.get(f"SLURM_ARRAY_{key}_ID") for key in ("JOB", "TASK"))
     job_id = os.environ.get("SLURM_JOB_ID", worker.run_dir.name)
     nodes, node = (n // worker.local_world_size for n in (worker.world_size, worker.rank))
@@ -380,14 +382,13 @@ def tell_submitit(worker: WorkerId) -> None:
 
 
 def main() -> int:
-    """Call the function, and leave what becomes of it."""
+    """Call the function, and write its result or failure."""
     sys.path[0] = os.getcwd()  # noqa: PTH109  # as after `python -m`; until now, torchrun's folder
     atexit._clear()  # what torchrun has registered is torchrun's
-    for stream in (sys.stdout, sys.stderr):  # torchrun would pass on a line without its end
+    for stream in (sys.stdout, sys.stderr):  # torchrun would pass on incomplete lines
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
-    os.umask(
-        os.umask(0o022) | 0o022
-    )  # files that are unpickled later must not be writable by others
+    # Files that are unpickled later must not be writable by others.
+    os.umask(os.umask(0o022) | 0o022)
     notes = Notes(worker := WorkerId())
     stop = StopHandler(worker, notes)
     tell_submitit(worker)
@@ -405,15 +406,15 @@ def main() -> int:
         notes.result(call[0](*call[1], **call[2]))
         leave_group()
         left = channel.add("left", 1)
-        while worker.rank == 0 and left < worker.world_size:  # it keeps the store, and can stop
+        while worker.rank == 0 and left < worker.world_size:  # it holds the store, and can stop
             time.sleep(0.02)
             left = channel.add("left", 0)
         stop.over()
         if worker.rank == 0:
             notes.outcome("done")
-        atexit._run_exitfuncs()  # which forks leave out
+        atexit._run_exitfuncs()  # forked processes skip them
     except BaseException as error:
-        # What keeps ranks from meeting may pass: a node that is lost, a port that is taken.
+        # A failed rendezvous may pass: a lost node, a port that is in use.
         lost = worker.world_size > 1 and is_echo(error)
         notes.failure(error, echo=lost or not met)
         leave(1)
