@@ -1,9 +1,9 @@
-"""What `toolkit list` takes over 10,000 recorded jobs, and how often it asks Slurm. Needs root.
+"""The time of `toolkit list` for 10,000 runs, and its queries to Slurm. Needs root.
 
-Run as `python -m benchmarks.asking`. A sandbox of its own is started. Of the runs, 1,000 have a job
-in Slurm that waits; the others have ended, one in five of them badly, and are told by their run
-directories. Every call of squeue, scontrol and sacct is counted. Then ten processes ask as fast as
-they can, as `watch` does in ten shells.
+Run as `python -m benchmarks.asking`; it starts a sandbox. Of the runs, 1,000 have a pending job in
+Slurm; the others have ended, one in five with a failure, and only their run directories tell. Every
+call of squeue, scontrol and sacct is counted. Then ten processes list as fast as they can, like
+`watch` in ten shells.
 """
 
 import argparse
@@ -34,13 +34,13 @@ args: [--task, digits, --steps, '20']
 
 @dataclass(frozen=True)
 class Bench:
-    """A sandbox, whose commands are counted, and a user with many runs."""
+    """A sandbox with counted commands, and a user with many runs."""
 
     folder: Path
     environ: dict[str, str]
 
     def run(self, *argv: str | Path) -> str:
-        """Run a command as on the login node; what it says of a failure is shown."""
+        """Run a command as on the login node; show its output if it fails."""
         done = subprocess.run(
             argv, cwd=ROOT, env=self.environ, capture_output=True, text=True, check=False
         )
@@ -49,7 +49,7 @@ class Bench:
         return done.stdout
 
     def calls(self) -> dict[str, int]:
-        """Return how often each command was called since the last time."""
+        """Return how often each command was called since the last call of this method."""
         counts = {}
         for name in COUNTED:
             path = self.folder / f"{name}.calls"
@@ -59,7 +59,7 @@ class Bench:
 
 
 def up(folder: Path) -> Bench:
-    """Start the sandbox, with programs before its own that count."""
+    """Start the sandbox, with counting programs before its own in PATH."""
     state = folder / "sandbox"
     subprocess.run([SANDBOX, "up", "--nodes", "1", "--dir", state], check=True, stdout=sys.stderr)
     login = subprocess.run(
@@ -82,7 +82,7 @@ def up(folder: Path) -> Bench:
 
 
 def make_runs(bench: Bench, runs: int, live: int) -> None:
-    """Write what `toolkit submit` and the jobs leave, and queue the live ones."""
+    """Write the files of `toolkit submit` and of the jobs, and queue the live jobs."""
     profile = {"kind": "slurm", "name": "site", "runs_dir": str(bench.folder / "runs")}
     (bench.folder / "state/torch-deploy-toolkit").mkdir(parents=True)
     lines = []
@@ -130,7 +130,7 @@ def make_runs(bench: Bench, runs: int, live: int) -> None:
 
 
 def listing(bench: Bench, runs: int, *, rounds: int) -> float:
-    """Measure `toolkit list` with an empty cache; return the longest of the medians, in seconds."""
+    """Measure `toolkit list` with an empty cache; return the longest median in seconds."""
     medians = []
     for more in ((), ("--json",), ("--state", "PENDING")):
         times = []
@@ -153,7 +153,7 @@ def listing(bench: Bench, runs: int, *, rounds: int) -> float:
 
 
 def watching(bench: Bench, shells: int, watch_s: float) -> None:
-    """Let several processes list without a pause; count what Slurm hears of it."""
+    """Let several processes list without a pause, and count the queries to Slurm."""
     bench.calls()
     loop = f"end=$(($(date +%s) + {watch_s:.0f})); n=0; while [ $(date +%s) -lt $end ]; do "
     loop += f"{TOOLKIT} list >/dev/null || exit; n=$((n + 1)); done; echo $n"
@@ -168,7 +168,7 @@ def watching(bench: Bench, shells: int, watch_s: float) -> None:
 
 
 def main() -> None:
-    """Measure, and say whether the aim is met."""
+    """Measure, and print the times beside the target."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--live", type=int, default=LIVE)
@@ -184,8 +184,8 @@ def main() -> None:
         finally:
             subprocess.run([SANDBOX, "down", "--dir", folder / "sandbox"], check=True)
     load = os.getloadavg()[0]
-    aim = f"aim {TARGET_S} s; {os.cpu_count()} cores, load {load:.1f}"
-    print(f"longest median {longest_s:.2f} s, {aim}")
+    machine = f"{os.cpu_count()} cores, load {load:.1f}"
+    print(f"longest median {longest_s:.2f} s, target {TARGET_S} s; {machine}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What a call through `toolkit.SlurmExecutor` costs, beside plain submitit. Needs root.
+"""The time of a call through `toolkit.SlurmExecutor`, beside plain submitit. Needs root.
 
-Run as `python -m benchmarks.executor`. A sandbox of its own is started. From `submit` to the last
-result, of a function that adds a number up over all ranks of two nodes, in turn:
+Run as `python -m benchmarks.executor`; it starts a sandbox. Measured from `submit` to the last
+result of a function that adds a number over all ranks of two nodes, in turn:
 
-1. `toolkit.SlurmExecutor`: the ranks are workers of torchrun, and the process group is ready.
-2. submitit: each task is a rank, and the function makes the process group, as submitit's users do,
+1. `toolkit.SlurmExecutor`: the ranks are workers of torchrun, and the process group exists.
+2. submitit: each task is a rank, and the function creates the process group, as submitit's users do,
    by `submitit.helpers.TorchDistributedEnvironment`.
 3. submitit starting torchrun: each task is a node, whose function starts torchrun for its rank.
-   This is what a submitit user does who wants what torchrun gives: restarts, first failing rank.
+   Users of submitit do this to get torchrun's restarts and its report of the first failing rank.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SUM = 3.0
 
 
 def add_up() -> float:
-    """Add the ranks' numbers up; the group is there."""
+    """Add the ranks' numbers; the process group exists."""
     import torch
     from torch import distributed
 
@@ -96,7 +96,7 @@ def up(folder: Path) -> None:
 
 
 def calls_of(folder: Path) -> dict[str, Callable[[], submitit.Job[Any]]]:
-    """Return how each of the three submits the call."""
+    """Return the functions by which the three submit the call."""
     profile = toolkit.SlurmProfile(
         name="bench", runs_dir=str(folder / "runs"), venv=str(Path(sys.executable).parent.parent)
     )
@@ -118,13 +118,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="counted rounds (default 15)")
     rounds = parser.parse_args().rounds
-    # Without accounting, submitit's watcher warns of sacct whenever it asks; results come anyhow.
+    # Without accounting, submitit's watcher warns of sacct at each poll; results come all the same.
     logger.get_logger().setLevel("CRITICAL")
     folder = Path(tempfile.mkdtemp(prefix="bench-executor-"))
     try:
         up(folder)
         calls = calls_of(folder)
-        found: dict[str, list[float]] = {name: [] for name in calls}
+        times: dict[str, list[float]] = {name: [] for name in calls}
         for count in range(rounds + 1):
             for name in list(calls) if count % 2 else reversed(calls):
                 began_s = time.monotonic()
@@ -132,20 +132,20 @@ def main() -> None:
                 seconds = time.monotonic() - began_s
                 assert results == [SUM] * NODES, (name, results)
                 if count:  # the first round warms the caches
-                    found[name].append(seconds)
+                    times[name].append(seconds)
                 while subprocess.check_output(["squeue", "-h"]):
                     time.sleep(0.2)
     finally:
         subprocess.run([SANDBOX, "down", "--dir", folder / "sandbox"], check=True)
         shutil.rmtree(folder)
-    for name, values in found.items():
+    for name, values in times.items():
         print(
             f"submit to result, {name}: {statistics.median(values):.2f} s"
             f" (median of {rounds}; {min(values):.2f} to {max(values):.2f})"
         )
     for name in list(calls)[1:]:
-        ratios = [a / b for a, b in zip(found["toolkit"], found[name], strict=True)]
-        medians = statistics.median(found["toolkit"]) / statistics.median(found[name])
+        ratios = [a / b for a, b in zip(times["toolkit"], times[name], strict=True)]
+        medians = statistics.median(times["toolkit"]) / statistics.median(times[name])
         print(
             f"toolkit / {name}: {medians:.3f} of the medians, {statistics.median(ratios):.3f}"
             f" median of the rounds' ratios (target {TARGET})"
