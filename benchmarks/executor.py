@@ -4,8 +4,8 @@ Run as `python -m benchmarks.executor`; it starts a sandbox. Measured from `subm
 result of a function that adds a number over all ranks of two nodes, in turn:
 
 1. `toolkit.SlurmExecutor`: the ranks are workers of torchrun, and the process group exists.
-2. submitit: each task is a rank, and the function creates the process group, as submitit's users do,
-   by `submitit.helpers.TorchDistributedEnvironment`.
+2. submitit: each task is a rank, and the function creates the process group by
+   `submitit.helpers.TorchDistributedEnvironment`, as users of submitit do.
 3. submitit starting torchrun: each task is a node, whose function starts torchrun for its rank.
    Users of submitit do this to get torchrun's restarts and its report of the first failing rank.
 """

@@ -3,17 +3,21 @@
 ::
 
     ToolkitError                exit status 1
-    ├── InputError              exit status 2: something the user wrote, every problem listed
+    ├── InputError              exit status 2: the user's input is wrong; lists every problem
     │   ├── SpecError           a job file
     │   ├── ProfileError        a profile
     │   ├── PlanError           a job file and a profile that do not fit together
     │   └── RenderError         a value that a script or manifest cannot hold
     └── LauncherError           exit status 1: the scheduler refused, or cannot be reached
-        ├── SchedulerMissing    no scheduler at hand
+        ├── SchedulerMissing    no scheduler can be reached from here
         └── RunNotFound         exit status 2: no such run
-            └── RunLost         exit status 1: it was there, and nobody can tell more
+            └── RunLost         exit status 1: the run existed, but its data are gone
 
-What the user can mend is one of these and is shown without a traceback; anything else is our bug.
+The command line shows these errors without a traceback, because the user can mend them. Any other
+exception is a bug of the toolkit.
+
+A `Problem` is something wrong with the input; a `Failure` (`toolkit.runs.failure`) is the failure
+of a run.
 """
 
 from collections.abc import Iterable
@@ -43,26 +47,26 @@ class ToolkitError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, where it stands, and the way out."""
+    """Something that is wrong with the input, with its place and the way out."""
 
     message: str
-    """The mistake, with the value and the way out."""
+    """The problem, with the value and the way out."""
 
     place: str | None = None
-    """Where: `FILE:LINE`, or the option of the command line."""
+    """`FILE:LINE`, or the option of the command line."""
 
     rule: str | None = None
-    """The id of the rule that found it; None where a file simply cannot be used."""
+    """The id of the rule that found it; None if the file cannot be used at all."""
 
     key: tuple[str | int, ...] = ()
-    """The key of the job file that it is about, from the top; empty for none of them."""
+    """The path of the key in the job file; empty if the problem belongs to no key."""
 
     def __str__(self) -> str:
         return f"{self.place}: {self.message}" if self.place else self.message
 
 
 class InputError(ToolkitError):
-    """Something the user wrote cannot be used; carries every problem found."""
+    """The user's input cannot be used; holds every problem."""
 
     exit_status = 2
 
@@ -92,20 +96,20 @@ class LauncherError(ToolkitError):
     """The scheduler refused, failed, or gave an answer that cannot be understood."""
 
     answer: str = ""
-    """The scheduler's own message, if it gave one."""
+    """The scheduler's own message; empty if there is none."""
 
 
 class SchedulerMissing(LauncherError):
-    """No scheduler at hand: its commands or its API server cannot be reached."""
+    """The scheduler's commands or its API server cannot be reached from here."""
 
 
 class RunNotFound(LauncherError):
-    """No run is known by this URI or name."""
+    """There is no run with this URI or name."""
 
     exit_status = 2
 
 
 class RunLost(RunNotFound):
-    """A run is known, but the requested data are gone: its end, or its log."""
+    """The run is known, but the requested data are gone: its status, or its log."""
 
     exit_status = 1

@@ -1,4 +1,4 @@
-"""The name that `toolkit.functions` had in version 0.1, for jobs that were pickled then."""
+"""The old name of `toolkit.functions`, for jobs that version 0.1 pickled."""
 
 import sys
 
