@@ -110,7 +110,7 @@ def resubmit(run: str | Run, *, chain: int = 1) -> Run:
     """
     opened = open_run(run) if isinstance(run, str) else run
     if isinstance(opened, ShownRun):
-        opened.refuse("go on")
+        opened.refuse("continue")
     return launcher_for(_stored_profile(opened.record)).resubmit(opened, chain=chain)
 
 

@@ -122,7 +122,7 @@ def is_manifests(path: Path) -> bool:
     try:
         return is_manifest(read_text(path))
     except InputError:
-        return False  # whoever reads the file next reports the error
+        return False  # the next reader reports the error
 
 
 def is_script(path: Path) -> bool:
@@ -130,7 +130,7 @@ def is_script(path: Path) -> bool:
     try:
         return is_batch_script(path.name, read_text(path))
     except InputError:
-        return False  # whoever reads the file next reports the error
+        return False  # the next reader reports the error
 
 
 def finding(problem: Problem, document: Document | None = None) -> Finding:

@@ -28,7 +28,7 @@ from typing import Any
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: start again to continue
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-TOLD_WITHIN_S = 10.0
+NOTIFIED_WITHIN_S = 10.0
 """A stop reaches all ranks within this time; if it reaches only some, another rank has failed."""
 FILE_WITHIN_S = 60.0
 """How long a file from another machine may take to appear."""
@@ -208,10 +208,10 @@ class StopHandler:
         if self._call is None:
             os._exit(EXIT_STOPPED)
         try:
-            self._channel.add("told", 1)
+            self._channel.add("notified", 1)
             if self._worker.rank == 0:
                 return  # the main thread handles it
-            if self._notes.peer_has_failed() or not self._all_told():
+            if self._notes.peer_has_failed() or not self._all_notified():
                 os._exit(1)
             while not self._channel.check(["stopped"]):
                 time.sleep(0.1)
@@ -219,10 +219,10 @@ class StopHandler:
             pass  # rank 0, which holds the store, has ended
         os._exit(EXIT_STOPPED)
 
-    def _all_told(self) -> bool:
+    def _all_notified(self) -> bool:
         """Whether the stop has reached all ranks; if one has died, torchrun ends its peers."""
-        until_s, count = time.monotonic() + TOLD_WITHIN_S, self._channel.add
-        while count("told", 0) + count("left", 0) < self._worker.world_size:
+        until_s, count = time.monotonic() + NOTIFIED_WITHIN_S, self._channel.add
+        while count("notified", 0) + count("left", 0) < self._worker.world_size:
             if time.monotonic() > until_s:
                 return False
             time.sleep(0.05)
@@ -236,7 +236,7 @@ class StopHandler:
             if self._notes.peer_has_failed():
                 leave(1)
             status, why = "preempted", f"stopped by {signal.Signals(number).name}"
-            if not self._all_told():
+            if not self._all_notified():
                 status, why = "retryable", "another rank has gone"
             self._notes.outcome(status, f"{why}; {self._checkpoint(self._call, frame)}")
             self._channel.set("stopped", "")

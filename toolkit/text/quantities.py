@@ -81,7 +81,7 @@ def parse_duration(text: str) -> int:
     else:
         raise ValueError(f"{text!r} is not a time; write it like 90s, 30m, 4h, 1h30m or 01:30:00")
     if seconds <= 0:
-        raise ValueError(f"{text!r} is no time at all; write at least 1s")
+        raise ValueError(f"{text!r} is not longer than zero; write at least 1s")
     if seconds > _MAX_SECONDS:
         raise ValueError(f"{text!r} is longer than schedulers count; write at most 24855d")
     return seconds

@@ -91,7 +91,7 @@ job.yaml:23: env.Z: nothing is written here; write "" for an empty string
 job.yaml:24: env.NIL: null is not a string to YAML; write "null"
 job.yaml:25: env.NUL: '\\x00' holds a NUL byte, which no argument or variable can hold
 job.yaml:26: the key 'LR' stands twice; the first is at job.yaml:19
-job.yaml:27: stop.grace: '0s' is no time at all; write at least 1s
+job.yaml:27: stop.grace: '0s' is not longer than zero; write at least 1s
 job.yaml:27: unknown key 'garce' under 'stop'; did you mean 'grace'?
 job.yaml:29: retries.in_job: must be at least 0, not -1
 job.yaml:30: retries.requeue: must be a whole number; yes is a boolean to YAML 1.1

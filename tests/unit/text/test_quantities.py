@@ -74,7 +74,7 @@ def test_a_time_is_the_sum_of_its_parts_rounded_up(numbers: tuple[str, str, str,
     )
     written = "{}d{}h{}m{}s".format(*numbers)
     if exact <= 0:
-        with pytest.raises(ValueError, match="is no time at all; write at least 1s"):
+        with pytest.raises(ValueError, match="is not longer than zero; write at least 1s"):
             parse_duration(written)
     elif exact <= 2**31 - 1:
         assert parse_duration(written) == math.ceil(exact)
@@ -122,9 +122,9 @@ def test_times_are_what_people_mean(text: str, seconds: int) -> None:
             "'4:30' is minutes:seconds to Slurm and hours:minutes to people; "
             "write it like 1h30m or 01:30:00",
         ),
-        ("0s", "'0s' is no time at all; write at least 1s"),
-        ("0.0h", "'0.0h' is no time at all; write at least 1s"),
-        ("0-00:00:00", "'0-00:00:00' is no time at all; write at least 1s"),
+        ("0s", "'0s' is not longer than zero; write at least 1s"),
+        ("0.0h", "'0.0h' is not longer than zero; write at least 1s"),
+        ("0-00:00:00", "'0-00:00:00' is not longer than zero; write at least 1s"),
         ("24856d", "'24856d' is longer than schedulers count; write at most 24855d"),
     ],
 )
