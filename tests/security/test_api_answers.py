@@ -14,7 +14,7 @@ import pytest
 from kubernetes import client
 
 from tests.security.fuzzing import fuzz, guarded, mutated
-from toolkit.cli.runs import rows_of, summary_lines, summary_of
+from toolkit.cli.summary import rows_of, summary_lines, summary_of
 from toolkit.errors import LauncherError
 from toolkit.kubernetes import KubernetesLauncher
 from toolkit.kubernetes.client import connection

@@ -15,7 +15,7 @@ import pytest
 import toolkit
 from tests.conftest import TOOLKIT
 from tests.fakes import fake_slurm
-from toolkit.cli.runs import rows_of, summary_lines, summary_of
+from toolkit.cli.summary import rows_of, summary_lines, summary_of
 from toolkit.errors import LauncherError
 from toolkit.runs import registry
 

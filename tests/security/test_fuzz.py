@@ -16,7 +16,7 @@ import toolkit
 from tests.conftest import ROOT
 from tests.security.fuzzing import CANARY, as_text, deep, fuzz, guarded, mutated, torn
 from toolkit import checks
-from toolkit.cli.runs import rows_of, summary_lines, summary_of
+from toolkit.cli.summary import rows_of, summary_lines, summary_of
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 from toolkit.runs import registry, run_directory
 from toolkit.slurm import SlurmLauncher

@@ -15,7 +15,6 @@ import click
 import toolkit
 from toolkit.cli.output import say, stop_writing
 from toolkit.errors import ToolkitError
-from toolkit.text import secret_scan
 
 __all__ = [
     "CHAIN",
@@ -165,6 +164,7 @@ def main() -> None:
 
 def without_secrets(text: str) -> str:
     """Return a message without values of secrets, from the environment or by their shape."""
+    from toolkit.text import secret_scan
     from toolkit.text.masking import Mask
 
     return secret_scan.conceal(Mask(secret_scan.values_of(os.environ)).hide(text))

@@ -4,12 +4,7 @@ from __future__ import annotations  # naming a type must not import it
 
 import itertools
 import json
-import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
-from datetime import datetime
-from typing import Any
 
 import click
 
@@ -24,17 +19,12 @@ from toolkit.cli.output import (
     say,
 )
 from toolkit.errors import LauncherError
-from toolkit.runs import run_directory
-from toolkit.runs.metrics import figures
 
 __all__ = [
     "cancel",
     "list_runs",
     "logs",
-    "rows_of",
     "status",
-    "summary_lines",
-    "summary_of",
     "wait",
 ]
 
@@ -61,6 +51,8 @@ _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED"
 )
 def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]) -> None:
     """List the runs that were submitted from here, the newest last."""
+    from toolkit.cli.summary import rows_of
+
     # A run's state is known only after a query, so with --state all runs are queried.
     runs = toolkit.list_runs(job=job, last=None if states else last)
     selected = [toolkit.RunState(state.lower()) for state in states]
@@ -90,6 +82,8 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
 @JSON
 def status(run: str, trust: bool, as_json: bool) -> None:
     """Show the state of a run, and the reason for it."""
+    from toolkit.cli.summary import summary_lines, summary_of
+
     summary = summary_of(toolkit.open_run(run, trust=trust))
     if as_json:
         click.echo(json.dumps(summary, indent=2))
@@ -145,6 +139,8 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
     except TimeoutError as error:
         raise LauncherError(str(error)) from None
     if as_json:
+        from toolkit.cli.summary import rows_of
+
         click.echo(json.dumps(rows_of(runs), indent=2))
     sys.exit(0 if all(status.state is toolkit.RunState.SUCCEEDED for status in ended) else 1)
 
@@ -190,95 +186,3 @@ def logs(
     elif ranks or grep is not None:
         click.echo(f"no such line in the output of {opened.name}", err=True)
     echo_failure(opened, attempt=attempt)
-
-
-# ---- The rows of `list` and the content of `status`
-
-
-def rows_of(
-    runs: Iterable[toolkit.Run], *, states: Iterable[toolkit.RunState] = (), brief: bool = False
-) -> list[dict[str, Any]]:
-    """Return the rows of `toolkit list`; `toolkit status` shows more of a sweep.
-
-    Args:
-        runs: The runs; all are queried together.
-        states: The states to select; all if it is empty.
-        brief: Whether to return only names, states and reasons; newest metrics, dates and folders
-            cost further reads.
-    """
-    runs, selected, environ = list(runs), set(states), dict(os.environ)
-    row = _standing if brief else _summary
-    return [
-        row(run, status, environ)
-        for run, status in zip(runs, toolkit.statuses(runs), strict=True)
-        if not selected or status.state in selected
-    ]
-
-
-def summary_of(run: toolkit.Run) -> dict[str, Any]:
-    """Return the content of `toolkit status`; all points of a sweep are queried together."""
-    if not run.points:
-        summary = _summary(run, run.status())
-        failure = run.failure() if summary["state"] == toolkit.RunState.FAILED.upper() else None
-        shown = {"summary": str(failure), **asdict(failure)} if failure else None
-        return summary | {"failure": shown}
-    statuses = run.statuses()
-    mask = run_directory.mask_of(run.run_dir)
-    points = [
-        {
-            "uri": point.uri,
-            "name": point.name.rpartition("/")[2],
-            "state": status.state.upper(),
-            "reason": mask.hide(status.reason),
-            "settings": dict(point.settings),
-            "run_dir": str(point.run_dir),
-            "metrics": run_directory.last_metrics(point.run_dir) if point.run_dir else None,
-        }
-        for point, status in zip(run.points, statuses, strict=True)
-    ]
-    return _summary(run, run.sum_of(statuses)) | {"points": points}
-
-
-def _standing(
-    run: toolkit.Run, status: toolkit.RunStatus, environ: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
-    reason = status.reason
-    return {
-        "uri": run.uri,
-        "name": run.name,
-        "state": status.state.upper(),
-        "reason": run_directory.mask_of(run.run_dir, environ).hide(reason) if reason else "",
-    }
-
-
-def _summary(
-    run: toolkit.Run, status: toolkit.RunStatus, environ: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
-    created = datetime.fromtimestamp(run.record.created).astimezone()
-    folder = run.run_dir
-    return (
-        _standing(run, status, environ)
-        | {
-            "expected_start": status.expected_start or None,
-            "created": created.isoformat(timespec="seconds"),
-            "run_dir": str(folder) if folder else None,
-            "metrics": run_directory.last_metrics(folder) if folder else None,
-        }
-        | ({"remote": run.record.remote} if run.record.remote else {})
-    )
-
-
-def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a summary as `toolkit status` prints it."""
-    for key, value in summary.items():
-        if key == "failure" and value:
-            yield f"first failure: {value['summary']}"
-        elif key not in ("points", "expected_start") and value not in (None, ""):
-            shown = figures(value) if isinstance(value, dict) else value
-            yield f"{key + ':':<10} {shown}"
-    points = summary.get("points", [])
-    width = max((len(point["name"]) for point in points), default=0)
-    for point in points:
-        reason = point["reason"].partition("\n")[0]
-        text = "; ".join(filter(None, [figures(point["metrics"] or {}), reason]))
-        yield f"{point['name']:<{width}}  {point['state']:<9}  {text}".rstrip()

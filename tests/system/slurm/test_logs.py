@@ -9,7 +9,7 @@ import pytest
 import toolkit
 from tests.conftest import TOOLKIT
 from tests.support.slurm_site import Site
-from toolkit.cli.runs import summary_of
+from toolkit.cli.summary import summary_of
 
 pytestmark = pytest.mark.slurm
 

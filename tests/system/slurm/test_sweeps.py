@@ -15,7 +15,7 @@ from tests.conftest import ROOT, Until
 from tests.fakes import fake_slurm
 from tests.support.slurm_site import Site
 from toolkit.api import open_run
-from toolkit.cli.runs import summary_lines, summary_of
+from toolkit.cli.summary import summary_lines, summary_of
 from toolkit.job.spec import JobSpec
 from toolkit.runs import registry
 from toolkit.runs.registry import RunRecord

@@ -372,6 +372,7 @@ def test_the_package_can_be_run() -> None:
     [
         "import toolkit",
         "import toolkit.cli",
+        "from toolkit.cli import cli; cli(['--help'], standalone_mode=False)",
         "from toolkit.cli import cli; cli(['render', 'job.yaml', '--to', 'slurm'], "
         "standalone_mode=False)",
         "from toolkit.cli import cli; cli(['render', 'job.yaml', '--to', 'k8s'], "
@@ -387,7 +388,7 @@ def test_nothing_heavy_is_imported(tmp_path: Path, work: str) -> None:
     heavy = {"torch", "kubernetes", "submitit", "numpy", "train"}
     if work == "import toolkit":
         heavy |= {"pydantic", "jinja2", "yaml", "click", "toolkit.job.spec", "toolkit.runs"}
-    if work == "import toolkit.cli":
+    if work == "import toolkit.cli" or "--help" in work:
         heavy |= {"pydantic", "jinja2", "yaml", "toolkit.job.spec", "toolkit.runs"}
     code = f"import sys\n{work}\nprint(*sys.modules, file=sys.stderr)"
     done = subprocess.run(

@@ -1,0 +1,107 @@
+"""The rows of `toolkit list` and the content of `toolkit status`.
+
+They stand apart from the commands, whose modules `toolkit --help` imports.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from toolkit.api import statuses
+from toolkit.runs import run_directory
+from toolkit.runs.metrics import figures
+from toolkit.runs.run import Run
+from toolkit.runs.state import RunState, RunStatus
+
+__all__ = ["rows_of", "summary_lines", "summary_of"]
+
+
+def rows_of(
+    runs: Iterable[Run], *, states: Iterable[RunState] = (), brief: bool = False
+) -> list[dict[str, Any]]:
+    """Return the rows of `toolkit list`; `toolkit status` shows more of a sweep.
+
+    Args:
+        runs: The runs; all are queried together.
+        states: The states to select; all if it is empty.
+        brief: Whether to return only names, states and reasons; newest metrics, dates and folders
+            cost further reads.
+    """
+    runs, selected, environ = list(runs), set(states), dict(os.environ)
+    row = _standing if brief else _summary
+    return [
+        row(run, status, environ)
+        for run, status in zip(runs, statuses(runs), strict=True)
+        if not selected or status.state in selected
+    ]
+
+
+def summary_of(run: Run) -> dict[str, Any]:
+    """Return the content of `toolkit status`; all points of a sweep are queried together."""
+    if not run.points:
+        summary = _summary(run, run.status())
+        failure = run.failure() if summary["state"] == RunState.FAILED.upper() else None
+        shown = {"summary": str(failure), **asdict(failure)} if failure else None
+        return summary | {"failure": shown}
+    point_statuses = run.statuses()
+    mask = run_directory.mask_of(run.run_dir)
+    points = [
+        {
+            "uri": point.uri,
+            "name": point.name.rpartition("/")[2],
+            "state": status.state.upper(),
+            "reason": mask.hide(status.reason),
+            "settings": dict(point.settings),
+            "run_dir": str(point.run_dir),
+            "metrics": run_directory.last_metrics(point.run_dir) if point.run_dir else None,
+        }
+        for point, status in zip(run.points, point_statuses, strict=True)
+    ]
+    return _summary(run, run.sum_of(point_statuses)) | {"points": points}
+
+
+def _standing(
+    run: Run, status: RunStatus, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    reason = status.reason
+    return {
+        "uri": run.uri,
+        "name": run.name,
+        "state": status.state.upper(),
+        "reason": run_directory.mask_of(run.run_dir, environ).hide(reason) if reason else "",
+    }
+
+
+def _summary(
+    run: Run, status: RunStatus, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    created = datetime.fromtimestamp(run.record.created).astimezone()
+    folder = run.run_dir
+    return (
+        _standing(run, status, environ)
+        | {
+            "expected_start": status.expected_start or None,
+            "created": created.isoformat(timespec="seconds"),
+            "run_dir": str(folder) if folder else None,
+            "metrics": run_directory.last_metrics(folder) if folder else None,
+        }
+        | ({"remote": run.record.remote} if run.record.remote else {})
+    )
+
+
+def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a summary as `toolkit status` prints it."""
+    for key, value in summary.items():
+        if key == "failure" and value:
+            yield f"first failure: {value['summary']}"
+        elif key not in ("points", "expected_start") and value not in (None, ""):
+            shown = figures(value) if isinstance(value, dict) else value
+            yield f"{key + ':':<10} {shown}"
+    points = summary.get("points", [])
+    width = max((len(point["name"]) for point in points), default=0)
+    for point in points:
+        reason = point["reason"].partition("\n")[0]
+        text = "; ".join(filter(None, [figures(point["metrics"] or {}), reason]))
+        yield f"{point['name']:<{width}}  {point['state']:<9}  {text}".rstrip()
