@@ -227,25 +227,27 @@ def _followed(words: list[str], at: int) -> bool:
 
 def leaks(sweep: Sweep) -> Iterator[tuple[KeyPath, str]]:
     """Yield the path of each value that holds a secret, with the problem."""
-    for group, axes in (("grid", sweep.grid), ("zip", sweep.zipped)):
-        for key, values in axes.items():
-            for index, value in enumerate(values):
-                yield from _leak(("sweep", group, key, index), key, value)
-    for index, settings in enumerate(sweep.listed):
-        for key, value in settings.items():
-            yield from _leak(("sweep", "list", index, key), key, value)
-
-
-def _leak(place: KeyPath, key: str, value: str | bool) -> Iterator[tuple[KeyPath, str]]:
-    if isinstance(value, bool):
-        return
-    shown = "sweep" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place[1:])
-    if key.startswith("--"):  # as in args: the option's name and its value
-        reasons = [reason for _, reason in secret_scan.leaks_of_words(shown, [key, value])]
-        yield from ((place, reason.replace(f"{shown}[1]", shown, 1)) for reason in reasons)
-    else:
-        name = key.removeprefix("env.")
-        yield from ((place, reason) for reason in secret_scan.leaks(shown, value, name=name))
+    values: list[tuple[KeyPath, str, str | bool]] = [
+        (("sweep", group, key, index), key, value)
+        for group, axes in (("grid", sweep.grid), ("zip", sweep.zipped))
+        for key, axis in axes.items()
+        for index, value in enumerate(axis)
+    ]
+    values += (
+        (("sweep", "list", index, key), key, value)
+        for index, settings in enumerate(sweep.listed)
+        for key, value in settings.items()
+    )
+    for path, key, value in values:
+        if isinstance(value, bool):
+            continue
+        if key.startswith("--"):  # as in args: the option's name and its value
+            kind = next((kind for _, kind in secret_scan.kinds_of_words([key, value])), None)
+        else:
+            kind = secret_scan.kind_of(value, name=key.removeprefix("env."))
+        if kind:
+            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+            yield path, secret_scan.leak_message(place.removeprefix("."), kind)
 
 
 def misread(document: Document) -> Iterator[tuple[KeyPath, str]]:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,6 +143,12 @@ def _entry(key: str, value: object, why: str = "") -> str:
     return f"{text}  # {_plain(why)}" if why else text
 
 
+def _first(key: str, values: Sequence[str]) -> str:
+    """Return a line with the first value; the comment names the others."""
+    others = ", ".join(values[1:])
+    return _entry(key, values[0], f"there are also: {others}" if others else "")
+
+
 def _plain(text: str) -> str:
     return re.sub(r"[^\x20-\x7e\xa0-\ud7ff]", "?", text)
 
@@ -175,8 +181,7 @@ def _slurm(discovery: Discovery, site: SlurmSite) -> Iterator[str]:
         yield _entry("gpus_flag", "gres", "the select plugin does not support --gpus-per-node")
     yield ""
     if site.accounts:
-        others = ", ".join(site.accounts[1:])
-        yield _entry("account", site.accounts[0], f"yours are also: {others}" if others else "")
+        yield _first("account", site.accounts)
     else:
         yield "# account: NAME  # Slurm knows no account of yours"
     yield "# qos: NAME"
@@ -205,28 +210,25 @@ def _kubernetes(discovery: Discovery, chosen: Context) -> Iterator[str]:
     yield from _head(discovery, f"Kubernetes, {where}")
     yield "kind: kubernetes"
     if chosen.name:
-        others = ", ".join(c.name for c in discovery.contexts if c.name and c != chosen)
-        yield _entry("context", chosen.name, f"there are also: {others}" if others else "")
+        others = [other.name for other in discovery.contexts if other.name and other != chosen]
+        yield _first("context", [chosen.name, *others])
     yield _entry("namespace", chosen.namespace)
     site = discovery.namespace
     if site is None:
         yield "# workload: TrainJob  # or JobSet, or Job; PyTorchJob by default"
     else:
-        others = ", ".join(site.workloads[1:])
-        yield _entry("workload", site.workloads[0], f"there are also: {others}" if others else "")
+        yield _first("workload", site.workloads)
         if "TrainJob" in site.workloads and not site.has_runtime:
             where = _plain(chosen.namespace)
             yield f"# TrainJobs need a runtime: kubectl apply -n {where} -k k8s/base/trainer"
         if site.pod_security in ("restricted", "baseline", "privileged"):
             yield _entry("pod_security", site.pod_security)
         if site.queues:
-            others = ", ".join(site.queues[1:])
-            yield _entry("queue", site.queues[0], f"there are also: {others}" if others else "")
+            yield _first("queue", site.queues)
     yield ""
     claim = "without one that all nodes can write to, checkpoints are lost with their pod"
     if site and site.claims:
-        others = ", ".join(site.claims[1:])
-        yield _entry("runs_claim", site.claims[0], f"there are also: {others}" if others else "")
+        yield _first("runs_claim", site.claims)
     else:
         yield f"# runs_claim: NAME  # a PersistentVolumeClaim; {claim}"
     yield "# secret: NAME  # the Secret for the job's `secrets`"

@@ -89,7 +89,7 @@ class LocalProfile(SiteProfile):
     """This machine: one torchrun per simulated node."""
 
     kind: Literal["local"] = "local"
-    """What the profile is for."""
+    """The kind of site."""
 
     runs_dir: FolderPath = "runs"
     """Where run directories are created; a relative path is below the current folder."""
@@ -120,7 +120,7 @@ class SlurmProfile(SiteProfile):
     """A Slurm cluster."""
 
     kind: Literal["slurm"] = "slurm"
-    """What the profile is for."""
+    """The kind of site."""
 
     runs_dir: FolderPath = "runs"
     """Where run directories are created, on a file system that all nodes share; a relative path is
@@ -254,7 +254,7 @@ class KubernetesProfile(SiteProfile):
     """A namespace of a Kubernetes cluster."""
 
     kind: Literal["kubernetes"] = "kubernetes"
-    """What the profile is for."""
+    """The kind of site."""
 
     workload: Workload = "PyTorchJob"
     """The kind of object: `PyTorchJob` (Kubeflow Training Operator), `TrainJob` (Kubeflow Trainer),

@@ -13,7 +13,7 @@ __all__ = [
     "is_telling",
     "kind_of",
     "kinds_of_words",
-    "leaks",
+    "leak_message",
     "leaks_of_document",
     "values_of",
 ]
@@ -142,20 +142,15 @@ def kind_of(value: str, *, name: str = "") -> str | None:
     return f"a value for {name}" if is_telling(name) and not other and not count else None
 
 
-def _problem(place: str, kind: str) -> str:
+def leak_message(place: str, kind: str) -> str:
+    """Return the problem of a value that is a secret, without the value."""
     return f"{place} holds what looks like {kind}; {WAY_OUT}"
-
-
-def leaks(place: str, value: str, *, name: str = "") -> Iterator[str]:
-    """Yield the problem of a value that is a secret; the message does not hold the value."""
-    if kind := kind_of(value, name=name):
-        yield _problem(place, kind)
 
 
 def leaks_of_words(place: str, words: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Yield the position and the problem of each argument that holds a secret."""
     for index, kind in kinds_of_words(words):
-        yield index, _problem(f"{place}[{index}]", kind)
+        yield index, leak_message(f"{place}[{index}]", kind)
 
 
 def kinds_of_words(words: Sequence[str]) -> Iterator[tuple[int, str]]:
@@ -188,7 +183,8 @@ def leaks_of_document(
         name: The key of the document, if it is a single string.
     """
     if isinstance(value, str):
-        yield from (((), reason) for reason in leaks(place, value, name=name))
+        if kind := kind_of(value, name=name):
+            yield (), leak_message(place, kind)
     elif isinstance(value, list | tuple):
         if all(isinstance(one, str) for one in value):
             yield from (((at,), reason) for at, reason in leaks_of_words(place, list(value)))

@@ -75,7 +75,7 @@ node: {{gpus: 8, cpus: 128, memory: 1007GiB}}  # its largest nodes
 # gpu_type: a100  # where it matters which GPUs a job gets
 gpus_flag: gres  # the select plugin does not support --gpus-per-node
 
-account: vision  # yours are also: nlp
+account: vision  # there are also: nlp
 # qos: NAME
 kill_wait: 30s  # KillWait of the cluster
 
