@@ -84,7 +84,9 @@ def test_unknown_parameters_are_refused_all_at_once_with_the_valid_ones() -> Non
     assert unknown.startswith("node: unknown parameter; did you mean 'nodes'? valid are after, ")
     assert "nproc_per_node" in unknown and "timeout_min" in unknown
     assert setup == "slurm_setup: not here: set 'prolog' in the profile"
-    assert output.startswith("slurm_output: not yours to set: the log belongs to the run directory")
+    assert output.startswith(
+        "slurm_output: set by the toolkit: the log belongs to the run directory"
+    )
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,10 @@ class FunctionJob(core.Job[R]):
     0, where submitit refuses jobs of several tasks; `task(k).result()` returns that of rank k.
     """
 
-    def __init_subclass__(cls, *, scheme: str) -> None:
+    def __init_subclass__(cls, *, scheme: str = "") -> None:
         super().__init_subclass__()
-        _CLASSES[scheme] = cls
+        if scheme:
+            _CLASSES[scheme] = cls
 
     def __init__(
         self, run: Run, *, poll: StatusPoll | None = None, index: int = 0, rank: int | None = None

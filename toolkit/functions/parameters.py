@@ -26,7 +26,7 @@ _REQUEUE = 3
 
 
 def _in(unit: str, per: int) -> Callable[[object], str]:
-    """Return a function that writes a number in a smaller unit, of which `per` make one."""
+    """Return a function that converts a number into a smaller unit: `per` of them make one."""
 
     def convert(value: object) -> str:
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -134,7 +134,7 @@ def _setting(name: str, value: Any) -> tuple[str, Any]:
     if name.startswith("slurm_") and option in ALLOWED:
         return "sbatch", {option: value}
     if name.startswith("slurm_") and option in DECIDED:
-        raise ValueError(f"not yours to set: {DECIDED[option]}")
+        raise ValueError(f"set by the toolkit: {DECIDED[option]}")
     valid = sorted({*_RESOURCES, *_KEYS, *_OWN, *_SUBMITIT})
     meant = nearest(name, valid)
     hint = f"did you mean {meant!r}? " if meant else ""

@@ -86,7 +86,7 @@ def files_of(job: JobSpec, call: DelayedSubmission, *, delivered: bool = False) 
 
 
 class SubmittedCall:
-    """A call that was submitted."""
+    """The files of a submitted call in its run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir

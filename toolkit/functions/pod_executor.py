@@ -169,7 +169,7 @@ def size_of(path: Path) -> int:
 
 
 def write(files: Mapping[str, bytes], run_dir: Path) -> None:
-    """Write files where `Call` looks for them, the outcome last: the log lists them all."""
+    """Write files where `SubmittedCall` reads them; the outcome comes last and completes them."""
     for name, content in sorted(files.items(), key=lambda item: item[0] == "outcome.json"):
         path = run_dir / name
         path.parent.mkdir(parents=True, exist_ok=True)

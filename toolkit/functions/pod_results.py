@@ -58,7 +58,7 @@ def _signed(text: str, key: str) -> str:
 
 
 def left_here(run_dir: Path, host: str, attempt: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the files of the ranks on this host; links to their logs tell which these are."""
+    """Yield the files of the ranks whose logs are on this host."""
     folder = run_dir / "function" / f"attempt-{attempt}"
     ranks = [
         link.name.removeprefix("logs-")

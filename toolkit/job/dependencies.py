@@ -16,23 +16,23 @@ WISHES = ("ok", "any", "fail")
 
 
 class Dependency(FrozenModel):
-    """A run to wait for, by its URI, its name or its run directory; one of the three keys."""
+    """A run to wait for, by its URI, name or run directory, under one of the three keys."""
 
     ok: Text | None = None
-    """It must succeed; where it fails, this job is cancelled. A run without a key means this."""
+    """The run must succeed; if it fails, this job is cancelled. A run without a key means this."""
 
     any: Text | None = None
-    """It must end."""
+    """The run must end."""
 
     fail: Text | None = None
-    """It must fail; where it succeeds, this job is cancelled."""
+    """The run must fail; if it succeeds, this job is cancelled."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
         """Return what keys say against each other."""
         there = [wish for wish in WISHES if given.get(wish) is not None]
         if len(there) != 1:
-            return [f"one of ok, any and fail names a run; found {' and '.join(there) or 'none'}"]
+            return [f"give one of ok, any and fail; found {' and '.join(there) or 'none'}"]
         return [] if given[there[0]] else [f"{there[0]}: the run has no name"]
 
     @property

@@ -48,15 +48,17 @@ _WORKERS = (
 )
 _CPUS = "set resources.cpus_per_node"
 _MEMORY = "set resources.memory"
-_GPUS = "set resources.gpus_per_node, and gpus_flag in the profile for how they are asked for"
+_GPUS = (
+    "set resources.gpus_per_node, and gpus_flag in the profile for the option that requests them"
+)
 _LOG = "the log belongs to the run directory, and continues after a requeue"
 _WAITS = "the toolkit reads sbatch's answer; `toolkit submit --follow` waits"
-_USER = "jobs are yours; submit as the user who shall own them"
+_USER = "submit as the user who is to own the job"
 
 DECIDED = {
     "array": "set 'sweep', whose points are the tasks of an array",
     "chdir": "relative paths are below the submit folder; write absolute ones",
-    "clusters": "the toolkit asks one cluster about its jobs; submit on a login node of the other",
+    "clusters": "the toolkit queries one cluster; submit on a login node of the other",
     "cpus-per-gpu": _CPUS,
     "cpus-per-task": _CPUS,
     "dependency": "set 'after', or use `toolkit submit --after RUN`",
@@ -69,7 +71,7 @@ DECIDED = {
     "gpus-per-socket": _GPUS,
     "gpus-per-task": _GPUS,
     "help": _WAITS,
-    "input": "a training reads no standard input; name the file in 'args'",
+    "input": "a training program reads no standard input; name the file in 'args'",
     "job-name": "set the key 'name'",
     "mem": _MEMORY,
     "mem-per-cpu": _MEMORY,
@@ -87,7 +89,7 @@ DECIDED = {
     "quiet": _WAITS,
     "requeue": "set retries.requeue",
     "signal": "set stop.grace, from which the warning follows",
-    "test-only": "`toolkit check --server` asks without submitting",
+    "test-only": "`toolkit check --server` tests without submitting",
     "time": "set time_limit",
     "tres-per-task": "set 'resources'",
     "uid": _USER,
@@ -95,7 +97,7 @@ DECIDED = {
     "verbose": _WAITS,
     "version": _WAITS,
     "wait": _WAITS,
-    "wrap": "the rendered script is what runs; set module, script or command",
+    "wrap": "the job runs the rendered script; set module, script or command",
 }
 """Options that follow from other keys, each with the way out."""
 
@@ -107,7 +109,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 def _check_name(name: str) -> str:
     plain = name.lstrip("-").replace("_", "-")
     if name in DECIDED:
-        raise ValueError(f"{name!r} is not yours to set: {DECIDED[name]}")
+        raise ValueError(f"{name!r} is set by the toolkit: {DECIDED[name]}")
     if name in ALLOWED:
         return name
     if plain in ALLOWED | DECIDED.keys():
@@ -126,7 +128,7 @@ def _check_value(value: object) -> object:
     if value is False:
         raise ValueError("leave the option out; null cancels what the profile sets")
     if isinstance(value, float):
-        raise ValueError(f'a number with a point may be written in many ways; write "{value}"')
+        raise ValueError(f'a number with a decimal point has no unique form; write "{value}"')
     if value == "":
         raise ValueError("the value is empty; write true for an option without a value")
     if isinstance(value, str) and (match := _CONTROL.search(value)):

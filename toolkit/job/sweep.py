@@ -39,7 +39,7 @@ def _check_key(key: str) -> str:
 
 
 def _text(value: object) -> object:
-    """Turn a number into its text; a boolean stays one."""
+    """Return a number as text; booleans and text stay as they are."""
     if isinstance(value, Ambiguous):
         raise ValueError(value.reason)
     if value is None:
@@ -72,18 +72,18 @@ class Sweep(FrozenModel):
     """Many runs of one job, as one job array; see [sweeps](../how-to/sweeps.md)."""
 
     grid: Axes = Field(default={})
-    """Lists of values by `--OPTION` of `args`, or `env.NAME`; every combination is a point, and the
+    """Lists of values for `--OPTION` of `args` or `env.NAME`. Every combination is a point, and the
     last key varies fastest."""
 
     zipped: Axes = Field(default={}, alias="zip")
-    """Lists of one length; the first values of all are a point, then the second ones."""
+    """Lists of equal length: the first point has the first value of each list, and so on."""
 
     listed: tuple[Settings, ...] = Field(default=(), alias="list")
-    """The points themselves, each with its keys. Every point of `grid`, `zip` and `list` goes with
-    every one of the others."""
+    """The points themselves, each with its keys. Each point of `grid`, `zip` and `list` is combined
+    with each of the others."""
 
     max_running: PositiveInt | None = None
-    """How many points may run at the same time; as many as there is room for, if left out."""
+    """How many points may run at the same time; by default no limit."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -92,11 +92,11 @@ class Sweep(FrozenModel):
         if not (isinstance(grid, dict) and isinstance(zipped, dict) and isinstance(listed, tuple)):
             return []
         if not (grid or zipped or listed):
-            return ["grid, zip or list says what varies; found none of them"]
+            return ["give grid, zip or list; found none of them"]
         lengths = {key: len(values) for key, values in zipped.items()}
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{key} has {count}" for key, count in lengths.items())
-            return [f"the lists of zip go together, value by value: {shown}; make them equal"]
+            return [f"the lists of zip must have equal lengths: {shown}; make them equal"]
         in_list = {key for settings in listed for key in settings}
         places = [("grid", set(grid)), ("zip", set(zipped)), ("list", in_list)]
         for (one, keys), (other, others) in itertools.combinations(places, 2):
@@ -120,10 +120,10 @@ class Point:
     """One run of a sweep."""
 
     index: int
-    """Its number, from 0; Slurm's array task."""
+    """The number of the point, from 0; it is Slurm's array task."""
 
     name: str
-    """Its name, and that of its folder in the run directory, like `0003-lr=0.01-seed=2`."""
+    """The name of the point and of its folder in the run directory: `0003-lr=0.01-seed=2`."""
 
     settings: Mapping[str, str | bool]
     """The settings, by the keys of the sweep."""
@@ -139,7 +139,7 @@ def expand(sweep: Sweep, args: Sequence[str]) -> tuple[Point, ...]:
     """Return the points in their order: grid outermost, then zip, then list.
 
     Args:
-        sweep: What varies.
+        sweep: The sweep.
         args: The arguments of the job, in which options are set.
 
     Raises:

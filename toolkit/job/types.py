@@ -139,7 +139,9 @@ SecretName = Annotated[
 ]
 SecretKey = Annotated[Text, *matching("[-._a-zA-Z0-9]+", "use letters, digits, '-', '_' and '.'")]
 SecretFile = Annotated[Text, *matching(r"(/|~/)[^\r\n]+", "write an absolute path, or ~/PATH")]
-HomePath = Annotated[Text, *matching(r"(/|~/[^/]).*", "write /PATH, or ~/PATH for your home there")]
+HomePath = Annotated[
+    Text, *matching(r"(/|~/[^/]).*", "write /PATH, or ~/PATH for your home on the login node")
+]
 """A folder on the login node."""
 
 Via = Annotated[

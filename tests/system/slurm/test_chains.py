@@ -81,8 +81,8 @@ def test_what_a_job_waits_for_is_written_in_three_ways(written: Any, wish: str, 
 @pytest.mark.parametrize(
     ("after", "message"),
     [
-        ("[{ok: a, any: b}]", "one of ok, any and fail names a run; found ok and any"),
-        ("[{}]", "one of ok, any and fail names a run; found none"),
+        ("[{ok: a, any: b}]", "give one of ok, any and fail; found ok and any"),
+        ("[{}]", "give one of ok, any and fail; found none"),
         ("[{end: a}]", "unknown key 'end' under 'after[0]'"),
         ("[1]", "after[0]: must be a mapping of keys to values, not 1"),
         ("['']", "ok: the run has no name"),

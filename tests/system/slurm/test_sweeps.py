@@ -88,7 +88,7 @@ def test_names_of_points_are_short_safe_and_unique(grid: dict[str, list[str]]) -
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
-        ("{}", "grid, zip or list says what varies; found none of them"),
+        ("{}", "give grid, zip or list; found none of them"),
         ("{grid: {--lr: []}}", "sweep.grid.--lr: the list is empty"),
         ("{grid: {--lr: 0.1}}", "sweep.grid.--lr: must be a list, not 0.1"),
         ("{grid: {--lr: [1e-3]}}", 'write "1e-3" if you mean the text'),

@@ -121,16 +121,16 @@ def refusal(folder: Path, line: str, *, kind: str = "job") -> str:
         ("{--qos: x}", "sbatch.--qos: '--qos' is written 'qos' here, as in sbatch's manual"),
         ("{mail_type: x}", "sbatch.mail_type: 'mail_type' is written 'mail-type' here, as in "
          "sbatch's manual"),
-        ("{nodes: 2}", "sbatch.nodes: 'nodes' is not yours to set: set resources.nnodes"),
-        ("{array: 1-4}", "sbatch.array: 'array' is not yours to set: set 'sweep', whose points are "
-         "the tasks of an array"),
+        ("{nodes: 2}", "sbatch.nodes: 'nodes' is set by the toolkit: set resources.nnodes"),
+        ("{array: 1-4}", "sbatch.array: 'array' is set by the toolkit: set 'sweep', whose points "
+         "are the tasks of an array"),
         ("{comment: [a, b]}", "sbatch.comment: an option has one value, not a list; write it as "
          'Slurm does, like "a,b"'),
         ("{comment: {a: b}}", "sbatch.comment: an option has one value, not a mapping; write it "
          'as Slurm does, like "a,b"'),
         ("{exclusive: false}", "sbatch.exclusive: leave the option out; null cancels what the "
          "profile sets"),
-        ("{nice: 1.5}", "sbatch.nice: a number with a point may be written in many ways; write "
+        ("{nice: 1.5}", "sbatch.nice: a number with a decimal point has no unique form; write "
          '"1.5"'),
         ("{exclusive: yes}", 'sbatch.exclusive: yes is a boolean to YAML 1.1; write "yes" if you '
          "mean the text"),
@@ -142,7 +142,7 @@ def refusal(folder: Path, line: str, *, kind: str = "job") -> str:
         ("{comment: true, hold: 3}", "sbatch: comment needs a value; hold takes no value; write "
          "true"),
         ("{gres: 'nvme:1,gpu:4'}", "sbatch: gres asks for GPUs: set resources.gpus_per_node, and "
-         "gpus_flag in the profile for how they are asked for"),
+         "gpus_flag in the profile for the option that requests them"),
         ("[hold]", "sbatch: must be a mapping of keys to values, not a list"),
     ],
 )  # fmt: skip
@@ -156,7 +156,7 @@ def test_what_cannot_be_set_is_refused_with_the_way_out(
 @pytest.mark.parametrize("name", sorted(DECIDED))
 def test_every_option_that_the_toolkit_sets_names_what_to_set(name: str, tmp_path: Path) -> None:
     said = refusal(tmp_path, f"sbatch: {{{name}: x}}")
-    assert said == f"sbatch.{name}: '{name}' is not yours to set: {DECIDED[name]}"
+    assert said == f"sbatch.{name}: '{name}' is set by the toolkit: {DECIDED[name]}"
 
 
 def test_options_of_the_command_line_keep_their_kinds(tmp_path: Path) -> None:
