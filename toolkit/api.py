@@ -98,7 +98,7 @@ def _planned(
 
 
 def resubmit(run: str | Run, *, chain: int = 1) -> Run:
-    """Continue a run that has ended from its checkpoint; of a sweep, the points that failed.
+    """Continue a run from its checkpoint; of a sweep, the points that did not succeed.
 
     Args:
         run: The run, or its URI, name or run directory.

@@ -7,18 +7,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from toolkit.job.dependencies import after_schema
-from toolkit.job.kubernetes_options import KubernetesOptions, Patch
+from toolkit.job.loader import FrozenModel
 from toolkit.job.sbatch_options import options_schema
-from toolkit.job.spec import JobSpec, Mount, NodeRange, Resources, Retries, Secret, Stop
-from toolkit.job.sweep import Sweep, sweep_schema
+from toolkit.job.spec import JobSpec
+from toolkit.job.sweep import sweep_schema
 from toolkit.job.types import ENV_NAME, RESERVED_NAMES
 
 __all__ = ["field_docstrings", "json_schema"]
-
-_MODELS = (
-    *(JobSpec, Resources, NodeRange, Stop, Retries, Mount, Secret, Sweep),
-    *(KubernetesOptions, Patch),
-)
 
 
 def json_schema() -> dict[str, Any]:
@@ -62,11 +57,13 @@ def json_schema() -> dict[str, Any]:
         }
         for needed, left_out in ((("secret", "key"), ("file",)), (("file",), ("secret", "key")))
     ]
-    for model in _MODELS:
-        part = schema if model is JobSpec else schema["$defs"][model.__name__]
+    ours = (m for m in FrozenModel.__subclasses__() if m.__module__.startswith("toolkit.job."))
+    models = {model.__name__: model for model in ours}
+    for model_name, part in {"JobSpec": schema, **schema["$defs"]}.items():
+        model = models[model_name]
         for name, text in field_docstrings(model).items():
             alias = model.model_fields[name].alias or name
-            # Beside a $ref, a description must not replace that of the reference.
+            # A description beside a $ref does not replace that of the reference.
             part["properties"][alias]["description"] = text
             part["properties"][alias].pop("title", None)
     schema["oneOf"] = [
