@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -195,6 +195,7 @@ def _slurm(ask: Ask) -> SlurmSite | None:
     if "ClusterName" not in config:
         return None
     seconds = re.match(r"(\d{1,9}) sec", config.get("KillWait", ""))
+    sinfo = ask(["sinfo", "-h", "-o", "%P|%a|%l|%D|%c|%m|%G"])
     user = (ask(["id", "-un"]) or "").strip()
     accounts = ask(["sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account"])
     default = ask(["sacctmgr", "-nP", "show", "user", user, "format=defaultaccount"]) or ""
@@ -204,41 +205,37 @@ def _slurm(ask: Ask) -> SlurmSite | None:
         version=config.get("SLURM_VERSION", ""),
         kill_wait_s=int(seconds[1]) if seconds else None,
         knows_gpus="cons_tres" in config.get("SelectType", "cons_tres"),
-        partitions=_partitions(ask(["sinfo", "-h", "-o", "%P|%a|%l|%D|%c|%m|%G"]) or ""),
+        partitions=tuple(_partitions(sinfo or "")),
         accounts=tuple(dict.fromkeys(filter(None, names))),
         pyxis="--container-image" in (ask(["srun", "--help"]) or ""),
     )
 
 
-def _partitions(text: str) -> tuple[Partition, ...]:
+def _partitions(text: str) -> Iterator[Partition]:
     """Parse the rows of sinfo, one for each kind of node of each partition."""
-    by_name: dict[str, Partition] = {}
+    rows: dict[str, list[list[str]]] = {}
     for line in text.splitlines():
         columns = line.strip().split("|")
-        if len(columns) != 7 or columns[1] != "up":
-            continue
-        name, _, limit, nodes, cpus, memory, gres = columns
-        kinds = re.findall(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d+)", gres)
-        before = by_name.get(name)
-        types = (*(before.gpu_types if before else ()), *(word for word, _ in kinds if word))
-        memory_bytes = (_number(memory) or 0) * 2**20
-        gpus = sum(whole_number(number) or 0 for _, number in kinds)
-        by_name[name] = Partition(
+        if len(columns) == 7 and columns[1] == "up":
+            rows.setdefault(columns[0], []).append(columns)
+    for name, kinds in rows.items():
+        gpus = [re.findall(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d+)", kind[6]) for kind in kinds]
+        yield Partition(
             name=name.rstrip("*"),
             is_default=name.endswith("*"),
-            time_limit=before.time_limit if before else limit,
-            nodes=(before.nodes if before else 0) + (_number(nodes) or 0),
-            cpus=max((before and before.cpus) or 0, _number(cpus) or 0) or None,
-            memory_bytes=max((before and before.memory_bytes) or 0, memory_bytes) or None,
-            gpus=max(before.gpus if before else 0, gpus),
-            gpu_types=tuple(dict.fromkeys(types)),
+            time_limit=kinds[0][2],
+            nodes=sum(_number(kind[3]) for kind in kinds),
+            cpus=max(_number(kind[4]) for kind in kinds) or None,
+            memory_bytes=max(_number(kind[5]) for kind in kinds) * 2**20 or None,
+            gpus=max(sum(_number(count) for _, count in node) for node in gpus),
+            gpu_types=tuple(dict.fromkeys(word for node in gpus for word, _ in node if word)),
         )
-    return tuple(by_name.values())
 
 
-def _number(text: str) -> int | None:
+def _number(text: str) -> int:
+    """Return the number at the beginning of a text; 0 without one."""
     match = re.match(r"\d+", text)
-    return whole_number(match[0]) if match else None
+    return whole_number(match[0]) or 0 if match else 0
 
 
 # ---- Kubernetes
