@@ -139,6 +139,11 @@ class LaunchPlan:
         """Whether the script can be one of several jobs that go on with one run in turn."""
         return False
 
+    @property
+    def starts_once(self) -> bool:
+        """Whether nothing starts the ranks again: neither torchrun, nor Slurm, nor another job."""
+        return not (self.compares_failures or self.takes_turns)
+
     def in_turns(self) -> "LaunchPlan":
         """Return this plan for several jobs that go on with one run in turn.
 
@@ -228,11 +233,6 @@ class SlurmPlan(LaunchPlan):
 
     chain: bool = False
     """Whether several jobs are submitted, each of which goes on where the last one ended."""
-
-    @property
-    def retries_launch(self) -> bool:
-        """Whether a step that srun could not start is tried again, or judged apart."""
-        return self.compares_failures or self.takes_turns or self.image is not None
 
     @property
     def takes_turns(self) -> bool:
