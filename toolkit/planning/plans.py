@@ -9,7 +9,7 @@ from toolkit.job.kubernetes_options import Patch, Workload
 from toolkit.job.spec import JobSpec, Retries, Secret
 from toolkit.job.sweeps import Point
 from toolkit.planning.compatibility_kubernetes import name_problems
-from toolkit.planning.pods import Pod, carried, first_pod, labelled, payload_dir_of
+from toolkit.planning.pods import POD_GROUP_APIS, Pod, carried, first_pod, labelled, payload_dir_of
 from toolkit.planning.stop_times import REQUEUE_MARGIN_S
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 
@@ -249,6 +249,16 @@ class SlurmPlan(LaunchPlan):
         return self.profile.runtime
 
     @property
+    def image_file(self) -> str | None:
+        """The path of the image, which must exist where the script runs; None for a name."""
+        return self.image if self.image is not None and self.image.startswith("/") else None
+
+    @property
+    def image_is_local(self) -> bool:
+        """Whether the image is only in podman's own store, so that nothing can be pulled."""
+        return self.image is not None and self.image.startswith("localhost/")
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """Modules to load."""
         return tuple(self.profile.modules)
@@ -442,6 +452,51 @@ class KubernetesPlan(LaunchPlan):
             meeting=meeting,
             subdomain=name if self.subdomain == before else self.subdomain,
         )
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of everything that belongs to the run."""
+        return self.profile.namespace
+
+    @property
+    def keeps_runs(self) -> bool:
+        """Whether the run directory outlives the pods."""
+        return self.profile.runs_claim is not None
+
+    @property
+    def ttl_s(self) -> int | None:
+        """Seconds after the end until the cluster deletes the object; None for never."""
+        return self.profile.ttl_s
+
+    @property
+    def image_pull_policy(self) -> str:
+        """When nodes pull the image."""
+        return self.profile.image_pull_policy
+
+    @property
+    def network_policy(self) -> bool:
+        """Whether the run brings its own NetworkPolicy."""
+        return self.profile.network_policy
+
+    @property
+    def own_service(self) -> bool:
+        """Whether the run brings the Service that names the pods of a Job."""
+        return self.workload == "Job" and self.profile.service is None
+
+    @property
+    def pod_group_api(self) -> str | None:
+        """The API version of the run's PodGroup; None without a gang scheduler."""
+        return POD_GROUP_APIS.get(self.profile.gang_scheduler or "")
+
+    @property
+    def training_runtime(self) -> str:
+        """TrainJob: the runtime of the namespace that it refers to."""
+        return self.profile.training_runtime
+
+    @property
+    def has_master(self) -> bool:
+        """PyTorchJob: whether the first pod is a Master of its own."""
+        return self.profile.master
 
     @property
     def payload_dir(self) -> str | None:

@@ -16,6 +16,7 @@ from toolkit.text.quantities import kubernetes_size, parse_size
 __all__ = [
     "FILE_MARK",
     "MANAGER",
+    "POD_GROUP_APIS",
     "RUN_LABEL",
     "SWEEP_LABEL",
     "Pod",
@@ -52,6 +53,13 @@ _GROUP_NAMES = {
     ),
 }
 """How pods name their PodGroup, and the name of the scheduler (manuals of both)."""
+
+
+POD_GROUP_APIS = {
+    "volcano": "scheduling.volcano.sh/v1beta1",
+    "scheduler-plugins": "scheduling.x-k8s.io/v1alpha1",
+}
+"""The API version of the PodGroup of each gang scheduler."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,10 +160,11 @@ def _template_of(plan: KubernetesPlan) -> str:
 
 def _filled(plan: LaunchPlan, name: str) -> str:
     """Return a template with the values of a plan."""
-    names = {"plan": plan, "job": plan.job, "profile": plan.profile, "version": _version()}
+    names: dict[str, object] = {"plan": plan, "version": version.__version__}
     folder = plan.profile.templates_dir
     if folder is None:
         return _environment().get_template(name).render(names)
+    names = {"plan": plan, "job": plan.job, "profile": plan.profile, **names}
     text = _render_yours(Path(folder), name, names)
     if isinstance(plan, KubernetesPlan):
         _require_objects(text, Path(folder), plan)
@@ -266,10 +267,6 @@ def _place(error: Exception, folder: Path, name: str) -> str:
         if any(Path(frame.filename).is_relative_to(place) for place in places):
             return f"{frame.filename}:{frame.lineno}"
     return str(folder / name)
-
-
-def _version() -> str:
-    return version.__version__
 
 
 def _templates_folder() -> Path:
