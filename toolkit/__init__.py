@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     )
     from toolkit.job.schema import json_schema
     from toolkit.job.spec import JobSpec, load
-    from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan, plan
+    from toolkit.planning import LaunchPlan, LocalPlan, plan
+    from toolkit.planning.kubernetes import KubernetesPlan
+    from toolkit.planning.slurm import SlurmPlan
     from toolkit.profile import (
         KubernetesProfile,
         LocalProfile,
@@ -61,7 +63,7 @@ _HOME = {
     "InputError": "errors",
     "JobSpec": "job.spec",
     "KubernetesExecutor": "functions",
-    "KubernetesPlan": "planning",
+    "KubernetesPlan": "planning.kubernetes",
     "KubernetesProfile": "profile",
     "LaunchPlan": "planning",
     "Launcher": "runs.run",
@@ -81,7 +83,7 @@ _HOME = {
     "RunStatus": "runs.state",
     "SchedulerMissing": "errors",
     "SlurmExecutor": "functions",
-    "SlurmPlan": "planning",
+    "SlurmPlan": "planning.slurm",
     "SlurmProfile": "profile",
     "SpecError": "errors",
     "ToolkitError": "errors",

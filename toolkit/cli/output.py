@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 import toolkit
-from toolkit.text import untrusted
 
 __all__ = [
     "echo_failure",
@@ -46,6 +45,8 @@ def echo_lines(lines: Iterator[str]) -> None:
 
 def say(text: str, *, err: bool = False) -> None:
     """Print what runs and schedulers say, so that a terminal shows it and does not obey it."""
+    from toolkit.text import untrusted
+
     click.echo("\n".join(map(untrusted.for_terminal, text.split("\n"))), err=err)
 
 

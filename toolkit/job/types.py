@@ -96,10 +96,9 @@ Size = Annotated[
 
 def matching(pattern: str, rule: str) -> Any:
     """Return the annotations of a text that must match; `rule` is the way out."""
-    expression = re.compile(pattern)
 
     def check(value: str) -> str:
-        if not expression.fullmatch(value):
+        if not re.fullmatch(pattern, value):
             raise ValueError(f"{value!r} cannot be used; {rule}")
         return value
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from toolkit.errors import Problem
 from toolkit.job.spec import JobSpec, leaked_secrets
 from toolkit.planning import reserved_variables
-from toolkit.planning.compatibility_kubernetes import kubernetes_problems
-from toolkit.planning.containers import refusals_of_containers
 from toolkit.planning.stop_times import (
     POD_MARGIN_S,
     REQUEUE_MARGIN_S,
@@ -56,6 +54,8 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
             problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
         case SlurmProfile():
             if profile.runtime != "bare":
+                from toolkit.planning.containers import refusals_of_containers
+
                 problems += _image_missing(job, profile)
                 problems += refusals_of_containers(job, profile)
             problems += reserved_variables.of_scripts(job)
@@ -74,6 +74,8 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
                     *_GRACE,
                 )
         case KubernetesProfile():
+            from toolkit.planning.compatibility_kubernetes import kubernetes_problems
+
             problems += _stop_too_long(
                 job,
                 needed_s=job.stop.grace_s + POD_MARGIN_S,

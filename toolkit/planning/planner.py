@@ -4,17 +4,18 @@ Pure: no clock, environment, network or scheduler. What cannot work is refused h
 arithmetic in the message; templates only place these values.
 """
 
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from toolkit.errors import PlanError
 from toolkit.extensions import BUILT_IN, extension
 from toolkit.job.spec import JobSpec
 from toolkit.planning.compatibility import refusals
-from toolkit.planning.kubernetes import kubernetes_plan
-from toolkit.planning.plans import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
-from toolkit.planning.slurm import slurm_plan
-from toolkit.planning.torchrun import environment, torchrun_options
+from toolkit.planning.plans import LaunchPlan, LocalPlan, local_plan
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
+
+if TYPE_CHECKING:
+    from toolkit.planning.kubernetes import KubernetesPlan
+    from toolkit.planning.slurm import SlurmPlan
 
 __all__ = ["plan"]
 
@@ -22,11 +23,11 @@ __all__ = ["plan"]
 @overload
 def plan(job: JobSpec, profile: LocalProfile, *, run_name: str | None = ...) -> LocalPlan: ...
 @overload
-def plan(job: JobSpec, profile: SlurmProfile, *, run_name: str | None = ...) -> SlurmPlan: ...
+def plan(job: JobSpec, profile: SlurmProfile, *, run_name: str | None = ...) -> "SlurmPlan": ...
 @overload
 def plan(
     job: JobSpec, profile: KubernetesProfile, *, run_name: str | None = ...
-) -> KubernetesPlan: ...
+) -> "KubernetesPlan": ...
 @overload
 def plan(job: JobSpec, profile: Profile, *, run_name: str | None = ...) -> LaunchPlan: ...
 
@@ -50,24 +51,13 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
         return extension(profile.kind).plan(job, profile)
     match profile:
         case LocalProfile():
-            return _local(job, profile)
+            return local_plan(job, profile)
         case SlurmProfile():
+            from toolkit.planning.slurm import slurm_plan
+
             return slurm_plan(job, profile)
         case KubernetesProfile():
+            from toolkit.planning.kubernetes import kubernetes_plan
+
             # Rendered without a name, the same job is the same run, and another job is another.
             return kubernetes_plan(job, profile, name, run_name or f"{job.name}-{job.digest}")
-
-
-def _local(job: JobSpec, profile: LocalProfile) -> LocalPlan:
-    gpus = job.resources.gpus_per_node
-    devices = tuple(
-        tuple(range(node * gpus, (node + 1) * gpus)) for node in range(job.resources.max_nodes)
-    )
-    return LocalPlan(
-        job=job,
-        profile=profile,
-        torchrun=torchrun_options(job, numbered=True),
-        env=environment(job, profile),
-        secrets=job.secrets,
-        visible_devices=devices,
-    )

@@ -10,6 +10,7 @@ from typing import Any
 from toolkit.job.kubernetes_options import Toleration, Workload
 from toolkit.job.spec import JobSpec, Mount
 from toolkit.job.types import IN_RUN_DIR
+from toolkit.planning.torchrun import carried
 from toolkit.profile import KubernetesProfile
 from toolkit.text.quantities import kubernetes_size, parse_size
 
@@ -20,7 +21,6 @@ __all__ = [
     "RUN_LABEL",
     "SWEEP_LABEL",
     "Pod",
-    "carried",
     "first_pod",
     "labelled",
     "payload_dir_of",
@@ -112,11 +112,6 @@ class Pod:
                 for volume in self.volumes
             ),
         )
-
-
-def carried(job: JobSpec) -> bool:
-    """Whether the workers' script is submitted with the run, like the files of a call."""
-    return job.script is not None and job.script.startswith(IN_RUN_DIR)
 
 
 def payload_dir_of(job: JobSpec) -> str | None:

@@ -1,11 +1,16 @@
 """Decisions that are the same for every kind of site: torchrun's options and the environment."""
 
 from toolkit.job.spec import JobSpec
-from toolkit.planning.pods import carried
+from toolkit.job.types import IN_RUN_DIR
 from toolkit.planning.stop_times import cpus_of
 from toolkit.profile import KubernetesProfile, Profile, SlurmProfile
 
-__all__ = ["carried_options", "environment", "in_container", "torchrun_options"]
+__all__ = ["carried", "carried_options", "environment", "in_container", "torchrun_options"]
+
+
+def carried(job: JobSpec) -> bool:
+    """Whether the workers' script is submitted with the run, like the files of a call."""
+    return job.script is not None and job.script.startswith(IN_RUN_DIR)
 
 
 def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]:

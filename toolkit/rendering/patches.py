@@ -42,20 +42,19 @@ class _Unfit(Exception):
     """A patch does not fit; the message names the place and the value."""
 
 
-def patched(text: str, patches: Iterable[tuple[str, Patch]], *, workload: str) -> str:
+def patched(text: str, patches: Iterable[tuple[str, str, Patch]]) -> str:
     """Return a rendered manifest with changes; comments are lost but those of its head.
 
     Args:
         text: The manifest, a stream of documents.
-        patches: Changes, each with where it stands, like `profile 'k8s': patches[0]`.
-        workload: The kind that a patch changes if it names none.
+        patches: Changes, each with its place, like `profile 'k8s': patches[0]`, and the kind of
+            the objects that it changes.
 
     Raises:
         RenderError: a patch that does not apply, and why.
     """
     documents = [document for document in yaml.load_all(text, Loader=_LOADER) if document]
-    for place, patch in patches:
-        kind = patch.kind or workload
+    for place, kind, patch in patches:
         wanted = [at for at, document in enumerate(documents) if document["kind"] == kind]
         if not wanted:
             kinds = ", ".join(dict.fromkeys(document["kind"] for document in documents))
