@@ -4,7 +4,6 @@ from __future__ import annotations  # naming a type must not import it
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -119,6 +118,7 @@ def _echo_states(run: toolkit.Run) -> None:
 @contextlib.contextmanager
 def signals_cancel(run: toolkit.Run) -> Iterator[None]:
     """Let Ctrl-C, a closed terminal and `kill` stop the run; its output is still shown."""
+    import signal
 
     def cancel(*_: object) -> None:
         run.cancel()

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from toolkit.job.loader import FrozenModel, Text
+from toolkit.job.loader import Checked, FrozenModel, Text
 from toolkit.job.types import NaturalInt, SecretName, matching, schema_extra
 from toolkit.text.yaml_reader import Ambiguous
 
@@ -72,9 +72,7 @@ def _holds(outer: IPv4Network | IPv6Network, inner: IPv4Network | IPv6Network) -
     return inner.network_address in outer and inner.prefixlen >= outer.prefixlen
 
 
-Network = Annotated[
-    Text, AfterValidator(_network), schema_extra(examples=["10.0.0.0/8", "0.0.0.0/0"])
-]
+Network = Annotated[Text, Checked(_network), schema_extra(examples=["10.0.0.0/8", "0.0.0.0/0"])]
 """Addresses that pods may reach, like `10.0.0.0/8`."""
 
 
@@ -116,12 +114,12 @@ class Patch(FrozenModel):
     kind: Text | None = None
     """The kind of the object to change, like `Service`; the workload where it is left out."""
 
-    merge: Annotated[dict[Text, Any], AfterValidator(_in_one_meaning)] | None = None
+    merge: Annotated[dict[Text, Any], Checked(_in_one_meaning)] | None = None
     """What to lay over it, as a strategic merge patch: lists like `containers` and `volumes` merge
     by the key that Kubernetes merges them by, null removes a key."""
 
-    json_patch: Annotated[tuple[dict[Text, Any], ...], AfterValidator(_in_one_meaning)] | None = (
-        Field(default=None, alias="json")
+    json_patch: Annotated[tuple[dict[Text, Any], ...], Checked(_in_one_meaning)] | None = Field(
+        default=None, alias="json"
     )
     """Operations to apply to it, one after the other (RFC 6902, JSON Patch)."""
 

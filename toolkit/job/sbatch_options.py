@@ -8,9 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator
-
-from toolkit.job.loader import Text
+from toolkit.job.loader import Checked, Prepared, Text
 from toolkit.text.did_you_mean import nearest
 from toolkit.text.yaml_reader import Ambiguous
 
@@ -149,11 +147,11 @@ def _right_kinds(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-SbatchValue = Annotated[bool | int | str | None, BeforeValidator(_one_value)]
+SbatchValue = Annotated[bool | int | str | None, Prepared(_one_value)]
 """`true` for an option without a value, a number, a text, or null to take a profile's back."""
 
 SbatchOptions = Annotated[
-    dict[Annotated[Text, AfterValidator(_known)], SbatchValue], AfterValidator(_right_kinds)
+    dict[Annotated[Text, Checked(_known)], SbatchValue], Checked(_right_kinds)
 ]
 """Options by their long names without dashes."""
 

@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Strict, WithJsonSchema
+from pydantic import Field, PlainSerializer, Strict, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from toolkit.job.loader import Text
+from toolkit.job.loader import Checked, Prepared, Text
 from toolkit.text.quantities import (
     DURATION_PATTERN,
     SIZE_PATTERN,
@@ -71,7 +71,7 @@ def _quantity(
     parse: Callable[[str], int], show: Callable[[int], str], schema: dict[str, Any]
 ) -> Any:
     return (
-        BeforeValidator(_from_text(parse)),
+        Prepared(_from_text(parse)),
         PlainSerializer(show, return_type=str),
         WithJsonSchema({"type": "string", **schema}),
     )
@@ -102,7 +102,7 @@ def matching(pattern: str, rule: str) -> Any:
             raise ValueError(f"{value!r} cannot be used; {rule}")
         return value
 
-    return AfterValidator(check), schema_extra(pattern=f"^(?:{pattern})$")
+    return Checked(check), schema_extra(pattern=f"^(?:{pattern})$")
 
 
 def schema_extra(**more: Any) -> Any:
@@ -120,7 +120,7 @@ ENV_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 EnvName = Annotated[
     Text,
     *matching(ENV_NAME, "use letters, digits and underscores, no digit first"),
-    AfterValidator(_unreserved),
+    Checked(_unreserved),
 ]
 JobName = Annotated[
     Text,
@@ -200,10 +200,10 @@ def _path_or_volume(value: str) -> str:
 
 
 MountSource = Annotated[
-    Text, AfterValidator(_path_or_volume), schema_extra(pattern=f"^(?:/|(?:{_SOURCE})$)")
+    Text, Checked(_path_or_volume), schema_extra(pattern=f"^(?:/|(?:{_SOURCE})$)")
 ]
-Program = Annotated[Text, AfterValidator(_not_an_option), schema_extra(pattern="^[^-]")]
-AbsolutePath = Annotated[Text, AfterValidator(_absolute), schema_extra(pattern="^/")]
+Program = Annotated[Text, Checked(_not_an_option), schema_extra(pattern="^[^-]")]
+AbsolutePath = Annotated[Text, Checked(_absolute), schema_extra(pattern="^/")]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 NaturalInt = Annotated[int, Strict(), Field(ge=0)]
 

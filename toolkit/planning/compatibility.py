@@ -3,11 +3,11 @@
 Pure, like planning, which calls this first.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from toolkit.errors import Problem
 from toolkit.job.spec import JobSpec, leaked_secrets
-from toolkit.planning import reserved_variables
 from toolkit.planning.stop_times import (
     POD_MARGIN_S,
     REQUEUE_MARGIN_S,
@@ -49,8 +49,7 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
         problems += refusal("secret-in-job", reason)
     match profile:
         case LocalProfile():
-            problems += _too_many_here(job)
-            problems += reserved_variables.of_scripts(job)
+            problems += [*_too_many_here(job), *_overwritten(job)]
             problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
         case SlurmProfile():
             if profile.runtime != "bare":
@@ -58,7 +57,7 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
 
                 problems += _image_missing(job, profile)
                 problems += refusals_of_containers(job, profile)
-            problems += reserved_variables.of_scripts(job)
+            problems += _overwritten(job)
             problems += _stop_too_long(
                 job,
                 needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
@@ -233,6 +232,15 @@ def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
                 *key,
             )
     return problems
+
+
+def _overwritten(job: JobSpec) -> Iterable[Problem]:
+    """Return the secrets that a script would overwrite, or go by."""
+    if not job.secrets:
+        return ()
+    from toolkit.planning.reserved_variables import of_scripts
+
+    return of_scripts(job)
 
 
 def _too_many_here(job: JobSpec) -> list[Problem]:

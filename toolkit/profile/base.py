@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from toolkit.job.loader import FrozenModel, Text
+from toolkit.job.loader import Checked, FrozenModel, Text
 from toolkit.job.types import EnvName, NaturalInt, PositiveInt, Size, matching
 
 __all__ = ["FolderPath", "LocalProfile", "NodeFacts", "SiteProfile", "Word"]
@@ -17,7 +17,7 @@ def _no_home_sign(value: str) -> str:
 
 
 Word = Annotated[Text, *matching(r"\S+", "write one word, or leave the key out")]
-FolderPath = Annotated[Text, AfterValidator(_no_home_sign)]
+FolderPath = Annotated[Text, Checked(_no_home_sign)]
 
 
 class NodeFacts(FrozenModel):
@@ -39,7 +39,7 @@ class SiteProfile(FrozenModel):
     name: Text = ""
     """The profile's name; the file's name where it is left out."""
 
-    node: NodeFacts = Field(default_factory=NodeFacts)
+    node: NodeFacts = Field(default_factory=NodeFacts.model_construct)
     """What a node has."""
 
     env: dict[EnvName, Text] = Field(default={})

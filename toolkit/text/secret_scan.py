@@ -91,15 +91,15 @@ NAMES_OF_SECRETS = frozenset(
 )
 """Keys of job files, profiles and pods that hold no secret, but say which one is meant."""
 
-_SWITCH = re.compile(r"(?i:true|false|yes|no|on|off|none|null|auto|default|[01])")
-_NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]+)?")
-_REFERENCE = re.compile(
-    r"[~/$<\[{%]|\.{1,2}/|[a-z][a-z0-9+.-]*://(?![^/]*:[^/]*@)|(file|vault|env):"
-)
+# Few values come as far as these: they are compiled when one does.
+_SWITCH = r"(?i:true|false|yes|no|on|off|none|null|auto|default|[01])"
+_NUMBER = r"[0-9]{1,7}(\.[0-9]+)?"
+_REFERENCE = r"[~/$<\[{%]|\.{1,2}/|[a-z][a-z0-9+.-]*://(?![^/]*:[^/]*@)|(file|vault|env):"
 """How a path, a variable, a placeholder or a reference begins."""
 
-_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/=_.-]{16,}")
-_HEX = re.compile(r"[0-9a-f]{32,64}|[0-9A-F]{32,64}")
+_RANDOM = r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/=_.-]{16,}"
+_HEX = r"[0-9a-f]{32,64}|[0-9A-F]{32,64}"
+
 _WITH_PASSWORD = re.compile(
     r"(?i)((?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://[^/\s:@]{0,200}):(?![$<{*])[^/\s@]{1,500}@"
 )
@@ -136,7 +136,7 @@ def kind_of(value: str, *, name: str = "") -> str | None:
             return f"{kind} ({match[0][:SHOWN]}…)"
     if _WITH_PASSWORD.search(value):
         return "an address with its password"
-    keyed = _words(name)[-1:] in (["KEY"], ["TOKEN"]) and _HEX.fullmatch(value) is not None
+    keyed = _words(name)[-1:] in (["KEY"], ["TOKEN"]) and re.fullmatch(_HEX, value) is not None
     if keyed or (is_telling(name) and _is_literal(value, name)):
         return f"a value for {name}"
     return None
@@ -144,9 +144,9 @@ def kind_of(value: str, *, name: str = "") -> str | None:
 
 def _is_literal(value: str, name: str) -> bool:
     """Whether a value stands for itself: no path, reference, switch or count."""
-    if not value.strip() or _SWITCH.fullmatch(value) or _REFERENCE.match(value):
+    if not value.strip() or re.fullmatch(_SWITCH, value) or re.match(_REFERENCE, value):
         return False
-    return not ("TOKEN" in name.upper() and _NUMBER.fullmatch(value))
+    return not ("TOKEN" in name.upper() and re.fullmatch(_NUMBER, value))
 
 
 def _problem(place: str, kind: str) -> str:
@@ -178,7 +178,7 @@ def kinds_of_words(words: Sequence[str]) -> Iterator[tuple[int, str]]:
         else:
             name, value = before, word
         # `--hub-token KIND` may be a choice, so a word must look random to be a token.
-        random = "TOKEN" not in name.upper() or _RANDOM.fullmatch(value)
+        random = "TOKEN" not in name.upper() or re.fullmatch(_RANDOM, value)
         if kind := kind_of(value, name=name if random else ""):
             yield index, kind
         before = word.lstrip("-") if word.startswith("--") and not equals else ""
