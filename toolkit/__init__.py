@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     )
     from toolkit.job.schema import json_schema
     from toolkit.job.spec import JobSpec, load
-    from toolkit.planning import LaunchPlan, LocalPlan, plan
+    from toolkit.planning import LaunchPlan, plan
     from toolkit.planning.kubernetes import KubernetesPlan
+    from toolkit.planning.local import LocalPlan
     from toolkit.planning.slurm import SlurmPlan
     from toolkit.profile import (
         KubernetesProfile,
@@ -69,7 +70,7 @@ _HOME = {
     "Launcher": "runs.run",
     "LauncherError": "errors",
     "LocalExecutor": "functions",
-    "LocalPlan": "planning",
+    "LocalPlan": "planning.local",
     "LocalProfile": "profile",
     "PlanError": "errors",
     "Problem": "errors",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import toolkit
-from toolkit.planning import LocalPlan
+from toolkit.planning.local import LocalPlan
 
 JOB = toolkit.JobSpec.model_validate(
     {"name": "probe", "command": ("bash", "-c", 'echo "A is $A"'), "env": {"A": "1"}}

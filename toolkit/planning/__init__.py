@@ -1,6 +1,6 @@
 """From a job and a profile to a launch plan; pure."""
 
 from toolkit.planning.planner import plan
-from toolkit.planning.plans import LaunchPlan, LocalPlan
+from toolkit.planning.plans import LaunchPlan
 
-__all__ = ["LaunchPlan", "LocalPlan", "plan"]
+__all__ = ["LaunchPlan", "plan"]

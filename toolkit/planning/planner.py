@@ -10,18 +10,19 @@ from toolkit.errors import PlanError
 from toolkit.extensions import BUILT_IN, extension
 from toolkit.job.spec import JobSpec
 from toolkit.planning.compatibility import refusals
-from toolkit.planning.plans import LaunchPlan, LocalPlan, local_plan
+from toolkit.planning.plans import LaunchPlan
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 
 if TYPE_CHECKING:
     from toolkit.planning.kubernetes import KubernetesPlan
+    from toolkit.planning.local import LocalPlan
     from toolkit.planning.slurm import SlurmPlan
 
 __all__ = ["plan"]
 
 
 @overload
-def plan(job: JobSpec, profile: LocalProfile, *, run_name: str | None = ...) -> LocalPlan: ...
+def plan(job: JobSpec, profile: LocalProfile, *, run_name: str | None = ...) -> "LocalPlan": ...
 @overload
 def plan(job: JobSpec, profile: SlurmProfile, *, run_name: str | None = ...) -> "SlurmPlan": ...
 @overload
@@ -51,6 +52,8 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
         return extension(profile.kind).plan(job, profile)
     match profile:
         case LocalProfile():
+            from toolkit.planning.local import local_plan
+
             return local_plan(job, profile)
         case SlurmProfile():
             from toolkit.planning.slurm import slurm_plan

@@ -1,7 +1,4 @@
-"""The decisions for a launch, as plain values: what all sites need, and what this machine does.
-
-The plans of the others are in slurm.py and kubernetes.py.
-"""
+"""The decisions for a launch that every kind of site needs, as plain values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,15 +7,13 @@ from toolkit.errors import PlanError
 from toolkit.job.kubernetes_options import Patch
 from toolkit.job.spec import JobSpec, Retries, Secret
 from toolkit.planning.stop_times import REQUEUE_MARGIN_S
-from toolkit.planning.torchrun import carried, environment, torchrun_options
-from toolkit.profile import LocalProfile, Profile
+from toolkit.planning.torchrun import carried
+from toolkit.profile import Profile
 
 __all__ = [
     "RENDEZVOUS_PORTS",
     "RENDEZVOUS_TIMEOUT_S",
     "LaunchPlan",
-    "LocalPlan",
-    "local_plan",
 ]
 
 RENDEZVOUS_TIMEOUT_S = 600
@@ -211,40 +206,3 @@ class LaunchPlan:
     def stop_timeout_s(self) -> int:
         """Seconds that a cancelled run may take to end by itself."""
         return self.job.stop.grace_s + REQUEUE_MARGIN_S
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalPlan(LaunchPlan):
-    """N torchrun agents on this machine stand for N nodes."""
-
-    profile: LocalProfile
-    """The site."""
-
-    template = "local/run.sh.j2"
-
-    @property
-    def default_run_dir(self) -> str:
-        """The path of new run directories, without the id of the job at its end."""
-        return f"{self.profile.runs_dir}/{self.job.name}"
-
-    visible_devices: tuple[tuple[int, ...], ...]
-    """The GPUs of each node, counted over those of this machine, or those that the user may use."""
-
-    ports: tuple[int, int] = RENDEZVOUS_PORTS
-    """First port that the rendezvous may use, and how many."""
-
-
-def local_plan(job: JobSpec, profile: LocalProfile) -> LocalPlan:
-    """Decide how a job runs on this machine."""
-    gpus = job.resources.gpus_per_node
-    devices = tuple(
-        tuple(range(node * gpus, (node + 1) * gpus)) for node in range(job.resources.max_nodes)
-    )
-    return LocalPlan(
-        job=job,
-        profile=profile,
-        torchrun=torchrun_options(job, numbered=True),
-        env=environment(job, profile),
-        secrets=job.secrets,
-        visible_devices=devices,
-    )

@@ -66,7 +66,7 @@ _SHAPES = {
     "a JSON Web Token": r"eyJ[A-Za-z0-9_-]{8,500}\.eyJ[A-Za-z0-9_-]{8,5000}\.[A-Za-z0-9_-]{8,}",
     "a private key": r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----(?s:.*)",
 }
-_TOKEN = re.compile("|".join(f"(?<![A-Za-z0-9])(?:{shape})" for shape in _SHAPES.values()))
+_TOKEN = re.compile(f"(?<![A-Za-z0-9])(?:{'|'.join(_SHAPES.values())})")
 
 _HOLDS = re.compile(
     r"(TOKEN|SECRETS?|PASSW(OR)?D|PASSPHRASE|PASSCODE|APIKEY|CRED(ENTIAL)?S?)$"
