@@ -3,8 +3,11 @@
 Pure, like planning, which calls this first.
 """
 
+from __future__ import annotations  # naming a profile must not import it
+
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.job.spec import JobSpec, leaked_secrets
@@ -17,9 +20,12 @@ from toolkit.planning.stop_times import (
     refusal,
     warning_lead_s,
 )
-from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile, leaks_of
+from toolkit.profile import leaks_of
 from toolkit.text.quantities import format_duration, format_size
 from toolkit.text.yaml_reader import KeyPath
+
+if TYPE_CHECKING:
+    from toolkit.profile import KubernetesProfile, Profile
 
 __all__ = ["refusals"]
 
@@ -36,7 +42,7 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
         return [*_sweep_problems(job, profile), *_of_the_points(job, profile, run_name=run_name)]
     problems = [*_does_not_fit(job, profile), *_mount_problems(job, profile)]
     problems += _elastic_problems(job, profile)
-    if job.after and not isinstance(profile, SlurmProfile):
+    if job.after and profile.kind != "slurm":
         problems += refusal(
             "after-elsewhere",
             f"after: only Slurm lets a job wait for another; profile {profile.name!r} is of "
@@ -47,47 +53,46 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
         problems += refusal("secret-in-job", reason, *key)
     for _, reason in leaks_of(profile):
         problems += refusal("secret-in-job", reason)
-    match profile:
-        case LocalProfile():
-            problems += [*_too_many_here(job), *_overwritten(job)]
-            problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
-        case SlurmProfile():
-            if profile.runtime != "bare":
-                from toolkit.planning.containers import refusals_of_containers
+    if profile.kind == "local":
+        problems += [*_too_many_here(job), *_overwritten(job)]
+        problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
+    elif profile.kind == "slurm":
+        if profile.runtime != "bare":
+            from toolkit.planning.containers import refusals_of_containers
 
-                problems += _image_missing(job, profile)
-                problems += refusals_of_containers(job, profile)
-            problems += _overwritten(job)
-            problems += _stop_too_long(
-                job,
-                needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
-                what=f"stop.grace, {REQUEUE_MARGIN_S}s to requeue and up to {SIGNAL_SLACK_S}s "
-                "that Slurm warns early",
-            )
-            if warning_lead_s(job) > SIGNAL_MAX_S:
-                problems += refusal(
-                    "stop-beyond-signal",
-                    f"stop.grace {format_duration(job.stop.grace_s)} is too long: Slurm warns at "
-                    f"most {SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the "
-                    "requeue",
-                    *_GRACE,
-                )
-        case KubernetesProfile():
-            from toolkit.planning.compatibility_kubernetes import kubernetes_problems
-
-            problems += _stop_too_long(
-                job,
-                needed_s=job.stop.grace_s + POD_MARGIN_S,
-                what=f"stop.grace and {POD_MARGIN_S}s for torchrun to end",
-            )
             problems += _image_missing(job, profile)
-            problems += kubernetes_problems(job, profile, run_name)
+            problems += refusals_of_containers(job, profile)
+        problems += _overwritten(job)
+        problems += _stop_too_long(
+            job,
+            needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
+            what=f"stop.grace, {REQUEUE_MARGIN_S}s to requeue and up to {SIGNAL_SLACK_S}s "
+            "that Slurm warns early",
+        )
+        if warning_lead_s(job) > SIGNAL_MAX_S:
+            problems += refusal(
+                "stop-beyond-signal",
+                f"stop.grace {format_duration(job.stop.grace_s)} is too long: Slurm warns at "
+                f"most {SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the "
+                "requeue",
+                *_GRACE,
+            )
+    elif profile.kind == "kubernetes":
+        from toolkit.planning.compatibility_kubernetes import kubernetes_problems
+
+        problems += _stop_too_long(
+            job,
+            needed_s=job.stop.grace_s + POD_MARGIN_S,
+            what=f"stop.grace and {POD_MARGIN_S}s for torchrun to end",
+        )
+        problems += _image_missing(job, profile)
+        problems += kubernetes_problems(job, profile, run_name)
     return problems
 
 
 def _sweep_problems(job: JobSpec, profile: Profile) -> list[Problem]:
     problems: list[Problem] = []
-    if isinstance(profile, LocalProfile):
+    if profile.kind == "local":
         return refusal(
             "sweep-elsewhere",
             f"sweep: its points are one job array of Slurm, or an object each on Kubernetes, and "
@@ -101,7 +106,7 @@ def _sweep_problems(job: JobSpec, profile: Profile) -> list[Problem]:
             "sweep: nnodes with min and max is for single runs; write one number of nodes",
             *_NNODES,
         )
-    if isinstance(profile, KubernetesProfile) and job.sweep and job.sweep.max_running:
+    if profile.kind == "kubernetes" and job.sweep and job.sweep.max_running:
         problems += _nobody_counts(job, profile)
     return problems
 
@@ -194,7 +199,7 @@ def _elastic_problems(job: JobSpec, profile: Profile) -> list[Problem]:
             "a node is lost or has come",
             *_NNODES,
         )
-    if isinstance(profile, SlurmProfile) and profile.gpus_flag == "gpus-per-task":
+    if profile.kind == "slurm" and profile.gpus_flag == "gpus-per-task":
         problems += refusal(
             "elastic-gpus-per-task",
             "nnodes with min and max cannot be had by gpus-per-task, since Slurm chooses how many "
@@ -212,9 +217,9 @@ def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
         problems += refusal(
             "mount-target-taken", f"two mounts have the target {twice[0]!r}", "mounts"
         )
-    if isinstance(profile, KubernetesProfile):
+    if profile.kind == "kubernetes":
         return problems
-    if isinstance(profile, SlurmProfile) and profile.runtime != "bare":
+    if profile.kind == "slurm" and profile.runtime != "bare":
         return problems  # refusals_of_containers looks at the site's, too
     for index, mount in enumerate(job.mounts):
         place, key = f"mounts[{index}]", ("mounts", index)

@@ -4,31 +4,33 @@ Pure: no clock, environment, network or scheduler. What cannot work is refused h
 arithmetic in the message; templates only place these values.
 """
 
+from __future__ import annotations  # naming a plan must not import it
+
 from typing import TYPE_CHECKING, overload
 
 from toolkit.errors import PlanError
 from toolkit.extensions import BUILT_IN, extension
 from toolkit.job.spec import JobSpec
 from toolkit.planning.compatibility import refusals
-from toolkit.planning.plans import LaunchPlan
-from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 
 if TYPE_CHECKING:
     from toolkit.planning.kubernetes import KubernetesPlan
     from toolkit.planning.local import LocalPlan
+    from toolkit.planning.plans import LaunchPlan
     from toolkit.planning.slurm import SlurmPlan
+    from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 
 __all__ = ["plan"]
 
 
 @overload
-def plan(job: JobSpec, profile: LocalProfile, *, run_name: str | None = ...) -> "LocalPlan": ...
+def plan(job: JobSpec, profile: LocalProfile, *, run_name: str | None = ...) -> LocalPlan: ...
 @overload
-def plan(job: JobSpec, profile: SlurmProfile, *, run_name: str | None = ...) -> "SlurmPlan": ...
+def plan(job: JobSpec, profile: SlurmProfile, *, run_name: str | None = ...) -> SlurmPlan: ...
 @overload
 def plan(
     job: JobSpec, profile: KubernetesProfile, *, run_name: str | None = ...
-) -> "KubernetesPlan": ...
+) -> KubernetesPlan: ...
 @overload
 def plan(job: JobSpec, profile: Profile, *, run_name: str | None = ...) -> LaunchPlan: ...
 
@@ -50,17 +52,15 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
         raise PlanError(problems)
     if profile.kind not in BUILT_IN:
         return extension(profile.kind).plan(job, profile)
-    match profile:
-        case LocalProfile():
-            from toolkit.planning.local import local_plan
+    if profile.kind == "local":
+        from toolkit.planning.local import local_plan
 
-            return local_plan(job, profile)
-        case SlurmProfile():
-            from toolkit.planning.slurm import slurm_plan
+        return local_plan(job, profile)
+    if profile.kind == "slurm":
+        from toolkit.planning.slurm import slurm_plan
 
-            return slurm_plan(job, profile)
-        case KubernetesProfile():
-            from toolkit.planning.kubernetes import kubernetes_plan
+        return slurm_plan(job, profile)
+    from toolkit.planning.kubernetes import kubernetes_plan
 
-            # Rendered without a name, the same job is the same run, and another job is another.
-            return kubernetes_plan(job, profile, name, run_name or f"{job.name}-{job.digest}")
+    # Rendered without a name, the same job is the same run, and another job is another.
+    return kubernetes_plan(job, profile, name, run_name or f"{job.name}-{job.digest}")

@@ -1,14 +1,19 @@
 """The decisions for a launch that every kind of site needs, as plain values."""
 
+from __future__ import annotations  # naming a profile must not import it
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from toolkit.errors import PlanError
 from toolkit.job.kubernetes_options import Patch
 from toolkit.job.spec import JobSpec, Retries, Secret
 from toolkit.planning.stop_times import REQUEUE_MARGIN_S
 from toolkit.planning.torchrun import carried
-from toolkit.profile import Profile
+
+if TYPE_CHECKING:
+    from toolkit.profile import Profile
 
 __all__ = [
     "RENDEZVOUS_PORTS",
@@ -51,7 +56,7 @@ class LaunchPlan:
         raise NotImplementedError
 
     @property
-    def objects(self) -> "Sequence[LaunchPlan]":
+    def objects(self) -> Sequence[LaunchPlan]:
         """The plans of which each is rendered: this one, or those of a sweep's points."""
         return (self,)
 
@@ -150,7 +155,7 @@ class LaunchPlan:
         """Whether nothing starts the ranks again: neither torchrun, nor Slurm, nor another job."""
         return not (self.compares_failures or self.takes_turns)
 
-    def in_turns(self) -> "LaunchPlan":
+    def in_turns(self) -> LaunchPlan:
         """Return this plan for several jobs that go on with one run in turn.
 
         Raises:

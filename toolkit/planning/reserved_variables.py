@@ -7,13 +7,18 @@ gives them to torchrun alone. On Kubernetes the entrypoint of the pods finds bot
 environment.
 """
 
+from __future__ import annotations  # naming a profile must not import it
+
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.job.spec import JobSpec
 from toolkit.planning.stop_times import refusal
-from toolkit.profile import KubernetesProfile
+
+if TYPE_CHECKING:
+    from toolkit.profile import KubernetesProfile
 
 __all__ = ["OF_BASH", "OF_PODS", "OF_SCRIPTS", "of_pods", "of_scripts"]
 

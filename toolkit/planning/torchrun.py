@@ -1,9 +1,15 @@
 """Decisions that are the same for every kind of site: torchrun's options and the environment."""
 
+from __future__ import annotations  # naming a profile must not import it
+
+from typing import TYPE_CHECKING
+
 from toolkit.job.spec import JobSpec
 from toolkit.job.types import IN_RUN_DIR
 from toolkit.planning.stop_times import cpus_of
-from toolkit.profile import KubernetesProfile, Profile, SlurmProfile
+
+if TYPE_CHECKING:
+    from toolkit.profile import Profile
 
 __all__ = ["carried", "carried_options", "environment", "in_container", "torchrun_options"]
 
@@ -69,6 +75,6 @@ def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
 
 def in_container(profile: Profile) -> bool:
     """Whether workers run in containers at this site."""
-    if isinstance(profile, SlurmProfile):
+    if profile.kind == "slurm":
         return profile.runtime != "bare"
-    return isinstance(profile, KubernetesProfile)
+    return profile.kind == "kubernetes"

@@ -1,23 +1,25 @@
 """Where profiles are found, by name or by path, and how their files are read."""
 
+from __future__ import annotations  # naming a model must not import it
+
+import importlib
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from toolkit import extensions
 from toolkit.errors import InputError, Problem, ProfileError
 from toolkit.job.loader import validate
-from toolkit.profile.base import LocalProfile
-from toolkit.profile.kubernetes import KubernetesProfile
-from toolkit.profile.slurm import SlurmProfile
 from toolkit.text import secret_scan
 from toolkit.text.did_you_mean import did_you_mean
 from toolkit.text.yaml_reader import KeyPath, read_document, read_text
 
+if TYPE_CHECKING:
+    from toolkit.profile import Profile
+
 __all__ = [
-    "Profile",
     "configuration_folder",
     "default_profile",
     "leaks_of",
@@ -27,18 +29,15 @@ __all__ = [
     "require_default_profile",
 ]
 
-Profile = LocalProfile | SlurmProfile | KubernetesProfile
+_MODELS = {
+    "local": ("base", "LocalProfile"),
+    "slurm": ("slurm", "SlurmProfile"),
+    "kubernetes": ("kubernetes", "KubernetesProfile"),
+}
+"""Module and class of each kind of profile."""
 
-_KINDS: dict[str, type[LocalProfile] | type[SlurmProfile] | type[KubernetesProfile]] = {
-    "local": LocalProfile,
-    "slurm": SlurmProfile,
-    "kubernetes": KubernetesProfile,
-}
-_BUILT_IN: dict[str, type[LocalProfile] | type[SlurmProfile] | type[KubernetesProfile]] = {
-    "local": LocalProfile,
-    "slurm": SlurmProfile,
-    "k8s": KubernetesProfile,
-}
+_BUILT_IN = {"local": "local", "slurm": "slurm", "k8s": "kubernetes"}
+"""The kinds of the profiles that need no file, by their names."""
 
 
 def load_profile(
@@ -60,7 +59,7 @@ def load_profile(
             if path.stem == name:
                 return _read(path)
     if name in _BUILT_IN:
-        return _BUILT_IN[name](name=name)
+        return _built_in_model(_BUILT_IN[name])(name=name)
     names = profile_names(folder=folder, environ=environ)
     searched = ", ".join(map(str, _folders(folder, environ)))
     raise ProfileError(
@@ -136,10 +135,10 @@ def _read(path: Path) -> Profile:
     if isinstance(data, dict) and model is None:
         fault = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
         place = document.place(("kind",))
-        way_out = did_you_mean(kind, [*_KINDS, *extensions.kinds()])
+        way_out = did_you_mean(kind, [*_MODELS, *extensions.kinds()])
         problem = Problem(place=place, message=f"{fault}; {way_out}")
         raise ProfileError([problem, *document.problems])
-    profile = validate(model or LocalProfile, document, ProfileError)
+    profile = validate(model or _built_in_model("local"), document, ProfileError)
     if leaks := leaks_of(profile):
         raise ProfileError([Problem(place=document.place(at), message=why) for at, why in leaks])
     changes = {} if profile.name else {"name": path.stem}
@@ -152,12 +151,19 @@ def model_of(kind: object) -> type[Profile] | None:
     """Return the model of a kind of profile, ours or another package's; None if it is unknown."""
     if not isinstance(kind, str):
         return None
-    if kind in _KINDS:
-        return _KINDS[kind]
+    if kind in _MODELS:
+        return _built_in_model(kind)
     if kind not in extensions.kinds():
         return None
     # The package that brings a kind brings all that is done with its profiles, too.
     return cast("type[Profile]", extensions.extension(kind).profile)
+
+
+def _built_in_model(kind: str) -> type[Profile]:
+    module, name = _MODELS[kind]
+    return cast(
+        "type[Profile]", getattr(importlib.import_module(f"toolkit.profile.{module}"), name)
+    )
 
 
 def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:
@@ -170,7 +176,7 @@ def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:
                 key, value, name=key, skip=secret_scan.NAMES_OF_SECRETS
             )
             places += (((key, *path), why) for path, why in leaks)
-    if isinstance(profile, SlurmProfile):
+    if profile.kind == "slurm":
         for key, lines in (("prolog", profile.prolog), ("epilog", profile.epilog)):
             for index, line in enumerate(lines):
                 words = re.sub("[\"']", "", line).replace(";", " ").split()
