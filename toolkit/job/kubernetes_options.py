@@ -12,7 +12,6 @@ from toolkit.job.types import NaturalInt, SecretName, matching, schema_extra
 from toolkit.text.yaml_reader import Ambiguous
 
 __all__ = [
-    "IMAGE_NAME",
     "KubernetesOptions",
     "LabelKey",
     "LabelValue",
@@ -22,16 +21,17 @@ __all__ = [
     "Topology",
     "Workload",
     "block_of",
+    "is_image_name",
 ]
 
 Workload = Literal["PyTorchJob", "TrainJob", "JobSet", "Job"]
 """The kinds of objects that a job can become."""
 
-IMAGE_NAME = re.compile(
+_IMAGE_NAME = (
     r"([a-zA-Z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*"
     r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,})?"
 )
-"""What the name of an image looks like (distribution/reference: host, path, tag, digest)."""
+"""Distribution/reference: host, path, tag, digest."""
 
 _PREFIX = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/"
 LabelKey = Annotated[
@@ -51,6 +51,11 @@ LabelValue = Annotated[
     ),
 ]
 """A label's value."""
+
+
+def is_image_name(text: str) -> bool:
+    """Whether a text looks like the name of an image, as nodes pull it."""
+    return re.fullmatch(_IMAGE_NAME, text) is not None
 
 
 _METADATA = (ip_network("169.254.0.0/16"), ip_network("fd00:ec2::/32"))

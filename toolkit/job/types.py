@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import Field, PlainSerializer, Strict, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import Field, GetCoreSchemaHandler, Strict
+from pydantic_core import PydanticCustomError, core_schema
 
-from toolkit.job.loader import Checked, Prepared, Text
+from toolkit.job.loader import Checked, Text
 from toolkit.text.quantities import (
     DURATION_PATTERN,
     SIZE_PATTERN,
@@ -57,40 +57,42 @@ IN_RUN_DIR = "$TRAIN_RUN_DIR/"
 """The beginning of a script that lies in the run directory, whose name only the place knows."""
 
 
-def _from_text(parse: Callable[[str], int]) -> Callable[[object], int]:
-    def convert(value: object) -> int:
+class _Quantity:
+    """A whole number that files hold as a text with its unit."""
+
+    def __init__(
+        self, parse: Callable[[str], int], show: Callable[[int], str], pattern: str, *examples: str
+    ) -> None:
+        self._parse, self._show = parse, show
+        self._json_schema = {"type": "string", "pattern": pattern, "examples": [*examples]}
+
+    def _read(self, value: object) -> int:
         if isinstance(value, bool | float) or not isinstance(value, str | int):
             raise PydanticCustomError("quantity_type", "a string with a unit is wanted")
         # An integer has lost its unit; the parser's message lists the choices.
-        return parse(str(value))
+        return self._parse(str(value))
 
-    return convert
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        as_text = core_schema.plain_serializer_function_ser_schema(
+            self._show, return_schema=core_schema.str_schema()
+        )
+        return core_schema.no_info_before_validator_function(
+            self._read, handler(source), serialization=as_text
+        )
 
-
-def _quantity(
-    parse: Callable[[str], int], show: Callable[[int], str], schema: dict[str, Any]
-) -> Any:
-    return (
-        Prepared(_from_text(parse)),
-        PlainSerializer(show, return_type=str),
-        WithJsonSchema({"type": "string", **schema}),
-    )
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return dict(self._json_schema)  # pydantic adds to it
 
 
 Duration = Annotated[
     int,
-    *_quantity(
-        parse_duration,
-        format_duration,
-        {"pattern": DURATION_PATTERN, "examples": ["90s", "30m", "1h30m", "01:30:00"]},
-    ),
+    _Quantity(parse_duration, format_duration, DURATION_PATTERN, "90s", "30m", "1h30m", "01:30:00"),
 ]
 """Whole seconds, written like `30m`."""
 
-Size = Annotated[
-    int,
-    *_quantity(parse_size, format_size, {"pattern": SIZE_PATTERN, "examples": ["64GiB", "500MB"]}),
-]
+Size = Annotated[int, _Quantity(parse_size, format_size, SIZE_PATTERN, "64GiB", "500MB")]
 """Bytes, written like `64GiB`."""
 
 

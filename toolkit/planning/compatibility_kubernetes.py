@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
-from toolkit.job.kubernetes_options import IMAGE_NAME, Workload
+from toolkit.job.kubernetes_options import Workload, is_image_name
 from toolkit.job.spec import JobSpec, Mount
 from toolkit.planning.pods import workload_of
 from toolkit.planning.reserved_variables import of_pods
@@ -120,7 +120,7 @@ def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Probl
 
 
 def _image(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
-    if job.image and not IMAGE_NAME.fullmatch(job.image):
+    if job.image and not is_image_name(job.image):
         yield from refusal(
             "image-of-another-runtime",
             f"image {job.image!r} is no name of an image, as nodes of profile {profile.name!r} "
