@@ -25,7 +25,7 @@ from toolkit.text.quantities import format_duration, format_size
 from toolkit.text.yaml_reader import KeyPath
 
 if TYPE_CHECKING:
-    from toolkit.profile import KubernetesProfile, Profile
+    from toolkit.profile import Profile
 
 __all__ = ["refusals"]
 
@@ -54,7 +54,16 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
     for _, reason in leaks_of(profile):
         problems += refusal("secret-in-job", reason)
     if profile.kind == "local":
-        problems += [*_too_many_here(job), *_overwritten(job)]
+        each = max(job.resources.nproc_per_node, job.resources.gpus_per_node)
+        if job.resources.max_nodes * each > _WORKERS_MAX:
+            problems += refusal(
+                "workers-beyond-machine",
+                f"{job.resources.max_nodes} simulated nodes with {each} workers or GPUs each are "
+                f"more than {_WORKERS_MAX} on this machine; make them fewer: "
+                "--set resources.nnodes=2",
+                "resources",
+            )
+        problems += _overwritten(job)
         problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
     elif profile.kind == "slurm":
         if profile.runtime != "bare":
@@ -106,21 +115,15 @@ def _sweep_problems(job: JobSpec, profile: Profile) -> list[Problem]:
             "sweep: nnodes with min and max is for single runs; write one number of nodes",
             *_NNODES,
         )
-    if profile.kind == "kubernetes" and job.sweep and job.sweep.max_running:
-        problems += _nobody_counts(job, profile)
+    limit = job.sweep.max_running if job.sweep else None
+    if profile.kind == "kubernetes" and limit and not (job.kubernetes.queue or profile.queue):
+        problems += refusal(
+            "sweep-max-running",
+            f"sweep.max_running {limit}: nobody on Kubernetes holds points back but a queue of "
+            "Kueue, by its quota; name one (queue), or leave it out: --set sweep.max_running=null",
+            *("sweep", "max_running"),
+        )
     return problems
-
-
-def _nobody_counts(job: JobSpec, profile: KubernetesProfile) -> list[Problem]:
-    if job.kubernetes.queue or profile.queue:
-        return []  # its quota limits how many run at a time
-    return refusal(
-        "sweep-max-running",
-        f"sweep.max_running {job.sweep.max_running if job.sweep else ''}: nobody on Kubernetes "
-        "holds points back but a queue of Kueue, by its quota; name one (queue), or leave it out: "
-        "--set sweep.max_running=null",
-        *("sweep", "max_running"),
-    )
 
 
 def _of_the_points(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
@@ -246,20 +249,6 @@ def _overwritten(job: JobSpec) -> Iterable[Problem]:
     from toolkit.planning.reserved_variables import of_scripts
 
     return of_scripts(job)
-
-
-def _too_many_here(job: JobSpec) -> list[Problem]:
-    """Find a job that no machine has the processes for."""
-    resources = job.resources
-    each = max(resources.nproc_per_node, resources.gpus_per_node)
-    if resources.max_nodes * each <= _WORKERS_MAX:
-        return []
-    return refusal(
-        "workers-beyond-machine",
-        f"{resources.max_nodes} simulated nodes with {each} workers or GPUs each are more than "
-        f"{_WORKERS_MAX} on this machine; make them fewer: --set resources.nnodes=2",
-        "resources",
-    )
 
 
 def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> list[Problem]:

@@ -329,6 +329,10 @@ def _plan(
         RUN_LABEL: run_name,
         **(more_labels or {}),
     }
+    queue_labels = {
+        "kueue.x-k8s.io/queue-name": job.kubernetes.queue or profile.queue,
+        "kueue.x-k8s.io/priority-class": profile.queue_priority,
+    }
     assert job.image is not None
     plan = KubernetesPlan(
         job=job,
@@ -354,7 +358,7 @@ def _plan(
         container=CONTAINERS[kind],
         image=job.image,
         labels=labels,
-        workload_labels=labels | _queue_labels(job, profile),
+        workload_labels=labels | {key: value for key, value in queue_labels.items() if value},
         egress=tuple(map(block_of, profile.egress)),
     )
     return _of_pytorchjob(plan) if kind == "PyTorchJob" else _of_indexed_pods(plan)
@@ -417,15 +421,6 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
         from_labels=({"TRAIN_ATTEMPT": _RESTARTS} if in_jobset else {}) | {STARTED: _START},
         gang=in_jobset,
     )
-
-
-def _queue_labels(job: JobSpec, profile: KubernetesProfile) -> dict[str, str]:
-    labels = {}
-    if queue := job.kubernetes.queue or profile.queue:
-        labels["kueue.x-k8s.io/queue-name"] = queue
-    if profile.queue_priority:
-        labels["kueue.x-k8s.io/priority-class"] = profile.queue_priority
-    return labels
 
 
 def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.job.kubernetes_options import Toleration, Workload
+from toolkit.job.kubernetes_options import Workload
 from toolkit.job.spec import JobSpec, Mount
 from toolkit.job.types import IN_RUN_DIR
+from toolkit.planning.stop_times import cpus_of
 from toolkit.planning.torchrun import carried
 from toolkit.profile import KubernetesProfile
 from toolkit.text.quantities import kubernetes_size, parse_size
@@ -143,19 +144,40 @@ def pod_of(
         where, key, scheduler = _GROUP_NAMES[profile.gang_scheduler]
         (labels if where == "labels" else annotations)[key] = run_name
         spec["schedulerName"] = scheduler
-    if profile.topology and _queue(job, profile):
+    if profile.topology and (job.kubernetes.queue or profile.queue):
         wish = "required" if profile.topology.required else "preferred"
         annotations[f"kueue.x-k8s.io/podset-{wish}-topology"] = profile.topology.key
     spec |= _placement(job, profile, run_name)
+    need, user = job.resources, profile.run_as_user
+    requests = {"cpu": str(cpus_of(job))}
+    if need.memory_bytes:
+        requests["memory"] = kubernetes_size(need.memory_bytes)
+    if need.gpus_per_node:
+        requests[profile.gpu_resource] = str(need.gpus_per_node)
+    capabilities = {"drop": ["ALL"]}
+    if profile.capabilities:
+        capabilities["add"] = list(profile.capabilities)
     volumes, mounts = _volumes(job, profile, run_name)
     return Pod(
         labels=labels,
         annotations=annotations,
-        requests=_requests(job, profile),
+        requests=requests | {name: str(count) for name, count in profile.resources.items()},
         grace_s=grace_s,
         spec=spec,
-        pod_security=_pod_security(profile),
-        container_security=_container_security(profile),
+        pod_security={
+            "runAsNonRoot": user > 0,
+            "runAsUser": user,
+            "runAsGroup": user,
+            "fsGroup": user,
+            # A large volume is not walked through at every start to give it to the group.
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        container_security={
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": profile.read_only_root,
+            "capabilities": capabilities,
+        },
         volumes=volumes,
         volume_mounts=mounts,
     )
@@ -198,20 +220,6 @@ def labelled(value: Any, run_name: str, sweep_name: str | None) -> Any:
     return value
 
 
-def _queue(job: JobSpec, profile: KubernetesProfile) -> str | None:
-    return job.kubernetes.queue or profile.queue
-
-
-def _requests(job: JobSpec, profile: KubernetesProfile) -> dict[str, str]:
-    need = job.resources
-    requests = {"cpu": str(need.cpus_per_node or need.nproc_per_node)}
-    if need.memory_bytes:
-        requests["memory"] = kubernetes_size(need.memory_bytes)
-    if need.gpus_per_node:
-        requests[profile.gpu_resource] = str(need.gpus_per_node)
-    return requests | {name: str(count) for name, count in profile.resources.items()}
-
-
 def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[str, Any]:
     """Return where the pods may run, and with whose rights."""
     spec: dict[str, Any] = {}
@@ -227,14 +235,13 @@ def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[
     if profile.node_selector:
         spec["nodeSelector"] = dict(profile.node_selector)
     if profile.tolerations:
-        spec["tolerations"] = [_toleration(one) for one in profile.tolerations]
+        spec["tolerations"] = [
+            toleration.model_dump(mode="json", by_alias=True, exclude_none=True)
+            for toleration in profile.tolerations
+        ]
     if affinity := _affinity(job, profile, {"matchLabels": {RUN_LABEL: run_name}}):
         spec["affinity"] = affinity
     return spec
-
-
-def _toleration(one: Toleration) -> dict[str, Any]:
-    return one.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def _affinity(
@@ -242,7 +249,7 @@ def _affinity(
 ) -> dict[str, Any]:
     affinity: dict[str, Any] = {}
     near = profile.topology
-    if near and not _queue(job, profile):
+    if near and not (job.kubernetes.queue or profile.queue):
         term = {"labelSelector": selector, "topologyKey": near.key}
         affinity["podAffinity"] = (
             {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
@@ -257,30 +264,6 @@ def _affinity(
         apart = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
     return affinity
-
-
-def _pod_security(profile: KubernetesProfile) -> dict[str, Any]:
-    user = profile.run_as_user
-    return {
-        "runAsNonRoot": user > 0,
-        "runAsUser": user,
-        "runAsGroup": user,
-        "fsGroup": user,
-        # A large volume is not walked through at every start to give it to the group.
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-
-
-def _container_security(profile: KubernetesProfile) -> dict[str, Any]:
-    capabilities: dict[str, list[str]] = {"drop": ["ALL"]}
-    if profile.capabilities:
-        capabilities["add"] = list(profile.capabilities)
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": profile.read_only_root,
-        "capabilities": capabilities,
-    }
 
 
 def _volumes(

@@ -3,6 +3,7 @@
 Pure. The server itself knows strategic merge only for its own kinds; here it works for all of them.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -61,7 +62,10 @@ def patched(text: str, patches: Iterable[tuple[str, str, Patch]]) -> str:
             raise _refused(place, f"no {kind} is rendered; there are {kinds}")
         for at in wanted:
             try:
-                changed = _apply(patch, documents[at])
+                if patch.merge is None:
+                    changed = _operated(documents[at], _thawed(patch.json_patch))
+                else:
+                    changed = _merged_mapping(documents[at], _thawed(patch.merge), "")
             except _Unfit as error:
                 raise _refused(place, str(error)) from None
             if _identity(changed) != _identity(documents[at]):
@@ -71,18 +75,12 @@ def patched(text: str, patches: Iterable[tuple[str, str, Patch]]) -> str:
                     "follow from the job and the profile",
                 )
             documents[at] = changed
-    head = [line for line in _head(text) if line]
-    return "\n".join([*head, *("---" + yaml_block_of(document) for document in documents)]) + "\n"
-
-
-def yaml_block_of(document: Mapping[str, Any]) -> str:
-    """Return the lines of a document, each key on a line of its own."""
-    return "".join(f"\n{key}:{yaml_block(value, 2)}" for key, value in document.items())
-
-
-def _head(text: str) -> list[str]:
-    lines = text.splitlines()
-    return lines[: next(at for at, line in enumerate(lines) if not line.startswith("#"))]
+    head = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    blocks = (
+        "---" + "".join(f"\n{key}:{yaml_block(value, 2)}" for key, value in document.items())
+        for document in documents
+    )
+    return "\n".join([*head, *blocks]) + "\n"
 
 
 def _refused(place: str, message: str) -> RenderError:
@@ -95,14 +93,6 @@ def _identity(document: Mapping[str, Any]) -> tuple[Any, ...]:
         *(document.get(key) for key in ("apiVersion", "kind")),
         *(metadata.get(key) for key in ("name", "namespace")),
     )
-
-
-def _apply(patch: Patch, document: dict[str, Any]) -> dict[str, Any]:
-    if patch.merge is not None:
-        merged = _merged(document, _thawed(patch.merge), "")
-        assert isinstance(merged, dict)
-        return merged
-    return _operated(document, _thawed(patch.json_patch))
 
 
 def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dict[str, Any]:
@@ -163,7 +153,9 @@ def _merged_mapping(there: dict[str, Any], patch: dict[str, Any], path: str) -> 
 
 
 def _merged_list(there: list[Any], patch: list[Any], path: str) -> list[Any]:
-    merge_key = _merge_key(path, [*there, *patch])
+    named = [entry for entry in (*there, *patch) if isinstance(entry, dict)]
+    keys = MERGE_KEYS.get(path.rpartition(".")[2], ())
+    merge_key = next((key for key in keys if any(key in entry for entry in named)), None)
     rest = [entry for entry in patch if entry != {"$patch": "replace"}]
     if merge_key is None or len(rest) < len(patch):
         replaced: list[Any] = _added(rest, path)
@@ -185,13 +177,6 @@ def _merged_list(there: list[Any], patch: list[Any], path: str) -> list[Any]:
         else:
             merged.append(_added(entry, below))
     return merged
-
-
-def _merge_key(path: str, entries: list[Any]) -> str | None:
-    """Return the key that identifies the entries of a list; None if it is replaced."""
-    keys = MERGE_KEYS.get(path.rpartition(".")[2], ())
-    named = [entry for entry in entries if isinstance(entry, dict)]
-    return next((key for key in keys if any(key in entry for entry in named)), None)
 
 
 def _added(value: Any, path: str) -> Any:

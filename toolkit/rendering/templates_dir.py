@@ -61,9 +61,7 @@ def render_with(folder: Path, plan: LaunchPlan, values: Mapping[str, object]) ->
                 if size > _MOST:
                     raise RenderError(f"renders more than {_MOST:,} characters; is there a loop?")
     except Exception as error:
-        place = _place(error, folder, plan.template)
-        problem = Problem(place=place, message=_message(error, plan.template, values))
-        raise RenderError([problem]) from error
+        raise RenderError([_problem(error, folder, plan.template, values)]) from error
     text = "".join(parts)
     if isinstance(plan, KubernetesPlan):
         _require_objects(text, folder, plan)
@@ -129,29 +127,25 @@ def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
         raise RenderError([Problem(place=place, message=message)])
 
 
-def _message(error: Exception, name: str, names: Iterable[str]) -> str:
+def _problem(error: Exception, folder: Path, name: str, values: Iterable[str]) -> Problem:
+    """Return what is wrong with templates, and the innermost line of one that led to it."""
+    place, ours = f"{folder / name}", templates_folder()
+    for frame in traceback.extract_tb(error.__traceback__):
+        if any(Path(frame.filename).is_relative_to(one) for one in (folder, ours)):
+            place = f"{frame.filename}:{frame.lineno}"
     match error:
         case RenderError():
-            return str(error)
+            message = str(error)
         case TemplateNotFound():
-            return f"there is no template {error.name!r}; the toolkit's own is 'toolkit/{name}'"
+            message = f"there is no template {error.name!r}; the toolkit's own is 'toolkit/{name}'"
         case TemplateSyntaxError():
-            return error.message or "not a template"
+            message = error.message or "not a template"
+            place = f"{error.filename}:{error.lineno}" if error.filename else place
         case UndefinedError():
-            return f"{error}; templates know {', '.join(names)}"
-    return f"{type(error).__name__}: {error}"
-
-
-def _place(error: Exception, folder: Path, name: str) -> str:
-    """Return the innermost line of a template that led to an error."""
-    if isinstance(error, TemplateSyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    places = (folder, templates_folder())
-    for frame in reversed(frames):
-        if any(Path(frame.filename).is_relative_to(place) for place in places):
-            return f"{frame.filename}:{frame.lineno}"
-    return str(folder / name)
+            message = f"{error}; templates know {', '.join(values)}"
+        case _:
+            message = f"{type(error).__name__}: {error}"
+    return Problem(place=place, message=message)
 
 
 class _YourLoader(FileSystemLoader):
