@@ -223,7 +223,7 @@ def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
     if profile.kind == "kubernetes":
         return problems
     if profile.kind == "slurm" and profile.runtime != "bare":
-        return problems  # refusals_of_containers looks at the site's, too
+        return problems  # refusals_of_containers checks the site's mounts, too
     for index, mount in enumerate(job.mounts):
         place, key = f"mounts[{index}]", ("mounts", index)
         if mount.kind != "path":
@@ -243,7 +243,7 @@ def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
 
 
 def _overwritten(job: JobSpec) -> Iterable[Problem]:
-    """Return the secrets that a script would overwrite, or go by."""
+    """Return the problems of secrets that a script would overwrite or interpret."""
     if not job.secrets:
         return ()
     from toolkit.planning.reserved_variables import of_scripts

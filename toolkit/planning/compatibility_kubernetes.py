@@ -1,4 +1,4 @@
-"""What cannot work on Kubernetes: what a kind of object cannot say, what its pods cannot have."""
+"""Why a job cannot run on Kubernetes: fields that its kind of object lacks, and limits of pods."""
 
 from collections.abc import Iterator
 
@@ -128,7 +128,7 @@ def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Probl
 
 
 _SYSTEM = ("", "/dev", "/proc", "/sys")
-"""What a container cannot do without; the empty one is its root."""
+"""Folders that a container needs; the empty one is its root."""
 
 
 def _mounts(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Decisions for a Kubernetes cluster: the kind of object, its restarts, where pods meet."""
+"""Decisions for a Kubernetes cluster: the kind of object, its restarts, the rendezvous."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,11 +32,11 @@ STARTED = "TRAIN_START"
 """The variable by which the entrypoint of pods distinguishes the starts of all of them."""
 
 PORT = 29500
-"""Where the pods of a run meet; each pod has a network of its own."""
+"""The port of the rendezvous; each pod has a network namespace of its own."""
 
 SPARE_RESTARTS = 100
-"""Restarts beyond `retries.requeue` that the cluster grants: preemptions, which count nothing, use
-them up, too. The entrypoint alone counts failures."""
+"""Restarts beyond `retries.requeue` that the cluster grants, since preemptions use them up, too;
+only the entrypoint counts failures."""
 
 CONTAINERS: dict[Workload, str] = {
     "PyTorchJob": "pytorch",
@@ -68,10 +68,10 @@ class KubernetesPlan(LaunchPlan):
     """The object's name."""
 
     pod: Pod
-    """What the pods are."""
+    """The pods."""
 
     container: str
-    """The name of the pods' container, which the operators find it by."""
+    """The name of the pods' container, by which the operators find it."""
 
     image: str
     """The container image."""
@@ -89,7 +89,7 @@ class KubernetesPlan(LaunchPlan):
 
     @property
     def objects(self) -> "Sequence[KubernetesPlan]":
-        """The plans of which each is rendered: this one, or those of a sweep's points."""
+        """The plans to render: this one, or those of a sweep's points."""
         return self.parts or (self,)
 
     @property
@@ -113,7 +113,7 @@ class KubernetesPlan(LaunchPlan):
     JobSet: restarts of all pods together."""
 
     meeting: str | None = None
-    """`HOST:PORT` where the pods meet; None if the operator sets it."""
+    """`HOST:PORT` of the rendezvous; None if the operator sets it."""
 
     join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
     """How long pods wait for each other."""
@@ -129,13 +129,13 @@ class KubernetesPlan(LaunchPlan):
     """The Service that gives the pods of a Job their names."""
 
     pod_restart_policy: str | None = None
-    """What the kubelet does; None where the operator decides."""
+    """The pods' `restartPolicy`; None if the operator sets it."""
 
     exports: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the entrypoint sets, since the operator takes them for its own."""
+    """Variables that the entrypoint sets, since the operator reserves their names."""
 
     from_labels: Mapping[str, str] = field(default_factory=dict)
-    """Variables that hold a label of their pod, and which."""
+    """Variables whose value is a label of the pod, and that label."""
 
     gang: bool = False
     """Whether all pods start again when one has failed."""
@@ -149,8 +149,8 @@ class KubernetesPlan(LaunchPlan):
     def named(self, name: str) -> "KubernetesPlan":
         """Return this plan for a run of another name, with a run directory of that name.
 
-        All else stays as it is, also what the caller has changed. The points of a sweep are named
-        after it.
+        Everything else is unchanged, including the caller's own changes. The points of a sweep are
+        named after it.
 
         Raises:
             PlanError: the names of the pods would be too long.
@@ -175,7 +175,7 @@ class KubernetesPlan(LaunchPlan):
     def _named(
         self, before: str, name: str, folder: str, sweep_name: str | None = None
     ) -> "KubernetesPlan":
-        """Put another name wherever the name `before` has decided something."""
+        """Replace the name `before` in every value that was derived from it."""
         service = self.profile.service
         old, new = (first_pod(self.workload, one, service) for one in (before, name))
         changed = {f"--rdzv-id={before}": f"--rdzv-id={name}"}

@@ -48,7 +48,7 @@ class LaunchPlan:
     """Secret variables, and where their values are found."""
 
     notes: tuple[str, ...] = ()
-    """What the user should know, though it stops nothing."""
+    """Notes for the user that stop nothing."""
 
     @property
     def template(self) -> str:
@@ -57,7 +57,7 @@ class LaunchPlan:
 
     @property
     def objects(self) -> Sequence[LaunchPlan]:
-        """The plans of which each is rendered: this one, or those of a sweep's points."""
+        """The plans to render: this one, or those of a sweep's points."""
         return (self,)
 
     @property
@@ -77,12 +77,12 @@ class LaunchPlan:
 
     @property
     def min_nodes(self) -> int:
-        """Number of nodes without which the run cannot go on."""
+        """Fewest nodes with which the run continues."""
         return self.job.resources.min_nodes
 
     @property
     def max_nodes(self) -> int:
-        """Number of nodes that the run has when none is missing."""
+        """Number of nodes when none is missing."""
         return self.job.resources.max_nodes
 
     @property
@@ -142,12 +142,12 @@ class LaunchPlan:
 
     @property
     def compares_failures(self) -> bool:
-        """Whether a failure may be the second of its kind."""
+        """Whether there can be an earlier failure to compare with."""
         return bool(self.job.retries.in_job or self.job.retries.requeue)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the script can be one of several jobs that go on with one run in turn."""
+        """Whether several jobs may continue one run in turn with this script: a chain."""
         return False
 
     @property
@@ -156,15 +156,15 @@ class LaunchPlan:
         return not (self.compares_failures or self.takes_turns)
 
     def in_turns(self) -> LaunchPlan:
-        """Return this plan for several jobs that go on with one run in turn.
+        """Return this plan for a chain: several jobs that continue one run in turn.
 
         Raises:
-            PlanError: the site is no Slurm cluster.
+            PlanError: the site is not a Slurm cluster.
         """
         raise self.not_on_slurm("chain")
 
     def not_on_slurm(self, what: str) -> PlanError:
-        """Return the error about a wish that only Slurm can grant."""
+        """Return the error for an option that only Slurm has."""
         verb, name = "are" if " " in what else "is", self.profile.name
         return PlanError(
             f"{what} {verb} Slurm's, and profile {name!r} is of another kind; write "
@@ -194,7 +194,7 @@ class LaunchPlan:
 
     @property
     def static(self) -> bool:
-        """Whether the nodes meet by the numbers that the site gives them, rather than by c10d."""
+        """Whether the rendezvous is static, by the nodes' numbers, rather than c10d."""
         return "--rdzv-backend=static" in self.torchrun
 
     @property
@@ -204,7 +204,7 @@ class LaunchPlan:
 
     @property
     def carried(self) -> bool:
-        """Whether what the workers run lies in the run directory, where the toolkit has put it."""
+        """Whether the workers' script is submitted with the run, into the run directory."""
         return carried(self.job)
 
     @property

@@ -1,6 +1,6 @@
 """The pods that a job becomes on Kubernetes: volumes, security, placement, as plain values. Pure.
 
-Values are what a manifest holds; where the cluster's own default is meant, a key is left out.
+The values are those of a manifest; a key is left out if the cluster's default applies.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ MANAGER = "torch-deploy-toolkit"
 """The field manager, and the value of `app.kubernetes.io/managed-by`."""
 
 FILE_MARK = f"@{MANAGER} "
-"""How a line of a log begins that holds a part of a file, see functions/pod_results.py."""
+"""The beginning of log lines that hold a part of a file, see functions/pod_results.py."""
 
 RUN_LABEL = f"{MANAGER}/run"
 """The label by which everything that belongs to a run is found."""
@@ -100,7 +100,7 @@ class Pod:
         Args:
             before: The name of the run whose pods these are.
             run_name: The name of the other run.
-            sweep_name: The name of its sweep; None where it is no point of one.
+            sweep_name: The name of its sweep; None if it is not a point of one.
         """
         payload = {"name": _PAYLOAD, "configMap": {"name": before}}
         return replace(
@@ -124,7 +124,7 @@ def payload_dir_of(job: JobSpec) -> str | None:
 
 
 def workload_of(job: JobSpec, profile: KubernetesProfile) -> Workload:
-    """Return what a job becomes."""
+    """Return the kind of object that a job becomes."""
     return job.kubernetes.workload or profile.workload
 
 
@@ -200,12 +200,12 @@ def first_pod(workload: Workload, run_name: str, service: str | None) -> str:
 
 
 def labelled(value: Any, run_name: str, sweep_name: str | None) -> Any:
-    """Return plain values in which every label that names the run names another one.
+    """Return plain values with the run's name replaced in every label.
 
     Args:
         value: Nested mappings and sequences, such as the keys of a pod's spec.
         run_name: The name of the run.
-        sweep_name: The name of its sweep; None where it is no point of one.
+        sweep_name: The name of its sweep; None if it is not a point of one.
     """
     names = {RUN_LABEL: run_name} | {key: run_name for _, key, _ in _GROUP_NAMES.values()}
     if sweep_name is not None:
@@ -230,7 +230,7 @@ def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[
     if priority := job.kubernetes.priority_class or profile.priority_class:
         spec["priorityClassName"] = priority
     if profile.host_network:
-        # Without this policy such pods use the node's resolver, which knows no Services.
+        # Without this policy such pods use the node's resolver, which does not resolve Services.
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if profile.node_selector:
         spec["nodeSelector"] = dict(profile.node_selector)

@@ -37,11 +37,11 @@ OF_BASH = re.compile(
 Python or to Slurm's commands. bash takes the value of some for arithmetic and prints part of it."""
 
 OF_PODS = frozenset({"JOB_COMPLETION_INDEX", "HOSTNAME", "IFS", "PATH"})
-"""Names whose values the entrypoint of the pods goes by."""
+"""Variables that the entrypoint of the pods reads."""
 
 
 def of_scripts(job: JobSpec) -> Iterator[Problem]:
-    """Find secrets that a script for Slurm or for one machine would overwrite, or go by."""
+    """Find secrets that a script for Slurm or for one machine would overwrite or interpret."""
     for name in job.secrets:
         if OF_SCRIPTS.fullmatch(name):
             what = "is a name of the rendered script's own variables; leave out the underscore"
@@ -53,7 +53,7 @@ def of_scripts(job: JobSpec) -> Iterator[Problem]:
 
 
 def of_pods(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
-    """Find variables and secrets that the entrypoint of the pods would overwrite, or go by."""
+    """Find variables and secrets that the entrypoint of the pods would overwrite or interpret."""
     taken = OF_PODS - {"PATH"}  # which an image may want another value of
     for key, names, forbidden in (
         ("secrets", job.secrets, OF_PODS),

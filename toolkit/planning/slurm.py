@@ -29,20 +29,20 @@ class SlurmPlan(LaunchPlan):
     """Options of sbatch, in order."""
 
     chain: bool = False
-    """Whether several jobs are submitted, each of which goes on where the last one ended."""
+    """Whether several jobs are submitted that continue the run in turn."""
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the script can be one of several jobs that go on with one run in turn."""
+        """Whether several jobs may continue one run in turn with this script: a chain."""
         return not self.points and (self.chain or self.failure_limit > 0)
 
     def in_turns(self) -> "SlurmPlan":
-        """Return this plan for several jobs that go on with one run in turn."""
+        """Return this plan for a chain: several jobs that continue one run in turn."""
         return replace(self, chain=True)
 
     @property
     def runtime(self) -> str:
-        """What starts containers; `bare` without them."""
+        """The container runtime; `bare` without containers."""
         return self.profile.runtime
 
     @property
@@ -67,7 +67,7 @@ class SlurmPlan(LaunchPlan):
 
     @property
     def prolog(self) -> tuple[str, ...]:
-        """The site's lines of bash before the environment is made."""
+        """The site's lines of bash before the environment is set up."""
         return tuple(self.profile.prolog)
 
     @property
@@ -92,7 +92,7 @@ class SlurmPlan(LaunchPlan):
 
     @property
     def join_sbatch(self) -> tuple[tuple[str, str | None], ...]:
-        """Options of a job of one more node for an elastic run, which nothing queues again."""
+        """Options of a job of one more node that joins an elastic run; it is never requeued."""
         own = {"job-name": f"{self.job.name}-join", "nodes": "1"}
         left_out = ("no-kill", "requeue", "signal", "output", "dependency", "array")
         kept = ((name, value) for name, value in self.sbatch if name not in left_out)

@@ -24,9 +24,9 @@ def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]
 
     Args:
         job: What to run.
-        numbered: Whether the site numbers the nodes. Then a job whose ranks never start again in it
-            meets statically: with c10d, the first node polls only once a second for the last one
-            (torch, dynamic_rendezvous.py).
+        numbered: Whether the site numbers the nodes. Then a job without restarts of its ranks
+            has a static rendezvous: with c10d, the first node polls only once a second for the last
+            one (torch, dynamic_rendezvous.py).
     """
     need = job.resources
     static = numbered and not need.elastic and not job.retries.in_job
@@ -49,9 +49,9 @@ def carried_options(job: JobSpec) -> tuple[str, ...]:
 def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
     """Return the environment of the workers; the job's own values win."""
     env = {
-        # One store for all attempts makes attempt 1 read the keys of attempt 0 and hang.
+        # With one store for all attempts, attempt 1 reads the keys of attempt 0 and hangs.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # What a worker prints is seen at once; Python would keep back some kilobytes of it.
+        # A worker's output is seen immediately; Python would buffer some kilobytes of it.
         "PYTHONUNBUFFERED": "1",
         # As variables, since a torchrun that lacks an option ignores them.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",

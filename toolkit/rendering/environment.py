@@ -112,9 +112,9 @@ def shell_line(value: str) -> str:
 def kubernetes_literal(value: str) -> str:
     """Return a text that Kubernetes' `$(NAME)` expansion turns into `value`.
 
-    The expansion reads `$$` as `$`, and takes one byte after any other `$` for a character, which
-    breaks what is longer (k8s.io/kubernetes, third_party/forked/golang/expansion). So where it
-    would find anything to do, every `$` is doubled.
+    The expansion reads `$$` as `$`, and copies one byte after any other `$`, which breaks longer
+    characters (k8s.io/kubernetes, third_party/forked/golang/expansion). So if it would change
+    anything, every `$` is doubled.
 
     >>> kubernetes_literal("$HOME"), kubernetes_literal("$(date) $$ $x")
     ('$HOME', '$$(date) $$$$ $$x')
@@ -178,7 +178,7 @@ class _BytecodeCache(FileSystemBytecodeCache):
 def _bytecode_cache() -> BytecodeCache | None:
     """Return the user's cache of compiled templates; None if others could write there.
 
-    What lies in it is run. jinja2 compares it with the template's text and Python's version.
+    Its files are executed. jinja2 compares them with the template's text and Python's version.
     """
     home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '/')}/.cache"
     folder = Path(home, "torch-deploy-toolkit", f"jinja2-{jinja2_version}")

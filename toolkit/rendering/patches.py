@@ -1,6 +1,6 @@
 """Users' patches of rendered objects: JSON Patch, and strategic merge as Kubernetes has it.
 
-Pure. The server itself knows strategic merge only for its own kinds; here it works for all of them.
+Pure. A server supports strategic merge only for its own kinds; here it works for all kinds.
 """
 
 import itertools
@@ -56,11 +56,11 @@ def patched(text: str, patches: Iterable[tuple[str, str, Patch]]) -> str:
     """
     documents = [document for document in yaml.load_all(text, Loader=_LOADER) if document]
     for place, kind, patch in patches:
-        wanted = [at for at, document in enumerate(documents) if document["kind"] == kind]
-        if not wanted:
+        targets = [at for at, document in enumerate(documents) if document["kind"] == kind]
+        if not targets:
             kinds = ", ".join(dict.fromkeys(document["kind"] for document in documents))
             raise _refused(place, f"no {kind} is rendered; there are {kinds}")
-        for at in wanted:
+        for at in targets:
             try:
                 if patch.merge is None:
                     changed = _operated(documents[at], _thawed(patch.json_patch))
@@ -116,29 +116,29 @@ def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dic
     return document
 
 
-def _merged(there: Any, patch: Any, path: str) -> Any:
-    """Return what a strategic merge makes of a value that is there."""
+def _merged(old: Any, patch: Any, path: str) -> Any:
+    """Return a value after a strategic merge."""
     if isinstance(patch, dict):
-        if not isinstance(there, dict):
-            raise _Unfit(f"merge: {path} is {_kind(there)}, which {json_quote(patch)} cannot join")
-        return _merged_mapping(there, patch, path)
+        if not isinstance(old, dict):
+            raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot join")
+        return _merged_mapping(old, patch, path)
     if isinstance(patch, list):
-        if not isinstance(there, list):
-            raise _Unfit(f"merge: {path} is {_kind(there)}, which {json_quote(patch)} cannot join")
-        return _merged_list(there, patch, path)
-    if isinstance(there, dict | list):
-        raise _Unfit(f"merge: {path} is {_kind(there)}, which {json_quote(patch)} cannot replace")
+        if not isinstance(old, list):
+            raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot join")
+        return _merged_list(old, patch, path)
+    if isinstance(old, dict | list):
+        raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot replace")
     return patch
 
 
-def _merged_mapping(there: dict[str, Any], patch: dict[str, Any], path: str) -> dict[str, Any]:
+def _merged_mapping(old: dict[str, Any], patch: dict[str, Any], path: str) -> dict[str, Any]:
     patch = dict(patch)
     directive, kept = patch.pop("$patch", None), patch.pop("$retainKeys", None)
-    _known(directive, ("replace", "merge", None), path)
+    _require_directive(directive, path)
     if directive == "replace":
         replaced: dict[str, Any] = _added(patch, path)
         return replaced
-    merged = dict(there)
+    merged = dict(old)
     for key, value in patch.items():
         below = f"{path}.{key}".lstrip(".")
         if key.startswith("$"):
@@ -152,15 +152,15 @@ def _merged_mapping(there: dict[str, Any], patch: dict[str, Any], path: str) -> 
     return merged if kept is None else {key: merged[key] for key in merged if key in kept}
 
 
-def _merged_list(there: list[Any], patch: list[Any], path: str) -> list[Any]:
-    named = [entry for entry in (*there, *patch) if isinstance(entry, dict)]
+def _merged_list(old: list[Any], patch: list[Any], path: str) -> list[Any]:
+    named = [entry for entry in (*old, *patch) if isinstance(entry, dict)]
     keys = MERGE_KEYS.get(path.rpartition(".")[2], ())
     merge_key = next((key for key in keys if any(key in entry for entry in named)), None)
     rest = [entry for entry in patch if entry != {"$patch": "replace"}]
     if merge_key is None or len(rest) < len(patch):
         replaced: list[Any] = _added(rest, path)
         return replaced
-    merged = list(there)
+    merged = list(old)
     for entry in rest:
         if not isinstance(entry, dict) or merge_key not in entry:
             raise _Unfit(f"merge: {path}: an entry needs its {merge_key}: {json_quote(entry)}")
@@ -180,9 +180,9 @@ def _merged_list(there: list[Any], patch: list[Any], path: str) -> list[Any]:
 
 
 def _added(value: Any, path: str) -> Any:
-    """Return a new value, without the nulls and directives that have no target."""
+    """Return a value of a patch that has no target, without nulls and directives."""
     if isinstance(value, dict):
-        _known(value.get("$patch"), ("replace", "merge", None), path)
+        _require_directive(value.get("$patch"), path)
         directives = ("$patch", "$retainKeys")
         return {
             key: _added(of, f"{path}.{key}")
@@ -192,8 +192,8 @@ def _added(value: Any, path: str) -> Any:
     return [_added(one, path) for one in value] if isinstance(value, list) else value
 
 
-def _known(directive: Any, names: Iterable[str | None], path: str) -> None:
-    if directive not in names:
+def _require_directive(directive: Any, path: str) -> None:
+    if directive not in ("replace", "merge", None):
         raise _Unfit(f"merge: {path}: $patch is {json_quote(directive)}; write replace or delete")
 
 

@@ -33,9 +33,14 @@ from toolkit.rendering.environment import configured, templates_folder
 
 __all__ = ["render_with"]
 
-_SECONDS = 5.0  # of a processor, for a template that somebody else may have written
-_MOST = 5_000_000  # characters of a template, of what is rendered, and entries of a value
+_SECONDS = 5.0
+"""CPU seconds that a template may take."""
+
+_MOST = 5_000_000
+"""Characters of a template and of the rendered text, and entries of a value."""
+
 _MOST_BITS = 10_000
+"""Bits of a number."""
 
 
 def render_with(folder: Path, plan: LaunchPlan, values: Mapping[str, object]) -> str:
@@ -47,7 +52,7 @@ def render_with(folder: Path, plan: LaunchPlan, values: Mapping[str, object]) ->
         values: What our own templates see; these see the job and the profile, too.
 
     Raises:
-        RenderError: every mistake in the templates is the user's to mend.
+        RenderError: every mistake in the templates, with its line.
     """
     values = {"plan": plan, "job": plan.job, "profile": plan.profile, **values}
     _require_template(folder, plan.template)
@@ -114,7 +119,7 @@ def _limited(environment: Environment) -> Iterator[None]:
 
 
 def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
-    """Make sure that what the user's templates make of a plan is what a cluster takes."""
+    """Make sure that the rendered text is a manifest and contains the workload."""
     from toolkit.text.manifest_reader import read_manifests
 
     place = f"what {folder} renders"
@@ -166,9 +171,9 @@ class _YourLoader(FileSystemLoader):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Where templates of a project's folder run, which may be a stranger's.
+    """The sandbox for templates of a project's folder, which a stranger may have written.
 
-    They fill in values, do nothing else, and make nothing that takes all memory at once.
+    They only fill in values, and cannot take all memory with one operation.
     """
 
     intercepted_binops = frozenset({"*", "**", "+"})

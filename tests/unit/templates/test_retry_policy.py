@@ -374,7 +374,7 @@ def test_the_next_attempt_says_what_the_last_had_no_time_to_say(job: Job) -> Non
     job.attempt = 1
     job.environ["DOWN"] = "n2"
     job.had(0, "terminated")
-    assert job.run("finish_the_one_before") == 0
+    assert job.run("complete_previous_attempt") == 0
     assert (job.folder(0) / "reason").read_text() == (
         "node_failure: down: n2; killed before it could say so\n"
     )
@@ -399,7 +399,7 @@ def test_a_script_that_is_killed_while_its_step_ends_has_said_why(
     assert job.reason == f"{reason}killed soon after"
     job.told(status="running", attempt=0, step=50, rank=None, reason="x")
     job.attempt = 1
-    assert job.run("finish_the_one_before") == 0
+    assert job.run("complete_previous_attempt") == 0
     assert (job.folder(0) / "reason").read_text() == f"{reason}killed soon after\n"
     assert (job.folder(0) / "step").read_text() == "50\n"
     assert (job.folder(0) / "failing_node").exists() == bool(down)
