@@ -1,9 +1,9 @@
-# ---- What failed first in a start of the ranks, so that what comes again is not tried for ever. In sh and
-# awk, and without what Kubernetes would expand, since all sites have these lines. They need _run_dir and _attempt.
-first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or of the last start of all nodes,
-  # below FOLDER; of files newer than MARK. Reads torchrun's reports. Prints KIND<tab>STEP<tab>MESSAGE of the last start, or of the last of two in a row
-  # that are alike: an `error` that a rank has raised; a `bare` end (a signal, an exit status, a lost peer) at a
-  # step that is known; else an `unsure` one, which may be another each time.
+# ---- The first error of a start of the ranks, so that an error that comes again is not retried for ever. In
+# sh and awk, without anything that Kubernetes expands, since all sites use it. Needs _run_dir and _attempt.
+first_error() {  # FOLDER all|last [MARK] <TORCHRUN'S_REPORTS: reads files below FOLDER that are newer than MARK;
+  # all: each start of one torchrun; last: the last start of all nodes. Prints KIND<tab>STEP<tab>MESSAGE of the
+  # last start, or of the second of two in a row that are alike. KIND is `error` (a rank has raised it), `bare`
+  # (a signal, an exit status or a lost peer, at a known step) or `unsure` (the step is not known).
   _outcome=$_run_dir/outcome.json
   [ -z "${3:-}" ] || find "$_outcome" -newer "$3" 2>/dev/null | grep -q . || _outcome=/dev/null
   {
@@ -11,7 +11,7 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
     find "$1" -path '*/attempt_*' \( -name error.json -o -name stderr.log \) \
       ${3:+-newer "$3"} -exec ls -tr {} + 2>/dev/null || true
   } | _starts=$2 _all_ended=${_all_ended:-} _run_dir=$_run_dir _outcome=$_outcome _attempt=$_attempt _nodes=$1/nodes LC_ALL=C awk '
-    function json(text, name) {  # the number or the text of a name; a text up to the end of its first line
+    function json(text, name) {  # the value of a name; of a text, its first line
       if (!match(text, "\"" name "\" *: *[\"0-9a-z]")) return ""
       text = substr(text, RSTART + RLENGTH - 1)
       if (text !~ /^"/) { sub(/[^0-9a-z].*/, "", text); return text }
@@ -20,11 +20,11 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
       gsub(/\002/, "\"", text); gsub(/\001/, "\\", text)
       return text
     }
-    function tail(path, bytes) {  # a command; a path may hold anything
+    function tail(path, bytes) {  # returns a command; a path may hold any character
       gsub(q, q "\\" q q, path)
       return "tail -c " bytes " " q path q " 2>/dev/null"
     }
-    function printed(path,   line, text, open, more) {  # what a rank that wrote no error file has died of
+    function printed(path,   line, text, open, more) {  # the last exception in the stderr of a rank without an error file
       while ((tail(path, 65536) | getline line) > 0) {
         sub(/^\[rank[0-9]+\]: ?/, "", line)
         if (line ~ /^Traceback \(most recent call last\):/) { open = 1; more = 0 }
@@ -35,7 +35,7 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
         else more++
       }
       close(tail(path, 65536))
-      return more > 50 ? "" : text  # else it was printed, and the rank went on
+      return more > 50 ? "" : text  # with more lines after it, the rank went on
     }
     function masked(text, what, how,   word, out) {
       while (match(text, what)) {
@@ -48,7 +48,7 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
       }
       return out text
     }
-    function plain(text,   host, at, word, out) {  # without what differs from start to start
+    function plain(text,   host, at, word, out) {  # masks what differs from start to start
       gsub(/\t/, " ", text)
       for (host in hosts) {
         out = ""
@@ -78,7 +78,7 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
       its = json(line, "restart")
       return its == "" || (start == "" ? its + 0 >= fewest : its == start)
     }
-    function step(start,   dir, line, text, made) {  # N; `N+` where it is N or a later one; or a sign of progress
+    function step(start,   dir, line, text, made) {  # N; `N+` for N or later; or the name of the newest checkpoint
       dir = ENVIRON["_run_dir"]
       while ((getline line < ENVIRON["_outcome"]) > 0) text = text " " line
       close(ENVIRON["_outcome"])
@@ -96,7 +96,7 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
       if (made == "" && (line | getline text) > 0) made = "after " text
       return made == "" ? "-" : made
     }
-    function look(start,   i, text, bare, at) {  # at a start; of nodes with several, the last where it is ""
+    function look(start,   i, text, bare, at) {  # at a start; "" is the last one of each node
       bare = died
       for (i = 1; i <= files; i++) {
         if (start != "" ? number[i] != start : run[i] != newest[node[i]] || number[i] != most[run[i]]) continue
@@ -124,7 +124,7 @@ first_error() {  # FOLDER all|last [MARK]: of each start of the one torchrun, or
     }
     /^ +time/ { when = $3 }
     /^ +host/ { hosts[$3] }
-    /^ +exitcode/ && $3 !~ /^-(1|2|3|10|15)$/ {  # no signal by which torchrun ends ranks
+    /^ +exitcode/ && $3 !~ /^-(1|2|3|10|15)$/ {  # not a signal with which torchrun ends ranks
       if (first == "" || when $3 < first) {
         first = when $3
         died = $3 < 0 ? "signal " (0 - $3) : "exit status " $3
@@ -157,7 +157,7 @@ same_failure() {  # BEFORE NOW, lines of first_error
   case $2 in unsure*) return 1 ;; esac
 }
 
-repeated() {  # FOLDER... of torchruns: whether one has failed alike in two starts in a row; sets twice
+repeated() {  # FOLDER... of torchruns: whether one has failed alike in two starts in a row; sets _twice
   for _folder_of_one in "$@"; do
     [ -d "$_folder_of_one/attempt_1" ] || continue
     _state=$_folder_of_one
@@ -165,7 +165,7 @@ repeated() {  # FOLDER... of torchruns: whether one has failed alike in two star
       [ ! -e "$_seen" ] || _state=$_state:${_seen#"$_folder_of_one"}
     done
     case ${_looked_at:-} in *"<$_state>"*) [ -n "${_all_ended:-}" ] || continue ;; esac
-    _looked_at="${_looked_at:-}<$_state>"  # the same files tell the same
+    _looked_at="${_looked_at:-}<$_state>"  # the same files have the same errors
     # shellcheck disable=SC2006  # see above
     _twice=`first_error "$_folder_of_one" all </dev/null`
     [ -z "$_twice" ] || return 0
@@ -173,7 +173,7 @@ repeated() {  # FOLDER... of torchruns: whether one has failed alike in two star
   return 1
 }
 
-in_words() {  # LINE of first_error that came twice
+in_words() {  # LINE of first_error: prints a sentence
   printf '%s\n' "$1" | awk -F '\t' '{
     at = $2 ~ /^[0-9]+$/ ? " at step " $2 : $2 ~ /^[0-9]+[+]$/ ? " at step " $2 + 0 " or later" : ""
     if ($2 ~ /^after /) at = " with no checkpoint " $2

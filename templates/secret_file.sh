@@ -1,4 +1,4 @@
-secret_file() {  # NAME FILE; exported, so that the value stands on no command line and in no log
+secret_file() {  # NAME FILE; exports the value, so that no command line and no log contains it
   local -
   set +x
   [ -r "$2" ] || fail "secret $1: cannot read $2"

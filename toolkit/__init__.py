@@ -23,7 +23,10 @@ _NAMES = {
     "functions": "DebugExecutor KubernetesExecutor LocalExecutor SlurmExecutor attach",
     "job.schema": "json_schema",
     "job.spec": "JobSpec load",
-    "planning": "KubernetesPlan LaunchPlan LocalPlan SlurmPlan plan",
+    "planning": "LaunchPlan plan",
+    "planning.kubernetes": "KubernetesPlan",
+    "planning.local": "LocalPlan",
+    "planning.slurm": "SlurmPlan",
     "profile": "KubernetesProfile LocalProfile Profile SlurmProfile default_profile load_profile",
     "profile.detect": "discover",
     "profile.draft": "draft keep_draft",
@@ -79,12 +82,12 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
         load as load,
     )
     from toolkit.planning import (
-        KubernetesPlan as KubernetesPlan,
         LaunchPlan as LaunchPlan,
-        LocalPlan as LocalPlan,
-        SlurmPlan as SlurmPlan,
         plan as plan,
     )
+    from toolkit.planning.kubernetes import KubernetesPlan as KubernetesPlan
+    from toolkit.planning.local import LocalPlan as LocalPlan
+    from toolkit.planning.slurm import SlurmPlan as SlurmPlan
     from toolkit.profile import (
         KubernetesProfile as KubernetesProfile,
         LocalProfile as LocalProfile,

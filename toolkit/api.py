@@ -13,7 +13,9 @@ from toolkit.errors import LauncherError, Problem, ProfileError, RunNotFound
 from toolkit.extensions import BUILT_IN, extension
 from toolkit.job.dependencies import Dependency, parse_dependency
 from toolkit.job.spec import JobSpec
-from toolkit.planning import LaunchPlan, LocalPlan, SlurmPlan, plan
+from toolkit.planning import LaunchPlan, plan
+from toolkit.planning.local import LocalPlan
+from toolkit.planning.slurm import SlurmPlan
 from toolkit.profile import (
     KubernetesProfile,
     LocalProfile,

@@ -17,7 +17,8 @@ from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
 from toolkit.lint.scripts.check import SCRIPT_RULES, check_script
 from toolkit.lint.scripts.directives import is_batch_script
 from toolkit.lint.scripts.script import read_batch_script
-from toolkit.planning import KubernetesPlan, plan
+from toolkit.planning import plan
+from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.profile import KubernetesProfile, Profile, as_profile
 from toolkit.rendering import render
 from toolkit.runs.run import new_run_name

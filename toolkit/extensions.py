@@ -9,7 +9,6 @@ An entry point is loaded when a profile of its kind is read, and not before.
 """
 
 import functools
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.errors import ProfileError
@@ -17,7 +16,7 @@ from toolkit.errors import ProfileError
 if TYPE_CHECKING:
     from toolkit.job.spec import JobSpec
     from toolkit.planning.plans import LaunchPlan
-    from toolkit.profile.models import SiteProfile
+    from toolkit.profile.base import SiteProfile
     from toolkit.runs.run import Launcher
 
 __all__ = ["BUILT_IN", "GROUP", "Extension", "extension", "kinds"]
@@ -52,6 +51,8 @@ class Extension(Protocol):
 @functools.cache
 def kinds() -> tuple[str, ...]:
     """Return the kinds of profiles that installed packages bring."""
+    from importlib import metadata  # slow, and rarely needed
+
     names = {entry.name for entry in metadata.entry_points(group=GROUP)}
     return tuple(sorted(names.difference(BUILT_IN)))
 
@@ -63,6 +64,8 @@ def extension(kind: str) -> Extension:
     Raises:
         ProfileError: no package does, several do, or it cannot be loaded.
     """
+    from importlib import metadata
+
     entries = list(metadata.entry_points(group=GROUP, name=kind))
     if len(entries) != 1:
         packages = ", ".join(sorted(entry.value for entry in entries)) or "no package"

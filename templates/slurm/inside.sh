@@ -1,6 +1,7 @@
 #!/bin/sh
 # The first process in a container: inside.sh COMMAND... starts the command and passes signals on.
-# When its stdin ends, whoever held the container is gone, even by SIGKILL: then all in it is killed.
+# When its stdin closes, the shell and podman that held it open are gone, even after SIGKILL: then all
+# processes in the container are killed.
 exec 3<&0 </dev/null
 "$@" 3<&- &
 _main=$!

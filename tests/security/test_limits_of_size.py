@@ -22,7 +22,7 @@ from toolkit.lint.manifests.check import check_manifests
 from toolkit.lint.scripts.check import check_script
 from toolkit.lint.scripts.directives import read_directives
 from toolkit.lint.scripts.values import Values
-from toolkit.rendering import environment
+from toolkit.rendering import templates_dir
 from toolkit.text import manifests, yaml_reader
 from toolkit.text.yaml_reader import Document, read_document, read_text
 
@@ -283,7 +283,7 @@ def refusal(folder: Path, text: str) -> str:
 def test_a_template_that_never_ends_is_ended_in_any_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(environment, "_SECONDS", 0.05)
+    monkeypatch.setattr(templates_dir, "_SECONDS", 0.05)
     place = tmp_path / "templates/slurm/train.sbatch.j2"
     expected = f"{place}:2: takes more than 0.05 s; is there a loop that never ends?"
     trace = sys.gettrace()

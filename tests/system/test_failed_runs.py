@@ -263,6 +263,17 @@ def test_what_was_stopped_has_not_failed(word: str, plain: toolkit.Run, tmp_path
     assert first_failure(run_dir) is None
 
 
+@pytest.mark.parametrize(("outcome", "fails"), [("fatal", True), ("retryable", False)])
+def test_what_failed_while_it_was_being_stopped_is_told(
+    outcome: str, fails: bool, plain: toolkit.Run, tmp_path: Path
+) -> None:
+    """The script of a job without restarts knows only that it was stopped."""
+    run_dir = copy_of(plain, tmp_path)
+    (run_dir / "logs/attempt-0/reason").write_text("walltime: out of time\n")
+    (run_dir / "outcome.json").write_text(json.dumps({"status": outcome, "attempt": 0}))
+    assert (first_failure(run_dir) is not None) is fails
+
+
 def test_an_attempt_that_only_gave_up_leaves_the_failure_of_the_one_before(
     plain: toolkit.Run, tmp_path: Path
 ) -> None:

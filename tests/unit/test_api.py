@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 import toolkit
 from toolkit.cli import cli
-from toolkit.planning import LocalPlan, compatibility, planner
+from toolkit.planning import compatibility, planner
+from toolkit.planning.local import LocalPlan
 
 JOB = toolkit.JobSpec.model_validate(
     {"name": "probe", "command": ("bash", "-c", 'echo "A is $A"'), "env": {"A": "1"}}

@@ -4,7 +4,6 @@ from __future__ import annotations  # naming a type must not import it
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from typing import Any
 import click
 
 import toolkit
-from toolkit.text import untrusted
 
 __all__ = [
     "echo_failure",
@@ -46,6 +44,8 @@ def echo_lines(lines: Iterator[str]) -> None:
 
 def say(text: str, *, err: bool = False) -> None:
     """Print text of runs and schedulers, without control sequences that a terminal would obey."""
+    from toolkit.text import untrusted
+
     click.echo("\n".join(map(untrusted.for_terminal, text.split("\n"))), err=err)
 
 
@@ -95,6 +95,7 @@ def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
 @contextlib.contextmanager
 def signals_cancel(run: toolkit.Run) -> Iterator[None]:
     """Let Ctrl-C, a closed terminal and `kill` stop the run; its output is shown to the end."""
+    import signal
 
     def cancel(*_: object) -> None:
         run.cancel()

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
-
 from toolkit.errors import InputError
-from toolkit.job.loader import FrozenModel, Text
+from toolkit.job.loader import FrozenModel, Prepared, Text
 from toolkit.text.yaml_reader import Ambiguous
 
 __all__ = ["After", "Dependency", "after_schema", "parse_dependency"]
@@ -52,7 +50,7 @@ def _by_name(value: object) -> object:
     return {"ok": value} if isinstance(value, str) else value
 
 
-After = tuple[Annotated[Dependency, BeforeValidator(_by_name)], ...]
+After = tuple[Annotated[Dependency, Prepared(_by_name)], ...]
 """Runs to wait for, all of them."""
 
 

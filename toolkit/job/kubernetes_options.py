@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from toolkit.job.loader import FrozenModel, Text
+from toolkit.job.loader import Checked, FrozenModel, Text
 from toolkit.job.types import NaturalInt, SecretName, matching, schema_extra
 from toolkit.text.yaml_reader import Ambiguous
 
 __all__ = [
-    "IMAGE_NAME",
     "KubernetesOptions",
     "LabelKey",
     "LabelValue",
@@ -22,16 +21,17 @@ __all__ = [
     "Topology",
     "Workload",
     "block_of",
+    "is_image_name",
 ]
 
 Workload = Literal["PyTorchJob", "TrainJob", "JobSet", "Job"]
 """The kinds of objects that a job can become."""
 
-IMAGE_NAME = re.compile(
+_IMAGE_NAME = (
     r"([a-zA-Z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*"
     r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,})?"
 )
-"""What the name of an image looks like (distribution/reference: host, path, tag, digest)."""
+"""Distribution/reference: host, path, tag, digest."""
 
 _PREFIX = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/"
 LabelKey = Annotated[
@@ -53,6 +53,11 @@ LabelValue = Annotated[
 """A label's value."""
 
 
+def is_image_name(text: str) -> bool:
+    """Whether a text looks like the name of an image, as nodes pull it."""
+    return re.fullmatch(_IMAGE_NAME, text) is not None
+
+
 _METADATA = (ip_network("169.254.0.0/16"), ip_network("fd00:ec2::/32"))
 """Link-local addresses of IPv4, and Amazon's own of IPv6, at which clouds give the node's
 rights to any client."""
@@ -72,9 +77,7 @@ def _holds(outer: IPv4Network | IPv6Network, inner: IPv4Network | IPv6Network) -
     return inner.network_address in outer and inner.prefixlen >= outer.prefixlen
 
 
-Network = Annotated[
-    Text, AfterValidator(_network), schema_extra(examples=["10.0.0.0/8", "0.0.0.0/0"])
-]
+Network = Annotated[Text, Checked(_network), schema_extra(examples=["10.0.0.0/8", "0.0.0.0/0"])]
 """Addresses that pods may reach, like `10.0.0.0/8`."""
 
 
@@ -116,12 +119,12 @@ class Patch(FrozenModel):
     kind: Text | None = None
     """The kind of the object to change, like `Service`; by default the workload."""
 
-    merge: Annotated[dict[Text, Any], AfterValidator(_in_one_meaning)] | None = None
+    merge: Annotated[dict[Text, Any], Checked(_in_one_meaning)] | None = None
     """A strategic merge patch: lists like `containers` and `volumes` are merged by the same keys as
     in Kubernetes, and null removes a key."""
 
-    json_patch: Annotated[tuple[dict[Text, Any], ...], AfterValidator(_in_one_meaning)] | None = (
-        Field(default=None, alias="json")
+    json_patch: Annotated[tuple[dict[Text, Any], ...], Checked(_in_one_meaning)] | None = Field(
+        default=None, alias="json"
     )
     """A JSON Patch (RFC 6902): a list of operations, applied in order."""
 

@@ -2,18 +2,18 @@
 
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
+    GetCoreSchemaHandler,
     ValidationError,
     model_validator,
 )
+from pydantic_core import core_schema
 
 from toolkit.errors import InputError, Problem
 from toolkit.text.did_you_mean import did_you_mean
@@ -21,7 +21,7 @@ from toolkit.text.quantities import whole_number
 from toolkit.text.secret_scan import conceal, is_telling
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_document
 
-__all__ = ["FrozenModel", "Text", "assign", "frozen", "override", "validate"]
+__all__ = ["Checked", "FrozenModel", "Prepared", "Text", "assign", "frozen", "override", "validate"]
 
 Model = TypeVar("Model", bound="FrozenModel")
 
@@ -42,7 +42,34 @@ def _refuse_unspeakable(value: str) -> str:
     return value
 
 
-Text = Annotated[str, BeforeValidator(_refuse_ambiguous), AfterValidator(_refuse_unspeakable)]
+class Checked:
+    """A check of one value, after that of its type.
+
+    Like pydantic's AfterValidator, which inspects the signature of its function for each field: of
+    the fields of a job file and a profile that took 3 ms.
+    """
+
+    def __init__(self, check: Callable[[Any], Any]) -> None:
+        self._check = check
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        """Return the schema of the type, with the check after it."""
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+
+class Prepared(Checked):
+    """A function that prepares or refuses a value before its type is checked."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        """Return the schema of the type, with the function before it."""
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+
+Text = Annotated[str, Prepared(_refuse_ambiguous), Checked(_refuse_unspeakable)]
 """A string that every YAML reader takes for the same text, and that argv and variables can hold."""
 
 

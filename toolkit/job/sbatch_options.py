@@ -8,9 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator
-
-from toolkit.job.loader import Text
+from toolkit.job.loader import Checked, Prepared, Text
 from toolkit.text.did_you_mean import nearest
 from toolkit.text.yaml_reader import Ambiguous
 
@@ -151,11 +149,11 @@ def _check_kinds(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-SbatchValue = Annotated[bool | int | str | None, BeforeValidator(_check_value)]
+SbatchValue = Annotated[bool | int | str | None, Prepared(_check_value)]
 """`true` for an option without a value, a number, a string, or null to cancel the profile's."""
 
 SbatchOptions = Annotated[
-    dict[Annotated[Text, AfterValidator(_check_name)], SbatchValue], AfterValidator(_check_kinds)
+    dict[Annotated[Text, Checked(_check_name)], SbatchValue], Checked(_check_kinds)
 ]
 """Options by their long names without dashes."""
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
-    BeforeValidator,
     Discriminator,
     Field,
     Strict,
@@ -23,7 +21,16 @@ from pydantic import (
 from toolkit.errors import Problem, SpecError
 from toolkit.job.dependencies import After
 from toolkit.job.kubernetes_options import KubernetesOptions
-from toolkit.job.loader import FrozenModel, Text, assign, frozen, override, validate
+from toolkit.job.loader import (
+    Checked,
+    FrozenModel,
+    Prepared,
+    Text,
+    assign,
+    frozen,
+    override,
+    validate,
+)
 from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.sweep import Point, Sweep, expand, leaks, misread
 from toolkit.job.types import (
@@ -210,7 +217,7 @@ class JobSpec(FrozenModel):
     command: (
         Annotated[
             tuple[Text, ...],
-            AfterValidator(program_first),
+            Checked(program_first),
             schema_extra(minItems=1, prefixItems=[{"type": "string", "pattern": "^[^-]"}]),
         ]
         | None
@@ -227,7 +234,7 @@ class JobSpec(FrozenModel):
     """The folder in which the workers start; by default that of the image, or the submit folder if
     there are no containers."""
 
-    resources: Resources = Field(default_factory=Resources)
+    resources: Resources = Field(default_factory=Resources.model_construct)
     """What the job needs."""
 
     time_limit_s: Duration | None = Field(default=None, alias="time_limit")
@@ -236,15 +243,13 @@ class JobSpec(FrozenModel):
     env: dict[EnvName, Text] = Field(default={})
     """Environment variables of every worker."""
 
-    stop: Stop = Field(default_factory=Stop)
+    stop: Stop = Field(default_factory=Stop.model_construct)
     """What happens between the warning and the kill."""
 
-    retries: Retries = Field(default_factory=Retries)
+    retries: Retries = Field(default_factory=Retries.model_construct)
     """What happens after a failure."""
 
-    secrets: Annotated[dict[EnvName, Secret | None], BeforeValidator(secrets_by_name)] = Field(
-        default={}
-    )
+    secrets: Annotated[dict[EnvName, Secret | None], Prepared(secrets_by_name)] = Field(default={})
     """Secret environment variables: names, or `{NAME: {secret: …, key: …}}` for Kubernetes, or
     `{NAME: {file: …}}`; never values."""
 
@@ -255,7 +260,7 @@ class JobSpec(FrozenModel):
     mounts: tuple[Mount, ...] = ()
     """Folders that the job needs from outside."""
 
-    kubernetes: KubernetesOptions = Field(default_factory=KubernetesOptions)
+    kubernetes: KubernetesOptions = Field(default_factory=KubernetesOptions.model_construct)
     """Settings that only Kubernetes uses."""
 
     sweep: Sweep | None = None

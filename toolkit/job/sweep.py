@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import Field
 
-from toolkit.job.loader import FrozenModel, Text
+from toolkit.job.loader import Checked, FrozenModel, Prepared, Text
 from toolkit.job.types import ENV_NAME, RESERVED_NAMES, PositiveInt
 from toolkit.text import secret_scan
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath
@@ -60,12 +60,10 @@ def _no_switch(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-Key = Annotated[Text, AfterValidator(_check_key)]
-Value = Annotated[bool | Text, BeforeValidator(_text)]
-Axes = Annotated[
-    dict[Key, Annotated[tuple[Value, ...], Field(min_length=1)]], AfterValidator(_no_switch)
-]
-Settings = Annotated[dict[Key, Value], AfterValidator(_no_switch)]
+Key = Annotated[Text, Checked(_check_key)]
+Value = Annotated[bool | Text, Prepared(_text)]
+Axes = Annotated[dict[Key, Annotated[tuple[Value, ...], Field(min_length=1)]], Checked(_no_switch)]
+Settings = Annotated[dict[Key, Value], Checked(_no_switch)]
 
 
 class Sweep(FrozenModel):

@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Strict, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import Field, GetCoreSchemaHandler, Strict
+from pydantic_core import PydanticCustomError, core_schema
 
-from toolkit.job.loader import Text
+from toolkit.job.loader import Checked, Text
 from toolkit.text.quantities import (
     DURATION_PATTERN,
     SIZE_PATTERN,
@@ -57,49 +57,54 @@ IN_RUN_DIR = "$TRAIN_RUN_DIR/"
 """The prefix of a script in the run directory, whose path is known only when the job runs."""
 
 
-def _quantity(
-    parse: Callable[[str], int], show: Callable[[int], str], schema: dict[str, Any]
-) -> Any:
-    def convert(value: object) -> int:
+class _Quantity:
+    """A whole number that files hold as a text with its unit."""
+
+    def __init__(
+        self, parse: Callable[[str], int], show: Callable[[int], str], pattern: str, *examples: str
+    ) -> None:
+        self._parse, self._show = parse, show
+        self._json_schema = {"type": "string", "pattern": pattern, "examples": [*examples]}
+
+    def _read(self, value: object) -> int:
         if isinstance(value, bool | float) or not isinstance(value, str | int):
             raise PydanticCustomError("quantity_type", "a string with a unit is wanted")
         # An integer has lost its unit; the parser's message lists the choices.
-        return parse(str(value))
+        return self._parse(str(value))
 
-    return (
-        BeforeValidator(convert),
-        PlainSerializer(show, return_type=str),
-        WithJsonSchema({"type": "string", **schema}),
-    )
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        as_text = core_schema.plain_serializer_function_ser_schema(
+            self._show, return_schema=core_schema.str_schema()
+        )
+        return core_schema.no_info_before_validator_function(
+            self._read, handler(source), serialization=as_text
+        )
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return dict(self._json_schema)  # pydantic adds to it
 
 
 Duration = Annotated[
     int,
-    *_quantity(
-        parse_duration,
-        format_duration,
-        {"pattern": DURATION_PATTERN, "examples": ["90s", "30m", "1h30m", "01:30:00"]},
-    ),
+    _Quantity(parse_duration, format_duration, DURATION_PATTERN, "90s", "30m", "1h30m", "01:30:00"),
 ]
 """Whole seconds, written like `30m`."""
 
-Size = Annotated[
-    int,
-    *_quantity(parse_size, format_size, {"pattern": SIZE_PATTERN, "examples": ["64GiB", "500MB"]}),
-]
+Size = Annotated[int, _Quantity(parse_size, format_size, SIZE_PATTERN, "64GiB", "500MB")]
 """Bytes, written like `64GiB`."""
 
 
 def matching(pattern: str, rule: str) -> Any:
     """Return the annotations of a string that must match; `rule` is the way out."""
-    expression = re.compile(pattern)
 
     def check(value: str) -> str:
-        if not expression.fullmatch(value):
+        if not re.fullmatch(pattern, value):
             raise ValueError(f"{value!r} cannot be used; {rule}")
         return value
 
-    return AfterValidator(check), schema_extra(pattern=f"^(?:{pattern})$")
+    return Checked(check), schema_extra(pattern=f"^(?:{pattern})$")
 
 
 def schema_extra(**more: Any) -> Any:
@@ -117,7 +122,7 @@ ENV_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 EnvName = Annotated[
     Text,
     *matching(ENV_NAME, "use letters, digits and underscores, no digit first"),
-    AfterValidator(_unreserved),
+    Checked(_unreserved),
 ]
 JobName = Annotated[
     Text,
@@ -199,10 +204,10 @@ def _path_or_volume(value: str) -> str:
 
 
 MountSource = Annotated[
-    Text, AfterValidator(_path_or_volume), schema_extra(pattern=f"^(?:/|(?:{_SOURCE})$)")
+    Text, Checked(_path_or_volume), schema_extra(pattern=f"^(?:/|(?:{_SOURCE})$)")
 ]
-Program = Annotated[Text, AfterValidator(_not_an_option), schema_extra(pattern="^[^-]")]
-AbsolutePath = Annotated[Text, AfterValidator(_absolute), schema_extra(pattern="^/")]
+Program = Annotated[Text, Checked(_not_an_option), schema_extra(pattern="^[^-]")]
+AbsolutePath = Annotated[Text, Checked(_absolute), schema_extra(pattern="^/")]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 NaturalInt = Annotated[int, Strict(), Field(ge=0)]
 

@@ -16,7 +16,7 @@ from toolkit.kubernetes.run import KubernetesRun
 from toolkit.kubernetes.submission import Unclear, remove, submit_all
 from toolkit.kubernetes.sweep import KubernetesPoint, opened
 from toolkit.kubernetes.workloads import KINDS, Kind, Object, place_of
-from toolkit.planning import KubernetesPlan
+from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.pods import RUN_LABEL, payload_dir_of
 from toolkit.profile import KubernetesProfile
 from toolkit.runs import registry, submission_journal

@@ -9,9 +9,7 @@ from typing import Any
 import yaml
 
 from toolkit.kubernetes.workloads import Kind, Object
-from toolkit.planning import KubernetesPlan
-from toolkit.planning.kubernetes import with_checksums
-from toolkit.planning.plans import STARTED
+from toolkit.planning.kubernetes import STARTED, KubernetesPlan, with_checksums
 from toolkit.planning.pods import RUN_LABEL
 from toolkit.rendering import render
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from toolkit.errors import LauncherError
-from toolkit.planning import LocalPlan
+from toolkit.planning.local import LocalPlan
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
 from toolkit.runs import registry, run_directory

@@ -1,7 +1,6 @@
 """From a job and a profile to a launch plan; pure."""
 
 from toolkit.planning.planner import plan
-from toolkit.planning.plans import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
-from toolkit.planning.slurm import array_of
+from toolkit.planning.plans import LaunchPlan
 
-__all__ = ["KubernetesPlan", "LaunchPlan", "LocalPlan", "SlurmPlan", "array_of", "plan"]
+__all__ = ["LaunchPlan", "plan"]

@@ -3,13 +3,14 @@
 Pure, like planning, which calls this first.
 """
 
+from __future__ import annotations  # naming a profile must not import it
+
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.job.spec import JobSpec, leaked_secrets
-from toolkit.planning import reserved_variables
-from toolkit.planning.compatibility_kubernetes import kubernetes_problems
-from toolkit.planning.containers import refusals_of_containers
 from toolkit.planning.stop_times import (
     POD_MARGIN_S,
     REQUEUE_MARGIN_S,
@@ -19,9 +20,12 @@ from toolkit.planning.stop_times import (
     refusal,
     warning_lead_s,
 )
-from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile, leaks_of
+from toolkit.profile import leaks_of
 from toolkit.text.quantities import format_duration, format_size
 from toolkit.text.yaml_reader import KeyPath
+
+if TYPE_CHECKING:
+    from toolkit.profile import Profile
 
 __all__ = ["refusals"]
 
@@ -38,7 +42,7 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
         return [*_sweep_problems(job, profile), *_of_the_points(job, profile, run_name=run_name)]
     problems = [*_does_not_fit(job, profile), *_mount_problems(job, profile)]
     problems += _elastic_problems(job, profile)
-    if job.after and not isinstance(profile, SlurmProfile):
+    if job.after and profile.kind != "slurm":
         problems += refusal(
             "after-elsewhere",
             f"after: only Slurm lets a job wait for another; profile {profile.name!r} is of "
@@ -49,44 +53,55 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
         problems += refusal("secret-in-job", reason, *key)
     for _, reason in leaks_of(profile):
         problems += refusal("secret-in-job", reason)
-    match profile:
-        case LocalProfile():
-            problems += _too_many_here(job)
-            problems += reserved_variables.of_scripts(job)
-            problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
-        case SlurmProfile():
-            if profile.runtime != "bare":
-                problems += _image_missing(job, profile)
-                problems += refusals_of_containers(job, profile)
-            problems += reserved_variables.of_scripts(job)
-            problems += _stop_too_long(
-                job,
-                needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
-                what=f"stop.grace, {REQUEUE_MARGIN_S}s to requeue and up to {SIGNAL_SLACK_S}s "
-                "that Slurm warns early",
+    if profile.kind == "local":
+        each = max(job.resources.nproc_per_node, job.resources.gpus_per_node)
+        if job.resources.max_nodes * each > _WORKERS_MAX:
+            problems += refusal(
+                "workers-beyond-machine",
+                f"{job.resources.max_nodes} simulated nodes with {each} workers or GPUs each are "
+                f"more than {_WORKERS_MAX} on this machine; make them fewer: "
+                "--set resources.nnodes=2",
+                "resources",
             )
-            if warning_lead_s(job) > SIGNAL_MAX_S:
-                problems += refusal(
-                    "stop-beyond-signal",
-                    f"stop.grace {format_duration(job.stop.grace_s)} is too long: Slurm warns at "
-                    f"most {SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the "
-                    "requeue",
-                    *_GRACE,
-                )
-        case KubernetesProfile():
-            problems += _stop_too_long(
-                job,
-                needed_s=job.stop.grace_s + POD_MARGIN_S,
-                what=f"stop.grace and {POD_MARGIN_S}s for torchrun to end",
-            )
+        problems += _overwritten(job)
+        problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
+    elif profile.kind == "slurm":
+        if profile.runtime != "bare":
+            from toolkit.planning.containers import refusals_of_containers
+
             problems += _image_missing(job, profile)
-            problems += kubernetes_problems(job, profile, run_name)
+            problems += refusals_of_containers(job, profile)
+        problems += _overwritten(job)
+        problems += _stop_too_long(
+            job,
+            needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
+            what=f"stop.grace, {REQUEUE_MARGIN_S}s to requeue and up to {SIGNAL_SLACK_S}s "
+            "that Slurm warns early",
+        )
+        if warning_lead_s(job) > SIGNAL_MAX_S:
+            problems += refusal(
+                "stop-beyond-signal",
+                f"stop.grace {format_duration(job.stop.grace_s)} is too long: Slurm warns at "
+                f"most {SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the "
+                "requeue",
+                *_GRACE,
+            )
+    elif profile.kind == "kubernetes":
+        from toolkit.planning.compatibility_kubernetes import kubernetes_problems
+
+        problems += _stop_too_long(
+            job,
+            needed_s=job.stop.grace_s + POD_MARGIN_S,
+            what=f"stop.grace and {POD_MARGIN_S}s for torchrun to end",
+        )
+        problems += _image_missing(job, profile)
+        problems += kubernetes_problems(job, profile, run_name)
     return problems
 
 
 def _sweep_problems(job: JobSpec, profile: Profile) -> list[Problem]:
     problems: list[Problem] = []
-    if isinstance(profile, LocalProfile):
+    if profile.kind == "local":
         return refusal(
             "sweep-elsewhere",
             f"sweep: its points are one job array of Slurm, or an object each on Kubernetes, and "
@@ -100,21 +115,15 @@ def _sweep_problems(job: JobSpec, profile: Profile) -> list[Problem]:
             "sweep: nnodes with min and max is for single runs; write one number of nodes",
             *_NNODES,
         )
-    if isinstance(profile, KubernetesProfile) and job.sweep and job.sweep.max_running:
-        problems += _nobody_counts(job, profile)
+    limit = job.sweep.max_running if job.sweep else None
+    if profile.kind == "kubernetes" and limit and not (job.kubernetes.queue or profile.queue):
+        problems += refusal(
+            "sweep-max-running",
+            f"sweep.max_running {limit}: nobody on Kubernetes holds points back but a queue of "
+            "Kueue, by its quota; name one (queue), or leave it out: --set sweep.max_running=null",
+            *("sweep", "max_running"),
+        )
     return problems
-
-
-def _nobody_counts(job: JobSpec, profile: KubernetesProfile) -> list[Problem]:
-    if job.kubernetes.queue or profile.queue:
-        return []  # its quota limits how many run at a time
-    return refusal(
-        "sweep-max-running",
-        f"sweep.max_running {job.sweep.max_running if job.sweep else ''}: nobody on Kubernetes "
-        "holds points back but a queue of Kueue, by its quota; name one (queue), or leave it out: "
-        "--set sweep.max_running=null",
-        *("sweep", "max_running"),
-    )
 
 
 def _of_the_points(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
@@ -193,7 +202,7 @@ def _elastic_problems(job: JobSpec, profile: Profile) -> list[Problem]:
             "a node is lost or has come",
             *_NNODES,
         )
-    if isinstance(profile, SlurmProfile) and profile.gpus_flag == "gpus-per-task":
+    if profile.kind == "slurm" and profile.gpus_flag == "gpus-per-task":
         problems += refusal(
             "elastic-gpus-per-task",
             "nnodes with min and max cannot be had by gpus-per-task, since Slurm chooses how many "
@@ -211,10 +220,10 @@ def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
         problems += refusal(
             "mount-target-taken", f"two mounts have the target {twice[0]!r}", "mounts"
         )
-    if isinstance(profile, KubernetesProfile):
+    if profile.kind == "kubernetes":
         return problems
-    if isinstance(profile, SlurmProfile) and profile.runtime != "bare":
-        return problems  # refusals_of_containers looks at the site's, too
+    if profile.kind == "slurm" and profile.runtime != "bare":
+        return problems  # refusals_of_containers checks the site's mounts, too
     for index, mount in enumerate(job.mounts):
         place, key = f"mounts[{index}]", ("mounts", index)
         if mount.kind != "path":
@@ -233,18 +242,13 @@ def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
     return problems
 
 
-def _too_many_here(job: JobSpec) -> list[Problem]:
-    """Find a job that no machine has the processes for."""
-    resources = job.resources
-    each = max(resources.nproc_per_node, resources.gpus_per_node)
-    if resources.max_nodes * each <= _WORKERS_MAX:
-        return []
-    return refusal(
-        "workers-beyond-machine",
-        f"{resources.max_nodes} simulated nodes with {each} workers or GPUs each are more than "
-        f"{_WORKERS_MAX} on this machine; make them fewer: --set resources.nnodes=2",
-        "resources",
-    )
+def _overwritten(job: JobSpec) -> Iterable[Problem]:
+    """Return the problems of secrets that a script would overwrite or interpret."""
+    if not job.secrets:
+        return ()
+    from toolkit.planning.reserved_variables import of_scripts
+
+    return of_scripts(job)
 
 
 def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> list[Problem]:

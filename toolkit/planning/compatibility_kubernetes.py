@@ -1,10 +1,10 @@
-"""What cannot work on Kubernetes: what a kind of object cannot say, what its pods cannot have."""
+"""Why a job cannot run on Kubernetes: fields that its kind of object lacks, and limits of pods."""
 
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
-from toolkit.job.kubernetes_options import IMAGE_NAME, Workload
-from toolkit.job.spec import JobSpec, Mount
+from toolkit.job.kubernetes_options import Workload, is_image_name
+from toolkit.job.spec import JobSpec
 from toolkit.planning.pods import workload_of
 from toolkit.planning.reserved_variables import of_pods
 from toolkit.planning.stop_times import refusal
@@ -37,12 +37,20 @@ Standards: hostPath, volume types)."""
 def kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str) -> list[Problem]:
     """Return why a job cannot run in a namespace of a cluster."""
     kind = workload_of(job, profile)
+    image_problems: list[Problem] = []
+    if job.image and not is_image_name(job.image):
+        image_problems = refusal(
+            "image-of-another-runtime",
+            f"image {job.image!r} is no name of an image, as nodes of profile {profile.name!r} "
+            "pull it; write it like registry.example.com/team/train:1.2",
+            "image",
+        )
     return [
         *_secrets(job, profile),
         *of_pods(job, profile),
         *_elastic(job, profile, kind),
         *(_beyond_trainjob(job, profile) if kind == "TrainJob" else ()),
-        *_image(job, profile),
+        *image_problems,
         *_mounts(job, profile),
         *name_problems(job, kind, run_name),
     ]
@@ -119,18 +127,8 @@ def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Probl
         )
 
 
-def _image(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
-    if job.image and not IMAGE_NAME.fullmatch(job.image):
-        yield from refusal(
-            "image-of-another-runtime",
-            f"image {job.image!r} is no name of an image, as nodes of profile {profile.name!r} "
-            "pull it; write it like registry.example.com/team/train:1.2",
-            "image",
-        )
-
-
 _SYSTEM = ("", "/dev", "/proc", "/sys")
-"""What a container cannot do without; the empty one is its root."""
+"""Folders that a container needs; the empty one is its root."""
 
 
 def _mounts(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
@@ -162,7 +160,8 @@ def _mounts(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
             )
         if ":" in mount.target:
             yield from refusal("mount-unwritable", f"{place}: {_COLON.format(mount.target)}", *key)
-        if ".." in _folder(mount).split("/"):
+        folders = {"path": mount.source, "nfs": mount.named.partition(":/")[2]}
+        if ".." in folders.get(mount.kind, "").split("/"):
             yield from refusal(
                 "mount-unwritable",
                 f"{place}: Kubernetes takes no '..' in {mount.source!r}; write the path out",
@@ -180,11 +179,6 @@ def _mounts(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
 
 
 _COLON = "Kubernetes takes no ':' in {!r}, where a volume is seen; choose another path"
-
-
-def _folder(mount: Mount) -> str:
-    """Return the folder that a source names; nothing where it names none."""
-    return {"path": mount.source, "nfs": mount.named.partition(":/")[2]}.get(mount.kind, "")
 
 
 def name_problems(job: JobSpec, kind: Workload, run_name: str) -> Iterator[Problem]:

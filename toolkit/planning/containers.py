@@ -16,7 +16,7 @@ _NOT_ITS_FILE = {"pyxis": (".tar", ".sif"), "apptainer": (), "podman": (".sif", 
 """Suffixes of image files that belong to another runtime."""
 
 _FILE = {"pyxis": "enroot import -o FILE.sqsh", "podman": "podman save -o FILE.tar"}
-"""What makes a file that the runtime takes."""
+"""The command that makes an image file for the runtime."""
 
 _OURS = {
     "pyxis": ("--container-image", "--container-workdir", "--container-mount-home"),
@@ -26,17 +26,17 @@ _OURS = {
         *("--user", "-u", "--userns", "--workdir", "-w"),
     ),
 }
-"""Options that the script gives itself, and that would take its hold of the container away."""
+"""Options that the script sets itself, since it needs their values to control the container."""
 
 _NEVER_TARGETS = ("", "/dev", "/proc", "/sys")
-"""Where no folder can be put without taking the container's own away."""
+"""Targets at which a mount would hide the container's own folder."""
 
 
 def image_for(runtime: str, image: str) -> str:
     """Return how a runtime writes an image; a path is a file that holds it.
 
-    Enroot, below pyxis, parts a registry from the name with `#`, and takes a digest where a tag
-    stands (enroot, src/docker.sh). What names its transport itself stays as it is.
+    Enroot, which pyxis uses, separates a registry from the name with `#` and takes a digest in the
+    place of a tag (enroot, src/docker.sh). An image with a transport of its own is unchanged.
 
     >>> image_for("pyxis", "nvcr.io/nvidia/pytorch:25.01"), image_for("pyxis", "ubuntu:24.04")
     ('nvcr.io#nvidia/pytorch:25.01', 'ubuntu:24.04')

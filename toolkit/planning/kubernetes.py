@@ -1,16 +1,23 @@
-"""Decisions for a Kubernetes cluster: the kind of object, its restarts, where pods meet."""
+"""Decisions for a Kubernetes cluster: the kind of object, its restarts, the rendezvous."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from toolkit.job.kubernetes_options import Workload, block_of
+from toolkit.errors import PlanError
+from toolkit.job.kubernetes_options import Patch, Workload, block_of
 from toolkit.job.spec import JobSpec, Secret
-from toolkit.planning.plans import STARTED, KubernetesPlan
+from toolkit.job.sweep import Point
+from toolkit.planning.compatibility_kubernetes import name_problems
+from toolkit.planning.plans import RENDEZVOUS_TIMEOUT_S, LaunchPlan
 from toolkit.planning.pods import (
     MANAGER,
+    POD_GROUP_APIS,
     RUN_LABEL,
     SWEEP_LABEL,
+    Pod,
     first_pod,
+    labelled,
     payload_dir_of,
     pod_of,
     workload_of,
@@ -19,14 +26,17 @@ from toolkit.planning.stop_times import POD_MARGIN_S
 from toolkit.planning.torchrun import carried_options, environment, torchrun_options
 from toolkit.profile import KubernetesProfile
 
-__all__ = ["kubernetes_plan", "with_checksums"]
+__all__ = ["STARTED", "KubernetesPlan", "kubernetes_plan", "with_checksums"]
+
+STARTED = "TRAIN_START"
+"""The variable by which the entrypoint of pods distinguishes the starts of all of them."""
 
 PORT = 29500
-"""Where the pods of a run meet; each pod has a network of its own."""
+"""The port of the rendezvous; each pod has a network namespace of its own."""
 
 SPARE_RESTARTS = 100
-"""Restarts beyond `retries.requeue` that the cluster grants: preemptions, which count nothing, use
-them up, too. The entrypoint alone counts failures."""
+"""Restarts beyond `retries.requeue` that the cluster grants, since preemptions use them up, too;
+only the entrypoint counts failures."""
 
 CONTAINERS: dict[Workload, str] = {
     "PyTorchJob": "pytorch",
@@ -42,6 +52,220 @@ _RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
 
 _START = "batch.kubernetes.io/controller-uid"
 """The label of pods that names the Job they belong to; a JobSet makes a new one for each start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesPlan(LaunchPlan):
+    """An object that creates one pod per node, and its companions."""
+
+    profile: KubernetesProfile
+    """The site."""
+
+    workload: Workload
+    """The object's kind."""
+
+    run_name: str
+    """The object's name."""
+
+    pod: Pod
+    """The pods."""
+
+    container: str
+    """The name of the pods' container, by which the operators find it."""
+
+    image: str
+    """The container image."""
+
+    labels: Mapping[str, str]
+    """Labels of everything that belongs to the run."""
+
+    workload_labels: Mapping[str, str]
+    """Labels of the object, with those of a queue."""
+
+    @property
+    def template(self) -> str:
+        """The template that is filled in with this plan, below `templates/`."""
+        return f"kubernetes/{self.workload.lower()}.yaml.j2"
+
+    @property
+    def objects(self) -> "Sequence[KubernetesPlan]":
+        """The plans to render: this one, or those of a sweep's points."""
+        return self.parts or (self,)
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether the entrypoint counts its earlier starts; Kubernetes may start any pod again."""
+        return True
+
+    @property
+    def counts_attempts(self) -> bool:
+        """Whether each start is an attempt with a folder of its own."""
+        return self.gang
+
+    restart_policy: str = "Never"
+    """PyTorchJob: what follows when a pod has failed."""
+
+    replicas: Mapping[str, int] | None = None
+    """PyTorchJob: pods by role."""
+
+    backoff_limit: int | None = None
+    """PyTorchJob: container restarts over all pods before it has failed; Job: failures of one pod;
+    JobSet: restarts of all pods together."""
+
+    meeting: str | None = None
+    """`HOST:PORT` of the rendezvous; None if the operator sets it."""
+
+    join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
+    """How long pods wait for each other."""
+
+    host_port: int | None = None
+    """The port that each pod takes of its node, so that no two runs meet on one; None without
+    `host_network`, and where the operator declares it."""
+
+    egress: Sequence[Mapping[str, Any]] = ()
+    """Networks that the pods may reach, as a NetworkPolicy has them: `ipBlock`."""
+
+    subdomain: str | None = None
+    """The Service that gives the pods of a Job their names."""
+
+    pod_restart_policy: str | None = None
+    """The pods' `restartPolicy`; None if the operator sets it."""
+
+    exports: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the entrypoint sets, since the operator reserves their names."""
+
+    from_labels: Mapping[str, str] = field(default_factory=dict)
+    """Variables whose value is a label of the pod, and that label."""
+
+    gang: bool = False
+    """Whether all pods start again when one has failed."""
+
+    points: tuple[Point, ...] = ()
+    """The points of a sweep, each an object of its own; none without one."""
+
+    parts: tuple["KubernetesPlan", ...] = ()
+    """Their plans, in their order; none without a sweep."""
+
+    def named(self, name: str) -> "KubernetesPlan":
+        """Return this plan for a run of another name, with a run directory of that name.
+
+        Everything else is unchanged, including the caller's own changes. The points of a sweep are
+        named after it.
+
+        Raises:
+            PlanError: the names of the pods would be too long.
+        """
+        longest = f"{name}-{self.points[-1].index}" if self.points else name
+        if problems := list(name_problems(self.job, self.workload, longest)):
+            raise PlanError(problems)
+        if not self.parts:
+            return self._named(self.run_name, name, name)
+        pairs = zip(self.parts, self.points, strict=True)
+        parts = tuple(
+            part._named(part.run_name, f"{name}-{point.index}", f"{name}/{point.name}", name)
+            for part, point in pairs
+        )
+        first = self.parts[
+            0
+        ].run_name  # all but the name of a sweep's own plan is its first point's
+        folder = f"{name}/{self.points[0].name}"
+        whole = self._named(first, parts[0].run_name, folder, name)
+        return replace(whole, run_name=name, parts=parts)
+
+    def _named(
+        self, before: str, name: str, folder: str, sweep_name: str | None = None
+    ) -> "KubernetesPlan":
+        """Replace the name `before` in every value that was derived from it."""
+        service = self.profile.service
+        old, new = (first_pod(self.workload, one, service) for one in (before, name))
+        changed = {f"--rdzv-id={before}": f"--rdzv-id={name}"}
+        meeting = self.meeting
+        if meeting is not None and meeting.startswith(f"{old}:"):
+            meeting = new + meeting.removeprefix(old)
+            changed[f"--rdzv-endpoint={self.meeting}"] = f"--rdzv-endpoint={meeting}"
+        own = {"TRAIN_RUN_DIR": f"{self.profile.runs_dir.rstrip('/')}/{folder}", STARTED: name}
+        labels = labelled(self.labels, name, sweep_name)
+        return replace(
+            self,
+            run_name=name,
+            env={key: own.get(key, value) for key, value in self.env.items()},
+            labels=labels,
+            workload_labels=labelled(self.workload_labels, name, sweep_name),
+            pod=self.pod.named(before, name, sweep_name),
+            torchrun=tuple(changed.get(option, option) for option in self.torchrun),
+            meeting=meeting,
+            subdomain=name if self.subdomain == before else self.subdomain,
+        )
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of everything that belongs to the run."""
+        return self.profile.namespace
+
+    @property
+    def keeps_runs(self) -> bool:
+        """Whether the run directory outlives the pods."""
+        return self.profile.runs_claim is not None
+
+    @property
+    def ttl_s(self) -> int | None:
+        """Seconds after the end until the cluster deletes the object; None for never."""
+        return self.profile.ttl_s
+
+    @property
+    def image_pull_policy(self) -> str:
+        """When nodes pull the image."""
+        return self.profile.image_pull_policy
+
+    @property
+    def network_policy(self) -> bool:
+        """Whether the run brings its own NetworkPolicy."""
+        return self.profile.network_policy
+
+    @property
+    def own_service(self) -> bool:
+        """Whether the run brings the Service that names the pods of a Job."""
+        return self.workload == "Job" and self.profile.service is None
+
+    @property
+    def pod_group_api(self) -> str | None:
+        """The API version of the run's PodGroup; None without a gang scheduler."""
+        return POD_GROUP_APIS.get(self.profile.gang_scheduler or "")
+
+    @property
+    def training_runtime(self) -> str:
+        """TrainJob: the runtime of the namespace that it refers to."""
+        return self.profile.training_runtime
+
+    @property
+    def has_master(self) -> bool:
+        """PyTorchJob: whether the first pod is a Master of its own."""
+        return self.profile.master
+
+    @property
+    def payload_dir(self) -> str | None:
+        """The folder in which pods find the run's submitted files; None without such files."""
+        return payload_dir_of(self.job)
+
+    @property
+    def entry(self) -> tuple[str, ...]:
+        """What torchrun starts, and its arguments."""
+        if (folder := self.payload_dir) is None or self.job.script is None:
+            return self.job.entry
+        return (f"{folder}/{self.job.script.rpartition('/')[2]}", *self.job.args)
+
+    @property
+    def patches(self) -> tuple[tuple[str, str, Patch], ...]:
+        """Changes of rendered objects: the place of each, the object's kind and the change."""
+        site, job = f"profile {self.profile.name!r}", f"job {self.job.name!r}: kubernetes"
+        return tuple(
+            (f"{whose}.patches[{at}]", patch.kind or self.workload, patch)
+            for whose, patches in (
+                (site, self.profile.patches),
+                (job, self.job.kubernetes.patches),
+            )
+            for at, patch in enumerate(patches)
+        )
 
 
 def kubernetes_plan(
@@ -105,6 +329,10 @@ def _plan(
         RUN_LABEL: run_name,
         **(more_labels or {}),
     }
+    queue_labels = {
+        "kueue.x-k8s.io/queue-name": job.kubernetes.queue or profile.queue,
+        "kueue.x-k8s.io/priority-class": profile.queue_priority,
+    }
     assert job.image is not None
     plan = KubernetesPlan(
         job=job,
@@ -130,7 +358,7 @@ def _plan(
         container=CONTAINERS[kind],
         image=job.image,
         labels=labels,
-        workload_labels=labels | _queue_labels(job, profile),
+        workload_labels=labels | {key: value for key, value in queue_labels.items() if value},
         egress=tuple(map(block_of, profile.egress)),
     )
     return _of_pytorchjob(plan) if kind == "PyTorchJob" else _of_indexed_pods(plan)
@@ -193,15 +421,6 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
         from_labels=({"TRAIN_ATTEMPT": _RESTARTS} if in_jobset else {}) | {STARTED: _START},
         gang=in_jobset,
     )
-
-
-def _queue_labels(job: JobSpec, profile: KubernetesProfile) -> dict[str, str]:
-    labels = {}
-    if queue := job.kubernetes.queue or profile.queue:
-        labels["kueue.x-k8s.io/queue-name"] = queue
-    if profile.queue_priority:
-        labels["kueue.x-k8s.io/priority-class"] = profile.queue_priority
-    return labels
 
 
 def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:

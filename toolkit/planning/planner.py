@@ -4,17 +4,21 @@ Pure: no clock, environment, network or scheduler. What cannot work is refused h
 arithmetic in the message; templates only place these values.
 """
 
-from typing import overload
+from __future__ import annotations  # naming a plan must not import it
+
+from typing import TYPE_CHECKING, overload
 
 from toolkit.errors import PlanError
 from toolkit.extensions import BUILT_IN, extension
 from toolkit.job.spec import JobSpec
 from toolkit.planning.compatibility import refusals
-from toolkit.planning.kubernetes import kubernetes_plan
-from toolkit.planning.plans import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
-from toolkit.planning.slurm import slurm_plan
-from toolkit.planning.torchrun import environment, torchrun_options
-from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
+
+if TYPE_CHECKING:
+    from toolkit.planning.kubernetes import KubernetesPlan
+    from toolkit.planning.local import LocalPlan
+    from toolkit.planning.plans import LaunchPlan
+    from toolkit.planning.slurm import SlurmPlan
+    from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 
 __all__ = ["plan"]
 
@@ -48,26 +52,15 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
         raise PlanError(problems)
     if profile.kind not in BUILT_IN:
         return extension(profile.kind).plan(job, profile)
-    match profile:
-        case LocalProfile():
-            return _local(job, profile)
-        case SlurmProfile():
-            return slurm_plan(job, profile)
-        case KubernetesProfile():
-            # Rendered without a name, the same job is the same run, and another job is another.
-            return kubernetes_plan(job, profile, name, run_name or f"{job.name}-{job.digest}")
+    if profile.kind == "local":
+        from toolkit.planning.local import local_plan
 
+        return local_plan(job, profile)
+    if profile.kind == "slurm":
+        from toolkit.planning.slurm import slurm_plan
 
-def _local(job: JobSpec, profile: LocalProfile) -> LocalPlan:
-    gpus = job.resources.gpus_per_node
-    devices = tuple(
-        tuple(range(node * gpus, (node + 1) * gpus)) for node in range(job.resources.max_nodes)
-    )
-    return LocalPlan(
-        job=job,
-        profile=profile,
-        torchrun=torchrun_options(job, numbered=True),
-        env=environment(job, profile),
-        secrets=job.secrets,
-        visible_devices=devices,
-    )
+        return slurm_plan(job, profile)
+    from toolkit.planning.kubernetes import kubernetes_plan
+
+    # Rendered without a name, the same job is the same run, and another job is another.
+    return kubernetes_plan(job, profile, name, run_name or f"{job.name}-{job.digest}")

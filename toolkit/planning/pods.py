@@ -1,25 +1,27 @@
 """The pods that a job becomes on Kubernetes: volumes, security, placement, as plain values. Pure.
 
-Values are what a manifest holds; where the cluster's own default is meant, a key is left out.
+The values are those of a manifest; a key is left out if the cluster's default applies.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.job.kubernetes_options import Toleration, Workload
+from toolkit.job.kubernetes_options import Workload
 from toolkit.job.spec import JobSpec, Mount
 from toolkit.job.types import IN_RUN_DIR
+from toolkit.planning.stop_times import cpus_of
+from toolkit.planning.torchrun import carried
 from toolkit.profile import KubernetesProfile
 from toolkit.text.quantities import kubernetes_size, parse_size
 
 __all__ = [
     "FILE_MARK",
     "MANAGER",
+    "POD_GROUP_APIS",
     "RUN_LABEL",
     "SWEEP_LABEL",
     "Pod",
-    "carried",
     "first_pod",
     "labelled",
     "payload_dir_of",
@@ -32,7 +34,7 @@ MANAGER = "torch-deploy-toolkit"
 """The field manager, and the value of `app.kubernetes.io/managed-by`."""
 
 FILE_MARK = f"@{MANAGER} "
-"""How a line of a log begins that holds a part of a file, see functions/pod_results.py."""
+"""The beginning of log lines that hold a part of a file, see functions/pod_results.py."""
 
 RUN_LABEL = f"{MANAGER}/run"
 """The label by which everything that belongs to a run is found."""
@@ -52,6 +54,13 @@ _GROUP_NAMES = {
     ),
 }
 """How pods name their PodGroup, and the name of the scheduler (manuals of both)."""
+
+
+POD_GROUP_APIS = {
+    "volcano": "scheduling.volcano.sh/v1beta1",
+    "scheduler-plugins": "scheduling.x-k8s.io/v1alpha1",
+}
+"""The API version of the PodGroup of each gang scheduler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +100,7 @@ class Pod:
         Args:
             before: The name of the run whose pods these are.
             run_name: The name of the other run.
-            sweep_name: The name of its sweep; None where it is no point of one.
+            sweep_name: The name of its sweep; None if it is not a point of one.
         """
         payload = {"name": _PAYLOAD, "configMap": {"name": before}}
         return replace(
@@ -106,11 +115,6 @@ class Pod:
         )
 
 
-def carried(job: JobSpec) -> bool:
-    """Whether the workers' script is submitted with the run, like the files of a call."""
-    return job.script is not None and job.script.startswith(IN_RUN_DIR)
-
-
 def payload_dir_of(job: JobSpec) -> str | None:
     """Return the folder in which pods find the run's submitted files; None without such files."""
     if job.script is None or not carried(job):
@@ -120,7 +124,7 @@ def payload_dir_of(job: JobSpec) -> str | None:
 
 
 def workload_of(job: JobSpec, profile: KubernetesProfile) -> Workload:
-    """Return what a job becomes."""
+    """Return the kind of object that a job becomes."""
     return job.kubernetes.workload or profile.workload
 
 
@@ -140,19 +144,40 @@ def pod_of(
         where, key, scheduler = _GROUP_NAMES[profile.gang_scheduler]
         (labels if where == "labels" else annotations)[key] = run_name
         spec["schedulerName"] = scheduler
-    if profile.topology and _queue(job, profile):
+    if profile.topology and (job.kubernetes.queue or profile.queue):
         wish = "required" if profile.topology.required else "preferred"
         annotations[f"kueue.x-k8s.io/podset-{wish}-topology"] = profile.topology.key
     spec |= _placement(job, profile, run_name)
+    need, user = job.resources, profile.run_as_user
+    requests = {"cpu": str(cpus_of(job))}
+    if need.memory_bytes:
+        requests["memory"] = kubernetes_size(need.memory_bytes)
+    if need.gpus_per_node:
+        requests[profile.gpu_resource] = str(need.gpus_per_node)
+    capabilities = {"drop": ["ALL"]}
+    if profile.capabilities:
+        capabilities["add"] = list(profile.capabilities)
     volumes, mounts = _volumes(job, profile, run_name)
     return Pod(
         labels=labels,
         annotations=annotations,
-        requests=_requests(job, profile),
+        requests=requests | {name: str(count) for name, count in profile.resources.items()},
         grace_s=grace_s,
         spec=spec,
-        pod_security=_pod_security(profile),
-        container_security=_container_security(profile),
+        pod_security={
+            "runAsNonRoot": user > 0,
+            "runAsUser": user,
+            "runAsGroup": user,
+            "fsGroup": user,
+            # A large volume is not walked through at every start to give it to the group.
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        container_security={
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": profile.read_only_root,
+            "capabilities": capabilities,
+        },
         volumes=volumes,
         volume_mounts=mounts,
     )
@@ -175,12 +200,12 @@ def first_pod(workload: Workload, run_name: str, service: str | None) -> str:
 
 
 def labelled(value: Any, run_name: str, sweep_name: str | None) -> Any:
-    """Return plain values in which every label that names the run names another one.
+    """Return plain values with the run's name replaced in every label.
 
     Args:
         value: Nested mappings and sequences, such as the keys of a pod's spec.
         run_name: The name of the run.
-        sweep_name: The name of its sweep; None where it is no point of one.
+        sweep_name: The name of its sweep; None if it is not a point of one.
     """
     names = {RUN_LABEL: run_name} | {key: run_name for _, key, _ in _GROUP_NAMES.values()}
     if sweep_name is not None:
@@ -195,20 +220,6 @@ def labelled(value: Any, run_name: str, sweep_name: str | None) -> Any:
     return value
 
 
-def _queue(job: JobSpec, profile: KubernetesProfile) -> str | None:
-    return job.kubernetes.queue or profile.queue
-
-
-def _requests(job: JobSpec, profile: KubernetesProfile) -> dict[str, str]:
-    need = job.resources
-    requests = {"cpu": str(need.cpus_per_node or need.nproc_per_node)}
-    if need.memory_bytes:
-        requests["memory"] = kubernetes_size(need.memory_bytes)
-    if need.gpus_per_node:
-        requests[profile.gpu_resource] = str(need.gpus_per_node)
-    return requests | {name: str(count) for name, count in profile.resources.items()}
-
-
 def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[str, Any]:
     """Return where the pods may run, and with whose rights."""
     spec: dict[str, Any] = {}
@@ -219,19 +230,18 @@ def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[
     if priority := job.kubernetes.priority_class or profile.priority_class:
         spec["priorityClassName"] = priority
     if profile.host_network:
-        # Without this policy such pods use the node's resolver, which knows no Services.
+        # Without this policy such pods use the node's resolver, which does not resolve Services.
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if profile.node_selector:
         spec["nodeSelector"] = dict(profile.node_selector)
     if profile.tolerations:
-        spec["tolerations"] = [_toleration(one) for one in profile.tolerations]
+        spec["tolerations"] = [
+            toleration.model_dump(mode="json", by_alias=True, exclude_none=True)
+            for toleration in profile.tolerations
+        ]
     if affinity := _affinity(job, profile, {"matchLabels": {RUN_LABEL: run_name}}):
         spec["affinity"] = affinity
     return spec
-
-
-def _toleration(one: Toleration) -> dict[str, Any]:
-    return one.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def _affinity(
@@ -239,7 +249,7 @@ def _affinity(
 ) -> dict[str, Any]:
     affinity: dict[str, Any] = {}
     near = profile.topology
-    if near and not _queue(job, profile):
+    if near and not (job.kubernetes.queue or profile.queue):
         term = {"labelSelector": selector, "topologyKey": near.key}
         affinity["podAffinity"] = (
             {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
@@ -254,30 +264,6 @@ def _affinity(
         apart = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
     return affinity
-
-
-def _pod_security(profile: KubernetesProfile) -> dict[str, Any]:
-    user = profile.run_as_user
-    return {
-        "runAsNonRoot": user > 0,
-        "runAsUser": user,
-        "runAsGroup": user,
-        "fsGroup": user,
-        # A large volume is not walked through at every start to give it to the group.
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-
-
-def _container_security(profile: KubernetesProfile) -> dict[str, Any]:
-    capabilities: dict[str, list[str]] = {"drop": ["ALL"]}
-    if profile.capabilities:
-        capabilities["add"] = list(profile.capabilities)
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": profile.read_only_root,
-        "capabilities": capabilities,
-    }
 
 
 def _volumes(

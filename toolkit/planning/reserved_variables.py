@@ -7,13 +7,18 @@ gives them to torchrun alone. On Kubernetes the entrypoint of the pods finds bot
 environment.
 """
 
+from __future__ import annotations  # naming a profile must not import it
+
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.job.spec import JobSpec
 from toolkit.planning.stop_times import refusal
-from toolkit.profile import KubernetesProfile
+
+if TYPE_CHECKING:
+    from toolkit.profile import KubernetesProfile
 
 __all__ = ["OF_BASH", "OF_PODS", "OF_SCRIPTS", "of_pods", "of_scripts"]
 
@@ -32,11 +37,11 @@ OF_BASH = re.compile(
 Python or to Slurm's commands. bash takes the value of some for arithmetic and prints part of it."""
 
 OF_PODS = frozenset({"JOB_COMPLETION_INDEX", "HOSTNAME", "IFS", "PATH"})
-"""Names whose values the entrypoint of the pods goes by."""
+"""Variables that the entrypoint of the pods reads."""
 
 
 def of_scripts(job: JobSpec) -> Iterator[Problem]:
-    """Find secrets that a script for Slurm or for one machine would overwrite, or go by."""
+    """Find secrets that a script for Slurm or for one machine would overwrite or interpret."""
     for name in job.secrets:
         if OF_SCRIPTS.fullmatch(name):
             what = "is a name of the rendered script's own variables; leave out the underscore"
@@ -48,7 +53,7 @@ def of_scripts(job: JobSpec) -> Iterator[Problem]:
 
 
 def of_pods(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
-    """Find variables and secrets that the entrypoint of the pods would overwrite, or go by."""
+    """Find variables and secrets that the entrypoint of the pods would overwrite or interpret."""
     taken = OF_PODS - {"PATH"}  # which an image may want another value of
     for key, names, forbidden in (
         ("secrets", job.secrets, OF_PODS),

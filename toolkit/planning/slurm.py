@@ -1,18 +1,120 @@
 """Decisions for a Slurm cluster: sbatch's options, images and mounts."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from toolkit.job.sbatch_options import SbatchValue, merged
 from toolkit.job.spec import JobSpec
-from toolkit.job.sweep import Sweep
+from toolkit.job.sweep import Point, Sweep
 from toolkit.planning.containers import image_for, mounts_for
-from toolkit.planning.plans import SlurmPlan
+from toolkit.planning.plans import RENDEZVOUS_PORTS, RENDEZVOUS_TIMEOUT_S, LaunchPlan
 from toolkit.planning.stop_times import cpus_of, warning_lead_s
 from toolkit.planning.torchrun import environment, in_container, torchrun_options
 from toolkit.profile import SlurmProfile
 from toolkit.text.quantities import format_duration, slurm_megabytes, slurm_time
 
-__all__ = ["array_of", "slurm_plan"]
+__all__ = ["SlurmPlan", "array_of", "slurm_plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmPlan(LaunchPlan):
+    """A batch script with one srun task per node."""
+
+    profile: SlurmProfile
+    """The site."""
+
+    template = "slurm/train.sbatch.j2"
+
+    sbatch: tuple[tuple[str, str | None], ...]
+    """Options of sbatch, in order."""
+
+    chain: bool = False
+    """Whether several jobs are submitted that continue the run in turn."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether several jobs may continue one run in turn with this script: a chain."""
+        return not self.points and (self.chain or self.failure_limit > 0)
+
+    def in_turns(self) -> "SlurmPlan":
+        """Return this plan for a chain: several jobs that continue one run in turn."""
+        return replace(self, chain=True)
+
+    @property
+    def runtime(self) -> str:
+        """The container runtime; `bare` without containers."""
+        return self.profile.runtime
+
+    @property
+    def image_file(self) -> str | None:
+        """The path of the image, which must exist where the script runs; None for a name."""
+        return self.image if self.image is not None and self.image.startswith("/") else None
+
+    @property
+    def image_is_local(self) -> bool:
+        """Whether the image is only in podman's own store, so that nothing can be pulled."""
+        return self.image is not None and self.image.startswith("localhost/")
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules to load."""
+        return tuple(self.profile.modules)
+
+    @property
+    def venv(self) -> str | None:
+        """The virtual environment that has torch."""
+        return None if self.profile.venv is None else self.profile.below(self.profile.venv)
+
+    @property
+    def prolog(self) -> tuple[str, ...]:
+        """The site's lines of bash before the environment is set up."""
+        return tuple(self.profile.prolog)
+
+    @property
+    def epilog(self) -> tuple[str, ...]:
+        """The site's lines of bash after the end."""
+        return tuple(self.profile.epilog)
+
+    @property
+    def container_options(self) -> tuple[str, ...]:
+        """The site's options of the container runtime."""
+        return tuple(self.profile.container_options)
+
+    @property
+    def mounted_sources(self) -> tuple[str, ...]:
+        """Folders that must exist where the script runs."""
+        return tuple(mount.source for mount in (*self.profile.mounts, *self.job.mounts))
+
+    @property
+    def default_run_dir(self) -> str:
+        """The path of new run directories, without the id of the job at its end."""
+        return self.profile.below(f"{self.profile.runs_dir}/{self.job.name}")
+
+    @property
+    def join_sbatch(self) -> tuple[tuple[str, str | None], ...]:
+        """Options of a job of one more node that joins an elastic run; it is never requeued."""
+        own = {"job-name": f"{self.job.name}-join", "nodes": "1"}
+        left_out = ("no-kill", "requeue", "signal", "output", "dependency", "array")
+        kept = ((name, value) for name, value in self.sbatch if name not in left_out)
+        return (*((name, own.get(name, value)) for name, value in kept), ("no-requeue", None))
+
+    ports: tuple[int, int] = RENDEZVOUS_PORTS
+    """First port that the rendezvous may use, and how many."""
+
+    join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
+    """How long nodes wait for each other."""
+
+    points: tuple[Point, ...] = ()
+    """The points of a sweep, each a task of the job array; none without one."""
+
+    image: str | None = None
+    """The container image as the site's runtime names it; None without containers."""
+
+    mounts: tuple[str, ...] = ()
+    """What the container sees beside the run directory: `SOURCE:TARGET` or `SOURCE:TARGET:ro`."""
+
+    shm: str = "0"
+    """Size of the container's /dev/shm for podman; 0 is no limit of its own."""
 
 
 def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:

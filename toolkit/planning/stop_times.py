@@ -1,4 +1,4 @@
-"""The margins of stopping, and what all reasons are made with."""
+"""The margins of stopping, and what all checks of compatibility share."""
 
 from toolkit.errors import Problem
 from toolkit.job.spec import JobSpec

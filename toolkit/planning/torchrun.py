@@ -1,11 +1,22 @@
 """Decisions that are the same for every kind of site: torchrun's options and the environment."""
 
-from toolkit.job.spec import JobSpec
-from toolkit.planning.pods import carried
-from toolkit.planning.stop_times import cpus_of
-from toolkit.profile import KubernetesProfile, Profile, SlurmProfile
+from __future__ import annotations  # naming a profile must not import it
 
-__all__ = ["carried_options", "environment", "in_container", "torchrun_options"]
+from typing import TYPE_CHECKING
+
+from toolkit.job.spec import JobSpec
+from toolkit.job.types import IN_RUN_DIR
+from toolkit.planning.stop_times import cpus_of
+
+if TYPE_CHECKING:
+    from toolkit.profile import Profile
+
+__all__ = ["carried", "carried_options", "environment", "in_container", "torchrun_options"]
+
+
+def carried(job: JobSpec) -> bool:
+    """Whether the workers' script is submitted with the run, like the files of a call."""
+    return job.script is not None and job.script.startswith(IN_RUN_DIR)
 
 
 def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]:
@@ -13,9 +24,9 @@ def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]
 
     Args:
         job: What to run.
-        numbered: Whether the site numbers the nodes. Then a job whose ranks never start again in it
-            meets statically: with c10d, the first node polls only once a second for the last one
-            (torch, dynamic_rendezvous.py).
+        numbered: Whether the site numbers the nodes. Then a job without restarts of its ranks
+            has a static rendezvous: with c10d, the first node polls only once a second for the last
+            one (torch, dynamic_rendezvous.py).
     """
     need = job.resources
     static = numbered and not need.elastic and not job.retries.in_job
@@ -38,9 +49,9 @@ def carried_options(job: JobSpec) -> tuple[str, ...]:
 def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
     """Return the environment of the workers; the job's own values win."""
     env = {
-        # One store for all attempts makes attempt 1 read the keys of attempt 0 and hang.
+        # With one store for all attempts, attempt 1 reads the keys of attempt 0 and hangs.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # What a worker prints is seen at once; Python would keep back some kilobytes of it.
+        # A worker's output is seen immediately; Python would buffer some kilobytes of it.
         "PYTHONUNBUFFERED": "1",
         # As variables, since a torchrun that lacks an option ignores them.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
@@ -64,6 +75,6 @@ def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
 
 def in_container(profile: Profile) -> bool:
     """Whether workers run in containers at this site."""
-    if isinstance(profile, SlurmProfile):
+    if profile.kind == "slurm":
         return profile.runtime != "bare"
-    return isinstance(profile, KubernetesProfile)
+    return profile.kind == "kubernetes"

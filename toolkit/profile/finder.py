@@ -1,18 +1,23 @@
 """Finds profiles by name or path, and reads their files."""
 
+from __future__ import annotations  # naming a model must not import it
+
+import importlib
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from toolkit import extensions
 from toolkit.errors import Problem, ProfileError
 from toolkit.job.loader import validate
-from toolkit.profile.models import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 from toolkit.text import secret_scan
 from toolkit.text.did_you_mean import did_you_mean
 from toolkit.text.yaml_reader import KeyPath, read_file
+
+if TYPE_CHECKING:
+    from toolkit.profile import Profile
 
 __all__ = [
     "as_profile",
@@ -25,12 +30,15 @@ __all__ = [
     "require_default_profile",
 ]
 
-_KINDS: dict[str, type[Profile]] = {
-    "local": LocalProfile,
-    "slurm": SlurmProfile,
-    "kubernetes": KubernetesProfile,
+_MODELS = {
+    "local": ("base", "LocalProfile"),
+    "slurm": ("slurm", "SlurmProfile"),
+    "kubernetes": ("kubernetes", "KubernetesProfile"),
 }
-_BUILT_IN = {"k8s" if kind == "kubernetes" else kind: model for kind, model in _KINDS.items()}
+"""Module and class of each kind of profile."""
+
+_BUILT_IN = {"local": "local", "slurm": "slurm", "k8s": "kubernetes"}
+"""The kinds of the profiles that need no file, by their names."""
 
 
 def load_profile(
@@ -52,7 +60,7 @@ def load_profile(
             if path.stem == name:
                 return _read(path)
     if name in _BUILT_IN:
-        return _BUILT_IN[name](name=name)
+        return _built_in_model(_BUILT_IN[name])(name=name)
     names = profile_names(folder=folder, environ=environ)
     searched = ", ".join(map(str, _folders(folder, environ)))
     raise ProfileError(
@@ -134,10 +142,10 @@ def _read(path: Path) -> Profile:
     if isinstance(data, dict) and model is None:
         mistake = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
         place = document.place(("kind",))
-        way_out = did_you_mean(kind, [*_KINDS, *extensions.kinds()])
+        way_out = did_you_mean(kind, [*_MODELS, *extensions.kinds()])
         problem = Problem(place=place, message=f"{mistake}; {way_out}")
         raise ProfileError([problem, *document.problems])
-    profile = validate(model or LocalProfile, document, ProfileError)
+    profile = validate(model or _built_in_model("local"), document, ProfileError)
     if leaks := leaks_of(profile):
         raise ProfileError([Problem(place=document.place(at), message=why) for at, why in leaks])
     changes = {} if profile.name else {"name": path.stem}
@@ -150,12 +158,19 @@ def model_of(kind: object) -> type[Profile] | None:
     """Return the model of a kind of profile, ours or another package's; None if it is unknown."""
     if not isinstance(kind, str):
         return None
-    if kind in _KINDS:
-        return _KINDS[kind]
+    if kind in _MODELS:
+        return _built_in_model(kind)
     if kind not in extensions.kinds():
         return None
     # The package that defines a kind also handles its profiles.
     return cast("type[Profile]", extensions.extension(kind).profile)
+
+
+def _built_in_model(kind: str) -> type[Profile]:
+    module, name = _MODELS[kind]
+    return cast(
+        "type[Profile]", getattr(importlib.import_module(f"toolkit.profile.{module}"), name)
+    )
 
 
 def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:
@@ -163,7 +178,7 @@ def leaks_of(profile: Profile) -> list[tuple[KeyPath, str]]:
     shell = ("prolog", "epilog")  # lines of bash, each of several words
     plain = profile.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={*shell})
     leaks: list[tuple[KeyPath, str]] = list(secret_scan.leaks_of_document(plain))
-    for key in shell if isinstance(profile, SlurmProfile) else ():
+    for key in shell if profile.kind == "slurm" else ():
         for index, line in enumerate(getattr(profile, key)):
             words = re.sub("[\"']", "", line).replace(";", " ").split()
             reasons = secret_scan.leaks_of_words(f"{key}[{index}]", words)

@@ -9,57 +9,40 @@ import os
 import re
 import shlex
 import stat
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import (
     BytecodeCache,
-    ChoiceLoader,
     Environment,
     FileSystemBytecodeCache,
     FileSystemLoader,
-    PrefixLoader,
     StrictUndefined,
-    TemplateNotFound,
-    TemplateSyntaxError,
-    UndefinedError,
 )
 from jinja2 import __version__ as jinja2_version
 from jinja2.bccache import Bucket
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from toolkit import extensions, version
-from toolkit.errors import InputError, Problem, RenderError
+from toolkit.errors import RenderError
 from toolkit.job.types import IN_RUN_DIR
-from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan
-from toolkit.rendering.patches import patched
 from toolkit.text.yaml_writer import json_quote, yaml_block, yaml_flow
 
+if TYPE_CHECKING:
+    from toolkit.planning.plans import LaunchPlan
+
 __all__ = [
+    "configured",
     "kubernetes_literal",
     "page_environment",
     "render",
     "sbatch_quote",
     "shell_quote",
+    "templates_folder",
 ]
-
-_TEMPLATES: dict[type[LaunchPlan], str] = {
-    LocalPlan: "local/run.sh.j2",
-    SlurmPlan: "slurm/train.sbatch.j2",
-}
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ANSI_C = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "'": r"\'", "\\": r"\\"}
-
-_SECONDS = 5.0  # of a processor, for a template that somebody else may have written
-_MOST = 5_000_000  # characters of a template, of what is rendered, and entries of a value
-_MOST_BITS = 10_000
 
 _EXPANDED = re.compile(r"\$(?:[$(]|[^\x00-\x7f])")
 
@@ -129,9 +112,9 @@ def shell_line(value: str) -> str:
 def kubernetes_literal(value: str) -> str:
     """Return a text that Kubernetes' `$(NAME)` expansion turns into `value`.
 
-    The expansion reads `$$` as `$`, and takes one byte after any other `$` for a character, which
-    breaks what is longer (k8s.io/kubernetes, third_party/forked/golang/expansion). So where it
-    would find anything to do, every `$` is doubled.
+    The expansion reads `$$` as `$`, and copies one byte after any other `$`, which breaks longer
+    characters (k8s.io/kubernetes, third_party/forked/golang/expansion). So if it would change
+    anything, every `$` is doubled.
 
     >>> kubernetes_literal("$HOME"), kubernetes_literal("$(date) $$ $x")
     ('$HOME', '$$(date) $$$$ $$x')
@@ -139,7 +122,7 @@ def kubernetes_literal(value: str) -> str:
     return value.replace("$", "$$") if _EXPANDED.search(value) else value
 
 
-def render(plan: LaunchPlan) -> str:
+def render(plan: "LaunchPlan") -> str:
     """Return the script or manifest of a plan.
 
     Raises:
@@ -148,178 +131,29 @@ def render(plan: LaunchPlan) -> str:
     """
     if plan.profile.kind not in extensions.BUILT_IN:
         return extensions.extension(plan.profile.kind).render(plan)
-    if not isinstance(plan, KubernetesPlan):
-        return _filled(plan, _TEMPLATES[type(plan)])
-    text = "".join(_filled(one, _template_of(one)) for one in plan.parts or (plan,))
-    return patched(text, plan.patches, workload=plan.workload) if plan.patches else text
+    text = "".join(map(_filled, plan.objects))
+    if not plan.patches:
+        return text
+    from toolkit.rendering.patches import patched
+
+    return patched(text, plan.patches)
 
 
-def _template_of(plan: KubernetesPlan) -> str:
-    return f"kubernetes/{plan.workload.lower()}.yaml.j2"
+def _filled(plan: "LaunchPlan") -> str:
+    """Return the template of a plan with its values."""
+    values = {"plan": plan, "version": version.__version__}
+    if plan.profile.templates_dir is None:
+        return _environment().get_template(plan.template).render(values)
+    from toolkit.rendering.templates_dir import render_with
+
+    return render_with(Path(plan.profile.templates_dir), plan, values)
 
 
-def _filled(plan: LaunchPlan, name: str) -> str:
-    """Return a template with the values of a plan."""
-    names = {"plan": plan, "job": plan.job, "profile": plan.profile, "version": _version()}
-    folder = plan.profile.templates_dir
-    if folder is None:
-        return _environment().get_template(name).render(names)
-    text = _render_yours(Path(folder), name, names)
-    if isinstance(plan, KubernetesPlan):
-        _require_objects(text, Path(folder), plan)
-    return text
-
-
-def _render_yours(folder: Path, name: str, names: Mapping[str, object]) -> str:
-    """Render templates that the user wrote; all that is wrong with them is the user's to mend."""
-    if not _holds_ours(folder, name):
-        what = f"holds no {_wanted(name)}" if folder.is_dir() else "is no folder"
-        raise RenderError(
-            f"templates_dir {str(folder)!r} {what}; write that template, or leave the key out"
-        )
-    try:
-        environment = _environment(folder)
-        with _limited(environment):
-            parts, size = [], 0
-            for part in environment.get_template(name).generate(names):
-                parts.append(part)
-                size += len(part)
-                if size > _MOST:
-                    raise RenderError(f"renders more than {_MOST:,} characters; is there a loop?")
-        return "".join(parts)
-    except Exception as error:
-        problem = Problem(place=_place(error, folder, name), message=_said(error, name, names))
-        raise RenderError([problem]) from error
-
-
-@contextlib.contextmanager
-def _limited(environment: Environment) -> Iterator[None]:
-    """End templates that take too long, in any thread: each line of one looks at the clock.
-
-    A signal would reach the main thread only. A single filter runs to its end.
-    """
-    until = time.thread_time() + _SECONDS
-
-    def line(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.thread_time() > until:
-            raise RenderError(f"takes more than {_SECONDS:g} s; is there a loop that never ends?")
-        return line
-
-    def call(frame: FrameType, event: str, argument: Any) -> Any:
-        return line if frame.f_globals.get("environment") is environment else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
-    """Make sure that what the user's templates make of a plan is what a cluster takes."""
-    from toolkit.text.manifests import read_manifests
-
-    place = f"what {folder} renders"
-    try:
-        manifests = read_manifests(text, place).manifests
-    except InputError as error:
-        raise RenderError(error.problems) from None
-    if not any(one.kind == plan.workload and one.name == plan.run_name for one in manifests):
-        message = f"holds no {plan.workload} named {plan.run_name!r}, which makes the pods"
-        raise RenderError([Problem(place=place, message=message)])
-
-
-def _holds_ours(folder: Path, name: str) -> bool:
-    """Whether a folder has the template, or one of its parts."""
-    room = name.partition("/")[0]
-    ours = (_templates_folder() / room).iterdir() if room == "kubernetes" else ()
-    return any(
-        (folder / room / one).is_file() for one in (Path(name).name, *(p.name for p in ours))
-    )
-
-
-def _wanted(name: str) -> str:
-    return f"{name} or other template of kubernetes/" if name.startswith("kubernetes/") else name
-
-
-def _said(error: Exception, name: str, names: Iterable[str]) -> str:
-    match error:
-        case RenderError():
-            return str(error)
-        case TemplateNotFound():
-            return f"there is no template {error.name!r}; the toolkit's own is 'toolkit/{name}'"
-        case TemplateSyntaxError():
-            return error.message or "not a template"
-        case UndefinedError():
-            return f"{error}; templates know {', '.join(names)}"
-    return f"{type(error).__name__}: {error}"
-
-
-def _place(error: Exception, folder: Path, name: str) -> str:
-    """Return the innermost line of a template that led to an error."""
-    if isinstance(error, TemplateSyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    places = (folder, _templates_folder())
-    for frame in reversed(frames):
-        if any(Path(frame.filename).is_relative_to(place) for place in places):
-            return f"{frame.filename}:{frame.lineno}"
-    return str(folder / name)
-
-
-def _version() -> str:
-    return version.__version__
-
-
-def _templates_folder() -> Path:
+def templates_folder() -> Path:
     """Find the templates inside the installed package, or beside it in a checkout."""
     package = Path(__file__).parent.parent
     inside = package / "templates"
     return inside if inside.is_dir() else package.parent / "templates"
-
-
-class _YourLoader(FileSystemLoader):
-    """Loads templates that people have written, which need not be text."""
-
-    def get_source(
-        self, environment: Environment, template: str
-    ) -> tuple[str, str, Callable[[], bool]]:
-        path = Path(self.searchpath[0], template)
-        if path.is_file() and path.stat().st_size > _MOST:
-            raise TemplateSyntaxError(f"has more than {_MOST:,} bytes", 1, template, str(path))
-        try:
-            return super().get_source(environment, template)
-        except UnicodeDecodeError as error:
-            line = error.object.count(b"\n", 0, error.start) + 1
-            message = f"not UTF-8: byte 0x{error.object[error.start]:02x}"
-            raise TemplateSyntaxError(message, line, template, str(path)) from None
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Where templates of a project's folder run, which may be a stranger's.
-
-    They fill in values, do nothing else, and make nothing that takes all memory at once.
-    """
-
-    intercepted_binops = frozenset({"*", "**", "+"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Evaluate an operation if its result has a reasonable size."""
-        if _size(operator, left, right) > _MOST:
-            raise RenderError(f"a value of more than {_MOST:,} entries")
-        return super().call_binop(context, operator, left, right)
-
-
-def _size(operator: str, left: Any, right: Any) -> int:
-    """Return how many entries a result will have; of a number that is too large, too many."""
-    if isinstance(left, int) and isinstance(right, int):
-        bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * right}
-        return _MOST + 1 if bits.get(operator, 0) > _MOST_BITS else 0
-    one, other = (len(v) if hasattr(v, "__len__") else v for v in (left, right))
-    if not isinstance(one, int) or not isinstance(other, int):
-        return 0
-    return one * other if operator == "*" else one + other if operator == "+" else 0
 
 
 def _yaml(value: object, indent: int | None = None) -> str:
@@ -344,7 +178,7 @@ class _BytecodeCache(FileSystemBytecodeCache):
 def _bytecode_cache() -> BytecodeCache | None:
     """Return the user's cache of compiled templates; None if others could write there.
 
-    What lies in it is run. jinja2 compares it with the template's text and Python's version.
+    Its files are executed. jinja2 compares them with the template's text and Python's version.
     """
     home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '/')}/.cache"
     folder = Path(home, "torch-deploy-toolkit", f"jinja2-{jinja2_version}")
@@ -358,19 +192,22 @@ def _bytecode_cache() -> BytecodeCache | None:
 
 
 @functools.cache
-def _environment(folder: Path | None = None) -> Environment:
-    """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
-    ours = FileSystemLoader(_templates_folder())
-    yours = [_YourLoader(folder), PrefixLoader({"toolkit": ours})] if folder else []
-    environment = (_Sandbox if folder else Environment)(
-        loader=ChoiceLoader([*yours, ours]),
+def _environment() -> Environment:
+    """Return the environment of our own templates."""
+    ours = FileSystemLoader(templates_folder())
+    cache = _bytecode_cache()
+    return configured(Environment, loader=ours, auto_reload=False, bytecode_cache=cache)
+
+
+def configured(environment_class: type[Environment], **options: Any) -> Environment:
+    """Return an environment for scripts and manifests, with the filters for their values."""
+    environment = environment_class(
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
-        auto_reload=folder is not None,
-        bytecode_cache=None if folder else _bytecode_cache(),
+        **options,
     )
     environment.filters |= {
         "json": json_quote,
@@ -391,7 +228,7 @@ def _environment(folder: Path | None = None) -> Environment:
 def page_environment() -> Environment:
     """Return where the templates of notebooks come from; every value is escaped for HTML."""
     return Environment(
-        loader=FileSystemLoader(_templates_folder()),
+        loader=FileSystemLoader(templates_folder()),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,8 +1,9 @@
 """Users' patches of rendered objects: JSON Patch, and strategic merge as Kubernetes has it.
 
-Pure. The server itself knows strategic merge only for its own kinds; here it works for all of them.
+Pure. A server supports strategic merge only for its own kinds; here it works for all kinds.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -42,27 +43,29 @@ class _Unfit(Exception):
     """A patch does not fit; the message names the place and the value."""
 
 
-def patched(text: str, patches: Iterable[tuple[str, Patch]], *, workload: str) -> str:
+def patched(text: str, patches: Iterable[tuple[str, str, Patch]]) -> str:
     """Return a rendered manifest with changes; comments are lost but those of its head.
 
     Args:
         text: The manifest, a stream of documents.
-        patches: Changes, each with where it stands, like `profile 'k8s': patches[0]`.
-        workload: The kind that a patch changes if it names none.
+        patches: Changes, each with its place, like `profile 'k8s': patches[0]`, and the kind of
+            the objects that it changes.
 
     Raises:
         RenderError: a patch that does not apply, and why.
     """
     documents = [document for document in yaml.load_all(text, Loader=_LOADER) if document]
-    for place, patch in patches:
-        kind = patch.kind or workload
-        wanted = [at for at, document in enumerate(documents) if document["kind"] == kind]
-        if not wanted:
+    for place, kind, patch in patches:
+        targets = [at for at, document in enumerate(documents) if document["kind"] == kind]
+        if not targets:
             kinds = ", ".join(dict.fromkeys(document["kind"] for document in documents))
             raise _refused(place, f"no {kind} is rendered; there are {kinds}")
-        for at in wanted:
+        for at in targets:
             try:
-                changed = _apply(patch, documents[at])
+                if patch.merge is None:
+                    changed = _operated(documents[at], _thawed(patch.json_patch))
+                else:
+                    changed = _merged_mapping(documents[at], _thawed(patch.merge), "")
             except _Unfit as error:
                 raise _refused(place, str(error)) from None
             if _identity(changed) != _identity(documents[at]):
@@ -72,18 +75,12 @@ def patched(text: str, patches: Iterable[tuple[str, Patch]], *, workload: str) -
                     "follow from the job and the profile",
                 )
             documents[at] = changed
-    head = [line for line in _head(text) if line]
-    return "\n".join([*head, *("---" + yaml_block_of(document) for document in documents)]) + "\n"
-
-
-def yaml_block_of(document: Mapping[str, Any]) -> str:
-    """Return the lines of a document, each key on a line of its own."""
-    return "".join(f"\n{key}:{yaml_block(value, 2)}" for key, value in document.items())
-
-
-def _head(text: str) -> list[str]:
-    lines = text.splitlines()
-    return lines[: next(at for at, line in enumerate(lines) if not line.startswith("#"))]
+    head = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    blocks = (
+        "---" + "".join(f"\n{key}:{yaml_block(value, 2)}" for key, value in document.items())
+        for document in documents
+    )
+    return "\n".join([*head, *blocks]) + "\n"
 
 
 def _refused(place: str, message: str) -> RenderError:
@@ -96,14 +93,6 @@ def _identity(document: Mapping[str, Any]) -> tuple[Any, ...]:
         *(document.get(key) for key in ("apiVersion", "kind")),
         *(metadata.get(key) for key in ("name", "namespace")),
     )
-
-
-def _apply(patch: Patch, document: dict[str, Any]) -> dict[str, Any]:
-    if patch.merge is not None:
-        merged = _merged(document, _thawed(patch.merge), "")
-        assert isinstance(merged, dict)
-        return merged
-    return _operated(document, _thawed(patch.json_patch))
 
 
 def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dict[str, Any]:
@@ -127,29 +116,29 @@ def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dic
     return document
 
 
-def _merged(there: Any, patch: Any, path: str) -> Any:
-    """Return what a strategic merge makes of a value that is there."""
+def _merged(old: Any, patch: Any, path: str) -> Any:
+    """Return a value after a strategic merge."""
     if isinstance(patch, dict):
-        if not isinstance(there, dict):
-            raise _Unfit(f"merge: {path} is {_kind(there)}, which {json_quote(patch)} cannot join")
-        return _merged_mapping(there, patch, path)
+        if not isinstance(old, dict):
+            raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot join")
+        return _merged_mapping(old, patch, path)
     if isinstance(patch, list):
-        if not isinstance(there, list):
-            raise _Unfit(f"merge: {path} is {_kind(there)}, which {json_quote(patch)} cannot join")
-        return _merged_list(there, patch, path)
-    if isinstance(there, dict | list):
-        raise _Unfit(f"merge: {path} is {_kind(there)}, which {json_quote(patch)} cannot replace")
+        if not isinstance(old, list):
+            raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot join")
+        return _merged_list(old, patch, path)
+    if isinstance(old, dict | list):
+        raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot replace")
     return patch
 
 
-def _merged_mapping(there: dict[str, Any], patch: dict[str, Any], path: str) -> dict[str, Any]:
+def _merged_mapping(old: dict[str, Any], patch: dict[str, Any], path: str) -> dict[str, Any]:
     patch = dict(patch)
     directive, kept = patch.pop("$patch", None), patch.pop("$retainKeys", None)
-    _known(directive, ("replace", "merge", None), path)
+    _require_directive(directive, path)
     if directive == "replace":
         replaced: dict[str, Any] = _added(patch, path)
         return replaced
-    merged = dict(there)
+    merged = dict(old)
     for key, value in patch.items():
         below = f"{path}.{key}".lstrip(".")
         if key.startswith("$"):
@@ -163,13 +152,15 @@ def _merged_mapping(there: dict[str, Any], patch: dict[str, Any], path: str) -> 
     return merged if kept is None else {key: merged[key] for key in merged if key in kept}
 
 
-def _merged_list(there: list[Any], patch: list[Any], path: str) -> list[Any]:
-    merge_key = _merge_key(path, [*there, *patch])
+def _merged_list(old: list[Any], patch: list[Any], path: str) -> list[Any]:
+    named = [entry for entry in (*old, *patch) if isinstance(entry, dict)]
+    keys = MERGE_KEYS.get(path.rpartition(".")[2], ())
+    merge_key = next((key for key in keys if any(key in entry for entry in named)), None)
     rest = [entry for entry in patch if entry != {"$patch": "replace"}]
     if merge_key is None or len(rest) < len(patch):
         replaced: list[Any] = _added(rest, path)
         return replaced
-    merged = list(there)
+    merged = list(old)
     for entry in rest:
         if not isinstance(entry, dict) or merge_key not in entry:
             raise _Unfit(f"merge: {path}: an entry needs its {merge_key}: {json_quote(entry)}")
@@ -188,17 +179,10 @@ def _merged_list(there: list[Any], patch: list[Any], path: str) -> list[Any]:
     return merged
 
 
-def _merge_key(path: str, entries: list[Any]) -> str | None:
-    """Return the key that identifies the entries of a list; None if it is replaced."""
-    keys = MERGE_KEYS.get(path.rpartition(".")[2], ())
-    named = [entry for entry in entries if isinstance(entry, dict)]
-    return next((key for key in keys if any(key in entry for entry in named)), None)
-
-
 def _added(value: Any, path: str) -> Any:
-    """Return a new value, without the nulls and directives that have no target."""
+    """Return a value of a patch that has no target, without nulls and directives."""
     if isinstance(value, dict):
-        _known(value.get("$patch"), ("replace", "merge", None), path)
+        _require_directive(value.get("$patch"), path)
         directives = ("$patch", "$retainKeys")
         return {
             key: _added(of, f"{path}.{key}")
@@ -208,8 +192,8 @@ def _added(value: Any, path: str) -> Any:
     return [_added(one, path) for one in value] if isinstance(value, list) else value
 
 
-def _known(directive: Any, names: Iterable[str | None], path: str) -> None:
-    if directive not in names:
+def _require_directive(directive: Any, path: str) -> None:
+    if directive not in ("replace", "merge", None):
         raise _Unfit(f"merge: {path}: $patch is {json_quote(directive)}; write replace or delete")
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from toolkit.runs.echoes import is_echo
 from toolkit.runs.log_reader import attempt_folders
-from toolkit.runs.run_directory import reason_of
+from toolkit.runs.run_directory import STOP_WORDS, outcome, reason_of
 from toolkit.runs.torchrun_log_dir import Start, reports_of, starts_of
 from toolkit.runs.torchrun_report import Reported, Trace, last_trace
 from toolkit.text import untrusted
@@ -141,8 +141,11 @@ def _newest(run_dir: Path) -> Path | None:
 
 
 def _ended_well(run_dir: Path, attempt: Path) -> bool:
-    word = reason_of(attempt).word
-    stopped = not word and (run_dir / "cancel_requested").exists()
+    content, word = outcome(run_dir) or {}, reason_of(attempt).word
+    status = content.get("status") if attempt.name == f"attempt-{content.get('attempt')}" else ""
+    if status == "fatal" and word in STOP_WORDS:
+        return False  # it failed while it was being stopped
+    stopped = not word and (status == "preempted" or (run_dir / "cancel_requested").exists())
     return _read(attempt / "exit_status") == "0" or word in _WELL or stopped
 
 

@@ -21,6 +21,7 @@ from toolkit.text.masking import Mark, Mask
 from toolkit.text.yaml_reader import read_document, write_document
 
 __all__ = [
+    "STOP_WORDS",
     "Reason",
     "cancel_requested",
     "changed_at",
@@ -31,6 +32,7 @@ __all__ = [
     "last_reason",
     "make",
     "mask_of",
+    "newest_reason",
     "outcome",
     "reason_of",
     "redacted",
@@ -64,8 +66,12 @@ _WORDS = {
     "cancelled": RunState.CANCELLED,
     "fatal": RunState.FAILED,  # a start that was ended for it may have called itself preempted
     "no_progress": RunState.FAILED,
+    "terminated": RunState.CANCELLED,  # no attempt has followed, as one does after a preemption
 }
 """What the first word of an attempt's reason knows better than the outcome."""
+
+STOP_WORDS = ("cancelled", "terminated", "walltime")
+"""First words for a signal that the script was sent; the ranks may have failed all the same."""
 
 _OVER = ("done", "fatal", "cancelled", "no_progress", "gave_up")
 """First words after which the next job of a chain ends at once; as in train.sbatch.j2."""
@@ -255,8 +261,9 @@ def ended_status(run_dir: Path) -> RunStatus:
         )
     if state is not RunState.SUCCEEDED and numbers:
         written = reason_of(run_dir / f"logs/attempt-{numbers[-1]}")
-        state, reason = _WORDS.get(written.word, state), written.text or reason
-        word = written.word
+        if content.get("status") != "fatal" or written.word not in STOP_WORDS:
+            state, reason = _WORDS.get(written.word, state), written.text or reason
+            word = written.word
     if state is RunState.SUCCEEDED:
         return RunStatus(state=state)
     if cancel_requested(run_dir):
@@ -293,8 +300,13 @@ def has_attempts(run_dir: Path) -> bool:
 
 def is_over(run_dir: Path) -> bool:
     """Whether the newest attempt has ended for good, even if jobs of a chain still wait."""
+    return newest_reason(run_dir).word in _OVER
+
+
+def newest_reason(run_dir: Path) -> "Reason":
+    """Return the newest attempt's reason; empty texts where it has none."""
     attempts = attempt_folders(run_dir)
-    return bool(attempts) and reason_of(attempts[-1]).word in _OVER
+    return reason_of(attempts[-1]) if attempts else Reason("", "")
 
 
 def last_reason(run_dir: Path) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from toolkit.errors import LauncherError, Problem
 from toolkit.job.dependencies import Dependency
 from toolkit.job.spec import load
-from toolkit.planning import SlurmPlan, array_of, plan
+from toolkit.planning import plan
+from toolkit.planning.slurm import SlurmPlan, array_of
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import render
 from toolkit.runs import registry, run_directory, submission_journal

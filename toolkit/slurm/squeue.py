@@ -219,11 +219,15 @@ def judge(row: Row, run_dir: Path | None, *, after: str = "") -> RunStatus:
         )
     if state is RunState.FAILED and run_dir is not None and run_dir.is_dir():
         ended = run_directory.ended_status(run_dir)
-        if ended.state in (RunState.PREEMPTED, RunState.CANCELLED):
+        word = run_directory.newest_reason(run_dir).word
+        if ended.state is RunState.SUCCEEDED and word != "done":
+            return ended  # torchrun failed, or was stopped, after all steps were made
+        by_slurm = word == "terminated" and row.word != "FAILED"  # as for a lost node
+        if ended.state in (RunState.PREEMPTED, RunState.CANCELLED) and not by_slurm:
             return ended
-        if ended.state is RunState.FAILED:
+        if ended.state is RunState.FAILED or by_slurm:
             words = [row.word, reason, ended.reason]
-            return RunStatus(state=ended.state, reason=": ".join(filter(None, words)))
+            return RunStatus(state=state, reason=": ".join(filter(None, words)))
     return RunStatus(state=state, reason=reason if state is not RunState.SUCCEEDED else "")
 
 

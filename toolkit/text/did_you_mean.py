@@ -1,6 +1,5 @@
 """Suggestions for messages about an unknown word."""
 
-import difflib
 from collections.abc import Iterable
 
 __all__ = ["did_you_mean", "nearest"]
@@ -17,6 +16,8 @@ def nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str | No
     >>> nearest("nnode", ["nnodes", "image"]), nearest("x", ["image"])
     ('nnodes', None)
     """
+    import difflib  # for mistakes only
+
     words = list(words)
     longer = [candidate for candidate in words if word and candidate.startswith(word)]
     similar = longer or difflib.get_close_matches(word, words, n=1, cutoff=cutoff)

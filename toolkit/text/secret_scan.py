@@ -65,7 +65,7 @@ _SHAPES = {
     "a JSON Web Token": r"eyJ[A-Za-z0-9_-]{8,500}\.eyJ[A-Za-z0-9_-]{8,5000}\.[A-Za-z0-9_-]{8,}",
     "a private key": r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----(?s:.*)",
 }
-_TOKEN = re.compile("|".join(f"(?<![A-Za-z0-9])(?:{shape})" for shape in _SHAPES.values()))
+_TOKEN = re.compile(f"(?<![A-Za-z0-9])(?:{'|'.join(_SHAPES.values())})")
 
 _HOLDS = re.compile(
     r"(TOKEN|SECRETS?|PASSW(OR)?D|PASSPHRASE|PASSCODE|APIKEY|CRED(ENTIAL)?S?)$"
@@ -90,15 +90,15 @@ _NAMES_OF_SECRETS = frozenset(
 )
 """Keys of job files, profiles and pods whose values are names of secrets."""
 
-_SWITCH = re.compile(r"(?i:true|false|yes|no|on|off|none|null|auto|default|[01])")
-_NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]+)?")
-_REFERENCE = re.compile(
-    r"[~/$<\[{%]|\.{1,2}/|[a-z][a-z0-9+.-]*://(?![^/]*:[^/]*@)|(file|vault|env):"
-)
+# Few values come as far as these: they are compiled when one does.
+_SWITCH = r"(?i:true|false|yes|no|on|off|none|null|auto|default|[01])"
+_NUMBER = r"[0-9]{1,7}(\.[0-9]+)?"
+_REFERENCE = r"[~/$<\[{%]|\.{1,2}/|[a-z][a-z0-9+.-]*://(?![^/]*:[^/]*@)|(file|vault|env):"
 """The beginning of a path, a variable, a placeholder or a reference."""
 
-_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/=_.-]{16,}")
-_HEX = re.compile(r"[0-9a-f]{32,64}|[0-9A-F]{32,64}")
+_RANDOM = r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/=_.-]{16,}"
+_HEX = r"[0-9a-f]{32,64}|[0-9A-F]{32,64}"
+
 _WITH_PASSWORD = re.compile(
     r"(?i)((?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://[^/\s:@]{0,200}):(?![$<{*])[^/\s@]{1,500}@"
 )
@@ -135,10 +135,10 @@ def kind_of(value: str, *, name: str = "") -> str | None:
             return f"{kind} ({match[0][:SHOWN]}…)"
     if _WITH_PASSWORD.search(value):
         return "an address with its password"
-    if _words(name)[-1:] in (["KEY"], ["TOKEN"]) and _HEX.fullmatch(value):
+    if _words(name)[-1:] in (["KEY"], ["TOKEN"]) and re.fullmatch(_HEX, value):
         return f"a value for {name}"
-    other = not value.strip() or _SWITCH.fullmatch(value) or _REFERENCE.match(value)
-    count = "TOKEN" in name.upper() and _NUMBER.fullmatch(value)
+    other = not value.strip() or re.fullmatch(_SWITCH, value) or re.match(_REFERENCE, value)
+    count = "TOKEN" in name.upper() and re.fullmatch(_NUMBER, value)
     return f"a value for {name}" if is_telling(name) and not other and not count else None
 
 
@@ -166,7 +166,7 @@ def kinds_of_words(words: Sequence[str]) -> Iterator[tuple[int, str]]:
         else:
             name, value = before, word
         # `--hub-token KIND` may be a choice, so a word must look random to be a token.
-        random = "TOKEN" not in name.upper() or _RANDOM.fullmatch(value)
+        random = "TOKEN" not in name.upper() or re.fullmatch(_RANDOM, value)
         if kind := kind_of(value, name=name if random else ""):
             yield index, kind
         before = word.lstrip("-") if word.startswith("--") and not equals else ""

@@ -39,7 +39,7 @@ _TAG = "tag:yaml.org,2002:"
 _PLAIN = "plain"  # instead of a tag: the word is neither quoted nor tagged
 # Characters that YAML forbids, line breaks of YAML 1.1 alone, and byte order marks.
 _UNREADABLE = re.compile(
-    r"[^\t\n\r -~\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u2028\u2029\ufeff]"
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]"
 )
 _NULL = re.compile(r"null|Null|NULL|~|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")

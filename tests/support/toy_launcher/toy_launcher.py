@@ -8,8 +8,8 @@ from typing import Literal
 
 import toolkit
 from toolkit.local.launcher import LocalLauncher, LocalRun
-from toolkit.planning import LocalPlan
-from toolkit.profile.models import SiteProfile
+from toolkit.planning.local import LocalPlan
+from toolkit.profile.base import SiteProfile
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Launcher, Run
 

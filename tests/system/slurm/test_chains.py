@@ -174,7 +174,7 @@ def test_a_chain_without_progress_ends_whoever_made_the_attempts(
     job = Job(tmp_path, attempt=4, limit=0, chain=True)
     for attempt in range(4):
         job.had(attempt, "walltime", step=57)
-    assert job.run(f"_mode=chain _restarts=0 _since={since}; finish_the_one_before") == status
+    assert job.run(f"_mode=chain _restarts=0 _since={since}; complete_previous_attempt") == status
 
 
 @pytest.mark.slow

@@ -444,3 +444,30 @@ def test_an_output_on_a_full_disk_is_told_in_a_line() -> None:
         1,
         "the output cannot be written: No space left on device\n",
     )
+
+
+def test_render_imports_only_what_its_place_needs() -> None:
+    """An import that slips in makes each command slower; `make bench` shows by how much."""
+    code = """
+import sys
+from toolkit.__main__ import main
+sys.argv = ["toolkit", "render", "jobs/digits.yaml", "--to", "slurm"]
+try:
+    main()
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("#!/bin/bash\n")
+    modules = set(done.stderr.split())
+    assert modules.isdisjoint(
+        {
+            *("torch", "kubernetes", "submitit", "importlib.metadata", "email", "difflib"),
+            *("asyncio", "http", "subprocess", "jinja2.sandbox", "pydantic.functional_serializers"),
+            *("toolkit.planning.kubernetes", "toolkit.planning.pods", "toolkit.planning.local"),
+            *("toolkit.profile.kubernetes", "toolkit.rendering.templates_dir"),
+            *("toolkit.rendering.patches", "toolkit.runs", "toolkit.text.untrusted"),
+        }
+    )

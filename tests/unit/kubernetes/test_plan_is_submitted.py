@@ -11,7 +11,8 @@ from tests.unit.kubernetes.site import Site, every_workload, make_job, make_prof
 from toolkit.errors import PlanError
 from toolkit.job.kubernetes_options import Workload
 from toolkit.job.spec import JobSpec
-from toolkit.planning import KubernetesPlan, plan
+from toolkit.planning import plan
+from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.rendering import render
 
 JOBS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,9 @@ import pytest
 from tests.support.planned import EVERYWHERE, job, refusal, site
 from toolkit.errors import PlanError
 from toolkit.job.spec import Secret
-from toolkit.planning import KubernetesPlan, SlurmPlan, plan
+from toolkit.planning import plan
+from toolkit.planning.kubernetes import KubernetesPlan
+from toolkit.planning.slurm import SlurmPlan
 
 # ---- What does not fit
 

@@ -7,7 +7,10 @@ import pytest
 from tests.support.planned import EVERYWHERE, FULL, KINDS, job, site
 from toolkit.errors import PlanError
 from toolkit.job.spec import JobSpec
-from toolkit.planning import KubernetesPlan, LaunchPlan, LocalPlan, SlurmPlan, plan
+from toolkit.planning import LaunchPlan, plan
+from toolkit.planning.kubernetes import KubernetesPlan
+from toolkit.planning.local import LocalPlan
+from toolkit.planning.slurm import SlurmPlan
 from toolkit.profile import KubernetesProfile, LocalProfile, SlurmProfile
 
 # ---- Environment

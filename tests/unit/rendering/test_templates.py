@@ -196,3 +196,9 @@ def test_what_is_no_manifest_is_told_wherever_it_is_rendered(
         toolkit.render(toolkit.plan(toolkit.JobSpec(name="a", module="m", image="i:1"), profile))
     assert str(caught.value).startswith(f"what {folder} renders")
     assert message in str(caught.value)
+
+
+def test_our_own_templates_see_only_the_plan() -> None:
+    for path in sorted((ROOT / "templates").rglob("*")):
+        code = re.findall(r"{[{%](.*?)[}%]}", path.read_text() if path.is_file() else "", re.DOTALL)
+        assert not [text for text in code if re.search(r"\b(job|profile)\.", text)], path

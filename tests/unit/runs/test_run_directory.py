@@ -45,6 +45,8 @@ def test_the_resolved_job_is_the_job_when_it_is_read_again(run_dir: Path) -> Non
         ("done", "", RunState.SUCCEEDED),
         ("retryable", "retryable: rank 1: x; gave up after 2 requeues", RunState.FAILED),
         ("preempted", "cancelled: by scancel; not queued again", RunState.CANCELLED),
+        ("preempted", "walltime: out of time", RunState.PREEMPTED),
+        ("preempted", "terminated: by Slurm", RunState.CANCELLED),
         ("preempted", "no_progress: out of time; no step beyond 5", RunState.FAILED),
         ("preempted", "fatal: the same failure twice at step 2: Aborted", RunState.FAILED),
     ],
@@ -57,6 +59,18 @@ def test_the_reason_of_the_last_attempt_is_told(
     said(run_dir, status)
     found = run_directory.ended_status(run_dir)
     assert (found.state, found.reason) == (state, reason)
+
+
+@pytest.mark.parametrize(
+    "reason", ["walltime: out of time", "terminated: by Slurm", "cancelled: by toolkit cancel"]
+)
+def test_what_failed_while_it_was_being_stopped_has_failed(run_dir: Path, reason: str) -> None:
+    """Of a job without restarts, whose script knows only that it was stopped."""
+    attempt(run_dir, 0, exit_status=1)
+    (run_dir / "logs/attempt-0/reason").write_text(f"{reason}\n")
+    said(run_dir, "fatal")
+    found = run_directory.ended_status(run_dir)
+    assert (found.state, found.reason) == (RunState.FAILED, "because fatal")
 
 
 def test_the_last_reason_is_that_of_the_newest_attempt_that_has_ended(run_dir: Path) -> None:

@@ -194,6 +194,41 @@ def test_a_script_that_was_killed_before_it_knew_why_says_less_than_slurm(
     assert run.status().state is toolkit.RunState.CANCELLED
 
 
+@pytest.mark.parametrize(
+    ("outcome", "reason", "row", "state", "text"),
+    [
+        ("fatal", "", "FAILED", "FAILED", "FAILED: NonZeroExitCode: boom"),
+        ("", "", "FAILED", "FAILED", "FAILED: NonZeroExitCode: exit status 7; see "),
+        ("", "", "OUT_OF_MEMORY", "FAILED", "OUT_OF_MEMORY: NonZeroExitCode: exit status 7; see "),
+        ("", "fatal: no torchrun", "FAILED", "FAILED", "FAILED: NonZeroExitCode: fatal: no torch"),
+        ("preempted", "walltime: out of time", "FAILED", "PREEMPTED", "walltime: out of time"),
+        ("fatal", "walltime: out of time", "FAILED", "FAILED", "FAILED: NonZeroExitCode: boom"),
+        ("preempted", "cancelled: by toolkit cancel", "FAILED", "CANCELLED", "cancelled: by"),
+        ("preempted", "terminated: by Slurm", "CANCELLED", "CANCELLED", ""),
+        ("preempted", "terminated: by Slurm", "NODE_FAIL", "FAILED", "NODE_FAIL: "),
+        ("done", "walltime: out of time", "FAILED", "SUCCEEDED", ""),
+        ("done", "", "FAILED", "SUCCEEDED", ""),
+        ("done", "done: all steps made", "FAILED", "FAILED", "NonZeroExitCode"),  # a second job
+    ],
+)
+def test_a_job_without_restarts_is_told_by_its_outcome_its_status_and_slurm(
+    user: User, slurm: Slurm, outcome: str, reason: str, row: str, state: str, text: str
+) -> None:
+    run = user.run("a", 1)
+    assert run.run_dir is not None
+    attempt = run.run_dir / "logs/attempt-0"
+    left_behind(run, outcome or "running", reason="boom")
+    if not outcome:
+        (run.run_dir / "outcome.json").unlink()
+    (attempt / "exit_status").write_text("7\n")
+    if reason:
+        (attempt / "reason").write_text(f"{reason}\n")
+    slurm.rows = user.line("a", 1, row, reason="NonZeroExitCode")
+    found = run.status()
+    assert found.state.upper() == state
+    assert found.reason.startswith(text)
+
+
 def test_an_id_that_is_used_again_is_not_this_run(user: User, slurm: Slurm) -> None:
     run = user.run("a", 1)
     left_behind(run, "done")

@@ -98,7 +98,7 @@ def test_the_next_attempt_says_what_became_of_a_lost_one(
     job.environ["DOWN"] = down
     (job.folder(0) / "nodes").write_text("n1\nn2\n")
     job.told(status="running", attempt=0, step=50, rank=None, reason="x")
-    assert job.run("finish_the_one_before") == 0
+    assert job.run("complete_previous_attempt") == 0
     before = job.folder(0)
     assert (before / "reason").read_text() == f"{reason}\n"
     assert (before / "failing_node").read_text() == f"{failing}\n"
@@ -119,7 +119,7 @@ def test_a_job_that_slurm_queued_again_beyond_its_limits_ends_at_its_start(
     job.attempt = failures
     for attempt in range(failures):
         job.had(attempt, "node_failure", step=step * (attempt + 1))
-    assert job.run("finish_the_one_before") == status
+    assert job.run("complete_previous_attempt") == status
     assert not reason or job.reason == reason
 
 

@@ -200,7 +200,7 @@ def test_preempted_before_it_began_is_no_attempt_without_progress(job: Job) -> N
     assert job.asked == []
 
 
-def test_without_requeues_nothing_is_queued_again(job: Job) -> None:
+def test_without_requeues_what_failed_in_the_job_is_not_queued_again(job: Job) -> None:
     job.limit = 0
     job.told(status="retryable", attempt=0, step=5, rank=0, reason="x")
     assert job.conclude(1) == 1
@@ -208,12 +208,17 @@ def test_without_requeues_nothing_is_queued_again(job: Job) -> None:
     assert job.asked == []
 
 
+@pytest.mark.parametrize("requeue", [0, 1])
 @pytest.mark.parametrize(
     ("secret", "reason"),
     [("x", "done: all steps made\n"), ("", "fatal: ended before torchrun was started\n")],
 )
-def test_the_rendered_script_leaves_a_reason(tmp_path: Path, secret: str, reason: str) -> None:
-    job = toolkit.JobSpec(name="probe", module="train", secrets={"TOKEN": None})
+def test_the_rendered_script_leaves_a_reason(
+    tmp_path: Path, secret: str, reason: str, requeue: int
+) -> None:
+    job = toolkit.JobSpec(
+        name="probe", module="train", secrets={"TOKEN": None}, retries={"requeue": requeue}
+    )
     environ = {**fake_slurm.install(tmp_path, nodes=1), "TOKEN": secret}
     script = tmp_path / "script.sh"
     script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
@@ -223,6 +228,7 @@ def test_the_rendered_script_leaves_a_reason(tmp_path: Path, secret: str, reason
     assert (run_dir / "logs/attempt-0/reason").read_text() == reason
 
 
+@pytest.mark.parametrize("requeue", [0, 1])
 @pytest.mark.parametrize(
     ("mode", "ended", "reason"),
     [
@@ -233,11 +239,11 @@ def test_the_rendered_script_leaves_a_reason(tmp_path: Path, secret: str, reason
     ],
 )
 def test_a_cancel_whose_signal_came_too_early_is_known_by_its_mark(
-    tmp_path: Path, mode: str, ended: float | None, reason: str
+    tmp_path: Path, mode: str, ended: float | None, reason: str, requeue: int
 ) -> None:
     """Not by one that an earlier attempt has answered, whose end is `ended` here."""
     script, run_dir = tmp_path / "script.sh", tmp_path / "run"
-    job = toolkit.JobSpec(name="probe", module="train")
+    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": requeue})
     script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
     attempt = 1 if mode == "continue" else 0
     (run_dir / "logs").mkdir(parents=True)
@@ -261,16 +267,21 @@ exec /usr/bin/env -S PATH=/usr/bin:/bin sed "$@"
 
 
 @pytest.mark.parametrize(
-    ("then", "later", "reason"),
+    ("then", "later", "requeue", "reason"),
     [
-        (":", ":", "cancelled: by scancel; not queued again\n"),
-        ("kill -TERM $$", ":", "cancelled: by scancel; not queued again\n"),
-        (":", "kill -KILL $PPID", "terminated: by Slurm; killed soon after\n"),
+        (":", ":", 1, "cancelled: by scancel; not queued again\n"),
+        ("kill -TERM $$", ":", 1, "cancelled: by scancel; not queued again\n"),
+        (":", "kill -KILL $PPID", 1, "terminated: by Slurm; killed soon after\n"),
+        (":", ":", 0, "terminated: by Slurm\n"),
+        ("kill -TERM $$", ":", 0, "terminated: by Slurm\n"),
     ],
-    ids=["the script lives", "what it runs ends with it", "it is killed soon after"],
+    ids=[
+        *("the script lives", "what it runs ends with it", "it is killed soon after"),
+        *("without requeues, the script lives", "without requeues, what it runs ends with it"),
+    ],
 )
 def test_scancel_while_the_script_begins_is_no_success(
-    tmp_path: Path, then: str, later: str, reason: str
+    tmp_path: Path, then: str, later: str, requeue: int, reason: str
 ) -> None:
     environ = fake_slurm.install(tmp_path, nodes=1)
     sed = tmp_path / "bin/sed"  # with which the script writes what runs on the nodes
@@ -280,7 +291,7 @@ def test_scancel_while_the_script_begins_is_no_success(
     rm.write_text(f'#!/bin/sh\n{later}\nexec /bin/rm "$@"\n')
     rm.chmod(0o755)
     script = tmp_path / "script.sh"
-    job = toolkit.JobSpec(name="probe", module="train")
+    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": requeue})
     script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
     logs = tmp_path / "run/logs/attempt-0"
     argv = ["bash", str(script), str(tmp_path / "run")]
@@ -363,7 +374,7 @@ def test_the_next_attempt_says_what_the_last_had_no_time_to_say(job: Job) -> Non
     job.attempt = 1
     job.environ["DOWN"] = "n2"
     job.had(0, "terminated")
-    assert job.run("finish_the_one_before") == 0
+    assert job.run("complete_previous_attempt") == 0
     assert (job.folder(0) / "reason").read_text() == (
         "node_failure: down: n2; killed before it could say so\n"
     )
@@ -388,7 +399,7 @@ def test_a_script_that_is_killed_while_its_step_ends_has_said_why(
     assert job.reason == f"{reason}killed soon after"
     job.told(status="running", attempt=0, step=50, rank=None, reason="x")
     job.attempt = 1
-    assert job.run("finish_the_one_before") == 0
+    assert job.run("complete_previous_attempt") == 0
     assert (job.folder(0) / "reason").read_text() == f"{reason}killed soon after\n"
     assert (job.folder(0) / "step").read_text() == "50\n"
     assert (job.folder(0) / "failing_node").exists() == bool(down)

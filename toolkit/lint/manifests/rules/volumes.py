@@ -5,7 +5,7 @@ import binascii
 import re
 from collections.abc import Iterator
 
-from toolkit.job.kubernetes_options import IMAGE_NAME
+from toolkit.job.kubernetes_options import is_image_name
 from toolkit.lint.manifests.pods import containers_of, pods_of
 from toolkit.lint.manifests.registry import Fault, rule
 from toolkit.lint.manifests.rules.schema import said
@@ -40,7 +40,7 @@ def _no_image(stream: Stream) -> Iterator[Fault]:
 def _image_name(stream: Stream) -> Iterator[Fault]:
     for container in containers_of(stream):
         image = container.view.at("image")
-        if image.text() and not IMAGE_NAME.fullmatch(image.text()):
+        if image.text() and not is_image_name(image.text()):
             yield Fault(at=image, what=f"{image.text()!r} is no name of an image")
 
 

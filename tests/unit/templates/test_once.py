@@ -1,0 +1,200 @@
+"""A batch script without restarts: short, and what it promises all the same."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT, Until
+from tests.fakes import fake_slurm
+
+ONCE = ("retries.in_job=0", "retries.requeue=0")
+
+STOPPABLE = """#!/bin/sh
+trap 'exit %d' TERM
+touch "$TRAIN_RUN_DIR/ready"
+while :; do sleep 0.02; done
+"""
+
+
+def digits(*changes: str) -> str:
+    job = toolkit.load(ROOT / "jobs/digits.yaml", changes)
+    profile = toolkit.load_profile(str(ROOT / "slurm/profiles/slurm.yaml"))
+    return toolkit.render(toolkit.plan(job, profile))
+
+
+@pytest.mark.parametrize("changes", [(), ONCE], ids=["restarted", "once"])
+def test_the_story_is_a_page_and_a_script_without_restarts_two(changes: tuple[str, ...]) -> None:
+    script = digits(*changes)
+    story = script.partition("\n#==== functions\n")[0]
+    assert len(story.splitlines()) <= 70
+    if changes:
+        assert len(script.splitlines()) <= 150
+
+
+class Once:
+    """A job without restarts, on a node of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir, self.programs = folder / "a run", folder / "bin"
+        self.environ = fake_slurm.install(folder, nodes=1) | {
+            "SLURM_STEP_ID": "3",
+            "SLURMD_NODENAME": "node1",
+            "SCRIPT": str(folder / "script.sh"),
+        }
+        # The step's signals reach all that runs in it.
+        self.program(
+            "scancel",
+            '#!/bin/sh\n[ "$*" = "--signal=TERM 1234.3" ] && kill -TERM "$(cat "$0.pid")"\n',
+        )
+        job = toolkit.JobSpec(name="probe", module="train")
+        text = toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s")))
+        (folder / "script.sh").write_text(text)
+
+    def program(self, name: str, text: str) -> None:
+        (self.programs / name).write_text(text)
+        (self.programs / name).chmod(0o755)
+
+    def torchrun(self, text: str) -> None:
+        pid = f'echo $$ >"{self.programs}/scancel.pid"\n'
+        self.program("torchrun", text.replace("\n", f"\n{pid}", 1))
+
+    def start(self, *mode: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            ["bash", self.environ["SCRIPT"], str(self.run_dir), *mode],
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *mode: str) -> int:
+        with self.start(*mode) as process:
+            return process.wait(60)
+
+    def left(self, attempt: int = 0) -> Mapping[str, str]:
+        """Return the texts of the attempt's reason and exit status, as far as they exist."""
+        folder = self.run_dir / f"logs/attempt-{attempt}"
+        files = [folder / name for name in ("reason", "exit_status")]
+        return {file.name: file.read_text().strip() for file in files if file.exists()}
+
+
+@pytest.fixture
+def once(tmp_path: Path) -> Once:
+    return Once(tmp_path)
+
+
+def test_an_attempt_that_ends_well_is_done(once: Once) -> None:
+    assert once.run() == 0
+    assert once.left() == {"reason": "done: all steps made", "exit_status": "0"}
+    assert (once.run_dir / "logs/attempt-0/nodes").read_text() == "node1\n"
+
+
+def test_a_failure_keeps_torchruns_status_and_leaves_the_reason_to_the_outcome(once: Once) -> None:
+    once.torchrun("#!/bin/sh\nexit 7\n")
+    assert once.run() == 7
+    assert once.left() == {"exit_status": "7"}
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGUSR1, "walltime: out of time"),
+        (signal.SIGUSR2, "cancelled: by toolkit cancel"),
+    ],
+)
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_signal_reaches_torchrun_and_is_the_reason(
+    once: Once, number: signal.Signals, reason: str, status: int, until: Until
+) -> None:
+    """Unless all steps were made all the same."""
+    once.torchrun(STOPPABLE % status)
+    with once.start() as process:
+        until(lambda: (once.run_dir / "ready").exists(), "torchrun runs")
+        process.send_signal(number)
+        assert process.wait(60) == status
+    expected = reason if status else "done: all steps made"
+    assert once.left() == {"reason": expected, "exit_status": str(status)}
+    word = reason.partition(":")[0]
+    assert (once.run_dir / "logs/attempt-0/stopping").read_text() == f"{word}\n"
+
+
+def test_slurm_may_kill_the_script_right_after_its_signal(once: Once, until: Until) -> None:
+    once.torchrun(STOPPABLE % 1)
+    with once.start() as process:
+        until(lambda: (once.run_dir / "ready").exists(), "torchrun runs")
+        process.send_signal(signal.SIGTERM)
+        until(lambda: "reason" in once.left(), "the reason is there")
+        process.kill()
+    os.kill(int((once.programs / "scancel.pid").read_text()), signal.SIGTERM)
+    assert once.left() == {"reason": "terminated: by Slurm"}
+
+
+def test_a_walltime_that_slurm_enforces_stays_one(once: Once, until: Until) -> None:
+    once.torchrun(STOPPABLE % 1)
+    once.program("scancel", "#!/bin/sh\n")  # the ranks do not hear it
+    with once.start() as process:
+        until(lambda: (once.run_dir / "ready").exists(), "torchrun runs")
+        process.send_signal(signal.SIGUSR1)
+        until(lambda: "reason" in once.left(), "the reason is there")
+        process.send_signal(signal.SIGTERM)
+        os.kill(int((once.programs / "scancel.pid").read_text()), signal.SIGTERM)
+        assert process.wait(60) == 1
+    assert once.left() == {"reason": "walltime: out of time", "exit_status": "1"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_before_torchrun_keeps_it_from_starting(
+    once: Once, number: signal.Signals
+) -> None:
+    once.program("scontrol", f"#!/bin/sh\nkill -{int(number)} $PPID\necho node1\n")
+    assert once.run() == 1
+    word = "cancelled" if number == signal.SIGUSR2 else "terminated"
+    assert once.left()["reason"].startswith(f"{word}: by ")
+    assert not (once.programs.parent / "dumps/0").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (0, "fatal: scontrol names no node for 'node[1-1]'"),
+        (1, "fatal: ended before torchrun was started"),
+    ],
+)
+def test_what_keeps_torchrun_from_starting_is_fatal(once: Once, status: int, reason: str) -> None:
+    once.program("scontrol", f"#!/bin/sh\nexit {status}\n")
+    assert once.run() == 1
+    assert once.left() == {"reason": reason, "exit_status": "1"}
+
+
+def test_a_script_that_ends_well_before_torchrun_has_failed(once: Once) -> None:
+    text = Path(once.environ["SCRIPT"]).read_text().replace("set -u\n", "exit 0\n")
+    Path(once.environ["SCRIPT"]).write_text(text)
+    assert once.run() == 1
+    assert once.left() == {
+        "reason": "fatal: ended before torchrun was started",
+        "exit_status": "1",
+    }
+
+
+def test_it_goes_on_where_it_is_told_to_and_only_there(once: Once) -> None:
+    assert once.run() == 0
+    assert once.run() == 1
+    assert not (once.run_dir / "logs/attempt-1").exists()
+    assert once.run("continue") == 0
+    assert once.left(1)["reason"] == "done: all steps made"
+
+
+def test_what_a_container_cannot_do_is_fatal(once: Once, tmp_path: Path) -> None:
+    job = toolkit.JobSpec(name="probe", module="train", image="localhost/none:1")
+    profile = toolkit.SlurmProfile(name="s", runtime="podman")
+    Path(once.environ["SCRIPT"]).write_text(toolkit.render(toolkit.plan(job, profile)))
+    once.program("podman", '#!/bin/sh\n[ "$1" != image ]\n')
+    assert once.run() == 125
+    assert once.left()["reason"] == (
+        "fatal: node1: podman has no image localhost/none:1 here, and nowhere to pull it from"
+    )

@@ -1,0 +1,175 @@
+"""The model of a Kubernetes namespace."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from toolkit.job.kubernetes_options import (
+    LabelKey,
+    LabelValue,
+    Network,
+    Patch,
+    Toleration,
+    Topology,
+    Workload,
+)
+from toolkit.job.loader import Text
+from toolkit.job.spec import Mount
+from toolkit.job.types import AbsolutePath, Duration, NaturalInt, PositiveInt, SecretName, matching
+from toolkit.profile.base import Flag, SiteProfile
+
+__all__ = ["KubernetesProfile"]
+
+ResourceName = Annotated[
+    LabelKey, *matching(".+/.+", "write a device plugin's resource, like nvidia.com/gpu")
+]
+Capability = Annotated[Text, *matching("(?!CAP_)[A-Z_]+", "write it without CAP_, like IPC_LOCK")]
+
+
+class KubernetesProfile(SiteProfile):
+    """A namespace of a Kubernetes cluster."""
+
+    kind: Literal["kubernetes"] = "kubernetes"
+    """The kind of site."""
+
+    workload: Workload = "PyTorchJob"
+    """The kind of object: `PyTorchJob` (Kubeflow Training Operator), `TrainJob` (Kubeflow Trainer),
+    `JobSet`, or `Job`, which needs no operator. See [Kubernetes](../how-to/kubernetes.md)."""
+
+    namespace: SecretName = "default"
+    """The namespace of the jobs."""
+
+    context: Text | None = None
+    """The context of the kubeconfig; by default the current one."""
+
+    master: Flag = False
+    """Whether a PyTorchJob has a Master besides its workers, as the tools of older clusters expect.
+    The operator then gives the workers an init container that Pod Security `restricted` refuses."""
+
+    training_runtime: SecretName = "torch-deploy-toolkit"
+    """The TrainingRuntime that a TrainJob refers to; `k8s/base` holds it."""
+
+    queue: SecretName | None = None
+    """The LocalQueue of Kueue in which jobs wait."""
+
+    queue_priority: SecretName | None = None
+    """The WorkloadPriorityClass of Kueue."""
+
+    gang_scheduler: Literal["volcano", "scheduler-plugins"] | None = None
+    """The installed scheduler that starts either all pods of a job or none: Volcano, or the
+    coscheduling of scheduler-plugins. Kueue admits whole jobs without one."""
+
+    pod_security: Literal["restricted", "baseline", "privileged"] = "restricted"
+    """The Pod Security level of the namespace; only `privileged` allows folders of the node."""
+
+    run_as_user: NaturalInt = 1000
+    """The user and group id of the container; 0, for images that need root, violates Pod Security
+    `restricted`."""
+
+    read_only_root: Flag = True
+    """Whether the container's root file system is read-only; /tmp, /dev/shm and the run directory
+    are always writable."""
+
+    capabilities: tuple[Capability, ...] = ()
+    """Capabilities that the container keeps, like `IPC_LOCK` for RDMA; they violate Pod Security
+    `restricted` and `baseline`."""
+
+    host_network: Flag = False
+    """Whether pods share their node's network, as some RDMA set-ups need; it violates Pod Security
+    `restricted` and `baseline`, and allows one pod per node, since all use the same port."""
+
+    network_policy: Flag = True
+    """Whether each run has a NetworkPolicy, for networks that enforce it: its pods reach only each
+    other, DNS and the networks under `egress`, and nothing else reaches them. Without it the
+    policies of the namespace apply, like those of `k8s/base`, where all training pods reach each
+    other."""
+
+    egress: tuple[Network, ...] = ()
+    """More networks that the pods of a run may reach, like `0.0.0.0/0` for everything outside. The
+    addresses at which clouds hand out credentials (169.254.0.0/16) are always excluded."""
+
+    service: SecretName | None = None
+    """The namespace's headless Service that gives the pods of a Job their names, as in `k8s/base`.
+    Without it, each run creates its own."""
+
+    gpu_resource: ResourceName = "nvidia.com/gpu"
+    """The name of the GPU resource."""
+
+    resources: dict[ResourceName, PositiveInt] = Field(default={})
+    """More resources of device plugins for each pod, like `rdma/hca: 1`."""
+
+    node_selector: dict[LabelKey, LabelValue] = Field(default={})
+    """Labels that a node must have."""
+
+    tolerations: tuple[Toleration, ...] = ()
+    """Taints of nodes that the pods tolerate."""
+
+    one_pod_per_node: Flag = False
+    """Whether each pod of a run gets a node of its own; a pod that uses all GPUs of a node has one
+    anyway."""
+
+    topology: Topology | None = None
+    """How close to each other the pods must be; if there is a queue, Kueue arranges it."""
+
+    priority_class: SecretName | None = None
+    """The PriorityClass of the pods."""
+
+    service_account: SecretName | None = None
+    """The ServiceAccount of the pods; its token is not mounted."""
+
+    image_pull_secrets: tuple[SecretName, ...] = ()
+    """Secrets that hold the registry's credentials."""
+
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """When the image is pulled."""
+
+    runs_dir: AbsolutePath = "/runs"
+    """The folder of the run directories in the container."""
+
+    runs_claim: SecretName | None = None
+    """The PersistentVolumeClaim that holds the run directories; all nodes must be able to mount it
+    at the same time. Without one, run directories are lost with their pods."""
+
+    mounts: tuple[Mount, ...] = ()
+    """Volumes to mount into the pods of every job, besides the job's own."""
+
+    secret: SecretName | None = None
+    """The Kubernetes Secret that holds the secrets for which a job gives no place."""
+
+    ttl_s: Duration | None = Field(default=None, alias="ttl")
+    """How long a run that has ended stays in the cluster, with its logs; by default for ever."""
+
+    patches: tuple[Patch, ...] = ()
+    """Changes to the rendered objects, for settings that have no key."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        level, problems = given.get("pod_security") or "restricted", []
+
+        def breaks(what: str, *levels: str) -> None:
+            if level in levels:
+                problems.append(
+                    f"{what} violates Pod Security {level!r}, so the cluster would refuse the "
+                    f"pods; leave it out, or set what the namespace allows: pod_security: "
+                    f"{'privileged' if 'baseline' in levels else 'baseline'}"
+                )
+
+        if given.get("run_as_user") == 0:
+            breaks("run_as_user 0", "restricted")
+        if given.get("master"):
+            breaks("master: the operator's init container, which runs as root,", "restricted")
+        for key in ("host_network", "capabilities"):
+            if given.get(key):
+                breaks(key, "restricted", "baseline")
+        if given.get("master") and (given.get("workload") or "PyTorchJob") != "PyTorchJob":
+            problems.append(f"master is for a PyTorchJob; workload is {given['workload']!r}")
+        gpu = given.get("gpu_resource") or "nvidia.com/gpu"
+        if isinstance(gpu, str) and gpu in (given.get("resources") or ()):
+            problems.append(
+                f"resources: {gpu!r} is what gpus_per_node of a job asks for; leave it out"
+            )
+        if given.get("queue_priority") and not given.get("queue"):
+            problems.append("queue_priority without a queue: it orders the workloads of Kueue")
+        return problems

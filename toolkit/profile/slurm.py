@@ -1,0 +1,156 @@
+"""The model of a Slurm cluster."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from toolkit.job.loader import FrozenModel, Text
+from toolkit.job.sbatch_options import SbatchOptions
+from toolkit.job.spec import Mount
+from toolkit.job.types import Duration, HomePath, PositiveInt, Size, Via, matching
+from toolkit.profile.base import Flag, FolderPath, SiteProfile, Word
+
+__all__ = ["SlurmProfile", "Switches"]
+
+ShellLine = Annotated[
+    Text, *matching(r"[^\x00-\x08\x0a-\x1f\x7f]*", "write one line of bash per item")
+]
+
+REMOTE_DIR = "~/torch-deploy-toolkit"
+
+
+class Switches(FrozenModel):
+    """How many leaf switches a job may span, if the site has a topology plugin."""
+
+    count: PositiveInt
+    """The most switches; with 1, all nodes are below one switch."""
+
+    max_wait_s: Duration | None = Field(default=None, alias="max_wait")
+    """How long the job waits for such nodes before it takes any; the site limits this wait
+    (`max_switch_wait`, 5 minutes by default)."""
+
+
+class SlurmProfile(SiteProfile):
+    """A Slurm cluster."""
+
+    kind: Literal["slurm"] = "slurm"
+    """The kind of site."""
+
+    runs_dir: FolderPath = "runs"
+    """Where run directories are created, on a file system that all nodes share; a relative path is
+    below the current folder, or below `remote_dir`."""
+
+    via: Via | None = None
+    """`ssh HOST`: Slurm's commands run on this login node, and the code is copied there. See
+    [from a laptop](../how-to/laptop.md)."""
+
+    remote_dir: HomePath = REMOTE_DIR
+    """With `via`: the folder on the login node that relative paths of this profile start from; all
+    nodes share it."""
+
+    code_limit_bytes: Size | None = Field(default=None, alias="code_limit")
+    """With `via`: the most code that is copied there; 1GiB by default."""
+
+    partition: Word | None = None
+    """The partition; by default the cluster's."""
+
+    account: Word | None = None
+    """The account that is charged."""
+
+    qos: Word | None = None
+    """The quality of service."""
+
+    gpu_type: Word | None = None
+    """The GPU's name in the cluster's gres.conf, like `h100`, if the site requires it."""
+
+    gpus_flag: Literal["gpus-per-node", "gres", "gpus-per-task"] = "gpus-per-node"
+    """The option that requests GPUs: a site whose submit filter or older select plugin knows only
+    `gres` needs that one. `gpus-per-task` excludes `gpu_type`: Slurm 22.05 would leave
+    CUDA_VISIBLE_DEVICES unset, and every job would see all GPUs of its node."""
+
+    switches: Switches | None = None
+    """How close to each other the nodes must be, since gradients cross every switch in between."""
+
+    exclusive: Flag = False
+    """Whether a job has its nodes to itself on a site that shares them; other jobs on a node take
+    memory bandwidth and network. Variants like `user` go under `sbatch`."""
+
+    licenses: tuple[Word, ...] = ()
+    """Licenses that every job takes, like `matlab:1` or `fs_scratch@db`; sites use them to count
+    software and file systems."""
+
+    sbatch: SbatchOptions = Field(default={})
+    """More options of sbatch for every job, by their long names; a job's own take precedence."""
+
+    runtime: Literal["bare", "pyxis", "apptainer", "podman"] = "bare"
+    """How workers run: `bare` with the profile's modules and venv, the others in the job's `image`.
+    See [containers](../how-to/containers.md)."""
+
+    container_options: tuple[Text, ...] = ()
+    """More options of srun (pyxis), `apptainer exec` or `podman run`, one per item."""
+
+    mounts: tuple[Mount, ...] = ()
+    """Folders to mount into every job's container, besides the run directory and the job's own."""
+
+    prolog: tuple[ShellLine, ...] = ()
+    """Lines of bash to run before the environment is set up, unchanged: unset what login shells
+    leak, source what defines `module`. A line that fails stops the job."""
+
+    epilog: tuple[ShellLine, ...] = ()
+    """Lines of bash to run at the end of the script, however it ends: remove the job's files from
+    local disks. They cannot change the exit status; after the loss of a node they do not run."""
+
+    kill_wait_s: Duration = Field(default=30, alias="kill_wait")
+    """The cluster's KillWait: the time between SIGTERM and SIGKILL after scancel."""
+
+    modules: tuple[Word, ...] = ()
+    """Environment modules to load, in order."""
+
+    venv: FolderPath | None = None
+    """The virtual environment to activate; a relative path is below the submit folder, or below
+    `remote_dir`."""
+
+    @property
+    def host(self) -> str:
+        """The login node as ssh knows it; empty without `via`."""
+        return (self.via or "").partition(" ")[2]
+
+    def below(self, path: str) -> str:
+        """Return a path of this profile on the login node.
+
+        >>> SlurmProfile(via="ssh login1").below("runs"), SlurmProfile().below("runs")
+        ('~/torch-deploy-toolkit/runs', 'runs')
+        """
+        beneath = self.via is not None and not path.startswith("/")
+        return f"{self.remote_dir.rstrip('/')}/{path}" if beneath else path
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        options = given.get("sbatch")
+        problems = [
+            f"{key!r} stands under sbatch and as a key of its own; keep one"
+            for key in ("partition", "account", "qos", "switches", "exclusive", "licenses")
+            if isinstance(options, dict) and key in options and given.get(key)
+        ]
+        if not given.get("via") and given.get("remote_dir", REMOTE_DIR) != REMOTE_DIR:
+            problems.append("remote_dir without via: it is for a login node reached by ssh")
+        runtime = given.get("runtime") or "bare"
+        problems += (
+            f"{key} without containers; write runtime: pyxis, apptainer or podman"
+            for key in ("container_options", "mounts")
+            if runtime == "bare" and given.get(key)
+        )
+        if runtime != "bare" and given.get("venv"):
+            problems.append(
+                f"venv with runtime {runtime!r}: no container sees it; install into the image, or "
+                "write runtime: bare"
+            )
+        if given.get("gpus_flag") == "gpus-per-task" and given.get("gpu_type"):
+            problems.append(
+                "gpus_flag 'gpus-per-task' with a gpu_type: Slurm 22.05 leaves "
+                "CUDA_VISIBLE_DEVICES unset then; write gpus_flag: gres, or choose the nodes by "
+                "sbatch: {constraint: …} and leave gpu_type out"
+            )
+        return problems
