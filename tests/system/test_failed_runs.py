@@ -330,7 +330,7 @@ def test_lines_are_filtered_by_rank_and_pattern(plain: toolkit.Run) -> None:
     assert len(both.stdout.splitlines()) == 2
     none = program("logs", str(plain.run_dir), "--rank", "7")
     assert (none.returncode, none.stdout) == (0, "")
-    assert f"no such line in what {plain.name} has printed\n" in none.stderr
+    assert f"no such line in the output of {plain.name}\n" in none.stderr
 
 
 @pytest.mark.parametrize(
