@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from train.checkpoints.progress import Progress
+from train.checkpoints.progress import TrainingProgress
 from train.checkpoints.state import Saver
 from train.cli.config import Config
 from train.data.order import Batch
@@ -36,8 +36,8 @@ from train.parallel.base import Parts
 from train.parallel.single import Single
 from train.rundir.console import Console
 from train.rundir.files import RunDirectory
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 from train.tasks.base import Task
 
 WIDTH = 1024
@@ -76,9 +76,9 @@ class Bench:
         layers = round(megabytes * 1e6 / (3 * 4 * (WIDTH * WIDTH + WIDTH)))
         task = Stack(layers=layers)
         config = Config(task="stack", run_dir=folder / "run", keep_checkpoints=1)
-        place = Place()
-        layout = config.layout_on(place)
-        group = Group(place=place, device=torch.device("cpu"))
+        rank_info = RankInfo()
+        layout = config.layout_on(rank_info)
+        group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
         parts = Parts(task=task, config=config, layout=layout, group=group)
         self.folder = folder
         self.strategy = Single(parts)
@@ -93,10 +93,10 @@ class Bench:
             strategy=self.strategy,
             optimizer=self.optimizer,
             scaler=LossScaler(enabled=False),
-            directory=RunDirectory(config.directory, place),
+            directory=RunDirectory(config.directory, rank_info),
             console=Console(rank=0),
         )
-        self.progress = Progress(steps=0)
+        self.progress = TrainingProgress(steps=0)
         self.buffers = {name: torch.empty_like(t) for name, t in self.tensors().items()}
         self._async: Any = None
 

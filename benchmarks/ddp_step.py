@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.trainers import trainer_of
 from train.cli.config import Config
 from train.data.order import Batch
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 from train.tasks import Classifier
 
 RANKS = 2
@@ -94,9 +94,9 @@ def measure(rank: int, folder: str, rounds: int, steps: int) -> None:
         world_size=RANKS,
         timeout=timedelta(seconds=120),
     )
-    place = Place(rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS)
+    rank_info = RankInfo(rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS)
     config = Config(run_dir=Path(folder) / "run", strategy="ddp", global_batch=BATCH, lr=LR)
-    loops = {"by hand": by_hand(rank), "ours": trainer_of(Wide(), config, place).train_step}
+    loops = {"by hand": by_hand(rank), "ours": trainer_of(Wide(), config, rank_info).train_step}
     clocks = {"wall": time.perf_counter, "CPU": time.process_time}
     times: dict[tuple[str, str], list[float]] = {(c, n): [] for c in clocks for n in loops}
     for count in range(rounds + 1):
@@ -110,7 +110,7 @@ def measure(rank: int, folder: str, rounds: int, steps: int) -> None:
             for clock, now in clocks.items():
                 if count:  # the first round warms up: DDP rebuilds its buckets in it
                     times[clock, name].append((now() - started[clock]) / steps * 1e3)
-    agreement = agreement_ms(Group(place=place, device=torch.device("cpu")))
+    agreement = agreement_ms(RankGroup(rank_info=rank_info, device=torch.device("cpu")))
     if rank == 0:
         report(times)
         step = statistics.median(times["wall", "by hand"])
@@ -120,7 +120,7 @@ def measure(rank: int, folder: str, rounds: int, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def agreement_ms(group: Group, count: int = 200) -> float:
+def agreement_ms(group: RankGroup, count: int = 200) -> float:
     """Measure the one exchange that our step has and the other has not: of four numbers."""
     loss = torch.zeros(())
     dist.barrier()

@@ -22,18 +22,18 @@ from train.errors import (
 from train.failure.report import tell, tell_torchrun
 from train.rundir.console import Console, keep_lines_whole
 from train.rundir.files import Outcome, RunDirectory
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 from train.runtime.signals import StopRequest
 
 
 def main() -> int:
     """Train, and return the exit status; an unexpected error is raised."""
     try:
-        place = Place.from_environ(os.environ)
+        rank_info = RankInfo.from_environ(os.environ)
     except UsageError as error:
-        tell(Place(), str(error))
+        tell(RankInfo(), str(error))
         return error.exit_status
-    console = Console(rank=place.rank)
+    console = Console(rank=rank_info.rank)
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
         console.say(flags.usage())
         return EXIT_DONE
@@ -41,29 +41,29 @@ def main() -> int:
     named = os.environ.get(flags.RUN_DIR)
     # A look at a plan is no try at the run.
     if named and not flags.only_looks(sys.argv[1:]):
-        directory = RunDirectory(Path(named), place)
+        directory = RunDirectory(Path(named), rank_info)
     # First of all: importing torch takes a second, in which a signal may come.
     stop = StopRequest()
     stop.install(at_once=lambda name: end_early(directory, name))
     try:
-        request = flags.read(sys.argv[1:], os.environ, place)
+        request = flags.read(sys.argv[1:], os.environ, rank_info)
         if request.only_looking:
             return look(request, console)
         config = request.config
-        directory = RunDirectory(config.directory, place)
+        directory = RunDirectory(config.directory, rank_info)
         # Only here, as they import torch: a mistyped flag is answered at once.
-        if config.spawn is not None and not place.launched:
+        if config.spawn is not None and not rank_info.launched:
             return run_spawned(config.spawn, directory, stop)
         from train.session import train
 
-        exit_status = train(config, place, stop, console)
+        exit_status = train(config, rank_info, stop, console)
         if exit_status == EXIT_PREEMPTED:
             tell_torchrun(f"stopped by {stop.signal_name or 'a signal to another rank'}")
         return exit_status
     except TrainError as error:
         if isinstance(error, UsageError) and not isinstance(error, RefusedError):
             record_end(directory, "fatal", str(error))
-        tell(place, str(error))
+        tell(rank_info, str(error))
         return error.exit_status
 
 
@@ -93,7 +93,7 @@ def run_spawned(count: int, directory: RunDirectory, stop: StopRequest) -> int:
 def end_early(directory: RunDirectory | None, signal_name: str) -> None:
     """Leave word of a stop before the ranks could agree on one."""
     reason = f"stopped by {signal_name}"
-    if directory is not None and directory.place.rank == 0:
+    if directory is not None and directory.rank_info.rank == 0:
         record_end(directory, "preempted", reason)
     # torchrun also ends so those that are left when one has failed.
     tell_torchrun(reason, echo=True)
@@ -111,8 +111,8 @@ def record_end(directory: RunDirectory | None, status: str, reason: str) -> None
         directory.write_early_outcome(
             Outcome(
                 status=status,
-                attempt=directory.place.attempt,
-                restart=directory.place.restart,
+                attempt=directory.rank_info.attempt,
+                restart=directory.rank_info.restart,
                 step=old.step if old else 0,
                 steps=old.steps if old else None,
                 samples_seen=old.samples_seen if old else 0,

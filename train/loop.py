@@ -7,11 +7,11 @@ import time
 
 import torch
 
-from train.checkpoints.progress import Progress
+from train.checkpoints.progress import TrainingProgress
 from train.checkpoints.state import Saver
 from train.cli.config import Config
 from train.data.loader import Feed
-from train.data.order import Order, resident, seed_of, source_of
+from train.data.order import SampleOrder, resident, seed_of, source_of
 from train.data.seeding import mixed, seed_device
 from train.errors import NonFiniteLoss
 from train.model.clipping import clip, total_norm
@@ -25,7 +25,7 @@ from train.parallel.trained_parameters import Untrained, some_of
 from train.profiling.capture import Profiler
 from train.rundir.console import Console, figures
 from train.rundir.files import RunDirectory
-from train.runtime.process_group import Group
+from train.runtime.process_group import RankGroup
 from train.runtime.signals import StopRequest
 from train.tasks.base import Task
 
@@ -37,14 +37,14 @@ class Trainer:
         self,
         *,
         config: Config,
-        group: Group,
+        group: RankGroup,
         task: Task,
         strategy: Strategy,
         optimizer: NamedOptimizer,
         scaler: LossScaler,
         saver: Saver,
         profiler: Profiler,
-        progress: Progress,
+        progress: TrainingProgress,
         directory: RunDirectory,
         console: Console,
         stop: StopRequest,
@@ -62,7 +62,7 @@ class Trainer:
         weights = task.weights() if config.sampling == "balanced" else None
         self.feed = Feed(
             self.train,
-            Order(size=self.samples, seed=config.seed, weights=weights),
+            SampleOrder(size=self.samples, seed=config.seed, weights=weights),
             global_batch=config.global_batch,
             shard=strategy.shard,
             shards=strategy.shards,
@@ -218,7 +218,7 @@ class Trainer:
             bad_ranks = sum(self.group.gather(not finite))
             raise NonFiniteLoss(
                 f"the loss of step {self.progress.step + 1} is not finite on {bad_ranks} of "
-                f"{self.group.place.world_size} ranks, for a batch of samples "
+                f"{self.group.rank_info.world_size} ranks, for a batch of samples "
                 f"{listed(sorted({number for rank in culprits for number in rank}))}; "
                 "checkpoints are from before it; a smaller --lr or --clip-norm may help, in "
                 "another --run-dir; if these samples are sound, the step before has spoilt the "
@@ -287,7 +287,9 @@ class Trainer:
 
         def write() -> None:
             self.directory.event("stopped", step=progress.step, samples_seen=progress.samples_seen)
-            self.directory.write_outcome(progress.outcome(self.group.place, "preempted", reason))
+            self.directory.write_outcome(
+                progress.outcome(self.group.rank_info, "preempted", reason)
+            )
 
         # As for a checkpoint: the first rank to leave has the others ended.
         self.group.on_rank_0(write)

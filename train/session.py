@@ -10,7 +10,7 @@ import torch
 
 from train import parallel, tasks
 from train.checkpoints import export, recovery
-from train.checkpoints.progress import Progress
+from train.checkpoints.progress import TrainingProgress
 from train.checkpoints.state import Saver
 from train.cli import config_file
 from train.cli.config import Config
@@ -33,30 +33,30 @@ from train.profiling.timeline import Profile
 from train.rundir.claim import adopt, claim
 from train.rundir.console import Console, figures
 from train.rundir.files import RunDirectory
-from train.runtime.process_group import Group, open_group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup, open_group
+from train.runtime.rank import RankInfo
 from train.runtime.signals import StopRequest
 from train.tasks.base import Task
 
 
-def train(config: Config, place: Place, stop: StopRequest, console: Console) -> int:
+def train(config: Config, rank_info: RankInfo, stop: StopRequest, console: Console) -> int:
     """Train as configured and return the exit status; a failure has been reported by then.
 
     Raises:
         UsageError: the run directory holds another run, or something is missing on this machine.
     """
-    directory = RunDirectory(config.directory, place)
+    directory = RunDirectory(config.directory, rank_info)
     task: Task | None = None
-    progress: Progress | None = None
+    progress: TrainingProgress | None = None
     saver: Saver | None = None
     try:
-        layout = config.layout_on(place)
+        layout = config.layout_on(rank_info)
         task = tasks.load(config.task)
-        with open_group(place, config) as group:
+        with open_group(rank_info, config) as group:
             # All ranks are here: from now on they can agree on where to stop.
             stop.wait_for_the_loop()
             samples = len(source_of(task.train(), task=task.name))
-            progress = Progress(steps=config.total_steps(samples))
+            progress = TrainingProgress(steps=config.total_steps(samples))
             identity = {**config.identity(), **task.identity()}
             nothing_left = claim(directory, identity, progress.steps, group, adopt=config.adopt)
             if nothing_left is not None:
@@ -88,7 +88,7 @@ def train(config: Config, place: Place, stop: StopRequest, console: Console) -> 
         return exit_status
 
 
-def check_ahead(config: Config, progress: Progress, group: Group) -> None:
+def check_ahead(config: Config, progress: TrainingProgress, group: RankGroup) -> None:
     """Refuse before the first step what would be found out after the last one.
 
     Raises:
@@ -99,12 +99,12 @@ def check_ahead(config: Config, progress: Progress, group: Group) -> None:
         raise UsageError(f"--profile {config.profile}: the run has {progress.steps} steps only")
     if config.export:
         path = config.export
-        problem = group.broadcast(export.problem(path) if group.place.rank == 0 else "")
+        problem = group.broadcast(export.problem(path) if group.rank_info.rank == 0 else "")
         if problem:
             raise UsageError(f"--export {path}: {problem}")
 
 
-def export_finished(directory: RunDirectory, group: Group, path: Path) -> None:
+def export_finished(directory: RunDirectory, group: RankGroup, path: Path) -> None:
     """Write the weights of a run that is done; nothing in its directory changes.
 
     Raises:
@@ -128,7 +128,7 @@ def export_finished(directory: RunDirectory, group: Group, path: Path) -> None:
         model = {
             name: torch.empty(shape, dtype=dtype)
             for name, (shape, dtype) in resumption.listing.items()
-            if group.place.rank == 0
+            if group.rank_info.rank == 0
         }
         recovery.fill(directory.path, group, resumption, model)
         group.on_rank_0(lambda: export.export(path, resumption.listing, model.__getitem__))
@@ -140,7 +140,7 @@ def export_finished(directory: RunDirectory, group: Group, path: Path) -> None:
 def assemble(
     parts: Parts,
     identity: Mapping[str, object],
-    progress: Progress,
+    progress: TrainingProgress,
     directory: RunDirectory,
     console: Console,
     stop: StopRequest,
@@ -151,7 +151,7 @@ def assemble(
         UsageError: the model cannot be split by the layout.
     """
     config, group = parts.config, parts.group
-    strategy = parallel.build(config.strategy_on(group.place), parts)
+    strategy = parallel.build(config.strategy_on(group.rank_info), parts)
     strategy.verify()
     # After the strategy has wrapped the model: it may have replaced the parameters.
     optimizer = NamedOptimizer(strategy.named_parameters(), config)
@@ -167,7 +167,7 @@ def assemble(
         directory=directory,
         console=console,
     )
-    return trainer_class(config.strategy_on(group.place))(
+    return trainer_class(config.strategy_on(group.rank_info))(
         config=config,
         group=group,
         task=parts.task,
@@ -178,7 +178,7 @@ def assemble(
         profiler=Profiler(
             Profile.parse(config.profile) if config.profile else None,
             run_dir=directory.path,
-            place=group.place,
+            rank_info=group.rank_info,
             console=console,
         ),
         progress=progress,
@@ -200,8 +200,8 @@ def trainer_class(strategy: str) -> type[Trainer]:
 
 def announce(trainer: Trainer, parts: Parts) -> None:
     """Say what starts, to people and to `events.jsonl`."""
-    config, place, device = parts.config, parts.group.place, parts.group.device
-    strategy = config.strategy_on(place)
+    config, rank_info, device = parts.config, parts.group.rank_info, parts.group.device
+    strategy = config.strategy_on(rank_info)
     trainer.directory.event(
         "start",
         step=0,
@@ -209,7 +209,7 @@ def announce(trainer: Trainer, parts: Parts) -> None:
         task=config.task,
         strategy=strategy,
         layout=parts.layout.sizes(),
-        world_size=place.world_size,
+        world_size=rank_info.world_size,
         device=device.type,
         global_batch=config.global_batch,
         shards=trainer.strategy.shards,
@@ -221,7 +221,8 @@ def announce(trainer: Trainer, parts: Parts) -> None:
         f"{config.task}: {trainer.progress.steps} steps of {config.global_batch} samples = "
         f"{parted(trainer.strategy.shards, 'shard')} x "
         f"{parted(trainer.micro_batches, 'micro-batch', 'es')} of {micro:g}, "
-        f"{strategy}{shape} on {device.type}, attempt {place.attempt}, restart {place.restart}"
+        f"{strategy}{shape} on {device.type}, attempt {rank_info.attempt}, "
+        f"restart {rank_info.restart}"
     )
     if description := trainer.strategy.describe():
         trainer.console.say(description)
@@ -234,10 +235,10 @@ def parted(count: int, noun: str, plural: str = "s") -> str:
 
 def finish(trainer: Trainer) -> None:
     """Record that the run is done; its last line shows the metrics and the run directory."""
-    progress, directory, place = trainer.progress, trainer.directory, trainer.group.place
+    progress, directory, rank_info = trainer.progress, trainer.directory, trainer.group.rank_info
     directory.event("done", step=progress.step, **progress.metrics)
-    if place.rank == 0 and not directory.write_outcome(
-        progress.outcome(place, "done", "all steps done")
+    if rank_info.rank == 0 and not directory.write_outcome(
+        progress.outcome(rank_info, "done", "all steps done")
     ):
         raise FencedError(f"a newer attempt has taken over {directory.path}")
     if report := trainer.strategy.report():

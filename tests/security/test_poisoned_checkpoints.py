@@ -17,7 +17,7 @@ import torch
 from train.checkpoints import safetensors_file, store
 from train.checkpoints.reader import Stored
 from train.checkpoints.recovery import look
-from train.checkpoints.safetensors_file import Part
+from train.checkpoints.safetensors_file import TensorPart
 from train.checkpoints.store import Position, State
 from train.errors import CheckpointError, RefusedError, UsageError
 from train.rundir import untrusted
@@ -26,8 +26,8 @@ from train.rundir.console import Console
 from train.rundir.files import RunDirectory, read_lines
 from train.rundir.jsonl import Journal
 from train.rundir.lock import Contender
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 
 ROOT = Path(__file__).parents[2]
 FILE = "rank-00000.safetensors"
@@ -40,7 +40,7 @@ HUGE = 10**30
 def save(run_dir: Path, *, step: int, state: State | None = None) -> Path:
     path = Position(attempt=0, step=step).path(run_dir)
     store.begin(path)
-    part = Part(name="model.weight", dtype=torch.float32, offsets=(0,), sizes=(2,))
+    part = TensorPart(name="model.weight", dtype=torch.float32, offsets=(0,), sizes=(2,))
     proof = safetensors_file.write(path / FILE, [part], [torch.ones(2)])
     store.complete(path, state or replace(STATE, step=step), {FILE: proof})
     return path
@@ -206,8 +206,8 @@ def test_headers_that_make_up_no_tensors_are_told(tmp_path: Path, metadata: dict
 
 
 def claimed(run_dir: Path) -> str | None:
-    group = Group(place=Place(), device=torch.device("cpu"))
-    return claim(RunDirectory(run_dir, Place()), IDENTITY, 9, group)
+    group = RankGroup(rank_info=RankInfo(), device=torch.device("cpu"))
+    return claim(RunDirectory(run_dir, RankInfo()), IDENTITY, 9, group)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_holder_of_any_time_can_be_named(tmp_path: Path, since: float) -> None
     record = {"host": "\x1b]0;x\x07", "boot": "b", "pid": 1, "attempt": 0, "restart": 0}
     record |= {"launch": None, "since": since}
     (tmp_path / "holder.json").write_text(json.dumps(record))
-    contender = Contender(tmp_path / "holder.json", Place(), Console(rank=1))
+    contender = Contender(tmp_path / "holder.json", RankInfo(), Console(rank=1))
     assert contender.look(ended=None) == "mine" or contender.holder is not None
     if contender.holder:
         assert "\x1b" not in contender.holder.describe()
@@ -290,7 +290,7 @@ GOOD = {
     ids=str,
 )  # fmt: skip
 def test_an_outcome_of_other_types_is_none(tmp_path: Path, changed: dict[str, object]) -> None:
-    directory = RunDirectory(tmp_path, Place())
+    directory = RunDirectory(tmp_path, RankInfo())
     (tmp_path / "outcome.json").write_text(json.dumps(GOOD))
     assert directory.read_outcome() is not None
     (tmp_path / "outcome.json").write_text(json.dumps(GOOD | changed))
@@ -310,7 +310,7 @@ def test_what_is_not_finite_in_an_outcome_is_shown(tmp_path: Path) -> None:
 def test_an_outcome_that_is_no_file_is_none(tmp_path: Path, kind: str) -> None:
     (tmp_path / "outcome.json").write_text(json.dumps(GOOD))
     special(tmp_path / "outcome.json", kind)
-    assert RunDirectory(tmp_path, Place()).read_outcome() is None
+    assert RunDirectory(tmp_path, RankInfo()).read_outcome() is None
 
 
 def start(*flags: str) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ from tests.train.model.test_precision import largest, rounded
 from tests.train.parallel.test_ladder import EIGHT, FOUR, MOST, ONE, TWO, close
 from tests.train.support.ladder import Case, climb
 from tests.train.support.reading import same, whole
-from train.checkpoints.safetensors_file import Part
+from train.checkpoints.safetensors_file import TensorPart
 from train.checkpoints.staging import Staging
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def test_every_strategy_rounds_as_one_gpu_does() -> None:
 def test_a_copy_for_a_checkpoint_is_of_its_moment() -> None:
     size, device = 4096, torch.device("cuda", 0)
     numbers = torch.ones(size, size, device=device)
-    parts = [Part(name="numbers", dtype=numbers.dtype, offsets=(0, 0), sizes=(size, size))]
+    parts = [TensorPart(name="numbers", dtype=numbers.dtype, offsets=(0, 0), sizes=(size, size))]
     work, staging = torch.eye(size, device=device), Staging()
     for step in (1, 2):
         # The copy is asked for long before the GPU comes to it.

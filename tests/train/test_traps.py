@@ -34,7 +34,7 @@ from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.parallel.base import local
 from train.runtime.process_group import disconnect, limit_waiting, open_group
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 # For what is to be waited for in vain; all before it may take as long as it does.
 BRIEF_S = 2
@@ -275,7 +275,7 @@ def group_left_open(rank: int, folder: Path) -> Any:
     sums = []
     for number in range(2):
         config = Config(strategy="ddp", init_method=f"file://{folder}/{number}")
-        with open_group(Place(launched=True), config) as group:
+        with open_group(RankInfo(launched=True), config) as group:
             sums += group.sum([1.0])
     connect("as it was")
     return {"wrong": wrong, "ours": sums == [1.0, 1.0]}

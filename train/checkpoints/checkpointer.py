@@ -13,13 +13,13 @@ from pathlib import Path
 from torch import Tensor
 
 from train.checkpoints import safetensors_file, store
-from train.checkpoints.job import Job, Problem, Timing, room_beside
+from train.checkpoints.job import Job, Timing, WriteFailure, room_beside
 from train.checkpoints.planner import Planner
 from train.checkpoints.process_group import Channel
 from train.checkpoints.staging import Staging
 from train.checkpoints.store import Position, Proof, State
 from train.errors import CheckpointError, TrainError
-from train.runtime.process_group import Group
+from train.runtime.process_group import RankGroup
 
 
 class Checkpointer:
@@ -29,7 +29,7 @@ class Checkpointer:
     agree on before the thread ends, so the next call raises the same on all of them or on none.
     """
 
-    def __init__(self, run_dir: Path, group: Group, *, timeout_s: int = 600) -> None:
+    def __init__(self, run_dir: Path, group: RankGroup, *, timeout_s: int = 600) -> None:
         """Connect the ranks' threads; all ranks do so at once, in their main thread."""
         self.run_dir = run_dir
         self._channel = Channel(group, timeout_s=timeout_s)
@@ -88,7 +88,7 @@ class Checkpointer:
             copies = self._staging.copy(parts, tensors)
         except (MemoryError, RuntimeError) as error:
             # Known to the others soon: a rank that left now would leave them waiting.
-            problem, parts = Problem(text=f"cannot copy the tensors: {error}"), ()
+            problem, parts = WriteFailure(text=f"cannot copy the tensors: {error}"), ()
         untold_s, self._untold_s = self._untold_s, 0.0
         job = Job(
             position=position,
@@ -185,10 +185,10 @@ class Checkpointer:
             ending = self._commit(job, draft, reports, gone)
         return self._channel.broadcast(ending)
 
-    def _prepare(self, job: Job, draft: Path) -> Problem | None:
+    def _prepare(self, job: Job, draft: Path) -> WriteFailure | None:
         """Make a directory for the draft, if it has room."""
         if store.free_bytes(draft) < job.needed_bytes:
-            return Problem(text="No space left on device", full=True)
+            return WriteFailure(text="No space left on device", full=True)
         return _attempt(lambda: store.begin(draft))
 
     def _write_own(self, job: Job, draft: Path) -> dict[str, Proof]:
@@ -203,7 +203,7 @@ class Checkpointer:
         for tensor in job.tensors[: len(job.parts)]:
             self._channel.send(tensor)
 
-    def _write_all(self, job: Job, draft: Path, files: dict[str, Proof]) -> Problem | None:
+    def _write_all(self, job: Job, draft: Path, files: dict[str, Proof]) -> WriteFailure | None:
         """Write every rank's file on rank 0, tensor by tensor as they arrive; give what failed."""
         described = self._channel.gather(job.parts)
         problem = job.problem or _attempt(lambda: files.update(self._write_own(job, draft)))
@@ -214,7 +214,7 @@ class Checkpointer:
                 try:
                     files[name] = safetensors_file.write(draft / name, parts, arriving)
                 except OSError as error:
-                    problem = Problem.of(error)
+                    problem = WriteFailure.of(error)
             # To the end even so: a sender without a receiver would wait for ever.
             for _ in arriving:
                 pass
@@ -224,7 +224,7 @@ class Checkpointer:
         self,
         job: Job,
         draft: Path,
-        reports: Sequence[tuple[Problem | None, Mapping[str, Proof]]],
+        reports: Sequence[tuple[WriteFailure | None, Mapping[str, Proof]]],
         gone: str,
     ) -> tuple[TrainError | None, bool]:
         """Make the draft a checkpoint if all has gone well; else remove it and say why."""
@@ -244,7 +244,7 @@ class Checkpointer:
             store.discard(draft)
             return error, False
         except Exception as error:
-            problems = [(0, Problem.of(error))]
+            problems = [(0, WriteFailure.of(error))]
         store.discard(draft)
         full = any(problem.full for _, problem in problems)
         return self._failure(job, problems, gone), full
@@ -257,7 +257,7 @@ class Checkpointer:
         return Timing(stall_s=job.stall_s + waited_s, total_s=now - job.started)
 
     def _failure(
-        self, job: Job, problems: Sequence[tuple[int, Problem]], gone: str
+        self, job: Job, problems: Sequence[tuple[int, WriteFailure]], gone: str
     ) -> CheckpointError:
         """Describe on rank 0 why the checkpoint failed."""
         alone = self._channel.size == 1
@@ -274,10 +274,10 @@ class Checkpointer:
         )
 
 
-def _attempt(action: Callable[[], None]) -> Problem | None:
+def _attempt(action: Callable[[], None]) -> WriteFailure | None:
     """Do something; give what went wrong, for others to know."""
     try:
         action()
     except Exception as error:
-        return Problem.of(error)
+        return WriteFailure.of(error)
     return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from train.checkpoints import safetensors_file
 from train.checkpoints.reader import MODEL, Listing
-from train.checkpoints.safetensors_file import Part
+from train.checkpoints.safetensors_file import TensorPart
 from train.errors import CheckpointError
 
 
@@ -32,10 +32,10 @@ def export(path: Path, listing: Listing, whole: Callable[[str], Tensor]) -> None
         CheckpointError: it could not be written.
     """
     parts = [
-        Part(name=name, dtype=dtype, offsets=(0,) * len(shape), sizes=tuple(shape))
+        TensorPart(name=name, dtype=dtype, offsets=(0,) * len(shape), sizes=tuple(shape))
         for name, (shape, dtype) in weights(listing).items()
     ]
-    parts.sort(key=Part.order)
+    parts.sort(key=TensorPart.order)
     draft = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from train.checkpoints.safetensors_file import Part
+from train.checkpoints.safetensors_file import TensorPart
 from train.checkpoints.store import Position, State
 
 # Beside the tensors: state, manifest, and room in which to say how it has ended.
@@ -29,7 +29,7 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class WriteFailure:
     """Why something could not be written, for other ranks to know."""
 
     text: str
@@ -38,7 +38,7 @@ class Problem:
     """Whether the disk is full."""
 
     @classmethod
-    def of(cls, error: Exception) -> Problem:
+    def of(cls, error: Exception) -> WriteFailure:
         """Describe an exception."""
         if isinstance(error, OSError):
             return cls(text=str(error), full=error.errno in FULL)
@@ -53,11 +53,11 @@ class Job:
     """Where it will lie."""
     state: State
     """Everything but the tensors."""
-    parts: Sequence[Part]
+    parts: Sequence[TensorPart]
     """What this rank writes."""
     tensors: Sequence[Tensor]
     """The same, copied at the moment of the save."""
-    problem: Problem | None
+    problem: WriteFailure | None
     """Why they could not be copied."""
     needed_bytes: int
     """On rank 0: how much room all ranks' files take on the disk."""

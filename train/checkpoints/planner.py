@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from train.checkpoints.process_group import Channel
-from train.checkpoints.safetensors_file import Part, size_of
+from train.checkpoints.safetensors_file import TensorPart, size_of
 from train.errors import CheckpointError
 
 
@@ -25,11 +25,11 @@ class Planner:
         """Exchange plans over `channel`."""
         self._channel = channel
         self._planned_for: object = None
-        self._parts: tuple[Part, ...] = ()
+        self._parts: tuple[TensorPart, ...] = ()
         self.total_bytes = 0
         """On rank 0: how long the files of all ranks are together."""
 
-    def parts(self, tensors: Mapping[str, Tensor], *, evenly: bool) -> tuple[Part, ...]:
+    def parts(self, tensors: Mapping[str, Tensor], *, evenly: bool) -> tuple[TensorPart, ...]:
         """Give the parts that this rank writes; all ranks call this at once.
 
         Args:
@@ -47,7 +47,7 @@ class Planner:
             self._planned_for = described
         return self._parts
 
-    def _plan(self, tensors: Mapping[str, Tensor], evenly: bool) -> tuple[Part, ...]:
+    def _plan(self, tensors: Mapping[str, Tensor], evenly: bool) -> tuple[TensorPart, ...]:
         planner = DefaultSavePlanner(
             flatten_state_dict=False,
             flatten_sharded_tensors=False,
@@ -82,14 +82,14 @@ def _is_empty(item: WriteItem) -> bool:
     return math.prod(data.chunk.sizes) == 0 and math.prod(data.size) > 0
 
 
-def _parts(plan: SavePlan) -> tuple[Part, ...]:
-    return tuple(sorted((_part(item) for item in plan.items), key=Part.order))
+def _parts(plan: SavePlan) -> tuple[TensorPart, ...]:
+    return tuple(sorted((_part(item) for item in plan.items), key=TensorPart.order))
 
 
-def _part(item: WriteItem) -> Part:
+def _part(item: WriteItem) -> TensorPart:
     data = item.tensor_data
     assert data is not None, "there are only tensors"
-    return Part(
+    return TensorPart(
         name=item.index.fqn,
         dtype=data.properties.dtype,
         offsets=tuple(data.chunk.offsets),

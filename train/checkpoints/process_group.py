@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from train.checkpoints.safetensors_file import bytes_of
-from train.runtime.process_group import Group
+from train.runtime.process_group import RankGroup
 
 Value = TypeVar("Value")
 
@@ -27,9 +27,9 @@ class Channel:
     each other for ever.
     """
 
-    def __init__(self, group: Group, *, timeout_s: int = 600) -> None:
+    def __init__(self, group: RankGroup, *, timeout_s: int = 600) -> None:
         """Connect; all ranks do so at once."""
-        self.rank, self.size = group.place.rank, group.place.world_size
+        self.rank, self.size = group.rank_info.rank, group.rank_info.world_size
         self._group: dist.ProcessGroup | None = None
         if group.connected:
             timeout = timedelta(seconds=timeout_s)

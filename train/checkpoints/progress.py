@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from train.rundir.files import Outcome
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 
 @dataclass(kw_only=True)
-class Progress:
+class TrainingProgress:
     """What changes from step to step, tensors apart."""
 
     steps: int
@@ -22,13 +22,13 @@ class Progress:
     """The last loss and the last evaluation."""
 
     def outcome(
-        self, place: Place, status: str, reason: str, *, rank: int | None = None
+        self, rank_info: RankInfo, status: str, reason: str, *, rank: int | None = None
     ) -> Outcome:
         """Describe the run as it stands."""
         return Outcome(
             status=status,
-            attempt=place.attempt,
-            restart=place.restart,
+            attempt=rank_info.attempt,
+            restart=rank_info.restart,
             step=self.step,
             steps=self.steps,
             samples_seen=self.samples_seen,

@@ -13,7 +13,7 @@ from train.checkpoints import store
 from train.checkpoints.reader import Listing, Stored, differences, listing_of
 from train.checkpoints.store import Position, State
 from train.errors import CheckpointError
-from train.runtime.process_group import Group
+from train.runtime.process_group import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +53,15 @@ def look(run_dir: Path, *, attempt: int) -> Sighting:
     return Sighting(best=None, damaged=tuple(damaged))
 
 
-def look_together(run_dir: Path, group: Group) -> Sighting:
+def look_together(run_dir: Path, group: RankGroup) -> Sighting:
     """Find the same in a directory that all ranks see: each looks at some of the files."""
-    place = group.place
+    rank_info = group.rank_info
     damaged: list[tuple[Position, str]] = []
-    listed = store.places(run_dir, up_to_attempt=place.attempt)
+    listed = store.places(run_dir, up_to_attempt=rank_info.attempt)
     for position in group.broadcast(listed):
         reason = ""
         try:
-            store.verify(position.path(run_dir), share=(place.rank, place.world_size))
+            store.verify(position.path(run_dir), share=(rank_info.rank, rank_info.world_size))
         except CheckpointError as error:
             reason = str(error)
         if not (reasons := [text for text in group.gather(reason) if text]):
@@ -70,7 +70,7 @@ def look_together(run_dir: Path, group: Group) -> Sighting:
     return Sighting(best=None, damaged=tuple(damaged))
 
 
-def find(run_dir: Path, group: Group, *, shared: bool) -> tuple[list[Sighting], int | None]:
+def find(run_dir: Path, group: RankGroup, *, shared: bool) -> tuple[list[Sighting], int | None]:
     """Let every node look, and agree on the lowest rank that sees the best; None: there is none.
 
     If the run directory is each node's own, one rank per node looks, as all of them would only read
@@ -80,15 +80,15 @@ def find(run_dir: Path, group: Group, *, shared: bool) -> tuple[list[Sighting], 
     if shared:
         seen = [look_together(run_dir, group)]
     else:
-        looks = group.place.local_rank == 0
-        seen = group.gather(look(run_dir, attempt=group.place.attempt) if looks else nothing)
+        looks = group.rank_info.local_rank == 0
+        seen = group.gather(look(run_dir, attempt=group.rank_info.attempt) if looks else nothing)
     best = max((sighting.best for sighting in seen if sighting.best), default=None)
     source = None if best is None else [sighting.best for sighting in seen].index(best)
     return seen, source
 
 
 def describe(
-    run_dir: Path, group: Group, position: Position, *, source: int, shared: bool
+    run_dir: Path, group: RankGroup, position: Position, *, source: int, shared: bool
 ) -> Resumption:
     """Broadcast the content of a checkpoint on the source rank, without its tensors.
 
@@ -96,7 +96,7 @@ def describe(
         CheckpointError: on all ranks; it cannot be read.
     """
     resumption: Resumption | str = ""
-    if group.place.rank == source:
+    if group.rank_info.rank == source:
         path = position.path(run_dir)
         try:
             resumption = Resumption(
@@ -114,7 +114,7 @@ def describe(
 
 
 def load(
-    run_dir: Path, group: Group, resumption: Resumption, tensors: Mapping[str, Tensor]
+    run_dir: Path, group: RankGroup, resumption: Resumption, tensors: Mapping[str, Tensor]
 ) -> None:
     """Fill this rank's tensors in place, however the ranks that wrote them were arranged.
 
@@ -131,7 +131,7 @@ def load(
 
 
 def fill(
-    run_dir: Path, group: Group, resumption: Resumption, tensors: Mapping[str, Tensor]
+    run_dir: Path, group: RankGroup, resumption: Resumption, tensors: Mapping[str, Tensor]
 ) -> None:
     """Fill tensors in place that are known to be the checkpoint's.
 
@@ -153,10 +153,12 @@ def fill(
         raise CheckpointError("; ".join(problems))
 
 
-def _serve(path: Path, group: Group, resumption: Resumption, tensors: Mapping[str, Tensor]) -> str:
+def _serve(
+    path: Path, group: RankGroup, resumption: Resumption, tensors: Mapping[str, Tensor]
+) -> str:
     """Read tensor by tensor on one rank and send it to all; each takes its part."""
     assert resumption.source is not None, "somebody has it"
-    mine = group.place.rank == resumption.source
+    mine = group.rank_info.rank == resumption.source
     stored = Stored(path) if mine else None
     for name in resumption.listing:
         whole: dict[str, Tensor] = {}

@@ -55,7 +55,7 @@ BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TensorPart:
     """A box cut out of a tensor; perhaps all of it."""
 
     name: str
@@ -76,11 +76,11 @@ class Part:
         """Sort the widest types first, so that each starts at a multiple of its width."""
         return -self.dtype.itemsize, self.name
 
-    def renamed(self, name: str) -> Part:
+    def renamed(self, name: str) -> TensorPart:
         """Give the same part of a tensor of another name."""
         return replace(self, name=name)
 
-    def stored(self) -> Part:
+    def stored(self) -> TensorPart:
         """Give the same part of the tensor that `as_stored()` gives."""
         if self.dtype not in STORED_AS:
             return self
@@ -117,12 +117,12 @@ def problem_of(tensor: object) -> str:
     return ""
 
 
-def size_of(parts: Sequence[Part]) -> int:
+def size_of(parts: Sequence[TensorPart]) -> int:
     """Say how long a file of these parts will be."""
     return len(_header(parts)) + sum(part.nbytes for part in parts)
 
 
-def write(path: Path, parts: Sequence[Part], tensors: Iterable[Tensor]) -> Proof:
+def write(path: Path, parts: Sequence[TensorPart], tensors: Iterable[Tensor]) -> Proof:
     """Write a file of tensors and force it onto the disk.
 
     Args:
@@ -143,7 +143,7 @@ def write(path: Path, parts: Sequence[Part], tensors: Iterable[Tensor]) -> Proof
     return {"bytes": count, "sha256": digest.hexdigest()}
 
 
-def _blocks(parts: Sequence[Part], tensors: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
+def _blocks(parts: Sequence[TensorPart], tensors: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
     yield _header(parts)
     for part, tensor in zip(parts, tensors, strict=True):
         content = memoryview(bytes_of(tensor).numpy())  # type: ignore[arg-type]  # it has a buffer
@@ -152,7 +152,7 @@ def _blocks(parts: Sequence[Part], tensors: Iterable[Tensor]) -> Iterator[memory
             yield content[start : start + BLOCK_BYTES]
 
 
-def _header(parts: Sequence[Part]) -> bytes:
+def _header(parts: Sequence[TensorPart]) -> bytes:
     head = {"format": "pt"}
     if meant := {
         p.name: str(p.dtype).removeprefix("torch.") for p in parts if p.dtype in STORED_AS

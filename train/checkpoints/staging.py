@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from train.checkpoints.safetensors_file import Part
+from train.checkpoints.safetensors_file import TensorPart
 
 
 class Staging:
@@ -19,9 +19,9 @@ class Staging:
 
     def __init__(self) -> None:
         """Nothing is allocated before the first copy."""
-        self._buffers: dict[Part, Tensor] = {}
+        self._buffers: dict[TensorPart, Tensor] = {}
 
-    def copy(self, parts: Sequence[Part], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def copy(self, parts: Sequence[TensorPart], tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Copy this rank's part of each tensor; valid until the next call."""
         sources = [_local(tensors[part.name]) for part in parts]
         if self._buffers.keys() != set(parts):

@@ -13,7 +13,7 @@ from train.checkpoints import recovery
 from train.checkpoints.checkpointer import Checkpointer
 from train.checkpoints.export import export
 from train.checkpoints.job import Timing
-from train.checkpoints.progress import Progress
+from train.checkpoints.progress import TrainingProgress
 from train.checkpoints.reader import MODEL, OPTIMIZER, Stored
 from train.checkpoints.retention import Retention
 from train.checkpoints.safetensors_file import problem_of
@@ -27,7 +27,7 @@ from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Strategy
 from train.rundir.console import Console
 from train.rundir.files import RunDirectory
-from train.runtime.process_group import Group
+from train.runtime.process_group import RankGroup
 
 # Seconds that a failing process waits for a checkpoint that is being written.
 PATIENCE_S = 60.0
@@ -41,7 +41,7 @@ class Saver:
         *,
         config: Config,
         identity: Mapping[str, object],
-        group: Group,
+        group: RankGroup,
         strategy: Strategy,
         optimizer: NamedOptimizer,
         scaler: LossScaler,
@@ -66,7 +66,7 @@ class Saver:
             name for name, weight in self.strategy.named_parameters() if not weight.requires_grad
         )
 
-    def resume(self, progress: Progress) -> None:
+    def resume(self, progress: TrainingProgress) -> None:
         """Go on from the newest valid checkpoint that any rank sees, if there is one.
 
         Raises:
@@ -117,7 +117,7 @@ class Saver:
         if changed:
             self.console.say(f"with another configuration: {'; '.join(changed)}")
 
-    def save(self, progress: Progress, *, epoch: int) -> None:
+    def save(self, progress: TrainingProgress, *, epoch: int) -> None:
         """Begin a checkpoint of this moment; `wait()` returns its end.
 
         Raises:
@@ -134,19 +134,19 @@ class Saver:
         self.directory.flush()
         self._attempt(lambda: self._checkpointer.wait(for_next=True))
         self._refuse_unsound(progress.step)
-        position = Position(attempt=self.group.place.attempt, step=progress.step)
+        position = Position(attempt=self.group.rank_info.attempt, step=progress.step)
         state = State(
             step=progress.step,
             epoch=epoch,
             samples_seen=progress.samples_seen,
-            world_size=self.group.place.world_size,
+            world_size=self.group.rank_info.world_size,
             identity=self.identity,
             config=plain(self.config),
             scaler=self.scaler.state(),
             loss=progress.metrics.get("loss"),
             frozen=self._frozen,
         )
-        running = progress.outcome(self.group.place, "running", "training")
+        running = progress.outcome(self.group.rank_info, "running", "training")
 
         def may_commit() -> None:
             # Our own outcome with the new step; refused if a later start has written one.
@@ -259,7 +259,7 @@ class Saver:
             self.console.complain(f"{error}; training goes on")
 
     def _fenced(self) -> FencedError:
-        old, attempt = self.directory.read_outcome(), self.group.place.attempt
+        old, attempt = self.directory.read_outcome(), self.group.rank_info.attempt
         newer = old is not None and old.attempt > attempt
         return FencedError(
             f"attempt {attempt} writes no more: "

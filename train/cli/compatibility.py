@@ -16,7 +16,7 @@ from train.errors import UsageError
 from train.parallel.layout import ALONE, Layout, flag
 from train.parallel.pipeline import split
 from train.profiling.timeline import Profile
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 # Strategies made by `strategies.hybrid` or by `strategies.pp`, which shard along the data axes.
 COMPOSED = ("fsdp", "hsdp", "tp", "cp", "hybrid", "pp")
@@ -24,17 +24,17 @@ _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^/:\s\[\]]+):(\d{1,5})")
 _FILE = re.compile(r"file://(/.*[^/])")
 
 
-def problems(config: Config, place: Place, *, only_looking: bool = False) -> list[str]:
+def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False) -> list[str]:
     """Say what cannot work on the ranks that there are, or will be with `--spawn`.
 
     Args:
         config: the configuration.
-        place: where this process stands.
+        rank_info: where this process stands.
         only_looking: nothing is trained, so the ranks need not be there: the sizes of the mesh say
             how many they would be.
     """
-    problems = [*_starting(config, place), *_numbers(config)]
-    ranks = ranks_of(config, place, only_looking=only_looking)
+    problems = [*_starting(config, rank_info), *_numbers(config)]
+    ranks = ranks_of(config, rank_info, only_looking=only_looking)
     if only_looking and ranks.world_size == 1:
         # The number of ranks is not given.
         return problems
@@ -53,16 +53,16 @@ def problems(config: Config, place: Place, *, only_looking: bool = False) -> lis
     return problems + _shares(config, strategy, layout)
 
 
-def ranks_of(config: Config, place: Place, *, only_looking: bool = False) -> Place:
+def ranks_of(config: Config, rank_info: RankInfo, *, only_looking: bool = False) -> RankInfo:
     """Give the place of rank 0 among the ranks that the configuration is for."""
-    if place.launched:
-        return place
+    if rank_info.launched:
+        return rank_info
     if config.spawn is not None:
-        return place.of_spawned(0, config.spawn, "")
+        return rank_info.of_spawned(0, config.spawn, "")
     sizes = [size for size in config.axis_sizes().values() if size is not None]
     if only_looking and sizes:
-        return place.of_spawned(0, math.prod(sizes), "")
-    return place
+        return rank_info.of_spawned(0, math.prod(sizes), "")
+    return rank_info
 
 
 def backend_problem(config: Config, backend: str) -> str | None:
@@ -109,16 +109,17 @@ def exact_problems(config: Config, layout: Layout) -> list[str]:
     return problems
 
 
-def _starting(config: Config, place: Place) -> Iterator[str]:
+def _starting(config: Config, rank_info: RankInfo) -> Iterator[str]:
     """Check how the ranks start and meet."""
     text = config.init_method
-    if config.spawn is not None and place.launched and place.meeting is None:
+    if config.spawn is not None and rank_info.launched and rank_info.meeting is None:
         yield (
             f"--spawn {config.spawn} starts processes by itself, but a launcher has started this "
-            f"one as rank {place.rank} of {place.world_size}: leave out --spawn, or the launcher"
+            f"one as rank {rank_info.rank} of {rank_info.world_size}: leave out --spawn, or the "
+            "launcher"
         )
     if text == "env://":
-        if place.launched and not (place.addressed or place.meeting):
+        if rank_info.launched and not (rank_info.addressed or rank_info.meeting):
             yield (
                 "RANK is set, but MASTER_ADDR and MASTER_PORT are not, where --init-method env:// "
                 "meets: set them, or use --init-method tcp://HOST:PORT or file:///NEW-FILE"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from train.parallel.layout import Layout, resolve
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 DEFAULT_EPOCHS = 10
 
@@ -205,26 +205,26 @@ class Config:
         """The sizes of the mesh that were given."""
         return {axis: getattr(self, axis) for axis in Layout().sizes()}
 
-    def strategy_on(self, place: Place) -> str:
+    def strategy_on(self, rank_info: RankInfo) -> str:
         """The strategy's name with `auto` resolved."""
         if self.strategy != "auto":
             return self.strategy
         given = {axis for axis, size in self.axis_sizes().items() if size not in (None, 1)}
         if given <= {"dp_replicate"}:
-            return "ddp" if place.world_size > 1 else "single"
+            return "ddp" if rank_info.world_size > 1 else "single"
         return "hybrid"
 
-    def layout_on(self, place: Place) -> Layout:
+    def layout_on(self, rank_info: RankInfo) -> Layout:
         """The arrangement of the ranks.
 
         Raises:
             UsageError: the sizes do not fit the number of ranks.
         """
         return resolve(
-            self.strategy_on(place),
+            self.strategy_on(rank_info),
             self.axis_sizes(),
-            world_size=place.world_size,
-            local_world_size=place.local_world_size,
+            world_size=rank_info.world_size,
+            local_world_size=rank_info.local_world_size,
         )
 
     def micro_batches(self, shards: int) -> int:

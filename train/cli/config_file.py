@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 from train.cli.config import Config
-from train.cli.fields import Field, field_docs, fields, nearest
+from train.cli.fields import ConfigField, field_docs, fields, nearest
 from train.errors import UsageError
 
 _HEAD = "# A configuration of `python -m train`, for its --config; flags override what stands here."
@@ -81,7 +81,7 @@ def write(path: Path, config: Config) -> None:
         ) from error
 
 
-def _convert(field: Field, value: object) -> object:
+def _convert(field: ConfigField, value: object) -> object:
     """Make a field's value from TOML's.
 
     Raises:

@@ -21,7 +21,7 @@ from train.tasks import problem_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Field:
+class ConfigField:
     """One field of `Config`."""
 
     name: str
@@ -88,14 +88,14 @@ class Field:
 
 
 @cache
-def fields() -> dict[str, Field]:
+def fields() -> dict[str, ConfigField]:
     """Describe the fields of `Config`, by name and in its order."""
     hints = typing.get_type_hints(Config, include_extras=True)
     by_name, section = {}, ""
     for field in dataclasses.fields(Config):
         section = SECTIONS.get(field.name, section)
         kind, choices, least = _read(hints[field.name])
-        by_name[field.name] = Field(
+        by_name[field.name] = ConfigField(
             name=field.name,
             section=section,
             kind=kind,

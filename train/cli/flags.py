@@ -9,9 +9,9 @@ from pathlib import Path
 
 from train.cli import compatibility, config_file
 from train.cli.config import Config
-from train.cli.fields import Field, field_docs, fields, nearest
+from train.cli.fields import ConfigField, field_docs, fields, nearest
 from train.errors import UsageError
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 RUN_DIR = "TRAIN_RUN_DIR"
 # Flags that are not fields of `Config`, with their values and meanings.
@@ -69,7 +69,7 @@ def usage() -> str:
     return "\n".join(lines)
 
 
-def documented(*, inline: bool = True) -> Iterator[tuple[Field, str]]:
+def documented(*, inline: bool = True) -> Iterator[tuple[ConfigField, str]]:
     """Yield each field with its description; `inline`: and with its choices and its default."""
     docs = field_docs(Config)
     for name, field in fields().items():
@@ -86,16 +86,16 @@ def _entry(head: str, text: str) -> list[str]:
     return [f"  {head}", *textwrap.wrap(text, 92, initial_indent=indent, subsequent_indent=indent)]
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str], place: Place) -> Config:
+def parse(argv: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo) -> Config:
     """Read the command line, and the file that it names.
 
     Raises:
         UsageError: names every problem, one to a line.
     """
-    return read(argv, environ, place).config
+    return read(argv, environ, rank_info).config
 
 
-def read(argv: Sequence[str], environ: Mapping[str, str], place: Place) -> Request:
+def read(argv: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo) -> Request:
     """Read the command line, and the file that it names, and what to do with them.
 
     Raises:
@@ -131,13 +131,13 @@ def read(argv: Sequence[str], environ: Mapping[str, str], place: Place) -> Reque
     config = Config(**values)  # type: ignore[arg-type]  # each field's type was seen to
     # What depends on several values is worth checking only when all could be read.
     if not problems:
-        problems += compatibility.problems(config, place, only_looking=only_looking)
+        problems += compatibility.problems(config, rank_info, only_looking=only_looking)
     if problems:
         raise UsageError("\n".join(problems))
     return Request(config=config, write_config=write_config)
 
 
-def fields_by_flag() -> dict[str, Field]:
+def fields_by_flag() -> dict[str, ConfigField]:
     """Find a field by its flag."""
     return {field.flag: field for field in fields().values()}
 

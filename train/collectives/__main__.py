@@ -9,26 +9,26 @@ from typing import NoReturn
 from train.collectives.options import parse, parser
 from train.errors import EXIT_DONE, UsageError
 from train.rundir.console import Console, keep_lines_whole
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 
 def main() -> int:
     """Run, and return the exit status."""
     console = Console(rank=0)
     try:
-        place = Place.from_environ(os.environ)
-        console = Console(rank=place.rank)
+        rank_info = RankInfo.from_environ(os.environ)
+        console = Console(rank=rank_info.rank)
         if {"--help", "-h"} & set(sys.argv[1:]):
             console.say(parser().format_help().rstrip())
             return EXIT_DONE
-        options = parse(sys.argv[1:], place)
+        options = parse(sys.argv[1:], rank_info)
     except UsageError as error:
         console.complain(str(error))
         return error.exit_status
     # Only here, as it imports torch: a mistyped flag is answered at once.
     from train.collectives.session import be_a_rank, spawn
 
-    return spawn(options, options.nproc) if options.nproc else be_a_rank(options, place)
+    return spawn(options, options.nproc) if options.nproc else be_a_rank(options, rank_info)
 
 
 def enter() -> NoReturn:

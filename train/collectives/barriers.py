@@ -28,7 +28,7 @@ def demonstrate_barrier(
     Raises:
         WrongResult: on all ranks, when one was let through before all had arrived.
     """
-    rank, world_size = ranks.place.rank, ranks.place.world_size
+    rank, world_size = ranks.rank_info.rank, ranks.rank_info.world_size
     if rank > 0:
         ranks.store.wait([f"arrived/{rank - 1}"], ranks.timeout)
     before = ranks.store.add("arrivals", 1)
@@ -55,7 +55,7 @@ def demonstrate_monitored_barrier(ranks: Ranks, console: Console) -> None:
     Raises:
         WrongResult: on all ranks, when rank 0 was not told, or told another rank.
     """
-    rank, away = ranks.place.rank, ranks.place.world_size - 1
+    rank, away = ranks.rank_info.rank, ranks.rank_info.world_size - 1
     # gloo only, so beside NCCL it needs a group of its own; and a barrier that failed leaves a
     # group that is no longer good for anything.
     group = dist.new_group(backend="gloo", timeout=ranks.timeout)

@@ -25,7 +25,7 @@ def demonstrate(collective: Collective, ranks: Ranks, console: Console) -> None:
     Raises:
         WrongResult: on all ranks; names each rank with a wrong result, and both results.
     """
-    rank, world_size = ranks.place.rank, ranks.place.world_size
+    rank, world_size = ranks.rank_info.rank, ranks.rank_info.world_size
     start = [collective.before(other, world_size) for other in range(world_size)]
     mine = torch.tensor(start[rank], dtype=torch.float32, device=ranks.device)
     result = collective.prepare(mine, rank, world_size)()

@@ -11,7 +11,7 @@ from typing import NoReturn
 from train.cli.fields import nearest
 from train.collectives.names import NAMES
 from train.errors import UsageError
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _WAY_OUT = (
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def parse(argv: Sequence[str], place: Place) -> Options:
+def parse(argv: Sequence[str], rank_info: RankInfo) -> Options:
     """Read the command line.
 
     Raises:
@@ -79,17 +79,17 @@ def parse(argv: Sequence[str], place: Place) -> Options:
         flags = [flag for action in made._actions for flag in action.option_strings]
         raise UsageError(f"unknown flag {word!r}{nearest(word, flags)}; --help shows all flags")
     nproc = _whole("--nproc", given.nproc, 1)
-    if nproc and place.launched:
+    if nproc and rank_info.launched:
         raise UsageError(
-            f"--nproc {nproc}: a launcher has started {place.world_size} ranks already; leave it "
-            "out, or start without the launcher"
+            f"--nproc {nproc}: a launcher has started {rank_info.world_size} ranks already; leave "
+            "it out, or start without the launcher"
         )
-    if place.launched and not (place.addressed or place.meeting):
+    if rank_info.launched and not (rank_info.addressed or rank_info.meeting):
         raise UsageError(
             "RANK is set, but not where the ranks meet: set MASTER_ADDR and MASTER_PORT, or let "
             "torchrun do so"
         )
-    ranks = place.world_size if place.launched else nproc
+    ranks = rank_info.world_size if rank_info.launched else nproc
     if ranks is None or ranks < 2:
         raise UsageError(f"ranks that talk need at least 2, here is {ranks or 1}: {_WAY_OUT}")
     if given.sizes and given.max_size:

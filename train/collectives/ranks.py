@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from train.runtime.process_group import agree_on_device, device_and_backend, disconnect
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 from train.runtime.rendezvous import meet
 
 Value = TypeVar("Value")
@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 class Ranks:
     """This rank, and a notice board that all ranks can read."""
 
-    place: Place
+    rank_info: RankInfo
     """Which rank this is, of how many."""
     device: torch.device
     """Where its tensors lie."""
@@ -42,8 +42,8 @@ class Ranks:
         report nor hide that it is broken.
         """
         self.rounds += 1
-        keys = [f"{self.rounds}/{rank}" for rank in range(self.place.world_size)]
-        self.store.set(keys[self.place.rank], json.dumps(value))
+        keys = [f"{self.rounds}/{rank}" for rank in range(self.rank_info.world_size)]
+        self.store.set(keys[self.rank_info.rank], json.dumps(value))
         self.store.wait(keys, self.timeout)
         return [json.loads(text) for text in self.store.multi_get(keys)]
 
@@ -54,26 +54,26 @@ class Ranks:
 
 
 @contextmanager
-def connect(place: Place, *, timeout_s: int) -> Iterator[Ranks]:
+def connect(rank_info: RankInfo, *, timeout_s: int) -> Iterator[Ranks]:
     """Make the default process group; end it when all went well.
 
     Raises:
         UsageError: torch lacks the backend, or only some ranks have a GPU.
     """
     timeout = timedelta(seconds=timeout_s)
-    device, backend = device_and_backend(place)
+    device, backend = device_and_backend(rank_info)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with meet(place, "env://", timeout) as store:
-        agree_on_device(store, place, device)
+    with meet(rank_info, "env://", timeout) as store:
+        agree_on_device(store, rank_info, device)
         dist.init_process_group(
             backend,
             store=store,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        board = PrefixStore(f"train/collectives/{place.restart}", store)
-        yield Ranks(place=place, device=device, store=board, timeout=timeout)
+        board = PrefixStore(f"train/collectives/{rank_info.restart}", store)
+        yield Ranks(rank_info=rank_info, device=device, store=board, timeout=timeout)
         disconnect()

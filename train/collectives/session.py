@@ -18,7 +18,7 @@ from train.collectives.ranks import Ranks, connect
 from train.collectives.timing import table
 from train.errors import EXIT_DONE, EXIT_FAILED, TrainError
 from train.rundir.console import Console
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 
 def spawn(options: Options, nproc: int) -> int:
@@ -35,7 +35,7 @@ def spawn(options: Options, nproc: int) -> int:
 
 
 def _spawned(rank: int, options: Options, nproc: int, meeting: str) -> None:
-    place = Place(
+    rank_info = RankInfo(
         rank=rank,
         world_size=nproc,
         local_rank=rank,
@@ -46,17 +46,17 @@ def _spawned(rank: int, options: Options, nproc: int, meeting: str) -> None:
     # Several ranks on one machine: each with all its cores would only be in the others' way.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // nproc))
-    exit_status = be_a_rank(options, place)
+    exit_status = be_a_rank(options, rank_info)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_status)
 
 
-def be_a_rank(options: Options, place: Place) -> int:
+def be_a_rank(options: Options, rank_info: RankInfo) -> int:
     """Connect, show everything, and return the exit status; an error is printed before."""
-    console = Console(rank=place.rank)
+    console = Console(rank=rank_info.rank)
     try:
-        with connect(place, timeout_s=options.timeout_s) as ranks:
+        with connect(rank_info, timeout_s=options.timeout_s) as ranks:
             return run(options, ranks, console, COLLECTIVES)
     except TrainError as error:
         console.complain(str(error))
@@ -70,7 +70,7 @@ def be_a_rank(options: Options, place: Place) -> int:
 def run(options: Options, ranks: Ranks, console: Console, collectives: Sequence[Collective]) -> int:
     """Show collectives until all are done or one is wrong."""
     backend = torch.distributed.get_backend()
-    console.say(f"{ranks.place.world_size} ranks, {backend} on {ranks.device.type}")
+    console.say(f"{ranks.rank_info.world_size} ranks, {backend} on {ranks.device.type}")
     repeats = options.repeats if options.sizes_bytes else 0
     try:
         for collective in collectives:

@@ -62,7 +62,7 @@ def measure(collective: Collective, size_bytes: int, repeats: int, ranks: Ranks)
     Raises:
         WrongResult: on all ranks; names the ranks.
     """
-    rank, world_size = ranks.place.rank, ranks.place.world_size
+    rank, world_size = ranks.rank_info.rank, ranks.rank_info.world_size
     numbers = collective.numbers(world_size)
     # Each number of the small case becomes a block: the same expectation holds for all sizes.
     block = max(1, size_bytes // (_ITEM_BYTES * numbers))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from train.data.order import Batch, Chance, Order, Samples, Source, seed_of, share_of
-from train.data.seeding import Watch, mixed, seed_sample
+from train.data.order import Batch, Chance, SampleOrder, Samples, Source, seed_of, share_of
+from train.data.seeding import RandomDrawDetector, mixed, seed_sample
 from train.errors import UsageError
 from train.model import trees
 from train.model.trees import Tree
@@ -22,7 +22,7 @@ from train.runtime.signals import SIGNALS
 Draw = tuple[list[int], Chance | None]
 
 
-class Reader:
+class DatasetReader:
     """Batches of a map-style Dataset.
 
     Its samples may be random, such as pictures that are now and then mirrored. For each, the
@@ -51,7 +51,7 @@ class Reader:
         self._samples, self._workers, self._task = samples, workers, task
         self._device = device or torch.device("cpu")
         # Whether a sample has been seen to draw random numbers.
-        self._drawing, self._watch = False, Watch()
+        self._drawing, self._watch = False, RandomDrawDetector()
         # Of the first batch: what others must be like.
         self._form: object = None
         self._checked = False
@@ -60,9 +60,9 @@ class Reader:
         """Count the samples."""
         return len(self._samples)
 
-    def to(self, device: torch.device) -> Reader:
+    def to(self, device: torch.device) -> DatasetReader:
         """Give batches on a device."""
-        return Reader(self._samples, workers=self._workers, device=device, task=self._task)
+        return DatasetReader(self._samples, workers=self._workers, device=device, task=self._task)
 
     def take(self, indices: Tensor, chance: Chance | None = None, /) -> Batch:
         """Pick samples by number, in this process."""
@@ -217,7 +217,7 @@ class Feed:
     """One rank's slices of the global batches, from any point of the order on."""
 
     def __init__(
-        self, source: Source, order: Order, *, global_batch: int, shard: int, shards: int
+        self, source: Source, order: SampleOrder, *, global_batch: int, shard: int, shards: int
     ) -> None:
         """Prepare to read; nothing is read yet."""
         self._source, self._order = source, order

@@ -149,9 +149,9 @@ def source_of(samples: Batch | Samples, *, workers: int = 0, task: str = "") -> 
         trees.check(samples.inputs, samples.targets, task=task)
         return samples
     # Only here, as few need it.
-    from train.data.loader import Reader
+    from train.data.loader import DatasetReader
 
-    return Reader(samples, workers=workers, task=task)
+    return DatasetReader(samples, workers=workers, task=task)
 
 
 def resident(samples: Source, device: torch.device, *, task: str) -> Source:
@@ -212,7 +212,7 @@ def weighted_draws(weights: Tensor, seed: int, epoch: int) -> Tensor:
     return torch.multinomial(weights, len(weights), replacement=True, generator=generator)
 
 
-class Order:
+class SampleOrder:
     """The endless stream of sample numbers."""
 
     def __init__(self, *, size: int, seed: int, weights: Tensor | None = None) -> None:

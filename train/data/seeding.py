@@ -45,7 +45,7 @@ def seed_sample(seed: int) -> None:
     np.random.seed(seed >> 32)
 
 
-class Watch:
+class RandomDrawDetector:
     """Notices whether random numbers have been drawn meanwhile, from the generators of a sample.
 
     Of those of `random` and numpy it keeps copies in step, which is cheaper than to look at their

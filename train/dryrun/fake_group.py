@@ -34,8 +34,8 @@ from train.dryrun.op_mode import wraps_others
 from train.model.trees import Tree, sample_count
 from train.parallel import cp, inventory, tp
 from train.parallel.pipeline.forward import Relay, Untransferable
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 
 ops = torch.ops
 # What goes in at a stage of a pipeline, by its number and how many samples go through; known once
@@ -44,14 +44,16 @@ Boundaries = dict[tuple[int, int], tuple[torch.Size, torch.dtype]]
 
 
 @contextmanager
-def pretend(place: Place, boundaries: Boundaries) -> Iterator[Group]:
+def pretend(rank_info: RankInfo, boundaries: Boundaries) -> Iterator[RankGroup]:
     """Become one rank of a world without the other ranks; tensors made meanwhile have no memory.
 
     Args:
-        place: which rank, of how many.
+        rank_info: which rank, of how many.
         boundaries: what other stages of a pipeline give; this rank's are added.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=place.rank, world_size=place.world_size)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=rank_info.rank, world_size=rank_info.world_size
+    )
     try:
         with ExitStack() as stack:
             for patch in _patches(boundaries):
@@ -60,7 +62,7 @@ def pretend(place: Place, boundaries: Boundaries) -> Iterator[Group]:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(as_on_cuda())
             stack.enter_context(_Answers())  # type: ignore[no-untyped-call]
-            yield Rehearsing(place=place, device=torch.device("cpu"))
+            yield Rehearsing(rank_info=rank_info, device=torch.device("cpu"))
     finally:
         dist.destroy_process_group()
         # They remember meshes by their shape, with groups that are gone.
@@ -68,7 +70,7 @@ def pretend(place: Place, boundaries: Boundaries) -> Iterator[Group]:
         _redistribute._gen_transform_infos.cache_clear()
 
 
-class Rehearsing(Group):
+class Rehearsing(RankGroup):
     """The group of a rank that is alone in its world."""
 
     def sum(self, values: Sequence[float]) -> list[float]:

@@ -22,7 +22,7 @@ from train.dryrun.suggestions import misfit
 from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from train.parallel.layout import OWN_AXIS, flag
 from train.rundir.console import Console
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 from train.tasks.base import Task
 
 # Not one device per rank, or not one kind of rank.
@@ -51,11 +51,11 @@ def examine(config: Config, limit: int | None = None) -> Findings:
     Raises:
         UsageError: the plan cannot work, or cannot be rehearsed.
     """
-    place = place_of(config)
+    rank_info = place_of(config)
     task = tasks.load(config.task)
-    layout = config.layout_on(place)
-    ranks = _rehearse(config, task, place)
-    strategy = config.strategy_on(place)
+    layout = config.layout_on(rank_info)
+    ranks = _rehearse(config, task, rank_info)
+    strategy = config.strategy_on(rank_info)
     numbers, size = _whole_model(task)
 
     def attempt(other: Config) -> int | None:
@@ -85,7 +85,7 @@ def examine(config: Config, limit: int | None = None) -> Findings:
         task=task.name,
         strategy=strategy,
         layout=layout,
-        node_size=place.local_world_size,
+        node_size=rank_info.local_world_size,
         global_batch=config.global_batch,
         schedule=config.pp_schedule if layout.pp > 1 else None,
         parameters=numbers,
@@ -96,7 +96,7 @@ def examine(config: Config, limit: int | None = None) -> Findings:
     )
 
 
-def place_of(config: Config) -> Place:
+def place_of(config: Config) -> RankInfo:
     """Return the identity of rank 0 among the ranks of the mesh.
 
     Raises:
@@ -107,20 +107,20 @@ def place_of(config: Config) -> Place:
             f"--dry-run knows strategies whose ranks have a device each and are alike, not "
             f"--strategy {config.strategy}; use --strategy single to see the model's memory"
         )
-    place = compatibility.ranks_of(config, Place(), only_looking=True)
-    if place.world_size == 1 and config.strategy not in ("auto", "single"):
+    rank_info = compatibility.ranks_of(config, RankInfo(), only_looking=True)
+    if rank_info.world_size == 1 and config.strategy not in ("auto", "single"):
         axis = flag(OWN_AXIS.get(config.strategy, "dp_shard"))
         raise UsageError(
             f"--dry-run --strategy {config.strategy}: on how many ranks? Say so with {axis} 8, or "
             "with other sizes of the mesh"
         )
-    node = min(config.nproc_per_node, place.world_size)
-    return dataclasses.replace(place, local_world_size=node)
+    node = min(config.nproc_per_node, rank_info.world_size)
+    return dataclasses.replace(rank_info, local_world_size=node)
 
 
-def _rehearse(config: Config, task: Task, place: Place) -> list[Rehearsed]:
+def _rehearse(config: Config, task: Task, rank_info: RankInfo) -> list[Rehearsed]:
     try:
-        return Rehearsal(config, task, place).all()
+        return Rehearsal(config, task, rank_info).all()
     except (
         DataDependentOutputException,
         DynamicOutputShapeException,

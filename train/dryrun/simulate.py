@@ -25,7 +25,7 @@ from train.parallel.hybrid import Composed
 from train.parallel.local_sgd import LocalSgd
 from train.parallel.pipeline import split
 from train.parallel.pipeline.schedule import Pipelined
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 from train.tasks.base import Task
 
 # The last micro-batch, which exchanges gradients, is different; those before it are all alike.
@@ -64,12 +64,12 @@ class Rehearsed:
 class Rehearsal:
     """A plan whose ranks are rehearsed, one after the other."""
 
-    def __init__(self, config: Config, task: Task, place: Place) -> None:
-        """Describe the plan; `place` holds the number of ranks, and the size of the nodes."""
-        self.layout = config.layout_on(place)
+    def __init__(self, config: Config, task: Task, rank_info: RankInfo) -> None:
+        """Describe the plan; `rank_info` holds the number of ranks, and the size of the nodes."""
+        self.layout = config.layout_on(rank_info)
         # The first two are about how a run starts. The devices of the plan are not here.
         self._config = dataclasses.replace(config, meta_init=False, compile=False, dry_run=True)
-        self._task, self._place = task, place
+        self._task, self._rank_info = task, rank_info
         self._sample = source_of(task.train()).take(torch.zeros(1, dtype=torch.int64))
         self._test_samples = len(source_of(task.test()))
         self._boundaries: Boundaries = {}
@@ -167,10 +167,10 @@ class Rehearsal:
         )
         each = layout.world_size // count
         for stage in range(count):
-            place = self._at(stage * each, layout.world_size)
-            with pretend(place, self._boundaries) as group:
+            rank_info = self._at(stage * each, layout.world_size)
+            with pretend(rank_info, self._boundaries) as group:
                 parts = Parts(task=self._task, config=config, layout=layout, group=group)
-                strategy = parallel.build(config.strategy_on(place), parts)
+                strategy = parallel.build(config.strategy_on(rank_info), parts)
                 assert isinstance(strategy, Pipelined), "a layout with stages is a pipeline's"
                 for samples in (size, self._evaluated_at_a_time(strategy)):
                     strategy.passed(strategy._slice.of(self._batch(samples)).inputs)
@@ -185,9 +185,9 @@ class Rehearsal:
         count = split.micro_batches(self._config, self.layout)
         return self._config.global_batch // self.layout.shards // count
 
-    def _at(self, rank: int, world_size: int | None = None) -> Place:
+    def _at(self, rank: int, world_size: int | None = None) -> RankInfo:
         return dataclasses.replace(
-            self._place, rank=rank, world_size=world_size or self._place.world_size
+            self._rank_info, rank=rank, world_size=world_size or self._rank_info.world_size
         )
 
     def _batch(self, size: int) -> Batch:
@@ -208,7 +208,7 @@ class _Step:
     def __init__(self, parts: Parts, memory: Memory) -> None:
         """Build the strategy and its optimizer."""
         self._parts, self._memory = parts, memory
-        self.strategy = parallel.build(parts.config.strategy_on(parts.group.place), parts)
+        self.strategy = parallel.build(parts.config.strategy_on(parts.group.rank_info), parts)
         if isinstance(self.strategy, WholeModel):
             rehearsable(self.strategy.run)
         self._optimizer = NamedOptimizer(self.strategy.named_parameters(), parts.config)

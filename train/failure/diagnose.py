@@ -14,7 +14,7 @@ from types import FrameType
 
 from torch import nn
 
-from train.checkpoints.progress import Progress
+from train.checkpoints.progress import TrainingProgress
 from train.data.order import Batch
 from train.model.trees import described
 from train.tasks.base import Task
@@ -81,7 +81,7 @@ def part_of(error: BaseException) -> Part:
     return Part(name="the optimizer's step") if "torch.optim" in modules else Part()
 
 
-def describe(error: BaseException, task: Task | None, progress: Progress | None) -> str:
+def describe(error: BaseException, task: Task | None, progress: TrainingProgress | None) -> str:
     """Say in a line which part of a task has failed, when, and on what."""
     part = part_of(error)
     of_task = "" if task is None else f" of task {task.name!r}"
@@ -130,7 +130,7 @@ def _layer(frames: Sequence[FrameType]) -> str:
     return _given(f"layer {name!r} ({kind})" if name else kind, frame)
 
 
-def _moment(frames: Sequence[FrameType], progress: Progress | None) -> str:
+def _moment(frames: Sequence[FrameType], progress: TrainingProgress | None) -> str:
     modules = {_module(frame) for frame in frames}
     running = any(_module(f) == "train.loop" and f.f_code.co_name == "run" for f in frames)
     if progress is None or not running:

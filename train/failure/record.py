@@ -7,7 +7,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from train.checkpoints.progress import Progress
+from train.checkpoints.progress import TrainingProgress
 from train.errors import (
     EXIT_FAILED,
     CheckpointError,
@@ -27,39 +27,39 @@ def fail(
     error: BaseException,
     directory: RunDirectory,
     task: Task | None,
-    progress: Progress | None,
+    progress: TrainingProgress | None,
 ) -> int:
     """Record a failure and say it; give the exit status."""
     # With the frames of its traceback, and what they hold. To free what DDP has given to gloo may
     # wait for ever: a thread that still has it waits for Python's lock meanwhile.
     _kept.append(error)
-    place = directory.place
-    if place.world_size > 1 and is_collateral(error) and not is_ours_alone(error):
+    rank_info = directory.rank_info
+    if rank_info.world_size > 1 and is_collateral(error) and not is_ours_alone(error):
         text = lost(error, progress)
         reason = str(error) if isinstance(error, PeerError) else text
-        record(directory, progress, "retryable", reason, rank=place.rank)
-        tell_echo(place, text)
+        record(directory, progress, "retryable", reason, rank=rank_info.rank)
+        tell_echo(rank_info, text)
         return EXIT_FAILED
     if isinstance(error, TrainError):
         # All ranks raise this one at the same step: none of them is the culprit, and rank 0 writes.
         agreed = isinstance(error, (NonFiniteLoss, FencedError, CheckpointError))
-        if not isinstance(error, FencedError) and not (agreed and place.rank != 0):
-            rank = None if agreed else place.rank
+        if not isinstance(error, FencedError) and not (agreed and rank_info.rank != 0):
+            rank = None if agreed else rank_info.rank
             record(directory, progress, "fatal", str(error), rank=rank)
-        tell(place, str(error))
+        tell(rank_info, str(error))
         return error.exit_status
     if problem := unwritable(error, directory.path):
-        record(directory, progress, "fatal", problem, rank=place.rank)
-        tell(place, problem)
+        record(directory, progress, "fatal", problem, rank=rank_info.rank)
+        tell(rank_info, problem)
         return EXIT_FAILED
     text = explain(error, task, progress)
     summary = f"{in_short(error)}\n{text}"
-    record(directory, progress, "fatal", summary.replace("\n", "; "), rank=place.rank)
-    tell(place, text, trace="".join(traceback.format_exception(error)), summary=summary)
+    record(directory, progress, "fatal", summary.replace("\n", "; "), rank=rank_info.rank)
+    tell(rank_info, text, trace="".join(traceback.format_exception(error)), summary=summary)
     return EXIT_FAILED
 
 
-def explain(error: BaseException, task: Task | None, progress: Progress | None) -> str:
+def explain(error: BaseException, task: Task | None, progress: TrainingProgress | None) -> str:
     """Return a line about the failure; an error of the diagnosis must not hide it."""
     with suppress(Exception):
         return describe(error, task, progress)
@@ -76,7 +76,7 @@ def is_ours_alone(error: BaseException) -> bool:
 _kept: list[BaseException] = []
 
 
-def lost(error: BaseException, progress: Progress | None) -> str:
+def lost(error: BaseException, progress: TrainingProgress | None) -> str:
     """Say what a rank knows when another one has gone."""
     if isinstance(error, PeerError):
         return f"ends because of others: {error}"
@@ -112,7 +112,7 @@ def in_short(error: BaseException) -> str:
 
 def record(
     directory: RunDirectory,
-    progress: Progress | None,
+    progress: TrainingProgress | None,
     status: str,
     reason: str,
     *,
@@ -121,11 +121,11 @@ def record(
     """Record a failure: `fatal` for a cause, `retryable` for the echo of one elsewhere."""
     old = directory.read_outcome()
     if progress is None:
-        progress = Progress(steps=0)
+        progress = TrainingProgress(steps=0)
     if progress.step == 0 and old:
         progress.step, progress.samples_seen = old.step, old.samples_seen
     outcome = dataclasses.replace(
-        progress.outcome(directory.place, status, reason, rank=rank),
+        progress.outcome(directory.rank_info, status, reason, rank=rank),
         steps=progress.steps or None,
     )
     # A missing directory (another node's) or a full disk must not hide the error itself.

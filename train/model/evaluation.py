@@ -13,7 +13,7 @@ from train.data.order import Batch, Source, share_of
 from train.errors import UsageError
 from train.parallel.base import Strategy, Tally
 from train.rundir.files import RunDirectory, read_lines
-from train.runtime.process_group import Group
+from train.runtime.process_group import RankGroup
 from train.tasks.base import Task
 
 
@@ -33,7 +33,7 @@ def batch_size(config: Config, strategy: Strategy) -> int:
 def evaluated_epoch(
     config: Config,
     strategy: Strategy,
-    group: Group,
+    group: RankGroup,
     directory: RunDirectory,
     step: int,
     samples: int,
@@ -57,7 +57,7 @@ def evaluated_epoch(
     earlier, now = (max(each, 0) * config.global_batch // samples for each in (before, step))
     if earlier == now:
         return now
-    made = group.place.rank == 0 and any(
+    made = group.rank_info.rank == 0 and any(
         event.get("event") == "epoch" and event.get("step") == step
         for event in read_lines(directory.path / "events.jsonl")
     )
@@ -65,7 +65,7 @@ def evaluated_epoch(
 
 
 def measure(
-    task: Task, strategy: Strategy, group: Group, test: Source, *, batch: int
+    task: Task, strategy: Strategy, group: RankGroup, test: Source, *, batch: int
 ) -> dict[str, float]:
     """Measure the mean loss and the task's metrics over the whole test set.
 

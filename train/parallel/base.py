@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from train.data.order import Batch
     from train.model.optimizer import NamedOptimizer
     from train.parallel.layout import Layout
-    from train.runtime.process_group import Group
+    from train.runtime.process_group import RankGroup
     from train.tasks.base import Task
 
 
@@ -44,7 +44,7 @@ class Parts:
     """The command line."""
     layout: Layout
     """How the ranks are arranged."""
-    group: Group
+    group: RankGroup
     """The ranks."""
 
     def model(self, device: torch.device | None = None) -> nn.Module:
@@ -195,7 +195,7 @@ class WholeModel(Strategy):
         self.parts, self.task, self.model = parts, parts.task, model
         self._given = Inventory.of([model])
         self.run: nn.Module = model
-        self.shard = parts.layout.shard(parts.group.place.rank)
+        self.shard = parts.layout.shard(parts.group.rank_info.rank)
         self.shards = parts.layout.shards
         self.axes = (self.shard,)
         self.norm_device = parts.group.device
@@ -207,7 +207,7 @@ class WholeModel(Strategy):
             UsageError: names the lost or changed part.
         """
         config, group = self.parts.config, self.parts.group
-        how = f"--strategy {config.strategy_on(group.place)} ({self.parts.layout})"
+        how = f"--strategy {config.strategy_on(group.rank_info)} ({self.parts.layout})"
         check_alike(self._given, group, task=self.task.name)
         check_unchanged(self._given, Inventory.of([self.model]), how=how)
 

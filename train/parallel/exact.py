@@ -92,7 +92,7 @@ class ExactDataParallel(WholeModel):
         self._without_gradient = frozenset(lacking)
         own_loss = torch.stack([row[-1] for row in rows]).sum()
         loss = self._apply(sum_rows(torch.stack(rows), self._ranks))
-        if self.parts.group.place.rank > 0:
+        if self.parts.group.rank_info.rank > 0:
             # Rank 0 reports for all; a loss that is not finite is its own rank's to report.
             loss = own_loss * 0.0
         elif not loss.isfinite():

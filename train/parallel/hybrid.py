@@ -48,7 +48,7 @@ class Composed(WholeModel):
         mesh = build_mesh(parts)
         cut = parallelise(self.model, self.task.pieces(self.model), parts, mesh)
         self._slice, self._units = cut.sequence, cut.units
-        at = parts.layout.coordinates(parts.group.place.rank)
+        at = parts.layout.coordinates(parts.group.rank_info.rank)
         # Ranks of one tensor-parallel group compute the same loss: the first of them reports it.
         self._reports = at["tp"] == 0
         self.axes = (self.shard, at["cp"])
@@ -67,7 +67,7 @@ class Composed(WholeModel):
     def warm_up(self, batch: Batch) -> None:
         """Refuse a model that does not bear cutting its sequences, or sharding its pieces."""
         if self._units:
-            asked = f"--strategy {self.parts.config.strategy_on(self.parts.group.place)}"
+            asked = f"--strategy {self.parts.config.strategy_on(self.parts.group.rank_info)}"
             pieces.check_at_home(self.parts, batch, self._units.pieces, asked=asked)
         cp.verify(self.model, self._outputs, batch, self.parts)
 
@@ -169,7 +169,7 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
             for name, buffer in owner.named_buffers(recurse=False):
                 owner._buffers[name] = buffer.to(device)
         mine.update(_tensors(module))
-    first = parts.group.place.rank == 0
+    first = parts.group.rank_info.rank == 0
     weights = _tensors(parts.model(torch.device("cpu"))) if first else {}
     for names in parts.group.broadcast(_by_tensor(weights)):
         sent = {names[0]: weights[names[0]].detach()} if first else {}

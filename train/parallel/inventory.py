@@ -20,7 +20,7 @@ from train.parallel.rank_consistency import differing, fingerprint
 from train.parallel.trained_parameters import some_of
 
 if TYPE_CHECKING:
-    from train.runtime.process_group import Group
+    from train.runtime.process_group import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def check_unchanged(given: Inventory, made: Inventory, *, how: str, whole: bool 
         )
 
 
-def check_alike(given: Inventory, group: Group, *, task: str) -> None:
+def check_alike(given: Inventory, group: RankGroup, *, task: str) -> None:
     """Make sure that all ranks begin with the same model, and that it has no hidden ties.
 
     Raises:

@@ -42,7 +42,7 @@ def check_complete(parts: Parts, batch: Batch, *, asked: str) -> None:
         UsageError: on all ranks; the model does something else, too.
     """
     problem = ""
-    if parts.group.place.rank == 0 and len(batch):
+    if parts.group.rank_info.rank == 0 and len(batch):
         problem = _difference(parts, batch.part(0, 1).inputs)
     if problem := parts.group.broadcast(problem):
         raise UsageError(

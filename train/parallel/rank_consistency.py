@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from train.data.order import Batch, Source
 from train.errors import UsageError
 from train.model.trees import tensors_of
-from train.runtime.process_group import Group
+from train.runtime.process_group import RankGroup
 
 if TYPE_CHECKING:
     from train.parallel.base import Strategy
@@ -41,7 +41,7 @@ def fingerprint(tensor: Tensor) -> str:
     return digest.hexdigest()[:16]
 
 
-def differing(mine: Mapping[str, str], group: Group) -> list[str]:
+def differing(mine: Mapping[str, str], group: RankGroup) -> list[str]:
     """Name what this rank and rank 0 do not have in common; all ranks call this."""
     joint = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
     if len({*group.gather(joint)}) == 1:
@@ -51,7 +51,7 @@ def differing(mine: Mapping[str, str], group: Group) -> list[str]:
     return sorted({name for rank in group.gather(names) for name in rank})
 
 
-def check_data(train: Source, test: Source, group: Group, *, task: str) -> None:
+def check_data(train: Source, test: Source, group: RankGroup, *, task: str) -> None:
     """Make sure that all ranks have the same data: each rank takes slices of all of it.
 
     Only data in memory are compared: a Dataset may draw its samples anew each time.
@@ -71,7 +71,7 @@ def check_data(train: Source, test: Source, group: Group, *, task: str) -> None:
         )
 
 
-def check_counters(strategy: Strategy, group: Group, *, task: str) -> None:
+def check_counters(strategy: Strategy, group: RankGroup, *, task: str) -> None:
     """Make sure that buffers of whole numbers have moved alike on all ranks.
 
     Running statistics are floats, and the ranks take their mean. A buffer that counts a rank's own

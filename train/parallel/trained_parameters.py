@@ -17,7 +17,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from train.parallel.base import Strategy
-    from train.runtime.process_group import Group
+    from train.runtime.process_group import RankGroup
 
 NOTHING: frozenset[str] = frozenset()
 
@@ -29,7 +29,7 @@ class Untrained:
     they last agreed, nothing is exchanged: that it does travels with the step's loss.
     """
 
-    def __init__(self, strategy: Strategy, group: Group) -> None:
+    def __init__(self, strategy: Strategy, group: RankGroup) -> None:
         """Begin with every parameter trained."""
         self._strategy, self._group = strategy, group
         self._agreed_for = NOTHING

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from train.profiling.timeline import DATA, STEP, Profile, Split, split
 from train.rundir.console import Console
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 __all__ = ["Profile", "Profiler", "report"]
 
@@ -31,11 +31,11 @@ class Profiler:
     """Traces the steps of a profile; without one it does nothing, in about a microsecond."""
 
     def __init__(
-        self, profile: Profile | None, *, run_dir: Path, place: Place, console: Console
+        self, profile: Profile | None, *, run_dir: Path, rank_info: RankInfo, console: Console
     ) -> None:
         """Say what to trace, and where it belongs."""
-        self.profile, self.place, self.console = profile, place, console
-        self.folder = run_dir / "profile" / f"attempt-{place.attempt}"
+        self.profile, self.rank_info, self.console = profile, rank_info, console
+        self.folder = run_dir / "profile" / f"attempt-{rank_info.attempt}"
         self._trace: torch.profiler.profile | None = None
         self._last_step = 0
 
@@ -78,13 +78,13 @@ class Profiler:
         if trace is None:
             return
         trace.stop()
-        path = self.folder / f"rank-{self.place.rank}.json"
+        path = self.folder / f"rank-{self.rank_info.rank}.json"
         try:
             events = _write(trace, path)
         except (OSError, ValueError, RuntimeError) as error:
             self.console.complain(f"no trace in {path}: {error}", every_rank=True)
             return
-        if self.place.rank == 0:
+        if self.rank_info.rank == 0:
             for line in report(split(events)):
                 self.console.say(line)
             self.console.say(f"  traces: {self.folder}/rank-*.json, for ui.perfetto.dev")

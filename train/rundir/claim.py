@@ -16,7 +16,7 @@ from train.rundir.console import Console, figures
 from train.rundir.files import VERSION, Outcome, RunDirectory, write_atomically
 from train.rundir.json_text import dump
 from train.rundir.lock import LOOK_S, NAME, Contender
-from train.runtime.process_group import Group
+from train.runtime.process_group import RankGroup
 
 RUN = "run.json"
 # Keys that make a run another one, besides its task's name: the settings, the order of the data.
@@ -29,7 +29,7 @@ def claim(
     directory: RunDirectory,
     identity: Identity,
     steps: int,
-    group: Group,
+    group: RankGroup,
     *,
     adopt: str | None = None,
 ) -> str | None:
@@ -50,15 +50,19 @@ def claim(
             cannot be made.
         FencedError: on all ranks; a newer attempt was here.
     """
-    looks = group.place.local_rank == 0
-    former = group.broadcast(_former(directory, identity, adopt) if group.place.rank == 0 else [])
+    looks = group.rank_info.local_rank == 0
+    former = group.broadcast(
+        _former(directory, identity, adopt) if group.rank_info.rank == 0 else []
+    )
     ours = [identity, *former]
     strange = group.gather(_strange_checkpoint(directory, ours) if looks else "")
-    contender = Contender(directory.path / NAME, directory.place, Console(rank=group.place.rank))
+    contender = Contender(
+        directory.path / NAME, directory.rank_info, Console(rank=group.rank_info.rank)
+    )
     verdict, text = "wait", ""
     # Look by look, so that no rank waits longer in a collective than it has patience.
     while verdict == "wait":
-        if group.place.rank == 0:
+        if group.rank_info.rank == 0:
             checkpoints = [checkpoint for checkpoint in strange if checkpoint]
             verdict, text = _judge(directory, identity, steps, checkpoints, contender, adopt)
             time.sleep(LOOK_S if verdict == "wait" else 0.0)
@@ -83,7 +87,7 @@ def _judge(
     contender: Contender,
     adopt: str | None,
 ) -> tuple[str, str]:
-    place, path = directory.place, directory.path
+    rank_info, path = directory.rank_info, directory.path
     try:
         try:
             holder = _known_identity(directory)
@@ -100,7 +104,7 @@ def _judge(
                 "another --run-dir, or the values that stand there:\n" + "\n".join(strange)
             )
         old = directory.read_outcome()
-        if old and old.attempt > place.attempt:
+        if old and old.attempt > rank_info.attempt:
             return "fenced", _belongs(directory, old.attempt)
         if old and old.status == "done" and old.step >= steps:
             return "done", (
@@ -121,8 +125,8 @@ def _judge(
         directory.write_outcome(
             Outcome(
                 status="running",
-                attempt=place.attempt,
-                restart=place.restart,
+                attempt=rank_info.attempt,
+                restart=rank_info.restart,
                 step=old.step if old else 0,
                 steps=steps,
                 samples_seen=old.samples_seen if old else 0,
@@ -140,19 +144,20 @@ def _judge(
 
 
 def _taken(directory: RunDirectory, contender: Contender) -> tuple[str, str]:
-    place, holder = directory.place, contender.holder
-    if holder and holder.attempt > place.attempt:
+    rank_info, holder = directory.rank_info, contender.holder
+    if holder and holder.attempt > rank_info.attempt:
         return "fenced", _belongs(directory, holder.attempt)
     return "refused", (
         f"{directory.path} is in use: {holder.describe() if holder else 'by whom is not known'}; "
         "stop that run first, use another --run-dir, or take the run over from it with "
-        f"TRAIN_ATTEMPT={place.attempt + 1}"
+        f"TRAIN_ATTEMPT={rank_info.attempt + 1}"
     )
 
 
 def _belongs(directory: RunDirectory, attempt: int) -> str:
     return (
-        f"{directory.path} belongs to attempt {attempt}; this is attempt {directory.place.attempt}"
+        f"{directory.path} belongs to attempt {attempt}; this is attempt "
+        f"{directory.rank_info.attempt}"
     )
 
 
@@ -171,8 +176,8 @@ def adopt(directory: RunDirectory, identity: Identity, step: int, console: Conso
     holder = _known_identity(directory)
     differing = [] if holder is None else differences(holder, identity)
     if differing:
-        place = directory.place
-        former = {"attempt": place.attempt, "restart": place.restart, "time": time.time()}
+        rank_info = directory.rank_info
+        former = {"attempt": rank_info.attempt, "restart": rank_info.restart, "time": time.time()}
         history = [*_history(directory), {**former, "identity": holder}]
         content = {"version": VERSION, "identity": identity, "adopted": history}
         write_atomically(directory.path / RUN, dump(content, indent=2) + "\n")
@@ -206,7 +211,7 @@ def _strange_checkpoint(directory: RunDirectory, ours: Sequence[Identity]) -> st
         if all(differences(there, identity) for identity in ours):
             return "\n    ".join(
                 [
-                    f"  rank {directory.place.rank} on {socket.gethostname()}: {path}",
+                    f"  rank {directory.rank_info.rank} on {socket.gethostname()}: {path}",
                     *differences(there, ours[0]),
                 ]
             )

@@ -15,7 +15,7 @@ from train.rundir import untrusted
 from train.rundir.json_text import dump
 from train.rundir.jsonl import Journal
 from train.rundir.metrics import MetricsLog
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 VERSION = 1
 # Of those who write the outcome none takes longer, unless it hangs.
@@ -54,13 +54,13 @@ class Outcome:
 class RunDirectory:
     """One process's hand on the run directory."""
 
-    def __init__(self, path: Path, place: Place) -> None:
+    def __init__(self, path: Path, rank_info: RankInfo) -> None:
         """Name the directory; nothing is written yet."""
         self.path = path
-        self.place = place
+        self.rank_info = rank_info
         # Asks the holder of the directory, once there is one: see `train.rundir.lock`.
         self.taken_over: Callable[[], bool] = lambda: False
-        self._tried = {"attempt": place.attempt, "restart": place.restart}
+        self._tried = {"attempt": rank_info.attempt, "restart": rank_info.restart}
         self._events = Journal(path / "events.jsonl")
         self._metrics = MetricsLog(path / "metrics.jsonl", {"version": VERSION, **self._tried})
 
@@ -71,14 +71,14 @@ class RunDirectory:
 
     def event(self, event: str, *, step: int, **details: object) -> None:
         """Append to `events.jsonl`; only rank 0 does."""
-        if self.place.rank == 0:
+        if self.rank_info.rank == 0:
             self.flush()
             record = {"version": VERSION, "time": time.time(), **self._tried, "event": event}
             self._events.append(dump({**record, "step": step, **details}))
 
     def metric(self, *, step: int, **values: float) -> None:
         """Append to `metrics.jsonl`, if need be a moment later; only rank 0 does."""
-        if self.place.rank == 0:
+        if self.rank_info.rank == 0:
             self._metrics.note({"step": step, **values})
 
     def flush(self) -> None:
@@ -125,7 +125,7 @@ class RunDirectory:
     def superseded(self) -> bool:
         """Say whether a later try, or a later start of the same one, has taken over."""
         old = self.read_outcome()
-        mine = self.place.attempt, self.place.restart
+        mine = self.rank_info.attempt, self.rank_info.restart
         return (old is not None and old.try_number > mine) or self.taken_over()
 
     def write_early_outcome(self, outcome: Outcome) -> bool:

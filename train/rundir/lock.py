@@ -23,7 +23,7 @@ from train.rundir import untrusted
 from train.rundir.console import Console
 from train.rundir.files import VERSION, draft_of
 from train.rundir.json_text import dump
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 NAME = "holder.json"
 # How often a holder shows that it lives, and for how long one that does not counts as alive.
@@ -56,7 +56,7 @@ class Holder:
     """When it came."""
 
     @classmethod
-    def here(cls, place: Place) -> Holder:
+    def here(cls, rank_info: RankInfo) -> Holder:
         """Describe this process."""
         host = socket.gethostname()
         try:
@@ -67,9 +67,9 @@ class Holder:
             host=host,
             boot=boot,
             pid=os.getpid(),
-            attempt=place.attempt,
-            restart=place.restart,
-            launch=place.launch,
+            attempt=rank_info.attempt,
+            restart=rank_info.restart,
+            launch=rank_info.launch,
             since=time.time(),
         )
 
@@ -127,10 +127,10 @@ class Hold:
 class Contender:
     """A process that would like to hold a directory, and looks again until it knows."""
 
-    def __init__(self, path: Path, place: Place, console: Console) -> None:
+    def __init__(self, path: Path, rank_info: RankInfo, console: Console) -> None:
         """Name the file; nothing is written before the first look."""
-        self.path, self.place, self.console = path, place, console
-        self.me = Holder.here(place)
+        self.path, self.rank_info, self.console = path, rank_info, console
+        self.me = Holder.here(rank_info)
         self.hold: Hold | None = None
         # Who was there at the last look, when its file was new, and when we saw it first.
         self.holder: Holder | None = None
@@ -168,11 +168,11 @@ class Contender:
             return "mine"
         alive_here = lock == "theirs" and holder is not None and holder.machine == self.me.machine
         if holder is not None:
-            if holder.attempt < self.place.attempt:
+            if holder.attempt < self.rank_info.attempt:
                 return "mine"  # alive or not: it is fenced
             if lock == "ours" and holder.boot == self.me.boot:
                 return "mine"
-            launch = holder.launch if holder.attempt == self.place.attempt else None
+            launch = holder.launch if holder.attempt == self.rank_info.attempt else None
             if not alive_here and launch and launch == self.me.launch:
                 return "mine"  # torchrun has given up the node on which it ran
             if not alive_here and (holder.attempt, holder.restart) == ended:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from train.runtime.process_group import Group
+    from train.runtime.process_group import RankGroup
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def of_a_rank(group: Group) -> int:
+def of_a_rank(group: RankGroup) -> int:
     """Give the bytes of a rank's device; ranks on the CPU share the host's memory evenly."""
     if group.device.type == "cuda":
         return int(torch.cuda.get_device_properties(group.device).total_memory)
-    return of_the_host() // group.place.local_world_size
+    return of_the_host() // group.rank_info.local_world_size
 
 
 def of_the_host(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int:

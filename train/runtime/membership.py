@@ -16,7 +16,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from train.errors import PeerError, TrainError, UsageError
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 # How long rank 0, whose process may be the store's home, stays for the others to read why they are
 # refused.
@@ -47,12 +47,12 @@ class Claim:
     """Of this claim alone: the same process may come again."""
 
     @classmethod
-    def of(cls, place: Place) -> Claim:
+    def of(cls, rank_info: RankInfo) -> Claim:
         """Claim a place for this process."""
         return cls(
-            rank=place.rank,
-            world_size=place.world_size,
-            launch=place.launch,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            launch=rank_info.launch,
             host=socket.gethostname(),
             pid=os.getpid(),
             started=_started(os.getpid()),
@@ -67,9 +67,9 @@ class Claim:
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size} (process {self.pid} on {self.host})"
 
-    def is_left_over(self, place: Place) -> bool:
+    def is_left_over(self, rank_info: RankInfo) -> bool:
         """Say whether its process has ended, or its launcher, which is ours, is about to end it."""
-        if self.launch is not None and self.launch == place.launch:
+        if self.launch is not None and self.launch == rank_info.launch:
             return True
         here = self.host == socket.gethostname() and self.started != ""
         return here and _started(self.pid) != self.started
@@ -86,7 +86,7 @@ def _started(pid: int) -> str:
     return "" if state in "ZX" else fields[18]
 
 
-def gather(store: Store, place: Place, where: str) -> Store:
+def gather(store: Store, rank_info: RankInfo, where: str) -> Store:
     """Wait until all ranks have come, each of them once; give the part of the store for them.
 
     A rank is taken by one operation on the store, and the verdict is made by one: in whatever order
@@ -98,9 +98,9 @@ def gather(store: Store, place: Place, where: str) -> Store:
         EndingError: the ranks that have met here are just leaving.
         PeerError: not all ranks have come, or one has died and come again.
     """
-    store = PrefixStore(f"train/{place.attempt}", store)
+    store = PrefixStore(f"train/{rank_info.attempt}", store)
     try:
-        _come(store, place, where)
+        _come(store, rank_info, where)
     except DistNetworkError as error:
         raise EndingError(f"{where}: rank 0 left as this rank came") from error
     try:
@@ -108,63 +108,63 @@ def gather(store: Store, place: Place, where: str) -> Store:
     except DistNetworkError as error:
         raise PeerError(f"rank 0 ended before all ranks had met at {where}") from error
     except RuntimeError as error:
-        ranks = range(place.world_size)
+        ranks = range(rank_info.world_size)
         missing = [str(rank) for rank in ranks if not store.check([_taken(rank)])]
         shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
-        raise PeerError(f"waited in vain for rank {shown} of {place.world_size}") from error
+        raise PeerError(f"waited in vain for rank {shown} of {rank_info.world_size}") from error
     verdict = store.get(_VERDICT).decode()
     if verdict == _COMPLETE:
         return store
     _have_read(store)
-    if place.rank == 0:
+    if rank_info.rank == 0:
         with suppress(RuntimeError):
-            store.wait([f"{place.world_size} have read"], timedelta(seconds=GRACE_S))
-    raise _error(verdict, place, where)
+            store.wait([f"{rank_info.world_size} have read"], timedelta(seconds=GRACE_S))
+    raise _error(verdict, rank_info, where)
 
 
-def _come(store: Store, place: Place, where: str) -> None:
+def _come(store: Store, rank_info: RankInfo, where: str) -> None:
     """Be one more of the ranks that wait for the verdict; raise when it was made before."""
-    if rivals := enter(store, place):
+    if rivals := enter(store, rank_info):
         there, new = rivals
-        refusal = json.dumps([f"both {there} and {new} have come", there.is_left_over(place)])
+        refusal = json.dumps([f"both {there} and {new} have come", there.is_left_over(rank_info)])
         if _decide(store, refusal) == _COMPLETE:
             if store.check([_LEAVING]):
                 raise EndingError(f"{where}: the run that met here before has not ended yet")
-            raise _error(refusal, place, where)
+            raise _error(refusal, rank_info, where)
 
 
-def enter(store: Store, place: Place) -> tuple[Claim, Claim] | None:
+def enter(store: Store, rank_info: RankInfo) -> tuple[Claim, Claim] | None:
     """Claim a place among the ranks; give the two claims that exclude each other, if any do."""
-    claim = Claim.of(place)
-    there = claim.put(store, _taken(place.rank))
+    claim = Claim.of(rank_info)
+    there = claim.put(store, _taken(rank_info.rank))
     if there != claim:
         return there, claim
     first = claim.put(store, "first")
     if first.world_size != claim.world_size:
         return first, claim
     # Counted are different ranks of the same number of ranks: so many are all of them.
-    if store.add("members", 1) == place.world_size:
+    if store.add("members", 1) == rank_info.world_size:
         _decide(store, _COMPLETE)
     return None
 
 
-def veto(store: Store, place: Place) -> None:
+def veto(store: Store, rank_info: RankInfo) -> None:
     """Refuse the ranks that wait at a port which another run's rank 0 wanted to serve.
 
     Its other ranks would come in place of theirs.
     """
-    refusal = json.dumps([f"{Claim.of(place)} wanted to serve the same port", False])
-    store = PrefixStore(f"train/{place.attempt}", store)
+    refusal = json.dumps([f"{Claim.of(rank_info)} wanted to serve the same port", False])
+    store = PrefixStore(f"train/{rank_info.attempt}", store)
     _decide(store, refusal)
     _have_read(store)
 
 
-def leave(store: Store, place: Place) -> None:
+def leave(store: Store, rank_info: RankInfo) -> None:
     """Let rank 0, whose process may be the store's home, be the last to leave."""
     store.set(_LEAVING, "")
-    if store.add("left", 1) == place.world_size:
+    if store.add("left", 1) == rank_info.world_size:
         store.set("all have left", "")
-    if place.rank == 0:
+    if rank_info.rank == 0:
         store.wait(["all have left"])
 
 
@@ -182,10 +182,11 @@ def _have_read(store: Store) -> None:
     store.set(f"{store.add('readers', 1)} have read", "")
 
 
-def _error(refusal: str, place: Place, where: str) -> TrainError:
+def _error(refusal: str, rank_info: RankInfo, where: str) -> TrainError:
     """Make of a refusal what this rank raises."""
     reason, transient = json.loads(refusal)
-    text = f"--init-method {where}: this is rank {place.rank} of {place.world_size}, but {reason}: "
+    this = f"this is rank {rank_info.rank} of {rank_info.world_size}"
+    text = f"--init-method {where}: {this}, but {reason}: "
     if transient:
         return PeerError(text + "one of them is left over from an earlier try; start all again")
     return UsageError(

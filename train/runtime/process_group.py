@@ -22,18 +22,18 @@ from train.cli.compatibility import backend_problem
 from train.cli.config import Config
 from train.errors import PeerError, TrainError, UsageError
 from train.parallel.layout import ALONE
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 from train.runtime.rendezvous import keys_of_this_try, meet
 
 Value = TypeVar("Value")
 
 
-class Group:
+class RankGroup:
     """The ranks of a run. Works unchanged, and without any exchange, when there is only one."""
 
-    def __init__(self, *, place: Place, device: torch.device) -> None:
+    def __init__(self, *, rank_info: RankInfo, device: torch.device) -> None:
         """Describe the group; `open_group()` makes the connections."""
-        self.place = place
+        self.rank_info = rank_info
         self.device = device
 
     @property
@@ -43,7 +43,7 @@ class Group:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add numbers over all ranks, in double precision; one collective for all of them."""
-        if self.place.world_size == 1 or not self.connected:
+        if self.rank_info.world_size == 1 or not self.connected:
             return list(values)
         vector = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(vector)
@@ -57,13 +57,13 @@ class Group:
             computed: a scalar.
             values: the rest.
         """
-        if self.place.world_size == 1 or not self.connected:
+        if self.rank_info.world_size == 1 or not self.connected:
             return [computed.item(), *values]
         on_gpu = self.device.type == "cuda"
         vector = torch.tensor([0.0, *values], dtype=torch.float64, pin_memory=on_gpu)
         vector = vector.to(self.device, non_blocking=True)
         vector[0] = computed
-        if self.place.world_size == 2 and not on_gpu:
+        if self.rank_info.world_size == 2 and not on_gpu:
             # Gloo sums in two rounds, a scatter and a gather; two ranks need only one.
             both = torch.empty(2, len(vector), dtype=vector.dtype)
             dist.all_gather(list(both), vector)
@@ -77,7 +77,7 @@ class Group:
         """Give every rank every rank's value, by rank."""
         if not self.connected:
             return [value]
-        values: list[Value | None] = [None] * self.place.world_size
+        values: list[Value | None] = [None] * self.rank_info.world_size
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]  # every rank has filled its place
 
@@ -93,7 +93,7 @@ class Group:
         """Give every rank the source rank's tensors; the others' argument is ignored."""
         if not self.connected:
             return tensors
-        mine = self.place.rank == source
+        mine = self.rank_info.rank == source
         shapes = self.broadcast([(k, t.shape, t.dtype) for k, t in tensors.items()], source=source)
         received = {}
         for name, shape, dtype in shapes:
@@ -114,7 +114,7 @@ class Group:
             PeerError: on the other ranks, the same message.
         """
         error: TrainError | None = None
-        if self.place.rank == 0:
+        if self.rank_info.rank == 0:
             try:
                 action()
             except TrainError as caught:
@@ -128,12 +128,12 @@ class Group:
 
 
 def device_and_backend(
-    place: Place, wanted: str = "auto", device: str = "auto"
+    rank_info: RankInfo, wanted: str = "auto", device: str = "auto"
 ) -> tuple[torch.device, str]:
     """A GPU per local rank where there are GPUs, else the CPU; and what its ranks talk through.
 
     Args:
-        place: which rank of how many on this node.
+        rank_info: which rank of how many on this node.
         wanted: a backend's name; `auto`: NCCL on GPUs, else gloo.
         device: `cpu` or `cuda`; `auto`: the GPUs, where the process sees some.
 
@@ -145,7 +145,7 @@ def device_and_backend(
     # MPI's tensors stay in the host's memory: few builds of it know GPUs.
     on_gpu = bool(gpus) and wanted != "mpi" and device != "cpu"
     # Ranks that were started by hand may lack the number of ranks per node.
-    ranks = max(place.local_world_size, place.local_rank + 1)
+    ranks = max(rank_info.local_world_size, rank_info.local_rank + 1)
     if device == "cuda" and not on_gpu:
         reason = "--backend mpi works in the host's memory" if gpus else "this process sees none"
         raise UsageError(
@@ -171,11 +171,11 @@ def device_and_backend(
             f"{ranks}: use --backend gloo, or start {gpus or 'no'} ranks there"
         )
     # A scheduler may show each of its tasks the task's own GPU only, which then is number 0.
-    number = 0 if gpus == 1 else place.local_rank
+    number = 0 if gpus == 1 else rank_info.local_rank
     return torch.device("cuda", number) if on_gpu else torch.device("cpu"), backend
 
 
-def agree_on_device(store: Store, place: Place, device: torch.device) -> None:
+def agree_on_device(store: Store, rank_info: RankInfo, device: torch.device) -> None:
     """Make sure that all ranks have chosen the same kind of device, and each a GPU of its own.
 
     Before the process group: its backend follows from the device, and NCCL and gloo would wait for
@@ -186,23 +186,23 @@ def agree_on_device(store: Store, place: Place, device: torch.device) -> None:
             ranks that would share one.
         PeerError: not all ranks have come.
     """
-    store = keys_of_this_try("device", place, store)
-    mine = [device.type, socket.gethostname(), place.local_rank, gpu_of(device)]
-    store.set(str(place.rank), json.dumps(mine))
-    keys = [str(rank) for rank in range(place.world_size)]
+    store = keys_of_this_try("device", rank_info, store)
+    mine = [device.type, socket.gethostname(), rank_info.local_rank, gpu_of(device)]
+    store.set(str(rank_info.rank), json.dumps(mine))
+    keys = [str(rank) for rank in range(rank_info.world_size)]
     try:
         store.wait(keys)
     except RuntimeError as error:
         missing = [key for key in keys if not store.check([key])]
         shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
-        raise PeerError(f"waited in vain for rank {shown} of {place.world_size}") from error
+        raise PeerError(f"waited in vain for rank {shown} of {rank_info.world_size}") from error
     choices = [json.loads(choice) for choice in store.multi_get(keys)]
     if not (problem := _device_problem(choices)):
         return
     # Rank 0 may be the store's home: it stays until all have read.
-    if store.add("read", 1) == place.world_size:
+    if store.add("read", 1) == rank_info.world_size:
         store.set("all have read", "")
-    if place.rank == 0:
+    if rank_info.rank == 0:
         store.wait(["all have read"])
     raise UsageError(problem)
 
@@ -250,7 +250,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 @contextmanager
-def open_group(place: Place, config: Config) -> Iterator[Group]:
+def open_group(rank_info: RankInfo, config: Config) -> Iterator[RankGroup]:
     """Connect the ranks; disconnect them when all went well.
 
     `--timeout-s` ends a wait for a rank that is gone. After an error nothing is disconnected: that
@@ -261,31 +261,31 @@ def open_group(place: Place, config: Config) -> Iterator[Group]:
         UsageError: the backend or the device cannot be had, only some ranks have a GPU, some
             share one, or another run meets at the same place.
     """
-    device, backend = device_and_backend(place, config.backend, config.device)
+    device, backend = device_and_backend(rank_info, config.backend, config.device)
     set_tf32(config.tf32, device)
     if problem := backend_problem(config, backend):
         raise UsageError(problem)
-    group = Group(place=place, device=device)
-    if config.strategy_on(place) in ALONE:
+    group = RankGroup(rank_info=rank_info, device=device)
+    if config.strategy_on(rank_info) in ALONE:
         _use(device)
         yield group
         return
     # Not torch's own 30 minutes, during which a missing rank is not reported.
     timeout = timedelta(seconds=config.timeout_s)
     if backend == "mpi":
-        _connect_by_mpi(place, timeout)
+        _connect_by_mpi(rank_info, timeout)
         yield group
         disconnect()
         return
-    with meet(place, config.init_method, timeout) as store:
+    with meet(rank_info, config.init_method, timeout) as store:
         _use(device)
-        agree_on_device(store, place, device)
+        agree_on_device(store, rank_info, device)
         dist.init_process_group(
             # Tensors in the host's memory (offloaded ones, pickled objects) need a way as well.
             "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
             store=store,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
@@ -293,7 +293,7 @@ def open_group(place: Place, config: Config) -> Iterator[Group]:
         disconnect()
 
 
-def arrange(group: Group, sizes: Mapping[str, int], *, timeout_s: int) -> DeviceMesh:
+def arrange(group: RankGroup, sizes: Mapping[str, int], *, timeout_s: int) -> DeviceMesh:
     """Arrange the ranks in a mesh of named dimensions, outermost first."""
     names = tuple(sizes)
     mesh = init_device_mesh(group.device.type, tuple(sizes.values()), mesh_dim_names=names)
@@ -357,16 +357,16 @@ def _use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _connect_by_mpi(place: Place, timeout: timedelta) -> None:
+def _connect_by_mpi(rank_info: RankInfo, timeout: timedelta) -> None:
     """Let MPI, which has numbered the processes itself, connect them.
 
     Raises:
         UsageError: `RANK` has another value.
     """
     dist.init_process_group("mpi", timeout=timeout)
-    if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.world_size):
+    if (dist.get_rank(), dist.get_world_size()) != (rank_info.rank, rank_info.world_size):
         raise UsageError(
             f"--backend mpi: to MPI this is rank {dist.get_rank()} of {dist.get_world_size()}, but "
-            f"RANK and WORLD_SIZE say {place.rank} of {place.world_size}: set them from what "
-            "mpirun sets, such as OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE"
+            f"RANK and WORLD_SIZE say {rank_info.rank} of {rank_info.world_size}: set them from "
+            "what mpirun sets, such as OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE"
         )

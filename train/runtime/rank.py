@@ -12,7 +12,7 @@ MEETING = "TRAIN_MEETING"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankInfo:
     """One process among the ranks of a run, and which try at the run this is."""
 
     rank: int = 0
@@ -37,7 +37,7 @@ class Place:
     """`TRAIN_MEETING`: where the process that spawned the ranks has them meet."""
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> Place:
+    def from_environ(cls, environ: Mapping[str, str]) -> RankInfo:
         """Read the place from environment variables; without a launcher, be the only process.
 
         Raises:
@@ -51,7 +51,7 @@ class Place:
             return int(text)
 
         launch = environ.get("TORCHELASTIC_RUN_ID")
-        place = cls(
+        rank_info = cls(
             rank=number("RANK", 0),
             world_size=number("WORLD_SIZE", 1),
             local_rank=number("LOCAL_RANK", 0),
@@ -64,14 +64,14 @@ class Place:
             addressed=bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")),
             meeting=environ.get(MEETING),
         )
-        if place.world_size > 1 and not place.launched:
+        if rank_info.world_size > 1 and not rank_info.launched:
             raise UsageError(
-                f"environment variable WORLD_SIZE={place.world_size} without RANK: each process "
-                "would take itself for rank 0; set both, or neither"
+                f"environment variable WORLD_SIZE={rank_info.world_size} without RANK: each "
+                "process would take itself for rank 0; set both, or neither"
             )
         for name, own, size, count in (
-            ("RANK", place.rank, "WORLD_SIZE", place.world_size),
-            ("LOCAL_RANK", place.local_rank, "LOCAL_WORLD_SIZE", place.local_world_size),
+            ("RANK", rank_info.rank, "WORLD_SIZE", rank_info.world_size),
+            ("LOCAL_RANK", rank_info.local_rank, "LOCAL_WORLD_SIZE", rank_info.local_world_size),
         ):
             # Without the local variables, as by hand, each rank has its node alone.
             if own >= count and size in environ:
@@ -79,9 +79,9 @@ class Place:
                     f"environment variable {name}={own} must be below {size}={count}: ranks are "
                     "counted from 0"
                 )
-        return place
+        return rank_info
 
-    def of_spawned(self, rank: int, count: int, meeting: str) -> Place:
+    def of_spawned(self, rank: int, count: int, meeting: str) -> RankInfo:
         """Give the place of one of the ranks that this process starts on its machine."""
         return replace(
             self,

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from train.errors import PeerError, UsageError
 from train.runtime.membership import GRACE_S, EndingError, gather, leave, veto
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 # torchrun sets it for its workers; "True": all of them are clients of a store that torchrun serves.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -39,27 +39,27 @@ Reached = TypeVar("Reached")
 
 
 @contextmanager
-def meet(place: Place, init_method: str, timeout: timedelta) -> Iterator[Store]:
+def meet(rank_info: RankInfo, init_method: str, timeout: timedelta) -> Iterator[Store]:
     """Reach the store where all ranks meet; leave it together when all went well.
 
     Raises:
         UsageError: another run is there already.
     """
-    if init_method == "env://" and place.meeting:
+    if init_method == "env://" and rank_info.meeting:
         # The process that spawned us has made a place of its own.
-        init_method = place.meeting
+        init_method = rank_info.meeting
     if init_method.startswith("file://"):
-        with _file(Path(init_method.removeprefix("file://")), place, timeout) as store:
+        with _file(Path(init_method.removeprefix("file://")), rank_info, timeout) as store:
             yield store
     elif init_method.startswith("tcp://"):
         # torchrun's own store is not meant: rank 0 serves this one.
         os.environ.pop(AGENT_STORE, None)
-        store = _patiently(lambda: _port(init_method, place, timeout), timeout)
+        store = _patiently(lambda: _port(init_method, rank_info, timeout), timeout)
         yield store
-        leave(store, place)
+        leave(store, rank_info)
     else:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        await_server(host, port, place, timeout)
+        await_server(host, port, rank_info, timeout)
         with _explained(f"{host}:{port}", timeout):
             store, _, _ = next(rendezvous(init_method, timeout=timeout))
         store.set_timeout(timeout)
@@ -67,22 +67,22 @@ def meet(place: Place, init_method: str, timeout: timedelta) -> Iterator[Store]:
         # Also under torchrun, where it says "False": told not to share its store, it lets rank 0
         # serve another.
         if os.environ.get(AGENT_STORE) != "True":
-            leave(store, place)
+            leave(store, rank_info)
 
 
-def keys_of_this_try(purpose: str, place: Place, store: Store) -> Store:
+def keys_of_this_try(purpose: str, rank_info: RankInfo, store: Store) -> Store:
     """Keep our keys apart from those of the try before, if it has had the same store.
 
     Only torchrun's shared store outlives a restart. Elsewhere the number of the restart must not be
     part of a key: torchrun's agents count for themselves, and after a failure one may count a
     restart where another has only seen that ranks come and go.
     """
-    restart = place.restart if os.environ.get(AGENT_STORE) == "True" else 0
+    restart = rank_info.restart if os.environ.get(AGENT_STORE) == "True" else 0
     return PrefixStore(f"train/{purpose}/{restart}", store)
 
 
 def await_server(
-    host: str | None, port: str | int | None, place: Place, timeout: timedelta
+    host: str | None, port: str | int | None, rank_info: RankInfo, timeout: timedelta
 ) -> None:
     """Return as soon as rank 0 serves its store.
 
@@ -91,7 +91,7 @@ def await_server(
     Faults of an address, and missing ranks, are left to it to report.
     """
     deadline, pause_s = time.monotonic() + min(_KNOCK_S, timeout.total_seconds()), 0.02
-    while place.rank != 0 and host and port and time.monotonic() < deadline:
+    while rank_info.rank != 0 and host and port and time.monotonic() < deadline:
         try:
             socket.create_connection((host, int(port)), timeout=pause_s + 1).close()
             return
@@ -125,29 +125,29 @@ def _explained(where: str, timeout: timedelta) -> Iterator[None]:
         ) from error
 
 
-def _port(init_method: str, place: Place, timeout: timedelta) -> Store:
+def _port(init_method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
     """Meet at a port that rank 0 serves."""
     address = urlsplit(init_method)
     host, port = address.hostname or "", address.port or 0
-    await_server(host, port, place, timeout)
+    await_server(host, port, rank_info, timeout)
 
     def connect(serves: bool, patience: timedelta) -> Store:
         # Not torch's wait for all ranks: it counts connections, also those of another run.
         options = {"wait_for_workers": False, "multi_tenant": True}
-        return TCPStore(host, port, place.world_size, serves, patience, **options)
+        return TCPStore(host, port, rank_info.world_size, serves, patience, **options)
 
     try:
         with _explained(init_method, timeout):
-            store = connect(place.rank == 0, timeout)
+            store = connect(rank_info.rank == 0, timeout)
     except PeerError as error:
         # Before the time is over: the rank 0 of a run that was just ending has gone meanwhile.
         raise EndingError(str(error)) from error
     except UsageError:
         # Those who still wait there cannot tell our ranks from theirs.
         with suppress(RuntimeError):
-            veto(connect(False, timedelta(seconds=GRACE_S)), place)
+            veto(connect(False, timedelta(seconds=GRACE_S)), rank_info)
         raise
-    return gather(store, place, init_method)
+    return gather(store, rank_info, init_method)
 
 
 def _patiently(reach: Callable[[], Reached], timeout: timedelta) -> Reached:
@@ -163,22 +163,22 @@ def _patiently(reach: Callable[[], Reached], timeout: timedelta) -> Reached:
 
 
 @contextmanager
-def _file(path: Path, place: Place, timeout: timedelta) -> Iterator[Store]:
+def _file(path: Path, rank_info: RankInfo, timeout: timedelta) -> Iterator[Store]:
     """Meet in a file of this try's own.
 
     What an earlier run has left in a file would be taken for the answers of this one's ranks, which
     then wait for the dead.
     """
     tries = [
-        path.with_name(f"{path.name}.attempt-{place.attempt}.restart-{number}")
-        for number in range(place.restart + 1)
+        path.with_name(f"{path.name}.attempt-{rank_info.attempt}.restart-{number}")
+        for number in range(rank_info.restart + 1)
     ]
-    store, handle = _patiently(lambda: _open_file(tries[-1], place, timeout), timeout)
+    store, handle = _patiently(lambda: _open_file(tries[-1], rank_info, timeout), timeout)
     try:
         yield store
         os.pwrite(handle, b"leaving", 0)
-        leave(store, place)
-        if place.rank == 0:
+        leave(store, rank_info)
+        if rank_info.rank == 0:
             for earlier in tries[:-1]:
                 with suppress(FileNotFoundError):
                     left = os.open(_guard(earlier), os.O_RDWR)
@@ -194,7 +194,7 @@ def _file(path: Path, place: Place, timeout: timedelta) -> Iterator[Store]:
         _release(handle)
 
 
-def _open_file(path: Path, place: Place, timeout: timedelta) -> tuple[Store, int]:
+def _open_file(path: Path, rank_info: RankInfo, timeout: timedelta) -> tuple[Store, int]:
     """Meet in a file; give also the open file that holds our share of its lock."""
     try:
         handle = _share(path)
@@ -206,10 +206,10 @@ def _open_file(path: Path, place: Place, timeout: timedelta) -> tuple[Store, int
     if handle is None:
         raise EndingError(f"file://{path}: the run that met there before has not ended yet")
     try:
-        store = FileStore(str(path), place.world_size)
+        store = FileStore(str(path), rank_info.world_size)
         _kept.append(store)
         store.set_timeout(timeout)
-        return gather(store, place, f"file://{path}"), handle
+        return gather(store, rank_info, f"file://{path}"), handle
     except BaseException:
         _release(handle)
         raise

@@ -21,8 +21,8 @@ from train.checkpoints.reader import Stored, differences
 from train.checkpoints.recovery import Sighting, look
 from train.checkpoints.store import Position, State
 from train.errors import CheckpointError, FencedError
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 
 STATE = State(
     step=3, epoch=0, samples_seen=192, world_size=1, identity={"task": "digits"}, config={"lr": 0.1}
@@ -39,7 +39,7 @@ TENSORS = {
 
 
 def checkpointer(run_dir: Path) -> Checkpointer:
-    return Checkpointer(run_dir, Group(place=Place(), device=torch.device("cpu")))
+    return Checkpointer(run_dir, RankGroup(rank_info=RankInfo(), device=torch.device("cpu")))
 
 
 def save(run_dir: Path, *, attempt: int = 0, step: int = 3) -> Path:

@@ -26,17 +26,17 @@ from train.checkpoints import recovery, store
 from train.checkpoints.checkpointer import Checkpointer
 from train.checkpoints.reader import Stored
 from train.checkpoints.store import Position, State
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 
 RANKS = 4
 STATE = State(step=3, epoch=0, samples_seen=192, world_size=RANKS, identity={}, config={})
 HERE = Position(attempt=0, step=3)
 
 
-def group_of(rank: int) -> Group:
-    place = Place(rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS)
-    return Group(place=place, device=torch.device("cpu"))
+def group_of(rank: int) -> RankGroup:
+    rank_info = RankInfo(rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS)
+    return RankGroup(rank_info=rank_info, device=torch.device("cpu"))
 
 
 class Odd(nn.Module):

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from tests.train.rundir.test_claim import save
 from train.checkpoints import retention, store
-from train.checkpoints.progress import Progress
+from train.checkpoints.progress import TrainingProgress
 from train.checkpoints.recovery import look
 from train.checkpoints.store import Position
 from train.rundir.files import RunDirectory
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -212,8 +212,8 @@ def test_who_is_fenced_while_it_commits_removes_nothing(start: Start, tmp_path: 
     old = start.command(argv, tmp_path / "run", 0, {})
     both = [Position(attempt=0, step=step) for step in (40, 20)]
     old.wait_until(lambda: store.places(old.run_dir) == both)
-    newer = Place(attempt=1)
-    outcome = Progress(steps=9).outcome(newer, "running", "starting")
+    newer = RankInfo(attempt=1)
+    outcome = TrainingProgress(steps=9).outcome(newer, "running", "starting")
     assert RunDirectory(old.run_dir, newer).write_outcome(outcome)
     (tmp_path / "go").touch()
     old.finish(1)

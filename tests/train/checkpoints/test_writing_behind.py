@@ -18,13 +18,13 @@ from torch import Tensor
 from tests.train.support.ranks import on_ranks
 from tests.train.support.reading import whole
 from train.checkpoints.checkpointer import Checkpointer
-from train.checkpoints.progress import Progress
+from train.checkpoints.progress import TrainingProgress
 from train.checkpoints.recovery import look
 from train.checkpoints.store import Position, State
 from train.errors import FencedError, TrainError
 from train.rundir.files import RunDirectory
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -39,8 +39,8 @@ class Rank:
     def __init__(self, rank: int, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        place = Place(rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS)
-        group = Group(place=place, device=torch.device("cpu"))
+        rank_info = RankInfo(rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS)
+        group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
         self.rank, self.run_dir = rank, run_dir
         self.checkpointer = Checkpointer(run_dir, group)
         self.tensors = {f"model.{name}": torch.zeros(5000) for name in "abcdef"}
@@ -264,16 +264,16 @@ def test_a_run_goes_on_without_a_checkpoint_if_that_is_asked_for(
 
 def test_a_failure_that_a_rank_has_recorded_outlives_a_checkpoint(tmp_path: Path) -> None:
     """It may be committed after that, by a thread of rank 0 that knows nothing of it."""
-    directory = RunDirectory(tmp_path, Place())
-    progress = Progress(steps=9, step=3)
-    running = progress.outcome(Place(), "running", "training")
+    directory = RunDirectory(tmp_path, RankInfo())
+    progress = TrainingProgress(steps=9, step=3)
+    running = progress.outcome(RankInfo(), "running", "training")
     assert directory.advance(running)
-    fatal = progress.outcome(Place(), "fatal", "sample 17 is odd", rank=1)
+    fatal = progress.outcome(RankInfo(), "fatal", "sample 17 is odd", rank=1)
     assert directory.write_outcome(fatal)
     assert directory.advance(replace(running, step=6))
     assert directory.read_outcome() == fatal
     # Any later try, of the scheduler's or of torchrun's, has taken over.
-    later = progress.outcome(Place(restart=1), "running", "starting")
+    later = progress.outcome(RankInfo(restart=1), "running", "starting")
     assert directory.write_outcome(later)
     assert not directory.advance(replace(running, step=9))
     assert directory.read_outcome() == later

@@ -12,12 +12,12 @@ from hypothesis import strategies as some
 
 from train.cli import config_file
 from train.cli.config import Config
-from train.cli.fields import Field, fields
+from train.cli.fields import ConfigField, fields
 from train.cli.flags import parse
 from train.errors import UsageError
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
-ONE = Place()
+ONE = RankInfo()
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def problems(file: Path, text: str, *argv: str) -> list[str]:
     return [line.replace(f"{file}:", "run.toml:") for line in str(caught.value).splitlines()]
 
 
-def other_value(field: Field) -> Any:
+def other_value(field: ConfigField) -> Any:
     """A value that is not the default, and that the field may have."""
     if field.name == "task":
         return "chars"

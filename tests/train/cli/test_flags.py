@@ -15,25 +15,25 @@ from train.cli.config import SECTIONS, Config
 from train.cli.fields import field_docs, fields
 from train.cli.flags import FILES, documented, only_looks, parse, usage
 from train.errors import UsageError
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 ROOT = Path(__file__).parents[3]
-ONE = Place()
+ONE = RankInfo()
 
 
-def problems(*argv: str, place: Place = ONE) -> list[str]:
+def problems(*argv: str, rank_info: RankInfo = ONE) -> list[str]:
     with pytest.raises(UsageError) as caught:
-        parse(argv, {"TRAIN_RUN_DIR": "/runs/x"}, place)
+        parse(argv, {"TRAIN_RUN_DIR": "/runs/x"}, rank_info)
     return str(caught.value).splitlines()
 
 
-def accepted(*argv: str, place: Place = ONE) -> Config:
-    return parse(argv, {"TRAIN_RUN_DIR": "/runs/x"}, place)
+def accepted(*argv: str, rank_info: RankInfo = ONE) -> Config:
+    return parse(argv, {"TRAIN_RUN_DIR": "/runs/x"}, rank_info)
 
 
-def ranks(count: int, **more: Any) -> Place:
+def ranks(count: int, **more: Any) -> RankInfo:
     here = {"local_world_size": count, "launched": True, "addressed": True}
-    return Place(world_size=count, **{**here, **more})
+    return RankInfo(world_size=count, **{**here, **more})
 
 
 def test_flags_become_the_configuration() -> None:
@@ -41,7 +41,7 @@ def test_flags_become_the_configuration() -> None:
     argv += ["--lr", "1e-3", "--seed", "3", "--run-dir", "/runs/a b", "--export=w.st"]
     argv += ["--strategy", "fsdp", "--compile", "--cpu-offload", "--no-cpu-offload"]
     argv += ["--precision=bf16", "--dp-shard=4", "--dropout", "0"]
-    assert accepted(*argv, place=ranks(4)) == Config(
+    assert accepted(*argv, rank_info=ranks(4)) == Config(
         task="chars",
         strategy="fsdp",
         steps=7,
@@ -146,29 +146,29 @@ def test_all_mistakes_are_named_at_once() -> None:
 
 
 def test_a_batch_may_be_uneven_but_not_leave_a_rank_without_samples() -> None:
-    accepted("--global-batch=64", "--micro-batch=5", place=ranks(3))
-    assert problems("--global-batch=2", place=ranks(3)) == [
+    accepted("--global-batch=64", "--micro-batch=5", rank_info=ranks(3))
+    assert problems("--global-batch=2", rank_info=ranks(3)) == [
         "--global-batch 2 cannot give each of 3 data shards a sample: use --global-batch 3 or "
         "more, or fewer ranks"
     ]
     # Ranks that share a slice need no samples of their own.
-    accepted("--global-batch=2", "--tp=2", "--dp-shard=2", place=ranks(4))
-    assert problems("--strategy=ps", "--global-batch=2", place=ranks(4)) == [
+    accepted("--global-batch=2", "--tp=2", "--dp-shard=2", rank_info=ranks(4))
+    assert problems("--strategy=ps", "--global-batch=2", rank_info=ranks(4)) == [
         "--global-batch 2 cannot give each of 3 trainers a sample: use --global-batch 3 or more, "
         "or fewer ranks"
     ]
-    accepted("--strategy=ps", "--ps-mode=async", "--global-batch=2", place=ranks(4))
+    accepted("--strategy=ps", "--ps-mode=async", "--global-batch=2", rank_info=ranks(4))
 
 
 def test_stages_want_batches_of_one_size() -> None:
     argv = ("--strategy=pp", "--dp-shard=2")
-    accepted(*argv, place=ranks(4))
-    (message,) = problems(*argv, "--global-batch=65", place=ranks(4))
+    accepted(*argv, rank_info=ranks(4))
+    (message,) = problems(*argv, "--global-batch=65", rank_info=ranks(4))
     assert message.startswith("--global-batch 65 with --pp 2: stages expect batches of one size")
 
 
 def test_a_strategy_that_does_not_fit_the_ranks_is_refused() -> None:
-    (single,) = problems("--strategy=single", place=ranks(2))
+    (single,) = problems("--strategy=single", rank_info=ranks(2))
     assert single.startswith("--strategy single uses one process, but there are 2: ")
     (ddp,) = problems("--strategy=ddp")
     assert ddp.startswith("--strategy ddp needs a launcher that says which rank this is (RANK): ")
@@ -205,7 +205,7 @@ def test_strategy_follows_the_ranks_and_the_sizes() -> None:
 )
 def test_a_flag_that_would_be_ignored_is_refused_with_its_owner(argv: str, owner: str) -> None:
     expected = f"{argv} belongs to {owner}, and would be ignored here: leave it out"
-    assert problems("--strategy=ddp", *argv.split(), place=ranks(2)) == [expected]
+    assert problems("--strategy=ddp", *argv.split(), rank_info=ranks(2)) == [expected]
 
 
 def test_a_flag_with_its_owner_is_taken() -> None:
@@ -221,24 +221,24 @@ def test_a_flag_with_its_owner_is_taken() -> None:
         "--reduce exact --virtual-shards 8",
         "--comm-hook powersgd",
     ):
-        accepted(*argv.split(), place=ranks(2))
+        accepted(*argv.split(), rank_info=ranks(2))
     # What is given and changes nothing hurts nobody: a written file holds every field.
     accepted("--pp-schedule=1F1B", "--local-steps=8")
     # A run that shrinks to one rank is the same run.
-    accepted("--comm-hook=fp16", place=ranks(1))
+    accepted("--comm-hook=fp16", rank_info=ranks(1))
     accepted("--strategy=manual", "--devices=cpu,cpu")
-    (tp,) = problems("--strategy=tp", "--cpu-offload", place=ranks(2))
+    (tp,) = problems("--strategy=tp", "--cpu-offload", rank_info=ranks(2))
     assert tp.startswith("--cpu-offload belongs to ")
 
 
 def test_what_contradicts_each_other_is_refused() -> None:
-    (hook,) = problems("--comm-hook=bf16", "--backend=gloo", place=ranks(2))
+    (hook,) = problems("--comm-hook=bf16", "--backend=gloo", rank_info=ranks(2))
     assert hook.startswith("--comm-hook bf16 needs --backend nccl, ")
-    (fp16,) = problems("--strategy=local-sgd", "--precision=fp16", place=ranks(2))
+    (fp16,) = problems("--strategy=local-sgd", "--precision=fp16", rank_info=ranks(2))
     assert fp16.startswith("--strategy local-sgd does not go with --precision fp16: ")
-    (exact,) = problems("--reduce=exact", "--strategy=fsdp", place=ranks(2))
+    (exact,) = problems("--reduce=exact", "--strategy=fsdp", rank_info=ranks(2))
     assert exact.startswith("--reduce exact keeps the whole model on each rank: ")
-    (shards,) = problems("--reduce=exact", place=ranks(3))
+    (shards,) = problems("--reduce=exact", rank_info=ranks(3))
     assert "4 = 1 x 3 + 1; start 1, 2, 4 ranks" in shards
     accepted("--reduce=exact")
 
@@ -255,26 +255,26 @@ def test_what_contradicts_each_other_is_refused() -> None:
     ],
 )
 def test_a_place_to_meet_that_cannot_be_is_refused(method: str, message: str) -> None:
-    (problem,) = problems("--init-method", method, place=ranks(2))
+    (problem,) = problems("--init-method", method, rank_info=ranks(2))
     assert problem.startswith(f"--init-method {message}")
 
 
 def test_only_the_environment_s_way_to_meet_needs_an_address() -> None:
-    place = ranks(2, addressed=False)
-    (problem,) = problems(place=place)
+    rank_info = ranks(2, addressed=False)
+    (problem,) = problems(rank_info=rank_info)
     assert problem.startswith("RANK is set, but MASTER_ADDR and MASTER_PORT are not, ")
     for method in ("tcp://node-1:29500", "tcp://[::1]:29500", "file:///tmp/meeting"):
-        accepted(f"--init-method={method}", place=place)
+        accepted(f"--init-method={method}", rank_info=rank_info)
 
 
 def test_processes_started_here_count_and_do_not_mix_with_a_launcher_s() -> None:
     accepted("--spawn=4", "--tp=2", "--dp-shard=2")
     (sizes,) = problems("--spawn=4", "--tp=3")
     assert sizes.startswith("the sizes of the mesh do not fit 4 ranks: tp 3 = 3; ")
-    (both,) = problems("--spawn=2", place=ranks(2))
+    (both,) = problems("--spawn=2", rank_info=ranks(2))
     assert both.startswith("--spawn 2 starts processes by itself, but a launcher has started ")
     # Their own start is no launcher's.
-    accepted("--spawn=2", place=Place().of_spawned(1, 2, "file:///x"))
+    accepted("--spawn=2", rank_info=RankInfo().of_spawned(1, 2, "file:///x"))
 
 
 def test_a_look_at_a_plan_needs_no_ranks() -> None:
@@ -305,12 +305,17 @@ def test_epochs_are_rounded_up_to_whole_steps() -> None:
 )
 def test_an_environment_that_cannot_be_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=f"^environment variable {message}"):
-        Place.from_environ(environ)
+        RankInfo.from_environ(environ)
 
 
 def test_ranks_may_be_numbered_by_hand() -> None:
-    place = Place.from_environ({"RANK": "1", "WORLD_SIZE": "2"})
-    assert (place.rank, place.world_size, place.launched, place.addressed) == (1, 2, True, False)
+    rank_info = RankInfo.from_environ({"RANK": "1", "WORLD_SIZE": "2"})
+    assert (rank_info.rank, rank_info.world_size, rank_info.launched, rank_info.addressed) == (
+        1,
+        2,
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/how-to/parallelism.md"])
@@ -321,7 +326,7 @@ def test_every_command_that_a_page_shows_is_understood(page: str) -> None:
     for count, flags in shown:
         # The file that the page has written just before.
         argv = flags.replace("--config chars.toml", "--task chars --dp-shard 8").split()
-        assert accepted(*argv, place=ranks(int(count)) if count else ONE).task in flags
+        assert accepted(*argv, rank_info=ranks(int(count)) if count else ONE).task in flags
 
 
 def test_nothing_heavy_is_loaded_to_answer_a_command_line() -> None:

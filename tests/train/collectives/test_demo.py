@@ -28,15 +28,15 @@ from train.collectives.ranks import Ranks
 from train.collectives.session import run
 from train.errors import EXIT_FAILED, EXIT_USAGE, UsageError
 from train.rundir.console import Console
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
-ALONE = Place()
-OF_THREE = Place(world_size=3, launched=True, addressed=True)
+ALONE = RankInfo()
+OF_THREE = RankInfo(world_size=3, launched=True, addressed=True)
 
 
 def these_ranks(rank: int, name: str) -> Ranks:
     return Ranks(
-        place=Place(rank=rank, world_size=3, launched=True, addressed=True),
+        rank_info=RankInfo(rank=rank, world_size=3, launched=True, addressed=True),
         device=torch.device("cpu"),
         store=PrefixStore(name, _get_default_store()),
         timeout=timedelta(seconds=60),
@@ -166,7 +166,7 @@ def test_bandwidths_follow_from_size_and_latency() -> None:
     [
         ([], ALONE, ["at least 2, here is 1", "--nproc 2", "torchrun --nproc-per-node 2"]),
         (["--nproc", "1"], ALONE, ["at least 2, here is 1", "--nproc 2"]),
-        ([], Place(launched=True, addressed=True), ["at least 2, here is 1"]),
+        ([], RankInfo(launched=True, addressed=True), ["at least 2, here is 1"]),
         (["--nproc", "2"], OF_THREE, ["has started 3 ranks already"]),
         (["--nprocs", "2"], ALONE, ["unknown flag '--nprocs'; did you mean '--nproc'?"]),
         (["--nproc", "two"], ALONE, ["--nproc 'two'", "whole number"]),
@@ -179,10 +179,10 @@ def test_bandwidths_follow_from_size_and_latency() -> None:
     ],
 )
 def test_a_bad_command_line_is_refused_with_the_way_out(
-    argv: list[str], place: Place, words: list[str]
+    argv: list[str], rank_info: RankInfo, words: list[str]
 ) -> None:
     with pytest.raises(UsageError) as refused:
-        parse(argv, place)
+        parse(argv, rank_info)
     assert [word for word in words if word not in str(refused.value)] == []
     assert refused.value.exit_status == EXIT_USAGE
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.train.support.ladder import Case, climb
 from train.cli.config import Config
-from train.data.loader import Feed, Reader
-from train.data.order import Batch, Chance, Order
+from train.data.loader import DatasetReader, Feed
+from train.data.order import Batch, Chance, SampleOrder
 
 SIZE, BATCH, STEPS = 6, 4, 4
 PINNED = [0.188485682, -0.922186255, 0.678247511, 0.729589701, 0.236017495, 0.169199884]
@@ -33,8 +33,8 @@ class Dice:
 
 
 def feed(*, workers: int = 0, shard: int = 0, shards: int = 1, seed: int = 1) -> Feed:
-    order = Order(size=SIZE, seed=seed)
-    reader = Reader(Dice(), workers=workers)
+    order = SampleOrder(size=SIZE, seed=seed)
+    reader = DatasetReader(Dice(), workers=workers)
     return Feed(reader, order, global_batch=BATCH, shard=shard, shards=shards)
 
 
@@ -63,7 +63,7 @@ def test_no_two_draws_are_alike_nor_two_generators() -> None:
 
 def test_random_samples_are_pinned() -> None:
     """A change of this would silently continue old runs with other samples."""
-    inputs = Reader(Dice()).take(torch.tensor([5]), Chance(0, 7)).inputs
+    inputs = DatasetReader(Dice()).take(torch.tensor([5]), Chance(0, 7)).inputs
     torch.testing.assert_close(inputs, torch.tensor([PINNED]))
 
 
@@ -78,7 +78,9 @@ def test_a_batch_read_by_itself_is_the_one_of_the_stream() -> None:
 
 def test_a_random_test_set_is_the_same_each_time() -> None:
     def measured(cuts: list[int], workers: int) -> Batch:
-        batches = list(Reader(Dice(), workers=workers).read(torch.split(torch.arange(SIZE), cuts)))
+        batches = list(
+            DatasetReader(Dice(), workers=workers).read(torch.split(torch.arange(SIZE), cuts))
+        )
         return Batch(
             inputs=torch.cat([batch.inputs for batch in batches]),
             targets=torch.cat([batch.targets for batch in batches]),
@@ -99,7 +101,7 @@ def test_reading_leaves_the_models_generator_alone_even_if_it_fails() -> None:
     feed().batch(0)
     assert torch.get_rng_state().equal(randomness)
     with pytest.raises(ValueError, match="no such picture"):
-        Reader(Broken()).take(torch.arange(2))
+        DatasetReader(Broken()).take(torch.arange(2))
     assert torch.get_rng_state().equal(randomness)
 
 
@@ -111,9 +113,15 @@ def test_a_sample_that_draws_late_and_seldom_is_the_same_for_all_readers() -> No
             return super().__getitem__(index) if index % 5 == 4 else (torch.zeros(SIZE), index)
 
     def read(workers: int, shards: int) -> list[float]:
-        order = Order(size=20, seed=3)
+        order = SampleOrder(size=20, seed=3)
         feeds = [
-            Feed(Reader(Seldom(), workers=workers), order, global_batch=4, shard=s, shards=shards)
+            Feed(
+                DatasetReader(Seldom(), workers=workers),
+                order,
+                global_batch=4,
+                shard=s,
+                shards=shards,
+            )
             for s in range(shards)
         ]
         batches = [one.batch(seen) for seen in range(0, 20, 4) for one in feeds]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from train.data.loader import Feed, Reader
-from train.data.order import Batch, Order, permutation, share_of, source_of, targets_of
+from train.data.loader import DatasetReader, Feed
+from train.data.order import Batch, SampleOrder, permutation, share_of, source_of, targets_of
 from train.errors import UsageError
 from train.model import trees
 from train.model.trees import Tree
@@ -30,7 +30,7 @@ PINNED = (
 )
 
 
-def drawn(order: Order, seen: int, batch: int, shards: int) -> list[int]:
+def drawn(order: SampleOrder, seen: int, batch: int, shards: int) -> list[int]:
     """One global batch as its ranks draw it, one after the other."""
     parts = [order.share(seen, batch, shard=shard, shards=shards) for shard in range(shards)]
     return [int(number) for part in parts for number in part]
@@ -43,7 +43,7 @@ def test_every_epoch_draws_each_sample_once_however_the_ranks_change(
     stream: list[int] = []
     while len(stream) < 2 * size:
         # A restart at every step: a new order object, another number of ranks.
-        order = Order(size=size, seed=seed)
+        order = SampleOrder(size=size, seed=seed)
         stream += drawn(order, len(stream), batch, data.draw(shard_counts))
     for epoch in range(2):
         assert sorted(stream[epoch * size : (epoch + 1) * size]) == list(range(size))
@@ -112,18 +112,18 @@ def drawn_by(feed: Feed, steps: range, global_batch: int) -> list[list[int]]:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_set_is_read_in_the_same_order_and_resumed_at_the_next_sample(workers: int) -> None:
     size, batch = 11, 4
-    order = Order(size=size, seed=3)
+    order = SampleOrder(size=size, seed=3)
     everything = Batch(
         inputs=torch.arange(size).float().unsqueeze(1), targets=torch.arange(size) ** 2
     )
     for shard in range(2):
 
-        def feed(source: Batch | Reader, shard: int = shard) -> Feed:
+        def feed(source: Batch | DatasetReader, shard: int = shard) -> Feed:
             return Feed(source, order, global_batch=batch, shard=shard, shards=2)
 
         randomness = torch.get_rng_state()
         expected = drawn_by(feed(everything), range(6), batch)
-        reading = feed(Reader(Squares(size), workers=workers))
+        reading = feed(DatasetReader(Squares(size), workers=workers))
         assert drawn_by(reading, range(4), batch) == expected[:4]
         # A new process, or a step back to a checkpoint: nothing that was read ahead may be used.
         assert drawn_by(reading, range(2, 6), batch) == expected[2:]
@@ -134,13 +134,15 @@ def test_a_data_set_is_read_in_the_same_order_and_resumed_at_the_next_sample(wor
 
 def test_only_what_is_asked_for_is_read() -> None:
     squares = Squares(1000)
-    feed = Feed(Reader(squares), Order(size=1000, seed=0), global_batch=4, shard=1, shards=2)
+    feed = Feed(
+        DatasetReader(squares), SampleOrder(size=1000, seed=0), global_batch=4, shard=1, shards=2
+    )
     feed.batch(0)
     assert squares.read == feed.numbers(0).tolist()
 
 
 def test_an_empty_draw_of_a_data_set_has_the_shape_of_others() -> None:
-    batch = Reader(Squares(5)).take(torch.arange(0))
+    batch = DatasetReader(Squares(5)).take(torch.arange(0))
     assert batch.inputs.shape == (0, 1)
     assert batch.targets.dtype == torch.int64
 
@@ -199,7 +201,7 @@ class Records:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_of_dicts_is_put_together_leaf_by_leaf(workers: int) -> None:
     records = Records(lambda n: ({"x": [float(n)] * 2, "n": n}, (n, {"y": torch.tensor(n)})))
-    reader = Reader(records, workers=workers)
+    reader = DatasetReader(records, workers=workers)
     (batch,) = reader.read([torch.tensor([2, 1, 3])])
     assert len(batch) == 3
     assert [row.tolist() for row in batch.inputs["x"]] == [[2.0, 1.0, 3.0]] * 2
@@ -239,7 +241,7 @@ def test_samples_of_another_form_than_the_first_are_refused() -> None:
     def give(number: int) -> object:
         return ({"a": 1.0, "b": 2.0} if number < 2 else {"a": 1.0}), number
 
-    reader = Reader(Records(give))
+    reader = DatasetReader(Records(give))
     reader.take(torch.arange(2))
     with pytest.raises(ValueError, match=re.escape("than the first one was: inputs['a'] [2]")):
         reader.take(torch.arange(2, 4))
@@ -307,4 +309,4 @@ def test_data_that_cannot_be_drawn_from_is_refused() -> None:
     with pytest.raises(UsageError, match=r"of type generator, which has no numbered samples"):
         source_of(i for i in range(3))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the training data is empty"):
-        Order(size=0, seed=0)
+        SampleOrder(size=0, seed=0)

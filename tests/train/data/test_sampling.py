@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler, WeightedRandomSampler
 
 from tests.train.support.datasets import SHUTTLE, there
 from train.data.loader import Feed
-from train.data.order import Order, weighted_draws
+from train.data.order import SampleOrder, weighted_draws
 from train.errors import UsageError
 from train.tasks.base import class_weights
 from train.tasks.shuttle import Shuttle
@@ -20,7 +20,7 @@ WEIGHTS = torch.tensor([1.0, 0.0, 4.0, 2.0, 1.0])
 PINNED = ([2, 2, 0, 3, 4], [2, 2, 3, 2, 3])
 
 
-def drawn(order: Order, seen: int, batch: int, shards: int) -> list[int]:
+def drawn(order: SampleOrder, seen: int, batch: int, shards: int) -> list[int]:
     """One global batch as its ranks draw it, one after the other."""
     parts = [order.share(seen, batch, shard=shard, shards=shards) for shard in range(shards)]
     return [int(number) for part in parts for number in part]
@@ -33,7 +33,7 @@ def test_weighted_draws_are_one_stream_however_the_ranks_change(
     stream: list[int] = []
     while len(stream) < 15:
         # A restart at every step: a new order object, another number of ranks.
-        order = Order(size=5, seed=7, weights=WEIGHTS)
+        order = SampleOrder(size=5, seed=7, weights=WEIGHTS)
         stream += drawn(order, len(stream), batch, data.draw(st.integers(1, 6)))
     expected = torch.cat([weighted_draws(WEIGHTS, 7, epoch) for epoch in range(3)])
     assert stream[:15] == expected.tolist()
@@ -72,7 +72,7 @@ def test_balancing_gives_every_class_the_same_chance() -> None:
 )
 def test_weights_that_make_no_sense_are_refused(weights: Tensor, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        Order(size=5, seed=0, weights=weights)
+        SampleOrder(size=5, seed=0, weights=weights)
 
 
 def test_a_weighted_sampler_per_rank_draws_the_same_on_every_rank() -> None:
@@ -82,7 +82,7 @@ def test_a_weighted_sampler_per_rank_draws_the_same_on_every_rank() -> None:
         generator = torch.Generator().manual_seed(0)
         by_rank.append(list(WeightedRandomSampler(WEIGHTS.tolist(), 20, generator=generator)))
     assert by_rank[0] == by_rank[1]
-    order = Order(size=5, seed=0, weights=WEIGHTS)
+    order = SampleOrder(size=5, seed=0, weights=WEIGHTS)
     ours = [order.share(0, 40, shard=shard, shards=2).tolist() for shard in range(2)]
     assert ours[0] != ours[1]
 
@@ -106,13 +106,13 @@ def test_the_distributed_sampler_pads_and_ours_does_not() -> None:
     padded = sampled(101, ranks=2, epoch=0)
     assert len(padded) == 102
     assert len(set(padded)) == 101
-    assert sorted(drawn(Order(size=101, seed=0), 0, 101, shards=2)) == list(range(101))
+    assert sorted(drawn(SampleOrder(size=101, seed=0), 0, 101, shards=2)) == list(range(101))
 
 
 def test_without_set_epoch_every_epoch_has_the_same_order_and_ours_needs_no_call() -> None:
     assert sampled(10, ranks=2, epoch=None) == sampled(10, ranks=2, epoch=None)
     assert sampled(10, ranks=2, epoch=0) != sampled(10, ranks=2, epoch=1)
-    order = Order(size=10, seed=0)
+    order = SampleOrder(size=10, seed=0)
     assert drawn(order, 0, 10, shards=2) != drawn(order, 10, 10, shards=2)
 
 
@@ -134,7 +134,7 @@ def learnt(task: Shuttle, seed: int, weights: Tensor | None) -> dict[str, float]
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model, train, test = task.model(), task.train(), task.test()
-    order = Order(size=len(train), seed=seed, weights=weights)
+    order = SampleOrder(size=len(train), seed=seed, weights=weights)
     feed = Feed(train, order, global_batch=128, shard=0, shards=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
     for step in range(300):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.seeding import Watch, mixed, seed_device, seed_sample
+from train.data.seeding import RandomDrawDetector, mixed, seed_device, seed_sample
 
 
 def test_numbers_are_those_of_manual_seed() -> None:
@@ -44,7 +44,7 @@ def test_numbers_that_are_mixed_share_nothing() -> None:
     ids=["random", "choice", "numpy", "torch"],
 )
 def test_a_watch_notices_who_draws_and_nobody_else(draw: Callable[[], object]) -> None:
-    watch = Watch()
+    watch = RandomDrawDetector()
     for _ in range(3):
         draw()  # of no interest: nobody watches
         watch.start()
@@ -56,7 +56,7 @@ def test_a_watch_notices_who_draws_and_nobody_else(draw: Callable[[], object]) -
 
 
 def test_a_watch_puts_the_models_generator_back() -> None:
-    watch, before = Watch(), torch.get_rng_state()
+    watch, before = RandomDrawDetector(), torch.get_rng_state()
     watch.start()
     torch.rand(3)
     watch.put_back()

@@ -37,8 +37,8 @@ from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from train.parallel.base import Parts
 from train.parallel.layout import Layout
 from train.rundir.console import Console
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 from train.tasks import chars
 from train.tasks.base import Task
 
@@ -163,13 +163,15 @@ def sent_by(rank: int, kind: str) -> dict[str, dict[Exchange, float]]:
 
     In the second, DDP tells the other ranks which buckets it has made.
     """
-    place = Place(rank=rank, world_size=4, local_rank=rank, local_world_size=4, launched=True)
-    group = Group(place=place, device=torch.device("cpu"))
+    rank_info = RankInfo(
+        rank=rank, world_size=4, local_rank=rank, local_world_size=4, launched=True
+    )
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
     counted = {}
     for name, chosen in REAL[kind].items():
         config = Config(global_batch=8, **chosen)
         with tempfile.TemporaryDirectory() as folder:
-            trainer = trainer_of(config, config.layout_on(place), group, Path(folder))
+            trainer = trainer_of(config, config.layout_on(rank_info), group, Path(folder))
             for _ in range(2):
                 trainer.train_step()
             with Traffic() as seen:
@@ -204,7 +206,10 @@ def test_real_tensors_need_the_memory_and_the_work_that_the_rehearsal_counts(
     config = Config(
         task="chars", micro_batch=8, global_batch=32, activation_checkpointing=checkpointing
     )
-    made, group = tasks.load(config.task), Group(place=Place(), device=torch.device("cpu"))
+    made, group = (
+        tasks.load(config.task),
+        RankGroup(rank_info=RankInfo(), device=torch.device("cpu")),
+    )
     source = made.train()
     assert isinstance(source, Batch)
     with Memory() as memory:

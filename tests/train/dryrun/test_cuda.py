@@ -20,7 +20,7 @@ from train.dryrun import autocast, examine
 from train.dryrun.autocast import as_on_cuda
 from train.dryrun.memory import ACTIVATIONS
 from train.parallel.layout import Layout
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 
@@ -95,10 +95,10 @@ def test_half_precision_frees_less_than_half_of_the_activations() -> None:
 def test_a_gpu_allocates_what_the_rehearsal_counts(precision: Any) -> None:
     config = Config(task=LARGE, strategy="single", global_batch=1, precision=precision)
     (rehearsed,) = examine(config).ranks
-    needed, place = sum(rehearsed.memory.values()), Place()
+    needed, rank_info = sum(rehearsed.memory.values()), RankInfo()
     if torch.cuda.get_device_properties(0).total_memory < 1.2 * needed:
         pytest.skip(f"the GPU has less memory than {1.2 * needed:.2e} bytes")
-    group = Alone(place=place, device=torch.device("cuda", 0))
+    group = Alone(rank_info=rank_info, device=torch.device("cuda", 0))
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(config, Layout(), group, Path(folder))
         trainer.train_step()

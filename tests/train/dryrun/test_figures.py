@@ -44,8 +44,8 @@ from train.dryrun.traffic import KINDS
 from train.loop import Trainer
 from train.parallel import cp
 from train.parallel.base import local
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 
 aten = torch.ops.aten
 CHARS: dict[str, Any] = {"task": "chars", "global_batch": 16}
@@ -162,15 +162,15 @@ def counted(rank: int, world: int) -> dict[str, Counted]:
     warnings.simplefilter("ignore")
     # As in a rehearsal: the kernel's business.
     setattr(cp, "causal_lower_right", lambda *sizes: None)  # noqa: B010  # its type is another's
-    place = Place(
+    rank_info = RankInfo(
         rank=rank, world_size=world, local_rank=rank, local_world_size=world, launched=True
     )
-    group = (Alone if world == 1 else Group)(place=place, device=torch.device("cpu"))
+    group = (Alone if world == 1 else RankGroup)(rank_info=rank_info, device=torch.device("cpu"))
     results = {}
     for name, chosen in CASES[world].items():
         config = Config(**chosen)
         with tempfile.TemporaryDirectory() as folder, as_on_cuda():
-            trainer = trainer_of(config, config.layout_on(place), group, Path(folder))
+            trainer = trainer_of(config, config.layout_on(rank_info), group, Path(folder))
             results[name] = count(trainer, Path(folder))
             group.sum([0.0])
     return results
@@ -220,7 +220,7 @@ def count(trainer: Trainer, folder: Path) -> Counted:
         memory=memory,
         state=state,
         flops=flops.get_total_flops(),
-        traffic=collectives(traced, trainer.group.place.world_size),
+        traffic=collectives(traced, trainer.group.rank_info.world_size),
     )
 
 

@@ -12,11 +12,11 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from train.__main__ import end_early
-from train.checkpoints.progress import Progress
+from train.checkpoints.progress import TrainingProgress
 from train.errors import CheckpointError, NonFiniteLoss, PeerError, UsageError, is_collateral
 from train.failure.record import explain, is_ours_alone, lost, unwritable
 from train.failure.report import ERROR_FILE, tell, tell_echo
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ class Machine:
         self.folder, self.monkeypatch, self.ranks = folder, monkeypatch, ranks
         self.first = 0
 
-    def rank(self, local_rank: int) -> Place:
+    def rank(self, local_rank: int) -> RankInfo:
         file = self.error_file(local_rank)
         file.parent.mkdir(parents=True, exist_ok=True)
         self.monkeypatch.setenv(ERROR_FILE, str(file))
-        return Place(
+        return RankInfo(
             rank=self.first + local_rank,
             world_size=8,
             local_rank=local_rank,
@@ -156,10 +156,10 @@ def test_without_torchrun_rank_0_says_what_all_know(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ERROR_FILE, raising=False)
-    place = Place(world_size=2, launched=True)
+    rank_info = RankInfo(world_size=2, launched=True)
     for rank in (0, 1):
-        tell(replace(place, rank=rank), "no such flag")
-    tell(replace(place, rank=1), "shapes differ", trace="Traceback\n")
+        tell(replace(rank_info, rank=rank), "no such flag")
+    tell(replace(rank_info, rank=1), "shapes differ", trace="Traceback\n")
     assert capsys.readouterr().err == (
         "train: no such flag\nTraceback\ntrain: rank 1: shapes differ\n"
     )
@@ -170,13 +170,13 @@ def test_a_folder_that_may_be_anybodys_silences_nobody(
 ) -> None:
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     for _ in range(2):
-        tell(Place(), "no such flag")
+        tell(RankInfo(), "no such flag")
     assert capsys.readouterr().err == "train: no such flag\n" * 2
 
 
 def test_a_lost_rank_is_told_from_where_this_one_was() -> None:
     raw = RuntimeError("[tcp/pair.cc:553] Connection closed by peer\n [127.0.0.1]:5")
-    assert lost(raw, Progress(steps=9, step=3)) == (
+    assert lost(raw, TrainingProgress(steps=9, step=3)) == (
         "another rank went away while this one was at step 4 of 9 (its own output says why, or its "
         "node's); start again to go on from the newest checkpoint "
         "[[tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5]"

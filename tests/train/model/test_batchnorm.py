@@ -21,8 +21,8 @@ from train.model import buffers
 from train.model.batchnorm import among, synchronised
 from train.model.prepare import prepare
 from train.parallel.layout import Layout
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 from train.tasks import load
 
 PICTURES = f"{Path(__file__).parents[1] / 'support/pictures.py'}:Pictures"
@@ -219,8 +219,10 @@ def after_training(rank: int, wrong: bool) -> dict[str, tuple[list[Tensor], list
     torch.set_default_dtype(torch.float64)
     if wrong:
         buffers.average = lambda *_: None
-    place = Place(rank=rank, world_size=3, local_rank=rank, local_world_size=3, launched=True)
-    group = Group(place=place, device=torch.device("cpu"))
+    rank_info = RankInfo(
+        rank=rank, world_size=3, local_rank=rank, local_world_size=3, launched=True
+    )
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
     found = {}
     for strategy, sizes in (("ddp", {"dp_replicate": 3}), ("fsdp", {"dp_shard": 3})):
         config = Config(strategy=strategy, task=PICTURES, global_batch=15)  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ from train.checkpoints.reader import MODEL, Stored
 from train.checkpoints.safetensors_file import bytes_of
 from train.checkpoints.store import Position, State
 from train.errors import UsageError
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 
 FILE = Path(__file__).parents[1] / "support/buffer_types.py"
 RANKS, STEPS = 3, 3
@@ -109,7 +109,7 @@ def test_a_checkpoint_and_an_export_hold_every_type_and_any_reader_reads_them(
     tensors["conjugate"] = tensors["complex128"].conj()
     tensors["negative"] = tensors["conjugate"].imag
     named = {MODEL + name: tensor for name, tensor in tensors.items()}
-    writer = Checkpointer(tmp_path, Group(place=Place(), device=torch.device("cpu")))
+    writer = Checkpointer(tmp_path, RankGroup(rank_info=RankInfo(), device=torch.device("cpu")))
     state = State(step=STEPS, epoch=0, samples_seen=9, world_size=1, identity={}, config={})
     writer.save(SAVED, state, named)
     writer.wait()

@@ -19,8 +19,8 @@ from train.data.order import Batch, source_of
 from train.model.evaluation import batch_size, measure
 from train.parallel.base import Strategy, Tally, tally
 from train.rundir.files import read_lines
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -54,8 +54,8 @@ class Measuring:
 def measured(rank: int, ranks: int, batch: int = SAMPLES) -> tuple[dict[str, float], int]:
     torch.set_default_dtype(torch.float64)
     strategy = Measuring(rank, ranks)
-    place = Place(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks)
-    group = Group(place=place, device=torch.device("cpu"))
+    rank_info = RankInfo(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks)
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
     test = source_of(strategy.task.test()).take(torch.arange(SAMPLES))
     found = measure(strategy.task, cast(Strategy, strategy), group, test, batch=batch)
     return found, strategy.calls

@@ -21,8 +21,8 @@ from train.parallel import cp
 from train.parallel.base import Parts
 from train.parallel.cp import GatheredKeys, HeadsForTime, SequenceSlice
 from train.parallel.layout import Layout
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 from train.tasks import Classifier, load
 
 RANKS = 4
@@ -101,8 +101,8 @@ class Own(Classifier):
 
 def told(rank: int) -> dict[str, Any]:
     """Apply context parallelism to models of several kinds, on cp 2 x tp 2."""
-    place = Place(rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS)
-    group = Group(place=place, device=torch.device("cpu"))
+    rank_info = RankInfo(rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS)
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
     layout = Layout(cp=2, tp=2)
 
     def tell(model: nn.Module, method: str) -> SequenceSlice:

@@ -29,7 +29,7 @@ from train.parallel.layout import Layout
 from train.parallel.manual import Manual
 from train.parallel.single import Single
 from train.runtime.process_group import (
-    Group,
+    RankGroup,
     agree_on_device,
     arrange,
     device_and_backend,
@@ -37,7 +37,7 @@ from train.runtime.process_group import (
     open_group,
     set_tf32,
 )
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 from train.tasks.base import Classifier
 from train.tasks.chars import Chars
 from train.tasks.digits import Digits
@@ -52,7 +52,7 @@ def parts_of(task: Classifier, **config: Any) -> Parts:
         task=task,
         config=Config(**config),
         layout=Layout(),
-        group=Group(place=Place(), device=HERE),
+        group=RankGroup(rank_info=RankInfo(), device=HERE),
     )
 
 
@@ -180,8 +180,8 @@ def sees(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
 
-def on_node(local_rank: int, ranks: int) -> Place:
-    return Place(
+def on_node(local_rank: int, ranks: int) -> RankInfo:
+    return RankInfo(
         rank=local_rank,
         world_size=ranks,
         local_rank=local_rank,
@@ -190,18 +190,18 @@ def on_node(local_rank: int, ranks: int) -> Place:
     )
 
 
-@pytest.mark.parametrize("place", [on_node(0, 8), Place(rank=5, world_size=8, local_rank=5)])
+@pytest.mark.parametrize("place", [on_node(0, 8), RankInfo(rank=5, world_size=8, local_rank=5)])
 def test_a_node_with_fewer_gpus_than_ranks_is_refused(
-    monkeypatch: pytest.MonkeyPatch, place: Place
+    monkeypatch: pytest.MonkeyPatch, rank_info: RankInfo
 ) -> None:
     sees(monkeypatch, 4)
     # Through the command line's configuration, before ranks meet.
     with (
         pytest.raises(UsageError, match=r"has 4 GPUs for [68] ranks: start 4 ranks there, or tra"),
-        open_group(place, Config(strategy="ddp", backend="gloo")),
+        open_group(rank_info, Config(strategy="ddp", backend="gloo")),
     ):
         pass
-    assert device_and_backend(place, "gloo", "cpu") == (HERE, "gloo")
+    assert device_and_backend(rank_info, "gloo", "cpu") == (HERE, "gloo")
 
 
 def test_a_gpu_that_was_asked_for_is_insisted_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_a_gpu_that_was_asked_for_is_insisted_on(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_device_beside_a_list_of_devices_is_refused() -> None:
-    (problem,) = problems(Config(strategy="manual", device="cuda"), Place())
+    (problem,) = problems(Config(strategy="manual", device="cuda"), RankInfo())
     assert problem.startswith("--device cuda is one for each rank, but --strategy manual has ")
 
 
@@ -223,10 +223,10 @@ def agreed(gpus: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     store = HashStore()
 
     def rank(number: int) -> str:
-        place = on_node(number, len(gpus))
-        assert device_and_backend(place, "gloo")[0] == torch.device("cuda", 0)
+        rank_info = on_node(number, len(gpus))
+        assert device_and_backend(rank_info, "gloo")[0] == torch.device("cuda", 0)
         try:
-            agree_on_device(store, place, torch.device("cuda", gpus[number]))
+            agree_on_device(store, rank_info, torch.device("cuda", gpus[number]))
         except UsageError as error:
             return str(error)
         return ""
@@ -291,7 +291,7 @@ def test_tensors_of_several_ranks_draw_without_asking_others(
         "train.runtime.process_group.init_device_mesh",
         lambda *given, mesh_dim_names: "mesh of GPUs",
     )
-    arrange(Group(place=Place(), device=torch.device("cuda", 0)), {}, timeout_s=1)
+    arrange(RankGroup(rank_info=RankInfo(), device=torch.device("cuda", 0)), {}, timeout_s=1)
     assert made == [False]
 
 
@@ -351,7 +351,9 @@ def test_wherever_a_model_is_made_it_gets_the_layers_of_the_device_that_it_runs_
     """A stage is made on the host, and what `--meta-init` makes is nowhere yet."""
     monkeypatch.setattr(nn.Module, "to", lambda self, device: self)
     parts = parts_of(Normed(), sync_batch_norm=True)
-    on_gpu = dataclasses.replace(parts, group=Group(place=Place(), device=torch.device("cuda", 0)))
+    on_gpu = dataclasses.replace(
+        parts, group=RankGroup(rank_info=RankInfo(), device=torch.device("cuda", 0))
+    )
     assert isinstance(on_gpu.model(made_on).get_submodule("0"), nn.SyncBatchNorm)
     assert isinstance(parts.model(made_on).get_submodule("0"), SynchronisedBatchNorm)
 
@@ -371,7 +373,9 @@ def test_wherever_a_model_is_made_it_gets_the_layers_of_the_device_that_it_runs_
 )
 def test_gpus_equal_one_device(strategy: Making, devices: str) -> None:
     parts = parts_of(Digits(), devices=devices)
-    there = dataclasses.replace(parts, group=Group(place=Place(), device=torch.device("cuda", 0)))
+    there = dataclasses.replace(
+        parts, group=RankGroup(rank_info=RankInfo(), device=torch.device("cuda", 0))
+    )
     several, one = train(strategy(there)), train(Single(parts))
     for name in one:
         torch.testing.assert_close(several[name].cpu(), one[name], atol=1e-5, rtol=1e-5)

@@ -24,8 +24,8 @@ from train.parallel.base import Parts
 from train.parallel.exact import sum_rows
 from train.parallel.layout import Layout
 from train.rundir.files import read_lines
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 from train.tasks import load
 
 if TYPE_CHECKING:
@@ -54,14 +54,14 @@ def ends(
     rank: int, world_size: int, reduce: str, steps: int
 ) -> dict[str, tuple[str, str, list[float]]]:
     """Train all cases; give digests of weights and optimizer, and the losses on rank 0."""
-    place = Place(
+    rank_info = RankInfo(
         rank=rank,
         world_size=world_size,
         local_rank=rank,
         local_world_size=world_size,
         launched=True,
     )
-    group = Group(place=place, device=torch.device("cpu"))
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
     found = {}
     for name, chosen in CASES.items():
         config = Config(strategy="ddp", reduce=reduce, **SHAPE, **chosen)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_one_two_and_four_ranks_end_in_the_same_bits() -> None:
 def apart(rank: int) -> dict[str, float]:
     """Train some steps exactly and as one process does; give the largest difference of weights."""
     torch.set_default_dtype(torch.float64)
-    group = Group(place=Place(), device=torch.device("cpu"))
+    group = RankGroup(rank_info=RankInfo(), device=torch.device("cpu"))
     sgd: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "global_batch": 10}
     found = {}
     for task in ("chars", "digits"):
@@ -194,10 +194,10 @@ def test_what_would_change_the_bits_is_refused(reason: str) -> None:
     chosen, ranks, message = REFUSED[reason]
     config = Config(reduce="exact", **chosen)
     layout = Layout(pp=ranks) if config.pp else Layout(dp_replicate=ranks)
-    group = Group(place=Place(world_size=ranks), device=torch.device("cpu"))
+    group = RankGroup(rank_info=RankInfo(world_size=ranks), device=torch.device("cpu"))
     parts = Parts(task=load("digits"), config=config, layout=layout, group=group)
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        build(config.strategy_on(group.place), parts)
+        build(config.strategy_on(group.rank_info), parts)
 
 
 FLAGS = (

@@ -25,8 +25,8 @@ from train.parallel.base import Sums
 from train.parallel.hybrid import Composed
 from train.rundir.console import Console
 from train.runtime import device_memory
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 
 MIB = 2**20
 # In double precision, where a fault and rounding are far apart.
@@ -58,22 +58,24 @@ def test_gradients_reduced_in_each_micro_batch_equal_one_process(world: int) -> 
 
 def test_pipelines_refuse_to_reduce_in_each_micro_batch() -> None:
     config = Config(task="chars", pp=2, dp_shard=2, gradient_sync="each", spawn=4)
-    (problem,) = compatibility.problems(config, Place())
+    (problem,) = compatibility.problems(config, RankInfo())
     assert problem.startswith("--gradient-sync each does not go with --pp: ")
 
 
 @pytest.mark.parametrize("chosen", [{"strategy": "ddp"}, {"tp": 2}, {"tp": 1, "dp_replicate": 2}])
 def test_ranks_that_shard_nothing_have_no_choice(chosen: dict[str, Any]) -> None:
     config = Config(task="chars", gradient_sync="each", spawn=2, **chosen)
-    problems = compatibility.problems(config, Place())
+    problems = compatibility.problems(config, RankInfo())
     wanted = "--gradient-sync each belongs to --strategy fsdp or --dp-shard"
     assert any(problem.startswith(wanted) for problem in problems)
 
 
 def held_by(rank: int, chosen: list[str]) -> list[tuple[int, str]]:
     """Measure what a step adds to the memory until its last micro-batch; and what is said of it."""
-    place = Place(rank=rank, world_size=2, local_rank=rank, local_world_size=2, launched=True)
-    group = Group(place=place, device=torch.device("cpu"))
+    rank_info = RankInfo(
+        rank=rank, world_size=2, local_rank=rank, local_world_size=2, launched=True
+    )
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
     # Of the two ranks, only the second has so little that whole gradients would be too much.
     memory = [100 * WIDE_BYTES, 9 * WIDE_BYTES][rank]
     device_memory.of_a_rank = lambda group: memory
@@ -87,7 +89,7 @@ def held_by(rank: int, chosen: list[str]) -> list[tuple[int, str]]:
             gradient_sync=sync,  # type: ignore[arg-type]
         )
         with tempfile.TemporaryDirectory() as folder:
-            trainer = trainer_of(config, config.layout_on(place), group, Path(folder))
+            trainer = trainer_of(config, config.layout_on(rank_info), group, Path(folder))
             strategy = trainer.strategy
             assert isinstance(strategy, Composed)
             for _ in range(2):
@@ -168,8 +170,8 @@ def test_a_job_has_what_its_control_group_allows(tmp_path: Path) -> None:
 
 
 def test_ranks_on_the_cpu_share_the_memory_of_the_host() -> None:
-    place = Place(local_world_size=4)
-    mine = device_memory.of_a_rank(Group(place=place, device=torch.device("cpu")))
+    rank_info = RankInfo(local_world_size=4)
+    mine = device_memory.of_a_rank(RankGroup(rank_info=rank_info, device=torch.device("cpu")))
     assert mine == device_memory.of_the_host() // 4
 
 

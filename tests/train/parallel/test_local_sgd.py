@@ -15,14 +15,14 @@ from torch import Tensor
 from tests.train.support.ladder import double_precision, like_the_models, trainer_of
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
-from train.data.order import Order, share_of
+from train.data.order import SampleOrder, share_of
 from train.errors import UsageError
 from train.loop import Trainer
 from train.parallel.base import Parts
 from train.parallel.layout import Layout
 from train.parallel.local_sgd import LocalSgd
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 from train.tasks import load
 
 PICTURES = f"{Path(__file__).parents[1] / 'support/pictures.py'}:Pictures"
@@ -59,10 +59,10 @@ def end_of(trainer: Trainer) -> End:
 
 def resumed(rank: int) -> tuple[End, End]:
     """Go on from what a checkpoint holds after step 4; give the state after step 8 of both."""
-    place = Place(
+    rank_info = RankInfo(
         rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS, launched=True
     )
-    group = Group(place=place, device=torch.device("cpu"))
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
     config, layout = RUNS["adamw"][0], Layout(dp_replicate=RANKS)
     with tempfile.TemporaryDirectory() as folder:
         unbroken = trainer_of(config, layout, group, Path(folder))
@@ -89,10 +89,10 @@ def test_a_checkpoint_of_a_settled_step_holds_everything() -> None:
 
 def trained(rank: int) -> dict[str, tuple[End, list[float]]]:
     """Make all runs; give the last state on this rank, and how far the ranks were apart by step."""
-    place = Place(
+    rank_info = RankInfo(
         rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS, launched=True
     )
-    group = Group(place=place, device=torch.device("cpu"))
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
     torch.set_default_dtype(torch.float64)
     found = {}
     for name, (config, steps) in RUNS.items():
@@ -139,7 +139,7 @@ def simulated(config: Config, steps: int, copies: int) -> End:
         for model in models
     ]
     data = task.train()
-    order = Order(size=len(data), seed=config.seed)
+    order = SampleOrder(size=len(data), seed=config.seed)
 
     def state_of(number: int) -> End:
         names = {p: name for name, p in models[number].named_parameters()}
@@ -218,7 +218,7 @@ def test_fp16_is_refused() -> None:
         "--strategy local-sgd does not go with --precision fp16: ranks that step by themselves "
         "would scale their losses differently; use --precision bf16"
     )
-    group = Group(place=Place(), device=torch.device("cpu"))
+    group = RankGroup(rank_info=RankInfo(), device=torch.device("cpu"))
     parts = Parts(
         task=load("digits"), config=config_of(precision="fp16"), layout=Layout(), group=group
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.train.support.ladder import double_precision, like_the_models, reference_of, trainer_of
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
-from train.data.order import Batch, Order
+from train.data.order import Batch, SampleOrder
 from train.errors import NonFiniteLoss, UsageError
 from train.loop import Trainer
 from train.model.optimizer import NamedOptimizer
@@ -29,8 +29,8 @@ from train.parallel.parameter_server.pacing import Apart, Ticket
 from train.parallel.parameter_server.server import Gradient, Server, Stretch, Work
 from train.parallel.parameter_server.strategy import check
 from train.rundir.files import read_lines
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 from train.tasks import load
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def config_of(**chosen: Any) -> Config:
     return Config(strategy="ps", **{**common, **SGD, "checkpoint_every": 0, **chosen})
 
 
-def group_of(rank: int) -> Group:
-    place = Place(
+def group_of(rank: int) -> RankGroup:
+    rank_info = RankInfo(
         rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS, launched=True
     )
-    return Group(place=place, device=torch.device("cpu"))
+    return RankGroup(rank_info=rank_info, device=torch.device("cpu"))
 
 
 State = dict[str, Tensor]
@@ -70,7 +70,7 @@ def difference(a: State, b: State) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def served(config: Config, group: Group, folder: Path, steps: int = 5) -> Trainer:
+def served(config: Config, group: RankGroup, folder: Path, steps: int = 5) -> Trainer:
     trainer = trainer_of(config, Layout(dp_replicate=RANKS), group, folder)
     trainer.progress.steps = steps
     return trainer
@@ -121,11 +121,11 @@ def in_step(rank: int) -> dict[str, Runs]:
             assert rest.progress.step == 3 or rank > 0
             assert rest.run()
             if rank == 0:
-                place = dataclasses.replace(group.place, world_size=1)
+                rank_info = dataclasses.replace(group.rank_info, world_size=1)
                 one = trainer_of(
                     reference_of(config),
                     Layout(),
-                    Alone(place=place, device=group.device),
+                    Alone(rank_info=rank_info, device=group.device),
                     folder / "alone",
                 )
                 one.progress.steps = 5
@@ -167,13 +167,13 @@ def test_a_run_in_step_resumes_to_the_same_bits(runs: dict[str, Runs], name: str
 def test_running_statistics_are_the_mean_of_the_trainers(runs: dict[str, Runs]) -> None:
     config = IN_STEP["statistics"]
     task = like_the_models(load(config.task))
-    alone = Alone(place=Place(), device=torch.device("cpu"))
+    alone = Alone(rank_info=RankInfo(), device=torch.device("cpu"))
     parts = Parts(task=task, config=config, layout=Layout(), group=alone)
     model = parts.model()
     optimizer = NamedOptimizer(model.named_parameters(), config)
     data = task.train()
     assert isinstance(data, Batch)
-    order = Order(size=len(data), seed=config.seed)
+    order = SampleOrder(size=len(data), seed=config.seed)
     for step in range(5):
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         after = []
@@ -371,7 +371,7 @@ def poisoned(rank: int) -> dict[str, tuple[str, list[int], float]]:
             with pytest.raises(NonFiniteLoss) as raised:
                 trainer.run()
             shard, shards = (1, TRAINERS) if mode == "sync" else (0, 1)
-            order = Order(size=len(trainer.train), seed=0)
+            order = SampleOrder(size=len(trainer.train), seed=0)
             numbers = order.share(2 * 10, 10, shard=shard, shards=shards).tolist()
             finite = all(t.isfinite().all() for t in trainer.strategy.model_state().values())
             found[mode] = str(raised.value), sorted(numbers), float(finite)

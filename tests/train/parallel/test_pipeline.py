@@ -29,8 +29,8 @@ from train.parallel.pipeline import split
 from train.parallel.pipeline.schedule import Pipelined
 from train.parallel.pipeline.stages import plan
 from train.parallel.single import Single
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 from train.tasks.base import Classifier
 
 ALL = (
@@ -77,17 +77,19 @@ class Awkward(Classifier):
 
 def parts_of(schedule: str, rank: int, task: Classifier, **config: Any) -> Parts:
     """A pipeline of two ranks."""
-    place = Place(rank=rank, world_size=2, local_rank=rank, local_world_size=2, launched=True)
+    rank_info = RankInfo(
+        rank=rank, world_size=2, local_rank=rank, local_world_size=2, launched=True
+    )
     return Parts(
         task=task,
         config=Config(pp_schedule=schedule, global_batch=16, **config),  # type: ignore[arg-type]
         layout=Layout(pp=2),
-        group=Group(place=place, device=torch.device("cpu")),
+        group=RankGroup(rank_info=rank_info, device=torch.device("cpu")),
     )
 
 
 def single_of(parts: Parts) -> Single:
-    alone = Group(place=Place(), device=torch.device("cpu"))
+    alone = RankGroup(rank_info=RankInfo(), device=torch.device("cpu"))
     return Single(dataclasses.replace(parts, layout=Layout(), group=alone))
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from train.checkpoints import safetensors_file, store
-from train.checkpoints.safetensors_file import Part
+from train.checkpoints.safetensors_file import TensorPart
 from train.checkpoints.store import Position, State
 from train.errors import RefusedError
 from train.rundir.claim import claim
 from train.rundir.files import RunDirectory, read_lines
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 
 if TYPE_CHECKING:
     from tests.train.conftest import Running, Start
@@ -32,16 +32,16 @@ def save(run_dir: Path, *, attempt: int, **identity: object) -> Path:
         step=3, epoch=0, samples_seen=192, world_size=1, identity=identity, config={"steps": 9}
     )
     store.begin(path)
-    part = Part(name="model.weight", dtype=torch.float32, offsets=(0,), sizes=(2,))
+    part = TensorPart(name="model.weight", dtype=torch.float32, offsets=(0,), sizes=(2,))
     proof = safetensors_file.write(path / "rank-00000.safetensors", [part], [torch.ones(2)])
     store.complete(path, state, {"rank-00000.safetensors": proof})
     return path
 
 
 def claimed(run_dir: Path) -> str | None:
-    place = Place()
-    group = Group(place=place, device=torch.device("cpu"))
-    return claim(RunDirectory(run_dir, place), OURS, 9, group)
+    rank_info = RankInfo()
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
+    return claim(RunDirectory(run_dir, rank_info), OURS, 9, group)
 
 
 # A later attempt's would be taken as soon as our own count has come so far.
@@ -93,14 +93,14 @@ def test_a_run_is_adopted_if_only_its_task_is_another(
 ) -> None:
     save(tmp_path, attempt=0, **OLD)
     (tmp_path / "run.json").write_text(json.dumps({"version": 1, "identity": OLD}))
-    place = Place()
-    group = Group(place=place, device=torch.device("cpu"))
+    rank_info = RankInfo()
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
     identity = {**OLD, "task": "new.py:T", **now}
     if not reason:
-        assert claim(RunDirectory(tmp_path, place), identity, 9, group, adopt=adopt) is None
+        assert claim(RunDirectory(tmp_path, rank_info), identity, 9, group, adopt=adopt) is None
         return
     with pytest.raises(RefusedError) as caught:
-        claim(RunDirectory(tmp_path, place), identity, 9, group, adopt=adopt)
+        claim(RunDirectory(tmp_path, rank_info), identity, 9, group, adopt=adopt)
     first, *lines = str(caught.value).splitlines()
     assert reason in first
     assert "  task: 'old.py:T' there, 'new.py:T' here" in lines

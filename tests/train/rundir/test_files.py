@@ -14,7 +14,7 @@ import pytest
 from train.rundir import files
 from train.rundir.files import Outcome, RunDirectory, may_forestall, may_replace, read_lines
 from train.rundir.json_text import dump
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 RUNNING = Outcome(
     status="running",
@@ -91,7 +91,7 @@ def test_an_end_before_the_directory_was_claimed_spares_what_may_be_another_run(
 
 
 def test_outcome_is_written_whole_and_read_back(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path, Place())
+    directory = RunDirectory(tmp_path, RankInfo())
     assert directory.read_outcome() is None
     assert directory.write_outcome(RUNNING)
     assert directory.read_outcome() == RUNNING
@@ -116,7 +116,7 @@ def test_outcome_is_written_whole_and_read_back(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path, Place(attempt=3, restart=1))
+    directory = RunDirectory(tmp_path, RankInfo(attempt=3, restart=1))
     directory.metric(step=1, loss=2.5)
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
@@ -130,7 +130,7 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
 
 
 def test_only_rank_0_writes_lines(tmp_path: Path) -> None:
-    RunDirectory(tmp_path / "not there", Place(rank=1)).event("start", step=0)
+    RunDirectory(tmp_path / "not there", RankInfo(rank=1)).event("start", step=0)
     assert list(tmp_path.iterdir()) == []
     assert read_lines(tmp_path / "events.jsonl") == []
 
@@ -147,7 +147,7 @@ def test_who_hangs_and_keeps_the_lock_keeps_nobody_from_telling_an_outcome(
     monkeypatch.setattr(files, "LOCK_WITHIN_S", 0.1)
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    directory = RunDirectory(tmp_path, Place(attempt=1))
+    directory = RunDirectory(tmp_path, RankInfo(attempt=1))
     assert directory.write_outcome(RUNNING)
     assert directory.read_outcome() == RUNNING
     os.close(held)

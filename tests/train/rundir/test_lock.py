@@ -24,7 +24,7 @@ from train.checkpoints import store
 from train.rundir import lock
 from train.rundir.console import Console
 from train.rundir.lock import NAME, Contender, Holder, Verdict
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -37,7 +37,7 @@ PROCESS = """
 import fcntl, json, os, sys, time
 from pathlib import Path
 from train.rundir.console import Console
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 from train.rundir.lock import Contender
 
 def unsupported(*arguments):
@@ -45,7 +45,7 @@ def unsupported(*arguments):
 
 if {errno}:
     fcntl.lockf = unsupported
-contender = Contender(Path(sys.argv[1]), Place(**json.loads(sys.argv[2])), Console(rank=1))
+contender = Contender(Path(sys.argv[1]), RankInfo(**json.loads(sys.argv[2])), Console(rank=1))
 while (verdict := contender.look(ended=None)) == "wait":
     time.sleep(0.01)
 {then}
@@ -54,15 +54,15 @@ sys.stdin.read()
 """
 
 
-FIRST = Place()
+FIRST = RankInfo()
 
 
 def begin(
-    path: Path, place: Place = FIRST, *, then: str = "", error: int = 0
+    path: Path, rank_info: RankInfo = FIRST, *, then: str = "", error: int = 0
 ) -> subprocess.Popen[str]:
     code = PROCESS.format(then=then, errno=error)
     return subprocess.Popen(
-        [sys.executable, "-c", code, str(path), json.dumps(asdict(place))],
+        [sys.executable, "-c", code, str(path), json.dumps(asdict(rank_info))],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -76,16 +76,18 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 
 @contextmanager
-def living(path: Path, place: Place = FIRST, *, error: int = 0) -> Iterator[subprocess.Popen[str]]:
+def living(
+    path: Path, rank_info: RankInfo = FIRST, *, error: int = 0
+) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the directory; dead at the end, at the latest."""
-    with begin(path, place, error=error) as process:
+    with begin(path, rank_info, error=error) as process:
         assert answer(process) == "mine"
         yield process
         process.kill()
 
 
-def contender(path: Path, place: Place = FIRST, *, elsewhere: bool = False) -> Contender:
-    found = Contender(path, place, Console(rank=1))
+def contender(path: Path, rank_info: RankInfo = FIRST, *, elsewhere: bool = False) -> Contender:
+    found = Contender(path, rank_info, Console(rank=1))
     if elsewhere:
         found.me = replace(found.me, host="elsewhere", boot="another")
     return found
@@ -162,7 +164,9 @@ def test_who_was_given_up_by_torchrun_writes_no_more(start: Start, tmp_path: Pat
     """Its node was cut off from the others, not from the disk: same attempt, same rendezvous."""
     run = start.single(*ENDLESS, run_dir=tmp_path / "run", TORCHELASTIC_RUN_ID="job-7")
     run.wait_for_step(1)
-    assert decide(contender(run.run_dir / NAME, Place(launch="job-7"), elsewhere=True)) == ["mine"]
+    assert decide(contender(run.run_dir / NAME, RankInfo(launch="job-7"), elsewhere=True)) == [
+        "mine"
+    ]
     run.finish(1)
     assert "attempt 0 writes no more: a later start of it has taken over" in run.output()
     assert run.outcome()["status"] == "running"
@@ -196,13 +200,13 @@ def test_whose_draft_a_newer_attempt_removes_says_that_it_is_fenced(
 
 def test_a_holder_that_lives_is_seen_here_and_from_other_machines(tmp_path: Path) -> None:
     path = tmp_path / NAME
-    with living(path, Place(attempt=2)):
-        elsewhere = contender(path, Place(attempt=2), elsewhere=True)
+    with living(path, RankInfo(attempt=2)):
+        elsewhere = contender(path, RankInfo(attempt=2), elsewhere=True)
         assert decide(elsewhere) == ["wait", "taken"]
         assert elsewhere.holder == recorded(path)
-        assert decide(contender(path, Place(attempt=1))) == ["wait", "taken"]
-        assert decide(contender(path, Place(attempt=2, launch="another"))) == ["wait", "taken"]
-        assert decide(contender(path, Place(attempt=3))) == ["mine"]
+        assert decide(contender(path, RankInfo(attempt=1))) == ["wait", "taken"]
+        assert decide(contender(path, RankInfo(attempt=2, launch="another"))) == ["wait", "taken"]
+        assert decide(contender(path, RankInfo(attempt=3))) == ["mine"]
 
 
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +230,9 @@ def test_without_locks_a_holder_that_lives_is_seen_by_the_time_of_its_file(
 
 def test_the_same_rendezvous_on_the_same_machine_is_no_reason_to_run_twice(tmp_path: Path) -> None:
     path = tmp_path / NAME
-    with living(path, Place(launch="job-7")):
-        assert decide(contender(path, Place(launch="job-7", restart=1))) == ["wait", "taken"]
-        assert decide(contender(path, Place(launch="job-7"), elsewhere=True)) == ["mine"]
+    with living(path, RankInfo(launch="job-7")):
+        assert decide(contender(path, RankInfo(launch="job-7", restart=1))) == ["wait", "taken"]
+        assert decide(contender(path, RankInfo(launch="job-7"), elsewhere=True)) == ["mine"]
 
 
 def test_a_killed_holder_is_followed_at_once_though_its_children_live(tmp_path: Path) -> None:
@@ -248,24 +252,24 @@ def test_a_killed_holder_is_followed_at_once_though_its_children_live(tmp_path: 
     [
         (FIRST, None, False),
         (FIRST, (0, 1), False),
-        (Place(launch="job-8"), None, False),
+        (RankInfo(launch="job-8"), None, False),
         # What is known of it makes waiting needless.
         (FIRST, (0, 0), True),
-        (Place(launch="job-7"), None, True),
-        (Place(attempt=1), None, True),
+        (RankInfo(launch="job-7"), None, True),
+        (RankInfo(attempt=1), None, True),
     ],
 )
 def test_a_machine_without_power_blocks_for_a_while_at_most(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    place: Place,
+    rank_info: RankInfo,
     ended: tuple[int, int] | None,
     at_once: bool,
 ) -> None:
     """A server that has not heard of its end may hold its lock for ever."""
     monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
     path = tmp_path / NAME
-    dead = replace(Holder.here(Place(launch="job-7")), host="node7", boot="before")
+    dead = replace(Holder.here(RankInfo(launch="job-7")), host="node7", boot="before")
     path.write_text(json.dumps({"version": 1, **asdict(dead)}))
     server = (
         "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX); "
@@ -274,7 +278,7 @@ def test_a_machine_without_power_blocks_for_a_while_at_most(
     argv, pipe = [sys.executable, "-c", server, str(path)], subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as process:
         assert answer(process) == "locked"
-        assert decide(contender(path, place), ended=ended) == (
+        assert decide(contender(path, rank_info), ended=ended) == (
             ["mine"] if at_once else ["wait", "mine"]
         )
 
@@ -287,7 +291,7 @@ def test_without_locks_a_killed_holder_blocks_for_a_while_only(
         pass
     monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
     no_locks(monkeypatch)
-    next_one = Contender(path, Place(), Console(rank=0))
+    next_one = Contender(path, RankInfo(), Console(rank=0))
     assert decide(next_one) == ["wait", "mine"]
     said = capsys.readouterr()
     assert said.out.endswith("waiting 0.3 s for a sign of its life\n")
@@ -326,7 +330,7 @@ def test_who_has_opened_a_file_that_is_replaced_now_looks_again(
 
 
 def test_who_is_replaced_knows_at_once(tmp_path: Path) -> None:
-    first, second = contender(tmp_path / NAME), contender(tmp_path / NAME, Place(attempt=1))
+    first, second = contender(tmp_path / NAME), contender(tmp_path / NAME, RankInfo(attempt=1))
     assert first.look(ended=None) == second.look(ended=None) == "mine"
     assert first.hold and second.hold
     with closing(first.hold), closing(second.hold):

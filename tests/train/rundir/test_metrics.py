@@ -12,7 +12,7 @@ from train.rundir import metrics
 from train.rundir.files import RunDirectory, read_lines
 from train.rundir.json_text import dump, dump_numbers
 from train.rundir.metrics import MetricsLog
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 
 def steps_in(path: Path) -> list[object]:
@@ -59,7 +59,7 @@ def test_an_event_finds_all_metrics_before_it_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "TOGETHER_S", 1e9)
-    directory = RunDirectory(tmp_path, Place())
+    directory = RunDirectory(tmp_path, RankInfo())
     for step in (1, 2, 3):
         directory.metric(step=step, loss=0.5)
     directory.event("error", step=3)

@@ -34,7 +34,7 @@ from train.cli.config import Config
 from train.errors import PeerError, UsageError, is_collateral
 from train.runtime.membership import enter, gather
 from train.runtime.process_group import device_and_backend, open_group
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 from train.runtime.rendezvous import AGENT_STORE, await_server, meet
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ UNHURRIED_S = 240
 # wrong forms only.
 SHORT_S = 5
 
-Work = Callable[[Place, str, Path], None]
+Work = Callable[[RankInfo, str, Path], None]
 
 
 class Meeting:
@@ -59,9 +59,11 @@ class Meeting:
 
     def rank(self, work: Work, rank: int, method: str, *, count: int = 2, restart: int = 0) -> int:
         """Start a rank, and give its number among all that were started."""
-        place = Place(rank=rank, world_size=count, launched=True, restart=restart)
+        rank_info = RankInfo(rank=rank, world_size=count, launched=True, restart=restart)
         number = len(self.started)
-        process = PROCESSES.Process(target=_report, args=(work, place, method, self.folder, number))
+        process = PROCESSES.Process(
+            target=_report, args=(work, rank_info, method, self.folder, number)
+        )
         process.start()
         self.started.append(process)
         return number
@@ -96,59 +98,59 @@ def meeting(tmp_path: Path) -> object:
     started.end()
 
 
-def _report(work: Work, place: Place, method: str, folder: Path, number: int) -> None:
+def _report(work: Work, rank_info: RankInfo, method: str, folder: Path, number: int) -> None:
     torch.set_num_threads(1)
     # As under torchrun.
     os.environ |= {AGENT_STORE: "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     said = folder / f"said-{number}"
     try:
-        work(place, method, said)
+        work(rank_info, method, said)
     except BaseException as error:
         said.write_text(f"{type(error).__name__}: {error}")
     os._exit(0)
 
 
-def ours(place: Place, method: str, said: Path) -> None:
+def ours(rank_info: RankInfo, method: str, said: Path) -> None:
     config = Config(strategy="ddp", init_method=method, timeout_s=UNHURRIED_S)
-    with open_group(place, config) as group:
-        said.write_text(f"sum {group.sum([place.rank + 1.0])[0]}")
+    with open_group(rank_info, config) as group:
+        said.write_text(f"sum {group.sum([rank_info.rank + 1.0])[0]}")
 
 
-def ours_held(place: Place, method: str, said: Path) -> None:
+def ours_held(rank_info: RankInfo, method: str, said: Path) -> None:
     config = Config(strategy="ddp", init_method=method, timeout_s=UNHURRIED_S)
-    with open_group(place, config) as group:
+    with open_group(rank_info, config) as group:
         said.write_text("they met")
         _wait_for((said.parent / "go on").exists)
-        said.write_text(f"sum {group.sum([place.rank + 1.0])[0]}")
+        said.write_text(f"sum {group.sum([rank_info.rank + 1.0])[0]}")
 
 
-def ours_killed(place: Place, method: str, said: Path) -> None:
+def ours_killed(rank_info: RankInfo, method: str, said: Path) -> None:
     config = Config(strategy="ddp", init_method=method, timeout_s=UNHURRIED_S)
-    with open_group(place, config) as group:
-        said.write_text(f"sum {group.sum([place.rank + 1.0])[0]}")
+    with open_group(rank_info, config) as group:
+        said.write_text(f"sum {group.sum([rank_info.rank + 1.0])[0]}")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ours_impatient(place: Place, method: str, said: Path) -> None:
+def ours_impatient(rank_info: RankInfo, method: str, said: Path) -> None:
     config = Config(strategy="ddp", init_method=method, timeout_s=1)
     try:
-        with open_group(place, config):
+        with open_group(rank_info, config):
             pass
     except Exception as error:
         said.write_text(f"{error}, collateral: {is_collateral(error)}")
 
 
-def plain_killed(place: Place, method: str, said: Path) -> None:
+def plain_killed(rank_info: RankInfo, method: str, said: Path) -> None:
     """What introductions show, with a word about who else is there."""
-    url = f"{method}?rank={place.rank}&world_size={place.world_size}"
+    url = f"{method}?rank={rank_info.rank}&world_size={rank_info.world_size}"
     store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=SHORT_S)))
-    said.write_text(f"the other is there: {store.check([str(1 - place.rank)])}")
-    store.set(str(place.rank), "here")
+    said.write_text(f"the other is there: {store.check([str(1 - rank_info.rank)])}")
+    store.set(str(rank_info.rank), "here")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def plain_store(place: Place, method: str, said: Path) -> None:
-    url = f"{method}?rank={place.rank}&world_size={place.world_size}"
+def plain_store(rank_info: RankInfo, method: str, said: Path) -> None:
+    url = f"{method}?rank={rank_info.rank}&world_size={rank_info.world_size}"
     next(rendezvous(url, timeout=timedelta(seconds=SHORT_S)))
     said.write_text("they met")
 
@@ -228,11 +230,11 @@ def test_a_rank_that_died_and_came_again_is_no_other_run(meeting: Meeting, tmp_p
 
 
 def test_a_straggler_of_the_same_torchrun_is_no_other_run() -> None:
-    place = Place(rank=1, world_size=2, launched=True, launch="job-7")
+    rank_info = RankInfo(rank=1, world_size=2, launched=True, launch="job-7")
     store = HashStore()
-    assert enter(PrefixStore("train/0", store), place) is None
+    assert enter(PrefixStore("train/0", store), rank_info) is None
     with pytest.raises(PeerError, match="one of them is left over from an earlier try"):
-        gather(store, dataclasses.replace(place, restart=1), "tcp://here:1")
+        gather(store, dataclasses.replace(rank_info, restart=1), "tcp://here:1")
 
 
 def test_ranks_meet_at_a_port_that_count_restarts_differently(meeting: Meeting) -> None:
@@ -307,8 +309,8 @@ def outcomes(
     def come(member: int) -> None:
         rank, count = places[member]
         try:
-            place = Place(rank=rank, world_size=count, launched=True)
-            gather(Stepwise(shared, turns, member), place, "here")  # type: ignore[arg-type]
+            rank_info = RankInfo(rank=rank, world_size=count, launched=True)
+            gather(Stepwise(shared, turns, member), rank_info, "here")  # type: ignore[arg-type]
             ends[member] = "met"
         except UsageError as error:
             ends[member] = "refused" if "at the same place" in str(error) else str(error)
@@ -355,11 +357,11 @@ def peers(
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 
     def be(rank: int) -> None:
-        place, draw = Place(rank=rank, world_size=count, launched=True), random.Random(rank)
+        rank_info, draw = RankInfo(rank=rank, world_size=count, launched=True), random.Random(rank)
         for number in range(rounds):
             time.sleep(draw.uniform(0, spread_s))
             try:
-                with meet(place, method, timedelta(seconds=PATIENCE_S)):
+                with meet(rank_info, method, timedelta(seconds=PATIENCE_S)):
                     pass
             except Exception as error:
                 text = f"rank {rank}, round {number}: {type(error).__name__}: {error}"
@@ -462,12 +464,12 @@ def test_a_backend_that_is_not_there_is_named_with_those_that_are() -> None:
         pytest.skip("this build of torch has all backends")
     message = f"--backend {absent[0]}: this build of torch {torch.__version__} has no such backend;"
     with pytest.raises(UsageError, match=f"^{re.escape(message)} it has gloo"):
-        device_and_backend(Place(), absent[0])
+        device_and_backend(RankInfo(), absent[0])
     # Before anything is waited for.
     config = Config(strategy="ddp", backend=absent[0], init_method="tcp://127.0.0.1:1")  # type: ignore[arg-type]
     with (
         pytest.raises(UsageError, match=f"^{re.escape(message)}"),
-        open_group(Place(world_size=2, launched=True), config),
+        open_group(RankInfo(world_size=2, launched=True), config),
     ):
         pass
 
@@ -478,8 +480,8 @@ def test_a_rank_that_sees_only_its_own_gpu_takes_it(monkeypatch: pytest.MonkeyPa
     seen = {}
     for gpus in (1, 4):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        place = Place(rank=7, world_size=8, local_rank=3, launched=True)
-        seen[gpus] = str(device_and_backend(place, "gloo")[0])
+        rank_info = RankInfo(rank=7, world_size=8, local_rank=3, launched=True)
+        seen[gpus] = str(device_and_backend(rank_info, "gloo")[0])
     assert seen == {1: "cuda:0", 4: "cuda:3"}
 
 
@@ -489,7 +491,7 @@ def test_a_hook_that_the_backend_cannot_do_is_refused_before_the_ranks_meet() ->
     config = Config(strategy="ddp", comm_hook="bf16", init_method="tcp://127.0.0.1:1")
     with (
         pytest.raises(UsageError, match=r"^--comm-hook bf16 needs --backend nccl, "),
-        open_group(Place(world_size=2, launched=True), config),
+        open_group(RankInfo(world_size=2, launched=True), config),
     ):
         pass
 
@@ -552,7 +554,7 @@ def test_a_rank_that_comes_first_knocks_until_the_store_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses: list[float] = []
-    first = Place(rank=1, world_size=2, launched=True)
+    first = RankInfo(rank=1, world_size=2, launched=True)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))  # taken, and not listening: it refuses
         host, port = server.getsockname()
@@ -574,9 +576,9 @@ def test_rank_0_knocks_nowhere() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        place = Place(rank=0, world_size=2, launched=True)
+        rank_info = RankInfo(rank=0, world_size=2, launched=True)
         host, port = server.getsockname()
-        await_server(host, port, place, timedelta(seconds=PATIENCE_S))
+        await_server(host, port, rank_info, timedelta(seconds=PATIENCE_S))
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()

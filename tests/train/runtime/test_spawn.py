@@ -13,7 +13,7 @@ import pytest
 
 from train.cli.compatibility import problems
 from train.cli.config import Config
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,8 +146,8 @@ def test_what_the_user_must_mend_is_said_once_and_is_the_exit_status(
 
 
 def test_ranks_are_numbered_as_a_launcher_would() -> None:
-    place = Place(attempt=3).of_spawned(1, 2, "file:///tmp/x")
-    assert place == Place(
+    rank_info = RankInfo(attempt=3).of_spawned(1, 2, "file:///tmp/x")
+    assert rank_info == RankInfo(
         rank=1,
         world_size=2,
         local_rank=1,
@@ -156,4 +156,4 @@ def test_ranks_are_numbered_as_a_launcher_would() -> None:
         launched=True,
         meeting="file:///tmp/x",
     )
-    assert problems(Config(spawn=2, run_dir=Path("x")), place) == []
+    assert problems(Config(spawn=2, run_dir=Path("x")), rank_info) == []

@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from tests.train.support.processes import PROCESSES
 from train import session, tasks
-from train.checkpoints.progress import Progress
+from train.checkpoints.progress import TrainingProgress
 from train.cli.config import Config
 from train.data.order import Batch, Samples
 from train.loop import Trainer
@@ -36,8 +36,8 @@ from train.parallel.base import Parts
 from train.parallel.layout import Layout
 from train.rundir.console import Console
 from train.rundir.files import RunDirectory
-from train.runtime.process_group import Group, open_group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup, open_group
+from train.runtime.rank import RankInfo
 from train.runtime.signals import StopRequest
 from train.tasks import Task
 
@@ -72,7 +72,7 @@ class Differences:
     error: str = ""
 
 
-class Alone(Group):
+class Alone(RankGroup):
     """A group of one, in a process that is connected to others."""
 
     @property
@@ -114,7 +114,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().double().cpu().clone()
 
 
-def trainer_of(config: Config, layout: Layout, group: Group, folder: Path) -> Trainer:
+def trainer_of(config: Config, layout: Layout, group: RankGroup, folder: Path) -> Trainer:
     """Assemble what a run would, without claiming a directory."""
     folder.mkdir(parents=True, exist_ok=True)
     task = like_the_models(tasks.load(config.task))
@@ -122,8 +122,8 @@ def trainer_of(config: Config, layout: Layout, group: Group, folder: Path) -> Tr
     return session.assemble(
         parts,
         identity={},
-        progress=Progress(steps=STEPS),
-        directory=RunDirectory(folder, group.place),
+        progress=TrainingProgress(steps=STEPS),
+        directory=RunDirectory(folder, group.rank_info),
         console=Console(rank=1),
         stop=StopRequest(),
     )
@@ -173,16 +173,16 @@ def reference_of(config: Config) -> Config:
     )
 
 
-def compare(case: Case, group: Group, folder: Path) -> Differences | None:
+def compare(case: Case, group: RankGroup, folder: Path) -> Differences | None:
     """Run a case; rank 0 tells how far it is from one process."""
-    layout = case.config.layout_on(group.place)
+    layout = case.config.layout_on(group.rank_info)
     record = Recording(trainer_of(case.config, layout, group, folder / case.name))
     # Pipeline stages each know a part: put all ranks' together.
     initial = merged(group, record.initial)
     final = merged(group, record.final)
     gradients = [merged(group, step) for step in record.gradients]
     differences = None
-    if group.place.rank == 0:
+    if group.rank_info.rank == 0:
         one = by_one_process(case, group, folder)
         differences = Differences(
             initial_weights=largest(initial, one.initial),
@@ -200,21 +200,21 @@ def compare(case: Case, group: Group, folder: Path) -> Differences | None:
 _references: dict[Config, Recording] = {}
 
 
-def by_one_process(case: Case, group: Group, folder: Path) -> Recording:
+def by_one_process(case: Case, group: RankGroup, folder: Path) -> Recording:
     """Make a case's steps as one process; several cases may have the same ones."""
     if case.sabotage:
         _references.clear()
     config = dataclasses.replace(reference_of(case.config), **case.reference)  # type: ignore[arg-type]
     if config not in _references:
-        place = dataclasses.replace(group.place, rank=0, world_size=1)
-        one = Alone(place=place, device=group.device)
+        rank_info = dataclasses.replace(group.rank_info, rank=0, world_size=1)
+        one = Alone(rank_info=rank_info, device=group.device)
         _references[config] = Recording(
             trainer_of(config, Layout(), one, folder / f"{case.name}-alone")
         )
     return _references[config]
 
 
-def merged(group: Group, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+def merged(group: RankGroup, mine: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every rank's tensors by name; of those that several have, the last one's."""
     return {name: t for rank in group.gather(mine) for name, t in rank.items()}
 
@@ -270,7 +270,7 @@ def _rank(rank: int, cases: list[Case], folder: str, dtype: torch.dtype) -> None
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
     world_size = cases[0].world_size
-    place = Place(
+    rank_info = RankInfo(
         rank=rank,
         world_size=world_size,
         local_rank=rank,
@@ -279,7 +279,7 @@ def _rank(rank: int, cases: list[Case], folder: str, dtype: torch.dtype) -> None
         meeting=f"file://{folder}/meeting",
     )
     # As long as all of it may take: the others wait while rank 0 compiles and makes the reference.
-    with open_group(place, Config(strategy="ddp", timeout_s=LONG_S)) as group:
+    with open_group(rank_info, Config(strategy="ddp", timeout_s=LONG_S)) as group:
         for case in cases:
             exec(case.sabotage, {})
             try:

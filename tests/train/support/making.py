@@ -9,27 +9,27 @@ import torch
 from tests.train.support.ladder import Alone, trainer_of
 from train.cli.config import Config
 from train.loop import Trainer
-from train.runtime.process_group import Group
-from train.runtime.rank import Place
+from train.runtime.process_group import RankGroup
+from train.runtime.rank import RankInfo
 
 
 def config_of(**chosen: object) -> Config:
     return Config(**{"global_batch": 8, **chosen})  # type: ignore[arg-type]
 
 
-def group_of(rank: int, ranks: int) -> Group:
+def group_of(rank: int, ranks: int) -> RankGroup:
     """The group of all ranks; of one, where `ranks` is 1, also among connected ones."""
-    place = Place(
+    rank_info = RankInfo(
         rank=rank,
         world_size=ranks,
         local_rank=rank,
         local_world_size=ranks,
         launched=True,
     )
-    return (Alone if ranks == 1 else Group)(place=place, device=torch.device("cpu"))
+    return (Alone if ranks == 1 else RankGroup)(rank_info=rank_info, device=torch.device("cpu"))
 
 
 def trainer_for(rank: int, ranks: int, folder: Path, **chosen: object) -> Trainer:
     """Make what the command line would; `folder` is the run directory."""
     config, group = config_of(**chosen), group_of(rank, ranks)
-    return trainer_of(config, config.layout_on(group.place), group, folder)
+    return trainer_of(config, config.layout_on(group.rank_info), group, folder)

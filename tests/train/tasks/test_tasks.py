@@ -19,11 +19,11 @@ from tests.conftest import ROOT
 from tests.train.support.datasets import FASHION_MNIST, SHUTTLE, there
 from train import tasks
 from train.data.loader import Feed
-from train.data.order import Batch, Order, permutation, source_of
+from train.data.order import Batch, SampleOrder, permutation, source_of
 from train.errors import UsageError
 from train.layers import CausalAttention, Positions
 from train.model.evaluation import parts_of
-from train.runtime.rank import Place
+from train.runtime.rank import RankInfo
 from train.tasks import rda
 from train.tasks.base import Classifier, Task
 from train.tasks.fashion_mnist import FashionMnist
@@ -99,7 +99,7 @@ def test_fashion_mnist_is_learnt(fashion: FashionMnist) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, part = fashion.model(), fashion.train().part(0, 6400)
-    feed = Feed(part, Order(size=6400, seed=0), global_batch=32, shard=0, shards=1)
+    feed = Feed(part, SampleOrder(size=6400, seed=0), global_batch=32, shard=0, shards=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
     for step in range(150):
         batch = feed.batch(step * 32)
@@ -308,7 +308,7 @@ def test_every_job_can_be_rendered_and_its_arguments_are_understood(job: str, pr
     spec = toolkit.load(ROOT / "jobs" / job, alone)
     assert spec.name in toolkit.render(toolkit.plan(spec, site))
     shape = spec.resources
-    place = Place(
+    rank_info = RankInfo(
         rank=0,
         world_size=shape.max_nodes * shape.nproc_per_node,
         local_rank=0,
@@ -316,7 +316,7 @@ def test_every_job_can_be_rendered_and_its_arguments_are_understood(job: str, pr
         launched=True,
         addressed=True,
     )
-    config = flags.parse(list(spec.args), {flags.RUN_DIR: "run"}, place)
+    config = flags.parse(list(spec.args), {flags.RUN_DIR: "run"}, rank_info)
     assert config.task == {"sweep": "digits"}.get(spec.name, spec.name)
 
 

@@ -26,10 +26,10 @@ from train.parallel.parameter_server import wire
 from train.parallel.parameter_server.pacing import Ticket, pacing_of
 from train.parallel.parameter_server.server import Gradient, Server, Stretch, Work
 from train.parallel.parameter_server.strategy import Served
-from train.runtime.process_group import Group
+from train.runtime.process_group import RankGroup
 
 
-class Alone(Group):
+class Alone(RankGroup):
     """A group of one, in a process that is connected to others."""
 
     @property
@@ -76,8 +76,8 @@ class ServedTrainer(Trainer):
         """Measure on the whole test set, on the server."""
         if not self.strategy.serves:
             return {}
-        place = dataclasses.replace(self.group.place, rank=0, world_size=1)
-        alone = Alone(place=place, device=self.group.device)
+        rank_info = dataclasses.replace(self.group.rank_info, rank=0, world_size=1)
+        alone = Alone(rank_info=rank_info, device=self.group.device)
         parts = dataclasses.replace(self.strategy.parts, layout=Layout(), group=alone)
         whole = WholeModel(parts, self.strategy.model)
         batch = batch_size(self.config, self.strategy)
@@ -143,7 +143,7 @@ class ServedTrainer(Trainer):
 
     def _compute(self) -> Stretch:
         """Compute gradients until the stretch is over."""
-        trainer = self.group.place.rank - 1
+        trainer = self.group.rank_info.rank - 1
         while isinstance(drawn := wire.draw(trainer, self._stretch), Work):
             wire.push(self._gradient(drawn))
         return drawn

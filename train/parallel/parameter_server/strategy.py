@@ -28,14 +28,14 @@ class Served(WholeModel):
         """
         check(parts.config)
         super().__init__(parts, parts.model())
-        self.serves = parts.group.place.rank == 0
+        self.serves = parts.group.rank_info.rank == 0
         if not self.serves:
             compilation.whole(self.model, parts.config)
         # In step, each trainer has a slice of every batch; else it has whole batches of its own.
-        self.trainers = parts.group.place.world_size - 1
+        self.trainers = parts.group.rank_info.world_size - 1
         in_step = parts.config.ps_mode == "sync"
         self.shards = self.trainers if in_step else 1
-        self.shard = max(parts.group.place.rank - 1, 0) if in_step else 0
+        self.shard = max(parts.group.rank_info.rank - 1, 0) if in_step else 0
         self.axes = (self.shard,)
         kept = self.model.state_dict().keys()
         # Of running statistics, how far they move is sent; a table of angles never does.

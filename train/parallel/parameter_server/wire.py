@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from train.errors import PeerError
 from train.parallel.parameter_server.server import Gradient, Server, Stretch, Work
-from train.runtime.process_group import Group
+from train.runtime.process_group import RankGroup
 from train.runtime.rendezvous import keys_of_this_try
 
 # This process's own, when it is rank 0: calls name a function, not an object.
@@ -31,7 +31,7 @@ _SCHEME = "train-group"
 
 
 @contextmanager
-def connect(group: Group, server: Server | None, *, timeout_s: float) -> Iterator[None]:
+def connect(group: RankGroup, server: Server | None, *, timeout_s: float) -> Iterator[None]:
     """Connect trainers and server; disconnect them when all went well, as `open_group()` does.
 
     Args:
@@ -42,13 +42,13 @@ def connect(group: Group, server: Server | None, *, timeout_s: float) -> Iterato
     Raises:
         PeerError: another rank has gone.
     """
-    place = group.place
+    rank_info = group.rank_info
     if server is not None:
         _serving[:] = [server]
     _leaving.clear()
     options = rpc.TensorPipeRpcBackendOptions(
         # A trainer that must wait keeps a thread of the server's, and must not keep out another.
-        num_worker_threads=place.world_size + 4 if place.rank == 0 else 4,
+        num_worker_threads=rank_info.world_size + 4 if rank_info.rank == 0 else 4,
         rpc_timeout=timeout_s,
         init_method=_meeting_place(group),
         # TCP only. Between ranks of a node TensorPipe prefers shared memory, which it polls without
@@ -61,13 +61,13 @@ def connect(group: Group, server: Server | None, *, timeout_s: float) -> Iterato
         # torch makes the group that RPC starts on in a way that it warns of itself.
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         rpc.init_rpc(  # type: ignore[no-untyped-call]
-            _name(place.rank),
-            rank=place.rank,
-            world_size=place.world_size,
+            _name(rank_info.rank),
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
             rpc_backend_options=options,
         )
     if server is not None:
-        for rank in range(1, place.world_size):
+        for rank in range(1, rank_info.world_size):
             _watch(server, rank)
     yield
     with _others_may_be_gone():
@@ -128,7 +128,7 @@ def _watch(server: Server, rank: int) -> None:
     rpc.rpc_async(_name(rank), _stay, timeout=0).add_done_callback(answered)
 
 
-def _meeting_place(group: Group) -> str:
+def _meeting_place(group: RankGroup) -> str:
     """Let RPC meet in the store of the process group, wherever that is.
 
     `env://` would be right under torchrun alone, while ranks may have met at a port or in a file.
@@ -138,8 +138,8 @@ def _meeting_place(group: Group) -> str:
         world = dist.group.WORLD
         assert world is not None, "a parameter server has trainers"
         # What an earlier try has left there are the addresses of the dead.
-        store = keys_of_this_try("rpc", group.place, world.get_group_store())
-        yield store, group.place.rank, group.place.world_size
+        store = keys_of_this_try("rpc", group.rank_info, world.get_group_store())
+        yield store, group.rank_info.rank, group.rank_info.world_size
 
     # Once per process; tests connect more often.
     if _SCHEME not in _known_schemes:

@@ -44,8 +44,8 @@ class Pipelined(Strategy):
         layout, config, group = parts.layout, parts.config, parts.group
         split.check(config, layout)
         self.parts, self.task = parts, parts.task
-        at = layout.coordinates(group.place.rank)
-        self.shard, self.shards = layout.shard(group.place.rank), layout.shards
+        at = layout.coordinates(group.rank_info.rank)
+        self.shard, self.shards = layout.shard(group.rank_info.rank), layout.shards
         self.axes = (self.shard, at["cp"], at["pp"])
         self.norm_device = self._device = group.device
         # On the host: the device need never hold more than this rank's stages.
@@ -113,7 +113,7 @@ class Pipelined(Strategy):
             UsageError: names the lost or changed part.
         """
         check_alike(self._given, self.parts.group, task=self.task.name)
-        how = f"--strategy {self.parts.config.strategy_on(self.parts.group.place)}"
+        how = f"--strategy {self.parts.config.strategy_on(self.parts.group.rank_info)}"
         made = Inventory.of(self._stages.values())
         check_unchanged(self._given, made, how=f"{how} ({self.parts.layout})", whole=False)
 

@@ -77,7 +77,7 @@ class SharedParameters:
             parts: what the strategy is made of.
         """
         self._stages = stages
-        here = parts.layout.coordinates(parts.group.place.rank)["pp"]
+        here = parts.layout.coordinates(parts.group.rank_info.rank)["pp"]
         self._canonical = {name: one.names[0] for one in shared for name in one.names}
         # Another rank speaks for these where each parameter counts once.
         self._counted_elsewhere = {one.names[0] for one in shared if here > min(one.ranks)}
@@ -137,6 +137,6 @@ def _group(ranks: Sequence[int], parts: Parts) -> dist.ProcessGroup | None:
     timeout = timedelta(seconds=parts.config.timeout_s)
     for members in pipelines.values():
         group = dist.new_group(members, timeout=timeout)
-        if parts.group.place.rank in members:
+        if parts.group.rank_info.rank in members:
             mine = group
     return mine
