@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from train.checkpoints.progress import TrainingProgress
 from train.checkpoints.state import Saver
 from train.cli.config import Config
 from train.data.order import Batch
@@ -35,7 +34,7 @@ from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts
 from train.parallel.single import Single
 from train.rundir.console import Console
-from train.rundir.files import RunDirectory
+from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
 from train.tasks.base import Task

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import torch
 
-from train.checkpoints.progress import TrainingProgress
 from train.cli.config import Config
 from train.loop import Trainer
 from train.parallel.base import Parts
 from train.rundir.console import Console
-from train.rundir.files import RunDirectory
+from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.process_group import RankGroup
+from train.runtime.processes import StopRequest
 from train.runtime.rank import RankInfo
-from train.runtime.signals import StopRequest
 from train.session import assemble
 from train.tasks import Task
 

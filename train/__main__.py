@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from train.cli import config_file, flags
+from train.cli import flags
 from train.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -21,9 +21,9 @@ from train.errors import (
 )
 from train.failure.report import tell, tell_torchrun
 from train.rundir.console import Console, keep_lines_whole
-from train.rundir.files import Outcome, RunDirectory
+from train.rundir.files import RunDirectory
+from train.runtime.processes import StopRequest, spawn
 from train.runtime.rank import RankInfo
-from train.runtime.signals import StopRequest
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
         return EXIT_DONE
     directory: RunDirectory | None = None
     named = os.environ.get(flags.RUN_DIR)
-    # A look at a plan is no try at the run.
+    # Showing a plan is no try at the run.
     if named and not flags.only_looks(sys.argv[1:]):
         directory = RunDirectory(Path(named), rank_info)
     # First of all: importing torch takes a second, in which a signal may come.
@@ -68,10 +68,10 @@ def main() -> int:
 
 
 def look(request: flags.Request, console: Console) -> int:
-    """Do what needs no training: write the configuration, show the plan."""
+    """Write the configuration or show the plan: neither needs training."""
     if request.write_config is not None:
         if console.rank == 0:
-            config_file.write(request.write_config, request.config)
+            flags.write_file(request.write_config, request.config)
         console.say(f"wrote the configuration to {request.write_config}; nothing was trained")
         return EXIT_DONE
     from train import dryrun
@@ -81,9 +81,7 @@ def look(request: flags.Request, console: Console) -> int:
 
 
 def run_spawned(count: int, directory: RunDirectory, stop: StopRequest) -> int:
-    """Train in processes of our own, which record how it ended; unless they had no time to."""
-    from train.runtime.spawn import spawn
-
+    """Train in processes of our own; record a stop, which they may have had no time to."""
     exit_status = spawn(count, sys.argv[1:], stop)
     if exit_status == EXIT_PREEMPTED:
         record_end(directory, "preempted", f"stopped by {stop.signal_name or 'a signal'}")
@@ -91,35 +89,25 @@ def run_spawned(count: int, directory: RunDirectory, stop: StopRequest) -> int:
 
 
 def end_early(directory: RunDirectory | None, signal_name: str) -> None:
-    """Leave word of a stop before the ranks could agree on one."""
+    """Record a stop before the ranks could agree on one."""
     reason = f"stopped by {signal_name}"
     if directory is not None and directory.rank_info.rank == 0:
         record_end(directory, "preempted", reason)
-    # torchrun also ends so those that are left when one has failed.
+    # torchrun also sends the signal to the ranks that are left when one has failed.
     tell_torchrun(reason, echo=True)
 
 
 def record_end(directory: RunDirectory | None, status: str, reason: str) -> None:
     """Record an end that came before the run directory was claimed; see `may_forestall()`.
 
-    Any rank records what it refuses: torchrun ends the others, rank 0 perhaps before it could.
+    Any rank records its refusal: torchrun ends the others, rank 0 perhaps before it could.
     """
     if directory is None or not directory.path.is_dir():
         return
     old = directory.read_outcome()
+    outcome = directory.outcome_after(old, status, reason, steps=old.steps if old else None)
     with suppress(OSError):
-        directory.write_early_outcome(
-            Outcome(
-                status=status,
-                attempt=directory.rank_info.attempt,
-                restart=directory.rank_info.restart,
-                step=old.step if old else 0,
-                steps=old.steps if old else None,
-                samples_seen=old.samples_seen if old else 0,
-                rank=None,
-                reason=reason,
-            )
-        )
+        directory.write_outcome(outcome, early=True)
 
 
 def enter() -> NoReturn:

@@ -7,12 +7,10 @@ import time
 
 import torch
 
-from train.checkpoints.progress import TrainingProgress
 from train.checkpoints.state import Saver
 from train.cli.config import Config
-from train.data.loader import Feed
-from train.data.order import SampleOrder, resident, seed_of, source_of
-from train.data.seeding import mixed, seed_device
+from train.data.loader import Feed, resident, source_of
+from train.data.order import SampleOrder, mixed, seed_device, seed_of
 from train.errors import NonFiniteLoss
 from train.model.clipping import clip, total_norm
 from train.model.evaluation import batch_size, evaluated_epoch, measure
@@ -24,9 +22,9 @@ from train.parallel.rank_consistency import check_counters, check_data
 from train.parallel.trained_parameters import Untrained, some_of
 from train.profiling.capture import Profiler
 from train.rundir.console import Console, figures
-from train.rundir.files import RunDirectory
+from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.process_group import RankGroup
-from train.runtime.signals import StopRequest
+from train.runtime.processes import StopRequest
 from train.tasks.base import Task
 
 

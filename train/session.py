@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from train import parallel, tasks
-from train.checkpoints import export, recovery
-from train.checkpoints.progress import TrainingProgress
+from train.checkpoints import recovery
+from train.checkpoints.reader import export, export_problem, weights
 from train.checkpoints.state import Saver
-from train.cli import config_file
+from train.cli import flags
 from train.cli.config import Config
-from train.data.order import source_of
+from train.data.loader import source_of
 from train.errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
@@ -32,10 +32,10 @@ from train.profiling.capture import Profiler
 from train.profiling.timeline import Profile
 from train.rundir.claim import adopt, claim
 from train.rundir.console import Console, figures
-from train.rundir.files import RunDirectory
+from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.process_group import RankGroup, open_group
+from train.runtime.processes import StopRequest
 from train.runtime.rank import RankInfo
-from train.runtime.signals import StopRequest
 from train.tasks.base import Task
 
 
@@ -66,7 +66,7 @@ def train(config: Config, rank_info: RankInfo, stop: StopRequest, console: Conso
                     console.say(f"wrote its weights to {config.export}")
                 return EXIT_DONE
             check_ahead(config, progress, group)
-            group.on_rank_0(lambda: config_file.write(directory.path / "config.toml", config))
+            group.on_rank_0(lambda: flags.write_file(directory.path / "config.toml", config))
             parts = Parts(task=task, config=config, layout=layout, group=group)
             trainer = assemble(parts, identity, progress, directory, console, stop)
             saver = trainer.saver
@@ -99,7 +99,7 @@ def check_ahead(config: Config, progress: TrainingProgress, group: RankGroup) ->
         raise UsageError(f"--profile {config.profile}: the run has {progress.steps} steps only")
     if config.export:
         path = config.export
-        problem = group.broadcast(export.problem(path) if group.rank_info.rank == 0 else "")
+        problem = group.broadcast(export_problem(path) if group.rank_info.rank == 0 else "")
         if problem:
             raise UsageError(f"--export {path}: {problem}")
 
@@ -123,7 +123,7 @@ def export_finished(directory: RunDirectory, group: RankGroup, path: Path) -> No
         )
     try:
         resumption = recovery.describe(directory.path, group, best, source=source, shared=False)
-        resumption = dataclasses.replace(resumption, listing=export.weights(resumption.listing))
+        resumption = dataclasses.replace(resumption, listing=weights(resumption.listing))
         # The source may be another node, while the file is wanted where rank 0 runs.
         model = {
             name: torch.empty(shape, dtype=dtype)
@@ -131,7 +131,7 @@ def export_finished(directory: RunDirectory, group: RankGroup, path: Path) -> No
             if group.rank_info.rank == 0
         }
         recovery.fill(directory.path, group, resumption, model)
-        group.on_rank_0(lambda: export.export(path, resumption.listing, model.__getitem__))
+        group.on_rank_0(lambda: export(path, resumption.listing, model.__getitem__))
     except (CheckpointError, PeerError) as error:
         # Not a failure of the run, which would be recorded as its outcome.
         raise UsageError(str(error)) from error

@@ -20,8 +20,8 @@ from tests.train.model.test_precision import largest, rounded
 from tests.train.parallel.test_ladder import EIGHT, FOUR, MOST, ONE, TWO, close
 from tests.train.support.ladder import Case, climb
 from tests.train.support.reading import same, whole
+from train.checkpoints.planner import Staging
 from train.checkpoints.safetensors_file import TensorPart
-from train.checkpoints.staging import Staging
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start

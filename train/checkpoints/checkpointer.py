@@ -1,32 +1,91 @@
-"""Writing checkpoints behind the back of training."""
+"""Writing checkpoints in a thread, while training continues."""
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
 
 from train.checkpoints import safetensors_file, store
-from train.checkpoints.job import Job, Timing, WriteFailure, room_beside
-from train.checkpoints.planner import Planner
-from train.checkpoints.process_group import Channel
-from train.checkpoints.staging import Staging
+from train.checkpoints.planner import Planner, Staging
+from train.checkpoints.safetensors_file import TensorPart
 from train.checkpoints.store import Position, Proof, State
 from train.errors import CheckpointError, TrainError
-from train.runtime.process_group import RankGroup
+from train.runtime.process_group import Channel, RankGroup
+
+# What a checkpoint takes beside its tensors: state, manifest, and room for the run's outcome; and
+# for each rank's file a page, as files fill whole pages.
+BESIDE_BYTES = 1 << 16
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTiming:
+    """How long a checkpoint took."""
+
+    stall_s: float
+    """Seconds for which training stood still since the one before: all of the call that began it,
+    and waits for it up to now."""
+    total_s: float
+    """Seconds until it was committed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteFailure:
+    """Why something could not be written, for other ranks to know."""
+
+    text: str
+    """In words."""
+    full: bool = False
+    """Whether the disk is full."""
+
+    @classmethod
+    def of(cls, error: Exception) -> WriteFailure:
+        """Describe an exception."""
+        if isinstance(error, OSError):
+            return cls(text=str(error), full=error.errno in (errno.ENOSPC, errno.EDQUOT))
+        return cls(text=f"{type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingCheckpoint:
+    """A checkpoint on its way to the disk; the callbacks are those of `Checkpointer.save()`."""
+
+    position: Position
+    """Where it will lie."""
+    state: State
+    """Everything but the tensors."""
+    parts: Sequence[TensorPart]
+    """What this rank writes."""
+    tensors: Sequence[Tensor]
+    """The same, copied at the moment of the save."""
+    problem: WriteFailure | None
+    """Why they could not be copied."""
+    needed_bytes: int
+    """On rank 0: how much room all ranks' files take on the disk."""
+    started: float
+    """When the save began, by the monotonic clock."""
+    stall_s: float
+    """How long the call kept training waiting."""
+    make_room: Callable[[], str]
+    may_go: Callable[[], str]
+    may_commit: Callable[[], None]
+    committed: Callable[[SaveTiming], None]
 
 
 class Checkpointer:
     """Copies what a checkpoint holds at once, and writes it in a thread; one at a time.
 
-    All ranks call `save()` and `wait()` at the same steps. Whether a checkpoint was committed they
-    agree on before the thread ends, so the next call raises the same on all of them or on none.
+    All ranks call `save()` and `wait()` at the same steps. They agree whether a checkpoint was
+    committed before the thread ends, so the next call raises the same on all of them or on none.
     """
 
     def __init__(self, run_dir: Path, group: RankGroup, *, timeout_s: int = 600) -> None:
@@ -36,15 +95,15 @@ class Checkpointer:
         self._planner, self._staging = Planner(self._channel), Staging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # Since when training waits outside of a save; up to when a commit has reported that; and
-        # bytes that are not reported yet.
+        # Since when training waits outside of a save; up to when a commit has reported that wait;
+        # and the seconds that no commit has reported yet.
         self._waiting_since: float | None = None
-        self._told_until: float | None = None
-        self._untold_s = 0.0
+        self._reported_until: float | None = None
+        self._unreported_s = 0.0
 
     @cached_property
     def shared(self) -> bool:
-        """Whether all ranks see one run directory; asked by all at once, once it exists."""
+        """Whether all ranks see one run directory; all ranks ask at once, when it exists."""
         return self._channel.sees_one(self.run_dir)
 
     def save(
@@ -57,19 +116,19 @@ class Checkpointer:
         make_room: Callable[[], str] = str,
         may_go: Callable[[], str] = str,
         may_commit: Callable[[], None] = lambda: None,
-        committed: Callable[[Timing], None] = lambda timing: None,
+        committed: Callable[[SaveTiming], None] = lambda timing: None,
     ) -> None:
         """Begin a checkpoint of this moment; tensors may change as soon as this returns.
 
         Args:
-            position: where it shall lie.
+            position: where it will lie.
             state: its content besides tensors.
             tensors: this rank's; other ranks may have others, and other parts of the same DTensors.
             since: from when on training stands still for it (default: now), monotonic clock.
-            make_room: called on rank 0, in the thread, when the disk is full: removes the
-            checkpoints that this one makes superfluous, and returns them.
-            may_go: called on rank 0, in the thread, when that was not enough: names those that
-            could be removed.
+            make_room: called on rank 0, in the thread, when the disk is full: removes checkpoints
+                that this one replaces, and returns their names.
+            may_go: called on rank 0, in the thread, when that was not enough: names further
+                checkpoints that a user could remove.
             may_commit: called on rank 0, in the thread, when all is written; raises to prevent it.
             committed: called on rank 0, in the thread, when it is a checkpoint.
 
@@ -79,7 +138,7 @@ class Checkpointer:
         """
         started = time.monotonic() if since is None else since
         self._join()
-        # Where rank 0 must write for all, what it has itself need not be sent.
+        # Where rank 0 must write for all, it need not be sent the parts that it has itself.
         shared = self.shared
         parts = self._planner.parts(tensors, evenly=shared)
         copies: Sequence[Tensor] = ()
@@ -87,18 +146,20 @@ class Checkpointer:
         try:
             copies = self._staging.copy(parts, tensors)
         except (MemoryError, RuntimeError) as error:
-            # Known to the others soon: a rank that left now would leave them waiting.
+            # The other ranks learn of it in the thread: they would wait for a rank that left now.
             problem, parts = WriteFailure(text=f"cannot copy the tensors: {error}"), ()
-        untold_s, self._untold_s = self._untold_s, 0.0
-        job = Job(
+        unreported_s, self._unreported_s = self._unreported_s, 0.0
+        pending = PendingCheckpoint(
             position=position,
             state=state,
             parts=parts,
             tensors=copies,
             problem=problem,
-            needed_bytes=self._planner.total_bytes + room_beside(self._channel.size),
+            needed_bytes=(
+                self._planner.total_bytes + BESIDE_BYTES + PAGE_BYTES * self._channel.size
+            ),
             started=started,
-            stall_s=time.monotonic() - started + untold_s,
+            stall_s=time.monotonic() - started + unreported_s,
             make_room=make_room,
             may_go=may_go,
             may_commit=may_commit,
@@ -106,7 +167,7 @@ class Checkpointer:
         )
         # A daemon: if another rank never answers, this process must end all the same.
         self._thread = threading.Thread(
-            target=self._work, args=(job, shared), name="checkpoint", daemon=True
+            target=self._work, args=(pending, shared), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -123,13 +184,13 @@ class Checkpointer:
         if for_next:
             self._join()
             return
-        since, self._told_until = time.monotonic(), None
+        since, self._reported_until = time.monotonic(), None
         self._waiting_since = since
         try:
             self._join()
         finally:
             self._waiting_since = None
-            self._untold_s += time.monotonic() - (self._told_until or since)
+            self._unreported_s += time.monotonic() - (self._reported_until or since)
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -144,69 +205,67 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join(patience_s)
 
-    def _work(self, job: Job, shared: bool) -> None:
+    def _work(self, pending: PendingCheckpoint, shared: bool) -> None:
         try:
-            self._write(job, shared)
+            self._error, full = self._try(pending, shared)
+            if full:
+                removed = ""
+                if self._channel.rank == 0:
+                    # The others wait for an answer, also if it fails.
+                    with suppress(OSError):
+                        removed = pending.make_room()
+                if removed := self._channel.broadcast(removed):
+                    self._error, _ = self._try(pending, shared, removed)
         except BaseException as error:
             self._error = error
 
-    def _write(self, job: Job, shared: bool) -> None:
-        verdict, full = self._try(job, shared)
-        if full:
-            gone = ""
-            if self._channel.rank == 0:
-                # The others wait for an answer, also if it fails.
-                with suppress(OSError):
-                    gone = job.make_room()
-            if gone := self._channel.broadcast(gone):
-                verdict, _ = self._try(job, shared, gone)
-        if verdict is not None:
-            raise verdict
-
-    def _try(self, job: Job, shared: bool, gone: str = "") -> tuple[TrainError | None, bool]:
-        """Write and commit; say on all ranks why not, and whether for want of room."""
-        draft = job.position.draft(self.run_dir)
+    def _try(
+        self, pending: PendingCheckpoint, shared: bool, removed: str = ""
+    ) -> tuple[TrainError | None, bool]:
+        """Write and commit; return on all ranks the error, if any, and whether the disk is full."""
+        draft = pending.position.draft(self.run_dir)
+        problem: WriteFailure | None = None
         refused: tuple[TrainError, bool] | None = None
-        if self._channel.rank == 0 and (problem := self._prepare(job, draft)):
-            refused = self._failure(job, [(0, problem)], gone), problem.full
+        if self._channel.rank == 0:
+            if store.free_bytes(draft) < pending.needed_bytes:
+                problem = WriteFailure(text="No space left on device", full=True)
+            else:
+                problem = _attempt(lambda: store.begin(draft))
+            if problem:
+                refused = self._failure(pending, [(0, problem)], removed), problem.full
         if refused := self._channel.broadcast(refused):
             return refused
         files: dict[str, Proof] = {}
         if shared:
-            problem = job.problem or _attempt(lambda: files.update(self._write_own(job, draft)))
+            problem = pending.problem or _attempt(
+                lambda: files.update(self._write_own(pending, draft))
+            )
         elif self._channel.rank == 0:
-            problem = self._write_all(job, draft, files)
+            problem = self._write_all(pending, draft, files)
         else:
-            self._send_own(job)
-            problem = job.problem
+            # Rank 0 has the directory that counts.
+            self._channel.gather(pending.parts)
+            for tensor in pending.tensors[: len(pending.parts)]:
+                self._channel.send(tensor)
+            problem = pending.problem
         reports = self._channel.gather((problem, files))
         ending: tuple[TrainError | None, bool] = (None, False)
         if self._channel.rank == 0:
-            ending = self._commit(job, draft, reports, gone)
+            ending = self._commit(pending, draft, reports, removed)
         return self._channel.broadcast(ending)
 
-    def _prepare(self, job: Job, draft: Path) -> WriteFailure | None:
-        """Make a directory for the draft, if it has room."""
-        if store.free_bytes(draft) < job.needed_bytes:
-            return WriteFailure(text="No space left on device", full=True)
-        return _attempt(lambda: store.begin(draft))
-
-    def _write_own(self, job: Job, draft: Path) -> dict[str, Proof]:
-        if not job.parts:
+    def _write_own(self, pending: PendingCheckpoint, draft: Path) -> dict[str, Proof]:
+        if not pending.parts:
             return {}
         name = store.tensor_file(self._channel.rank)
-        return {name: safetensors_file.write(draft / name, job.parts, job.tensors)}
+        return {name: safetensors_file.write(draft / name, pending.parts, pending.tensors)}
 
-    def _send_own(self, job: Job) -> None:
-        """Send this rank's tensors to rank 0, which has the directory that counts."""
-        self._channel.gather(job.parts)
-        for tensor in job.tensors[: len(job.parts)]:
-            self._channel.send(tensor)
-
-    def _write_all(self, job: Job, draft: Path, files: dict[str, Proof]) -> WriteFailure | None:
-        """Write every rank's file on rank 0, tensor by tensor as they arrive; give what failed."""
-        described = self._channel.gather(job.parts)
-        problem = job.problem or _attempt(lambda: files.update(self._write_own(job, draft)))
+    def _write_all(
+        self, pending: PendingCheckpoint, draft: Path, files: dict[str, Proof]
+    ) -> WriteFailure | None:
+        """Write every rank's file on rank 0, as its tensors arrive; return what failed."""
+        described = self._channel.gather(pending.parts)
+        problem = pending.problem or _attempt(lambda: files.update(self._write_own(pending, draft)))
         for rank, parts in enumerate(described[1:], start=1):
             arriving = (self._channel.receive(part.nbytes, rank) for part in parts)
             if parts and problem is None:
@@ -222,23 +281,23 @@ class Checkpointer:
 
     def _commit(
         self,
-        job: Job,
+        pending: PendingCheckpoint,
         draft: Path,
         reports: Sequence[tuple[WriteFailure | None, Mapping[str, Proof]]],
-        gone: str,
+        removed: str,
     ) -> tuple[TrainError | None, bool]:
         """Make the draft a checkpoint if all has gone well; else remove it and say why."""
         problems = [(rank, problem) for rank, (problem, _) in enumerate(reports) if problem]
         files = {name: proof for _, own in reports for name, proof in own.items()}
         try:
             if not problems:
-                store.complete(draft, job.state, files)
-                job.may_commit()
-                store.commit(draft, job.position.path(self.run_dir))
+                store.complete(draft, pending.state, files)
+                pending.may_commit()
+                store.commit(draft, pending.position.path(self.run_dir))
                 # It exists now: an event that finds the disk full, or an old checkpoint that
                 # cannot be removed, does not undo it.
                 with suppress(OSError):
-                    job.committed(self._timing(job))
+                    pending.committed(self._timing(pending))
                 return None, False
         except TrainError as error:
             store.discard(draft)
@@ -247,35 +306,35 @@ class Checkpointer:
             problems = [(0, WriteFailure.of(error))]
         store.discard(draft)
         full = any(problem.full for _, problem in problems)
-        return self._failure(job, problems, gone), full
+        return self._failure(pending, problems, removed), full
 
-    def _timing(self, job: Job) -> Timing:
+    def _timing(self, pending: PendingCheckpoint) -> SaveTiming:
         now, waiting_since = time.monotonic(), self._waiting_since
         waited_s = 0.0
         if waiting_since is not None:
-            waited_s, self._told_until = now - waiting_since, now
-        return Timing(stall_s=job.stall_s + waited_s, total_s=now - job.started)
+            waited_s, self._reported_until = now - waiting_since, now
+        return SaveTiming(stall_s=pending.stall_s + waited_s, total_s=now - pending.started)
 
     def _failure(
-        self, job: Job, problems: Sequence[tuple[int, WriteFailure]], gone: str
+        self, pending: PendingCheckpoint, problems: Sequence[tuple[int, WriteFailure]], removed: str
     ) -> CheckpointError:
         """Describe on rank 0 why the checkpoint failed."""
         alone = self._channel.size == 1
         reasons = [p.text if alone else f"rank {rank}: {p.text}" for rank, p in problems]
         if any(problem.full for _, problem in problems):
-            free = store.free_bytes(job.position.path(self.run_dir))
-            there = f", {free:,} are free on that disk" if free < math.inf else ""
-            reasons.append(f"it needs {job.needed_bytes:,} bytes{there}")
+            free = store.free_bytes(pending.position.path(self.run_dir))
+            known = f", {free:,} are free on that disk" if free < math.inf else ""
+            reasons.append(f"it needs {pending.needed_bytes:,} bytes{known}")
             with suppress(OSError):
-                reasons += [text for text in (job.may_go(),) if text]
-        reasons.append(gone or "earlier checkpoints are untouched")
+                reasons += [text for text in (pending.may_go(),) if text]
+        reasons.append(removed or "earlier checkpoints are untouched")
         return CheckpointError(
-            f"cannot write checkpoint {job.position.path(self.run_dir)}: {'; '.join(reasons)}"
+            f"cannot write checkpoint {pending.position.path(self.run_dir)}: {'; '.join(reasons)}"
         )
 
 
 def _attempt(action: Callable[[], None]) -> WriteFailure | None:
-    """Do something; give what went wrong, for others to know."""
+    """Do something; return what went wrong, for other ranks to know."""
     try:
         action()
     except Exception as error:

@@ -1,21 +1,23 @@
-"""The rank that writes each part: torch's planner for distributed checkpoints (DCP) decides.
+"""The parts of tensors that this rank writes, and copies of them as they are now.
 
-What several ranks have is written by one of them, so that each writes about as much. It does not
-depend on the strategy: a DTensor knows which part of a tensor a rank has.
+torch's planner for distributed checkpoints (DCP) decides. Of ranks that hold the same part one
+writes it, so that each rank writes about as much. The plan does not depend on the strategy: a
+DTensor knows which part of a tensor a rank has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 
-from train.checkpoints.process_group import Channel
 from train.checkpoints.safetensors_file import TensorPart, size_of
 from train.errors import CheckpointError
+from train.runtime.process_group import Channel
 
 
 class Planner:
@@ -30,32 +32,30 @@ class Planner:
         """On rank 0: how long the files of all ranks are together."""
 
     def parts(self, tensors: Mapping[str, Tensor], *, evenly: bool) -> tuple[TensorPart, ...]:
-        """Give the parts that this rank writes; all ranks call this at once.
+        """Return the parts that this rank writes; all ranks call this at once.
 
         Args:
             tensors: this rank's.
-            evenly: whether each rank shall write about as much; else each part is the lowest
-                rank's that has it.
+            evenly: whether each rank shall write about as much; else the lowest rank that has a
+                part writes it.
 
         Raises:
             CheckpointError: on all ranks; the parts do not make up whole tensors.
         """
-        described = {name: _describe(tensor) for name, tensor in tensors.items()}
-        if self._channel.any(described != self._planned_for):
-            self._planned_for = None
-            self._parts = self._plan(tensors, evenly)
-            self._planned_for = described
-        return self._parts
-
-    def _plan(self, tensors: Mapping[str, Tensor], evenly: bool) -> tuple[TensorPart, ...]:
+        described = {
+            name: (tensor.shape, tensor.dtype, getattr(tensor, "placements", None))
+            for name, tensor in tensors.items()
+        }
+        if not self._channel.any(described != self._planned_for):
+            return self._parts
+        self._planned_for = None
         planner = DefaultSavePlanner(
             flatten_state_dict=False,
             flatten_sharded_tensors=False,
             dedup_save_to_lowest_rank=not evenly,
         )
         planner.set_up_planner(dict(tensors), is_coordinator=self._channel.rank == 0)
-        local = planner.create_local_plan()
-        plans = self._channel.gather(SavePlan([i for i in local.items if not _is_empty(i)]))
+        plans = self._channel.gather(_without_empty_parts(planner.create_local_plan()))
         answers: list[SavePlan | str] = []
         if self._channel.rank == 0:
             try:
@@ -68,30 +68,64 @@ class Planner:
         mine = self._channel.scatter(answers)
         if isinstance(mine, str):
             raise CheckpointError(mine)
-        return _parts(mine)
+        self._parts, self._planned_for = _parts(mine), described
+        return self._parts
 
 
-def _describe(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, getattr(tensor, "placements", None)
-
-
-def _is_empty(item: WriteItem) -> bool:
-    """Say whether this is nothing of something: ranks beyond the end of a small tensor."""
-    data = item.tensor_data
-    assert data is not None, "there are only tensors"
-    return math.prod(data.chunk.sizes) == 0 and math.prod(data.size) > 0
+def _without_empty_parts(plan: SavePlan) -> SavePlan:
+    """Leave out parts of ranks beyond the end of a small tensor; a tensor may itself be empty."""
+    return SavePlan(
+        [
+            item
+            for item in plan.items
+            if (data := item.tensor_data) is None
+            or math.prod(data.chunk.sizes) > 0
+            or math.prod(data.size) == 0
+        ]
+    )
 
 
 def _parts(plan: SavePlan) -> tuple[TensorPart, ...]:
-    return tuple(sorted((_part(item) for item in plan.items), key=TensorPart.order))
+    parts = []
+    for item in plan.items:
+        data = item.tensor_data
+        assert data is not None, "there are only tensors"
+        parts.append(
+            TensorPart(
+                name=item.index.fqn,
+                dtype=data.properties.dtype,
+                offsets=tuple(data.chunk.offsets),
+                sizes=tuple(data.chunk.sizes),
+            )
+        )
+    return tuple(sorted(parts, key=TensorPart.order))
 
 
-def _part(item: WriteItem) -> TensorPart:
-    data = item.tensor_data
-    assert data is not None, "there are only tensors"
-    return TensorPart(
-        name=item.index.fqn,
-        dtype=data.properties.dtype,
-        offsets=tuple(data.chunk.offsets),
-        sizes=tuple(data.chunk.sizes),
-    )
+class Staging:
+    """Buffers in the host's memory, used again for each checkpoint.
+
+    The system provides new memory page by page, which takes longer than the copy. For a GPU the
+    buffers are pinned, so that the copy goes at the speed of the bus.
+    """
+
+    def __init__(self) -> None:
+        """Allocate nothing before the first copy."""
+        self._buffers: dict[TensorPart, Tensor] = {}
+
+    def copy(self, parts: Sequence[TensorPart], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Copy this rank's part of each tensor; valid until the next call."""
+        sources = [tensors[part.name].detach() for part in parts]
+        sources = [s.to_local() if hasattr(s, "to_local") else s for s in sources]
+        if self._buffers.keys() != set(parts):
+            # The old buffers are freed before the new ones are allocated.
+            self._buffers = {}
+            self._buffers = {
+                part: torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                for part, source in zip(parts, sources, strict=True)
+            }
+        buffers = [self._buffers[part] for part in parts]
+        if buffers:
+            torch._foreach_copy_(buffers, sources, non_blocking=True)
+        for device in {source.device for source in sources if source.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return buffers

@@ -1,12 +1,14 @@
-"""Reading a checkpoint: its content, a rank's part of it, or a whole tensor."""
+"""Reading a checkpoint: its content, a rank's part of it, a whole tensor, or all weights."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,8 +19,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from train.checkpoints import store
-from train.checkpoints.safetensors_file import MEANT, as_stored
+from train.checkpoints import safetensors_file, store
+from train.checkpoints.safetensors_file import MEANT, TensorPart, as_stored
 from train.errors import CheckpointError
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -29,7 +31,7 @@ Listing = dict[str, tuple[torch.Size, torch.dtype]]
 class Stored:
     """A checkpoint that `verify()` has found whole; at first only headers are read.
 
-    Read by torch's own reader for distributed checkpoints (DCP), which knows no pickle here.
+    torch's own reader for distributed checkpoints (DCP) reads it, and unpickles nothing here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,30 +42,28 @@ class Stored:
         """
         self.path = path
         self._reader = HuggingFaceStorageReader(str(path))
-        with _told(path):
+        with _reading(path):
             files = [path / name for name in store.tensor_files(path)]
-            self._reader.fs = _Files(files)
+            self._reader.fs = _ListedFiles(files)
             self._metadata: Metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-            self._meant = {name: dtype for file in files for name, dtype in _meant(file).items()}
-            self._listing = self._listed()
-
-    def listing(self) -> Listing:
-        """List the tensors."""
-        return self._listing
-
-    def _listed(self) -> Listing:
-        listing = {}
-        for name, entry in sorted(self._metadata.state_dict_metadata.items()):
-            if isinstance(entry, TensorStorageMetadata):
+            meant = {name: dtype for file in files for name, dtype in _meant(file).items()}
+            self._listing: Listing = {}
+            for name, entry in sorted(self._metadata.state_dict_metadata.items()):
+                if not isinstance(entry, TensorStorageMetadata):
+                    continue
                 if not _complete(entry):
                     raise ValueError(
                         f"the parts of {name!r} leave the tensor, or do not make it up"
                     )
-                dtype = self._meant.get(name, entry.properties.dtype)
-                # Of complex numbers, each lies there as two.
-                listing[name] = (entry.size[:-1] if dtype.is_complex else entry.size, dtype)
-        return listing
+                dtype = meant.get(name, entry.properties.dtype)
+                # A file stores a complex number as two, in one more dimension.
+                shape = entry.size[:-1] if dtype.is_complex else entry.size
+                self._listing[name] = (shape, dtype)
+
+    def listing(self) -> Listing:
+        """List the tensors."""
+        return self._listing
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors in place; of a DTensor only this rank's part is read.
@@ -72,8 +72,8 @@ class Stored:
             CheckpointError: a tensor is not there, or of another shape.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _told(self.path), torch.no_grad():
-            # What is conjugated, or negated, when it is read has no view of what it will be.
+        with _reading(self.path), torch.no_grad():
+            # A tensor that is conjugated or negated on reading cannot be filled through a view.
             lazy = {n: t for n, t in tensors.items() if t.is_conj() or t.is_neg()}
             solid = {name: torch.empty_like(tensor) for name, tensor in lazy.items()}
             views = {name: as_stored(tensor) for name, tensor in {**tensors, **solid}.items()}
@@ -84,16 +84,16 @@ class Stored:
 
     def whole(self, name: str) -> Tensor:
         """Read all of one tensor."""
-        shape, dtype = self.listing()[name]
+        shape, dtype = self._listing[name]
         tensor = torch.empty(shape, dtype=dtype)
         self.load({name: tensor})
         return tensor
 
 
-class _Files(FileSystem):
+class _ListedFiles(FileSystem):
     """Shows a reader these files and no others of the folder."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: list[Path]) -> None:
         self._files = files
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
@@ -101,7 +101,7 @@ class _Files(FileSystem):
 
 
 def _meant(file: Path) -> dict[str, torch.dtype]:
-    """Read which tensors of a file lie there in another type than their own."""
+    """Read which tensors a file stores in another type than their own."""
     with safe_open(file, framework="pt") as opened:
         names: dict[str, str] = json.loads((opened.metadata() or {}).get(MEANT, "{}"))
     meant = {name: getattr(torch, dtype) for name, dtype in names.items()}
@@ -111,7 +111,7 @@ def _meant(file: Path) -> dict[str, torch.dtype]:
 
 
 def _complete(entry: TensorStorageMetadata) -> bool:
-    """Say whether the parts of a tensor lie within it, and are as many numbers as it has."""
+    """Return whether the parts of a tensor lie within it, and are as many numbers as it has."""
     rank = len(entry.size)
     inside = all(
         len(chunk.offsets) == len(chunk.sizes) == rank and min(chunk.offsets, default=0) >= 0
@@ -123,8 +123,8 @@ def _complete(entry: TensorStorageMetadata) -> bool:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Make any failure to read a checkpoint ours, with its path."""
+def _reading(path: Path) -> Iterator[None]:
+    """Turn any failure to read a checkpoint into a CheckpointError with its path."""
     try:
         yield
     # torch raises an AssertionError where shapes differ.
@@ -159,3 +159,48 @@ def differences(there: Listing, here: Iterable[Listing]) -> list[str]:
 def _shown(entry: tuple[torch.Size, torch.dtype]) -> str:
     shape, dtype = entry
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def weights(listing: Listing) -> Listing:
+    """Return the entries of a checkpoint that belong to the model."""
+    return {name: entry for name, entry in listing.items() if name.startswith(MODEL)}
+
+
+def export(path: Path, listing: Listing, whole: Callable[[str], Tensor]) -> None:
+    """Write the weights of a checkpoint under the plain model's names, tensor by tensor.
+
+    Args:
+        path: file to write; earlier files stay until all is written.
+        listing: the checkpoint's tensors.
+        whole: returns a tensor by its name there.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    parts = [
+        TensorPart(name=name, dtype=dtype, offsets=(0,) * len(shape), sizes=tuple(shape))
+        for name, (shape, dtype) in weights(listing).items()
+    ]
+    parts.sort(key=TensorPart.order)
+    draft = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        renamed = [replace(part, name=part.name.removeprefix(MODEL)) for part in parts]
+        safetensors_file.write(draft, renamed, (whole(part.name) for part in parts))
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise CheckpointError(f"cannot export to {path}: {error}") from error
+
+
+def export_problem(path: Path) -> str:
+    """Return why no file can be exported there, or ''; makes its directory."""
+    if path.is_dir():
+        return "is a directory; name a file in it"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return ""
+    except OSError as error:
+        return f"cannot write in {path.parent}: {error.strerror}"

@@ -1,4 +1,4 @@
-"""Finding where to go on, the newest valid checkpoint that any rank can see, and going on."""
+"""Resuming: finding the newest valid checkpoint that any rank can see, and loading it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Sighting:
 
     best: Position | None
     """Its best checkpoint that is whole."""
-    damaged: tuple[tuple[Position, str], ...]
-    """Better ones that are not, and why."""
+    damaged: tuple[tuple[Position, str], ...] = ()
+    """Better ones that are damaged, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """What all ranks go on from."""
+    """The checkpoint from which all ranks resume."""
 
     position: Position
-    """Which checkpoint."""
+    """Where it lies."""
     state: State
     """Its state."""
     listing: Listing
@@ -40,33 +40,31 @@ class Resumption:
     """The rank that reads it for all; None: each rank reads its part."""
 
 
-def look(run_dir: Path, *, attempt: int) -> Sighting:
-    """Find the best whole checkpoint of attempts up to this one; a missing directory holds none."""
-    damaged = []
-    for position in store.places(run_dir, up_to_attempt=attempt):
-        try:
-            store.verify(position.path(run_dir))
-        except CheckpointError as error:
-            damaged.append((position, str(error)))
-            continue
-        return Sighting(best=position, damaged=tuple(damaged))
-    return Sighting(best=None, damaged=tuple(damaged))
+def look(run_dir: Path, *, attempt: int, together: RankGroup | None = None) -> Sighting:
+    """Find the best whole checkpoint of attempts up to this one; a missing directory holds none.
 
-
-def look_together(run_dir: Path, group: RankGroup) -> Sighting:
-    """Find the same in a directory that all ranks see: each looks at some of the files."""
-    rank_info = group.rank_info
+    Args:
+        run_dir: where checkpoints lie.
+        attempt: this one.
+        together: all ranks, if they see one directory: each verifies some of the files.
+    """
+    positions = store.places(run_dir, up_to_attempt=attempt)
+    share = (0, 1)
+    if together:
+        positions = together.broadcast(positions)
+        share = (together.rank_info.rank, together.rank_info.world_size)
     damaged: list[tuple[Position, str]] = []
-    listed = store.places(run_dir, up_to_attempt=rank_info.attempt)
-    for position in group.broadcast(listed):
+    for position in positions:
         reason = ""
         try:
-            store.verify(position.path(run_dir), share=(rank_info.rank, rank_info.world_size))
+            store.verify(position.path(run_dir), share=share)
         except CheckpointError as error:
             reason = str(error)
-        if not (reasons := [text for text in group.gather(reason) if text]):
+        if together:
+            reason = next((text for text in together.gather(reason) if text), "")
+        if not reason:
             return Sighting(best=position, damaged=tuple(damaged))
-        damaged.append((position, reasons[0]))
+        damaged.append((position, reason))
     return Sighting(best=None, damaged=tuple(damaged))
 
 
@@ -76,15 +74,15 @@ def find(run_dir: Path, group: RankGroup, *, shared: bool) -> tuple[list[Sightin
     If the run directory is each node's own, one rank per node looks, as all of them would only read
     the same files again.
     """
-    nothing = Sighting(best=None, damaged=())
+    attempt = group.rank_info.attempt
     if shared:
-        seen = [look_together(run_dir, group)]
+        sightings = [look(run_dir, attempt=attempt, together=group)]
     else:
         looks = group.rank_info.local_rank == 0
-        seen = group.gather(look(run_dir, attempt=group.rank_info.attempt) if looks else nothing)
-    best = max((sighting.best for sighting in seen if sighting.best), default=None)
-    source = None if best is None else [sighting.best for sighting in seen].index(best)
-    return seen, source
+        sightings = group.gather(look(run_dir, attempt=attempt) if looks else Sighting(best=None))
+    bests = [sighting.best for sighting in sightings]
+    best = max((position for position in bests if position), default=None)
+    return sightings, None if best is None else bests.index(best)
 
 
 def describe(
@@ -140,44 +138,49 @@ def fill(
     """
     path = resumption.position.path(run_dir)
     problem = ""
-    if resumption.source is None:
-        try:
+    try:
+        if resumption.source is None:
             Stored(path).load(tensors)
-        except CheckpointError as error:
-            problem = str(error)
-    else:
-        problem = _serve(path, group, resumption, tensors)
+        else:
+            _distribute(path, group, resumption, tensors)
+    except CheckpointError as error:
+        problem = str(error)
     if problems := [
         f"rank {rank}: {text}" for rank, text in enumerate(group.gather(problem)) if text
     ]:
         raise CheckpointError("; ".join(problems))
 
 
-def _serve(
+def _distribute(
     path: Path, group: RankGroup, resumption: Resumption, tensors: Mapping[str, Tensor]
-) -> str:
-    """Read tensor by tensor on one rank and send it to all; each takes its part."""
-    assert resumption.source is not None, "somebody has it"
-    mine = group.rank_info.rank == resumption.source
-    stored = Stored(path) if mine else None
+) -> None:
+    """Read tensor by tensor on one rank and send it to all; each takes its part.
+
+    Raises:
+        CheckpointError: on the rank that reads; the other ranks just return.
+    """
+    assert resumption.source is not None, "one rank has it"
+    stored: Stored | None = None
     for name in resumption.listing:
         whole: dict[str, Tensor] = {}
-        problem = ""
-        if stored is not None:
+        failure: CheckpointError | None = None
+        if group.rank_info.rank == resumption.source:
             try:
+                stored = stored or Stored(path)
                 whole = {name: stored.whole(name)}
             except CheckpointError as error:
-                problem = str(error)
+                failure = error
         # One at a time: no rank ever holds more than its part and one tensor.
         whole = group.broadcast_tensors(whole, source=resumption.source)
+        if failure is not None:
+            raise failure
         if name not in whole:
-            return problem
+            return
         if name in tensors:
-            _take(whole[name], tensors[name])
-    return ""
+            _copy_part(whole[name], tensors[name])
 
 
-def _take(whole: Tensor, own: Tensor) -> None:
+def _copy_part(whole: Tensor, own: Tensor) -> None:
     """Copy this rank's part of a tensor in place."""
     target = own.detach()
     if hasattr(own, "__create_chunk_list__"):

@@ -18,7 +18,7 @@ class Retention:
     """Which checkpoints of a run stay in rank 0's directory."""
 
     def __init__(self, directory: RunDirectory, console: Console, *, keep: int) -> None:
-        """Keep so many whole ones; nothing is removed yet."""
+        """Keep so many whole checkpoints; nothing is removed yet."""
         self._directory, self._console, self._keep = directory, console, keep
         self.damaged: set[Position] = set()
         """Checkpoints that were damaged at the start and have not been written again."""
@@ -34,7 +34,7 @@ class Retention:
     def make_room(self, position: Position) -> str:
         """Remove checkpoints that a new one will replace; at least one whole checkpoint stays.
 
-        Returns the names of those removed; '' if there were none.
+        Returns a sentence with their names; '' if there were none.
         """
         removed = self.prune(position, keep=max(self._keep - 1, 1))
         if not removed:
@@ -66,15 +66,15 @@ def prune(
 ) -> list[Position]:
     """Remove all but the last `keep` whole checkpoints; return those removed.
 
-    Call it once `newest` is committed, or before, to make room for it. It looks at its own attempt
-    and earlier ones: these are fenced, so that no draft of theirs becomes a checkpoint any more. A
-    later attempt's are its own.
+    Call it once `newest` is committed, or before, to make room for it. It looks at the attempt of
+    `newest` and at earlier ones: these are fenced, so that their drafts never become checkpoints.
+    Checkpoints of a later attempt stay.
 
     Args:
         run_dir: where they lie.
         newest: the last one.
         keep: how many to keep that are whole, by their files' sizes.
-        damaged: some that are known not to be.
+        damaged: checkpoints that are known not to be whole.
     """
     for _, path in list(store.entries(run_dir, newest.attempt)):
         if path.suffix == ".tmp":
@@ -82,7 +82,7 @@ def prune(
     removed = []
     for position in behind(run_dir, newest, keep=keep, damaged=damaged):
         path = position.path(run_dir)
-        # Renamed first: one half removed must not look like a checkpoint.
+        # Renamed first: a half removed directory must not look like a checkpoint.
         doomed = path.with_suffix(".old.tmp")
         with suppress(OSError):
             path.rename(doomed)
@@ -99,19 +99,19 @@ def behind(
     A checkpoint after `newest` was damaged, and its steps are being made again: it does not count,
     and stays until that step is reached.
     """
-    whole, last = 0, []
+    whole, older = 0, []
     for position in store.places(run_dir, up_to_attempt=newest.attempt):
         if position.step > newest.step:
             continue
         if whole < keep:
             whole += position not in damaged and looks_whole(position.path(run_dir))
             continue
-        last.append(position)
-    return last
+        older.append(position)
+    return older
 
 
 def looks_whole(path: Path) -> bool:
-    """Say whether all files are there in their sizes; their contents are not read."""
+    """Return whether all files are there in their sizes; their contents are not read."""
     try:
         store.verify(path, by_size=True)
     except CheckpointError:

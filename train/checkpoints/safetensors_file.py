@@ -1,8 +1,8 @@
 """Files of tensors, in the safetensors format with the offsets that DCP adds to it.
 
-Own code, since torch's and safetensors' writers need the whole file in memory a second time.
-Here tensors go
-to the disk and into the digest block by block, and may arrive from another rank one by one.
+Own code, since torch's and safetensors' writers need the whole file in memory a second time. Here
+tensors go to the disk and into the digest block by block, and may arrive from another rank one by
+one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from train.checkpoints.store import Proof
+from train.runtime.process_group import bytes_of
 
 # What safetensors calls the types of torch.
 DTYPES = {
@@ -38,8 +39,8 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.bool: "BOOL",
 }
-# Types that not every reader has a name for lie there as another one: complex numbers as pairs of
-# real ones, in one more dimension, the rest as bytes. The file's header holds their original types.
+# A file stores types that not every reader knows as another one: complex numbers as pairs of real
+# ones, in one more dimension, the rest as bytes. Its header holds their original types.
 STORED_AS = {
     torch.complex128: torch.float64,
     torch.complex64: torch.float32,
@@ -69,19 +70,15 @@ class TensorPart:
 
     @property
     def nbytes(self) -> int:
-        """How long it is."""
+        """How many bytes it has."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
     def order(self) -> tuple[int, str]:
         """Sort the widest types first, so that each starts at a multiple of its width."""
         return -self.dtype.itemsize, self.name
 
-    def renamed(self, name: str) -> TensorPart:
-        """Give the same part of a tensor of another name."""
-        return replace(self, name=name)
-
     def stored(self) -> TensorPart:
-        """Give the same part of the tensor that `as_stored()` gives."""
+        """Return the same part of the tensor as `as_stored()` makes it."""
         if self.dtype not in STORED_AS:
             return self
         pairs = self.dtype.is_complex
@@ -101,7 +98,7 @@ def as_stored(tensor: Tensor) -> Tensor:
 
 
 def problem_of(tensor: object) -> str:
-    """Say why no file can hold something, or why it cannot be read back in place; else nothing."""
+    """Return why no file can hold something, or why it cannot be read back in place; else ''."""
     if not isinstance(tensor, Tensor):
         return f"is of type {type(tensor).__name__}, no tensor"
     kind = str(tensor.dtype).removeprefix("torch.")
@@ -118,7 +115,7 @@ def problem_of(tensor: object) -> str:
 
 
 def size_of(parts: Sequence[TensorPart]) -> int:
-    """Say how long a file of these parts will be."""
+    """Return how many bytes a file of these parts will have."""
     return len(_header(parts)) + sum(part.nbytes for part in parts)
 
 
@@ -134,22 +131,22 @@ def write(path: Path, parts: Sequence[TensorPart], tensors: Iterable[Tensor]) ->
         OSError: it could not be written.
     """
     digest, count = hashlib.sha256(), 0
+
+    def blocks() -> Iterator[memoryview | bytes]:
+        yield _header(parts)
+        for part, tensor in zip(parts, tensors, strict=True):
+            data = memoryview(bytes_of(tensor).numpy())  # type: ignore[arg-type]  # it has a buffer
+            assert len(data) == part.nbytes, f"{part} has {len(data)} bytes"
+            for start in range(0, len(data), BLOCK_BYTES):
+                yield data[start : start + BLOCK_BYTES]
+
     with path.open("wb") as file:
-        for block in _blocks(parts, tensors):
+        for block in blocks():
             digest.update(block)
             count += file.write(block)
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": count, "sha256": digest.hexdigest()}
-
-
-def _blocks(parts: Sequence[TensorPart], tensors: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
-    yield _header(parts)
-    for part, tensor in zip(parts, tensors, strict=True):
-        content = memoryview(bytes_of(tensor).numpy())  # type: ignore[arg-type]  # it has a buffer
-        assert len(content) == part.nbytes, f"{part} has {len(content)} bytes"
-        for start in range(0, len(content), BLOCK_BYTES):
-            yield content[start : start + BLOCK_BYTES]
 
 
 def _header(parts: Sequence[TensorPart]) -> bytes:
@@ -175,8 +172,3 @@ def _header(parts: Sequence[TensorPart]) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Give a contiguous tensor's memory as bytes, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from train.checkpoints import recovery
-from train.checkpoints.checkpointer import Checkpointer
-from train.checkpoints.export import export
-from train.checkpoints.job import Timing
-from train.checkpoints.progress import TrainingProgress
-from train.checkpoints.reader import MODEL, OPTIMIZER, Stored
+from train.checkpoints.checkpointer import Checkpointer, SaveTiming
+from train.checkpoints.reader import MODEL, OPTIMIZER, Stored, export
 from train.checkpoints.retention import Retention
 from train.checkpoints.safetensors_file import problem_of
 from train.checkpoints.store import Position, State
 from train.cli.config import Config
-from train.cli.config_changes import changes, plain
 from train.errors import CheckpointError, FencedError, NonFiniteLoss, UsageError
 from train.model.clipping import not_finite
 from train.model.loss_scaling import LossScaler
 from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Strategy
+from train.rundir.claim import differences
 from train.rundir.console import Console
-from train.rundir.files import RunDirectory
+from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.process_group import RankGroup
 
 # Seconds that a failing process waits for a checkpoint that is being written.
 PATIENCE_S = 60.0
+# Settings that may differ between two starts of a run, and change more than the last digits.
+REPORTED_CHANGES = (
+    "precision", "reduce", "sync_batch_norm", "comm_hook", "local_steps", "ps_mode", "staleness",
+)  # fmt: skip
 
 
 class Saver:
-    """Knows everything that a checkpoint of this run holds."""
+    """Saves and restores everything that a checkpoint of this run holds."""
 
     def __init__(
         self,
@@ -58,10 +59,10 @@ class Saver:
         self.directory, self.console = directory, console
         self._checkpointer = Checkpointer(directory.path, group, timeout_s=config.timeout_s)
         self._retention = Retention(directory, console, keep=config.keep_checkpoints)
-        # Where this moment is saved, in a directory that rank 0 sees.
+        # The checkpoint of the last save, if it lies in a directory that rank 0 sees.
         self._saved: Position | None = None
         self._last_step = 0
-        self._refuse_unstorable()
+        self._refuse_unstorable_tensors()
         self._frozen = self._everywhere(
             name for name, weight in self.strategy.named_parameters() if not weight.requires_grad
         )
@@ -73,12 +74,10 @@ class Saver:
             CheckpointError: on all ranks; it is of another model, or cannot be read.
         """
         run_dir, shared = self.directory.path, self._checkpointer.shared
-        seen, source = recovery.find(run_dir, self.group, shared=shared)
-        self._retention.damaged = {position for position, _ in seen[0].damaged}
-        self._report_damage(seen)
-        if source is None and any(sighting.damaged for sighting in seen):
-            self.console.say("no whole checkpoint is left: starting from the first step")
-        if source is None or (best := seen[source].best) is None:
+        sightings, source = recovery.find(run_dir, self.group, shared=shared)
+        self._retention.damaged = {position for position, _ in sightings[0].damaged}
+        self._report_damage(sightings)
+        if source is None or (best := sightings[source].best) is None:
             return
         resumption = recovery.describe(run_dir, self.group, best, source=source, shared=shared)
         slots = {
@@ -95,7 +94,7 @@ class Saver:
         progress.step, progress.samples_seen = resumption.state.step, resumption.state.samples_seen
         if resumption.state.loss is not None:
             progress.metrics["loss"] = resumption.state.loss
-        # Rank 0's own directory has it only if rank 0 was the one to read it.
+        # Rank 0's own directory has the checkpoint only if rank 0 is the source.
         self._saved = best if source == 0 else None
         where = best.path(run_dir)
         thawed = self._everywhere(
@@ -118,7 +117,7 @@ class Saver:
             self.console.say(f"with another configuration: {'; '.join(changed)}")
 
     def save(self, progress: TrainingProgress, *, epoch: int) -> None:
-        """Begin a checkpoint of this moment; `wait()` returns its end.
+        """Begin a checkpoint of this moment; `wait()` waits for its end.
 
         Raises:
             CheckpointError: on all ranks; the one before could not be written, and all shall stop.
@@ -130,10 +129,10 @@ class Saver:
             if self._saved:
                 return
         since = time.monotonic()
-        # Steps that a kill cannot take back are not to be missing from the metrics.
+        # A kill cannot take back these steps, so the metrics must not lack them.
         self.directory.flush()
         self._attempt(lambda: self._checkpointer.wait(for_next=True))
-        self._refuse_unsound(progress.step)
+        self._refuse_not_finite(progress.step)
         position = Position(attempt=self.group.rank_info.attempt, step=progress.step)
         state = State(
             step=progress.step,
@@ -141,7 +140,7 @@ class Saver:
             samples_seen=progress.samples_seen,
             world_size=self.group.rank_info.world_size,
             identity=self.identity,
-            config=plain(self.config),
+            config=self.config.as_json(),
             scaler=self.scaler.state(),
             loss=progress.metrics.get("loss"),
             frozen=self._frozen,
@@ -149,11 +148,11 @@ class Saver:
         running = progress.outcome(self.group.rank_info, "running", "training")
 
         def may_commit() -> None:
-            # Our own outcome with the new step; refused if a later start has written one.
+            # Write our outcome with the new step; refused if a later start has written one.
             if not self.directory.advance(running):
                 raise self._fenced()
 
-        def committed(timing: Timing) -> None:
+        def committed(timing: SaveTiming) -> None:
             self.directory.event(
                 "checkpoint",
                 step=state.step,
@@ -213,11 +212,11 @@ class Saver:
         self.group.on_rank_0(write)
 
     def _everywhere(self, names: Iterable[str]) -> list[str]:
-        """Put the names of all ranks together."""
+        """Join the names of all ranks."""
         return sorted({name for rank in self.group.gather(list(names)) for name in rank})
 
-    def _refuse_unstorable(self) -> None:
-        """Find out now what would fail at the first checkpoint."""
+    def _refuse_unstorable_tensors(self) -> None:
+        """Refuse now the tensors that the first checkpoint could not hold."""
         state = self.strategy.model_state()
         mine = [f"{name} {text}" for name, held in state.items() if (text := problem_of(held))]
         if problems := self._everywhere(mine):
@@ -227,15 +226,15 @@ class Saver:
                 + "\n".join(f"  {problem}" for problem in problems)
             )
 
-    def _refuse_unsound(self, step: int) -> None:
+    def _refuse_not_finite(self, step: int) -> None:
         """Refuse a checkpoint of weights that are not finite: only the last ones are retained.
 
         A gradient can be infinite under a finite loss, and is not checked without clipping.
         """
-        unsound = not_finite(self.strategy)
-        if self.group.sum([len(unsound)])[0] == 0:
+        mine = not_finite(self.strategy)
+        if self.group.sum([len(mine)])[0] == 0:
             return
-        names = sorted({name for rank in self.group.gather(unsound) for name in rank})
+        names = self._everywhere(mine)
         raise NonFiniteLoss(
             f"{len(names)} parameters are not finite after step {step}, such as {names[0]}, and are"
             " not saved: checkpoints are from before it; --clip-norm finds the step that "
@@ -243,12 +242,12 @@ class Saver:
         )
 
     def _attempt(self, action: Callable[[], None], *, last: bool = False) -> None:
-        """Do something that may fail on all ranks alike; whether they go on then is asked for."""
+        """Do something that may fail on all ranks alike; then stop or go on, as configured."""
         try:
             action()
         except CheckpointError as error:
             self._saved = None
-            # Whose drafts are removed by a later start shall not take it for a broken disk.
+            # A later start has removed our drafts: not a fault of the disk.
             if self.group.broadcast(self.directory.superseded()):
                 raise self._fenced() from error
             if last or self.config.on_checkpoint_error == "stop":
@@ -268,13 +267,13 @@ class Saver:
         )
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Give this rank's part of all that a checkpoint holds, live."""
+        """Return the live tensors that a checkpoint holds, this rank's parts."""
         model = {MODEL + name: tensor for name, tensor in self.strategy.model_state().items()}
         moments = {OPTIMIZER + key: tensor for key, tensor in self.optimizer.tensors().items()}
         return model | moments
 
-    def _report_damage(self, seen: list[recovery.Sighting]) -> None:
-        for rank, sighting in enumerate(seen):
+    def _report_damage(self, sightings: list[recovery.Sighting]) -> None:
+        for rank, sighting in enumerate(sightings):
             for position, reason in sighting.damaged:
                 self.directory.event(
                     "checkpoint_skipped",
@@ -284,3 +283,30 @@ class Saver:
                     reason=reason,
                 )
                 self.console.say(f"skipping a damaged checkpoint: {reason}")
+        damaged = any(sighting.damaged for sighting in sightings)
+        if damaged and not any(sighting.best for sighting in sightings):
+            self.console.say("no whole checkpoint is left: starting from the first step")
+
+
+def changes(
+    state: State, config: Config, *, frozen: Collection[str], thawed: Collection[str]
+) -> list[str]:
+    """List the differences between a checkpoint's configuration and this start's.
+
+    Args:
+        state: of the checkpoint.
+        config: of this start.
+        frozen: parameters that are not trained now.
+        thawed: parameters that are trained now, and were not.
+    """
+    there, here = (
+        {name: values.get(name) for name in REPORTED_CHANGES}
+        for values in (state.config, config.as_json())
+    )
+    newly_frozen = () if state.frozen is None else sorted(set(frozen).difference(state.frozen))
+    lists = {
+        "trained there, frozen here": newly_frozen,
+        "frozen there, trained here": sorted(thawed),
+    }
+    lines = [f"{how}: {', '.join(names)}" for how, names in lists.items() if names]
+    return differences(there, here) + lines

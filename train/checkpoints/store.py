@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: where it lies, and when it is whole.
+"""A checkpoint on disk: where it lies, and when it is whole.
 
 checkpoints/attempt-<A>/step-<NNNNNNNN>/{rank-<NNNNN>.safetensors,state.json,manifest.json}
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from train.errors import CheckpointError
 from train.rundir import untrusted
 from train.rundir.files import VERSION
-from train.rundir.json_text import dump
+from train.rundir.jsonl import dump
 
 STATE = "state.json"
 MANIFEST = "manifest.json"
@@ -29,7 +29,7 @@ Proof = Mapping[str, object]
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What `state.json` holds: everything about a moment of the run that is no tensor."""
+    """The content of `state.json`: everything about a moment of the run but the tensors."""
 
     step: int
     """Optimizer steps made."""
@@ -38,9 +38,9 @@ class State:
     samples_seen: int
     """Training samples drawn; the whole state of the data order."""
     world_size: int
-    """How many ranks wrote this; any number may read it."""
+    """How many ranks wrote the checkpoint; any number may read it."""
     identity: Mapping[str, object]
-    """Which run this belongs to."""
+    """Which run the checkpoint belongs to."""
     config: Mapping[str, object]
     """The command line that wrote this."""
     scaler: Mapping[str, float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def places(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
 
 
 def entries(run_dir: Path, up_to_attempt: float) -> Iterator[tuple[int, Path]]:
-    """Give everything of this attempt and earlier ones, drafts too, with its attempt."""
+    """Yield attempt and path of each checkpoint and draft of this attempt and earlier ones."""
     for path in run_dir.glob("checkpoints/attempt-*/step-*"):
         attempt = path.parent.name.removeprefix("attempt-")
         if attempt.isdecimal() and int(attempt) <= up_to_attempt:
@@ -105,7 +105,7 @@ def entries(run_dir: Path, up_to_attempt: float) -> Iterator[tuple[int, Path]]:
 
 
 def begin(draft: Path) -> None:
-    """Make an empty directory to write into, which a loss of power does not take back."""
+    """Make an empty directory to write into; it survives a loss of power."""
     shutil.rmtree(draft, ignore_errors=True)
     new = [path for path in (draft, *draft.parents) if not path.exists()]
     draft.mkdir(parents=True)
@@ -114,13 +114,13 @@ def begin(draft: Path) -> None:
 
 
 def complete(draft: Path, state: State, files: Mapping[str, Proof]) -> None:
-    """Add to the files of tensors, which are on the disk already, state and manifest.
+    """Add state and manifest to the files of tensors, which are on the disk already.
 
     Raises:
         OSError: one of them could not be written, or differs from its writer's description.
     """
     for name, proof in files.items():
-        # Written by another node, perhaps: is it the same directory?
+        # Another node may have written the file: is it the same directory?
         if (size := (draft / name).stat().st_size) != proof["bytes"]:
             raise OSError(f"{draft / name} has {size} bytes here, {proof['bytes']} were written")
     (draft / STATE).write_text(
@@ -135,10 +135,10 @@ def complete(draft: Path, state: State, files: Mapping[str, Proof]) -> None:
 
 
 def commit(draft: Path, path: Path) -> None:
-    """Give a complete draft its name: from now on it is a checkpoint, whenever the power goes."""
+    """Give a complete draft its name: from now on it is a checkpoint, even if the power fails."""
     replaced = path.with_name(path.name + ".old.tmp")
     if path.exists():
-        # Only a damaged one can be there: a whole one would have been resumed from.
+        # It is damaged: the run would have resumed from a whole one.
         path.rename(replaced)
     draft.rename(path)
     sync(path.parent)
@@ -160,7 +160,7 @@ def verify(
         path: the checkpoint.
         names: files to look at; all of them if None.
         share: (k, n) looks only at the k-th of every n files: n ranks share the work.
-        by_size: read none of them, which is quick and finds truncated and missing files.
+        by_size: look at sizes only, which is quick and finds truncated and missing files.
 
     Raises:
         CheckpointError: the first difference.
@@ -180,7 +180,7 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class _Manifest:
-    """What `manifest.json` holds."""
+    """The content of `manifest.json`."""
 
     step: int
     """Optimizer steps made."""
@@ -191,15 +191,14 @@ class _Manifest:
 
 
 def _manifest(path: Path) -> _Manifest:
-    """Read what a checkpoint consists of.
+    """Read the manifest of a checkpoint.
 
     Raises:
         CheckpointError: the manifest is missing, or belongs to another folder.
     """
-    with _told(path / MANIFEST, "manifest"):
-        read = _versioned(path / MANIFEST)
+    with _reading(path / MANIFEST) as read:
         files = untrusted.mapping(read["files"])
-        # Nothing but what `complete()` lists: so none of the names leads out of the folder.
+        # Only names that `complete()` lists: so none of them leads out of the folder.
         tensors = [name for name in files if _TENSORS.fullmatch(name)]
         if strange := sorted({*files}.difference(tensors, [STATE])):
             raise ValueError(f"lists {strange[0]!r}, which is no file of a checkpoint")
@@ -215,35 +214,31 @@ def _manifest(path: Path) -> _Manifest:
     return manifest
 
 
-def _versioned(path: Path) -> dict[str, object]:
-    """Read a JSON object of this version."""
-    read = untrusted.read_object(path)
-    if (version := read["version"]) != VERSION:
-        shown = version if isinstance(version, int) else repr(version)[:40]
-        raise CheckpointError(f"{path}: format version {shown}, not {VERSION}")
-    return read
-
-
 @contextmanager
-def _told(path: Path, what: str) -> Iterator[None]:
-    """Make any failure to read a file of JSON ours, with its path."""
+def _reading(path: Path) -> Iterator[dict[str, object]]:
+    """Read a JSON object of this version; turn any failure into a CheckpointError with its path."""
     try:
-        yield
+        read = untrusted.read_object(path)
+        if (version := read["version"]) != VERSION:
+            shown = version if isinstance(version, int) else repr(version)[:40]
+            raise CheckpointError(f"{path}: format version {shown}, not {VERSION}")
+        yield read
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    except KeyError as error:
-        raise CheckpointError(f"{path}: not a {what} (no {error})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not a {what} ({error})") from error
+    except (KeyError, ValueError) as error:
+        fault = f"no {error}" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"{path}: not a {path.stem} ({fault})") from error
 
 
 def _check(path: Path, expected: Proof, *, by_size: bool) -> None:
     try:
         handle = untrusted.open_file(path)
         with os.fdopen(handle, "rb") as file:
-            size = os.fstat(handle).st_size
-            if size != expected.get("bytes"):
-                raise CheckpointError(f"{path}: {size} bytes, not {_shown(expected.get('bytes'))}")
+            size, stated = os.fstat(handle).st_size, expected.get("bytes")
+            if size != stated:
+                plausible = isinstance(stated, int) and 0 <= stated <= untrusted.MOST
+                shown = stated if plausible else "what the manifest says"
+                raise CheckpointError(f"{path}: {size} bytes, not {shown}")
             if by_size:
                 return
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -253,13 +248,8 @@ def _check(path: Path, expected: Proof, *, by_size: bool) -> None:
         raise CheckpointError(f"{path}: SHA-256 differs from the manifest")
 
 
-def _shown(size: object) -> str:
-    good = isinstance(size, int) and 0 <= size <= untrusted.MOST
-    return str(size) if good else "what the manifest says"
-
-
 def tensor_files(path: Path) -> list[str]:
-    """Name the files of tensors that a checkpoint consists of.
+    """Return the names of a checkpoint's files of tensors.
 
     Raises:
         CheckpointError: its manifest is damaged or missing.
@@ -273,34 +263,29 @@ def read_state(path: Path) -> State:
     Raises:
         CheckpointError: the file is missing, of another version, or damaged.
     """
-    with _told(path / STATE, "state"):
-        read = _versioned(path / STATE)
-        config, scaler, frozen = read["config"], read.get("scaler", {}), read.get("frozen")
+    with _reading(path / STATE) as read:
+        # A run that needed no loss scaler has none.
+        scaler: dict[str, float] = {}
+        if entry := untrusted.mapping(read.get("scaler", {})):
+            scale = untrusted.number(entry["scale"])
+            if not 0 < scale < math.inf:
+                raise ValueError(f"a loss cannot be scaled by {scale}")
+            scaler = {"scale": scale, "good_steps": untrusted.whole(entry["good_steps"])}
+        loss, frozen = read.get("loss"), read.get("frozen")
         if frozen is not None and not isinstance(frozen, list):
             raise ValueError("'frozen' is no list")
-        loss = read.get("loss")
         return State(
             step=untrusted.whole(read["step"]),
             epoch=untrusted.whole(read["epoch"]),
             samples_seen=untrusted.whole(read["samples_seen"]),
             world_size=untrusted.whole(read["world_size"], least=1),
             identity=untrusted.mapping(read["identity"]),
-            config=untrusted.mapping(config),
-            scaler=_scaler(untrusted.mapping(scaler)),
+            config=untrusted.mapping(read["config"]),
+            scaler=scaler,
             loss=None if loss is None else untrusted.number(loss),
             frozen=None if frozen is None else [untrusted.text(name) for name in frozen],
             rng=untrusted.text(read.get("rng", State.rng)),
         )
-
-
-def _scaler(read: Mapping[str, object]) -> dict[str, float]:
-    """Return the state of a loss scaler; there is none where the run needed none."""
-    if not read:
-        return {}
-    scale = untrusted.number(read["scale"])
-    if not 0 < scale < math.inf:
-        raise ValueError(f"a loss cannot be scaled by {scale}")
-    return {"scale": scale, "good_steps": untrusted.whole(read["good_steps"])}
 
 
 def identity(path: Path) -> Mapping[str, object]:
@@ -314,17 +299,17 @@ def identity(path: Path) -> Mapping[str, object]:
 
 
 def measure(path: Path) -> Proof:
-    """Give a file's size and SHA-256."""
+    """Return a file's size and SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
 def free_bytes(path: Path) -> float:
-    """Say how much can be written at a path, which need not exist; infinite: it is unknown."""
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    """Return how much can be written at a path, which need not exist; infinite: it is unknown."""
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
-        disk = os.statvfs(there)
+        disk = os.statvfs(existing)
     except OSError:
         return math.inf
     # Some network file systems count nothing.
@@ -341,6 +326,6 @@ def sync(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a draft; what cannot be removed is no checkpoint all the same."""
+    """Remove a draft; if it cannot be removed, it is no checkpoint all the same."""
     with suppress(OSError):
         shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""What cannot work, with the arithmetic: a command line is refused before anything starts.
+"""Refusing a command line that cannot work, with the arithmetic, before anything starts.
 
 Without torch. Limits of the model or the machine (heads, pieces, classes, backends) are checked
 later, by the modules that know them.
@@ -18,25 +18,34 @@ from train.parallel.pipeline import split
 from train.profiling.timeline import Profile
 from train.runtime.rank import RankInfo
 
-# Strategies made by `strategies.hybrid` or by `strategies.pp`, which shard along the data axes.
+# Strategies of `parallel.hybrid` and `parallel.pipeline`, which shard along the data axes.
 COMPOSED = ("fsdp", "hsdp", "tp", "cp", "hybrid", "pp")
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^/:\s\[\]]+):(\d{1,5})")
 _FILE = re.compile(r"file://(/.*[^/])")
 
 
 def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False) -> list[str]:
-    """Say what cannot work on the ranks that there are, or will be with `--spawn`.
+    """List what cannot work on the ranks that there are, or will be with `--spawn`.
 
     Args:
         config: the configuration.
-        rank_info: where this process stands.
-        only_looking: nothing is trained, so the ranks need not be there: the sizes of the mesh say
-            how many they would be.
+        rank_info: of this process.
+        only_looking: nothing is trained, so the ranks need not be there: the sizes of the mesh give
+            their number.
     """
-    problems = [*_starting(config, rank_info), *_numbers(config)]
+    problems = list(_starting(config, rank_info))
+    if config.steps is not None and config.epochs is not None:
+        problems.append("--steps and --epochs both say when to end: give one of them")
+    if config.dropout is not None and config.dropout > 1:
+        problems.append(f"--dropout {config.dropout} is a probability: from 0 to 1")
+    if config.profile is not None:
+        try:
+            Profile.parse(config.profile)
+        except UsageError as error:
+            problems.append(str(error))
     ranks = ranks_of(config, rank_info, only_looking=only_looking)
     if only_looking and ranks.world_size == 1:
-        # The number of ranks is not given.
+        # The number of ranks is not known.
         return problems
     try:
         layout = config.layout_on(ranks)
@@ -54,7 +63,7 @@ def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False)
 
 
 def ranks_of(config: Config, rank_info: RankInfo, *, only_looking: bool = False) -> RankInfo:
-    """Give the place of rank 0 among the ranks that the configuration is for."""
+    """Return rank 0 of the ranks that the configuration is for."""
     if rank_info.launched:
         return rank_info
     if config.spawn is not None:
@@ -66,7 +75,7 @@ def ranks_of(config: Config, rank_info: RankInfo, *, only_looking: bool = False)
 
 
 def backend_problem(config: Config, backend: str) -> str | None:
-    """Say what a backend cannot do."""
+    """Return what a backend cannot do."""
     if config.comm_hook == "bf16" and backend == "gloo":
         return (
             "--comm-hook bf16 needs --backend nccl, as gloo cannot add bf16 numbers; use "
@@ -76,7 +85,7 @@ def backend_problem(config: Config, backend: str) -> str | None:
 
 
 def exact_problems(config: Config, layout: Layout) -> list[str]:
-    """Say what would make the bits of `--reduce exact` depend on the number of ranks."""
+    """List what would make the bits of `--reduce exact` depend on the number of ranks."""
     ranks, virtual = layout.world_size, config.virtual_shards
     if config.strategy not in ("auto", "single", "ddp") or layout.dp_replicate != ranks:
         return [
@@ -143,26 +152,13 @@ def _starting(config: Config, rank_info: RankInfo) -> Iterator[str]:
         )
 
 
-def _numbers(config: Config) -> Iterator[str]:
-    """Check what follows from the values alone."""
-    if config.steps is not None and config.epochs is not None:
-        yield "--steps and --epochs both say when to end: give one of them"
-    if config.dropout is not None and config.dropout > 1:
-        yield f"--dropout {config.dropout} is a probability: from 0 to 1"
-    if config.profile is not None:
-        try:
-            Profile.parse(config.profile)
-        except UsageError as error:
-            yield str(error)
-
-
 def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
-    """Name flags that would be ignored without a word, and whose they are."""
+    """Name flags that would be ignored silently, and the flags to which they belong."""
     # `auto` takes ddp only for several ranks: a run that shrinks to one must not be refused.
     ddp = strategy == "ddp" or (strategy == "single" and config.strategy == "auto")
     data_axes = layout.dp_replicate * layout.dp_shard * layout.cp
     shards = strategy in COMPOSED and (strategy in ("fsdp", "hsdp", "cp") or data_axes > 1)
-    # Copies alone have no parts of parameters.
+    # Copies alone do not shard parameters.
     parts = shards and (strategy in ("fsdp", "hsdp") or layout.dp_shard * layout.cp > 1)
     owners = {
         "momentum": (config.optimizer == "sgd", "--optimizer sgd"),
@@ -186,8 +182,8 @@ def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
     for name, (fits, owner) in owners.items():
         value, unset = getattr(config, name), getattr(Config(), name)
         if value != unset and not fits:
-            asked = flag(name) if value is True else f"{flag(name)} {value}"
-            yield f"{asked} belongs to {owner}, and would be ignored here: leave it out"
+            setting = flag(name) if value is True else f"{flag(name)} {value}"
+            yield f"{setting} belongs to {owner}, and would be ignored here: leave it out"
 
 
 def _incompatible(config: Config, strategy: str) -> Iterator[str]:
@@ -208,13 +204,13 @@ def _incompatible(config: Config, strategy: str) -> Iterator[str]:
             "themselves would scale their losses differently; use --precision bf16"
         )
     if strategy == "ps":
-        given = {
+        flags = {
             "--profile": config.profile is not None,
             "--sync-batch-norm": config.sync_batch_norm,
             "--backend mpi": config.backend == "mpi",
         }
-        for asked in (name for name, wanted in given.items() if wanted):
-            yield f"--strategy ps does not go with {asked}, which needs ranks that step together"
+        for name in (name for name, is_set in flags.items() if is_set):
+            yield f"--strategy ps does not go with {name}, which needs ranks that step together"
     if problem := backend_problem(config, config.backend):
         yield problem
 

@@ -1,14 +1,25 @@
-"""What to train and how: one frozen object, from which the command line is generated."""
+"""What to train and how: one frozen object, and the description of its fields.
+
+Flags, help, configuration file and reference page are made from each field's type and docstring.
+"""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import difflib
+import inspect
 import math
+import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 from train.parallel.layout import Layout, resolve
 from train.runtime.rank import RankInfo
+from train.tasks import problem_of
 
 DEFAULT_EPOCHS = 10
 
@@ -177,17 +188,17 @@ class Config:
         return self.run_dir
 
     def identity(self) -> dict[str, object]:
-        """Fields that make another run of it when they change.
+        """Fields that make it another run when they change.
 
         `steps` and `epochs` are not among them, so that a finished run can be extended, unless the
-        learning rate falls towards the end; nor is what changes with the number of ranks.
+        learning rate falls towards the end; nor are fields that change with the number of ranks.
         """
         names = ["task", "global_batch", "lr", "seed", "sampling", "optimizer", "momentum"]
         names += ["weight_decay", "clip_norm", "dropout", "lr_schedule", "warmup_steps"]
         if self.lr_schedule != "constant":
             names += ["steps", "epochs"]
         if self.reduce == "exact":
-            # The same bits are promised for the same cut and the same numbers only.
+            # Equal bits are promised only for the same slices and the same numeric formats.
             names += ["virtual_shards", "micro_batch", "precision", "tf32"]
         return {name: getattr(self, name) for name in names}
 
@@ -195,7 +206,7 @@ class Config:
         """How many steps the run has in all.
 
         The last step of the last epoch takes a full batch too, so a few samples of the next epoch
-        may be seen; an extended run is then the same as one that was longer from the start.
+        may be seen; an extended run is then the same as a run that was longer from the start.
         """
         if self.steps is not None:
             return self.steps
@@ -228,6 +239,155 @@ class Config:
         )
 
     def micro_batches(self, shards: int) -> int:
-        """How many micro-batches every shard makes of its share, the largest of which decides."""
+        """How many micro-batches every shard makes of its share; the largest share decides."""
         share = math.ceil(self.global_batch / shards)
         return math.ceil(share / (self.micro_batch or share))
+
+    def as_json(self) -> dict[str, object]:
+        """Return the fields as JSON can hold them."""
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigField:
+    """One field of `Config`."""
+
+    name: str
+    """In Python and in the configuration file."""
+    section: str
+    """Title of the section that it stands in."""
+    kind: type
+    """`bool`, `int`, `float`, `str` or `Path`, whether or not it may be None."""
+    choices: tuple[str, ...]
+    """The values that a text may have; empty: any."""
+    least: float | None
+    """The smallest value; None: a number must be positive."""
+    default: object
+    """The value when nothing was given."""
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def takes(self) -> str:
+        """The word that follows the flag in the help: none for a switch."""
+        names = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: ""}
+        return "NAME" if self.choices else names[self.kind]
+
+    def parse(self, text: str) -> object:
+        """Make the field's value from a text of the command line.
+
+        Raises:
+            ValueError: the message names flag and value.
+        """
+        if not text:
+            raise ValueError(f"{self.flag} needs a value")
+        try:
+            value = self.kind(text)
+        except ValueError:
+            what = "whole number" if self.kind is int else "number"
+            raise ValueError(f"{self.flag} {text!r} is no {what}") from None
+        if problem := self.problem_of(value):
+            raise ValueError(f"{self.flag}{problem}")
+        return value
+
+    def problem_of(self, value: object) -> str | None:
+        """Return the fault of a value of the right type, to be written after the field's name."""
+        if self.name == "task":
+            problem = problem_of(str(value))
+            return f": {problem}" if problem else None
+        if self.choices:
+            if value in self.choices:
+                return None
+            word = self.name.replace("_", " ")
+            choices = ", ".join(self.choices)
+            return (
+                f": unknown {word} {value!r}{nearest(str(value), self.choices)} (known: {choices})"
+            )
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return None
+        if not math.isfinite(value) or (self.least is None and value <= 0):
+            return f" {value} must be a positive, finite number"
+        if self.least is not None and value < self.least:
+            return f" {value} is too small: at least {self.least:g}"
+        return None
+
+
+@cache
+def fields() -> dict[str, ConfigField]:
+    """Describe the fields of `Config`, by name and in its order."""
+    hints = typing.get_type_hints(Config, include_extras=True)
+    by_name, section = {}, ""
+    for field in dataclasses.fields(Config):
+        section = SECTIONS.get(field.name, section)
+        kind, choices, least = _parse_hint(hints[field.name])
+        by_name[field.name] = ConfigField(
+            name=field.name,
+            section=section,
+            kind=kind,
+            choices=choices,
+            least=least,
+            default=field.default,
+        )
+    return by_name
+
+
+# The names of fields in other trainers.
+SYNONYMS = {
+    "learning-rate": "--lr",
+    "batch-size": "--global-batch",
+    "train-batch-size": "--global-batch",
+    "per-device-train-batch-size": "--micro-batch",
+    "micro-batch-size": "--micro-batch",
+    "output-dir": "--run-dir",
+    "max-steps": "--steps",
+    "num-train-epochs": "--epochs",
+    "max-grad-norm": "--clip-norm",
+    "nproc": "--spawn",
+}
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Suggest the word that was probably meant: `; did you mean 'x'?`, or ''."""
+    words = list(words)
+    if (synonym := SYNONYMS.get(word.removeprefix("--").replace("_", "-"))) in words:
+        return f"; did you mean {synonym!r}?"
+    # Without the dashes, which make all flags look alike.
+    bare = {word.removeprefix("--"): word for word in words}
+    close = difflib.get_close_matches(word.removeprefix("--"), list(bare), n=1)
+    return f"; did you mean {bare[close[0]]!r}?" if close else ""
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Read the docstring under each field of a class from its source."""
+    body = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        match field, text:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(doc))),
+            ):
+                docs[name] = " ".join(doc.split())
+    return docs
+
+
+def _parse_hint(hint: object) -> tuple[type, tuple[str, ...], float | None]:
+    """Take a type hint apart: the plain type, its choices, its smallest value."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        kind, choices, least = _parse_hint(arguments[0])
+        limits = [limit.least for limit in arguments[1:] if isinstance(limit, AtLeast)]
+        return kind, choices, limits[0] if limits else least
+    if origin is typing.Literal:
+        return str, arguments, None
+    if origin is not None:  # X | None
+        return _parse_hint(next(one for one in arguments if one is not type(None)))
+    assert isinstance(hint, type), f"fields are of plain types, not {hint}"
+    return hint, (), None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from train.cli.fields import nearest
+from train.cli.config import nearest
 from train.collectives.names import NAMES
 from train.errors import UsageError
 from train.runtime.rank import RankInfo

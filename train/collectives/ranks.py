@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from train.runtime.process_group import agree_on_device, device_and_backend, disconnect
+from train.runtime.devices import agree_on_device, device_and_backend
+from train.runtime.process_group import disconnect
 from train.runtime.rank import RankInfo
 from train.runtime.rendezvous import meet
 

@@ -1,33 +1,79 @@
-"""Samples of a Dataset, read ahead of their use by processes of their own."""
+"""Sources of batches: samples in memory, or of a Dataset that other processes read ahead."""
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import count, repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from train.data.order import Batch, Chance, SampleOrder, Samples, Source, seed_of, share_of
-from train.data.seeding import RandomDrawDetector, mixed, seed_sample
+from train.data.order import (
+    Batch,
+    Chance,
+    SampleOrder,
+    Samples,
+    Source,
+    mixed,
+    seed_of,
+    share_of,
+)
 from train.errors import UsageError
 from train.model import trees
 from train.model.trees import Tree
-from train.runtime.signals import SIGNALS
+from train.runtime.processes import SIGNALS
 
 # Sample numbers, and what their random numbers depend on.
 Draw = tuple[list[int], Chance | None]
 
 
+def source_of(samples: Batch | Samples, *, workers: int = 0, task: str = "") -> Source:
+    """Make the samples of a task readable in batches; `workers` processes read ahead.
+
+    Args:
+        samples: the task's.
+        workers: how many processes; none: this one reads.
+        task: what messages call it.
+
+    Raises:
+        UsageError: it is neither a `Batch` nor a data set with a length, or a leaf of the batch is
+            no tensor, or has another number of samples.
+    """
+    if isinstance(samples, Batch):
+        trees.check(samples.inputs, samples.targets, task=task)
+        return samples
+    return DatasetReader(samples, workers=workers, task=task)
+
+
+def resident(samples: Source, device: torch.device, *, task: str) -> Source:
+    """Provide samples on a device: those of a `Batch` are all copied there, once.
+
+    Raises:
+        UsageError: they are larger than its free memory.
+    """
+    if isinstance(samples, Batch) and device.type == "cuda":
+        tensors = (*trees.tensors_of(samples.inputs), *trees.tensors_of(samples.targets))
+        size, (free, _) = sum(t.nbytes for t in tensors), torch.cuda.mem_get_info(device)
+        if size > free:
+            raise UsageError(
+                f"task {task!r}: the samples in its Batch have {size / 2**30:.1f} GiB, of which "
+                f"each GPU gets a copy, but one has {free / 2**30:.1f} GiB free; give a Dataset, "
+                "of which a batch at a time is read (--workers reads ahead)"
+            )
+    return samples.to(device)
+
+
 class DatasetReader:
     """Batches of a map-style Dataset.
 
-    Its samples may be random, such as pictures that are now and then mirrored. For each, the
-    generators are seeded by its place in the whole run's stream of samples: so it is the same for
-    any reader, any number of processes, and any start of the run.
+    Its samples may be random, such as pictures that are now and then mirrored. The generators are
+    seeded for each sample by its position in the whole run's stream of samples: so it is the same
+    for any reader, any number of processes, and any start of the run.
     """
 
     def __init__(
@@ -51,8 +97,8 @@ class DatasetReader:
         self._samples, self._workers, self._task = samples, workers, task
         self._device = device or torch.device("cpu")
         # Whether a sample has been seen to draw random numbers.
-        self._drawing, self._watch = False, RandomDrawDetector()
-        # Of the first batch: what others must be like.
+        self._drawing, self._detector = False, RandomDrawDetector()
+        # The form of the first batch, which the others must have.
         self._form: object = None
         self._checked = False
 
@@ -67,13 +113,13 @@ class DatasetReader:
     def take(self, indices: Tensor, chance: Chance | None = None, /) -> Batch:
         """Pick samples by number, in this process."""
         numbers = indices.tolist()
-        self._watch.start()
+        self._detector.start()
         samples = None if self._drawing else self._unseeded(numbers)
         if samples is None:
             try:
-                samples = _Drawn(self._samples)[numbers, chance]
+                samples = _SeededSamples(self._samples)[numbers, chance]
             finally:
-                self._watch.put_back()
+                self._detector.put_back()
         return self._batch(*self._collate(samples))
 
     def read(
@@ -89,17 +135,17 @@ class DatasetReader:
                 yield self.take(numbers, chance)
             return
         loader: DataLoader[Any] = DataLoader(
-            _Drawn(self._samples),  # type: ignore[arg-type]  # its numbers are whole draws
-            sampler=_Lists(both),
+            _SeededSamples(self._samples),  # type: ignore[arg-type]  # its numbers are whole draws
+            sampler=_DrawSampler(both),
             batch_size=None,
             num_workers=self._workers,
             collate_fn=self._collate,
             pin_memory=self._device.type == "cuda",
-            # A forked process has the data set as it is; any other would have to import the module
-            # of a task of your own, which lies on no path.
+            # A forked process has the data set as it is; a spawned one would have to import the
+            # module of a user's own task, which lies on no path.
             multiprocessing_context="fork",
-            # Else it would draw from the global generator, which belongs to the model: the first
-            # step after each start would differ.
+            # Else the loader would draw from the global generator, which belongs to the model: the
+            # first step after each start would differ.
             generator=torch.Generator(),
             worker_init_fn=_ignore_stops,
         )
@@ -107,15 +153,15 @@ class DatasetReader:
             yield self._batch(inputs, targets)
 
     def _unseeded(self, numbers: list[int]) -> list[tuple[Any, Any]] | None:
-        """Read samples that draw no random numbers: to seed for each takes longer than many a one.
+        """Read samples without seeding, which would take longer than many a sample.
 
-        None: they do draw, or cannot be read, and want to be read as if they did.
+        None: they draw random numbers, or cannot be read: read them with seeding.
         """
         try:
             samples = [self._samples[number] for number in numbers]
         except Exception:
-            return None  # the other way names the sample
-        self._drawing = self._watch.drawn()
+            return None  # reading with seeding names the sample
+        self._drawing = self._detector.drawn()
         return None if self._drawing else samples
 
     def _batch(self, inputs: Tree, targets: Tree) -> Batch:
@@ -129,10 +175,10 @@ class DatasetReader:
             return self._pair(samples)
         # A share may be empty, and still has the shape and type of the others.
         inputs, targets = self._pair([self._samples[0]])
-        return trees.mapped(_nothing_of, inputs), trees.mapped(_nothing_of, targets)
+        return trees.mapped(lambda t: t[:0], inputs), trees.mapped(lambda t: t[:0], targets)
 
     def _pair(self, samples: list[tuple[Any, Any]]) -> tuple[Tree, Tree]:
-        """Collate samples; what others later are like is decided by the first.
+        """Collate samples; the first ones decide the form of all later ones.
 
         Raises:
             UsageError: they are no pairs, or not all of them is tensors.
@@ -166,11 +212,7 @@ class DatasetReader:
         )
 
 
-def _nothing_of(tensor: Tensor) -> Tensor:
-    return tensor[:0]
-
-
-class _Drawn:
+class _SeededSamples:
     """Samples by draw: each with random numbers of its own."""
 
     def __init__(self, samples: Samples) -> None:
@@ -178,39 +220,83 @@ class _Drawn:
 
     def __getitem__(self, draw: Draw) -> list[tuple[Any, Any]]:
         numbers, chance = draw
-        places: Sequence[int]
+        positions: Sequence[int]
         if chance is None:
-            # Where nobody says when it is drawn, as in a test set, a sample is always the same.
-            seed, places = seed_of("sample"), numbers
+            # Where no chance is given, as for a test set, a sample is always the same.
+            seed, positions = seed_of("sample"), numbers
         else:
             seed = seed_of("sample", chance.seed)
-            places = range(chance.place, chance.place + len(numbers))
-        drawn = []
-        for number, place in zip(numbers, places, strict=True):
-            seed_sample(mixed(seed, place))
+            positions = range(chance.place, chance.place + len(numbers))
+        samples = []
+        for number, position in zip(numbers, positions, strict=True):
+            seed_sample(mixed(seed, position))
             try:
-                drawn.append(self._samples[number])
+                samples.append(self._samples[number])
             except Exception as error:
-                # In the traceback, too, that a process which reads ahead sends of it.
+                # The traceback that a reading process sends contains the note.
                 error.add_note(f"in sample {number}")
                 raise
-        return drawn
+        return samples
 
 
 def _ignore_stops(worker: int) -> None:
-    """Leave it to the process that trains to stop: torchrun and Slurm signal all of a rank's."""
+    """Leave stops to the process that trains: torchrun and Slurm signal all processes of a rank."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-class _Lists:
-    """Hands draws over, as a DataLoader passes them on: numbers in a list."""
+class _DrawSampler:
+    """Yields draws as a DataLoader takes them: numbers in a list."""
 
     def __init__(self, draws: Iterable[tuple[Tensor, Chance | None]]) -> None:
         self._draws = draws
 
     def __iter__(self) -> Iterator[Draw]:
         return ((numbers.tolist(), chance) for numbers, chance in self._draws)
+
+
+def seed_sample(seed: int) -> None:
+    """Seed the generators that a Dataset may use, with 64 bits: torch's, `random`'s and numpy's.
+
+    It takes 8 µs, half of it for `random`.
+    """
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    # The upper bits: torch takes the lower 32, and makes the same numbers of them as numpy would.
+    np.random.seed(seed >> 32)
+
+
+class RandomDrawDetector:
+    """Detects whether random numbers were drawn since `start()` from the generators of a sample.
+
+    It keeps copies of `random`'s and numpy's generators in step, which is cheaper than to compare
+    their states of thousands of bytes.
+    """
+
+    def __init__(self) -> None:
+        """Make the copies; `start()` sets them."""
+        self._random, self._numpy = random.Random(), np.random.RandomState()
+        self._state = torch.default_generator.get_state()
+
+    def start(self) -> None:
+        """Bring the copies into step."""
+        if random.random() != self._random.random():
+            self._random.setstate(random.getstate())
+        if np.random.random_sample() != self._numpy.random_sample():
+            self._numpy.set_state(np.random.get_state())
+        self._state = torch.default_generator.get_state()
+
+    def drawn(self) -> bool:
+        """Return whether random numbers were drawn since then."""
+        return (
+            random.random() != self._random.random()
+            or np.random.random_sample() != self._numpy.random_sample()
+            or not torch.equal(torch.default_generator.get_state(), self._state)
+        )
+
+    def put_back(self) -> None:
+        """Restore the state of torch's generator, from which the model's dropout is drawn."""
+        torch.default_generator.set_state(self._state)
 
 
 class Feed:
@@ -240,7 +326,7 @@ class Feed:
         It has been read ahead if this goes on where the call before it ended.
         """
         if self._stream is None or samples_seen != self._next:
-            # Beside the draws: in memory, the probabilities are not needed.
+            # A generator, as samples in memory need no chances.
             self._stream = self._source.read(
                 self._draws(samples_seen),
                 (self._chance(seen) for seen in count(samples_seen, self._global_batch)),

@@ -1,11 +1,11 @@
-"""Batches, and the order in which samples are drawn.
+"""Batches, the order in which samples are drawn, and the seeds of random numbers.
 
 The training data is one endless stream: epoch 0's permutation, then epoch 1's, and so on. Step k
 takes positions `k * global_batch` up to `(k + 1) * global_batch` of it, each rank one slice of
 them. So the whole state of the order is one integer, `samples_seen`: it does not depend on the
 number of ranks, no batch is ever short or padded, and within every epoch each sample is drawn
 exactly once. With weights, an epoch is as many draws with replacement instead: made once for all
-ranks; each takes its slice.
+ranks, each of which takes its slice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from train.errors import UsageError
 from train.model import trees
 from train.model.trees import Tree
 
-# What torch.multinomial can choose from.
+# How many samples torch.multinomial can choose from.
 MOST_WEIGHTS = 2**24
+_WORD = (1 << 64) - 1
 
 
 class Chance(NamedTuple):
-    """All that the random numbers of samples that are drawn together depend on."""
+    """What determines the random numbers of samples that are drawn together."""
 
     seed: int
     """The run's."""
@@ -50,13 +51,13 @@ class Batch:
         return trees.sample_count(self.inputs)
 
     def take(self, indices: Tensor, chance: Chance | None = None, /) -> Batch:
-        """Pick samples by number; in memory, nothing is left to chance."""
+        """Pick samples by number; samples in memory need no `chance`."""
         inputs, targets = self.inputs, self.targets
         first = inputs if isinstance(inputs, Tensor) else trees.tensors_of(inputs)[0]
         if first.is_cuda and not indices.is_cuda:
-            # From other memory, a copy would wait until the GPU has finished all queued work.
+            # From memory that is not pinned, a copy would wait for all queued work of the GPU.
             indices = indices.pin_memory().to(first.device, non_blocking=True)
-        # Not `inputs[indices]`: the same in half the time.
+        # In half the time of `inputs[indices]`.
         if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
             return Batch(
                 inputs=inputs.index_select(0, indices), targets=targets.index_select(0, indices)
@@ -81,7 +82,7 @@ class Batch:
     def read(
         self, draws: Iterable[Tensor], chances: Iterable[Chance] | None = None, /
     ) -> Iterator[Batch]:
-        """Give one batch per draw of sample numbers; in memory, there is nothing to read ahead."""
+        """Yield one batch per draw of sample numbers; in memory, there is nothing to read ahead."""
         return (self.take(numbers) for numbers in draws)
 
     def to(self, device: torch.device) -> Batch:
@@ -93,20 +94,20 @@ class Batch:
         return self.mapped(torch.zeros_like)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Make a batch of what a function gives for each tensor."""
+        """Apply a function to each tensor."""
         return Batch(
             inputs=trees.mapped(function, self.inputs), targets=trees.mapped(function, self.targets)
         )
 
 
 class Samples(Protocol):
-    """What a map-style `torch.utils.data.Dataset` is: (input, target) by number."""
+    """A map-style `torch.utils.data.Dataset`: (input, target) by number."""
 
     def __len__(self) -> int:
         """Count the samples."""
 
     def __getitem__(self, index: int, /) -> tuple[Any, Any]:
-        """Give one sample: tensors, arrays or numbers, each sample's of the same shape.
+        """Return one sample: tensors, arrays or numbers, of the same shape for each sample.
 
         Or dicts, lists and tuples of them, of the same form for each sample.
         """
@@ -121,59 +122,20 @@ class Source(Protocol):
     def take(self, indices: Tensor, chance: Chance | None = None, /) -> Batch:
         """Pick samples by number.
 
-        Where samples are random, they are a function of `chance`, or of their numbers alone.
+        Random samples are a function of `chance`, or of their numbers alone without it.
         """
 
     def read(
         self, draws: Iterable[Tensor], chances: Iterable[Chance] | None = None, /
     ) -> Iterator[Batch]:
-        """Give one batch per draw of sample numbers, and chance; some are prepared ahead."""
+        """Yield one batch per draw of sample numbers, and chance; some are prepared ahead."""
 
     def to(self, device: torch.device, /) -> Source:
-        """Give batches on a device."""
-
-
-def source_of(samples: Batch | Samples, *, workers: int = 0, task: str = "") -> Source:
-    """Make what `Task.train()` gave readable in batches; `workers` processes read ahead.
-
-    Args:
-        samples: what the task gave.
-        workers: how many processes; none: this one reads.
-        task: what messages call it.
-
-    Raises:
-        UsageError: it is neither a `Batch` nor a data set with a length, or a leaf of the batch is
-            no tensor, or has another number of samples.
-    """
-    if isinstance(samples, Batch):
-        trees.check(samples.inputs, samples.targets, task=task)
-        return samples
-    # Only here, as few need it.
-    from train.data.loader import DatasetReader
-
-    return DatasetReader(samples, workers=workers, task=task)
-
-
-def resident(samples: Source, device: torch.device, *, task: str) -> Source:
-    """Have samples given on a device: those of a `Batch` are all brought there, once.
-
-    Raises:
-        UsageError: they are larger than its free memory.
-    """
-    if isinstance(samples, Batch) and device.type == "cuda":
-        tensors = (*trees.tensors_of(samples.inputs), *trees.tensors_of(samples.targets))
-        size, (free, _) = sum(t.nbytes for t in tensors), torch.cuda.mem_get_info(device)
-        if size > free:
-            raise UsageError(
-                f"task {task!r}: the samples in its Batch have {size / 2**30:.1f} GiB, of which "
-                f"each GPU gets a copy, but one has {free / 2**30:.1f} GiB free; give a Dataset, "
-                "of which a batch at a time is read (--workers reads ahead)"
-            )
-    return samples.to(device)
+        """Return the same samples in batches on a device."""
 
 
 def targets_of(samples: Batch | Samples) -> Tensor:
-    """Give all targets, from `.targets` where there is one, else by reading every sample.
+    """Return all targets, from `.targets` where there is one, else by reading every sample.
 
     Raises:
         UsageError: they are not one number per sample.
@@ -194,6 +156,30 @@ def seed_of(*parts: int | str) -> int:
     """Mix numbers and words into a 63-bit seed, so that neighbouring seeds share nothing."""
     text = ":".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def mixed(seed: int, number: int) -> int:
+    """Make a 64-bit seed of a seed and a number, so that neighbouring numbers share nothing.
+
+    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", 2014), which is a bijection: no two numbers give the same seed.
+    """
+    word = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _WORD
+    word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _WORD
+    return word ^ word >> 31
+
+
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed torch's generators of the CPU and of one device.
+
+    Not `torch.manual_seed()`, which also stores the seed for backends that are not in use, and
+    formats the call stack for each: 0.1 ms per step.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        # All of them: `manual` and `dataparallel` use several.
+        torch.cuda.manual_seed_all(seed)
 
 
 def permutation(size: int, seed: int, epoch: int) -> Tensor:
@@ -225,7 +211,7 @@ class SampleOrder:
             raise UsageError("the training data is empty: there is nothing to draw")
         self._size = size
         self.seed = seed
-        self._weights = None if weights is None else _checked(weights, size)
+        self._weights = None if weights is None else _checked_weights(weights, size)
         self._epoch = -1
         self._numbers = torch.empty(0, dtype=torch.int64)
 
@@ -235,7 +221,11 @@ class SampleOrder:
         while start < stop:
             epoch, offset = divmod(start, self._size)
             if epoch != self._epoch:
-                self._numbers = self._draw(epoch)
+                self._numbers = (
+                    permutation(self._size, self.seed, epoch)
+                    if self._weights is None
+                    else weighted_draws(self._weights, self.seed, epoch)
+                )
                 self._epoch = epoch
             count = min(stop - start, self._size - offset)
             parts.append(self._numbers[offset : offset + count])
@@ -249,19 +239,14 @@ class SampleOrder:
         start, stop = share_of(global_batch, shard=shard, shards=shards)
         return self.positions(samples_seen + start, samples_seen + stop)
 
-    def _draw(self, epoch: int) -> Tensor:
-        if self._weights is None:
-            return permutation(self._size, self.seed, epoch)
-        return weighted_draws(self._weights, self.seed, epoch)
-
 
 def share_of(count: int, *, shard: int, shards: int) -> tuple[int, int]:
     """Range of `count` items that belongs to a shard: contiguous, unpadded, sizes differ by one."""
     return count * shard // shards, count * (shard + 1) // shards
 
 
-def _checked(weights: Tensor, size: int) -> Tensor:
-    """Bring weights to the CPU, in double precision; refuse what multinomial would trip over."""
+def _checked_weights(weights: Tensor, size: int) -> Tensor:
+    """Bring weights to the CPU, in double precision; refuse those that multinomial cannot take."""
     if weights.shape != (size,):
         raise UsageError(f"{list(weights.shape)} weights for {size} samples: give one for each")
     if size > MOST_WEIGHTS:

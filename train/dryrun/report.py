@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from train.cli.sizes import written
 from train.dryrun.result import Findings
 from train.dryrun.traffic import crosses_nodes
+from train.runtime.devices import written
 
 # Figures that are not measured on the strategy's own code, or differ on real devices.
 NOTES = (

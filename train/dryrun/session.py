@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from train import tasks
-from train.cli import compatibility, sizes
+from train.cli import compatibility
 from train.cli.config import Config
 from train.dryrun.bubbles import bubbles
 from train.dryrun.report import lines
@@ -22,6 +22,7 @@ from train.dryrun.suggestions import misfit
 from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from train.parallel.layout import OWN_AXIS, flag
 from train.rundir.console import Console
+from train.runtime.devices import parse_size, written
 from train.runtime.rank import RankInfo
 from train.tasks.base import Task
 
@@ -36,7 +37,7 @@ def show(config: Config, console: Console) -> int:
         UsageError: the plan cannot work, or cannot be rehearsed.
     """
     # Before the work is done.
-    limit = None if config.device_memory is None else sizes.parse(config.device_memory)
+    limit = None if config.device_memory is None else parse_size(config.device_memory)
     findings = examine(config, limit)
     if config.json:
         console.say(json.dumps(findings.as_dict(), indent=2))
@@ -76,8 +77,8 @@ def examine(config: Config, limit: int | None = None) -> Findings:
             and size > limit
         ):
             misfits.append(
-                f"while the run starts, each rank holds the whole model: {sizes.written(size)} of "
-                f"--device-memory {sizes.written(limit)}; use --meta-init"
+                f"while the run starts, each rank holds the whole model: {written(size)} of "
+                f"--device-memory {written(limit)}; use --meta-init"
             )
         if problem := misfit(ranks, limit, config, layout, attempt):
             misfits.append(problem)

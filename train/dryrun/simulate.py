@@ -12,7 +12,8 @@ from torch import Tensor
 
 from train import parallel
 from train.cli.config import Config
-from train.data.order import Batch, source_of
+from train.data.loader import source_of
+from train.data.order import Batch
 from train.dryrun.fake_group import Boundaries, pretend, rehearsable
 from train.dryrun.flops import Flops
 from train.dryrun.memory import GRADIENTS, OPTIMIZER, PARAMETERS, STATE, Memory

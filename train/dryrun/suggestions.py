@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any
 
 from train.cli.config import Config
-from train.cli.sizes import written
 from train.dryrun.memory import ACTIVATIONS, STATE
 from train.dryrun.simulate import EVALUATION, Rehearsed
 from train.parallel.layout import Layout, flag
+from train.runtime.devices import written
 
 Try = Callable[[Config], int | None]
 """Rehearses another plan; gives the bytes of its worst rank, or None if it cannot work."""

@@ -14,9 +14,9 @@ from types import FrameType
 
 from torch import nn
 
-from train.checkpoints.progress import TrainingProgress
 from train.data.order import Batch
 from train.model.trees import described
+from train.rundir.files import TrainingProgress
 from train.tasks.base import Task
 
 # What the trainer calls of a task.

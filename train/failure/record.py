@@ -7,7 +7,6 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from train.checkpoints.progress import TrainingProgress
 from train.errors import (
     EXIT_FAILED,
     CheckpointError,
@@ -19,7 +18,7 @@ from train.errors import (
 )
 from train.failure.diagnose import describe, is_note, part_of
 from train.failure.report import tell, tell_echo
-from train.rundir.files import RunDirectory
+from train.rundir.files import RunDirectory, TrainingProgress
 from train.tasks.base import Task
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from train.cli import sizes
 from train.parallel.base import is_sharded
-from train.runtime import device_memory
+from train.runtime import devices
+from train.runtime.devices import parse_size, written
 
 if TYPE_CHECKING:
     from train.parallel.base import Parts
@@ -54,9 +54,9 @@ def choose(parts: Parts, model: nn.Module, micro_batches: int) -> GradientSync:
     whole = whole_gradients(model.parameters())
     if not config.dry_run:
         # Ranks may have devices of several sizes.
-        return by_memory(whole, min(parts.group.gather(device_memory.of_a_rank(parts.group))))
+        return by_memory(whole, min(parts.group.gather(devices.memory_of_a_rank(parts.group))))
     given = config.device_memory
-    return by_memory(whole, None if given is None else sizes.parse(given))
+    return by_memory(whole, None if given is None else parse_size(given))
 
 
 def by_memory(whole: int, device: int | None) -> GradientSync:
@@ -69,12 +69,12 @@ def by_memory(whole: int, device: int | None) -> GradientSync:
     >>> by_memory(7 * 2**30, 80 * 2**30).when, by_memory(9 * 2**30, 80 * 2**30).when
     ('last', 'each')
     """
-    taken = f"whole, they take {sizes.written(whole)}"
+    taken = f"whole, they take {written(whole)}"
     if device is None:
-        limit = sizes.written(whole / MOST)
+        limit = written(whole / MOST)
         why = f"{taken}; on devices of less than {limit}, after each: say --device-memory"
         return GradientSync(when="last", why=why)
-    of_device = f"{MOST:.0%} of a device's {sizes.written(device)}"
+    of_device = f"{MOST:.0%} of a device's {written(device)}"
     if whole <= MOST * device:
         return GradientSync(when="last", why=f"{taken}, no more than {of_device}")
     return GradientSync(when="each", why=f"{taken}, more than {of_device}")

@@ -1,4 +1,4 @@
-"""Whether the run directory is ours to go on with: the same run, not finished, and not in use."""
+"""The right to write to a run directory: it holds the same run, not finished and not in use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from train.cli.config import Config
 from train.errors import CheckpointError, FencedError, RefusedError, UsageError
 from train.rundir import untrusted
 from train.rundir.console import Console, figures
-from train.rundir.files import VERSION, Outcome, RunDirectory, write_atomically
-from train.rundir.json_text import dump
+from train.rundir.files import VERSION, RunDirectory, write_atomically
+from train.rundir.jsonl import dump
 from train.rundir.lock import LOOK_S, NAME, Contender
 from train.runtime.process_group import RankGroup
 
 RUN = "run.json"
-# Keys that make a run another one, besides its task's name: the settings, the order of the data.
+# Identity fields that no --adopt may change: the settings, and the order of the data.
 NEVER_ADOPTED = {field.name for field in dataclasses.fields(Config)} - {"task"} | {"train_samples"}
 
 Identity = Mapping[str, object]
@@ -35,8 +35,9 @@ def claim(
 ) -> str | None:
     """Make the run directory ours; a text means that there is nothing left to do.
 
-    Rank 0 decides, since only its directory is sure to exist, and all ranks hear of it. Each node
-    looks for checkpoints of another run: its directory may be its own, and it may be resumed from.
+    Rank 0 decides, since only its directory is sure to exist, and broadcasts the verdict. Each node
+    looks for checkpoints of another run: its directory may be its own, and the run may resume from
+    it.
 
     Args:
         directory: where the run lies.
@@ -50,33 +51,25 @@ def claim(
             cannot be made.
         FencedError: on all ranks; a newer attempt was here.
     """
-    looks = group.rank_info.local_rank == 0
-    former = group.broadcast(
-        _former(directory, identity, adopt) if group.rank_info.rank == 0 else []
+    rank = group.rank_info.rank
+    names = group.broadcast(_former_identities(directory, identity, adopt) if rank == 0 else [])
+    first_of_node = group.rank_info.local_rank == 0
+    strange = group.gather(
+        _strange_checkpoint(directory, [identity, *names]) if first_of_node else ""
     )
-    ours = [identity, *former]
-    strange = group.gather(_strange_checkpoint(directory, ours) if looks else "")
-    contender = Contender(
-        directory.path / NAME, directory.rank_info, Console(rank=group.rank_info.rank)
-    )
+    contender = Contender(directory.path / NAME, directory.rank_info, Console(rank=rank))
     verdict, text = "wait", ""
     # Look by look, so that no rank waits longer in a collective than it has patience.
     while verdict == "wait":
-        if group.rank_info.rank == 0:
+        if rank == 0:
             checkpoints = [checkpoint for checkpoint in strange if checkpoint]
             verdict, text = _judge(directory, identity, steps, checkpoints, contender, adopt)
             time.sleep(LOOK_S if verdict == "wait" else 0.0)
         verdict, text = group.broadcast((verdict, text))
-    match verdict:
-        case "refused":
-            raise RefusedError(text)
-        case "unusable":
-            raise UsageError(text)
-        case "fenced":
-            raise FencedError(text)
-        case "done":
-            return text
-    return None
+    errors = {"refused": RefusedError, "unusable": UsageError, "fenced": FencedError}
+    if verdict in errors:
+        raise errors[verdict](text)
+    return text if verdict == "done" else None
 
 
 def _judge(
@@ -122,18 +115,7 @@ def _judge(
         if holder is None:
             content = {"version": VERSION, "identity": identity}
             write_atomically(path / RUN, dump(content, indent=2) + "\n")
-        directory.write_outcome(
-            Outcome(
-                status="running",
-                attempt=rank_info.attempt,
-                restart=rank_info.restart,
-                step=old.step if old else 0,
-                steps=steps,
-                samples_seen=old.samples_seen if old else 0,
-                rank=None,
-                reason="starting",
-            )
-        )
+        directory.write_outcome(directory.outcome_after(old, "running", "starting", steps=steps))
     except OSError as error:
         where = Path(error.filename or path)
         outside = "" if where.is_relative_to(path) else f" ({where})"
@@ -162,16 +144,16 @@ def _belongs(directory: RunDirectory, attempt: int) -> str:
 
 
 def may_adopt(holder: Identity, identity: Identity, adopt: str | None) -> bool:
-    """Say whether a run is this one, or is to be taken for it although its task is called so."""
+    """Return whether a run is this one, or may be adopted although it names another task."""
     differing = {name for name in {*holder, *identity} if holder.get(name) != identity.get(name)}
     return not differing or (holder.get("task") == adopt and differing.isdisjoint(NEVER_ADOPTED))
 
 
 def adopt(directory: RunDirectory, identity: Identity, step: int, console: Console) -> None:
-    """Note in `run.json` and `events.jsonl` that the run goes on under another identity, if so.
+    """Record in `run.json` and `events.jsonl` that the run goes on under another identity, if so.
 
-    To be called on rank 0 when all else fits, as names and shapes of the checkpoint's tensors do.
-    From then on the former identity is one of this run's, whose checkpoints are its own.
+    Call it on rank 0 when all else fits, such as names and shapes of the checkpoint's tensors. From
+    then on checkpoints of the former identity are this run's own.
     """
     holder = _known_identity(directory)
     differing = [] if holder is None else differences(holder, identity)
@@ -201,7 +183,7 @@ def _other_run(path: Path, holder: Identity, identity: Identity, adopt: str | No
 
 
 def _strange_checkpoint(directory: RunDirectory, ours: Sequence[Identity]) -> str:
-    """Return this node's first checkpoint of another run, of any attempt; else say nothing."""
+    """Describe this node's first checkpoint of another run, of any attempt; '' if it has none."""
     for position in store.places(directory.path):
         path = position.path(directory.path)
         try:
@@ -218,12 +200,14 @@ def _strange_checkpoint(directory: RunDirectory, ours: Sequence[Identity]) -> st
     return ""
 
 
-def _former(directory: RunDirectory, identity: Identity, adopt: str | None) -> list[Identity]:
-    """List what else this run has been called: all that was adopted, and what shall be now."""
+def _former_identities(
+    directory: RunDirectory, identity: Identity, adopt: str | None
+) -> list[Identity]:
+    """List this run's other identities: those adopted earlier, and the one to be adopted now."""
     try:
         holder = _known_identity(directory)
     except (OSError, ValueError):
-        return []  # rank 0 reports the fault of its own directory
+        return []  # `_judge()` reports the fault
     if holder is None or not may_adopt(holder, identity, adopt):
         return []
     adopted = (entry.get("identity") for entry in _history(directory))
@@ -243,8 +227,8 @@ def _known_identity(directory: RunDirectory) -> dict[str, object] | None:
     """Read which run the directory holds; None: it holds none.
 
     Raises:
-        OSError: the file is there and cannot be read.
-        ValueError: it does not say.
+        OSError: `run.json` is there and cannot be read.
+        ValueError: it holds no identity.
     """
     try:
         return untrusted.mapping(untrusted.read_object(directory.path / RUN).get("identity"))

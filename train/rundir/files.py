@@ -12,13 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from train.rundir import untrusted
-from train.rundir.json_text import dump
-from train.rundir.jsonl import Journal
-from train.rundir.metrics import MetricsLog
+from train.rundir.jsonl import Journal, MetricsLog, dump
 from train.runtime.rank import RankInfo
 
 VERSION = 1
-# Of those who write the outcome none takes longer, unless it hangs.
+# No process holds the lock of the outcome for longer, unless it hangs.
 LOCK_WITHIN_S = 10.0
 
 
@@ -51,14 +49,44 @@ class Outcome:
         return self.attempt, self.restart
 
 
+@dataclass(kw_only=True)
+class TrainingProgress:
+    """How far a run has come: what changes from step to step, tensors apart."""
+
+    steps: int
+    """Optimizer steps the run has in all."""
+    step: int = 0
+    """Optimizer steps made."""
+    samples_seen: int = 0
+    """Training samples drawn; the whole state of the data order."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last loss and the last evaluation."""
+
+    def outcome(
+        self, rank_info: RankInfo, status: str, reason: str, *, rank: int | None = None
+    ) -> Outcome:
+        """Describe the run as it stands."""
+        return Outcome(
+            status=status,
+            attempt=rank_info.attempt,
+            restart=rank_info.restart,
+            step=self.step,
+            steps=self.steps,
+            samples_seen=self.samples_seen,
+            rank=rank,
+            reason=reason,
+            metrics=dict(self.metrics),
+        )
+
+
 class RunDirectory:
-    """One process's hand on the run directory."""
+    """The run directory as one process reads and writes it."""
 
     def __init__(self, path: Path, rank_info: RankInfo) -> None:
         """Name the directory; nothing is written yet."""
         self.path = path
         self.rank_info = rank_info
-        # Asks the holder of the directory, once there is one: see `train.rundir.lock`.
+        # Whether another process has taken the directory from us: see `train.rundir.lock`.
         self.taken_over: Callable[[], bool] = lambda: False
         self._tried = {"attempt": rank_info.attempt, "restart": rank_info.restart}
         self._events = Journal(path / "events.jsonl")
@@ -82,7 +110,7 @@ class RunDirectory:
             self._metrics.note({"step": step, **values})
 
     def flush(self) -> None:
-        """Write what `metric()` still holds back."""
+        """Write the metrics that `metric()` still holds back."""
         self._metrics.flush()
 
     def read_outcome(self) -> Outcome | None:
@@ -105,14 +133,37 @@ class RunDirectory:
         except (OSError, ValueError, KeyError):
             return None
 
-    def write_outcome(self, outcome: Outcome) -> bool:
-        """Replace the outcome atomically if `may_replace()`; say whether it was."""
-        return self._write_outcome(outcome, may_replace)
+    def write_outcome(self, outcome: Outcome, *, early: bool = False) -> bool:
+        """Replace the outcome atomically if `may_replace()`; return whether it was replaced.
+
+        `early`: the directory was not claimed before; the outcome is replaced if `may_forestall()`.
+        """
+        allowed = may_forestall if early else may_replace
+        with self._locked():
+            if self.taken_over() or not allowed(self.read_outcome(), outcome):
+                return False
+            self._replace_outcome(outcome)
+        return True
+
+    def outcome_after(
+        self, old: Outcome | None, status: str, reason: str, *, steps: int | None
+    ) -> Outcome:
+        """Describe the run with the progress that an earlier outcome records, if there is one."""
+        return Outcome(
+            status=status,
+            attempt=self.rank_info.attempt,
+            restart=self.rank_info.restart,
+            step=old.step if old else 0,
+            steps=steps,
+            samples_seen=old.samples_seen if old else 0,
+            rank=None,
+            reason=reason,
+        )
 
     def advance(self, outcome: Outcome) -> bool:
-        """Note how far this try has come; False if a later one has taken over.
+        """Record how far this try has come; False if a later one has taken over.
 
-        What a rank of this try has recorded of its failure stays.
+        A failure that a rank of this try has recorded stays.
         """
         with self._locked():
             if self.superseded():
@@ -123,23 +174,10 @@ class RunDirectory:
         return True
 
     def superseded(self) -> bool:
-        """Say whether a later try, or a later start of the same one, has taken over."""
+        """Return whether a later try, or a later start of the same one, has taken over."""
         old = self.read_outcome()
         mine = self.rank_info.attempt, self.rank_info.restart
         return (old is not None and old.try_number > mine) or self.taken_over()
-
-    def write_early_outcome(self, outcome: Outcome) -> bool:
-        """Write an end from before the directory was claimed, if `may_forestall()`."""
-        return self._write_outcome(outcome, may_forestall)
-
-    def _write_outcome(
-        self, outcome: Outcome, allowed: Callable[[Outcome | None, Outcome], bool]
-    ) -> bool:
-        with self._locked():
-            if self.taken_over() or not allowed(self.read_outcome(), outcome):
-                return False
-            self._replace_outcome(outcome)
-        return True
 
     def _replace_outcome(self, outcome: Outcome) -> None:
         record = {"version": VERSION, **asdict(outcome), "time": time.time()}
@@ -150,30 +188,25 @@ class RunDirectory:
         """Let one process of this node at a time compare and replace the outcome."""
         handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            # Some network file systems know no locks, and an attempt that hangs may hold one for
-            # ever; the window without one is a millisecond.
+            # Do without the lock if it stays taken: a writer holds it for milliseconds, but an
+            # attempt that hangs may hold it for ever, and some network file systems know no locks.
+            until_s = time.monotonic() + LOCK_WITHIN_S
             with suppress(OSError):
-                _lock(handle)
+                while time.monotonic() < until_s:
+                    with suppress(BlockingIOError):
+                        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    time.sleep(0.01)
             yield
         finally:
             os.close(handle)
-
-
-def _lock(handle: int) -> None:
-    """Take the lock, or do without if it stays taken: a writer holds it for milliseconds."""
-    until_s = time.monotonic() + LOCK_WITHIN_S
-    while time.monotonic() < until_s:
-        with suppress(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(0.01)
 
 
 def may_replace(old: Outcome | None, new: Outcome) -> bool:
     """Decide whether an outcome may take another's place.
 
     An older attempt never replaces a newer one's. Within one try the first genuine failure stays:
-    what other ranks report after it is its echo. Starting (`running`) replaces anything of the
+    later reports of other ranks are its echoes. Starting (`running`) replaces anything of the
     same attempt, and `done` proves a failure of the same try wrong: all steps were made.
     """
     if old is None:
@@ -191,10 +224,10 @@ def may_replace(old: Outcome | None, new: Outcome) -> bool:
 def may_forestall(old: Outcome | None, new: Outcome) -> bool:
     """Decide whether an end from before the directory was claimed may be recorded.
 
-    Nothing is known then of whose directory it is: a mistyped flag must not write the end of
-    another process's run into the outcome. So only an earlier try gives way. Who
-    starts a run again counts attempts; torchrun counts restarts from 0 in any directory, so that a
-    `running` of this attempt may be anybody's, and only a request to stop replaces that.
+    The directory may belong to another process's run, and a mistyped flag must not write an end
+    into that run's outcome. So only an earlier try gives way. The scheduler counts attempts;
+    torchrun counts restarts from 0 in any directory, so that a `running` of this attempt may be
+    anybody's, and only a request to stop replaces that.
     """
     if old is None:
         return True
@@ -220,12 +253,12 @@ def write_atomically(path: Path, text: str) -> None:
 def draft_of(path: Path) -> Path:
     """Name a file to be written before it takes another's place.
 
-    Threads, ranks and machines may write the same one at once: each has its own temporary name.
+    Threads, ranks and machines may write the same file at once: each has a temporary name.
     """
     host = socket.gethostname()
     return path.with_name(f".{path.name}.{host}.{os.getpid()}.{time.monotonic_ns()}.tmp")
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
-    """Read `events.jsonl` or `metrics.jsonl`; a torn line, and a missing file, count as nothing."""
+    """Read `events.jsonl` or `metrics.jsonl`; torn lines are left out, a missing file is empty."""
     return list(untrusted.read_lines(path))

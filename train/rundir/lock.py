@@ -1,8 +1,8 @@
 """Which process trains in a run directory: two of one attempt would write over each other.
 
 Rank 0 keeps `holder.json` open, locked and fresh while it lives. On one machine the lock shows
-whether it does. Between machines the lock may be unknown, or be held for ever by one that has lost
-its power; there the time of the file does, which rank 0 sets every few seconds.
+whether rank 0 lives. Between machines the lock may be unknown, or be held for ever by a machine
+that has lost its power; there the time of the file shows it, which rank 0 sets every few seconds.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Literal
 from train.rundir import untrusted
 from train.rundir.console import Console
 from train.rundir.files import VERSION, draft_of
-from train.rundir.json_text import dump
+from train.rundir.jsonl import dump
 from train.runtime.rank import RankInfo
 
 NAME = "holder.json"
-# How often a holder shows that it lives, and for how long one that does not counts as alive.
+# How often a holder shows that it lives, and for how long a silent holder counts as alive.
 BEAT_S = 3.0
 PATIENCE_S = 15.0
 # Poll interval while waiting for the lock, in seconds.
@@ -53,7 +53,7 @@ class Holder:
     launch: str | None
     """torchrun's rendezvous, whose nodes never run two groups of workers on purpose."""
     since: float
-    """When it came."""
+    """When it took the directory."""
 
     @classmethod
     def here(cls, rank_info: RankInfo) -> Holder:
@@ -75,17 +75,14 @@ class Holder:
 
     @property
     def machine(self) -> tuple[str, str]:
-        """Where it runs: a lock that is held there is held by a living process."""
+        """The machine and its boot: a living process holds a lock that is held there."""
         return self.host, self.boot
 
     def describe(self) -> str:
-        """Return its name for messages, so that a user can end it."""
+        """Name the process, so that a user can end it."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        return (
-            f"rank 0 of attempt {self.attempt} is process {self.pid} on "
-            f"{untrusted.printable(self.host)} since "
-            f"{since} UTC"
-        )
+        host = untrusted.printable(self.host)
+        return f"rank 0 of attempt {self.attempt} is process {self.pid} on {host} since {since} UTC"
 
 
 class Hold:
@@ -101,12 +98,12 @@ class Hold:
         threading.Thread(target=self._keep, name="holder", daemon=True).start()
 
     def lost(self) -> bool:
-        """Say whether another process has put its file in the place of ours."""
+        """Return whether another process has put its file in the place of ours."""
         self._beat()
         return self._lost
 
     def close(self) -> None:
-        """Let go, which the end of the process does as well."""
+        """Release the directory, as the end of the process does as well."""
         self._ended.set()
         os.close(self._handle)
 
@@ -119,20 +116,20 @@ class Hold:
             os.utime(self._handle)
             replaced = self._counts and os.fstat(self._handle).st_nlink == 0
         except OSError as error:
-            # So NFS speaks of a file that another machine has replaced.
+            # NFS's answer for a file that another machine has replaced.
             replaced = error.errno == errno.ESTALE
         self._lost |= replaced
 
 
 class Contender:
-    """A process that would like to hold a directory, and looks again until it knows."""
+    """A process that wants to hold a directory, and looks again until it knows whether it may."""
 
     def __init__(self, path: Path, rank_info: RankInfo, console: Console) -> None:
         """Name the file; nothing is written before the first look."""
         self.path, self.rank_info, self.console = path, rank_info, console
         self.me = Holder.here(rank_info)
         self.hold: Hold | None = None
-        # Who was there at the last look, when its file was new, and when we saw it first.
+        # The holder at the last look, the time of its file, and when we saw it first.
         self.holder: Holder | None = None
         self._stamp: int | None = None
         self._first_seen = 0.0
@@ -141,14 +138,14 @@ class Contender:
         """Take the directory if it is free; `wait`: look again soon.
 
         Args:
-            ended: attempt and restart that are known to have ended, wherever they ran.
+            ended: attempt and restart that are known to have ended, on whatever machine.
 
         Raises:
             OSError: the file cannot be read or written.
         """
         handle = untrusted.open_file(self.path, os.O_RDWR | os.O_CREAT)
         try:
-            # Until the end of the look: other processes of this machine wait for us.
+            # Locked until the end of the look: other processes of this machine wait for us.
             lock, holder, status = _lock(handle), _read(handle), os.fstat(handle)
             if not os.path.samestat(status, self.path.stat()):
                 return "wait"  # another process was faster
@@ -184,14 +181,14 @@ class Contender:
                 self.console.say(
                     f"{holder.describe()}; waiting {PATIENCE_S:g} s for a sign of its life"
                 )
-            # Also for one that is alive here: it may be about to end, or to be followed.
+            # A holder that is alive on this machine may be about to end, or to be replaced.
             return "wait"
         if alive_here or stamp != self._stamp:
             return "taken"
         return "mine" if now - self._first_seen > PATIENCE_S else "wait"
 
     def _take(self) -> Hold:
-        """Put a new file in the place of the old one, whose lock may be held by the dead."""
+        """Put a new file in the place of the old one, whose lock a dead machine may hold."""
         draft = draft_of(self.path)
         handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -214,8 +211,8 @@ class Contender:
 def _lock(handle: int) -> Lock:
     """Lock a file as long as this process has it open.
 
-    Not with flock(), whose lock a forked worker that outlives us would keep. But this one is lost
-    when any handle on the file is closed: nothing else in this process may open it.
+    Not with flock(), whose lock a forked worker that outlives us would keep. But lockf()'s is lost
+    when any handle on the file is closed: nothing else in this process may open the file.
     """
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -235,7 +232,7 @@ def _read(handle: int) -> Holder | None:
             attempt=untrusted.whole(read["attempt"]),
             restart=untrusted.whole(read["restart"]),
             launch=None if launch is None else untrusted.text(launch),
-            # What a calendar can show: until the year 9999.
+            # Within what a calendar can show: until the year 9999.
             since=min(max(since, 0.0), 2.5e11) if math.isfinite(since) else 0.0,
         )
     except (ValueError, KeyError):

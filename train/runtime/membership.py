@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from train.errors import PeerError, TrainError, UsageError
 from train.runtime.rank import RankInfo
 
-# How long rank 0, whose process may be the store's home, stays for the others to read why they are
+# How long rank 0, whose process may serve the store, stays for the others to read why they are
 # refused.
 GRACE_S = 5.0
 # The key of the verdict for all ranks; its first value stays.
@@ -32,7 +33,7 @@ class EndingError(PeerError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class RankClaim:
     """The identity that a process enters at the rendezvous."""
 
     rank: int
@@ -47,8 +48,8 @@ class Claim:
     """Of this claim alone: the same process may come again."""
 
     @classmethod
-    def of(cls, rank_info: RankInfo) -> Claim:
-        """Claim a place for this process."""
+    def of(cls, rank_info: RankInfo) -> RankClaim:
+        """Make this process's claim to its rank."""
         return cls(
             rank=rank_info.rank,
             world_size=rank_info.world_size,
@@ -59,16 +60,16 @@ class Claim:
             token=uuid.uuid4().hex,
         )
 
-    def put(self, store: Store, key: str) -> Claim:
-        """Write the claim if none exists; give the one that is there then."""
+    def put(self, store: Store, key: str) -> RankClaim:
+        """Write the claim unless the key holds one; return the claim that it holds then."""
         text = store.compare_set(key, "", json.dumps(dataclasses.asdict(self)))
-        return Claim(**json.loads(text))
+        return RankClaim(**json.loads(text))
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size} (process {self.pid} on {self.host})"
 
     def is_left_over(self, rank_info: RankInfo) -> bool:
-        """Say whether its process has ended, or its launcher, which is ours, is about to end it."""
+        """Return whether its process has ended, or is about to be ended by our own launcher."""
         if self.launch is not None and self.launch == rank_info.launch:
             return True
         here = self.host == socket.gethostname() and self.started != ""
@@ -76,21 +77,20 @@ class Claim:
 
 
 def _started(pid: int) -> str:
-    """Give a process's time of start; nothing for one that has ended."""
+    """Return a process's time of start; '' for a process that has ended."""
     try:
-        state, *fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return ""
+    state, *fields = text.rpartition(")")[2].split()
     return "" if state in "ZX" else fields[18]
 
 
 def gather(store: Store, rank_info: RankInfo, where: str) -> Store:
-    """Wait until all ranks have come, each of them once; give the part of the store for them.
+    """Wait until all ranks have come, each of them once; return their part of the store.
 
-    A rank is taken by one operation on the store, and the verdict is made by one: in whatever order
-    the operations of all ranks arrive, those of one run meet, and those of two runs are refused.
+    One operation on the store takes a rank, and one makes the verdict. So the order in which the
+    operations of all ranks arrive does not matter: ranks of one run meet, ranks of two are refused.
 
     Raises:
         UsageError: on all ranks, two processes claim the same rank or count the ranks differently;
@@ -100,7 +100,15 @@ def gather(store: Store, rank_info: RankInfo, where: str) -> Store:
     """
     store = PrefixStore(f"train/{rank_info.attempt}", store)
     try:
-        _come(store, rank_info, where)
+        if rivals := enter(store, rank_info):
+            first, second = rivals
+            reason = f"both {first} and {second} have come"
+            refusal = json.dumps([reason, first.is_left_over(rank_info)])
+            # Ranks that have met before go on: this rank alone is refused.
+            if _decide(store, refusal) == _COMPLETE:
+                if store.check([_LEAVING]):
+                    raise EndingError(f"{where}: the run that met here before has not ended yet")
+                raise _error(refusal, rank_info, where)
     except DistNetworkError as error:
         raise EndingError(f"{where}: rank 0 left as this rank came") from error
     try:
@@ -108,10 +116,8 @@ def gather(store: Store, rank_info: RankInfo, where: str) -> Store:
     except DistNetworkError as error:
         raise PeerError(f"rank 0 ended before all ranks had met at {where}") from error
     except RuntimeError as error:
-        ranks = range(rank_info.world_size)
-        missing = [str(rank) for rank in ranks if not store.check([_taken(rank)])]
-        shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
-        raise PeerError(f"waited in vain for rank {shown} of {rank_info.world_size}") from error
+        keys = [_taken(rank) for rank in range(rank_info.world_size)]
+        raise missing_ranks(store, keys) from error
     verdict = store.get(_VERDICT).decode()
     if verdict == _COMPLETE:
         return store
@@ -122,23 +128,12 @@ def gather(store: Store, rank_info: RankInfo, where: str) -> Store:
     raise _error(verdict, rank_info, where)
 
 
-def _come(store: Store, rank_info: RankInfo, where: str) -> None:
-    """Be one more of the ranks that wait for the verdict; raise when it was made before."""
-    if rivals := enter(store, rank_info):
-        there, new = rivals
-        refusal = json.dumps([f"both {there} and {new} have come", there.is_left_over(rank_info)])
-        if _decide(store, refusal) == _COMPLETE:
-            if store.check([_LEAVING]):
-                raise EndingError(f"{where}: the run that met here before has not ended yet")
-            raise _error(refusal, rank_info, where)
-
-
-def enter(store: Store, rank_info: RankInfo) -> tuple[Claim, Claim] | None:
-    """Claim a place among the ranks; give the two claims that exclude each other, if any do."""
-    claim = Claim.of(rank_info)
-    there = claim.put(store, _taken(rank_info.rank))
-    if there != claim:
-        return there, claim
+def enter(store: Store, rank_info: RankInfo) -> tuple[RankClaim, RankClaim] | None:
+    """Claim a rank; return the two claims that exclude each other, if any do."""
+    claim = RankClaim.of(rank_info)
+    holder = claim.put(store, _taken(rank_info.rank))
+    if holder != claim:
+        return holder, claim
     first = claim.put(store, "first")
     if first.world_size != claim.world_size:
         return first, claim
@@ -151,21 +146,33 @@ def enter(store: Store, rank_info: RankInfo) -> tuple[Claim, Claim] | None:
 def veto(store: Store, rank_info: RankInfo) -> None:
     """Refuse the ranks that wait at a port which another run's rank 0 wanted to serve.
 
-    Its other ranks would come in place of theirs.
+    Otherwise that run's other ranks would be taken for theirs.
     """
-    refusal = json.dumps([f"{Claim.of(rank_info)} wanted to serve the same port", False])
+    refusal = json.dumps([f"{RankClaim.of(rank_info)} wanted to serve the same port", False])
     store = PrefixStore(f"train/{rank_info.attempt}", store)
     _decide(store, refusal)
     _have_read(store)
 
 
 def leave(store: Store, rank_info: RankInfo) -> None:
-    """Let rank 0, whose process may be the store's home, be the last to leave."""
+    """Let rank 0, whose process may serve the store, be the last to leave."""
     store.set(_LEAVING, "")
-    if store.add("left", 1) == rank_info.world_size:
-        store.set("all have left", "")
+    rank_0_stays_until_all(store, rank_info, "have left")
+
+
+def rank_0_stays_until_all(store: Store, rank_info: RankInfo, done: str) -> None:
+    """Count the ranks that have done something; rank 0 waits until all have."""
+    if store.add(done, 1) == rank_info.world_size:
+        store.set(f"all {done}", "")
     if rank_info.rank == 0:
-        store.wait(["all have left"])
+        store.wait([f"all {done}"])
+
+
+def missing_ranks(store: Store, keys: Sequence[str]) -> PeerError:
+    """Make the error that names the ranks whose keys are missing; keys are in order of rank."""
+    missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
+    return PeerError(f"waited in vain for rank {shown} of {len(keys)}")
 
 
 def _taken(rank: int) -> str:
@@ -173,7 +180,7 @@ def _taken(rank: int) -> str:
 
 
 def _decide(store: Store, verdict: str) -> str:
-    """Make the verdict, unless it is made; give the one that holds."""
+    """Make the verdict, unless it is made; return the one that holds."""
     return store.compare_set(_VERDICT, "", verdict).decode()
 
 
@@ -183,7 +190,7 @@ def _have_read(store: Store) -> None:
 
 
 def _error(refusal: str, rank_info: RankInfo, where: str) -> TrainError:
-    """Make of a refusal what this rank raises."""
+    """Turn a refusal into the exception of this rank."""
     reason, transient = json.loads(refusal)
     this = f"this is rank {rank_info.rank} of {rank_info.world_size}"
     text = f"--init-method {where}: {this}, but {reason}: "

@@ -1,14 +1,13 @@
-"""The process group: which backend, which device, and the few things that ranks agree on."""
+"""The process group: connecting the ranks, and the exchanges between them."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
+import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import Store
 
 from train.cli.compatibility import backend_problem
 from train.cli.config import Config
 from train.errors import PeerError, TrainError, UsageError
 from train.parallel.layout import ALONE
+from train.runtime.devices import agree_on_device, device_and_backend, set_tf32, use
 from train.runtime.rank import RankInfo
-from train.runtime.rendezvous import keys_of_this_try, meet
+from train.runtime.rendezvous import meet
 
 Value = TypeVar("Value")
 
@@ -102,7 +101,7 @@ class RankGroup:
             else:
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
             # As bytes: backends do not know every type.
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source)
+            dist.broadcast(bytes_of(tensor), src=source)
             received[name] = tensor
         return received
 
@@ -127,126 +126,87 @@ class RankGroup:
             raise PeerError(f"rank 0: {message}")
 
 
-def device_and_backend(
-    rank_info: RankInfo, wanted: str = "auto", device: str = "auto"
-) -> tuple[torch.device, str]:
-    """A GPU per local rank where there are GPUs, else the CPU; and what its ranks talk through.
+class Channel:
+    """A process group of its own over all ranks, on the CPU; nothing at all if there is only one.
 
-    Args:
-        rank_info: which rank of how many on this node.
-        wanted: a backend's name; `auto`: NCCL on GPUs, else gloo.
-        device: `cpu` or `cuda`; `auto`: the GPUs, where the process sees some.
-
-    Raises:
-        UsageError: this build of torch, or this node, cannot have that backend or device, or the
-            node has fewer GPUs than ranks.
+    Checkpoints are exchanged through it in a thread. With the group of training, that thread would
+    take part in training's collectives whenever it gets there, while ranks match them by their
+    order: gradients would meet manifests, or wait for each other for ever.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # MPI's tensors stay in the host's memory: few builds of it know GPUs.
-    on_gpu = bool(gpus) and wanted != "mpi" and device != "cpu"
-    # Ranks that were started by hand may lack the number of ranks per node.
-    ranks = max(rank_info.local_world_size, rank_info.local_rank + 1)
-    if device == "cuda" and not on_gpu:
-        reason = "--backend mpi works in the host's memory" if gpus else "this process sees none"
-        raise UsageError(
-            f"--device cuda needs a GPU for each rank, but on {socket.gethostname()} {reason}; "
-            "mend the driver or CUDA_VISIBLE_DEVICES, or use --device cpu"
-        )
-    # One may be the rank's own, which `agree_on_device()` finds out.
-    if on_gpu and 1 < gpus < ranks:
-        raise UsageError(
-            f"{socket.gethostname()} has {gpus} GPUs for {ranks} ranks: start {gpus} ranks there, "
-            "or train on the CPU with --device cpu (or CUDA_VISIBLE_DEVICES=)"
-        )
-    backend = ("nccl" if on_gpu else "gloo") if wanted == "auto" else wanted
-    if not dist.is_backend_available(backend):
-        backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
-        raise UsageError(
-            f"--backend {backend}: this build of torch {torch.__version__} has no such backend; "
-            f"it has {', '.join(backends)}"
-        )
-    if backend == "nccl" and not on_gpu:
-        raise UsageError(
-            f"--backend nccl needs a GPU for each rank, but {socket.gethostname()} has {gpus} for "
-            f"{ranks}: use --backend gloo, or start {gpus or 'no'} ranks there"
-        )
-    # A scheduler may show each of its tasks the task's own GPU only, which then is number 0.
-    number = 0 if gpus == 1 else rank_info.local_rank
-    return torch.device("cuda", number) if on_gpu else torch.device("cpu"), backend
+
+    def __init__(self, group: RankGroup, *, timeout_s: int = 600) -> None:
+        """Connect; all ranks do so at once."""
+        self.rank, self.size = group.rank_info.rank, group.rank_info.world_size
+        self._group: dist.ProcessGroup | None = None
+        if group.connected:
+            timeout = timedelta(seconds=timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        if self._group is None:
+            return flag
+        count = torch.tensor(int(flag))
+        dist.all_reduce(count, group=self._group)
+        return bool(count)
+
+    def gather(self, value: Value) -> list[Value]:
+        """Give rank 0 every rank's value, by rank; to the others, nothing."""
+        if self._group is None:
+            return [value]
+        values = [value] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values or []
+
+    def scatter(self, values: Sequence[Value]) -> Value:
+        """Give each rank its value of rank 0's list."""
+        if self._group is None:
+            return values[0]
+        received: list[Value | None] = [None]
+        sent = list(values) if self.rank == 0 else None
+        dist.scatter_object_list(received, sent, src=0, group=self._group)
+        return received[0]  # type: ignore[return-value]  # rank 0 has filled it
+
+    def broadcast(self, value: Value) -> Value:
+        """Give every rank rank 0's value."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def send(self, tensor: Tensor) -> None:
+        """Send a contiguous tensor to rank 0."""
+        if tensor.numel():
+            dist.send(bytes_of(tensor), dst=0, group=self._group)
+
+    def receive(self, nbytes: int, source: int) -> Tensor:
+        """Receive a tensor's bytes."""
+        content = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            dist.recv(content, src=source, group=self._group)
+        return content
+
+    def sees_one(self, directory: Path) -> bool:
+        """Return whether all ranks see one directory: rank 0 leaves a mark, all look for it."""
+        mark: Path | None = None
+        if self.rank == 0 and self.size > 1:
+            mark = directory / f".shared-{secrets.token_hex(8)}"
+            try:
+                mark.touch()
+            except OSError:
+                mark = None
+        name = self.broadcast(mark.name if mark else "")
+        missing = self.any(not name or not (directory / name).exists())
+        if mark:
+            with suppress(OSError):
+                mark.unlink()
+        return self.size == 1 or not missing
 
 
-def agree_on_device(store: Store, rank_info: RankInfo, device: torch.device) -> None:
-    """Make sure that all ranks have chosen the same kind of device, and each a GPU of its own.
-
-    Before the process group: its backend follows from the device, and NCCL and gloo would wait for
-    each other until time is over.
-
-    Raises:
-        UsageError: on all ranks; names the hosts whose ranks have no GPU, while others have, or the
-            ranks that would share one.
-        PeerError: not all ranks have come.
-    """
-    store = keys_of_this_try("device", rank_info, store)
-    mine = [device.type, socket.gethostname(), rank_info.local_rank, gpu_of(device)]
-    store.set(str(rank_info.rank), json.dumps(mine))
-    keys = [str(rank) for rank in range(rank_info.world_size)]
-    try:
-        store.wait(keys)
-    except RuntimeError as error:
-        missing = [key for key in keys if not store.check([key])]
-        shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
-        raise PeerError(f"waited in vain for rank {shown} of {rank_info.world_size}") from error
-    choices = [json.loads(choice) for choice in store.multi_get(keys)]
-    if not (problem := _device_problem(choices)):
-        return
-    # Rank 0 may be the store's home: it stays until all have read.
-    if store.add("read", 1) == rank_info.world_size:
-        store.set("all have read", "")
-    if rank_info.rank == 0:
-        store.wait(["all have read"])
-    raise UsageError(problem)
-
-
-def _device_problem(choices: Sequence[tuple[str, str, int, str]]) -> str:
-    """Return the problem of the ranks' devices: kind, host, number on the host, which GPU."""
-    if len({kind for kind, *_ in choices}) > 1:
-        lacking = [
-            f"  rank {rank} on {host}"
-            for rank, (kind, host, local_rank, _) in enumerate(choices)
-            if kind == "cpu" and local_rank == 0
-        ]
-        return (
-            "some ranks have a GPU each, others have not (no driver, or fewer GPUs than ranks on "
-            "that node); mend or leave out these nodes, or start all with CUDA_VISIBLE_DEVICES= to "
-            "train on the CPU:\n" + "\n".join(lacking)
-        )
-    users: dict[tuple[str, str], list[str]] = {}
-    for rank, (_, host, _, gpu) in enumerate(choices):
-        if gpu:
-            users.setdefault((host, gpu), []).append(str(rank))
-    shared = [
-        f"  ranks {', '.join(ranks)} on {host}"
-        for (host, _), ranks in users.items()
-        if len(ranks) > 1
-    ]
-    if not shared:
-        return ""
-    return (
-        "some ranks would share one GPU; start one rank per GPU, have the launcher show each rank "
-        "its own (CUDA_VISIBLE_DEVICES), or start all with CUDA_VISIBLE_DEVICES= to train on the "
-        "CPU:\n" + "\n".join(shared)
-    )
-
-
-def gpu_of(device: torch.device) -> str:
-    """Name a GPU as no other is named; '' for the CPU."""
-    if device.type != "cuda":
-        return ""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    # Parts of one GPU, each a device of its own.
-    if visible.startswith("MIG-"):
-        return visible.split(",")[device.index or 0]
-    return str(torch.cuda.get_device_properties(device).uuid)
+def bytes_of(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor's memory as bytes, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 @contextmanager
@@ -266,19 +226,27 @@ def open_group(rank_info: RankInfo, config: Config) -> Iterator[RankGroup]:
     if problem := backend_problem(config, backend):
         raise UsageError(problem)
     group = RankGroup(rank_info=rank_info, device=device)
-    if config.strategy_on(rank_info) in ALONE:
-        _use(device)
-        yield group
-        return
     # Not torch's own 30 minutes, during which a missing rank is not reported.
     timeout = timedelta(seconds=config.timeout_s)
+    if config.strategy_on(rank_info) in ALONE:
+        use(device)
+        yield group
+        return
     if backend == "mpi":
-        _connect_by_mpi(rank_info, timeout)
+        # MPI has numbered the processes itself.
+        dist.init_process_group("mpi", timeout=timeout)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        if (rank, ranks) != (rank_info.rank, rank_info.world_size):
+            raise UsageError(
+                f"--backend mpi: to MPI this is rank {rank} of {ranks}, but RANK and WORLD_SIZE "
+                f"say {rank_info.rank} of {rank_info.world_size}: set them from what mpirun sets, "
+                "such as OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE"
+            )
         yield group
         disconnect()
         return
     with meet(rank_info, config.init_method, timeout) as store:
-        _use(device)
+        use(device)
         agree_on_device(store, rank_info, device)
         dist.init_process_group(
             # Tensors in the host's memory (offloaded ones, pickled objects) need a way as well.
@@ -336,37 +304,3 @@ def disconnect() -> None:
 
 
 _kept: list[object] = []
-
-
-def set_tf32(wanted: str, device: torch.device) -> None:
-    """Choose what a GPU multiplies single precision in; `auto` leaves it as torch has it.
-
-    Raises:
-        UsageError: it is to be used on the CPU, which has none.
-    """
-    if wanted == "on" and device.type != "cuda":
-        raise UsageError("--tf32 on is for GPUs, and this rank has none: leave it out")
-    if wanted != "auto":
-        torch.backends.cuda.matmul.allow_tf32 = wanted == "on"
-        torch.backends.cudnn.allow_tf32 = wanted == "on"
-
-
-def _use(device: torch.device) -> None:
-    """Make a GPU the one that this process means by `cuda`."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-def _connect_by_mpi(rank_info: RankInfo, timeout: timedelta) -> None:
-    """Let MPI, which has numbered the processes itself, connect them.
-
-    Raises:
-        UsageError: `RANK` has another value.
-    """
-    dist.init_process_group("mpi", timeout=timeout)
-    if (dist.get_rank(), dist.get_world_size()) != (rank_info.rank, rank_info.world_size):
-        raise UsageError(
-            f"--backend mpi: to MPI this is rank {dist.get_rank()} of {dist.get_world_size()}, but "
-            f"RANK and WORLD_SIZE say {rank_info.rank} of {rank_info.world_size}: set them from "
-            "what mpirun sets, such as OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE"
-        )

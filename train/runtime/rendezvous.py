@@ -1,8 +1,7 @@
 """Where the ranks of a run meet: a key-value store that each of them can reach.
 
-`env://` is torchrun's (or of any launcher that sets MASTER_ADDR and MASTER_PORT),
-`tcp://` a port of rank
-0's that was agreed on beforehand, `file://` a file that all ranks see.
+`env://` names the store of torchrun, or of any launcher that sets MASTER_ADDR and MASTER_PORT;
+`tcp://` a port on rank 0's host that was agreed on beforehand; `file://` a file that all ranks see.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from train.runtime.rank import RankInfo
 
 # torchrun sets it for its workers; "True": all of them are clients of a store that torchrun serves.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-# How long to look often for a store that is not served yet; torch's client goes on from there.
+# How long to look often for a store that is not served yet; then torch's client takes over.
 _KNOCK_S = 5.0
 _PAUSE_S = 0.02
 # A FileStore that is freed may make its file anew: they live as long as the process.
@@ -40,19 +39,19 @@ Reached = TypeVar("Reached")
 
 @contextmanager
 def meet(rank_info: RankInfo, init_method: str, timeout: timedelta) -> Iterator[Store]:
-    """Reach the store where all ranks meet; leave it together when all went well.
+    """Reach the store where all ranks meet; all ranks leave it together when all went well.
 
     Raises:
         UsageError: another run is there already.
     """
     if init_method == "env://" and rank_info.meeting:
-        # The process that spawned us has made a place of its own.
+        # The process that spawned the ranks has made a file for them.
         init_method = rank_info.meeting
     if init_method.startswith("file://"):
         with _file(Path(init_method.removeprefix("file://")), rank_info, timeout) as store:
             yield store
     elif init_method.startswith("tcp://"):
-        # torchrun's own store is not meant: rank 0 serves this one.
+        # Rank 0 serves this store, whether or not torchrun has one of its own.
         os.environ.pop(AGENT_STORE, None)
         store = _patiently(lambda: _port(init_method, rank_info, timeout), timeout)
         yield store
@@ -64,17 +63,16 @@ def meet(rank_info: RankInfo, init_method: str, timeout: timedelta) -> Iterator[
             store, _, _ = next(rendezvous(init_method, timeout=timeout))
         store.set_timeout(timeout)
         yield store
-        # Also under torchrun, where it says "False": told not to share its store, it lets rank 0
-        # serve another.
+        # torchrun sets "False" when it was told not to share its store: rank 0 serves another then.
         if os.environ.get(AGENT_STORE) != "True":
             leave(store, rank_info)
 
 
 def keys_of_this_try(purpose: str, rank_info: RankInfo, store: Store) -> Store:
-    """Keep our keys apart from those of the try before, if it has had the same store.
+    """Keep this try's keys apart from those of the try before, where both have one store.
 
     Only torchrun's shared store outlives a restart. Elsewhere the number of the restart must not be
-    part of a key: torchrun's agents count for themselves, and after a failure one may count a
+    part of a key: torchrun's agents count for themselves, and after a failure one agent may count a
     restart where another has only seen that ranks come and go.
     """
     restart = rank_info.restart if os.environ.get(AGENT_STORE) == "True" else 0
@@ -87,8 +85,8 @@ def await_server(
     """Return as soon as rank 0 serves its store.
 
     torch's own client, refused once, tries again only after a quarter of a second and then ever
-    later: of two ranks that start together, that was a twentieth of the way to the first step.
-    Faults of an address, and missing ranks, are left to it to report.
+    later: that delay was a twentieth of the time to the first step of two ranks. torch's client
+    also reports a wrong address and missing ranks.
     """
     deadline, pause_s = time.monotonic() + min(_KNOCK_S, timeout.total_seconds()), 0.02
     while rank_info.rank != 0 and host and port and time.monotonic() < deadline:
@@ -104,7 +102,7 @@ def await_server(
 
 @contextmanager
 def _explained(where: str, timeout: timedelta) -> Iterator[None]:
-    """Say in words of ours why the store of an address is not to be had.
+    """Explain in our own words why the store of an address cannot be reached.
 
     Raises:
         UsageError: another run is there already.
@@ -140,10 +138,10 @@ def _port(init_method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
         with _explained(init_method, timeout):
             store = connect(rank_info.rank == 0, timeout)
     except PeerError as error:
-        # Before the time is over: the rank 0 of a run that was just ending has gone meanwhile.
+        # Before the timeout: the rank 0 of a run that was just ending has gone meanwhile.
         raise EndingError(str(error)) from error
     except UsageError:
-        # Those who still wait there cannot tell our ranks from theirs.
+        # The ranks that still wait there cannot tell our ranks from their own.
         with suppress(RuntimeError):
             veto(connect(False, timedelta(seconds=GRACE_S)), rank_info)
         raise
@@ -151,7 +149,7 @@ def _port(init_method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
 
 
 def _patiently(reach: Callable[[], Reached], timeout: timedelta) -> Reached:
-    """Meet as soon as the run before has gone."""
+    """Call `reach` again until the run before has gone."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -166,8 +164,8 @@ def _patiently(reach: Callable[[], Reached], timeout: timedelta) -> Reached:
 def _file(path: Path, rank_info: RankInfo, timeout: timedelta) -> Iterator[Store]:
     """Meet in a file of this try's own.
 
-    What an earlier run has left in a file would be taken for the answers of this one's ranks, which
-    then wait for the dead.
+    Ranks would take the keys that an earlier run has left in a file for the answers of this run's
+    ranks, and wait for dead processes.
     """
     tries = [
         path.with_name(f"{path.name}.attempt-{rank_info.attempt}.restart-{number}")
@@ -181,10 +179,10 @@ def _file(path: Path, rank_info: RankInfo, timeout: timedelta) -> Iterator[Store
         if rank_info.rank == 0:
             for earlier in tries[:-1]:
                 with suppress(FileNotFoundError):
-                    left = os.open(_guard(earlier), os.O_RDWR)
-                    _remove(earlier, left)
-                    _release(left)
-            # The other ranks give up their shares after they have left.
+                    guard = os.open(_guard(earlier), os.O_RDWR)
+                    _remove(earlier, guard)
+                    _release(guard)
+            # The other ranks give up their shares of the lock after they have left.
             deadline = time.monotonic() + GRACE_S
             while _is_leaving(handle) and not _remove(tries[-1], handle):
                 if time.monotonic() > deadline:
@@ -195,7 +193,7 @@ def _file(path: Path, rank_info: RankInfo, timeout: timedelta) -> Iterator[Store
 
 
 def _open_file(path: Path, rank_info: RankInfo, timeout: timedelta) -> tuple[Store, int]:
-    """Meet in a file; give also the open file that holds our share of its lock."""
+    """Meet in a file; return its store, and the open file that holds our share of its lock."""
     try:
         handle = _share(path)
     except OSError as error:
@@ -216,16 +214,16 @@ def _open_file(path: Path, rank_info: RankInfo, timeout: timedelta) -> tuple[Sto
 
 
 def _guard(path: Path) -> Path:
-    """Name the file that is locked in place of another, which torch locks for each access."""
+    """Name the file that carries our lock: torch locks the store's own file for each access."""
     return path.with_name(f"{path.name}.lock")
 
 
 def _share(path: Path) -> int | None:
-    """Take a share of a file's lock; remove the file before if no living process has one.
+    """Take a share of a file's lock; first remove the file if no living process has a share.
 
-    Each rank holds a share as long as it lives, and has it before it writes. So the whole lock is
-    to be had only where nobody has written who still lives. Without a share remains who comes to
-    ranks that are leaving: it would keep them from removing the file.
+    Each rank takes its share before it writes, and holds it as long as it lives. So a process gets
+    the whole lock only where every writer is dead. A rank that comes while others are leaving gets
+    no share (None): it would keep them from removing the file.
     """
     guard = _guard(path)
     while True:
@@ -240,14 +238,14 @@ def _share(path: Path) -> int | None:
                 os.close(handle)
                 return None
         fcntl.flock(handle, fcntl.LOCK_SH)
-        # The rank 0 of a run that was just ending may have removed it meanwhile.
+        # The rank 0 of a run that was just ending may have removed the guard meanwhile.
         if _is_at(handle, guard):
             return handle
         os.close(handle)
 
 
 def _is_leaving(handle: int) -> bool:
-    """Say whether a rank has noted in the guard that its run is over."""
+    """Return whether a rank has noted in the guard that its run is over."""
     return os.fstat(handle).st_size > 0
 
 
@@ -267,13 +265,13 @@ def _remove(path: Path, handle: int) -> bool:
 
 
 def _release(handle: int) -> None:
-    """Give up a share, also where a data loader's worker has inherited the open file."""
+    """Give up a share, even if a data loader's worker has inherited the open file."""
     fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Say whether a path still leads to an open file."""
+    """Return whether a path still leads to an open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), path.stat())
     return False

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.train.support.reading import same, whole
 from train.checkpoints import store
 from train.checkpoints.checkpointer import Checkpointer
-from train.checkpoints.export import export
-from train.checkpoints.reader import Stored, differences
+from train.checkpoints.reader import Stored, differences, export
 from train.checkpoints.recovery import Sighting, look
 from train.checkpoints.store import Position, State
 from train.errors import CheckpointError, FencedError

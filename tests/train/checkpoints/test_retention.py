@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from tests.train.rundir.test_claim import save
 from train.checkpoints import retention, store
-from train.checkpoints.progress import TrainingProgress
 from train.checkpoints.recovery import look
 from train.checkpoints.store import Position
-from train.rundir.files import RunDirectory
+from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.rank import RankInfo
 
 if TYPE_CHECKING:

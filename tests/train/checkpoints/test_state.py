@@ -12,7 +12,7 @@ import pytest
 
 from tests.train.support.making import trainer_for
 from train.checkpoints import checkpointer, state, store
-from train.checkpoints.staging import Staging
+from train.checkpoints.planner import Staging
 from train.model import clipping
 from train.rundir.console import Console
 from train.rundir.files import RunDirectory, read_lines

@@ -18,11 +18,10 @@ from torch import Tensor
 from tests.train.support.ranks import on_ranks
 from tests.train.support.reading import whole
 from train.checkpoints.checkpointer import Checkpointer
-from train.checkpoints.progress import TrainingProgress
 from train.checkpoints.recovery import look
 from train.checkpoints.store import Position, State
 from train.errors import FencedError, TrainError
-from train.rundir.files import RunDirectory
+from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from train.cli import config_file
-from train.cli.config import Config
-from train.cli.fields import ConfigField, fields
+from train.cli import flags
+from train.cli.config import Config, ConfigField, fields
 from train.cli.flags import parse
 from train.errors import UsageError
 from train.runtime.rank import RankInfo
@@ -48,8 +47,8 @@ def other_value(field: ConfigField) -> Any:
 
 
 def read_back(config: Config, file: Path) -> Config:
-    config_file.write(file, config)
-    values, wrong = config_file.read(file)
+    flags.write_file(file, config)
+    values, wrong = flags.read_file(file)
     assert not wrong
     return Config(**values)  # type: ignore[arg-type]
 
@@ -152,6 +151,6 @@ def test_a_file_passes_the_checks_that_flags_pass(file: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"^cannot write the configuration to .*/file/x.toml: "):
-        config_file.write(tmp_path / "file/x.toml", Config())
+        flags.write_file(tmp_path / "file/x.toml", Config())
     with pytest.raises(UsageError, match=r"is not Unicode$"):
-        config_file.write(tmp_path / "x.toml", Config(devices="\udc80"))
+        flags.write_file(tmp_path / "x.toml", Config(devices="\udc80"))

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from train.cli.config import SECTIONS, Config
-from train.cli.fields import field_docs, fields
+from train.cli.config import SECTIONS, Config, field_docs, fields
 from train.cli.flags import FILES, documented, only_looks, parse, usage
 from train.errors import UsageError
 from train.runtime.rank import RankInfo

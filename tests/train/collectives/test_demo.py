@@ -162,7 +162,7 @@ def test_bandwidths_follow_from_size_and_latency() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "place", "words"),
+    ("argv", "rank_info", "words"),
     [
         ([], ALONE, ["at least 2, here is 1", "--nproc 2", "torchrun --nproc-per-node 2"]),
         (["--nproc", "1"], ALONE, ["at least 2, here is 1", "--nproc 2"]),

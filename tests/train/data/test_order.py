@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from train.data.loader import DatasetReader, Feed
-from train.data.order import Batch, SampleOrder, permutation, share_of, source_of, targets_of
+from train.data.loader import DatasetReader, Feed, source_of
+from train.data.order import Batch, SampleOrder, permutation, share_of, targets_of
 from train.errors import UsageError
 from train.model import trees
 from train.model.trees import Tree

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.seeding import RandomDrawDetector, mixed, seed_device, seed_sample
+from train.data.loader import RandomDrawDetector, seed_sample
+from train.data.order import mixed, seed_device
 
 
 def test_numbers_are_those_of_manual_seed() -> None:

@@ -23,7 +23,6 @@ from tests.train.support import large, wide
 from tests.train.support.ladder import trainer_of
 from tests.train.support.ranks import on_ranks
 from train import tasks
-from train.cli import sizes
 from train.cli.config import Config, ScheduleName
 from train.data.order import Batch
 from train.dryrun import bubbles, examine, show
@@ -37,6 +36,7 @@ from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from train.parallel.base import Parts
 from train.parallel.layout import Layout
 from train.rundir.console import Console
+from train.runtime import devices
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
 from train.tasks import chars
@@ -326,7 +326,7 @@ def test_what_cannot_be_rehearsed_is_refused(chosen: dict[str, Any], words: str)
         show(Config(**chosen), Console(rank=1))
 
 
-@pytest.mark.parametrize("module", [bubbles, sizes])
+@pytest.mark.parametrize("module", [bubbles, devices])
 def test_examples_are_right(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted and not found.failed

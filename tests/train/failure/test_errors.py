@@ -12,10 +12,10 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from train.__main__ import end_early
-from train.checkpoints.progress import TrainingProgress
 from train.errors import CheckpointError, NonFiniteLoss, PeerError, UsageError, is_collateral
 from train.failure.record import explain, is_ours_alone, lost, unwritable
 from train.failure.report import ERROR_FILE, tell, tell_echo
+from train.rundir.files import TrainingProgress
 from train.runtime.rank import RankInfo
 
 

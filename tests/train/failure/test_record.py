@@ -303,12 +303,12 @@ def test_ranks_without_a_gpu_among_ranks_that_have_one_are_named(
     (tmp_path / "mixed.py").write_text(
         "import os, torch\n"
         "from train import __main__\n"
-        "from train.runtime import process_group\n"
+        "from train.runtime import devices, process_group\n"
         "chosen = (torch.device('cpu'), 'gloo')\n"
         "if os.environ['RANK'] == '1':\n"
         "    chosen = (torch.device('cuda', 0), 'nccl')\n"
-        "process_group._use, process_group.gpu_of = lambda device: None, lambda device: 'GPU-1'\n"
-        "process_group.device_and_backend = lambda place, wanted, device: chosen\n"
+        "process_group.use, devices.gpu_of = lambda device: None, lambda device: 'GPU-1'\n"
+        "process_group.device_and_backend = lambda rank_info, wanted, device: chosen\n"
         "__main__.enter()\n"
     )
     for name, share in (("own store", "1"), ("torchrun's store", "0")):

@@ -15,12 +15,10 @@ from tests.train.support.buffer_types import TYPES, filled
 from tests.train.support.making import trainer_for
 from tests.train.support.ranks import on_ranks
 from train.checkpoints.checkpointer import Checkpointer
-from train.checkpoints.export import export
-from train.checkpoints.reader import MODEL, Stored
-from train.checkpoints.safetensors_file import bytes_of
+from train.checkpoints.reader import MODEL, Stored, export
 from train.checkpoints.store import Position, State
 from train.errors import UsageError
-from train.runtime.process_group import RankGroup
+from train.runtime.process_group import RankGroup, bytes_of
 from train.runtime.rank import RankInfo
 
 FILE = Path(__file__).parents[1] / "support/buffer_types.py"

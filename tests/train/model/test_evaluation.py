@@ -15,7 +15,8 @@ from tests.train.support.ranks import on_ranks
 from train import tasks
 from train.checkpoints import store
 from train.checkpoints.store import Position
-from train.data.order import Batch, source_of
+from train.data.loader import source_of
+from train.data.order import Batch
 from train.model.evaluation import batch_size, measure
 from train.parallel.base import Strategy, Tally, tally
 from train.rundir.files import read_lines

@@ -20,7 +20,8 @@ from torch.distributed.tensor import _random
 from tests.train.support.making import trainer_for
 from train.cli.compatibility import problems
 from train.cli.config import Config
-from train.data.order import Batch, resident
+from train.data.loader import resident
+from train.data.order import Batch
 from train.errors import UsageError
 from train.model.batchnorm import SynchronisedBatchNorm
 from train.parallel.base import Parts, WholeModel
@@ -28,15 +29,8 @@ from train.parallel.data_parallel import Threaded
 from train.parallel.layout import Layout
 from train.parallel.manual import Manual
 from train.parallel.single import Single
-from train.runtime.process_group import (
-    RankGroup,
-    agree_on_device,
-    arrange,
-    device_and_backend,
-    gpu_of,
-    open_group,
-    set_tf32,
-)
+from train.runtime.devices import agree_on_device, device_and_backend, gpu_of, set_tf32
+from train.runtime.process_group import RankGroup, arrange, open_group
 from train.runtime.rank import RankInfo
 from train.tasks.base import Classifier
 from train.tasks.chars import Chars
@@ -190,7 +184,7 @@ def on_node(local_rank: int, ranks: int) -> RankInfo:
     )
 
 
-@pytest.mark.parametrize("place", [on_node(0, 8), RankInfo(rank=5, world_size=8, local_rank=5)])
+@pytest.mark.parametrize("rank_info", [on_node(0, 8), RankInfo(rank=5, world_size=8, local_rank=5)])
 def test_a_node_with_fewer_gpus_than_ranks_is_refused(
     monkeypatch: pytest.MonkeyPatch, rank_info: RankInfo
 ) -> None:
@@ -219,7 +213,7 @@ def test_a_device_beside_a_list_of_devices_is_refused() -> None:
 def agreed(gpus: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What each rank says, of which number r is shown this GPU and no other."""
     sees(monkeypatch, 1)
-    monkeypatch.setattr("train.runtime.process_group.gpu_of", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr("train.runtime.devices.gpu_of", lambda device: f"GPU-{device.index}")
     store = HashStore()
 
     def rank(number: int) -> str:

@@ -24,7 +24,7 @@ from train.parallel import gradient_sync
 from train.parallel.base import Sums
 from train.parallel.hybrid import Composed
 from train.rundir.console import Console
-from train.runtime import device_memory
+from train.runtime import devices
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
 
@@ -78,7 +78,7 @@ def held_by(rank: int, chosen: list[str]) -> list[tuple[int, str]]:
     group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
     # Of the two ranks, only the second has so little that whole gradients would be too much.
     memory = [100 * WIDE_BYTES, 9 * WIDE_BYTES][rank]
-    device_memory.of_a_rank = lambda group: memory
+    devices.memory_of_a_rank = lambda group: memory
     results = []
     for sync in chosen:
         config = Config(
@@ -164,15 +164,15 @@ def test_a_job_has_what_its_control_group_allows(tmp_path: Path) -> None:
     (inner.parent / "memory.max").write_text(f"{64 * MIB}\n")
     membership = tmp_path / "membership"
     membership.write_text("0::/job/step\n")
-    assert device_memory.of_the_host(tmp_path / "cgroup", membership) == 64 * MIB
-    whole = device_memory.of_the_host(tmp_path / "cgroup", tmp_path / "none")
+    assert devices.memory_of_the_host(tmp_path / "cgroup", membership) == 64 * MIB
+    whole = devices.memory_of_the_host(tmp_path / "cgroup", tmp_path / "none")
     assert whole > 64 * MIB
 
 
 def test_ranks_on_the_cpu_share_the_memory_of_the_host() -> None:
     rank_info = RankInfo(local_world_size=4)
-    mine = device_memory.of_a_rank(RankGroup(rank_info=rank_info, device=torch.device("cpu")))
-    assert mine == device_memory.of_the_host() // 4
+    mine = devices.memory_of_a_rank(RankGroup(rank_info=rank_info, device=torch.device("cpu")))
+    assert mine == devices.memory_of_the_host() // 4
 
 
 def test_examples_are_right() -> None:

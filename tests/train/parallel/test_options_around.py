@@ -16,7 +16,7 @@ from tests.train.support.ladder import Case, climb, whole
 from tests.train.support.making import config_of, trainer_for
 from tests.train.support.ranks import on_ranks
 from train import tasks
-from train.data.order import source_of
+from train.data.loader import source_of
 from train.loop import Trainer
 from train.model.clipping import total_norm
 from train.model.prepare import prepare

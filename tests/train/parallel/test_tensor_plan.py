@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.train.support.ranks import on_ranks
 from train import tasks
-from train.data.order import source_of
+from train.data.loader import source_of
 from train.errors import UsageError
 from train.parallel import tp
 from train.tasks.base import Task, classes_can_be_sharded

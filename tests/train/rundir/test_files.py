@@ -13,7 +13,7 @@ import pytest
 
 from train.rundir import files
 from train.rundir.files import Outcome, RunDirectory, may_forestall, may_replace, read_lines
-from train.rundir.json_text import dump
+from train.rundir.jsonl import dump
 from train.runtime.rank import RankInfo
 
 RUNNING = Outcome(

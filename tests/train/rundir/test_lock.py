@@ -248,7 +248,7 @@ def test_a_killed_holder_is_followed_at_once_though_its_children_live(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("place", "ended", "at_once"),
+    ("rank_info", "ended", "at_once"),
     [
         (FIRST, None, False),
         (FIRST, (0, 1), False),

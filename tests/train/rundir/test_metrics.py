@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from train.rundir import metrics
+from train.rundir import jsonl
 from train.rundir.files import RunDirectory, read_lines
-from train.rundir.json_text import dump, dump_numbers
-from train.rundir.metrics import MetricsLog
+from train.rundir.jsonl import MetricsLog, dump, dump_numbers
 from train.runtime.rank import RankInfo
 
 
@@ -22,7 +21,7 @@ def steps_in(path: Path) -> list[object]:
 def test_lines_that_follow_each_other_slowly_are_written_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(jsonl, "TOGETHER_S", 0.0)
     log = MetricsLog(tmp_path / "lines", {"version": 1})
     for step in (1, 2, 3):
         log.note({"step": step})
@@ -32,7 +31,7 @@ def test_lines_that_follow_each_other_slowly_are_written_at_once(
 def test_lines_that_follow_each_other_fast_are_written_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "TOGETHER_S", 1e9)
+    monkeypatch.setattr(jsonl, "TOGETHER_S", 1e9)
     log = MetricsLog(tmp_path / "lines", {"version": 1})
     for step in (1, 2, 3):
         log.note({"step": step, "loss": 0.5})
@@ -58,7 +57,7 @@ def test_a_line_that_no_other_follows_is_written_all_the_same(tmp_path: Path) ->
 def test_an_event_finds_all_metrics_before_it_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "TOGETHER_S", 1e9)
+    monkeypatch.setattr(jsonl, "TOGETHER_S", 1e9)
     directory = RunDirectory(tmp_path, RankInfo())
     for step in (1, 2, 3):
         directory.metric(step=step, loss=0.5)

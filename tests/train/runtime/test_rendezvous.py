@@ -32,8 +32,9 @@ from tests.train.support.processes import PROCESSES
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.errors import PeerError, UsageError, is_collateral
+from train.runtime.devices import device_and_backend
 from train.runtime.membership import enter, gather
-from train.runtime.process_group import device_and_backend, open_group
+from train.runtime.process_group import open_group
 from train.runtime.rank import RankInfo
 from train.runtime.rendezvous import AGENT_STORE, await_server, meet
 

@@ -28,17 +28,16 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from tests.train.support.processes import PROCESSES
 from train import session, tasks
-from train.checkpoints.progress import TrainingProgress
 from train.cli.config import Config
 from train.data.order import Batch, Samples
 from train.loop import Trainer
 from train.parallel.base import Parts
 from train.parallel.layout import Layout
 from train.rundir.console import Console
-from train.rundir.files import RunDirectory
+from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.process_group import RankGroup, open_group
+from train.runtime.processes import StopRequest
 from train.runtime.rank import RankInfo
-from train.runtime.signals import StopRequest
 from train.tasks import Task
 
 STEPS = 3

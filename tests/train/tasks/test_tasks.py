@@ -18,8 +18,8 @@ import toolkit
 from tests.conftest import ROOT
 from tests.train.support.datasets import FASHION_MNIST, SHUTTLE, there
 from train import tasks
-from train.data.loader import Feed
-from train.data.order import Batch, SampleOrder, permutation, source_of
+from train.data.loader import Feed, source_of
+from train.data.order import Batch, SampleOrder, permutation
 from train.errors import UsageError
 from train.layers import CausalAttention, Positions
 from train.model.evaluation import parts_of

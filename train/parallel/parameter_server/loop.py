@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from train.data.order import Batch
-from train.data.seeding import mixed, seed_device
+from train.data.order import Batch, mixed, seed_device
 from train.errors import NonFiniteLoss
 from train.loop import Trainer, listed
 from train.model.evaluation import batch_size, measure
