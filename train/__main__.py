@@ -46,7 +46,7 @@ def main() -> int:
     stop = StopRequest()
     stop.install(at_once=lambda name: end_early(directory, name))
     try:
-        request = flags.read(sys.argv[1:], os.environ, rank_info)
+        request = flags.parse(sys.argv[1:], os.environ, rank_info)
         if request.only_looking:
             return look(request, console)
         config = request.config

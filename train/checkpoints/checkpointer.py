@@ -103,7 +103,7 @@ class Checkpointer:
 
     @cached_property
     def shared(self) -> bool:
-        """Whether all ranks see one run directory; all ranks ask at once, when it exists."""
+        """Whether all ranks see one run directory; all ask at the same time, once it exists."""
         return self._channel.sees_one(self.run_dir)
 
     def save(
@@ -294,10 +294,13 @@ class Checkpointer:
                 store.complete(draft, pending.state, files)
                 pending.may_commit()
                 store.commit(draft, pending.position.path(self.run_dir))
+                now, waiting_since, stall_s = time.monotonic(), self._waiting_since, pending.stall_s
+                if waiting_since is not None:
+                    stall_s, self._reported_until = stall_s + now - waiting_since, now
                 # It exists now: an event that finds the disk full, or an old checkpoint that
                 # cannot be removed, does not undo it.
                 with suppress(OSError):
-                    pending.committed(self._timing(pending))
+                    pending.committed(SaveTiming(stall_s=stall_s, total_s=now - pending.started))
                 return None, False
         except TrainError as error:
             store.discard(draft)
@@ -307,13 +310,6 @@ class Checkpointer:
         store.discard(draft)
         full = any(problem.full for _, problem in problems)
         return self._failure(pending, problems, removed), full
-
-    def _timing(self, pending: PendingCheckpoint) -> SaveTiming:
-        now, waiting_since = time.monotonic(), self._waiting_since
-        waited_s = 0.0
-        if waiting_since is not None:
-            waited_s, self._reported_until = now - waiting_since, now
-        return SaveTiming(stall_s=pending.stall_s + waited_s, total_s=now - pending.started)
 
     def _failure(
         self, pending: PendingCheckpoint, problems: Sequence[tuple[int, WriteFailure]], removed: str

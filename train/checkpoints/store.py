@@ -1,6 +1,9 @@
 """A checkpoint on disk: where it lies, and when it is whole.
 
 checkpoints/attempt-<A>/step-<NNNNNNNN>/{rank-<NNNNN>.safetensors,state.json,manifest.json}
+
+Every function that reads a file raises a CheckpointError if it is missing, damaged, or of another
+version.
 """
 
 from __future__ import annotations
@@ -161,41 +164,22 @@ def verify(
         names: files to look at; all of them if None.
         share: (k, n) looks only at the k-th of every n files: n ranks share the work.
         by_size: look at sizes only, which is quick and finds truncated and missing files.
-
-    Raises:
-        CheckpointError: the first difference.
     """
-    manifest = _manifest(path)
+    proofs, progress = _manifest(path)
     if names is None:
         first, every = share
-        names = sorted(manifest.files)[first::every]
+        names = sorted(proofs)[first::every]
     for name in names:
-        _check(path / name, manifest.files[name], by_size=by_size)
+        _check(path / name, proofs[name], by_size=by_size)
     if STATE in names and not by_size:
         state = read_state(path)
-        for word, there in (("step", manifest.step), ("samples_seen", manifest.samples_seen)):
+        for word, there in progress.items():
             if (here := getattr(state, word)) != there:
                 raise CheckpointError(f"{path / STATE}: {word} {here}, not {there}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Manifest:
-    """The content of `manifest.json`."""
-
-    step: int
-    """Optimizer steps made."""
-    samples_seen: int
-    """Training samples drawn."""
-    files: Mapping[str, Proof]
-    """What the checkpoint consists of: `state.json`, and at least one file of tensors."""
-
-
-def _manifest(path: Path) -> _Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: the manifest is missing, or belongs to another folder.
-    """
+def _manifest(path: Path) -> tuple[dict[str, Proof], dict[str, int]]:
+    """Read which files a checkpoint consists of, and the progress that its state records."""
     with _reading(path / MANIFEST) as read:
         files = untrusted.mapping(read["files"])
         # Only names that `complete()` lists: so none of them leads out of the folder.
@@ -204,14 +188,11 @@ def _manifest(path: Path) -> _Manifest:
             raise ValueError(f"lists {strange[0]!r}, which is no file of a checkpoint")
         if not tensors or STATE not in files:
             raise ValueError(f"lists no {'file of tensors' if STATE in files else STATE}")
-        manifest = _Manifest(
-            step=untrusted.whole(read["step"]),
-            samples_seen=untrusted.whole(read["samples_seen"]),
-            files={name: untrusted.mapping(proof) for name, proof in files.items()},
-        )
-    if path.name != f"step-{manifest.step:08d}":
-        raise CheckpointError(f"{path / MANIFEST}: is of step {manifest.step}")
-    return manifest
+        proofs = {name: untrusted.mapping(proof) for name, proof in files.items()}
+        progress = {name: untrusted.whole(read[name]) for name in ("step", "samples_seen")}
+    if path.name != f"step-{progress['step']:08d}":
+        raise CheckpointError(f"{path / MANIFEST}: is of step {progress['step']}")
+    return dict(proofs), progress
 
 
 @contextmanager
@@ -249,20 +230,13 @@ def _check(path: Path, expected: Proof, *, by_size: bool) -> None:
 
 
 def tensor_files(path: Path) -> list[str]:
-    """Return the names of a checkpoint's files of tensors.
-
-    Raises:
-        CheckpointError: its manifest is damaged or missing.
-    """
-    return sorted(name for name in _manifest(path).files if name != STATE)
+    """Return the names of a checkpoint's files of tensors."""
+    proofs, _ = _manifest(path)
+    return sorted(name for name in proofs if name != STATE)
 
 
 def read_state(path: Path) -> State:
-    """Read the state of a checkpoint; what a later version has added is left out.
-
-    Raises:
-        CheckpointError: the file is missing, of another version, or damaged.
-    """
+    """Read the state of a checkpoint; fields that a later program has added are left out."""
     with _reading(path / STATE) as read:
         # A run that needed no loss scaler has none.
         scaler: dict[str, float] = {}
@@ -289,11 +263,7 @@ def read_state(path: Path) -> State:
 
 
 def identity(path: Path) -> Mapping[str, object]:
-    """Read which run a checkpoint belongs to; its tensors, which may be large, are not looked at.
-
-    Raises:
-        CheckpointError: its `state.json` is damaged or missing.
-    """
+    """Read which run a checkpoint belongs to; its tensors, which may be large, are not read."""
     verify(path, [STATE])
     return read_state(path).identity
 

@@ -94,16 +94,7 @@ def _entry(head: str, text: str) -> list[str]:
     return [f"  {head}", *textwrap.wrap(text, 92, initial_indent=indent, subsequent_indent=indent)]
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo) -> Config:
-    """Read the command line, and the file that it names.
-
-    Raises:
-        UsageError: names every problem, one to a line.
-    """
-    return read(argv, environ, rank_info).config
-
-
-def read(argv: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo) -> Request:
+def parse(argv: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo) -> Request:
     """Read the command line, and the file that it names, into a configuration and a request.
 
     Raises:

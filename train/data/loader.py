@@ -136,7 +136,8 @@ class DatasetReader:
             return
         loader: DataLoader[Any] = DataLoader(
             _SeededSamples(self._samples),  # type: ignore[arg-type]  # its numbers are whole draws
-            sampler=_DrawSampler(both),
+            # A DataLoader passes lists of numbers on.
+            sampler=((numbers.tolist(), chance) for numbers, chance in both),
             batch_size=None,
             num_workers=self._workers,
             collate_fn=self._collate,
@@ -184,8 +185,16 @@ class DatasetReader:
             UsageError: they are no pairs, or not all of them is tensors.
             ValueError: they are of another form than the first.
         """
-        if not self._checked:
-            self._check_sample(samples[0])
+        first = samples[0]
+        if not self._checked and not (isinstance(first, tuple | list) and len(first) == 2):
+            shown = type(first).__name__
+            if isinstance(first, Sized):
+                shown = f"{shown} of {len(first)}"
+            owner = f"task {self._task!r}" if self._task else "the task"
+            raise UsageError(
+                f"{owner}: a sample of its data is a {shown}, but must be a pair (input, target); "
+                "several inputs are one dict, list or tuple in it"
+            )
         inputs, targets = default_collate(samples)
         if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and self._form is None:
             self._checked = True
@@ -198,18 +207,6 @@ class DatasetReader:
             shown = f"{trees.described('inputs', inputs)}; {trees.described('targets', targets)}"
             raise ValueError(f"samples are of another form than the first one was: {shown}")
         return inputs, targets
-
-    def _check_sample(self, sample: object) -> None:
-        if isinstance(sample, tuple | list) and len(sample) == 2:
-            return
-        shown = type(sample).__name__
-        if isinstance(sample, Sized):
-            shown = f"{shown} of {len(sample)}"
-        place = f"task {self._task!r}" if self._task else "the task"
-        raise UsageError(
-            f"{place}: a sample of its data is a {shown}, but must be a pair (input, target); "
-            "several inputs are one dict, list or tuple in it"
-        )
 
 
 class _SeededSamples:
@@ -243,16 +240,6 @@ def _ignore_stops(worker: int) -> None:
     """Leave stops to the process that trains: torchrun and Slurm signal all processes of a rank."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-class _DrawSampler:
-    """Yields draws as a DataLoader takes them: numbers in a list."""
-
-    def __init__(self, draws: Iterable[tuple[Tensor, Chance | None]]) -> None:
-        self._draws = draws
-
-    def __iter__(self) -> Iterator[Draw]:
-        return ((numbers.tolist(), chance) for numbers, chance in self._draws)
 
 
 def seed_sample(seed: int) -> None:

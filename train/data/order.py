@@ -4,8 +4,8 @@ The training data is one endless stream: epoch 0's permutation, then epoch 1's, 
 takes positions `k * global_batch` up to `(k + 1) * global_batch` of it, each rank one slice of
 them. So the whole state of the order is one integer, `samples_seen`: it does not depend on the
 number of ranks, no batch is ever short or padded, and within every epoch each sample is drawn
-exactly once. With weights, an epoch is as many draws with replacement instead: made once for all
-ranks, each of which takes its slice.
+exactly once. With weights, an epoch is as many draws with replacement instead, the same for all
+ranks; each rank takes its slice of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Strict JSON, and files to which lines of it are appended: `events.jsonl` and `metrics.jsonl`."""
+"""Strict JSON, and files to which lines of it are appended: `events.jsonl` and `metrics.jsonl`.
+
+A line that cannot be written raises an OSError.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +73,7 @@ class Journal:
         self._length = -1
 
     def append(self, *lines: str, create: bool = True) -> None:
-        """Write lines; `create`: make the file if it is missing.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Write lines; `create`: make the file if it is missing."""
         now = time.monotonic()
         handle, length = self._open(now, create=create)
         if length != self._length and length and os.pread(handle, 1, length - 1) != b"\n":
@@ -130,11 +129,7 @@ class MetricsLog:
         self._keeper: threading.Thread | None = None
 
     def note(self, record: Mapping[str, object]) -> None:
-        """Write a record, or keep it for the next one to come.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Write a record, or keep it for the next one to come."""
         now = time.time()
         self._waiting.append((now, record))
         # A clock that was set back does not hold lines back.
@@ -148,11 +143,7 @@ class MetricsLog:
             self._held_back.set()
 
     def flush(self, *, create: bool = True) -> None:
-        """Write the records that wait; `create`: make the file if it is missing.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Write the records that wait; `create`: make the file if it is missing."""
         with self._one_at_a_time:
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             if not waiting:

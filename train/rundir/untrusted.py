@@ -2,7 +2,8 @@
 
 A checkpoint or a record may come from another user or another cluster. Such a file is opened
 without following a link and without waiting for a writer, has to be a regular file, and is read up
-to a limit. A fault of a file is an OSError, a fault of its text a ValueError.
+to a limit. Every function raises an OSError for a fault of the file, such as `Refused` for a link,
+and a ValueError for a fault of its text, such as a value of another type.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 # A manifest takes 130 bytes per rank, a state some dozens per frozen parameter.
 JSON_BYTES = 16 << 20
-# What every reader of JSON holds exactly.
+# The largest whole number that every reader of JSON holds exactly.
 MOST = 2**53
 _LINE_BYTES = 1 << 20
 _LINES_BYTES = 256 << 20
@@ -38,12 +39,7 @@ class Refused(OSError):
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file and return its descriptor.
-
-    Raises:
-        Refused: the path is a link, or no regular file.
-        OSError: the file is not there, or cannot be opened.
-    """
+    """Open a regular file and return its descriptor."""
     try:
         # Without waiting: opening a pipe without a writer would take for ever.
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -61,11 +57,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_bytes(path: Path, *, limit: int = JSON_BYTES) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError: the file cannot be read, or is no regular file of at most so many bytes.
-    """
+    """Return the content of a file of at most so many bytes."""
     with os.fdopen(open_file(path), "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -74,12 +66,7 @@ def read_bytes(path: Path, *, limit: int = JSON_BYTES) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """Return the JSON object that a file holds.
-
-    Raises:
-        OSError: the file cannot be read, as from `read_bytes()`.
-        ValueError: the text is no JSON object.
-    """
+    """Return the JSON object that a file holds."""
     return json_object(read_bytes(path))
 
 
@@ -87,9 +74,6 @@ def read_lines(path: Path) -> Iterator[dict[str, object]]:
     """Yield the JSON objects of a file that has one in each line; other lines are passed over.
 
     A file that is missing, or no regular file, has none.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     try:
         handle = open_file(path)
@@ -104,11 +88,7 @@ def read_lines(path: Path) -> Iterator[dict[str, object]]:
 
 
 def json_object(text: bytes) -> dict[str, object]:
-    """Return a JSON object.
-
-    Raises:
-        ValueError: the text is something else, or nested too deeply to be read.
-    """
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -117,33 +97,21 @@ def json_object(text: bytes) -> dict[str, object]:
 
 
 def mapping(value: object) -> dict[str, object]:
-    """Return a JSON object.
-
-    Raises:
-        ValueError: the value is something else.
-    """
+    """Return a value that is a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object is wanted, not {_short(value)}")
     return value
 
 
 def whole(value: object, *, least: int = 0, most: int = MOST) -> int:
-    """Return a whole number within bounds.
-
-    Raises:
-        ValueError: the value is something else.
-    """
+    """Return a value that is a whole number within bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"a whole number from {least} to {most} is wanted, not {_short(value)}")
     return value
 
 
 def number(value: object) -> float:
-    """Return a number; NaN for null, which stands for values that are not finite.
-
-    Raises:
-        ValueError: the value is something else.
-    """
+    """Return a value that is a number; NaN for null, which stands for numbers not finite."""
     if value is None:
         return float("nan")
     try:
@@ -155,18 +123,14 @@ def number(value: object) -> float:
 
 
 def text(value: object) -> str:
-    """Return a string.
-
-    Raises:
-        ValueError: the value is something else.
-    """
+    """Return a value that is a string."""
     if not isinstance(value, str):
         raise ValueError(f"a string is wanted, not {_short(value)}")
     return value
 
 
 def printable(value: str) -> str:
-    """Return a string as a terminal may have it: quoted, if there is anything to be escaped."""
+    """Make a string safe for a terminal: quoted, if anything in it must be escaped."""
     return value if value.isprintable() else repr(value)
 
 

@@ -268,20 +268,14 @@ def arrange(group: RankGroup, sizes: Mapping[str, int], *, timeout_s: int) -> De
     for name in names:
         limit_waiting(mesh.get_group(name), timeout_s=timeout_s)
     if group.device.type == "cuda":
-        draw_apart(mesh)
+        # DTensors must draw random numbers without asking other ranks: at the first dropout of one,
+        # torch would send rank 0's seed to all ranks of the run, and those of other pipeline
+        # stages, which have none, would never take it. Our ranks are seeded before each step.
+        from torch.distributed.tensor import _random
+
+        if _random._rng_tracker is None:
+            _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
     return mesh
-
-
-def draw_apart(mesh: DeviceMesh) -> None:
-    """Let DTensors draw random numbers without asking other ranks.
-
-    At the first dropout of one, torch would send rank 0's seed to all ranks of the run: those of
-    other pipeline stages, which have none, would never take it. Ours are seeded before each step.
-    """
-    from torch.distributed.tensor import _random
-
-    if _random._rng_tracker is None:
-        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 def limit_waiting(group: ProcessGroup, *, timeout_s: int) -> None:

@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def read(file: Path, *argv: str, environ: dict[str, str] | None = None) -> Config:
-    return parse([f"--config={file}", *argv], environ or {"TRAIN_RUN_DIR": "/runs/x"}, ONE)
+    return parse([f"--config={file}", *argv], environ or {"TRAIN_RUN_DIR": "/runs/x"}, ONE).config
 
 
 def problems(file: Path, text: str, *argv: str) -> list[str]:

@@ -27,7 +27,7 @@ def problems(*argv: str, rank_info: RankInfo = ONE) -> list[str]:
 
 
 def accepted(*argv: str, rank_info: RankInfo = ONE) -> Config:
-    return parse(argv, {"TRAIN_RUN_DIR": "/runs/x"}, rank_info)
+    return parse(argv, {"TRAIN_RUN_DIR": "/runs/x"}, rank_info).config
 
 
 def ranks(count: int, **more: Any) -> RankInfo:
@@ -58,11 +58,11 @@ def test_flags_become_the_configuration() -> None:
 
 
 def test_run_directory_comes_from_the_environment_by_default() -> None:
-    assert parse([], {"TRAIN_RUN_DIR": "/runs/x"}, ONE).directory == Path("/runs/x")
+    assert parse([], {"TRAIN_RUN_DIR": "/runs/x"}, ONE).config.directory == Path("/runs/x")
     with pytest.raises(UsageError, match=r"^no run directory: give --run-dir DIR or "):
         parse([], {}, ONE)
     for argv in (["--dry-run"], ["--write-config=x"]):
-        assert parse(argv, {}, ONE).run_dir is None
+        assert parse(argv, {}, ONE).config.run_dir is None
         assert only_looks(argv)
 
 

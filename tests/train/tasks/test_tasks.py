@@ -316,7 +316,7 @@ def test_every_job_can_be_rendered_and_its_arguments_are_understood(job: str, pr
         launched=True,
         addressed=True,
     )
-    config = flags.parse(list(spec.args), {flags.RUN_DIR: "run"}, rank_info)
+    config = flags.parse(list(spec.args), {flags.RUN_DIR: "run"}, rank_info).config
     assert config.task == {"sweep": "digits"}.get(spec.name, spec.name)
 
 
