@@ -172,10 +172,7 @@ class Checkpointer:
         self._thread.start()
 
     def wait(self, *, for_next: bool = False) -> None:
-        """Wait until nothing is being written.
-
-        Args:
-            for_next: a save follows whose `since` was before this; it reports the time.
+        """Wait until nothing is being written; `for_next`: the next save reports the time.
 
         Raises:
             CheckpointError: on all ranks; it could not be written, earlier ones are untouched.
@@ -319,8 +316,8 @@ class Checkpointer:
         reasons = [p.text if alone else f"rank {rank}: {p.text}" for rank, p in problems]
         if any(problem.full for _, problem in problems):
             free = store.free_bytes(pending.position.path(self.run_dir))
-            known = f", {free:,} are free on that disk" if free < math.inf else ""
-            reasons.append(f"it needs {pending.needed_bytes:,} bytes{known}")
+            room = f", {free:,} are free on that disk" if free < math.inf else ""
+            reasons.append(f"it needs {pending.needed_bytes:,} bytes{room}")
             with suppress(OSError):
                 reasons += [text for text in (pending.may_go(),) if text]
         reasons.append(removed or "earlier checkpoints are untouched")

@@ -32,12 +32,9 @@ class Planner:
         """On rank 0: how long the files of all ranks are together."""
 
     def parts(self, tensors: Mapping[str, Tensor], *, evenly: bool) -> tuple[TensorPart, ...]:
-        """Return the parts that this rank writes; all ranks call this at once.
+        """Return the parts of this rank's tensors that it writes; all ranks call this at once.
 
-        Args:
-            tensors: this rank's.
-            evenly: whether each rank shall write about as much; else the lowest rank that has a
-                part writes it.
+        `evenly`: each rank writes about as much; else the lowest rank that has a part writes it.
 
         Raises:
             CheckpointError: on all ranks; the parts do not make up whole tensors.
@@ -65,10 +62,10 @@ class Planner:
         self.total_bytes = sum(
             size_of(_parts(plan)) for plan in answers if not isinstance(plan, str)
         )
-        mine = self._channel.scatter(answers)
-        if isinstance(mine, str):
-            raise CheckpointError(mine)
-        self._parts, self._planned_for = _parts(mine), described
+        plan = self._channel.scatter(answers)
+        if isinstance(plan, str):
+            raise CheckpointError(plan)
+        self._parts, self._planned_for = _parts(plan), described
         return self._parts
 
 

@@ -135,11 +135,6 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"cannot read checkpoint {path}: {error}") from error
 
 
-def listing_of(tensors: Mapping[str, Tensor]) -> Listing:
-    """List live tensors in the same way."""
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
 def differences(there: Listing, here: Iterable[Listing]) -> list[str]:
     """Name the tensors in which a checkpoint differs from what all ranks together hold."""
     ours: Listing = {}
@@ -169,13 +164,10 @@ def weights(listing: Listing) -> Listing:
 def export(path: Path, listing: Listing, whole: Callable[[str], Tensor]) -> None:
     """Write the weights of a checkpoint under the plain model's names, tensor by tensor.
 
-    Args:
-        path: file to write; earlier files stay until all is written.
-        listing: the checkpoint's tensors.
-        whole: returns a tensor by its name there.
+    An earlier file stays until all is written. `whole` returns a tensor by its name in `listing`.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: the file could not be written.
     """
     parts = [
         TensorPart(name=name, dtype=dtype, offsets=(0,) * len(shape), sizes=tuple(shape))

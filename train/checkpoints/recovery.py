@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from train.checkpoints import store
-from train.checkpoints.reader import Listing, Stored, differences, listing_of
+from train.checkpoints.reader import Listing, Stored, differences
 from train.checkpoints.store import Position, State
 from train.errors import CheckpointError
 from train.runtime.process_group import RankGroup
@@ -43,10 +43,7 @@ class Resumption:
 def look(run_dir: Path, *, attempt: int, together: RankGroup | None = None) -> Sighting:
     """Find the best whole checkpoint of attempts up to this one; a missing directory holds none.
 
-    Args:
-        run_dir: where checkpoints lie.
-        attempt: this one.
-        together: all ranks, if they see one directory: each verifies some of the files.
+    `together`: all ranks see one directory, and each verifies some of the files.
     """
     positions = store.places(run_dir, up_to_attempt=attempt)
     share = (0, 1)
@@ -120,7 +117,8 @@ def load(
         CheckpointError: on all ranks; the checkpoint is of another model, or cannot be read.
     """
     path = resumption.position.path(run_dir)
-    if differing := differences(resumption.listing, group.gather(listing_of(tensors))):
+    own: Listing = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    if differing := differences(resumption.listing, group.gather(own)):
         raise CheckpointError(
             f"checkpoint {path} is of another model: give this run another --run-dir, or the "
             "model of the checkpoint:\n" + "\n".join(f"  {line}" for line in differing)

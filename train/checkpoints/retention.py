@@ -70,11 +70,7 @@ def prune(
     `newest` and at earlier ones: these are fenced, so that their drafts never become checkpoints.
     Checkpoints of a later attempt stay.
 
-    Args:
-        run_dir: where they lie.
-        newest: the last one.
-        keep: how many to keep that are whole, by their files' sizes.
-        damaged: checkpoints that are known not to be whole.
+    The sizes of its files show whether a checkpoint is whole, unless it is known to be `damaged`.
     """
     for _, path in list(store.entries(run_dir, newest.attempt)):
         if path.suffix == ".tmp":
@@ -103,20 +99,14 @@ def behind(
     for position in store.places(run_dir, up_to_attempt=newest.attempt):
         if position.step > newest.step:
             continue
-        if whole < keep:
-            whole += position not in damaged and looks_whole(position.path(run_dir))
-            continue
-        older.append(position)
+        if whole >= keep:
+            older.append(position)
+        elif position not in damaged:
+            with suppress(CheckpointError):
+                # The contents of the files are not read.
+                store.verify(position.path(run_dir), by_size=True)
+                whole += 1
     return older
-
-
-def looks_whole(path: Path) -> bool:
-    """Return whether all files are there in their sizes; their contents are not read."""
-    try:
-        store.verify(path, by_size=True)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _listed(positions: Iterable[Position]) -> str:

@@ -122,13 +122,8 @@ def size_of(parts: Sequence[TensorPart]) -> int:
 def write(path: Path, parts: Sequence[TensorPart], tensors: Iterable[Tensor]) -> Proof:
     """Write a file of tensors and force it onto the disk.
 
-    Args:
-        path: file to write.
-        parts: the parts to write, sorted by `Part.order`.
-        tensors: the same on the CPU, contiguous, in the same order.
-
-    Raises:
-        OSError: it could not be written.
+    The parts are sorted by `TensorPart.order`; the tensors, on the CPU and contiguous, hold the
+    parts' elements in the same order.
     """
     digest, count = hashlib.sha256(), 0
 

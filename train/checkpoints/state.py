@@ -179,10 +179,7 @@ class Saver:
         )
 
     def wait(self, *, last: bool = False) -> None:
-        """Wait until the last checkpoint is committed, or known not to be.
-
-        Args:
-            last: none will follow, so that nothing would be left of a run that went on.
+        """Wait until the checkpoint is committed or has failed; `last`: none follows, so raise.
 
         Raises:
             CheckpointError: on all ranks; it could not be written, and all shall stop.
@@ -218,8 +215,10 @@ class Saver:
     def _refuse_unstorable_tensors(self) -> None:
         """Refuse now the tensors that the first checkpoint could not hold."""
         state = self.strategy.model_state()
-        mine = [f"{name} {text}" for name, held in state.items() if (text := problem_of(held))]
-        if problems := self._everywhere(mine):
+        problems = self._everywhere(
+            f"{name} {text}" for name, tensor in state.items() if (text := problem_of(tensor))
+        )
+        if problems:
             raise UsageError(
                 "checkpoints cannot hold all of the model: register what can be computed anew with "
                 "persistent=False, or give it another type:\n"
@@ -231,10 +230,10 @@ class Saver:
 
         A gradient can be infinite under a finite loss, and is not checked without clipping.
         """
-        mine = not_finite(self.strategy)
-        if self.group.sum([len(mine)])[0] == 0:
+        own_names = not_finite(self.strategy)
+        if self.group.sum([len(own_names)])[0] == 0:
             return
-        names = self._everywhere(mine)
+        names = self._everywhere(own_names)
         raise NonFiniteLoss(
             f"{len(names)} parameters are not finite after step {step}, such as {names[0]}, and are"
             " not saved: checkpoints are from before it; --clip-norm finds the step that "
@@ -293,11 +292,7 @@ def changes(
 ) -> list[str]:
     """List the differences between a checkpoint's configuration and this start's.
 
-    Args:
-        state: of the checkpoint.
-        config: of this start.
-        frozen: parameters that are not trained now.
-        thawed: parameters that are trained now, and were not.
+    `frozen` parameters are not trained now; `thawed` ones are trained now, and were not.
     """
     there, here = (
         {name: values.get(name) for name in REPORTED_CHANGES}

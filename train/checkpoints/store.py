@@ -69,18 +69,13 @@ class Position:
     """The step after which it was written."""
 
     def path(self, run_dir: Path) -> Path:
-        """Directory of the checkpoint."""
-        return attempt_path(run_dir, self.attempt) / f"step-{self.step:08d}"
+        """Directory of the checkpoint; no other attempt writes in its parent."""
+        return run_dir / "checkpoints" / f"attempt-{self.attempt}" / f"step-{self.step:08d}"
 
     def draft(self, run_dir: Path) -> Path:
         """Directory in which it is written until it is whole."""
         path = self.path(run_dir)
         return path.with_name(path.name + ".tmp")
-
-
-def attempt_path(run_dir: Path, attempt: int) -> Path:
-    """Directory of an attempt's checkpoints; no other attempt writes there."""
-    return run_dir / "checkpoints" / f"attempt-{attempt}"
 
 
 def tensor_file(rank: int) -> str:
@@ -180,8 +175,8 @@ def verify(
 
 def _manifest(path: Path) -> tuple[dict[str, Proof], dict[str, int]]:
     """Read which files a checkpoint consists of, and the progress that its state records."""
-    with _reading(path / MANIFEST) as read:
-        files = untrusted.mapping(read["files"])
+    with _reading(path / MANIFEST) as record:
+        files = untrusted.mapping(record["files"])
         # Only names that `complete()` lists: so none of them leads out of the folder.
         tensors = [name for name in files if _TENSORS.fullmatch(name)]
         if strange := sorted({*files}.difference(tensors, [STATE])):
@@ -189,7 +184,7 @@ def _manifest(path: Path) -> tuple[dict[str, Proof], dict[str, int]]:
         if not tensors or STATE not in files:
             raise ValueError(f"lists no {'file of tensors' if STATE in files else STATE}")
         proofs = {name: untrusted.mapping(proof) for name, proof in files.items()}
-        progress = {name: untrusted.whole(read[name]) for name in ("step", "samples_seen")}
+        progress = {name: untrusted.whole(record[name]) for name in ("step", "samples_seen")}
     if path.name != f"step-{progress['step']:08d}":
         raise CheckpointError(f"{path / MANIFEST}: is of step {progress['step']}")
     return dict(proofs), progress
@@ -199,11 +194,11 @@ def _manifest(path: Path) -> tuple[dict[str, Proof], dict[str, int]]:
 def _reading(path: Path) -> Iterator[dict[str, object]]:
     """Read a JSON object of this version; turn any failure into a CheckpointError with its path."""
     try:
-        read = untrusted.read_object(path)
-        if (version := read["version"]) != VERSION:
+        record = untrusted.read_object(path)
+        if (version := record["version"]) != VERSION:
             shown = version if isinstance(version, int) else repr(version)[:40]
             raise CheckpointError(f"{path}: format version {shown}, not {VERSION}")
-        yield read
+        yield record
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (KeyError, ValueError) as error:
@@ -237,35 +232,29 @@ def tensor_files(path: Path) -> list[str]:
 
 def read_state(path: Path) -> State:
     """Read the state of a checkpoint; fields that a later program has added are left out."""
-    with _reading(path / STATE) as read:
+    with _reading(path / STATE) as record:
         # A run that needed no loss scaler has none.
         scaler: dict[str, float] = {}
-        if entry := untrusted.mapping(read.get("scaler", {})):
+        if entry := untrusted.mapping(record.get("scaler", {})):
             scale = untrusted.number(entry["scale"])
             if not 0 < scale < math.inf:
                 raise ValueError(f"a loss cannot be scaled by {scale}")
             scaler = {"scale": scale, "good_steps": untrusted.whole(entry["good_steps"])}
-        loss, frozen = read.get("loss"), read.get("frozen")
+        loss, frozen = record.get("loss"), record.get("frozen")
         if frozen is not None and not isinstance(frozen, list):
             raise ValueError("'frozen' is no list")
         return State(
-            step=untrusted.whole(read["step"]),
-            epoch=untrusted.whole(read["epoch"]),
-            samples_seen=untrusted.whole(read["samples_seen"]),
-            world_size=untrusted.whole(read["world_size"], least=1),
-            identity=untrusted.mapping(read["identity"]),
-            config=untrusted.mapping(read["config"]),
+            step=untrusted.whole(record["step"]),
+            epoch=untrusted.whole(record["epoch"]),
+            samples_seen=untrusted.whole(record["samples_seen"]),
+            world_size=untrusted.whole(record["world_size"], least=1),
+            identity=untrusted.mapping(record["identity"]),
+            config=untrusted.mapping(record["config"]),
             scaler=scaler,
             loss=None if loss is None else untrusted.number(loss),
             frozen=None if frozen is None else [untrusted.text(name) for name in frozen],
-            rng=untrusted.text(read.get("rng", State.rng)),
+            rng=untrusted.text(record.get("rng", State.rng)),
         )
-
-
-def identity(path: Path) -> Mapping[str, object]:
-    """Read which run a checkpoint belongs to; its tensors, which may be large, are not read."""
-    verify(path, [STATE])
-    return read_state(path).identity
 
 
 def measure(path: Path) -> Proof:

@@ -27,11 +27,7 @@ _FILE = re.compile(r"file://(/.*[^/])")
 def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False) -> list[str]:
     """List what cannot work on the ranks that there are, or will be with `--spawn`.
 
-    Args:
-        config: the configuration.
-        rank_info: of this process.
-        only_looking: nothing is trained, so the ranks need not be there: the sizes of the mesh give
-            their number.
+    `only_looking`: nothing is trained, so the sizes of the mesh give the number of ranks.
     """
     problems = list(_starting(config, rank_info))
     if config.steps is not None and config.epochs is not None:

@@ -220,8 +220,8 @@ class Config:
         """The strategy's name with `auto` resolved."""
         if self.strategy != "auto":
             return self.strategy
-        given = {axis for axis, size in self.axis_sizes().items() if size not in (None, 1)}
-        if given <= {"dp_replicate"}:
+        axes = {axis for axis, size in self.axis_sizes().items() if size not in (None, 1)}
+        if axes <= {"dp_replicate"}:
             return "ddp" if rank_info.world_size > 1 else "single"
         return "hybrid"
 

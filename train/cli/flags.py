@@ -101,9 +101,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo) 
         UsageError: names every problem, one to a line.
     """
     problems: list[str] = []
-    given, texts = _tokens(argv, problems)
-    named = {flag: texts.pop(flag, "") for flag in FILES}
-    files = {flag: Path(text) for flag, text in named.items() if text}
+    switches, texts = _tokens(argv, problems)
+    files = {flag: Path(text) for flag in FILES if (text := texts.pop(flag, ""))}
     values: dict[str, object] = {}
     if "--config" in files:
         values, lines = read_file(files["--config"])
@@ -111,7 +110,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo) 
         if {"steps", "epochs"} & {fields_by_flag()[flag].name for flag in texts}:
             # Both set the length of the run: the command line's replaces either one of the file.
             values = {n: v for n, v in values.items() if n not in ("steps", "epochs")}
-    values |= given
+    values |= switches
     for flag, text in texts.items():
         field = fields_by_flag()[flag]
         # Even if it cannot be read, it replaces the file's value.
@@ -147,12 +146,12 @@ def _tokens(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, object]
     Not argparse: it abbreviates, ends at the first problem, and names no nearest flag.
     """
     by_flag = fields_by_flag()
-    switches = {field.flag: (field.name, True) for field in by_flag.values() if field.kind is bool}
-    switches |= {
-        flag.replace("--", "--no-", 1): (name, False) for flag, (name, _) in switches.items()
+    by_switch = {flag: (field.name, True) for flag, field in by_flag.items() if field.kind is bool}
+    by_switch |= {
+        flag.replace("--", "--no-", 1): (name, False) for flag, (name, _) in by_switch.items()
     }
-    flags = {*by_flag, *switches, *FILES, HELP[0]}
-    given: dict[str, object] = {}
+    flags = {*by_flag, *by_switch, *FILES, HELP[0]}
+    switches: dict[str, object] = {}
     texts: dict[str, str] = {}
     words = list(argv)
     while words:
@@ -164,9 +163,9 @@ def _tokens(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, object]
             problems.append(f"unknown flag {flag!r}{nearest(flag, sorted(flags))}")
             if not has_text and words and not words[0].startswith("--"):
                 words.pop(0)
-        elif flag in switches:
-            name, value = switches[flag]
-            given[name] = value
+        elif flag in by_switch:
+            name, value = by_switch[flag]
+            switches[name] = value
             if has_text:
                 off = f"--no-{flag.removeprefix('--no-').removeprefix('--')}"
                 problems.append(f"{word}: a switch takes no value; to turn it off, {off}")
@@ -178,7 +177,7 @@ def _tokens(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, object]
             problems.append(f"{flag} needs a value")
         else:
             texts[flag] = words.pop(0)
-    return given, texts
+    return switches, texts
 
 
 def read_file(path: Path) -> tuple[dict[str, object], list[str]]:
@@ -255,11 +254,11 @@ def _convert(field: ConfigField, value: object) -> object:
     # Not isinstance: to Python, true is a whole number.
     if field.kind is float and type(value) is int:
         value = float(value)
-    wanted = str if field.kind is Path else field.kind
-    if type(value) is not wanted:
+    kind = str if field.kind is Path else field.kind
+    if type(value) is not kind:
         shown = json.dumps(value, default=str, ensure_ascii=False)
         way_out = " without quotes" if type(value) is str else ""
-        what = _WORDS.get(wanted)
+        what = _WORDS.get(kind)
         expected = f"write {what}{way_out}" if what else 'write a text in "quotes"'
         raise ValueError(f" = {shown} is of the wrong type: {expected}")
     if value == "":

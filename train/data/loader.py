@@ -33,16 +33,11 @@ Draw = tuple[list[int], Chance | None]
 
 
 def source_of(samples: Batch | Samples, *, workers: int = 0, task: str = "") -> Source:
-    """Make the samples of a task readable in batches; `workers` processes read ahead.
-
-    Args:
-        samples: the task's.
-        workers: how many processes; none: this one reads.
-        task: what messages call it.
+    """Make the samples of a task readable in batches; `workers` processes, if any, read ahead.
 
     Raises:
-        UsageError: it is neither a `Batch` nor a data set with a length, or a leaf of the batch is
-            no tensor, or has another number of samples.
+        UsageError: the samples are neither a `Batch` nor a data set with a length, or a leaf of the
+            batch is no tensor, or has another number of samples.
     """
     if isinstance(samples, Batch):
         trees.check(samples.inputs, samples.targets, task=task)
@@ -54,7 +49,7 @@ def resident(samples: Source, device: torch.device, *, task: str) -> Source:
     """Provide samples on a device: those of a `Batch` are all copied there, once.
 
     Raises:
-        UsageError: they are larger than its free memory.
+        UsageError: they are larger than the device's free memory.
     """
     if isinstance(samples, Batch) and device.type == "cuda":
         tensors = (*trees.tensors_of(samples.inputs), *trees.tensors_of(samples.targets))
@@ -84,11 +79,7 @@ class DatasetReader:
         device: torch.device | None = None,
         task: str = "",
     ) -> None:
-        """Read by `workers` processes, or in this one; for a device (default: the CPU).
-
-        Raises:
-            UsageError: this is no data set with numbered samples.
-        """
+        """Read by `workers` processes, or in this one; for a device (default: the CPU)."""
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
             raise UsageError(
                 f"the task's data is of type {type(samples).__name__}, which has no numbered "
@@ -107,7 +98,7 @@ class DatasetReader:
         return len(self._samples)
 
     def to(self, device: torch.device) -> DatasetReader:
-        """Give batches on a device."""
+        """Read the same samples, in batches on a device."""
         return DatasetReader(self._samples, workers=self._workers, device=device, task=self._task)
 
     def take(self, indices: Tensor, chance: Chance | None = None, /) -> Batch:
@@ -125,7 +116,7 @@ class DatasetReader:
     def read(
         self, draws: Iterable[Tensor], chances: Iterable[Chance] | None = None, /
     ) -> Iterator[Batch]:
-        """Give one batch per draw; each worker prepares up to two of them ahead.
+        """Yield one batch per draw; each worker prepares up to two of them ahead.
 
         Workers get lists of samples to read, so nothing depends on their number or speed.
         """
@@ -300,22 +291,22 @@ class Feed:
         self._next = 0
 
     def numbers(self, samples_seen: int) -> Tensor:
-        """Give the sample numbers of the slice that begins there."""
+        """Return the sample numbers of the slice that begins there."""
         return self._order.positions(samples_seen + self._first, samples_seen + self._last)
 
     def everyone(self, samples_seen: int) -> Tensor:
-        """Give the sample numbers of the whole global batch that begins there."""
+        """Return the sample numbers of the whole global batch that begins there."""
         return self._order.share(samples_seen, self._global_batch, shard=0, shards=1)
 
     def batch(self, samples_seen: int) -> Batch:
-        """Give the slice of the global batch that begins there.
+        """Return the slice of the global batch that begins there.
 
         It has been read ahead if this goes on where the call before it ended.
         """
         if self._stream is None or samples_seen != self._next:
-            # A generator, as samples in memory need no chances.
+            # Generators: reading never ends, and samples in memory need no chances.
             self._stream = self._source.read(
-                self._draws(samples_seen),
+                (self.numbers(seen) for seen in count(samples_seen, self._global_batch)),
                 (self._chance(seen) for seen in count(samples_seen, self._global_batch)),
             )
         self._next = samples_seen + self._global_batch
@@ -331,8 +322,3 @@ class Feed:
 
     def _chance(self, samples_seen: int) -> Chance:
         return Chance(self._order.seed, samples_seen + self._first)
-
-    def _draws(self, samples_seen: int) -> Iterator[Tensor]:
-        while True:
-            yield self.numbers(samples_seen)
-            samples_seen += self._global_batch

@@ -39,12 +39,8 @@ def claim(
     looks for checkpoints of another run: its directory may be its own, and the run may resume from
     it.
 
-    Args:
-        directory: where the run lies.
-        identity: what makes it this run.
-        steps: how many it has in all.
-        group: all ranks, which call this at once.
-        adopt: what the run in the directory may call its task; `adopt()` notes it later.
+    All ranks call this at once. `adopt` is the task that the run in the directory may name instead
+    of this one's; `adopt()` records it later.
 
     Raises:
         UsageError: on all ranks; there is another run, or the same one lives, or the directory
@@ -187,7 +183,9 @@ def _strange_checkpoint(directory: RunDirectory, ours: Sequence[Identity]) -> st
     for position in store.places(directory.path):
         path = position.path(directory.path)
         try:
-            there = store.identity(path)
+            # Not the tensors, which may be large.
+            store.verify(path, [store.STATE])
+            there = store.read_state(path).identity
         except CheckpointError:
             continue  # recovery reports it, and takes nothing from it
         if all(differences(there, identity) for identity in ours):

@@ -116,18 +116,18 @@ class RunDirectory:
     def read_outcome(self) -> Outcome | None:
         """Read the outcome; None if it is missing or unreadable."""
         try:
-            read = untrusted.read_object(self.outcome_path)
-            steps, rank = read["steps"], read["rank"]
-            metrics = untrusted.mapping(read.get("metrics", {})).items()
+            record = untrusted.read_object(self.outcome_path)
+            steps, rank = record["steps"], record["rank"]
+            metrics = untrusted.mapping(record.get("metrics", {})).items()
             return Outcome(
-                status=untrusted.text(read["status"]),
-                attempt=untrusted.whole(read["attempt"]),
-                restart=untrusted.whole(read["restart"]),
-                step=untrusted.whole(read["step"]),
+                status=untrusted.text(record["status"]),
+                attempt=untrusted.whole(record["attempt"]),
+                restart=untrusted.whole(record["restart"]),
+                step=untrusted.whole(record["step"]),
                 steps=None if steps is None else untrusted.whole(steps),
-                samples_seen=untrusted.whole(read["samples_seen"]),
+                samples_seen=untrusted.whole(record["samples_seen"]),
                 rank=None if rank is None else untrusted.whole(rank),
-                reason=untrusted.text(read["reason"]),
+                reason=untrusted.text(record["reason"]),
                 metrics={untrusted.printable(k): untrusted.number(v) for k, v in metrics},
             )
         except (OSError, ValueError, KeyError):

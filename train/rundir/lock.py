@@ -223,14 +223,14 @@ def _lock(handle: int) -> Lock:
 
 def _read(handle: int) -> Holder | None:
     try:
-        read = untrusted.json_object(os.pread(handle, 1 << 16, 0))
-        launch, since = read["launch"], untrusted.number(read["since"])
+        record = untrusted.json_object(os.pread(handle, 1 << 16, 0))
+        launch, since = record["launch"], untrusted.number(record["since"])
         return Holder(
-            host=untrusted.text(read["host"]),
-            boot=untrusted.text(read["boot"]),
-            pid=untrusted.whole(read["pid"]),
-            attempt=untrusted.whole(read["attempt"]),
-            restart=untrusted.whole(read["restart"]),
+            host=untrusted.text(record["host"]),
+            boot=untrusted.text(record["boot"]),
+            pid=untrusted.whole(record["pid"]),
+            attempt=untrusted.whole(record["attempt"]),
+            restart=untrusted.whole(record["restart"]),
             launch=None if launch is None else untrusted.text(launch),
             # Within what a calendar can show: until the year 9999.
             since=min(max(since, 0.0), 2.5e11) if math.isfinite(since) else 0.0,

@@ -174,10 +174,8 @@ def memory_of_the_host(
 ) -> int:
     """Return the bytes that this process may use: the machine's, or the job's if fewer.
 
-    Args:
-        cgroups: where version 2 of control groups is mounted, by which Slurm, Kubernetes and
-            containers limit memory.
-        membership: names the group of this process.
+    Slurm, Kubernetes and containers limit memory by control groups (version 2), which are mounted
+    at `cgroups`; the file `membership` names the group of this process.
     """
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:

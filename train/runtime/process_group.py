@@ -50,12 +50,7 @@ class RankGroup:
         return total
 
     def sum_with(self, computed: Tensor, values: Sequence[float]) -> list[float]:
-        """Add a number that the device is still computing, and others; waits for it only once.
-
-        Args:
-            computed: a scalar.
-            values: the rest.
-        """
+        """Add a scalar that the device is still computing, and others; wait for it only once."""
         if self.rank_info.world_size == 1 or not self.connected:
             return [computed.item(), *values]
         on_gpu = self.device.type == "cuda"
@@ -73,7 +68,7 @@ class RankGroup:
         return total
 
     def gather(self, value: Value) -> list[Value]:
-        """Give every rank every rank's value, by rank."""
+        """Return every rank's value, by rank."""
         if not self.connected:
             return [value]
         values: list[Value | None] = [None] * self.rank_info.world_size
@@ -81,7 +76,7 @@ class RankGroup:
         return values  # type: ignore[return-value]  # every rank has filled its place
 
     def broadcast(self, value: Value, *, source: int = 0) -> Value:
-        """Give every rank the source rank's value."""
+        """Return the source rank's value."""
         if not self.connected:
             return value
         values = [value]
@@ -89,7 +84,7 @@ class RankGroup:
         return values[0]
 
     def broadcast_tensors(self, tensors: dict[str, Tensor], *, source: int) -> dict[str, Tensor]:
-        """Give every rank the source rank's tensors; the others' argument is ignored."""
+        """Return the source rank's tensors; the others' argument is ignored."""
         if not self.connected:
             return tensors
         mine = self.rank_info.rank == source
@@ -151,7 +146,7 @@ class Channel:
         return bool(count)
 
     def gather(self, value: Value) -> list[Value]:
-        """Give rank 0 every rank's value, by rank; to the others, nothing."""
+        """Return on rank 0 every rank's value, by rank; on the others, nothing."""
         if self._group is None:
             return [value]
         values = [value] * self.size if self.rank == 0 else None
@@ -159,7 +154,7 @@ class Channel:
         return values or []
 
     def scatter(self, values: Sequence[Value]) -> Value:
-        """Give each rank its value of rank 0's list."""
+        """Return this rank's value of rank 0's list."""
         if self._group is None:
             return values[0]
         received: list[Value | None] = [None]
@@ -168,7 +163,7 @@ class Channel:
         return received[0]  # type: ignore[return-value]  # rank 0 has filled it
 
     def broadcast(self, value: Value) -> Value:
-        """Give every rank rank 0's value."""
+        """Return rank 0's value."""
         if self._group is None:
             return value
         values = [value]
@@ -279,7 +274,7 @@ def arrange(group: RankGroup, sizes: Mapping[str, int], *, timeout_s: int) -> De
 
 
 def limit_waiting(group: ProcessGroup, *, timeout_s: int) -> None:
-    """Have a group of some ranks wait no longer than the one of all: torch gives it 30 minutes."""
+    """Limit the waits of a group of some ranks, for which torch's default is 30 minutes."""
     with warnings.catch_warnings():
         # Other backends than gloo and NCCL have no limit.
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")

@@ -1,4 +1,4 @@
-"""Where this process stands: the part of torchrun's and the scheduler's environment we read."""
+"""This process among the ranks, as torchrun's and the scheduler's environment variables say."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RankInfo:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RankInfo:
-        """Read the place from environment variables; without a launcher, be the only process.
+        """Read environment variables; without a launcher, be the only process.
 
         Raises:
             UsageError: a variable is no whole number, or they contradict each other.
@@ -82,7 +82,7 @@ class RankInfo:
         return rank_info
 
     def of_spawned(self, rank: int, count: int, meeting: str) -> RankInfo:
-        """Give the place of one of the ranks that this process starts on its machine."""
+        """Return the description of a rank that this process starts on its machine."""
         return replace(
             self,
             rank=rank,

@@ -48,12 +48,12 @@ def meet(rank_info: RankInfo, init_method: str, timeout: timedelta) -> Iterator[
         # The process that spawned the ranks has made a file for them.
         init_method = rank_info.meeting
     if init_method.startswith("file://"):
-        with _file(Path(init_method.removeprefix("file://")), rank_info, timeout) as store:
+        with _meet_in_file(Path(init_method.removeprefix("file://")), rank_info, timeout) as store:
             yield store
     elif init_method.startswith("tcp://"):
         # Rank 0 serves this store, whether or not torchrun has one of its own.
         os.environ.pop(AGENT_STORE, None)
-        store = _patiently(lambda: _port(init_method, rank_info, timeout), timeout)
+        store = _patiently(lambda: _meet_at_port(init_method, rank_info, timeout), timeout)
         yield store
         leave(store, rank_info)
     else:
@@ -123,7 +123,7 @@ def _explained(where: str, timeout: timedelta) -> Iterator[None]:
         ) from error
 
 
-def _port(init_method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
+def _meet_at_port(init_method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
     """Meet at a port that rank 0 serves."""
     address = urlsplit(init_method)
     host, port = address.hostname or "", address.port or 0
@@ -161,7 +161,7 @@ def _patiently(reach: Callable[[], Reached], timeout: timedelta) -> Reached:
 
 
 @contextmanager
-def _file(path: Path, rank_info: RankInfo, timeout: timedelta) -> Iterator[Store]:
+def _meet_in_file(path: Path, rank_info: RankInfo, timeout: timedelta) -> Iterator[Store]:
     """Meet in a file of this try's own.
 
     Ranks would take the keys that an earlier run has left in a file for the answers of this run's
@@ -195,7 +195,7 @@ def _file(path: Path, rank_info: RankInfo, timeout: timedelta) -> Iterator[Store
 def _open_file(path: Path, rank_info: RankInfo, timeout: timedelta) -> tuple[Store, int]:
     """Meet in a file; return its store, and the open file that holds our share of its lock."""
     try:
-        handle = _share(path)
+        handle = _take_share(path)
     except OSError as error:
         raise UsageError(
             f"--init-method file://{path}: {error.strerror}; all ranks must be able to write there "
@@ -218,7 +218,7 @@ def _guard(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
-def _share(path: Path) -> int | None:
+def _take_share(path: Path) -> int | None:
     """Take a share of a file's lock; first remove the file if no living process has a share.
 
     Each rank takes its share before it writes, and holds it as long as it lives. So a process gets
