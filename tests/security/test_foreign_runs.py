@@ -54,7 +54,7 @@ def add_run(tmp_path: Path, name: str = "probe-1") -> Path:
 
 
 def forged(tmp_path: Path, **said: Any) -> Path:
-    """A run directory that somebody else has made, of a run that seems to go on."""
+    """A run directory of another user, whose run seems to be running."""
     run_dir = tmp_path / "theirs"
     (run_dir / "logs/attempt-0").mkdir(parents=True)
     (run_dir / "logs/attempt-0/node-0.log").write_text("[rank 0] from afar\n")
