@@ -183,6 +183,7 @@ _GUARD = _Guard()
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
     """Fail if a process is started or signalled, a host connected to, or a time limit exceeded.
+
     Errors of the toolkit's own, which a user can mend, are allowed.
     """
 

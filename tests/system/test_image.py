@@ -1,6 +1,7 @@
-"""The calls of `make image` to an engine that is not installed: docker, by a stand-in that is as
-strict. The other engines build the real image before the tests begin. The stand-in refuses what
-docker 26 with buildx 0.13 was observed to refuse.
+"""The calls of `make image` to an engine that is not installed: docker, by a strict stand-in.
+
+The other engines build the real image before the tests begin. The stand-in refuses what docker 26
+with buildx 0.13 was observed to refuse.
 """
 
 import json
