@@ -1,9 +1,9 @@
 """The time of `toolkit list` for 10,000 runs, and its queries to Slurm. Needs root.
 
-Run as `python -m benchmarks.asking`; it starts a sandbox. Of the runs, 1,000 have a pending job in
-Slurm; the others have ended, one in five with a failure, and only their run directories tell. Every
-call of squeue, scontrol and sacct is counted. Then ten processes list as fast as they can, like
-`watch` in ten shells.
+Run as `python -m benchmarks.asking`; it starts a sandbox. 1,000 of the runs have a pending job in
+Slurm. The others have ended, one in five with a failure, and their state stands in their run
+directories alone. Every call of squeue, scontrol and sacct is counted. Then ten processes list as
+fast as they can, like `watch` in ten shells.
 """
 
 import argparse

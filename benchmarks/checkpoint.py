@@ -1,8 +1,8 @@
 """How long a checkpoint holds training up, beside the shortest time there could be.
 
-Run as `python -m benchmarks.checkpoint`. What is timed is the call that the training loop makes,
-`Saver.save()`, with all that it does; the disk gets the checkpoint behind it. The floor is a copy
-of the same tensors into memory that is there already. All rows take turns, so that a busy machine
+Run as `python -m benchmarks.checkpoint`. The benchmark times the call of the training loop,
+`Saver.save()`; a thread writes the checkpoint to disk afterwards. The floor is a copy of the same
+tensors into memory that is allocated already. All rows take turns, so that a busy machine
 disturbs them alike.
 """
 
@@ -129,7 +129,7 @@ class Bench:
         return FileSystemWriter(self.folder / "dcp")
 
     def settle(self) -> None:
-        """Wait for what goes on behind."""
+        """Wait for the checkpoints that are still being written."""
         self.saver.wait()
         if self._async is not None:
             self._async.result()

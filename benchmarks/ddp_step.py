@@ -1,10 +1,11 @@
 """A step of our ddp strategy beside a hand-written DistributedDataParallel loop, on two processes.
 
 Run as `make bench-train-loop`. Both live in the same two processes, and a round of one follows a
-round of the other. What counts is the time on the clock of rank 0, since a step consists of waiting
-too; its CPU time is shown beside it, as it says more where other programs run. Ratios are taken
-round by round; shown are their median and its 95 % interval. Our step agrees on the loss before the
-weights move, by an exchange of four numbers; what that costs on this machine is shown by itself.
+round of the other. The benchmark measures the wall time of rank 0, because a step consists of
+waiting, too, and its CPU time, which is more reliable when other programs run. Ratios are taken
+round by round; the output shows their median and its 95 % interval. In our step, the ranks agree on
+the loss before the weights move, by an exchange of four numbers; the cost of this exchange has its
+own line.
 """
 
 import argparse

@@ -4,9 +4,8 @@ Run as `make bench-kubernetes`. Two measurements:
 
 1. `toolkit render --to k8s` beside `torchx run --dryrun -s kubernetes` for the same job, in turn:
    CPU time of whole processes.
-2. `toolkit.wait` for 1,000 runs of one namespace, of which a server in another process tells
-   100,000 changes: how many requests that takes, and how much the memory of this process grows
-   meanwhile.
+2. `toolkit.wait` for 1,000 runs of one namespace, while a server in another process sends
+   100,000 changes: the number of requests, and the growth of this process's memory.
 """
 
 import argparse
@@ -49,7 +48,7 @@ def rendering(rounds: int) -> float:
     return medians["toolkit render"] / medians["torchx --dryrun"]
 
 
-# ---- A server that tells of many runs
+# ---- A server with many runs
 
 
 def run_object(number: int, version: int, condition: str) -> dict[str, object]:
@@ -74,8 +73,8 @@ def run_object(number: int, version: int, condition: str) -> dict[str, object]:
     }
 
 
-class Telling(BaseHTTPRequestHandler):
-    """Lists the runs; to who watches, tells all changes and at last that all have completed."""
+class RunServer(BaseHTTPRequestHandler):
+    """Answers lists; sends each watch all changes, the last of which completes every run."""
 
     protocol_version = "HTTP/1.1"
     counts: ClassVar = {"list": 0, "watch": 0}
@@ -114,16 +113,16 @@ class Telling(BaseHTTPRequestHandler):
 
 
 def serve() -> None:
-    """Serve until stdin closes, then say how often what was asked."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Telling)
+    """Serve until stdin closes, then print the number of requests of each kind."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), RunServer)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_address[1], flush=True)
     sys.stdin.read()
-    print(json.dumps(Telling.counts), flush=True)
+    print(json.dumps(RunServer.counts), flush=True)
 
 
-# ---- Who waits for them
+# ---- The client that waits for them
 
 
 def resident_mib() -> float:

@@ -1,17 +1,18 @@
 """Tokens per second of a language model under our trainer, beside a bare loop; and MFU.
 
-Run as `make bench-language`. The model of the task `chars`, larger on a GPU, is trained by our
-trainer and by a loop that somebody wrote: in one process and in turn, on batches of one size, in
-one precision, compiled or not alike. The loop by hand never waits for the GPU; ours does so in each
-step, as it touches no weights before all ranks have agreed that the loss is finite.
+Run as `make bench-language`. Our trainer and a hand-written loop train the model of the task
+`chars`, larger on a GPU: in one process and in turn, with equal batch size, precision and
+compilation. The hand-written loop never waits for the GPU; ours does so in each step, because no
+weight changes before all ranks have agreed that the loss is finite.
 
 Model FLOPs utilisation (MFU) is the floating-point operations per second that the model needs, over
-the device's peak. Needed are those of matrix products and attention, forwards and backwards; they
-are counted in a real pass by torch's own formulas, which take attention for unmasked, as is usual.
+the device's peak. The operations are those of matrix products and attention, forwards and
+backwards; torch's own formulas count them in a real pass and, as is usual, take attention for
+unmasked.
 
-A GPU's peak is that of its vendor's data sheet for bf16 or fp16 on tensor cores, dense: half of
-what is given "with sparsity". For any other device or precision, the CPU's included, it is what the
-fastest of some large matrix products reaches here.
+A GPU's peak is the figure of its vendor's data sheet for bf16 or fp16 on tensor cores, dense: half
+of the figure "with sparsity". For any other device or precision, the CPU's included, it is the
+speed of the fastest of some large matrix products on this machine.
 """
 
 import argparse
@@ -94,13 +95,13 @@ class Work:
         return torch.cuda.get_device_name(self.device) if on_gpu else "the CPU"
 
     def autocast(self) -> torch.autocast:
-        """Multiply matrices in the precision that was asked for."""
+        """Return the context that multiplies matrices in the chosen precision."""
         dtype = DTYPES[self.precision]
         return torch.autocast(self.device.type, dtype, enabled=self.precision != "fp32")
 
 
 def by_hand(work: Work) -> Callable[[], object]:
-    """Write the loop as one does who wants nothing but speed."""
+    """Return the step of a hand-written loop that is made for speed alone."""
     torch.manual_seed(0)
     model = work.task.model().to(work.device)
     if work.compiled:
@@ -138,7 +139,7 @@ def ours(work: Work, run_dir: Path) -> Callable[[], object]:
 
 
 def now(device: torch.device) -> float:
-    """Read the clock once the device has done all that it was told to.
+    """Return the time in seconds after the device has finished its queued work.
 
     On the CPU, where one thread does all, it is the process's own: other programs do not count.
     """
@@ -207,10 +208,10 @@ def report(
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line; what is not given follows from the device."""
+    """Read the command line; defaults follow from the device."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=found, help="cpu or cuda (default: a GPU if there is)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="cpu or cuda (default: a GPU if there is)")
     for name, (gpu, cpu, meaning) in SIZES.items():
         text = f"{meaning} (default: {gpu} on a GPU, {cpu} on the CPU)"
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text)

@@ -5,12 +5,12 @@ Run as `make bench-slurm`. A sandbox of its own is started. Four measurements:
 1. From the submitting command to the end of the first training step: `toolkit submit` beside
    `sbatch` of two scripts as a person would write them (srun, torchrun, the same training): one
    that can do no more than start, and one whose ranks can also start again in the job, as ours
-   can, for which each start makes a store of its own. All take turns, and who is first in a round
-   is last in the next.
+   can, for which each start makes a store of its own. They take turns, and the first of a round is
+   the last of the next.
 2. A sweep of 1,000 points: how often sbatch is called, and how long `toolkit submit` takes, beside
    one `sbatch --array` by hand.
-3. `toolkit submit`, beside `toolkit render | sbatch`: what it takes to make a run directory, to
-   remember the run, and to be able to find it again.
+3. `toolkit submit`, beside `toolkit render | sbatch`: the cost of making a run directory,
+   and of recording the run so that it can be found again.
 4. A job of 10,000 nodes on a partition of as many cloud nodes: plan and render, and `sbatch
    --test-only` of the script, beside that of the one by hand.
 """
@@ -66,13 +66,13 @@ ARRAY_BY_HAND = "#!/bin/bash\n#SBATCH --array=0-999\nsleep 1\n"
 
 @dataclass(frozen=True)
 class Bench:
-    """A sandbox with a folder for what is submitted."""
+    """A sandbox with a folder for the job files and runs."""
 
     folder: Path
     environ: dict[str, str]
 
     def run(self, *argv: str | Path) -> str:
-        """Run a command as on the login node; what it says of a failure is shown."""
+        """Run a command as on the login node; exit with its output if it fails."""
         done = subprocess.run(
             argv, cwd=ROOT, env=self.environ, capture_output=True, text=True, check=False
         )

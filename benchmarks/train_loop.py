@@ -8,9 +8,9 @@ the first is dropped, and the median of the others is shown. Numbers too small
 for their format (denormals) count as zero: AdamW's averages of gradients that have vanished become
 such numbers, on which a processor takes many times as long, in some loops earlier than in others.
 
-Our loop does more in a step than the others were asked to: it seeds every step, checks that the
-loss is finite, notes which parameters it has trained, and writes a line to metrics.jsonl. What
-the notes cost, which guard against ranks that train different parameters, is shown by itself.
+Our loop does more in a step than the others: it seeds every step, checks that the
+loss is finite, notes which parameters it has trained, and writes a line to metrics.jsonl. The
+notes guard against ranks that train different parameters; their cost has its own line.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def by_hand(
     batches: Iterator[Pair],
     backward: Callable[[Tensor], object] = torch.autograd.backward,
 ) -> Run:
-    """Train in a loop that somebody wrote."""
+    """Train in a hand-written loop."""
 
     def step() -> None:
         inputs, targets = next(batches)
@@ -249,7 +249,7 @@ def main() -> None:
 
 
 def report(times: dict[str, list[float]]) -> None:
-    """Print each loop's CPU time per step, and what it adds to the bare loop on the same data."""
+    """Print each loop's CPU time per step, and its excess over the bare loop on the same data."""
     loops = {name: statistics.median(values) for name, values in times.items()}
     print(f"{'CPU time per step':<24}{'median':>9} {'range':>17}  over the bare loop")
     for name, median in loops.items():

@@ -32,7 +32,7 @@ PATIENCE_S = 300
 
 
 def asks(*argv: str) -> bool:
-    """Tell whether a command of Slurm changes nothing, and so may be run again."""
+    """Whether a command of Slurm changes nothing, so that it may be repeated."""
     return argv[0] in ("squeue", "sinfo", "sacct") or (argv[0] == "scontrol" and "show" in argv)
 
 

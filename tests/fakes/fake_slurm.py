@@ -45,7 +45,7 @@ esac
 
 @dataclass(frozen=True)
 class Seen:
-    """What one torchrun was given."""
+    """The options and environment of one torchrun."""
 
     argv: list[str]
     env: dict[str, str]

@@ -1,4 +1,4 @@
-"""The fake cluster keeps to what was seen on a real one; other tests rely on that."""
+"""The fake cluster behaves as a real one was observed to behave; other tests rely on that."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -257,7 +257,7 @@ def test_the_adapter_of_a_real_cluster_asks_as_the_fake_answers(
         assert isinstance(other, FakeKubernetes)
 
 
-# What is refused, and what is taken although it is broken.
+# Refused objects, and broken objects that are accepted.
 
 
 def test_unknown_fields_are_refused_or_dropped(server: FakeKubernetes, api: Any) -> None:

@@ -102,7 +102,7 @@ def test_a_queued_workload_waits_and_says_why_until_it_is_admitted_and_preempted
         assert len(server.pods("t")) == 1, "PyTorchJob is not Kueue's by default"
 
 
-# Controllers at work: containers are shells that end as they are told.
+# Controllers at work: containers are shells that end on command.
 
 
 @pytest.fixture

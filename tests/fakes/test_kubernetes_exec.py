@@ -45,7 +45,7 @@ def phase(server: FakeKubernetes, name: str = "shell") -> str:
 
 
 class Shell:
-    """What the official client says to a server, until the test ends."""
+    """The official client's connection to a server, until the test ends."""
 
     def __init__(self, server: FakeKubernetes) -> None:
         self.api: Any = client.CoreV1Api(server.api_client())
@@ -62,7 +62,7 @@ class Shell:
     def close(self) -> None:
         """Hang up."""
         for one in self._open:
-            one.sock.shutdown()  # close() leaves it open where the server has said good-bye
+            one.sock.shutdown()  # close() leaves it open after the server's close frame
 
 
 @pytest.fixture

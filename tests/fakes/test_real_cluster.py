@@ -1,7 +1,7 @@
 """The tests of `make test-cluster` run on a cluster that is reached by a kubeconfig alone.
 
-The cluster is the fake one, so that what is said to a real one (tests/fakes/kubernetes/real.py) is
-said to a server that answers as real ones were seen to.
+The cluster is the fake one, so that the adapter for real clusters (tests/fakes/kubernetes/real.py)
+talks to a server that answers as real ones were observed to.
 """
 
 import os
@@ -137,7 +137,7 @@ def test_tests_run_on_a_cluster_that_is_lent_and_leave_nothing_there(
     file, volumes = served
     environ = {**os.environ, "KUBECONFIG": str(file), "TOOLKIT_TEST_CLUSTER": "1"}
     environ |= {"TOOLKIT_TEST_NAMESPACE": "lent", "TOOLKIT_TEST_IMAGE": "localhost/train:1"}
-    # What is quick, one training, and tests that no real cluster is asked for.
+    # Quick tests, one training, and tests that are skipped on real clusters.
     chosen = "JobSet and not (a_lost or writes or followed) or secret or queue_that_is_not"
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
     files = [

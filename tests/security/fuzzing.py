@@ -1,6 +1,6 @@
-"""What the fuzzers share: odd values, mutations of what is good, and a guard around each input.
+"""Shared by the fuzzers: odd values, mutations of valid input, and a guard around each input.
 
-An input is drawn by its number alone, so that a failure comes again: `seed=…` of the message.
+An input depends on its number alone, so that a failure can be repeated: `seed=…` of the message.
 """
 
 import contextlib
@@ -160,7 +160,7 @@ class _Hang(BaseException):
 
 
 class _Guard:
-    """Notes processes and connections that are begun while an input is worked at."""
+    """Records the processes and connections that are started while an input is processed."""
 
     def __init__(self) -> None:
         self.on = False
@@ -182,9 +182,9 @@ _GUARD = _Guard()
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Fail where a process is begun or signalled, a host connected to, or nothing comes to an end.
+    """Fail if a process is started or signalled, a host connected to, or a time limit exceeded.
 
-    What a user can mend, an error of the toolkit's own, is none.
+    Errors of the toolkit's own, which a user can mend, are allowed.
     """
 
     def hang(*_: object) -> None:

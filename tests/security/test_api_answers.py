@@ -1,4 +1,4 @@
-"""Whatever answers in the API server's place: one message, in bounded memory and time."""
+"""Any answer in the API server's place ends in one message, in bounded memory and time."""
 
 import gzip
 import json
@@ -65,7 +65,7 @@ class Handler(socketserver.StreamRequestHandler):
         request = self.rfile.readline().decode().split(" ")
         while self.rfile.readline().strip():
             pass
-        with suppress(OSError):  # whoever asked may have gone
+        with suppress(OSError):  # the client may have closed the connection
             self.server.answer(request[1], self.wfile.write)  # type: ignore[attr-defined]
 
 
@@ -97,7 +97,7 @@ def record() -> RunRecord:
 
 
 def looked_at(launcher: KubernetesLauncher) -> str:
-    """Look at a run in all ways; return all that is said."""
+    """Query a run in all ways; return all messages."""
     run, said = launcher.open(record()), []
     asks: tuple[Callable[[], Any], ...] = (
         lambda: "\n".join(summary_lines(summary_of(run))),
@@ -178,7 +178,7 @@ def test_objects_of_other_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with answering(answer) as launcher:
 
         def attack(rng: random.Random) -> None:
-            # Each list and each object are the same: what is looked for is there, and odd.
+            # Every list and every object is the same: it has the requested name, and is odd.
             odd = mutated(rng, OBJECT)
             whole = mutated(rng, LIST) if rng.random() < 0.2 else LIST | {"items": [odd, OBJECT]}
             found = odd | whole if isinstance(odd, dict) and isinstance(whole, dict) else odd

@@ -1,12 +1,15 @@
 """A run directory that others may have written is shown, and nothing is done because of it."""
 
+import contextlib
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,7 @@ def add_run(tmp_path: Path, name: str = "probe-1") -> Path:
 
 
 def forged(tmp_path: Path, **said: Any) -> Path:
-    """A run directory that somebody else has made, of a run that seems to go on."""
+    """A run directory of another user, whose run seems to be running."""
     run_dir = tmp_path / "theirs"
     (run_dir / "logs/attempt-0").mkdir(parents=True)
     (run_dir / "logs/attempt-0/node-0.log").write_text("[rank 0] from afar\n")
@@ -159,6 +162,42 @@ def test_no_process_is_stopped_but_an_own_supervisor(
         assert not (run_dir / "cancel_requested").exists()
         other.communicate(b"\n")
         assert other.returncode == 0
+
+
+EMPTY_COMMAND_LINE = """
+import ctypes, signal
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+start, end = int(fields[45]), int(fields[46])  # proc(5): arg_start and arg_end
+line = ctypes.string_at(start, end - start)
+ctypes.memset(start, 0, end - start)
+print("empty", flush=True)
+input()
+ctypes.memmove(start, line, len(line))
+signal.pause()
+"""
+
+
+def test_a_supervisor_that_was_started_this_instant_is_stopped(tmp_path: Path) -> None:
+    run_dir = forged(tmp_path)
+    argv = [sys.executable, "-c", EMPTY_COMMAND_LINE, "toolkit.local.supervisor", str(run_dir)]
+    pipe = subprocess.PIPE
+    with (
+        subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as supervisor,
+        (run_dir / "running.lock").open("w+") as lock,
+        ThreadPoolExecutor() as threads,
+    ):
+        assert supervisor.stdin and supervisor.stdout
+        lock.write(str(supervisor.pid))
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert supervisor.stdout.readline() == "empty\n"
+        cancelled = threads.submit(toolkit.open_run(str(run_dir), trust=True).cancel)
+        with contextlib.suppress(TimeoutError):  # it waits for the command line
+            cancelled.result(timeout=0.5)
+        supervisor.stdin.write("\n")
+        supervisor.stdin.flush()
+        cancelled.result()
+        assert supervisor.wait() == -signal.SIGTERM
 
 
 DEEP = "[" * 200_000

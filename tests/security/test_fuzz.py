@@ -1,4 +1,4 @@
-"""Odd job files, scripts, manifests, run directories, states and answers: told, never worse."""
+"""Odd job files, scripts, manifests, run directories, states and answers end in a message."""
 
 import json
 import os
@@ -159,7 +159,7 @@ NAMES = ["attempt-x", "attempt-1", "attempt-0.bak", f"attempt-{'9' * 50}", "atte
 
 
 def leave(rng: random.Random, run_dir: Path, outside: Path) -> None:
-    """Make a run directory of which a few files are odd."""
+    """Make a run directory with a few odd files."""
     wanted = [name for name in LEFT if rng.random() < 0.6]
     for name in wanted:
         path = run_dir / name
@@ -196,7 +196,7 @@ def leave(rng: random.Random, run_dir: Path, outside: Path) -> None:
 
 
 def shown(run: toolkit.Run) -> None:
-    """Look at a run in all ways; nothing of another file is among what is shown."""
+    """Query a run in all ways; the output holds nothing of other files."""
     seen: list[str] = []
     asked: tuple[Callable[[], str], ...] = (
         lambda: "\n".join(summary_lines(summary_of(run))),

@@ -36,7 +36,7 @@ def said(action: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-# ---- What is read
+# ---- Files that are read
 
 
 def sparse(path: Path) -> Path:
@@ -137,7 +137,7 @@ def calls(action: Callable[[], object]) -> int:
 
 def grows(action: Callable[[int], object], size: int) -> float:
     """Return by how much the work grows from a size to its double."""
-    action(size)  # what is made once, such as the table of rules
+    action(size)  # builds what is cached, such as the table of rules
     return calls(lambda: action(2 * size)) / calls(lambda: action(size))
 
 

@@ -1,4 +1,4 @@
-"""Secrets in what is shown: the forms in which programs print them, today and tomorrow."""
+"""Secrets in output: the forms in which programs print them, today and tomorrow."""
 
 import base64
 import html
@@ -236,7 +236,7 @@ def test_the_names_of_secrets_are_none() -> None:
     toolkit.plan(job.replace(secrets={"TOKEN": {"secret": "db-password", "key": "token"}}), site)
 
 
-# ---- What they look like
+# ---- Shapes of secrets
 
 SHAPES = {
     "npm": f"npm_{LETTERS}abcd",

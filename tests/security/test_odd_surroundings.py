@@ -1,4 +1,4 @@
-"""Odd surroundings are told in a line, and are no traceback."""
+"""Odd surroundings end in one line, not in a traceback."""
 
 import os
 import subprocess

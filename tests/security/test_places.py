@@ -1,4 +1,4 @@
-"""What cannot be is told with its place, whichever command finds it."""
+"""An impossible value is reported with its place, by every command."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Checkpoints and records of a run directory that somebody else has written: data, never a hang."""
+"""Checkpoints and records of other users' run directories are data, and never cause a hang."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def save(run_dir: Path, *, step: int, state: State | None = None) -> Path:
 
 
 def manifest(path: Path, **changed: Any) -> None:
-    """Write a manifest that fits the files that lie there, but for what is changed."""
+    """Write a manifest that fits the files of the checkpoint, except for the given changes."""
     read = json.loads((path / "manifest.json").read_text())
     read["files"]["state.json"] = store.measure(path / "state.json")
     (path / "manifest.json").write_text(json.dumps({**read, **changed}))
@@ -236,7 +236,7 @@ def test_a_special_file_in_a_records_place_is_named_and_left_alone(
             Journal(file).append("{}")
         assert read_lines(file) == []
     elif (name, kind) == ("holder.json", "large"):
-        assert claimed(tmp_path) is None  # says nothing, as its first bytes do
+        assert claimed(tmp_path) is None  # no claim, as by its first bytes
     else:
         with pytest.raises(UsageError, match=rf"^cannot use run directory .*: {name} (is a|has)"):
             claimed(tmp_path)

@@ -16,7 +16,7 @@ ALLOWED = {
     "functions/worker.py": None,
     "functions/pod_results.py": None,
     "kubernetes/volume/agent.py": None,
-    # The user's own call, and results that nobody else can have written.
+    # The user's own call, and results that no other user can have written.
     "functions/payload.py": {"pickle.loads", "read_bytes"},  # and programs of this package
     "functions/job.py": {"pickle.load"},
     # Files of this package.
@@ -27,7 +27,7 @@ ALLOWED = {
     # The kernel's.
     "local/supervisor.py": {"read_text"},
     "local/launcher.py": {"read_bytes", "open(w)"},
-    # Files that are written, in folders that nobody else may enter.
+    # Files that are written, in folders that no other user may enter.
     "runs/submission_journal.py": {"open(w)"},
     "runs/registry.py": {"open(a)"},
     "runs/state_dir.py": {"open(ab+)"},
@@ -73,7 +73,7 @@ def readers(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _mode(call: ast.Call) -> str | None:
-    """Return how a file is opened; None where what is opened is no file."""
+    """Return how a file is opened; None if it is not a file."""
     if not call.args:
         return "r"
     first = call.args[0]

@@ -1,4 +1,4 @@
-"""What is installed is what is pinned, the build's own tools among them."""
+"""The pinned versions are installed, also of the tools of the build."""
 
 import re
 import tomllib

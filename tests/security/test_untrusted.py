@@ -1,4 +1,4 @@
-"""Files that somebody else may have written are read as data, within limits, or refused."""
+"""Files that other users may have written are read as data, within limits, or refused."""
 
 import json
 import os

@@ -48,7 +48,7 @@ def assigned(script: str) -> set[str]:
     lines = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
     text = re.sub(r"  # .*", "", "\n".join(lines))
     text = re.sub(r" awk (?:-F \S+ )?'.*?\n +}'", " awk", text, flags=re.DOTALL)
-    # What is for torchrun
+    # Variables of torchrun
     text = re.sub(r"_environment=\(\n.*?\n\)", "_environment=()", text, flags=re.DOTALL)
     functions = re.findall(r"^(\w+)\(\) [{(]\n(.*?)^[})]", text, flags=re.DOTALL | re.MULTILINE)
     outside = re.sub(r"^\w+\(\) [{(]\n.*?^[})]", "", text, flags=re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Slurm that counts what it is asked, and somebody with runs on it: no cluster, recorded words."""
+"""A Slurm that counts its queries, and a user with runs on it: no cluster, recorded answers."""
 
 import subprocess
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ NO_ACCOUNTING = "Slurm accounting storage is disabled"
 
 
 class Slurm:
-    """Answers as a cluster does, and remembers what it was asked."""
+    """Answers as a cluster does, and records the queries."""
 
     def __init__(self, rows: str = "", *, cluster: str = "c") -> None:
         self.rows = rows
@@ -46,7 +46,7 @@ class Slurm:
 
 
 class User:
-    """Somebody with run directories, and a launcher to open them with."""
+    """A user with run directories, and a launcher that opens them."""
 
     def __init__(self, folder: Path, slurm: Slurm) -> None:
         self.folder = folder

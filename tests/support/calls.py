@@ -38,7 +38,7 @@ def fail_on(rank: int) -> None:
 
 
 def wait_for_ever(marks: str) -> None:
-    """Say that this rank has come, and go on until somebody ends it."""
+    """Report that this rank has started, and run until it is killed."""
     from torch import distributed
 
     Path(marks, f"rank-{distributed.get_rank()}-{os.environ['TRAIN_ATTEMPT']}").touch()
@@ -69,7 +69,7 @@ class Counter:
         return self.count, self.attempts, first + leap
 
     def checkpoint(self, first: int, *, leap: int = 0) -> Any:
-        """Go on with what was counted, and with another argument."""
+        """Continue with the count so far, and with another argument."""
         import submitit
 
         return submitit.helpers.DelayedSubmission(self, first, leap=leap + 100)

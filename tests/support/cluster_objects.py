@@ -1,4 +1,4 @@
-"""Objects that tests make on the fake cluster: what is rendered of a small job, and config maps."""
+"""Objects that tests create on the fake cluster: the manifest of a small job, and config maps."""
 
 from typing import Any
 

@@ -8,7 +8,7 @@ __all__ = ["others_slow"]
 
 
 def others_slow(values: Iterable[object], *tried: object) -> list[object]:
-    """Return values to parametrize by, of which `make test` tries only `tried`."""
+    """Return values to parametrize by; `make test` runs only those in `tried`."""
     return [
         value if value in tried else pytest.param(value, marks=pytest.mark.slow) for value in values
     ]

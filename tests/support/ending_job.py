@@ -128,6 +128,6 @@ class Job:
 
     @property
     def asked(self) -> list[str]:
-        """What the scheduler was told to do."""
+        """The commands that the scheduler got."""
         lines = self.calls.read_text().splitlines()
         return [line.removeprefix("scontrol ") for line in lines if " show " not in line]

@@ -1,4 +1,4 @@
-"""Job files as texts: read as `load` reads them, or refused with what people are told."""
+"""Job files as texts: read as `load` reads them, or refused with the message for the user."""
 
 import pytest
 

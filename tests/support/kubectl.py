@@ -26,7 +26,7 @@ def kubectl_path() -> str:
 
 
 def kubectl(*argv: str, config: Path | None = None) -> str:
-    """Run it; return what it printed."""
+    """Run kubectl; return its output."""
     environ = {**os.environ, "PATH": kubectl_path(), "KUBECONFIG": str(config or os.devnull)}
     done = subprocess.run(
         ["kubectl", *argv], env=environ, capture_output=True, text=True, check=False

@@ -16,7 +16,7 @@ from referencing import Registry, Resource
 __all__ = ["VERSIONS", "faults_of"]
 
 VERSIONS = tuple(f"1.{minor}" for minor in range(30, 38))
-"""What is promised to be served."""
+"""The versions that are served."""
 
 
 def faults_of(document: Mapping[str, Any], version: str) -> list[str]:

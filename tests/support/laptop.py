@@ -1,7 +1,8 @@
 """A laptop and a login node: a real sshd on loopback, and a mount namespace that sees no cluster.
 
-Neither sees the other's files, though both are on one disk: over the login node's folder the laptop
-has an empty file system, and its own project lies in one that nobody else has.
+Neither sees the other's files, though both are on one disk: the laptop has an empty file system
+mounted over the login node's folder, and its own project is in a file system that is mounted
+nowhere else.
 """
 
 import os
@@ -151,7 +152,7 @@ class Laptop:
         path.chmod(0o755)
 
     def on_login_node(self, command: str) -> str:
-        """Run a line of bash as the user would who is logged in there."""
+        """Run a line of bash as the user in a login shell."""
         done = subprocess.run(
             ["bash", "-lc", command],
             env={"HOME": str(self.home), "USER": "root", "PATH": "/usr/bin:/bin"},

@@ -1,4 +1,4 @@
-"""Jobs and sites of the tests of plans, and what people are told when a job does not fit."""
+"""Jobs and sites for tests of plans, and the message when a job does not fit."""
 
 from collections.abc import Callable
 from typing import Any

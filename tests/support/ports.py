@@ -13,11 +13,11 @@ _held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """Give a port that is free, and stays free as long as this process lives.
+    """Return a port that is free, and stays free as long as this process lives.
 
-    One that `bind(0)` has given and that was closed again may be anybody's a moment later. So this
-    is one of those that the kernel gives to nobody, neither for `bind(0)` nor to connect from, and
-    that no other process has been given here.
+    A port of `bind(0)` that is closed again may belong to another process a moment later. So this
+    function chooses outside of the kernel's range, from which `bind(0)` and `connect` take theirs,
+    and locks the port against other tests.
     """
     low, high = map(int, _RANGE.read_text().split())
     for port in chain(range(max(1024, low - _HOW_MANY), low), range(high + 1, 65536)):
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 def _take(port: int) -> bool:
-    """Keep other tests off a port, if they have not taken it, and nobody else listens there."""
+    """Reserve a port against other tests, if it is free and no process listens there."""
     name = socket.socket(socket.AF_UNIX)
     try:
         # An abstract one, which is gone with its process: no file is left behind.
@@ -44,7 +44,7 @@ def _probe(port: int) -> None:
     """Bind a port on all addresses, as torch's store does.
 
     Raises:
-        OSError: somebody has it.
+        OSError: the port is taken.
     """
     both = socket.has_dualstack_ipv6()
     with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as probe:

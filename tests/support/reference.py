@@ -156,4 +156,4 @@ PAGES = {
     "docs/reference/rules.md": rules(),
     "docs/reference/train.md": train_page(),
 }
-"""Reference page: what it must hold."""
+"""Reference page: its required content."""

@@ -13,7 +13,7 @@ JOB: dict[str, Any] = {"name": "t", "module": "train", "image": "registry.io/tra
 
 
 def manifest(job: dict[str, Any], profile: dict[str, Any], kind: str | None = None) -> str:
-    """Return what is rendered of a job and a profile, as a kind of object."""
+    """Return the object of a kind in the manifest of a job and a profile."""
     site = toolkit.KubernetesProfile.model_validate({"name": "k8s", **profile})
     if kind:
         site = site.model_copy(update={"workload": kind})
@@ -38,7 +38,8 @@ def workload(text: str) -> Any:
 
 
 def template_of(document: Any) -> Any:
-    """Return the template of the pods of an object; of a TrainJob, as far as it says it itself."""
+    """Return the template of the pods of an object; of a TrainJob, the part that it contains
+    itself."""
     spec = document["spec"]
     match document["kind"]:
         case "PyTorchJob":

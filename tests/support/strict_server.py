@@ -61,7 +61,7 @@ def faults(text: str, *, versions: tuple[str, ...] = ("1.34",)) -> list[str]:
                 core = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job}
                 found += [fault for version in versions for fault in faults_of(core, version)]
         elif kind in MODELS:
-            MODELS[kind].model_validate(document)  # refuses what it does not know
+            MODELS[kind].model_validate(document)  # refuses unknown fields
             found += [fault for version in versions for fault in faults_of(document, version)]
         if kind in ROUND_TRIPS:
             again = ROUND_TRIPS[kind].from_dict(document).to_dict()

@@ -1,4 +1,4 @@
-"""Containers on Slurm: real ones by podman, and what pyxis and apptainer are told."""
+"""Containers on Slurm: real ones by podman, and the options of pyxis and apptainer."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ until [ -e "$TRAIN_RUN_DIR/go" ]; do sleep 0.1; done
 exec python -m train "$@"
 """
 
-# As bad as it gets: it ignores what it is told, in a session of its own, holding nothing open.
+# The worst case: it ignores signals, in a session of its own, and holds no file open.
 STUBBORN = """
 trap '' TERM USR1 INT HUP
 setsid sh -c "trap '' TERM USR1 INT HUP; while :; do sleep 1; done" </dev/null >/dev/null 2>&1 &
@@ -42,8 +42,8 @@ while :; do sleep 1; done
 """
 
 
-# Each stand-in writes down what it was given, and runs the command on the node itself, with no more
-# of the environment than the real one hands on.
+# Each stand-in records its arguments, and runs the command on the node itself, with only that part
+# of the environment that the real one passes on.
 APPTAINER = r"""#!/bin/bash
 printf '%s\n' "$@" >"RECORD/apptainer-$SLURM_NODEID"
 kept=(PATH="VENV/bin:/usr/bin:/bin" SLURM_CONF="$SLURM_CONF")
@@ -71,7 +71,7 @@ PODMAN = r"""#!/bin/bash
 def image(cluster: Cluster) -> None:
     """The image that jobs/ name, built as `make image` does; unchanged parts are there already.
 
-    Where there can be no cluster, that fixture says so.
+    That fixture skips where there can be no cluster.
     """
     assert cluster.folder.is_dir()
     done = subprocess.run(["make", "image"], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -16,7 +16,7 @@ from tests.conftest import ROOT, TOOLKIT
 from toolkit.runs.failure import Failure, first_failure
 
 # A script as people write it: no @record. Rank 1 fails, and rank 0 loses it in a collective. None
-# ends before both have said why: run.sh would end whoever is late.
+# ends before both have printed their errors: run.sh would end the later one.
 PLAIN = """
 import os, sys, time
 from pathlib import Path
@@ -51,7 +51,7 @@ exit "$status"
 """
 
 # All ranks leave error files, and rank 0, which has only lost rank 1, does so first; it ends when
-# rank 1 has said why. It all happens twice.
+# rank 1 has printed its error. All of this happens twice.
 RECORDED = """
 import json, os, sys, time
 from pathlib import Path
@@ -83,7 +83,7 @@ def main():
 main()
 """
 
-# No torch: torchrun's report alone tells what happened.
+# No torch: the only evidence is torchrun's report.
 KILLED = """
 import os, signal, time
 if os.environ["RANK"] == "1":
@@ -280,7 +280,7 @@ def test_an_attempt_that_only_gave_up_leaves_the_failure_of_the_one_before(
     run_dir = copy_of(plain, tmp_path)
     newest = run_dir / "logs/attempt-1"
     newest.mkdir()
-    assert first_failure(run_dir) is None  # it has begun, and not failed
+    assert first_failure(run_dir) is None  # it is running, and has not failed
     (newest / "reason").write_text("gave_up: after 3 requeues\n")
     found = first_failure(run_dir)
     assert found is not None

@@ -1,7 +1,7 @@
-"""What `make image` tells an engine that is not there: docker, by a stand-in that is as strict.
+"""The calls of `make image` to an engine that is not installed: docker, by a strict stand-in.
 
-The others build the real image before the tests begin; of docker 26 with buildx 0.13 was seen what
-the stand-in refuses.
+The other engines build the real image before the tests begin. The stand-in refuses what docker 26
+with buildx 0.13 was observed to refuse.
 """
 
 import json

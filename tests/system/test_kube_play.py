@@ -21,7 +21,7 @@ Object = dict[str, Any]
 PROGRAMS = ("podman", "runc", "catatonit", "iptables", "debootstrap")
 
 TOOLS = ("pip", "pip3", "gcc", "cc", "make", "git", "curl")
-"""What an image is made with, and of no use in it but to somebody who has broken in."""
+"""Tools of the build, which in an image are of use only to an intruder."""
 
 # It works without systemd and with cgroups of both versions. A kubelet sets no ulimits; podman's
 # own are higher than some machines allow.
@@ -35,7 +35,7 @@ default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
 """
 
 STEPS = 600
-"""Some seconds of training, of which a checkpoint takes place in the first."""
+"""Some seconds of training, with a checkpoint in the first one."""
 
 ENDLESS = 1_000_000
 """More than there is time for, however long a test takes to stop it."""
@@ -85,7 +85,7 @@ class Kubelet:
         self.podman("network", "rm", "--force", self.name)
 
     def podman(self, *argv: str) -> str:
-        """Run podman; return what it printed."""
+        """Run podman; return its output."""
         done = subprocess.run(
             ["podman", *argv], env=self.environ, capture_output=True, text=True, check=False
         )
@@ -105,7 +105,7 @@ class Kubelet:
         aliases = [{"ip": self.addresses[n], "hostnames": [host]} for host, n in hosts.items()]
         for pod, address in zip(pods, self.addresses, strict=True):
             text = json.dumps(pod)
-            # podman has one emptyDir of a name, whatever the pod.
+            # podman shares an emptyDir between all pods by its name.
             for name in ("tmp", "shm"):
                 own = json.dumps(f"{pod['metadata']['name']}-{name}")
                 text = text.replace(f'"name": "{name}"', f'"name": {own}')
@@ -126,7 +126,7 @@ class Kubelet:
 
 @pytest.fixture
 def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
-    """What runs pods, once the image is there; `make image` builds what has changed."""
+    """podman with the image; `make image` rebuilds it after changes."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if reason := "needs root" if os.getuid() else f"needs {', '.join(missing)}" if missing else "":
         if os.environ.get("CI"):
@@ -195,7 +195,7 @@ def pod(template: Object, hostname: str, added: Mapping[str, str]) -> Object:
 
 
 def confinement(kubelet: Kubelet, container: str) -> dict[str, str]:
-    """Return what the kernel says of a container's first process."""
+    """Return the kernel's status of a container's first process."""
     process = Path("/proc", kubelet.podman("inspect", "--format={{.State.Pid}}", container).strip())
     lines = (line.split(":", 1) for line in (process / "status").read_text().splitlines())
     found = {key: " ".join(value.split()) for key, value in lines}

@@ -98,7 +98,7 @@ def test_what_lies_on_the_laptop_trains_on_the_cluster_and_is_followed(laptop: L
     assert not {"checkpoints", "code"} & set(here)
     assert found["remote"] == f"login1:{code.parent}"
 
-    # Who is logged in there opens the same run, by its directory.
+    # A user on the login node opens the same run, by its directory.
     shown = laptop.on_login_node(f"{TOOLKIT} status {code.parent}")
     assert f"uri:       {uri}\n" in shown
     assert "SUCCEEDED" in shown
@@ -115,7 +115,7 @@ def test_a_later_submit_changes_nothing_for_an_earlier_run(laptop: Laptop, until
     two = laptop.toolkit("submit", job, "--to", "away.yaml").strip()
     names = [str(status(laptop, run)["name"]) for run in (one, two)]
     first, second = (code_of(laptop, name) for name in names)
-    # What did not change lies there once.
+    # Unchanged files are stored once.
     same, changed = "train/__main__.py", "note"
     assert (first / same).stat().st_ino == (second / same).stat().st_ino
     assert not (first / same).stat().st_mode & 0o222
@@ -193,7 +193,7 @@ QUICKLY = (
 
 
 def impatient(laptop: Laptop, *argv: str) -> "subprocess.CompletedProcess[str]":
-    """Run the toolkit with pauses that leave nobody the time to end by himself."""
+    """Run the toolkit with pauses that leave no process the time to end by itself."""
     return laptop.run(str(TOOLKIT.parent / "python"), "-c", QUICKLY, *argv)
 
 
@@ -390,7 +390,7 @@ def test_a_mirror_takes_what_is_new_and_leaves_what_is_big(laptop: Laptop) -> No
 
 @pytest.mark.slow
 def test_a_login_node_decides_nothing_that_leaves_the_laptop(laptop: Laptop) -> None:
-    """Whoever may write the run directory there: an admin, the job itself, a group."""
+    """Another writer of the run directory there: an administrator, the job itself, a group."""
     job = write_job(laptop, "fails", command=["bash", "-c", "exit 3"], secrets=["HF_TOKEN"])
     uri = laptop.toolkit("submit", job, "--to", "away.yaml", HF_TOKEN="a-token").strip()
     laptop.run(TOOLKIT, "wait", uri)

@@ -1,6 +1,6 @@
-"""What every launcher promises, asked of all: real processes, real Slurm, the fake API.
+"""The contract of all launchers: real processes, real Slurm, the fake API.
 
-And of one that another package brings, by an entry point (tests/support/toy_launcher).
+A launcher of another package, by an entry point, is one of them (tests/support/toy_launcher).
 """
 
 import json
@@ -84,7 +84,7 @@ def output(run: toolkit.Run) -> str:
 
 
 def begun(run: toolkit.Run) -> bool:
-    """Whether both ranks have begun; a log may not be there yet."""
+    """Whether both ranks have started; the log may not exist yet."""
     try:
         return output(run).count("begun") == 2
     except toolkit.LauncherError:

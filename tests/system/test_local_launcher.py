@@ -25,7 +25,7 @@ stop: {{grace: 2m}}
 env: {{PROBE: "{marker}"}}
 """
 
-# Says that it runs, then waits to be stopped and says that it was.
+# Prints a line, waits to be stopped, and prints another.
 WAITING = """
 import os, signal, sys, time
 def stop(*_):

@@ -1,4 +1,4 @@
-"""The notebooks run, on the real cluster, and are committed with what they show."""
+"""The notebooks run on the real cluster, and are committed with their output."""
 
 import tempfile
 from collections.abc import Iterator
@@ -83,5 +83,5 @@ def test_a_notebook_is_committed_as_it_ran_from_top_to_bottom(path: Path) -> Non
         "/home/",
         "/tmp/",
         "/work/",
-    ):  # whose machine it was is nobody's business
+    ):  # names of the machine are not committed
         assert place not in text

@@ -1,4 +1,4 @@
-"""What the README tells people to do, done."""
+"""The commands of the README, run."""
 
 import re
 import subprocess

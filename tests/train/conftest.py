@@ -1,4 +1,4 @@
-"""Real runs of the trainer: start, wait for what they write, signal, leave none behind."""
+"""Real runs of the trainer: start, wait for files, signal, leave no process behind."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Running:
         return found
 
     def end(self) -> None:
-        """End what is left of the run: torchrun and, since they have sessions too, its workers."""
+        """End the remaining processes: torchrun and, since they have sessions too, its workers."""
         left = [*self.workers().values(), self.process.pid]
         if self.process.poll() is None:
             for pid in left:
@@ -176,7 +176,7 @@ class Start:
         attempt: int = 0,
         torchrun: tuple[str, ...] = ("--standalone",),
     ) -> Running:
-        """`ranks`, of which one stays after a step until it is killed or asked to stop."""
+        """`ranks`, one of which stays after a step until it is killed or asked to stop."""
         return self.ranks(
             count,
             *flags,

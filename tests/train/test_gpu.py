@@ -180,7 +180,7 @@ def test_a_copy_for_a_checkpoint_is_of_its_moment() -> None:
     parts = [TensorPart(name="numbers", dtype=numbers.dtype, offsets=(0, 0), sizes=(size, size))]
     work, staging = torch.eye(size, device=device), Staging()
     for step in (1, 2):
-        # The copy is asked for long before the GPU comes to it.
+        # The copy is queued long before the GPU starts it.
         for _ in range(20):
             work = work @ work
         numbers.mul_(work.diagonal().prod())

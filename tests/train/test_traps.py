@@ -36,7 +36,7 @@ from train.parallel.base import local
 from train.runtime.process_group import disconnect, limit_waiting, open_group
 from train.runtime.rank import RankInfo
 
-# For what is to be waited for in vain; all before it may take as long as it does.
+# Time limit for waits that are expected to fail; earlier waits have no limit.
 BRIEF_S = 2
 
 
@@ -231,7 +231,7 @@ def uneven_numbers_of_batches(rank: int, folder: Path) -> Any:
 
 
 def joined(rank: int, folder: Path) -> Any:
-    """With torch's Join nobody waits, but a step for which one rank has samples is half a step."""
+    """With torch's Join no rank waits, but a step for which one rank has samples is half a step."""
     ours, alone = model(), model()
     wrapped = DistributedDataParallel(ours)
     with Join([wrapped]):
@@ -282,7 +282,7 @@ def group_left_open(rank: int, folder: Path) -> Any:
 
 
 def replicas_of_cut_layers(rank: int, folder: Path) -> Any:
-    """`replicate` around tensor parallelism: what is cut is never trained, without a word."""
+    """`replicate` around tensor parallelism: split parameters are silently never trained."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     gathered = ColwiseParallel(output_layouts=Replicate())
@@ -332,7 +332,7 @@ def copies_of_stages(rank: int, folder: Path) -> Any:
 
 
 def weight(module: nn.Module) -> Tensor:
-    """A parameter, or what has been put in its place."""
+    """A parameter, or its replacement."""
     found = module.weight
     assert isinstance(found, Tensor)
     return found.detach()
@@ -365,7 +365,7 @@ def all_traps(rank: int, ranks: int) -> dict[str, dict[str, bool]]:
 
 @pytest.fixture(scope="module")
 def tried() -> Callable[[int], list[dict[str, dict[str, bool]]]]:
-    """Whether each form does what it seems to do, by rank and trap."""
+    """Whether each form behaves as it seems to, by rank and trap."""
     return cache(lambda ranks: on_ranks(ranks, all_traps, ranks))
 
 

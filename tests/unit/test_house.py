@@ -1,4 +1,4 @@
-"""The shape of the project: who imports whom, what is packed, what is public."""
+"""The shape of the project: imports, packages, public names."""
 
 import ast
 import subprocess

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -34,6 +35,8 @@ from toolkit.text import untrusted
 __all__ = ["LocalLauncher", "LocalRun", "count_gpus"]
 
 _LOCK = "running.lock"
+_EXEC_S = 5.0
+"""Seconds to wait for a command line: it is empty for an instant after exec (Linux, fs/exec.c)."""
 _NO_PID = "0" * 10
 """What the lock holds in the instant before the supervisor's process id is known."""
 _SCRIPT = "run.sh"
@@ -70,12 +73,17 @@ def _supervises(pid: int, run_dir: Path) -> bool:
             return os.getpgid(pid) == pid
         if process.stat().st_uid != os.getuid():
             return False
-        words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        deadline = time.monotonic() + _EXEC_S
+        while not (command := (process / "cmdline").read_bytes().rstrip(b"\0")):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
     except FileNotFoundError:
         return True  # it has ended this instant
     except OSError:
         return False
-    return _SUPERVISOR.encode() in words and os.fsencode(run_dir) == words[-1]
+    argv = command.split(b"\0")
+    return _SUPERVISOR.encode() in argv and os.fsencode(run_dir) == argv[-1]
 
 
 class LocalRun(Run):

@@ -1,8 +1,8 @@
 """A Kubernetes cluster for tests: API server, controllers and kubelet, on the standard library.
 
-It keeps to what was seen on real clusters, refusals and silences included. What it is for:
+It behaves as real clusters were observed to behave, refusals and silences included. Usage:
 
-    with FakeKubernetes() as server:                    # nothing happens by itself: the test says
+    with FakeKubernetes() as server:                    # nothing happens by itself, only by calls
         api = server.api_client()                       # an official client for it
         server.kubeconfig(tmp_path / "config")          # or a kubeconfig (contexts=… for more)
         server.apply(manifest_text)                     # as `kubectl apply --server-side`
@@ -13,8 +13,8 @@ It keeps to what was seen on real clusters, refusals and silences included. What
 Constructor: `namespaces=("default",)`, `operator=True` (False takes all operators away: their
 groups answer `404 page not found`), `without=("kueue.x-k8s.io",)` takes single API groups away,
 `auto_run=False`, `secrets={NAME: {KEY: VALUE}}`, `restricted=False` (Pod Security), `kueue=False`
-(True: what has a queue label waits until `admit(NAME)`), `back_off_s` and `clean_after_s` (how long
-a failed container, and the pods of a job that has ended, wait).
+(True: an object with a queue label waits until `admit(NAME)`), `back_off_s` and `clean_after_s`
+(how long a failed container, and the pods of a job that has ended, wait).
 
 What every workload (PyTorchJob, TrainJob, JobSet, Job) has, found by its name; where names may be
 the same in two kinds, say `kind=`:
@@ -22,17 +22,17 @@ the same in two kinds, say `kind=`:
 | call | does |
 |---|---|
 | `job(NAME, kind=)`, `jobs(kind=)`, `pods(NAME)`, `object(KIND, NAME)` | copies |
-| `create(BODY)`, `apply(TEXT)`, `patch(KIND, NAME, {...})`, `delete(NAME)` | somebody else's hand |
-| `run(NAME)` | its pods run, the workload says so |
+| `create(BODY)`, `apply(TEXT)`, `patch(KIND, NAME, {...})`, `delete(NAME)` | as another client |
+| `run(NAME)` | its pods run, the workload's condition follows |
 | `finish(NAME, succeeded=, message=, reason=, exit_code=, last_words=)` | containers end, and it |
 | `restart(POD, reason=, exit_code=)` | a container starts again in place |
 | `recreate(NAME)` | a gang restart: all pods deleted and made anew, restart-attempt + 1 |
 | `condition(NAME, TYPE, reason=, message=)` | makes a condition true |
-| `pod_status(POD, waiting=, **status)`, `warn(NAME, REASON, WORDS)` | what a status or event says |
+| `pod_status(POD, waiting=, **status)`, `warn(NAME, REASON, WORDS)` | set a status, add an event |
 | `evict(POD)`, `kill(POD)`, `oom(POD)` | with auto_run: disruption, SIGKILL, out of memory |
 | `admit(NAME)`, `queue_says(NAME, REASON, MESSAGE)`, `preempt(NAME)` | Kueue's Workload |
 
-What goes wrong on demand:
+Faults on demand:
 
 - `faults = [Fault(method="POST", path=REGEX, status=429, retry_after="7", times=2)]`; without a
   status the connection is dropped; `arrives=True` does the request first; `latency_s`, `reason`.
@@ -42,7 +42,7 @@ What goes wrong on demand:
   refuses), `forbid(RESOURCE, *VERBS)` (RBAC), `tokens = {"t"}` (others get 401).
 - `requests` lists every request: method, path, query. `watches` counts those that are open.
 
-With auto_run, pods that ask for more CPUs than any node has are not scheduled, and images of hosts
+With auto_run, pods that request more CPUs than any node has are not scheduled, and images of hosts
 called `….invalid` cannot be pulled.
 
 `cluster_under_test()` (tests/fakes/kubernetes/real.py) is this or, with KUBECONFIG set and

@@ -1,6 +1,6 @@
-"""What is refused of an object that has the right form: by the server, and by webhooks.
+"""Refusals of well-formed objects, by the server and by webhooks.
 
-What operators take although it is broken is taken here, too.
+Broken objects that the real operators accept are accepted here, too.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def admit_create(store: Store, resource: Resource, body: Object) -> None:
     """Let an object be made, or refuse it.
 
     Raises:
-        Refusal: in the words of who refuses.
+        Refusal: the object is not admitted; the message is the server's or the webhook's own.
     """
     name, kind = body["metadata"].get("name") or "", resource.kind
     if not name:
@@ -115,7 +115,7 @@ def _refuse(resource: Resource, name: str, problems: Iterable[str]) -> None:
 
 
 def _enforce(store: Store, pod: Object) -> None:
-    """Refuse what the Pod Security level of the namespace does."""
+    """Refuse a pod that violates the Pod Security level of its namespace."""
     space = store.get(of_kind("Namespace"), "", pod["metadata"]["namespace"])
     level = (space["metadata"].get("labels") or {}).get(_RESTRICTED)
     if level == "restricted" and (found := security_problems(pod["spec"])):
@@ -161,7 +161,7 @@ def _trainjob_problems(store: Store, body: Object) -> list[str]:
             f'"{reference["name"]}" not found: {kind} must be created before the TrainJob'
         )
     for variable in spec.get("trainer", {}).get("env") or ():
-        if variable["name"].startswith("PET_"):  # "reserved env PET_*" is what was seen refused
+        if variable["name"].startswith("PET_"):  # as the real webhook refuses PET_*
             found.append(
                 f"spec.trainer.env: Invalid value: must not have reserved envs, invalid envs "
                 f"configured: {variable['name']}"

@@ -34,7 +34,7 @@ class Api(Reading):
         self.deny: dict[str, str] = {}
         """Kinds that a webhook refuses, and its words."""
         self.tokens: set[str] | None = None
-        """Tokens that are accepted; None asks for none."""
+        """Accepted bearer tokens; None accepts every request."""
         self._forbidden: set[tuple[str, str]] = set()
         self._owners: dict[str, Ownership] = {}
 
@@ -158,11 +158,12 @@ class Api(Reading):
         return 200, self._delete(resource, self.get(resource, namespace, name), request)
 
     def log_lines(self, pod: Object, request: Request) -> Iterator[bytes]:
-        """Return what a pod's container has printed."""
+        """Return the log of a pod's container."""
         raise NotImplementedError
 
     def exec_in(self, pod: Object, request: Request) -> Callable[..., None]:
-        """Return what runs a command in a pod's container, over the connection of the request."""
+        """Return the function that runs a command in a pod's container over the request's
+        connection."""
         raise NotImplementedError
 
     def disrupt(self, pod: Object, reason: str) -> None:
@@ -292,7 +293,7 @@ class Api(Reading):
     def _apply(
         self, resource: Resource, namespace: str, name: str, request: Request, sub: str | None
     ) -> Answer:
-        """Apply on the server's side: who wrote what is known, and two who differ are told."""
+        """Apply on the server's side; managers that disagree about a field get a conflict."""
         manager = request.query.get("fieldManager")
         if not manager:
             words = "PatchOptions.meta.k8s.io is invalid: fieldManager: Required value: "

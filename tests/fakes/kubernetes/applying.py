@@ -1,4 +1,4 @@
-"""Server-side apply: who has written which field, as a server keeps it in managedFields."""
+"""Server-side apply: the manager of each field, as servers record it in managedFields."""
 
 import copy
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Ownership:
         self._written: dict[str, set[Path]] = {}
 
     def changed(self, manager: str, before: Object, after: Object) -> None:
-        """Note what somebody has written by PUT or another patch."""
+        """Record a manager's changes by PUT or by another kind of patch."""
         old, new = dict(_leaves(before)), dict(_leaves(after))
         mine = {path for path, value in new.items() if old.get(path, _leaves) != value}
         mine = {path for path in mine if path[0] != "status"}
@@ -36,7 +36,7 @@ class Ownership:
     def apply(
         self, manager: str, found: Object, wanted: Object, *, force: bool, resource: Resource
     ) -> Object:
-        """Return an object with what a manager wants of it.
+        """Return an object with the fields that a manager applies.
 
         Raises:
             Refusal: another manager has written something else there.
@@ -108,7 +108,7 @@ def _united(found: Any, wanted: Any, name: str = "") -> Any:
 
 
 def _remove(thing: Any, path: Path) -> None:
-    """Remove a field, and what is empty then."""
+    """Remove a field, and the mappings that are empty afterwards."""
     head, *rest = path
     if isinstance(thing, list):
         key, _, value = head.partition("=")

@@ -1,6 +1,6 @@
-"""What the API server knows of an object's form: schemas of CRDs, models of the core's kinds.
+"""The form of objects: schemas of CRDs, and the client's models of the core kinds.
 
-Only the form: enums, names and quantities are `admission`'s, and often nobody's.
+Only the form is checked here. `admission` checks some of the enums, names and quantities.
 """
 
 import copy
@@ -121,7 +121,7 @@ class _Reader:
             here = f"{path}.{key}" if path else key
             if key in known:
                 nothing = inner is None and not self._is_nullable(known[key])
-                if not nothing:  # null is dropped, as if it was not said
+                if not nothing:  # null is dropped, as if the field were absent
                     result[key] = self.read(inner, known[key], here)
             elif isinstance(extra, dict):
                 result[key] = self.read(inner, extra, f"{path}[{key}]")
@@ -217,7 +217,8 @@ def _read_core(resource: Resource, body: Object) -> tuple[Object, list[str], lis
 
 
 def _for_model(value: Any) -> Any:
-    """Return a value as the client's models take it: null is not said, quantities are strings."""
+    """Return a value as the client's models take it: null means absent, and quantities are
+    strings."""
     if isinstance(value, dict):
         quantities = {"requests", "limits", "capacity", "hard"}
         found = {k: _for_model(v) for k, v in value.items() if v is not None}

@@ -29,9 +29,9 @@ Configs = Mapping[str, Mapping[str, str]]
 
 
 def expand(text: str, values: Mapping[str, str]) -> bytes:
-    """Return what Kubernetes makes of a command, argument or variable; byte by byte, as it does.
+    """Return a command, argument or variable as Kubernetes expands it, byte by byte.
 
-    After `$`, it takes the next *byte* for a character: `$$` is `$`, and `$é` is garbage.
+    After `$`, Kubernetes takes the next *byte* for a character: `$$` is `$`, and `$é` is garbage.
     """
     source, result, at = text.encode(), b"", 0
     while at < len(source):
@@ -119,7 +119,7 @@ class Hosts:
             self._known.add(f"{name}.{spec['subdomain']}")
 
     def knows(self, host: str) -> bool:
-        """Tell whether a name is a pod's, in its short form or with the cluster's domain."""
+        """Whether a name is a pod's host name, short or with the cluster's domain."""
         short = host.split(".")
         return host in self._known or ".".join(short[:2]) in self._known
 
@@ -149,7 +149,7 @@ class Hosts:
 
 
 class Container:
-    """One start of a pod's container; its first process is what `command` names."""
+    """One start of a pod's container; its first process is `command`."""
 
     def __init__(
         self,
@@ -174,8 +174,8 @@ class Container:
                     return f"{folder}{text[len(path) :]}"
             return text.replace(_CGROUP, str(self._events))
 
-        # What is said in words of the cluster is said in words of this machine; a script, with its
-        # many lines, has no addresses.
+        # Paths and addresses of the cluster become those of this machine; scripts (several lines)
+        # contain no addresses.
         self._placed = placed
         self._argv = [
             os.fsencode(placed(word if "\n" in word else hosts.translated(word)))
@@ -198,11 +198,11 @@ class Container:
 
     @property
     def out_of_memory(self) -> bool:
-        """Tell whether a process of it was killed for memory."""
+        """Whether one of its processes was killed for memory."""
         return "oom_kill 0" not in self._events.read_text()
 
     def run(self, show: Callable[[str], None]) -> int:
-        """Run to the end and return the exit status; what is left then is killed."""
+        """Run to the end, kill the processes that remain, and return the exit status."""
         try:
             with self._lock:
                 self._process = process = subprocess.Popen(
@@ -258,7 +258,7 @@ class Container:
         self._kill_at = time.monotonic()
 
     def kill_for_memory(self) -> None:
-        """Kill what the first process's children have started, as the kernel does for memory."""
+        """Kill the descendants of the first process's children, as the kernel does for memory."""
         self._events.write_text("low 0\nhigh 0\nmax 1\noom 1\noom_kill 1\n")
         first = self._process.pid if self._process is not None else 0
         for pid in list(self._processes()):
@@ -274,7 +274,7 @@ class Container:
                 self._process.send_signal(signal.SIGTERM)
 
     def _kill_rest(self) -> None:
-        """Kill what the first process left, as the end of a PID namespace does."""
+        """Kill the processes that the first process left, as the end of a PID namespace does."""
         while found := list(self._processes()):
             for pid in found:
                 with contextlib.suppress(OSError):

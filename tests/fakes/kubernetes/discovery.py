@@ -1,4 +1,4 @@
-"""What a client asks first: which groups, versions and resources there are."""
+"""Discovery: the groups, versions and resources that the server serves."""
 
 import re
 from collections.abc import Set
@@ -51,7 +51,8 @@ def _group(name: str, versions: tuple[str, ...]) -> Object:
 
 
 def _openapi(prefix: str) -> Object:
-    """Return what kubectl looks for before it applies: that `fieldValidation` is understood."""
+    """Return the OpenAPI document in which kubectl looks for `fieldValidation` before it
+    applies."""
     group, _, version = prefix.removeprefix("api/").removeprefix("apis/").rpartition("/")
     paths: Object = {}
     for one in RESOURCES:

@@ -1,4 +1,4 @@
-"""Commands in running containers (`pods/exec`), and pods that somebody makes without a controller.
+"""Commands in running containers (`pods/exec`), and pods without a controller.
 
 A command comes over a websocket (RFC 6455), in whose messages the first byte is the channel: 0 is
 stdin, 1 stdout, 2 stderr, 3 how it ended (k8s.io/apimachinery, remotecommand). With v5, a message
@@ -56,13 +56,14 @@ class Execs(Kubelet):
     """Nodes on which one can do something in a container."""
 
     def exec_in(self, pod: Object, request: Request) -> Callable[[Handler, int | None], None]:
-        """Return what runs a command in a pod's container, over the connection of the request.
+        """Return the function that runs a command in a pod's container over the request's
+        connection.
 
         Raises:
-            Refusal: there is no such container, or it does not run.
+            Refusal: the container does not exist or does not run.
         """
         metadata, status = pod["metadata"], container_status(pod)
-        # Since 1.35, whatever the method (AuthorizePodWebsocketUpgradeCreatePermission).
+        # Since 1.35, for every method (AuthorizePodWebsocketUpgradeCreatePermission).
         self._authorize("create", POD, "exec", metadata["namespace"], metadata["name"])
         wanted = request.query.get("container", status["name"])
         if wanted != status["name"]:
@@ -171,7 +172,7 @@ class _Session:
     def _hear(
         self, process: "subprocess.Popen[bytes] | None", protocol: str, cut: int | None
     ) -> None:
-        """Pass on what the client says, until it hangs up."""
+        """Pass the client's input on to the command until the connection closes."""
         for count in itertools.count():
             if count == cut:
                 raise ConnectionAbortedError
@@ -218,7 +219,7 @@ class _Session:
                 return opcode, whole
 
     def _show(self, process: "subprocess.Popen[bytes]") -> None:
-        """Send what the command prints, and how it ended."""
+        """Send the command's output and its exit status."""
         streams = [(STDOUT, process.stdout), (STDERR, process.stderr)]
         readers = [threading.Thread(target=self._pass_on, args=one) for one in streams]
         for reader in readers:

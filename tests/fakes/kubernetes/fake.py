@@ -144,12 +144,12 @@ class FakeKubernetes(Hands):
     # Controllers.
 
     def prepare(self, resource: Resource, body: Object) -> None:
-        """Hold what has to wait in a queue."""
+        """Suspend an object that has to wait in a queue."""
         if kueue.is_held(self._queued, body):
             kueue.suspend(body)
 
     def look(self, key: Key) -> None:
-        """Let the controller of an object act on what it has become."""
+        """Let the controller of an object act on the object's new state."""
         if (thing := self.find(*key)) is None or self.closing:
             return
         resource = key.resource

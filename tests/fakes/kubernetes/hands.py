@@ -1,4 +1,4 @@
-"""What a test asks of the cluster, and does to it with its own hands."""
+"""The methods by which a test queries the cluster and changes it by hand."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ _NAMES = (
     "batch.kubernetes.io/job-name",
     RUN_LABEL,
 )
-"""Labels by which pods name what they belong to."""
+"""Labels by which pods name their workload."""
 
 _TERMINAL = {
     "PyTorchJob": ("Succeeded", "Failed"),
@@ -33,9 +33,9 @@ _TERMINAL = {
 
 
 class Hands(Execs):
-    """A cluster in which a test makes happen what it is about."""
+    """A cluster in which nothing happens but what the test makes happen."""
 
-    # What a test asks.
+    # Queries.
 
     def object(self, kind: str, name: str, namespace: str | None = None) -> Object:
         """Return a copy of an object."""
@@ -149,10 +149,10 @@ class Hands(Execs):
         Args:
             name: The workload's.
             succeeded: How.
-            message: What the workload's condition says.
+            message: The message of the workload's condition.
             reason: Why the containers ended, like OOMKilled.
             exit_code: Theirs, where they failed.
-            last_words: What they said last.
+            last_words: The containers' termination message.
             kind: The workload's, where two have this name.
             why: The reason of the workload's condition, like DeadlineExceeded.
         """
@@ -332,7 +332,7 @@ class Hands(Execs):
         raise LookupError(f"no workload {name}")
 
     def _family(self, name: str, kind: str) -> list[Object]:
-        """Return the workloads of a kind that are, or belong to, what has a name."""
+        """Return the workloads of a kind that have a name, or whose owner has it."""
         found = []
         for thing in self.all(of_kind(kind)):
             root: Object | None = thing

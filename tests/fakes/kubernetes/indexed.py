@@ -26,7 +26,7 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 
 @dataclass
 class Tally:
-    """What a Job remembers of pods that are gone."""
+    """A Job's record of its deleted pods."""
 
     counted: set[str] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
@@ -83,7 +83,7 @@ def _why(pod: Object) -> str:
 
 
 def _action(job: Object, pod: Object) -> str:
-    """Return what the first rule says that matches (Kubernetes, pod failure policy)."""
+    """Return the action of the first rule that matches (Kubernetes, pod failure policy)."""
     for rule in (job["spec"].get("podFailurePolicy") or {}).get("rules") or ():
         codes, wanted = rule.get("onExitCodes"), rule.get("onPodConditions")
         code = exit_code(pod)
@@ -101,7 +101,7 @@ def _action(job: Object, pod: Object) -> str:
 
 
 def reconcile(cluster: Kubelet, job: Object) -> None:
-    """Act on what a Job and its pods have become."""
+    """Act on the state of a Job and its pods."""
     metadata, spec = job["metadata"], job["spec"]
     if "deletionTimestamp" in metadata:
         return
@@ -136,7 +136,7 @@ def reconcile(cluster: Kubelet, job: Object) -> None:
 
 
 def _decide(cluster: Kubelet, job: Object, tally: Tally, pods: list[Object]) -> bool:
-    """End a Job that has ended; tell whether it has."""
+    """Set a Job's final condition if it has ended; return whether it has."""
     spec, status = job["spec"], job["status"]
     per_index, most = spec.get("backoffLimitPerIndex"), spec.get("maxFailedIndexes")
     limit = spec.get("backoffLimit", 6 if per_index is None else 2**31)
@@ -178,7 +178,7 @@ def _decide(cluster: Kubelet, job: Object, tally: Tally, pods: list[Object]) -> 
 
 
 def fail(cluster: Kubelet, job: Object, reason: str, message: str) -> None:
-    """Fail a Job: first its pods end, then it says so."""
+    """Fail a Job: its pods end first, then its condition becomes true."""
     set_condition(job, "FailureTarget", reason=reason, message=message)
     cluster.put(JOB, job)
     left = False
@@ -195,7 +195,7 @@ def fail(cluster: Kubelet, job: Object, reason: str, message: str) -> None:
 def expire(
     cluster: Kubelet, resource: Any, thing: Object, ended: Object, ttl_s: int | None
 ) -> None:
-    """Delete what ended long enough ago."""
+    """Delete the Jobs whose time to live after their end is over."""
     if ttl_s is None or not cluster.auto_run:
         return
     if (left := ttl_s - age_s(thing, ended["lastTransitionTime"])) <= 0:

@@ -30,7 +30,7 @@ _DISRUPTION = "DisruptionTarget"
 
 @dataclass
 class Log:
-    """What one start of a container has printed."""
+    """The log of one start of a container."""
 
     lines: list[tuple[str, str]] = field(default_factory=list)
     ended: bool = False
@@ -65,7 +65,7 @@ class Kubelet(Api):
         """When the Training Operator deletes the running pods of a job that has ended."""
         self.hosts = Hosts()
         self.memory: dict[Any, Any] = {}
-        """What controllers remember of an object, by its uid."""
+        """Records of controllers, by the uid of the object."""
         self._stamps = itertools.count(1)
         self._logs: dict[str, Log] = {}
         self._containers: dict[str, Container] = {}
@@ -182,7 +182,7 @@ class Kubelet(Api):
         self.put(POD, pod)
 
     def end_pod(self, pod: Object, grace_s: float | None) -> None:
-        """Ask a pod to end; it is gone at once where nothing runs in it."""
+        """Ask a pod to end; a pod without a running container is deleted immediately."""
         if grace_s is None:
             grace_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
         container = self._containers.get(pod["metadata"]["uid"])
@@ -228,7 +228,7 @@ class Kubelet(Api):
         self._containers[pod["metadata"]["uid"]].kill_for_memory()
 
     def log_lines(self, pod: Object, request: Request) -> Iterator[bytes]:
-        """Return what a pod's container has printed."""
+        """Return the log of a pod's container."""
         status = container_status(pod)
         if request.query.get("container", status["name"]) != status["name"]:
             words = f"container {request.query['container']} is not valid for pod"
@@ -277,7 +277,8 @@ class Kubelet(Api):
         return found
 
     def _made_container(self, pod: Object) -> Container | None:
-        """Return the container of a pod; None where its status says why it cannot be made."""
+        """Return the container of a pod; None, with the reason in the pod's status, if it cannot be
+        made."""
         if words := not_scheduled(pod):
             set_condition(
                 pod, "PodScheduled", reason="Unschedulable", message=words, status="False"
@@ -305,7 +306,7 @@ class Kubelet(Api):
             return None
 
     def _not_mounted(self, pod: Object) -> str:
-        """Say which volume cannot be mounted, since what it is made of is not there."""
+        """Return which volume cannot be mounted because its source does not exist."""
         texts, secrets = self._texts("ConfigMap"), {**self.secrets, **self._texts("Secret")}
         for volume in pod["spec"].get("volumes") or ():
             for kind, key, there in (
@@ -319,7 +320,7 @@ class Kubelet(Api):
         return ""
 
     def _run_pod(self, name: str, pod: Object) -> None:
-        """Run a pod's container as a process, again and again as its policy says."""
+        """Run a pod's container as a process, and again as its restart policy demands."""
         uid, metadata = pod["metadata"]["uid"], pod["metadata"]
 
         def is_over() -> bool:
@@ -391,7 +392,7 @@ class Kubelet(Api):
 
 
 def _first(log: Log, query: Mapping[str, str]) -> int:
-    """Return the first line that a request asks for."""
+    """Return the number of the first line of a request."""
     start = 0
     if "tailLines" in query:
         start = max(0, len(log.lines) - int(query["tailLines"]))
@@ -411,7 +412,7 @@ def _first(log: Log, query: Mapping[str, str]) -> int:
 
 
 def reference(owner: Object) -> Object:
-    """Return what an object says of the owner that controls it."""
+    """Return an object's reference to its controller."""
     return {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],

@@ -1,4 +1,4 @@
-"""A little Kueue: what has a queue's label waits until the test admits it."""
+"""A little Kueue: an object with a queue's label waits until the test admits it."""
 
 import hashlib
 from typing import Any
@@ -12,11 +12,11 @@ __all__ = ["QUEUE", "WORKLOAD", "admit", "hold", "is_held", "preempt", "said"]
 WORKLOAD = of_kind("Workload")
 QUEUE = "kueue.x-k8s.io/queue-name"
 DEFAULT_KINDS = ("Job", "JobSet", "TrainJob")
-"""What Kueue looks after in its default configuration; PyTorchJobs run without it."""
+"""The kinds of Kueue's default configuration; PyTorchJobs run without it."""
 
 
 def is_held(kinds: tuple[str, ...], thing: Object) -> bool:
-    """Tell whether an object that is being made has to wait."""
+    """Whether a new object has to wait."""
     labels = thing["metadata"].get("labels") or {}
     owned = thing["metadata"].get("ownerReferences")
     return thing["kind"] in kinds and QUEUE in labels and not owned

@@ -1,7 +1,7 @@
 """Make `schemas/*.json` from CustomResourceDefinitions, as `kubectl get crd NAME -o yaml` shows.
 
-`python -m tests.fakes.kubernetes.make_schemas FILE…`: descriptions are left out, and what is there
-twice is kept once, under `$defs`.
+`python -m tests.fakes.kubernetes.make_schemas FILE…`: without descriptions, and with repeated parts
+once, under `$defs`.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""What the one node has room for, and which images it can pull."""
+"""The capacity of the only node, and the images that it can pull."""
 
 from tests.fakes.kubernetes.wire import Object
 
 __all__ = ["not_pulled", "not_scheduled"]
 
 _CPUS = 1024
-"""More than any node has; what asks for more fits nowhere, here and on real clusters."""
+"""More than any node has; a pod that requests more fits nowhere, here and on real clusters."""
 
 
 def not_scheduled(pod: Object) -> str:

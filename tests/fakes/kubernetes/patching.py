@@ -21,11 +21,11 @@ _KEYS = {
     "conditions": "type",
     "runtimePatches": "manager",
 }
-"""By which key the entries of a list are told (k8s.io/api, patchMergeKey and listMapKey)."""
+"""The key that identifies the entries of a list (k8s.io/api, patchMergeKey and listMapKey)."""
 
 
 def merge_key(name: str) -> str | None:
-    """Return the key by which the entries of a list are told; None: the list is one value."""
+    """Return the key that identifies the entries of a list; None if the list is one value."""
     return _KEYS.get(name)
 
 
@@ -122,7 +122,7 @@ def _apply_step(document: Any, step: Object) -> None:
         del target[last]
     else:
         if verb == "replace":
-            target[last]  # what is not there cannot be replaced
+            target[last]  # a missing value cannot be replaced
         target[last] = value
 
 

@@ -28,17 +28,17 @@ _CONTAINER_ENUMS: dict[str, tuple[str, ...]] = {
 
 
 def is_dns_label(name: str) -> bool:
-    """Tell whether a name is an RFC 1123 label."""
+    """Whether a name is an RFC 1123 label."""
     return len(name) <= 63 and _LABEL.fullmatch(name) is not None
 
 
 def is_dns_subdomain(name: str) -> bool:
-    """Tell whether a name is an RFC 1123 subdomain."""
+    """Whether a name is an RFC 1123 subdomain."""
     return len(name) <= 253 and all(_LABEL.fullmatch(part) for part in name.split("."))
 
 
 def pod_problems(template: Mapping[str, Any], path: str = "spec") -> Iterator[str]:
-    """Return what is wrong with a pod's metadata and spec."""
+    """Yield the problems of a pod's metadata and spec."""
     for key, value in ((template.get("metadata") or {}).get("labels") or {}).items():
         if not _VALUE.fullmatch(value):
             yield f'metadata.labels: Invalid value: "{value}": a valid label must be ... ({key})'

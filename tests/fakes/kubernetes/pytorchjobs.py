@@ -145,7 +145,7 @@ def _role_of(pod_name: str, job_name: str) -> str:
 
 
 def _clean_up(cluster: Kubelet, job: Object, pods: list[Object]) -> None:
-    """Delete pods that run on after the job's end, as its cleanPodPolicy says, after a while."""
+    """Delete the pods that still run some time after the job's end, by its cleanPodPolicy."""
     policy = (job["spec"].get("runPolicy") or {}).get("cleanPodPolicy", "None")
     if not cluster.auto_run or policy not in ("Running", "All"):
         return

@@ -13,11 +13,11 @@ from tests.fakes.kubernetes.wire import Object, Query, Refusal, Request, status_
 __all__ = ["Reading", "chosen"]
 
 BOOKMARK_S = 10.0
-"""After how long without news a watch is told the version (a real server: a minute)."""
+"""Seconds without a change after which a watch gets a bookmark (a real server: a minute)."""
 
 
 class Reading(Store):
-    """Tells what there is, and what becomes of it."""
+    """Answers lists and watches."""
 
     def __init__(self, *, namespaces: tuple[str, ...], without: tuple[str, ...]) -> None:
         super().__init__(namespaces=namespaces, without=without)
@@ -117,7 +117,7 @@ class Reading(Store):
 
 
 def chosen(thing: Object, query: Query) -> bool:
-    """Tell whether an object is one of those that a query asks for."""
+    """Whether an object matches a query."""
     try:
         return is_selected(thing, query)
     except ValueError as error:

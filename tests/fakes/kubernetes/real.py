@@ -1,10 +1,10 @@
-"""The cluster that tests run on: the fake one, or a real one that somebody lends.
+"""The cluster that tests run on: the fake one, or the real one of KUBECONFIG.
 
 With KUBECONFIG set and TOOLKIT_TEST_CLUSTER=1, `cluster_under_test()` yields a real cluster behind
-the few methods that tests need of both. CONTRIBUTING.md says what it takes.
+the few methods that tests need of both. CONTRIBUTING.md lists what the cluster needs.
 
-All that tests make there bears `tag`, new for each session, in its name and as the label
-`app.kubernetes.io/name`, so that `clean` finds it whatever has happened, and only that.
+The name and the label `app.kubernetes.io/name` of every object that tests make there begin with
+`tag`, new for each session, so that `clean` finds all of them, and nothing else.
 
 What only the fake can do is not here: faults, `expire()`, `run`/`finish`/`log`, statuses by hand,
 clocks, `root`. Tests that need those take `FakeKubernetes` themselves.
@@ -51,7 +51,7 @@ python3 -c 'import sys, importlib.util as i; sys.exit(i.find_spec("train") is No
   { echo "the image has no package train: make image"; exit 1; }
 mkdir "$1" && rmdir "$1" || { echo "user 1000 cannot write to the claim"; exit 1; }
 """
-"""Asked of the image once; multi-line, so that what it names stays as it is."""
+"""Checks the image once; several lines, so that its paths stay as they are."""
 
 _OPERATORS = {
     "PyTorchJob": "Kubeflow Training Operator is not installed",
@@ -62,7 +62,7 @@ _OPERATORS = {
 
 
 class ClusterUnderTest(Protocol):
-    """What tests may ask of either cluster."""
+    """The methods that both clusters have."""
 
     tag: str
     """What the names of all jobs in tests begin with."""
@@ -122,12 +122,12 @@ class FakeCluster(FakeKubernetes):
         return "" if of_kind(kind).group not in self.missing else _OPERATORS[kind]
 
     def refuses_root(self) -> bool:
-        """Tell whether Pod Security "restricted" holds in the namespace."""
+        """Whether Pod Security "restricted" holds in the namespace."""
         labels = self.object("Namespace", self.namespace)["metadata"]["labels"]
         return bool(labels.get("pod-security.kubernetes.io/enforce") == "restricted")
 
     def objects(self, kind: str) -> list[Object]:
-        """Return what tests have made of a kind."""
+        """Return the objects of a kind that tests have made."""
         return [one for one in self.objects_of(kind) if _tag_of(one) == self.tag]
 
     def read(self, path: str) -> str:
@@ -156,12 +156,12 @@ class RealCluster:
         assert environ.get("KUBECONFIG"), "TOOLKIT_TEST_CLUSTER=1 takes a cluster: set KUBECONFIG"
         self._image = environ.get("TOOLKIT_TEST_IMAGE", "")
         self._unfit: str | None = None
-        """Why the image or the claim cannot be used; None where nobody has looked yet."""
+        """Why the image or the claim cannot be used; None before the first check."""
         self._file = environ["KUBECONFIG"]
         self.namespace = environ.get("TOOLKIT_TEST_NAMESPACE", "training")
         letters = "".join(secrets.choice("bcdfghjklmnpqrstvwxz") for _ in range(5))
         self.tag = f"toolkit-test-{letters}"
-        connect: Any = config.new_client_from_config  # the client says nothing of its type
+        connect: Any = config.new_client_from_config  # the client has no type annotations
         self._client = connect(self._file)
         self._core: Any = client.CoreV1Api(self._client)
         self._dynamic: Any = DynamicClient(self._client)  # type: ignore[no-untyped-call]
@@ -203,7 +203,7 @@ class RealCluster:
         return ""
 
     def refuses_root(self) -> bool:
-        """Tell whether Pod Security "restricted" holds in the namespace, as far as one may see."""
+        """Whether Pod Security "restricted" holds in the namespace, if that can be read."""
         from kubernetes.client import ApiException
 
         with contextlib.suppress(ApiException):
@@ -279,7 +279,7 @@ class RealCluster:
         return printed
 
     def clean(self) -> None:
-        """Ask for the deletion of what this session's tests have made so far."""
+        """Request the deletion of all objects that this session's tests have made so far."""
         from kubernetes.client import ApiException
 
         marked = [
@@ -298,7 +298,7 @@ class RealCluster:
         self._applied.clear()
 
     def close(self) -> None:
-        """Delete what is left, wait until it is gone, and delete the run directories.
+        """Delete the remaining objects, wait until they are gone, and delete the run directories.
 
         Raises:
             AssertionError: something does not go; its names.
@@ -332,7 +332,7 @@ class RealCluster:
         return said if code else ""
 
     def _run(self, *command: str) -> tuple[int, str]:
-        """Run a command in a pod that mounts the claim; return its status, and what it printed.
+        """Run a command in a pod that mounts the claim; return its exit status and its output.
 
         Raises:
             AssertionError: the pod does not run; why.
@@ -415,7 +415,7 @@ def _tag_of(thing: Object) -> str | None:
 
 
 def is_real(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether tests are to run on a real cluster."""
+    """Whether tests are to run on a real cluster."""
     return environ.get("TOOLKIT_TEST_CLUSTER") == "1"
 
 

@@ -129,7 +129,7 @@ RESOURCES = (
 )
 
 OPERATORS = frozenset(r.group for r in RESOURCES if r.crd)
-"""The groups that are there only where somebody has installed them."""
+"""The groups that exist only where their operator is installed."""
 
 WORKLOADS = ("PyTorchJob", "TrainJob", "JobSet", "Job")
 """The kinds that a run can be, those first that make others."""

@@ -15,7 +15,7 @@ _TERM = re.compile(
 
 
 def is_selected(thing: Mapping[str, Any], query: Mapping[str, str]) -> bool:
-    """Tell whether an object is one of those that a query asks for.
+    """Whether an object matches a query.
 
     Raises:
         ValueError: the query cannot be read.
@@ -27,7 +27,7 @@ def is_selected(thing: Mapping[str, Any], query: Mapping[str, str]) -> bool:
 
 
 def labels_match(labels: Mapping[str, str], text: str) -> bool:
-    """Tell whether labels match a selector like `a=b,c in (d,e),!f`."""
+    """Whether labels match a selector like `a=b,c in (d,e),!f`."""
     at = 0
     while at < len(text):
         if (term := _TERM.match(text, at)) is None:
@@ -62,7 +62,7 @@ def _fields_match(thing: Mapping[str, Any], text: str) -> bool:
 
 
 def selector_matches(labels: Mapping[str, str], selector: Mapping[str, Any]) -> bool:
-    """Tell whether labels match a selector as manifests write it."""
+    """Whether labels match a selector in the form of manifests."""
     if any(labels.get(k) != v for k, v in (selector.get("matchLabels") or {}).items()):
         return False
     for term in selector.get("matchExpressions") or ():

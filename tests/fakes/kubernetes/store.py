@@ -1,6 +1,6 @@
 """Objects with versions and a journal, their owners, and a clock.
 
-Nothing here is called without the lock `changed`, except where it says so.
+Callers hold the lock `changed`; the exceptions are marked.
 """
 
 import bisect
@@ -83,7 +83,7 @@ class Store:
                 )
 
     def is_served(self, group: str) -> bool:
-        """Tell whether an API group is there."""
+        """Whether an API group is served."""
         return group not in self.missing
 
     @property
@@ -114,7 +114,7 @@ class Store:
         return [o for (ns, _), o in things if namespace in (None, ns)]
 
     def put(self, resource: Resource, thing: Object) -> Object:
-        """Keep an object as it is now, and tell all who watch; nothing where nothing changed."""
+        """Store an object as it is now, and notify all watches if anything changed."""
         metadata = thing["metadata"]
         if resource.namespaced:
             metadata.setdefault("namespace", "default")
@@ -138,7 +138,7 @@ class Store:
         return thing
 
     def drop(self, resource: Resource, thing: Object) -> None:
-        """Remove an object, and let go what it owns."""
+        """Remove an object, and let the objects that it owns go."""
         key, uid = self.key(resource, thing), thing["metadata"]["uid"]
         if (
             self.things[resource]
@@ -179,7 +179,7 @@ class Store:
         propagation: str = "Background",
         grace_s: float | None = None,
     ) -> None:
-        """Delete an object as a client asks for it."""
+        """Delete an object at a client's request."""
         if resource.kind == "Pod":
             self.end_pod(thing, grace_s)
             return
@@ -209,11 +209,11 @@ class Store:
         self.drop(resource, thing)
 
     def end_pod(self, pod: Object, grace_s: float | None) -> None:
-        """Delete a pod; who runs pods gives them their grace."""
+        """Delete a pod; the kubelet overrides this to grant the grace period."""
         self.drop(of_kind("Pod"), pod)
 
     def _finish_deletion(self, thing: Object, resource: Resource) -> None:
-        """Remove an object that waited for nothing but the end of what it owns."""
+        """Remove an object that was only waiting for the deletion of its dependents."""
         metadata = thing["metadata"]
         if "deletionTimestamp" not in metadata or self.owned(metadata["uid"]):
             return
@@ -240,7 +240,7 @@ class Store:
         self.changed.notify_all()
 
     def since(self, resource: Resource, version: int) -> list[Change]:
-        """Return what has changed since a version."""
+        """Return the changes since a version."""
         journal = self.journals[resource]
         return journal[bisect.bisect_right(journal, version, key=lambda entry: entry.version) :]
 
@@ -256,7 +256,7 @@ class Store:
         """Return a number that grows."""
         return next(self._ids)
 
-    # Controllers: what has changed is looked at until nothing changes any more.
+    # Controllers: changed objects are reconciled until nothing changes any more.
 
     def touch(self, key: Key) -> None:
         """Let controllers look at an object, and at those that own it."""
@@ -267,10 +267,10 @@ class Store:
             self._dirty[owner_key] = None
 
     def look(self, key: Key) -> None:
-        """Act on what an object has become; controllers do."""
+        """Reconcile an object; controllers override this."""
 
     def settle(self) -> None:
-        """Let controllers act on what has changed."""
+        """Let controllers reconcile the changed objects."""
         if self._settling:
             return
         self._settling = True

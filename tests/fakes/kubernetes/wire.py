@@ -23,7 +23,7 @@ Answer = tuple[int, Any]
 
 @dataclass(kw_only=True)
 class Request:
-    """What a client asks."""
+    """A client's request."""
 
     method: str
     path: str
@@ -33,15 +33,15 @@ class Request:
     agent: str = ""
     token: str = ""
     warnings: list[str] = field(default_factory=list)
-    """What the answer warns of."""
+    """Warnings of the answer."""
 
     def is_on(self, key: str) -> bool:
-        """Tell whether a parameter is true, as Go's ParseBool reads it."""
+        """Whether a parameter is true, as Go's ParseBool reads it."""
         return self.query.get(key, "") in ("1", "t", "T", "true", "TRUE", "True")
 
 
 class Cluster(Protocol):
-    """What answers the requests."""
+    """The cluster that answers the requests."""
 
     changed: Any
     faults: "list[Fault]"
@@ -52,7 +52,7 @@ class Cluster(Protocol):
 
 @dataclass(kw_only=True)
 class Fault:
-    """What goes wrong with the next requests that match."""
+    """A fault of the next requests that match."""
 
     method: str = ".*"
     """GET, POST, PUT, PATCH or DELETE; a regular expression."""
@@ -85,7 +85,7 @@ class Fault:
     """Seconds before anything is done."""
 
     held: threading.Event | None = None
-    """What is waited for before anything is done."""
+    """Event to wait for before anything is done."""
 
     cut: int | None = None
     """A stream (watch, log) is answered, and its connection breaks after so many lines."""

@@ -1,4 +1,5 @@
-"""What real Slurms said, in two tongues: the text that the toolkit reads, and their own JSON.
+"""Recorded answers of real Slurms: the text that the toolkit reads, and the JSON of the same
+moment.
 
 `python -m tests.fakes.slurm_answers` on the login node of a sandbox with accounting records anew:
 
@@ -15,14 +16,14 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-__all__ = ["FOLDER", "Recording", "Said", "said_by_accounting", "said_by_queue"]
+__all__ = ["FOLDER", "RecordedJob", "Recording", "job_of_sacct", "job_of_squeue"]
 
 FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the JSON of a Slurm says of a job, without its version's accent."""
+class RecordedJob:
+    """A job as in Slurm's JSON, in one form for all versions."""
 
     job_id: str
     """`1234`, or `1234_7`."""
@@ -31,54 +32,54 @@ class Said:
     """Its states: one, and from 23.02 on flags such as COMPLETING beside it."""
 
     reason: str
-    """Why it waits or has ended; empty for none."""
+    """Why the job waits or has ended; empty for none."""
 
     start: str
-    """When it has started or is expected to, in UTC; empty for unknown."""
+    """The actual or expected start in UTC; empty if unknown."""
 
     status: tuple[int, int] = (0, 0)
-    """Exit status and signal; of the accounting only."""
+    """Exit status and signal; only from the accounting."""
 
 
 class Recording:
-    """The answers of one Slurm, by what it was asked."""
+    """The answers of one Slurm, by command."""
 
     def __init__(self, path: Path) -> None:
-        self._known: Mapping[str, Any] = json.loads(path.read_text())
+        self._recording: Mapping[str, Any] = json.loads(path.read_text())
         self.version = path.stem
 
     @property
     def jobs(self) -> Mapping[str, str]:
-        """The id of each job, by what happened to it."""
-        return dict(self._known["jobs"])
+        """The id of each job, by its fate."""
+        return dict(self._recording["jobs"])
 
     @property
-    def queue(self) -> list[Said]:
-        """What squeue's JSON says."""
-        return [said_by_queue(job) for job in self._known["squeue"]]
+    def queue(self) -> list[RecordedJob]:
+        """The jobs of squeue's JSON."""
+        return [job_of_squeue(job) for job in self._recording["squeue"]]
 
     @property
-    def accounting(self) -> list[Said]:
-        """What sacct's JSON says."""
-        return [said_by_accounting(job) for job in self._known["sacct"]]
+    def accounting(self) -> list[RecordedJob]:
+        """The jobs of sacct's JSON."""
+        return [job_of_sacct(job) for job in self._recording["sacct"]]
 
     def command(self, argv: Sequence[str]) -> "CompletedProcess[str]":
         """Answer as that Slurm did.
 
         Raises:
-            LookupError: it was not asked this; record again.
+            LookupError: no answer to this command was recorded; record again.
         """
         asked = " ".join(argv)
-        for question, answer in self._known["answers"]:
+        for question, answer in self._recording["answers"]:
             if question == asked:
                 return CompletedProcess(list(argv), 0, answer, "")
-        raise LookupError(f"nobody has asked Slurm {self.version} `{asked}`; {__doc__}")
+        raise LookupError(f"no answer of Slurm {self.version} to `{asked}`; {__doc__}")
 
 
-def said_by_queue(job: Mapping[str, Any]) -> Said:
-    """Read a job of `squeue --json`, of whatever version."""
+def job_of_squeue(job: Mapping[str, Any]) -> RecordedJob:
+    """Read a job of `squeue --json` of any version."""
     reason = job["state_reason"]
-    return Said(
+    return RecordedJob(
         job_id=_job_id(_number(job["job_id"]), job["array_job_id"], job["array_task_id"]),
         words=_words(job["job_state"]),
         reason="" if reason == "None" else reason,
@@ -86,12 +87,12 @@ def said_by_queue(job: Mapping[str, Any]) -> Said:
     )
 
 
-def said_by_accounting(job: Mapping[str, Any]) -> Said:
-    """Read a job of `sacct --json`, of whatever version."""
+def job_of_sacct(job: Mapping[str, Any]) -> RecordedJob:
+    """Read a job of `sacct --json` of any version."""
     array, ended = job["array"], job["exit_code"]
     signal = ended.get("signal") or {}  # 22.05 has none where no signal came
     number = _number(signal.get("id", signal.get("signal_id", 0)))
-    return Said(
+    return RecordedJob(
         job_id=_job_id(
             _number(job["job_id"]), array["job_id"], array.get("task_id", array.get("task"))
         ),

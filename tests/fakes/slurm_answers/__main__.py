@@ -1,4 +1,4 @@
-"""Record what the Slurm of this shell says of jobs in every state; it takes two minutes."""
+"""Record the answers of this shell's Slurm about jobs in every state; it takes two minutes."""
 
 import json
 import os
@@ -19,11 +19,11 @@ SCRIPT = """\
 sleep "$1"
 exit "$2"
 """
-KEPT = (
+KEYS = (
     *("job_id", "array_job_id", "array_task_id", "array", "job_state", "state", "state_reason"),
     *("start_time", "time", "exit_code", "command"),
 )
-"""Of some 150 keys those that say something of what is read."""
+"""The keys that matter here, of some 150."""
 
 
 class Site:
@@ -47,15 +47,15 @@ class Site:
         return _printed("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T").split("\n")[0]
 
     def ask(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        """Ask Slurm, and keep what it says."""
+        """Query Slurm, and record the answer."""
         done = run_command(argv)
         self.answers.append((" ".join(argv), done.stdout))
         return done
 
 
 def main() -> None:
-    """Make jobs in every state, ask, and write the answers into this folder."""
-    os.environ["TZ"] = "UTC"  # what is recorded is read everywhere
+    """Create jobs in every state, query Slurm, and write the answers into this folder."""
+    os.environ["TZ"] = "UTC"  # the recording is read in every time zone
     version = _printed("squeue", "--version").split()[-1]
     with tempfile.TemporaryDirectory() as name:
         site = Site(Path(name))
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def record(site: Site) -> Mapping[str, Any]:
-    """Return what Slurm says of jobs in every state, in text and in JSON."""
+    """Return Slurm's answers about jobs in every state, in text and in JSON."""
     done = site.submit("done", sleep_s=0)
     failed = site.submit("failed", sleep_s=0, status=3)
     array = site.submit("array", "--array=0,4", sleep_s=0, status=1)
@@ -109,7 +109,7 @@ def _whole(job: Mapping[str, Any]) -> str:
 
 
 def _kept(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {key: job[key] for key in KEPT if key in job}
+    return {key: job[key] for key in KEYS if key in job}
 
 
 def _written(recording: Mapping[str, Any]) -> str:

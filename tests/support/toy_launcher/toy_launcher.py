@@ -29,7 +29,7 @@ class ToyLauncher(Launcher[LocalPlan]):
 
     def __init__(self, profile: ToyProfile) -> None:
         """Prepare to launch."""
-        self._local = LocalLauncher(profile)  # type: ignore[arg-type]  # of which it needs runs_dir
+        self._local = LocalLauncher(profile)  # type: ignore[arg-type]  # only needs runs_dir
 
     def submit(self, plan: LocalPlan) -> Run:
         """Start a new run."""

@@ -1,4 +1,4 @@
-"""The run that nobody disturbs."""
+"""The undisturbed run."""
 
 from __future__ import annotations
 

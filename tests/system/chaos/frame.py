@@ -1,4 +1,4 @@
-"""One frame for every disturbance: a run that counts its samples, and what it must have kept."""
+"""One frame for every disturbance: a run that counts its samples, and the checks of its results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Trial:
         return self.run_dir / f"logs/attempt-{number}"
 
     def reasons(self) -> list[str]:
-        """Return what the attempts say of their end, in their order; "" where one says nothing.
+        """Return the reasons of the attempts, in their order; "" for an attempt without a reason.
 
         Whether KillWait was long enough for the script's last words makes no difference.
         """
@@ -71,7 +71,7 @@ class Trial:
         return {int(str(m["step"])): float(str(m["loss"])) for m in lines if "loss" in m}
 
     def steps(self) -> int:
-        """Return the newest step that the metrics tell of."""
+        """Return the newest step in the metrics."""
         return max(self.losses(), default=0)
 
     def processes(self) -> set[int]:
@@ -101,7 +101,7 @@ def submit(
 ) -> Trial:
     """Submit the job at a slow pace, with a checkpoint `every` few steps.
 
-    `profile`: what else its profile says.
+    `profile`: more keys of its profile.
     """
     folder = site.runs.parent / f"counted-{len(list(site.runs.parent.glob('counted-*')))}"
     folder.mkdir()
@@ -154,7 +154,7 @@ def unharmed(trial: Trial, reference: Trial, until: Callable[..., None]) -> None
 
 
 def consistent(trial: Trial) -> None:
-    """Insist that what lies in the run directory is whole, whenever its processes were killed."""
+    """Check that every file of the run directory is whole, whenever its processes were killed."""
     for position in store.places(trial.run_dir):
         store.verify(position.path(trial.run_dir))
     outcome = trial.run_dir / "outcome.json"
@@ -171,7 +171,7 @@ def samples_by_step(trial: Trial) -> list[list[int]]:
     """Return the samples of each step that counts, as the ranks were given them.
 
     A step counts as the last start has made it, or, before what that has resumed from, as the
-    start has made it that wrote this checkpoint; it may have been killed before it said so.
+    start has made it that wrote this checkpoint; it may have been killed before it reported that.
     """
     counted: list[list[int]] = []
     wrote = {(e["checkpoint"]): (e["attempt"], e["restart"]) for e in trial.events("checkpoint")}

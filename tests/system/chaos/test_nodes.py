@@ -21,7 +21,7 @@ SLOW_S = 0.6
 def node2(cluster: Cluster) -> Iterator[str]:
     """Give a node that may be harmed; put it back to work at the end."""
     yield "node2"
-    # Sooner than by itself: Slurm seldom asks a node that was down.
+    # Sooner than by itself: Slurm seldom pings a node that was down.
     cluster("power-off", "node2")
     cluster("power-on", "node2")
 

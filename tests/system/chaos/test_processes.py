@@ -37,7 +37,7 @@ def test_out_of_memory_ends_the_job_with_the_node_s_name_and_it_goes_on_when_tol
     trial = submit(site)
     until(trial.saved, "a first checkpoint")
     _, node = nodes_of(cluster, trial.run)
-    # What is there already was charged elsewhere: only what the ranks allocate now counts.
+    # Existing pages were charged to another cgroup: only new allocations of the ranks count.
     with limited(cluster, node, 1 << 30):
         # ... of processes that are started from now on.
         trial.kill_rank(1)

@@ -1,4 +1,4 @@
-"""A scheduler that is away, that needs the nodes for others, or that is told to end a run."""
+"""A scheduler that is down, that preempts a run, or that gets the command to end it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_preemption_and_walltime_cost_a_run_nothing_but_time(
         *("--output=/dev/null", "--wrap=sleep 1"),
     ).strip()
     until(lambda: trial.saved(attempt=1), "it goes on after the urgent job")
-    # KillWait (5 s) may end its script before it has found out why, or has said all.
+    # KillWait (5 s) may end its script before the script knows why, or has reported everything.
     said, killed = trial.reasons()[0], not (trial.attempt(0) / "exit_status").exists()
     why = "preempted: Slurm has taken the nodes; "
     assert said == f"{why}queued again" or (
@@ -102,7 +102,7 @@ def test_scancel_at_any_moment_leaves_a_run_that_goes_on(
         assert all(trial.reasons()), f"{moment}: {trial.reasons()}"
         if status.state is toolkit.RunState.SUCCEEDED:
             break
-        # "terminated": killed after KillWait, before the script could find out by whom.
+        # "terminated": killed after KillWait, before the script could find out the cause.
         words = {reason.partition(":")[0] for reason in trial.reasons()}
         assert words <= {"cancelled", "terminated"}, f"{moment}: {trial.reasons()}"
         go_on(trial, site)

@@ -90,7 +90,7 @@ class Sandbox:
         return report
 
     def node(self, name: str) -> dict[str, Any]:
-        """Read one node's part of the status, once Slurm has said its own."""
+        """Read one node's part of the status, after Slurm's own part."""
         found: dict[str, Any] = {}
 
         def known() -> bool:

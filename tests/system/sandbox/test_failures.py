@@ -16,7 +16,7 @@ echo "$SLURM_JOB_NODELIST ${SLURM_RESTART_COUNT:-0}"
 
 
 def sleeps(sandbox: Sandbox) -> bool:
-    """Tell whether the script has come to its last line, and looks at no file any more."""
+    """Whether the script has reached its last line, and reads no file any more."""
     return "sleep 1000" in {entry["command"] for entry in sandbox.jobs_processes()}
 
 

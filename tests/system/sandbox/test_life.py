@@ -156,7 +156,8 @@ def test_stale_record_never_hits_a_foreign_process(fresh: Sandbox, field: str) -
     record = json.loads((fresh.dir / "sandbox.json").read_text())
     fresh.run("down")
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as foreign:
-        # As after a reboot, or after pids have come round: the number now belongs to somebody else.
+        # As after a reboot, or after pids have come round: the number now belongs to another
+        # process.
         stat = Path(f"/proc/{foreign.pid}/stat").read_text().rpartition(")")[2].split()
         for machine in record["machines"].values():
             machine["pid"] = foreign.pid

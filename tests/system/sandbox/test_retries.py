@@ -57,7 +57,7 @@ def test_a_killed_rank_gets_the_job_queued_again_and_finished(
     trial = submit(site, pace=0.3)
     run = trial.run
     until(trial.saved, "a first checkpoint")
-    # It waits for as long as nobody lets it start again.
+    # It stays pending until it is released.
     cluster.slurm("scontrol", "update", "nodename=node[1-4]", "state=drain", "reason=test")
     try:
         kill_a_rank(cluster, nodes_of(cluster, run)[-1])
@@ -101,7 +101,7 @@ exec python3 -c 'raise ValueError(f"no kernel at {id(object()):#x}")'
 def test_a_script_that_fails_twice_alike_ends_the_job(
     site: Site, in_job: int, words: list[str]
 ) -> None:
-    """A third start by torchrun would wait for ever: who watches its starts ends it."""
+    """A third start by torchrun would wait for ever: the watch of its starts ends it."""
     run = shell(site, RAISE, requeue=5, in_job=in_job)
     assert run.wait(300).state is toolkit.RunState.FAILED
     assert reasons(run) == words, failure(run)
@@ -145,7 +145,7 @@ def test_scancel_is_no_failure(cluster: Cluster, site: Site, until: Until) -> No
     cluster.slurm("scancel", run.job_id)
     assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
     until(lambda: json.loads(cluster("ps", "--json")) == [], "its script has ended, too")
-    # KillWait (5 s) may end it before it has found out who ends it, even before its first word.
+    # KillWait (5 s) may end the script before it knows the cause, even before its first line.
     assert run.run_dir is not None
     killed = not (run.run_dir / "logs/attempt-0/exit_status").exists()
     said = reason_of(run, 0)
@@ -180,7 +180,7 @@ def test_a_node_that_is_lost_twice_is_excluded_and_named(
     cluster.slurm("scontrol", "update", "nodename=node[3-4]", "state=resume")
     lose_node2(cluster, run, until)
     excluded = "; queued again; without node2, where two attempts have failed first"
-    # KillWait may end the script before its step has ended; it has said so by then.
+    # KillWait may end the script before its step has ended; the reason is written by then.
     until(
         lambda: (
             reason_of(run, 1).removesuffix("; killed soon after")

@@ -1,4 +1,4 @@
-"""What the toolkit believes of Slurm, asked of a real one."""
+"""The toolkit's assumptions about Slurm, checked on a real one."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_sbatch_reads_each_value_as_it_was_meant(sandbox: Sandbox) -> None:
         (read[job],) = re.findall(r"^ +Comment=(.*)$", shown, re.MULTILINE) or [""]
         outputs |= {*re.findall(r"^ +StdOut=(.*)/", shown, re.MULTILINE)}
     sandbox.slurm("scancel", *ours)
-    # What is shown has lost blanks at its end.
+    # The displayed value has lost its trailing blanks.
     wanted = {job: value.rstrip() for job, value in ours.items()}
     assert {job: text.rstrip() for job, text in read.items()} == wanted
     assert len(outputs) == 1

@@ -19,7 +19,7 @@ LOOP = 'trap "exit 75" TERM; while [ ! -e "$GO" ]; do sleep 0.1; done; exec bash
 
 
 class Shell:
-    """Submits runs that wait for a file, and then do as they are told."""
+    """Submits runs that wait for a file, which tells them how to end."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -133,7 +133,7 @@ def test_a_job_starts_when_what_it_waits_for_has_ended_as_wished(shell: Shell) -
 @pytest.mark.slow
 @pytest.mark.slurm
 def test_what_has_ended_is_judged_by_its_run_directory(shell: Shell) -> None:
-    """Slurm would let a job start that waits for one it has forgotten, whatever became of that."""
+    """Slurm would start a job that depends on a forgotten job, however that job ended."""
     shell.go.touch()
     bad, good = shell.submit("exit 3"), shell.submit("true")
     bad.wait(300), good.wait(300)
@@ -228,7 +228,7 @@ def test_a_fatal_failure_ends_a_chain_and_what_waits_for_it(shell: Shell, until:
     ended = "attempt 0 was the last (fatal: exit status 2"
     until(lambda: output(run).count(ended) == 2, "both other jobs have said so")
 
-    # Who has mended it says so: it goes on, and only then.
+    # It continues after the user has mended the cause and resubmitted it, and only then.
     shell.go.unlink()
     again = shell.site.launcher.resubmit(run, chain=2)
     until(lambda: started(run) == 2, "it goes on")

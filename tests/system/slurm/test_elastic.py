@@ -19,7 +19,7 @@ ELASTIC = ("resources.nnodes={min: 2, max: 3}", "retries.in_job=5", "stop.grace=
 
 @pytest.fixture
 def three(cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster of which three nodes are up, so that no other one can take a lost one's place."""
+    """A cluster with three nodes up, so that no other node can replace a lost one."""
     cluster("power-off", "node4", "--wait")
     yield cluster
     cluster("power-on", "node4")

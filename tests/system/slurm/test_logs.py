@@ -1,4 +1,4 @@
-"""Logs of a run on the real cluster: two nodes, two attempts, and who has failed first in each."""
+"""Logs of a run on the real cluster: two nodes, two attempts, and the first failure of each."""
 
 import os
 import subprocess
@@ -13,9 +13,9 @@ from toolkit.cli.summary import summary_of
 
 pytestmark = pytest.mark.slurm
 
-# Without @record. Rank 1 fails when the job's log has what both have said, and rank 0 as soon as
-# rank 1 has said why: whose torchrun ends first, and whether srun then leaves the other one the
-# time for its report, is chance.
+# Without @record. Rank 1 fails when the job's log has the lines of both ranks, and rank 0 as soon
+# as rank 1 has printed its error: which torchrun ends first, and whether srun then leaves the other
+# one the time for its report, is chance.
 FAILING = """
 import os, sys, time
 from pathlib import Path

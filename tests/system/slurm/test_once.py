@@ -62,7 +62,7 @@ def files(run: SlurmRun, pattern: str) -> list[Path]:
 
 
 def left(run: SlurmRun) -> dict[str, str]:
-    """Return what the attempt says of its end."""
+    """Return the attempt's reason."""
     found = [*files(run, "logs/attempt-0/reason"), *files(run, "logs/attempt-0/exit_status")]
     return {path.name: path.read_text().strip() for path in found}
 

@@ -55,7 +55,7 @@ def counting(site: Site, asked: list[str]) -> SlurmLauncher:
 
 
 def by_toolkit(cluster: Cluster, *argv: str) -> Answer:
-    """Run the toolkit as somebody on the login node does."""
+    """Run the toolkit as a user on the login node does."""
     return subprocess.run(
         [TOOLKIT, *argv], env=cluster.environ, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Sweeps: what is a point, what is refused, and a real job array whose points fail and go on."""
+"""Sweeps: points, refusals, and a real job array whose points fail and continue."""
 
 import doctest
 import json
@@ -164,7 +164,7 @@ def test_every_point_reaches_torchrun_byte_for_byte(tmp_path: Path) -> None:
         assert seen.env["TRAIN_RUN_DIR"] == str(runs / point.name)
 
 
-# ---- What Slurm says
+# ---- Slurm's answers
 
 ROWS = """\
 ==job|77_2|PENDING|N/A|JobArrayTaskLimit|/r/probe-1/probe.sbatch /r/probe-1
@@ -172,11 +172,12 @@ ROWS = """\
 ==job|78_0|FAILED|2026-11-21T20:00:09|NonZeroExitCode|/r/probe-1/probe.sbatch /r/probe-1 continue
 ==job|77|CANCELLED|2026-11-21T20:00:07|JobArrayTaskLimit|/r/probe-1/probe.sbatch /r/probe-1
 """
-"""As Slurm 22.05 says it; the last row stands for tasks that were cancelled before they started."""
+"""An answer of Slurm 22.05; the last row stands for tasks that were cancelled before they
+started."""
 
 
 def recorded(tmp_path: Path, *, rows: str = ROWS, error: str = "") -> tuple[SlurmRun, list[Any]]:
-    """Return a sweep of five points whose first was submitted again, and what Slurm was asked."""
+    """Return a sweep of five points whose first was submitted again, and the queries to Slurm."""
     run_dir = tmp_path / "probe-1"
     asked: list[Any] = []
 

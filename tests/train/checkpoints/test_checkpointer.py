@@ -155,7 +155,7 @@ def test_a_poisoned_pickle_is_refused_and_never_unpickled(tmp_path: Path) -> Non
     assert look(tmp_path, attempt=0).best == Position(attempt=0, step=3)
     assert Stored(path).listing().keys() == TENSORS.keys()
     (path / ".metadata").unlink()
-    # In the place of tensors, by somebody who can also write a manifest.
+    # In place of tensors, by another user, who can also write a manifest.
     (path / FILE).write_bytes(poison)
     store.complete(path, STATE, {FILE: store.measure(path / FILE)})
     store.verify(path)
@@ -169,7 +169,7 @@ def test_a_write_that_was_cut_short_does_not_count(tmp_path: Path) -> None:
     path.rename(path.with_name("step-00000003.tmp"))
     assert look(tmp_path, attempt=0).best is None
     assert look(tmp_path / "nowhere", attempt=0).best is None
-    # The next write of that step is not bothered by what lies there.
+    # The leftovers do not disturb the next write of that step.
     save(tmp_path)
     assert names(tmp_path) == ["attempt-0/step-00000003"]
 
@@ -208,7 +208,7 @@ def test_who_may_not_commit_leaves_nothing_behind(tmp_path: Path) -> None:
     writer = checkpointer(tmp_path)
     writer.save(Position(attempt=0, step=3), STATE, TENSORS, may_commit=refuse)
     with pytest.raises(FencedError, match="newer attempt"):
-        # By the next save, if nobody waits before.
+        # By the next save, if there is no wait before.
         writer.save(Position(attempt=0, step=6), STATE, TENSORS)
     assert list((tmp_path / "checkpoints/attempt-0").iterdir()) == []
 

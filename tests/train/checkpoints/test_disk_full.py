@@ -1,4 +1,4 @@
-"""A disk without room for one more checkpoint: room is made, or it is told how much is missing."""
+"""A disk without room for one more checkpoint: room is made, or the missing bytes are named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def small_disk(tmp_path: Path) -> Iterator[Disk]:
         return place
 
     yield mount
-    # Lazily: what has written there may have files open for a moment longer.
+    # Lazily: the writer may have files open for a moment longer.
     subprocess.run(["umount", "--lazy", place], check=True)
 
 

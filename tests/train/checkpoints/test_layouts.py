@@ -1,4 +1,4 @@
-"""What one layout has saved, any other loads: every rank its part, bit by bit."""
+"""A checkpoint of one layout loads in any other: each rank's part, bit by bit."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def two_nodes(
 def test_nodes_without_a_shared_directory_resume_from_the_one_that_has_it(
     start: Start, tmp_path: Path
 ) -> None:
-    """The checkpoint is on what is now node 1; node 0 is new and has nothing."""
+    """The checkpoint is on the new node 1; node 0 has none."""
     common = ("--task=chars", "--global-batch=12", "--checkpoint-every=15", "--steps=30")
     reference = start.ranks(2, *common, run_dir=tmp_path / "reference").finish()
     go_back(reference.run_dir, tmp_path / "old", step=15)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest whole ones, whoever wrote them, and nobody else's."""
+"""Retention keeps the newest whole checkpoints of any attempt, and removes no other run's."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 FILE = "rank-00000.safetensors"
 ATTEMPTS, STEPS = range(3), range(1, 6)
-# What has happened to a checkpoint: mostly nothing. `flipped` does not show in sizes, and what lies
-# beside its files (`more`) is no part of it.
+# Damage to a checkpoint: mostly none. `flipped` does not change sizes, and an additional file
+# (`more`) is not part of the checkpoint.
 FATES = ("whole", "whole", "whole", "flipped", "short", "lost", "no manifest", "more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run directory, and who prunes it."""
+    """A run directory, and the store that prunes it."""
 
     fates: dict[Position, str]
     drafts: frozenset[Position]
@@ -126,7 +126,7 @@ def test_the_newest_whole_ones_stay_and_what_lies_behind_them_goes(model: Path, 
         case.prune(run_dir)
         after = entries(run_dir), [look(run_dir, attempt=a).best for a in attempts]
         assert set(store.places(run_dir)) == case.expected()
-        # Nobody from now on goes on from anything worse.
+        # No later start continues from an older one.
         assert before[1] == after[1]
         # What stays is as it was, and a later attempt's drafts stay as well.
         assert after[0].items() <= before[0].items()

@@ -1,4 +1,4 @@
-"""What the trainer says of its checkpoints: how long it stood for them, and what is new since."""
+"""The trainer's report on checkpoints: seconds that training stood, steps since the last one."""
 
 from __future__ import annotations
 

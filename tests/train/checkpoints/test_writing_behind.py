@@ -83,7 +83,7 @@ def everything(rank: int, root: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     one = Rank(rank, root / "shared")
 
-    # The write cannot end before training has gone on, and it holds what was true before.
+    # The write cannot end before training continues, and it holds the state of its own step.
     gone_on = threading.Event()
     for number, tensor in enumerate(one.tensors.values()):
         tensor.fill_(number)
@@ -114,7 +114,7 @@ def everything(rank: int, root: Path) -> dict[str, object]:
     one.save(4, tensors=mine)
     found["no copy on 1"] = one.ending()
 
-    # The next call tells, if nobody has waited; then all is well again.
+    # The next call reports it, if there was no wait; then all is well again.
     def fenced() -> None:
         raise FencedError("a newer attempt is here")
 

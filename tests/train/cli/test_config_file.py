@@ -1,4 +1,4 @@
-"""The configuration file: the flags' names, the flags' checks, and what is written reads back."""
+"""The configuration file: the flags' names, the flags' checks, and a round trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m train.collectives`: what it shows is so, and what is wrong is found."""
+"""`python -m train.collectives`: its statements are true, and it detects wrong results."""
 
 from __future__ import annotations
 

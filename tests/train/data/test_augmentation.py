@@ -1,4 +1,4 @@
-"""Random samples are a function of (seed, place in the stream), whoever reads them."""
+"""Random samples are a function of (seed, position in the stream), in every process."""
 
 from __future__ import annotations
 

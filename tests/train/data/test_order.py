@@ -128,7 +128,7 @@ def test_a_data_set_is_read_in_the_same_order_and_resumed_at_the_next_sample(wor
         # A new process, or a step back to a checkpoint: nothing that was read ahead may be used.
         assert drawn_by(reading, range(2, 6), batch) == expected[2:]
         reading.close()
-        # What the model draws, for its dropout, must not depend on who reads, or from where on.
+        # The model's random numbers, for its dropout, must not depend on the reader or the start.
         assert torch.get_rng_state().equal(randomness)
 
 

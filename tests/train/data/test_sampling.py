@@ -92,7 +92,7 @@ def sampled(size: int, *, ranks: int, epoch: int | None) -> list[int]:
     numbers: list[int] = []
     for rank in range(ranks):
         sampler: DistributedSampler[int] = DistributedSampler(
-            range(size),  # type: ignore[arg-type]  # it only asks for the length
+            range(size),  # type: ignore[arg-type]  # only needs the length
             num_replicas=ranks,
             rank=rank,
         )

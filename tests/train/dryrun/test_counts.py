@@ -1,4 +1,4 @@
-"""`--dry-run`: what is counted without ranks is what ranks would do."""
+"""`--dry-run` counts without ranks exactly the operations of real ranks."""
 
 from __future__ import annotations
 
@@ -159,9 +159,9 @@ COUNTED_STEPS = 2
 
 
 def sent_by(rank: int, kind: str) -> dict[str, dict[Exchange, float]]:
-    """Make real steps of each case, and count what goes over the wire in those after the second.
+    """Make real steps of each case, and count the messages of those after the second.
 
-    In the second, DDP tells the other ranks which buckets it has made.
+    In the second, DDP sends its buckets to the other ranks.
     """
     rank_info = RankInfo(
         rank=rank, world_size=4, local_rank=rank, local_world_size=4, launched=True

@@ -104,7 +104,7 @@ def test_a_gpu_allocates_what_the_rehearsal_counts(precision: Any) -> None:
         trainer.train_step()
         torch.cuda.reset_peak_memory_stats()
         trainer.train_step()
-        # As asked for, before it is rounded up.
+        # The requested bytes, before they are rounded up.
         real = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     # Kernels take some for themselves.
     assert real == pytest.approx(needed, rel=0.05)

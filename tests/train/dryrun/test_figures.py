@@ -136,13 +136,13 @@ class _LocalMode(_FlopCounterMode):  # type: ignore[no-untyped-call]
         if DTensor in types:
             return NotImplemented
         if active_fake_mode() is not None:
-            # DTensor asks for shapes.
+            # DTensor computes shapes.
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """The CPU's attention, of which torch's table knows only the GPU's."""
+    """The CPU's attention; torch's table has only the GPU's."""
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
@@ -226,7 +226,7 @@ def count(trainer: Trainer, folder: Path) -> Counted:
 
 @contextmanager
 def tracked(trainer: Trainer, kept: Iterable[Tensor] = ()) -> Iterator[Bytes]:
-    """Count the memory of what is made, beside the model, the optimizer, and what else is kept.
+    """Count the memory of allocations, without model, optimizer, and other permanent tensors.
 
     Of the data, the batch of the next step is counted, but not the order in which all are drawn,
     since a rehearsal leaves out the data set.
@@ -289,7 +289,7 @@ def test_torch_counts_what_the_rehearsal_does(world: int) -> None:
             real = by_rank[rehearsed.rank][name]
             case = f"{name}, rank {rehearsed.rank}"
             memory = rehearsed.memory
-            # A thread of gloo may let go of what it has sent a moment later than it could.
+            # A thread of gloo may free its send buffer a moment late.
             late = max((size for _, size in real.traffic), default=0)
             assert 0 <= max(real.memory.values()) - sum(memory.values()) <= late, case
             assert rehearsed.peak == max(real.memory, key=real.memory.__getitem__), case

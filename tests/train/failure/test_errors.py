@@ -1,4 +1,4 @@
-"""Causes are told from echoes, and each once."""
+"""Causes are distinguished from echoes, and each is reported once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong is said once, with the cause, and damages nothing."""
+"""A failure is reported once, with its cause, and damages nothing."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_killed_rank_is_torchruns_root_cause_and_others_say_where_they_were(
 
 def test_a_place_where_nobody_is_met_is_named(start: Start, tmp_path: Path) -> None:
     with socket.socket() as nobody:
-        # Bound, so that nobody else listens there.
+        # Bound, so that no other process listens there.
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]
         run = start.single(
@@ -230,7 +230,7 @@ def test_a_usage_error_does_not_touch_the_outcome_of_a_run_that_somebody_has_goi
     # Of the last try, also in torchrun's report.
     assert mistyped.output().count("traceback : --lr 'nope' is no number") == 1
     assert live.outcome() == before
-    # Who starts a run again learns of it: that is a new attempt.
+    # A launcher that starts the run again gets the error: that is a new attempt.
     start.single("--lr", "nope", run_dir=run_dir, attempt=1).finish(2)
     assert live.outcome()["status"] == "fatal"
     assert live.outcome()["attempt"] == 1

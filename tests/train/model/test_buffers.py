@@ -86,7 +86,7 @@ def test_each_strategy_trains_and_restores_buffers_of_every_type(tmp_path: Path)
         for layout, model in models.items():
             for name, tensor in model.items():
                 if name.startswith("0.of_"):
-                    # Nobody moves them: to the last bit what they were.
+                    # They never change, to the last bit.
                     expected = filled(name.removeprefix("0.of_"))
                     assert bits({name: tensor}) == bits({name: expected}), (rank, layout, name)
                 else:

@@ -1,4 +1,4 @@
-"""`--compile` compiles, whatever it is combined with, or says that it does not."""
+"""`--compile` compiles in every combination, or is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CLASSES = 16
 
 
 class Normed(Classifier):
-    """Layers of torch as pieces, one of which has running statistics."""
+    """Layers of torch as pieces; one of them has running statistics."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -99,7 +99,7 @@ class Handed(Lookup):
 
 
 class Hidden(Normed):
-    """A model that torch.compile is told to leave alone."""
+    """A model that torch.compile is configured to skip."""
 
     def model(self) -> nn.Module:
         return Unseen(super().model())
@@ -124,7 +124,7 @@ def trained(rank: int, ranks: int, folder: Path, **chosen: Any) -> tuple[dict[st
     """Weights and running statistics after some steps, and how many graphs were compiled."""
     from torch._dynamo.utils import counters
 
-    # The compiler looks at what warns whoever looks at it.
+    # The compiler reads attributes that warn when they are read.
     warnings.simplefilter("ignore")
     # The same as inductor up to its C++, for which no test need wait.
     compilation.BACKEND = "aot_eager"
@@ -269,7 +269,7 @@ def test_only_what_no_compiler_is_at_is_removed_from_its_cache(tmp_path: Path) -
     assert sorted(removed) == sorted(paths[name] for name in gone)
     assert {name for name, path in paths.items() if not path.exists()} == gone
     assert not list(tmp_path.glob("*/*_CxxBuild"))
-    # Now whoever held it is gone.
+    # Now its holder is gone.
     assert compilation.remove_unfinished(tmp_path) == [paths["held"]]
     assert compilation.remove_unfinished(tmp_path / "none") == []
 
@@ -295,7 +295,7 @@ def test_a_run_killed_while_compiling_starts_again(start: Start, tmp_path: Path)
         )
 
     def kernels() -> list[Path]:
-        """The libraries of the model; others only tell what the processor can do."""
+        """The libraries of the model; others only probe the processor."""
         sources = cache.glob("*/*.main.cpp")
         made = [p.with_suffix(".so") for p in sources if "chk_kernel" not in p.read_text()]
         return [path for path in made if path.exists()]

@@ -1,4 +1,4 @@
-"""Every test sample counts once, whatever the number of ranks and however uneven their parts."""
+"""Every test sample counts once, for any number of ranks and any uneven shares."""
 
 from __future__ import annotations
 
@@ -242,13 +242,13 @@ def test_each_epoch_is_evaluated_once_after_its_checkpoint_whatever_fails(
 
     with pytest.raises(RuntimeError, match="out of memory"):
         run()
-    # What was being written when it failed is whole.
+    # The checkpoint that was being written when it failed is whole.
     assert [position.step for position in store.places(run_dir)] == [10, 5]
     assert evaluations(run_dir) == []
     with pytest.raises(RuntimeError, match="out of memory"):
         run()
     (tmp_path / "broken").unlink()
-    # Asked to stop at the end of an epoch, it goes at once.
+    # After a signal at the end of an epoch, it stops immediately.
     assert not run(stop_after=20, steps=21)
     assert evaluations(run_dir) == [(10, 1)]
     assert run(steps=21)
@@ -261,7 +261,7 @@ def test_each_epoch_is_evaluated_once_after_its_checkpoint_whatever_fails(
 
 
 class Watched:
-    """Samples that note who reads them in this process."""
+    """Samples that record their readers in this process."""
 
     def __init__(self) -> None:
         self.read: list[int] = []

@@ -98,7 +98,7 @@ def test_all_ranks_stop_before_the_step_that_one_rank_would_spoil() -> None:
             assert messages[0].startswith(f"the gradient of step {STEP} is not finite"), name
 
 
-# Without clipping nobody looks at gradients, and the loss of the step was fine.
+# Without clipping gradients are not checked, and the loss of the step was finite.
 SPOILT = """
 import os
 import torch

@@ -1,4 +1,4 @@
-"""Our optimizer makes torch's own steps, and shows them to who traces."""
+"""Our optimizer makes torch's own steps, and shows them to tracers."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def learnt(rank: int, ranks: int, folder: Path) -> dict[tuple[str, str], tuple[A
     return found
 
 
-# Their inputs lie far from 0: whoever rounds these before the model takes the mean off has lost.
+# Their inputs are far from 0: rounding them before the model subtracts the mean loses the signal.
 OFFSET = f"{Path(__file__).parents[1] / 'support/offset.py'}:Offset"
 MULTIPLIED = f"{Path(__file__).parents[1] / 'support/multiplied.py'}:Multiplied"
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}

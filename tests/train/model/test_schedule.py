@@ -1,4 +1,4 @@
-"""The learning rate: what it is at each step, in the optimizer, and in a run that is resumed."""
+"""The learning rate at each step, in the optimizer, and in a resumed run."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_dataparallel_tells_what_the_first_device_carries() -> None:
 
 
 def test_wrong_form_mean_of_the_devices_means_weighs_samples_differently() -> None:
-    """What is gathered must be outputs, not losses: shares differ in size."""
+    """Outputs must be gathered, not losses: shares differ in size."""
     model = nn.Linear(64, 10)
     batch = Digits().train().part(0, 5)
     loss = nn.functional.cross_entropy
@@ -211,7 +211,7 @@ def test_a_device_beside_a_list_of_devices_is_refused() -> None:
 
 
 def agreed(gpus: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What each rank says, of which number r is shown this GPU and no other."""
+    """The lines of each rank; rank r sees only GPU r."""
     sees(monkeypatch, 1)
     monkeypatch.setattr("train.runtime.devices.gpu_of", lambda device: f"GPU-{device.index}")
     store = HashStore()
@@ -273,7 +273,7 @@ def test_single_precision_is_rounded_as_was_asked(monkeypatch: pytest.MonkeyPatc
 def test_tensors_of_several_ranks_draw_without_asking_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Torch's own tracker would send a seed to all ranks, of which some never come to it."""
+    """Torch's own tracker would broadcast a seed, which some ranks never receive."""
     made = []
     monkeypatch.setattr(
         _random,

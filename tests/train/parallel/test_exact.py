@@ -1,4 +1,4 @@
-"""`--reduce exact`: the same bits on any number of ranks, whatever happens on the way."""
+"""`--reduce exact`: the same bits on any number of ranks, also after failures."""
 
 from __future__ import annotations
 

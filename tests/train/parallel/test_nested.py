@@ -30,7 +30,7 @@ FILE = Path(__file__).parents[1] / "support/nested.py"
 # In double precision: sums over ranks are made in another order.
 MOST = 1e-12
 COMMON = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "clip_norm": 5.0}
-# By name: task, and what is asked for. All of them train what one process does.
+# By name: task and options. All of them train as one process does.
 ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("Nested", {"strategy": "ddp", "micro_batch": 2}),
     "fsdp": ("Nested", {"strategy": "fsdp", "micro_batch": 2}),
@@ -86,7 +86,7 @@ Trained = tuple[dict[str, Tensor], list[float], dict[str, float]]
 
 
 def trained(rank: int, ranks: int, folder: Path, task: str, **chosen: Any) -> Trained:
-    """Weights and losses after some steps, and what is measured then."""
+    """Weights and losses after some steps, and the metrics of an evaluation."""
     config = {"task": f"{FILE}:{task}", **COMMON, **chosen}
     trainer = trainer_for(rank, ranks, folder, **config)
     trainer.resume()
@@ -103,7 +103,7 @@ def refusal(rank: int, folder: Path, task: str, **chosen: Any) -> str:
 
 
 def sharded_tally() -> Tally:
-    """Measure outputs of which each rank has its share."""
+    """Measure outputs that are divided among the ranks."""
     mesh = init_device_mesh("cpu", (2,))
     value, scores = torch.arange(4.0), torch.eye(4, KINDS)
     outputs = {"value": value, "kinds": (distribute_tensor(scores, mesh, [Shard(1)]),)}

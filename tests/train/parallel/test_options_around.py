@@ -1,4 +1,4 @@
-"""What goes around every strategy: clipping, recomputation, dropout, compiling, compression."""
+"""Options of every strategy: clipping, recomputation, dropout, compiling, compression."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_norm_over_any_mesh_is_that_of_one_process(tmp_path: Path) -> None:
 
 
 def clipped_by_torch(rank: int) -> str:
-    """What torch says to parameters that lie on two meshes."""
+    """Torch's error about parameters on two meshes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

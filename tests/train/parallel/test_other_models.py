@@ -1,4 +1,4 @@
-"""Models as other people write them train what one process trains, or are refused by name."""
+"""Models in the style of other people train as in one process, or are refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TASK = f"{strange.__file__}:"
 
 
 def case(name: str, world_size: int, task: str, **config: object) -> Case:
-    # Decay moves whatever has a gradient, and momentum what has had one.
+    # Decay changes every parameter with a gradient; momentum, every one that has had a gradient.
     chosen = {"lr": 1e-3, "weight_decay": 0.1, "global_batch": 8, **config}
     # Which way a batch takes depends on how the global one is cut: alike here and there.
     branching = "Branch" in task or task == "Whole"

@@ -48,7 +48,7 @@ def test_a_stop_lets_what_has_begun_be_finished_and_nothing_else() -> None:
     in_step.open(version=7, limit=20)
     first = in_step.draw(0)
     in_step.hurry()
-    # The other half of an update that has begun.
+    # The second half of an update.
     assert in_step.may_draw(1) and not in_step.may_draw(0) and not in_step.over
     in_step.apply([first, in_step.draw(1)])
     assert in_step.over and not in_step.may_draw(0)

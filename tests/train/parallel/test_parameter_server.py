@@ -339,7 +339,7 @@ def test_concurrent_updates_are_all_in_the_weights_and_without_the_lock_are_not(
     assert wrong == -float(PUSHES)
 
 
-# What can go wrong.
+# Failures.
 
 
 def poisoned(rank: int) -> dict[str, tuple[str, list[int], float]]:

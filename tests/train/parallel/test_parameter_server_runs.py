@@ -78,7 +78,7 @@ def test_a_killed_trainer_costs_a_restart_and_changes_nothing(start: Start, tmp_
     assert [e["step"] for e in run.events() if e["event"] == "resume"] == [40]
     (failed,) = [event for event in run.events() if event["event"] == "error"]
     assert failed["status"] == "retryable"
-    # The server notices, or all do who wait for it where they meet for a checkpoint.
+    # The server notices, or all ranks that wait for it at the barrier before a checkpoint.
     said = ("rank 1, a trainer, is gone: ", "another rank went away ")
     assert failed["reason"].startswith(said)
     unbroken = start.ranks(RANKS, *flags, run_dir=tmp_path / "unbroken").finish()
@@ -93,7 +93,7 @@ def test_a_killed_server_ends_its_trainers(start: Start, tmp_path: Path) -> None
     run.wait_for_step(5)
     os.kill(run.workers()[0], signal.SIGKILL)
     run.finish(1)
-    # One says so for all in a line, not in a traceback; torchrun's report has each.
+    # One rank reports it for all in a line, not in a traceback; torchrun's report has each.
     said = (": ends because of others: ", ": another rank went away ")
     assert sum(map(run.output().count, said)) == TRAINERS + 1, run.output()
     assert "train/session.py" not in run.output()

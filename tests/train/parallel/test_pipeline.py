@@ -171,7 +171,7 @@ def test_a_step_and_an_evaluation_equal_those_of_one_process(
     close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
     close(first.gradients | second.gradients, one.gradients)
     close(first.state | second.state, one.state)
-    # Without the factor; told by the rank of the last stage alone.
+    # Without the factor; only the rank of the last stage reports it.
     told, silent = (first, second) if schedule in split.V_SHAPED else (second, first)
     close(told.sums.loss, one.sums.loss)
     assert (told.sums.count, silent.sums.count, silent.sums.loss.item()) == (16, 0, 0.0)
@@ -194,7 +194,7 @@ def test_evaluation_and_preparations_leave_no_trace(
 
 
 def trained_without_metadata(rank: int) -> int | None:
-    """Let torch find out by itself what goes in and out of a stage with batch normalisation."""
+    """Let torch infer the shapes in and out of a stage with batch normalisation."""
     torch.manual_seed(0)
     own = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     made = PipelineStage(own, rank, 2, torch.device("cpu"))
@@ -269,7 +269,7 @@ def constructible(rank: int) -> dict[tuple[str, int, int], bool]:
     found = {}
     for pp in (2, 3, 4):
         group = dist.new_group(list(range(pp)))
-        # Making a schedule asks nobody.
+        # Building a schedule sends no message.
         if rank > 0:
             continue
         for schedule, count in itertools.product(ALL, range(1, 14)):

@@ -1,6 +1,6 @@
-"""The promise of train/: what is trained equals one process, or is refused by name. Nothing else.
+"""The promise of train/: every training equals that of one process, or is refused by name.
 
-Models and command lines are drawn at random: see `drawn.py` for what is odd about the models. Each
+Models and command lines are drawn at random: see `drawn.py` for the oddities of the models. Each
 draw trains under one layout, goes on under another, evaluates and exports, all through the command
 line; its weights are compared with those of one process that did the same.
 """
@@ -96,7 +96,7 @@ BUFFERS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One training, begun under one layout and ended under another."""
+    """One training, started under one layout and ended under another."""
 
     odd: Oddities
     first: Layout
@@ -319,7 +319,7 @@ def check_draws(count: int, part: int, *, compiling: bool) -> None:
         max_examples=count,
         deadline=None,
         database=None,
-        # A failure is told as it was drawn: to make it smaller would take as long again, and again.
+        # A failure is reported as drawn: shrinking it would take as long again, and again.
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

@@ -1,4 +1,4 @@
-"""Models whose sequences are cut are those that compute for a part what they do for the whole."""
+"""Sequences are split only for models that compute for a part what they compute for the whole."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Applied(nn.Module):
 
 
 class Learned(nn.Module):
-    """Positions, of ours or as everybody writes them; small beside what they are added to."""
+    """Positions, from `train.layers` or hand-written; small beside the tokens' vectors."""
 
     def __init__(self, *, ours: bool) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_whole_transformers_are_judged(halves: bool) -> None:
     text = torch.randint(128, (1, 32))
     assert not judged(Transformer(), text, halves=halves)
     assert not judged(rotary.transformer(Places()), text, halves=halves)
-    # What comes from the angles alone, which attention would barely show before it has learned.
+    # The effect of the angles alone, which attention would barely show before training.
     assert judged(rotary.transformer(rotary.FromZero()), text, halves=halves)
 
 

@@ -63,7 +63,7 @@ def off(parameter: DTensor, expected: Tensor) -> float:
 def differences(
     task: Task, ranks: int, plan: Mapping[str, ParallelStyle], *, finish: bool = True
 ) -> dict[str, float]:
-    """Run a cut model beside the whole one: how far apart they are, by what is compared."""
+    """Run a split model beside the whole one, and return their differences by quantity."""
     torch.manual_seed(0)
     model = task.model().double()
     reference = copy.deepcopy(model)

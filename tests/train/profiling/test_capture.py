@@ -100,7 +100,7 @@ def several_traces(rank: int, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The folder of real traces by two ranks, and what each rank has said."""
+    """The folder of real traces by two ranks, and each rank's output."""
     folder = tmp_path_factory.mktemp("traces")
     return folder, on_ranks(2, several_traces, folder)
 

@@ -51,7 +51,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_difference(
 ) -> None:
     save(tmp_path, attempt=1, **OURS)
     theirs = save(tmp_path, attempt=attempt, task="digits", lr=0.2, seed=7, hidden=128)
-    # Large, and of no account: whose it is, its state alone says.
+    # Large, and irrelevant: only its state names its run.
     (theirs / "rank-00000.safetensors").unlink()
     with pytest.raises(RefusedError) as caught:
         claimed(tmp_path)
@@ -136,7 +136,7 @@ def test_a_run_whose_task_has_moved_goes_on_when_it_is_told_so_and_keeps_that_in
     run(f"{old}:Mine", 2, attempt=0).finish()
     shutil.move(old, new)
     before = json.loads((run_dir / "run.json").read_text())
-    # Of another shape, it is not this run's, whatever somebody says.
+    # With other shapes it is not this run's, also with --adopt.
     adopt = ("--adopt", f"{old}:Mine")
     larger = run(f"{new}:Larger", 3, *adopt, attempt=1).finish(1)
     assert "is of another model" in larger.output()

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 
 def pieces(reader: int) -> Iterator[str]:
-    """Yield what was written into the pipe, one write after the other."""
+    """Yield the text of each write into the pipe."""
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         while piece := pipe.read(1 << 16):
             yield piece.decode()
@@ -21,7 +21,7 @@ def pieces(reader: int) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", ["train", "train.collectives"])
 def test_a_line_is_written_with_its_end(module: str) -> None:
-    reader, writer = os.pipe2(os.O_DIRECT)  # each read returns what one write has written
+    reader, writer = os.pipe2(os.O_DIRECT)  # each read returns the bytes of one write
     subprocess.run(
         [sys.executable, "-m", module, "--no-such-flag"],
         cwd=ROOT,

@@ -67,7 +67,7 @@ def test_which_outcome_replaces_which(old: Outcome | None, new: Outcome, allowed
     [
         (None, outcome("fatal"), True),
         (None, outcome("preempted"), True),
-        # Whose directory it is, nobody knows yet.
+        # The directory's run is still unknown.
         (outcome("running"), outcome("fatal"), False),
         (outcome("running"), outcome("preempted"), False),
         (outcome("preempted"), outcome("fatal"), False),
@@ -77,7 +77,7 @@ def test_which_outcome_replaces_which(old: Outcome | None, new: Outcome, allowed
         (outcome("running"), outcome("preempted", restart=1), True),
         (outcome("retryable"), outcome("fatal", restart=1), True),
         (outcome("retryable", restart=1), outcome("fatal"), False),
-        # Who starts a run again counts attempts.
+        # The launcher counts attempts.
         (outcome("running"), outcome("fatal", attempt=2), True),
         (outcome("preempted", restart=3), outcome("preempted", attempt=2), True),
         (outcome("running", attempt=2), outcome("fatal"), False),

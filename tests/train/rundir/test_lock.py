@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FLAGS = ("--task=chars", "--global-batch=12", "--checkpoint-every=20")
 ENDLESS = (*FLAGS, "--steps=100000")
 
-# A process that holds a directory if it may, says what it has found, and lives until it is told.
+# A process that locks a directory if it may, prints the result, and lives until it gets a line.
 PROCESS = """
 import fcntl, json, os, sys, time
 from pathlib import Path
@@ -94,7 +94,7 @@ def contender(path: Path, rank_info: RankInfo = FIRST, *, elsewhere: bool = Fals
 
 
 def decide(contender: Contender, *, ended: tuple[int, int] | None = None) -> list[Verdict]:
-    """The verdicts of all looks, each kind once; what was taken is let go of."""
+    """The verdicts of all polls, each kind once; a lock that was taken is released."""
     deadline = time.monotonic() + PATIENCE_S
     verdicts = [contender.look(ended=ended)]
     while verdicts[-1] == "wait":
@@ -252,8 +252,8 @@ def test_a_killed_holder_is_followed_at_once_though_its_children_live(tmp_path: 
     [
         (FIRST, None, False),
         (FIRST, (0, 1), False),
-        (RankInfo(launch="job-8"), None, False),
-        # What is known of it makes waiting needless.
+        (Place(launch="job-8"), None, False),
+        # Its record shows that waiting is needless.
         (FIRST, (0, 0), True),
         (RankInfo(launch="job-7"), None, True),
         (RankInfo(attempt=1), None, True),

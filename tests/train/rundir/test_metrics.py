@@ -35,7 +35,7 @@ def test_lines_that_follow_each_other_fast_are_written_together(
     log = MetricsLog(tmp_path / "lines", {"version": 1})
     for step in (1, 2, 3):
         log.note({"step": step, "loss": 0.5})
-    # The first has nobody to wait for.
+    # The first has no other to wait for.
     assert steps_in(tmp_path / "lines") == [1]
     log.flush()
     assert steps_in(tmp_path / "lines") == [1, 2, 3]

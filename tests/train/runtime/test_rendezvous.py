@@ -70,18 +70,18 @@ class Meeting:
         return number
 
     def said(self, number: int) -> str:
-        """Wait for a rank's end; give what it has to say."""
+        """Wait for a rank's end; return its output."""
         self.started[number].join(PATIENCE_S)
         assert self.started[number].exitcode is not None, "it hangs"
         return (self.folder / f"said-{number}").read_text()
 
     def so_far(self, number: int) -> str:
-        """Give what a rank has said until now."""
+        """Return a rank's output so far."""
         path = self.folder / f"said-{number}"
         return path.read_text() if path.exists() else ""
 
     def of_two(self, work: Work, method: str, **more: int) -> list[str]:
-        """Start both ranks of a run, wait, and give what they say."""
+        """Start both ranks of a run, wait, and return their output."""
         return [self.said(n) for n in [self.rank(work, rank, method, **more) for rank in (0, 1)]]
 
     def end(self) -> None:
@@ -141,9 +141,9 @@ def ours_impatient(rank_info: RankInfo, method: str, said: Path) -> None:
         said.write_text(f"{error}, collateral: {is_collateral(error)}")
 
 
-def plain_killed(rank_info: RankInfo, method: str, said: Path) -> None:
-    """What introductions show, with a word about who else is there."""
-    url = f"{method}?rank={rank_info.rank}&world_size={rank_info.world_size}"
+def plain_killed(place: Place, method: str, said: Path) -> None:
+    """The result of the introductions, with the number of other ranks."""
+    url = f"{method}?rank={place.rank}&world_size={place.world_size}"
     store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=SHORT_S)))
     said.write_text(f"the other is there: {store.check([str(1 - rank_info.rank)])}")
     store.set(str(rank_info.rank), "here")
@@ -168,7 +168,7 @@ def test_a_file_that_a_killed_run_left_is_no_trap(meeting: Meeting, tmp_path: Pa
     assert meeting.of_two(ours_killed, method) == ["sum 3.0"] * 2
     left = tmp_path / "here.attempt-0.restart-0"
     assert left.stat().st_size
-    # A new run's rank 1, started first, is told by the plain form that its rank 0 is there.
+    # A new run's rank 1, started first, learns from the plain form that its rank 0 is there.
     ghost = f"file://{tmp_path}/ghost"
     assert meeting.said(meeting.rank(plain_killed, 0, ghost)) == "the other is there: False"
     assert meeting.said(meeting.rank(plain_killed, 1, ghost)) == "the other is there: True"
@@ -185,7 +185,7 @@ def test_a_file_that_a_killed_run_left_is_no_trap(meeting: Meeting, tmp_path: Pa
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_two_runs_at_one_place_are_all_refused(meeting: Meeting, tmp_path: Path, kind: str) -> None:
     method = place_of(kind, tmp_path)
-    # Whose rank 1 will come? Nobody can know.
+    # Which run's rank 1 will come is unknown.
     first = meeting.rank(ours, 0, method)
     _wait_until_there(method)
     second = meeting.said(meeting.rank(ours, 0, method))
@@ -272,7 +272,7 @@ class Turns:
             return operation()
 
     def next(self) -> int | None:
-        """Who is to go on, once all have an operation to make."""
+        """The ranks that continue, once all have an operation to run."""
         if len(self.ready) < self.members:
             return None
         able = [member for member in self.ready if self.ready[member]()]
@@ -455,7 +455,7 @@ def limits(rank: int, folder: Path) -> set[float]:
 
 
 def test_ranks_of_a_mesh_wait_for_each_other_as_long_as_was_asked(tmp_path: Path) -> None:
-    # Torch gives their groups half an hour, whatever all ranks together have been given.
+    # Torch gives their groups half an hour, whatever the time-out of the default group.
     assert on_ranks(4, limits, tmp_path) == [{77.0}] * 4
 
 
@@ -476,7 +476,7 @@ def test_a_backend_that_is_not_there_is_named_with_those_that_are() -> None:
 
 
 def test_a_rank_that_sees_only_its_own_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with srun --gpus-per-task=1, when nobody has said how many ranks the node has."""
+    """As with srun --gpus-per-task=1, if the number of ranks per node is unknown."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     seen = {}
     for gpus in (1, 4):

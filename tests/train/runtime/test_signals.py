@@ -1,4 +1,4 @@
-"""Every way of being asked to stop, or of being killed, leaves a run that can go on."""
+"""After every kind of stop or kill, the run can continue."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_signal_while_starting_ends_the_run_at_once(start: Start, tmp_path: Pa
     run.wait_until(importing)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 1
-    # Not killed by torchrun after its patience: then nobody would have written this.
+    # Not killed by torchrun after its time-out: then this would not have been written.
     assert run.outcome()["status"] == "preempted"
 
 
@@ -145,7 +145,7 @@ def test_a_peer_that_never_comes_does_not_delay_a_stop(start: Start, tmp_path: P
         MASTER_PORT="0",
     )
     threads = Path(f"/proc/{run.process.pid}/task")
-    # The store's own thread is there: the wait for the other rank has begun.
+    # The store's own thread exists: the wait for the other rank has started.
     run.wait_until(lambda: any(_comm(t).startswith("pt_tcpstore") for t in threads.iterdir()))
     run.process.send_signal(signal.SIGTERM)
     run.finish(75)

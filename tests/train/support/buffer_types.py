@@ -17,7 +17,7 @@ WIDTH = 6
 
 
 def filled(name: str) -> Tensor:
-    """Give 1 to 4 in a type, or what comes nearest to it."""
+    """Return 1 to 4 in a type, or the nearest values."""
     return torch.arange(1.0, 5.0).to(getattr(torch, name)).reshape(2, 2)
 
 
@@ -44,7 +44,7 @@ class Turned(nn.Module):
 
 
 class Buffers(Task):
-    """Tell which way a vector points."""
+    """Classify the direction of a vector."""
 
     name = "buffers"
 

@@ -1,4 +1,4 @@
-"""A small language model as other people might have written it: `DRAWN` says with which oddities.
+"""A small language model in the style of other people: `DRAWN` selects its oddities.
 
 Every layer that is odd is there by choice of a test, so that any strategy can be compared with one
 process on any of them.
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 VARIABLE = "DRAWN"
 SYMBOLS, TIME, WIDTH, HEADS, SAMPLES, TESTS = 12, 8, 8, 2, 40, 10
-# Far from 0, as measurements are that nobody has normalised.
+# Far from 0, like measurements that are not normalised.
 FAR = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Oddities:
-    """What is unusual about the model."""
+    """The oddities of the model."""
 
     double: bool = True
     """Whether it computes in float64."""
@@ -46,7 +46,7 @@ class Oddities:
     never: bool = False
     """Whether there is a layer that nothing uses."""
     frozen: str = ""
-    """What is not trained: `embed`, `norms` or `block`."""
+    """The frozen part: `embed`, `norms` or `block`."""
     buffers: tuple[str, ...] = ()
     """Types of buffers; those that begin with `-` are not saved."""
     scalar: bool = False
@@ -195,7 +195,7 @@ class Embed(nn.Module):
         hidden: Tensor = self.symbols(symbols) + self.positions(symbols.shape[1])
         if numbers is None:
             return hidden
-        # What is far from 0 is brought near it here: whoever rounds before has lost it.
+        # Values far from 0 are brought near 0 here: rounding them earlier loses the signal.
         return hidden + self.numbers((numbers - FAR)[..., None])  # type: ignore[no-any-return]
 
 

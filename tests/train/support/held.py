@@ -1,6 +1,6 @@
 """A training that stays at a step until it is killed or asked to stop, once in a run directory.
 
-So nobody must be quick who kills it or stops it: however slow the machine, it has not ended then.
+So the kill or stop need not be quick: however slow the machine, the training has not ended by then.
 
 `-m tests.train.support.held` in place of `-m train`, or this text for `python -c` without tests.
 `HELD_AT` is the step after which it stays, `HELD_BY` the process that does, such as `RANK=1`: it

@@ -80,7 +80,7 @@ class Alone(RankGroup):
 
 
 class Recording:
-    """A trainer's steps, with what they were made of."""
+    """A trainer's steps, with their inputs."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.gradients: list[dict[str, Tensor]] = []
@@ -172,9 +172,9 @@ def reference_of(config: Config) -> Config:
     )
 
 
-def compare(case: Case, group: RankGroup, folder: Path) -> Differences | None:
-    """Run a case; rank 0 tells how far it is from one process."""
-    layout = case.config.layout_on(group.rank_info)
+def compare(case: Case, group: Group, folder: Path) -> Differences | None:
+    """Run a case; rank 0 reports its distance from one process."""
+    layout = case.config.layout_on(group.place)
     record = Recording(trainer_of(case.config, layout, group, folder / case.name))
     # Pipeline stages each know a part: put all ranks' together.
     initial = merged(group, record.initial)

@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 class Multiplied(Task):
-    """Tell each symbol again."""
+    """Predict each symbol again."""
 
     name = "multiplied"
 

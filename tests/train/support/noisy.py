@@ -29,6 +29,6 @@ class Windows:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self._batch.inputs[index].clone(), self._batch.targets[index]
         inputs[random.randrange(CONTEXT)] = np.random.randint(VOCABULARY)
-        # Both: whoever has the targets must have drawn what whoever has the inputs has drawn.
+        # Both: the rank with the targets must draw the same as the rank with the inputs.
         places = int(torch.randint(CONTEXT, ()))
         return inputs.roll(places), targets.roll(places)

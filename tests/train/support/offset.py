@@ -46,7 +46,7 @@ class Read(nn.Module):
 
 
 class Offset(Task):
-    """Tell the mean of a position's features."""
+    """Predict the mean of a position's features."""
 
     name = "offset"
 

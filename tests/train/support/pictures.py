@@ -10,7 +10,7 @@ from train.tasks import Classifier
 
 
 class Pictures(Classifier):
-    """Tell four patterns apart; pictures differ much in brightness, and so do slices of them."""
+    """Classify four patterns; pictures differ much in brightness, and so do slices of them."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(

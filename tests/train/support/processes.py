@@ -1,6 +1,6 @@
 """Processes that need not import torch: copies of one that has.
 
-Of the environment they have what it was when the first of them was started.
+Their environment is that of the moment when the first of them was started.
 """
 
 import multiprocessing

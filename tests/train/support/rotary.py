@@ -15,7 +15,7 @@ HEAD_DIM = WIDTH // HEADS
 
 
 class FromZero(nn.Module):
-    """Counts from where its input begins, and is told nothing."""
+    """Counts from the start of its input, without a global position."""
 
     def forward(self, time: int) -> Tensor:
         return torch.arange(time)

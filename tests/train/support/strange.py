@@ -118,7 +118,7 @@ class Uneven(Chars):
 
 
 class LookingTied(Tied):
-    """One block asks which way to go."""
+    """One block chooses a branch by its data."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -144,7 +144,7 @@ class Looks(nn.Module):
 
 
 class Table(Task):
-    """Numbers of which the first says which way a batch takes."""
+    """Numbers; the first decides the branch of a batch."""
 
     def train(self) -> Batch:
         generator = torch.Generator().manual_seed(3)
@@ -167,7 +167,7 @@ def linear() -> nn.Linear:
 
 
 class Either(nn.Module):
-    """Goes one way or the other, or around both, as the sum of the batch says."""
+    """Takes one branch or the other, or neither, by the sum of the batch."""
 
     def __init__(self, ways: int) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class BranchFirst(Table):
 
 
 class Skipping(Branching):
-    """The branch is around pieces, some of which do not run."""
+    """The branch is around pieces, so that some pieces do not run."""
 
     def model(self) -> nn.Module:
         return Skips()

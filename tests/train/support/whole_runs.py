@@ -28,7 +28,7 @@ class Ended:
 
     @property
     def status(self) -> int | None:
-        """The status of the rank that says most: refusals before echoes of them."""
+        """The most informative status of all ranks: refusals before their echoes."""
         known = [status for status in self.statuses if status]
         if None in self.statuses:
             return None
@@ -47,7 +47,7 @@ def run(ranks: int, *flags: str, environ: Mapping[str, str]) -> Ended:
             process.start()
         deadline = time.monotonic() + PATIENCE_S
         failed_at = float("inf")
-        # A rank that waits for one that has gone is told so by its connections.
+        # A rank that waits for a lost one learns of it from its connections.
         while time.monotonic() < deadline and (running := [p for p in processes if p.is_alive()]):
             wait([p.sentinel for p in running], timeout=1)
             if any(p.exitcode for p in processes) and failed_at == float("inf"):

@@ -1,4 +1,4 @@
-"""The benchmark of the language model: what it divides by what."""
+"""The benchmark of the language model: the ratios that it prints."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ class Together(Sound):
 
 
 def failure_of(file: Path, name: str, **chosen: object) -> tuple[BaseException, str]:
-    """Run a task of that file, and say what has become of it."""
+    """Run a task of that file, and return the result."""
     named, trainer = f"{file}:{name}", None
     try:
         trainer = trainer_for(0, 1, file.parent / "run", task=named, steps=3, **chosen)

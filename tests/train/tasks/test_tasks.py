@@ -1,4 +1,4 @@
-"""The tasks that come along: what they read, what they refuse, and that they can be learnt."""
+"""The built-in tasks: the data that they read, their refusals, and that they can be learnt."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Program = Callable[..., Result]
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """Run the real `toolkit` as a user who has no runs and no profiles, with a good `job.yaml`."""
+    """Run the real `toolkit` as a user without runs and profiles, with a good `job.yaml`."""
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "job.yaml").write_text(JOB)
     environ = {
@@ -298,7 +298,7 @@ def test_render_prints_the_same_bytes_as_the_library(program: Program, to: str) 
 
 
 def into_closed_pipe(folder: Path, *argv: str) -> Result:
-    """Like `| head -0`: nobody reads, from the first byte on."""
+    """Like `| head -0`: no process reads, from the first byte on."""
     (folder / "job.yaml").write_text(JOB)
     reading, writing = os.pipe()
     os.close(reading)
@@ -364,7 +364,7 @@ def test_the_package_can_be_run() -> None:
     assert toolkit.__version__ in done.stdout
 
 
-# ---- Import late what is heavy
+# ---- Late imports
 
 
 @pytest.mark.parametrize(

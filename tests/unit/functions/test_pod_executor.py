@@ -1,4 +1,4 @@
-"""Python functions on every rank of a group of pods, whose disks nobody else sees."""
+"""Python functions on every rank of a group of pods, without a shared disk."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A job is what it says: it cannot be changed, and is the same whatever the formatting."""
+"""A job's identity: it cannot be changed, and does not depend on the formatting of its file."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`--set`: one key of a job file changed, and every mistake told with the option that made it."""
+"""`--set` changes one key of a job file; each mistake is reported with its option."""
 
 from collections.abc import Callable
 from pathlib import Path

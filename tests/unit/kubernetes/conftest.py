@@ -16,7 +16,7 @@ from toolkit.job.kubernetes_options import Workload
 
 @pytest.fixture(autouse=True)
 def where_it_holds(request: pytest.FixtureRequest) -> None:
-    """Skip what says nothing about the real cluster that was lent."""
+    """Skip tests that prove nothing about a real cluster."""
     if is_real() and not request.node.get_closest_marker("any_cluster"):
         pytest.skip("needs what only the fake cluster can do, or no cluster at all")
 

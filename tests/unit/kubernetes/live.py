@@ -99,12 +99,12 @@ class Live:
         return json.loads(self.cluster.read(f"{run.name}/outcome.json"))
 
     def events(self, run: toolkit.Run, kind: str) -> list[dict[str, Any]]:
-        """Return what a training says of itself."""
+        """Return a training's own outcome."""
         lines = self.cluster.read(f"{run.name}/events.jsonl").splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
     def told(self, run: toolkit.Run) -> str:
-        """Return all that can be said of a run that did not end as it should."""
+        """Return all evidence about a run that ended otherwise than expected."""
         words = [str(event.get("message")) for event in self._events()]
         return "\n".join([*words, *itertools.islice(run.logs(), 2000)])
 

@@ -48,7 +48,7 @@ def make_profile(workload: Workload, **profile: Any) -> KubernetesProfile:
 
 
 class Site:
-    """A launcher at a fake cluster, and what it waited for."""
+    """A launcher at a fake cluster, and its pauses."""
 
     def __init__(
         self,

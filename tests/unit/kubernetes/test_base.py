@@ -73,7 +73,7 @@ def workload(kind: str, **changes: Any) -> Object:
 
 
 def closed(schema: Any) -> Any:
-    """Return a CRD's schema in which what it does not name is an error, as with strict checking."""
+    """Return a CRD's schema in which unknown fields are errors, as with strict validation."""
     if isinstance(schema, list):
         return [closed(one) for one in schema]
     if not isinstance(schema, dict):
@@ -246,7 +246,7 @@ def test_training_pods_reach_each_other_and_dns_and_nobody_else_reaches_them() -
 
 
 def reached(policy: Object, address: str) -> bool:
-    """Whether a policy lets pods reach an address, by whatever port but those of DNS."""
+    """Whether a policy lets pods reach an address, by any port but those of DNS."""
     blocks = [
         peer["ipBlock"]
         for rule in policy["spec"].get("egress") or ()
@@ -364,7 +364,7 @@ def asked(server: FakeKubernetes) -> set[Right]:
             r"(?P<plural>[^/]+)(?:/(?P<name>[^/]+)(?:/(?P<sub>[^/]+))?)?",
             path,
         )
-        if place is None:  # what everybody may ask: which groups there are
+        if place is None:  # discovery, which every user may read
             assert method == "GET" and path.startswith("/api"), path
             continue
         verb = VERBS[method]
@@ -376,7 +376,7 @@ def asked(server: FakeKubernetes) -> set[Right]:
         if place["sub"] == "exec":
             found.add(("", resource, "create"))  # since 1.35, for a GET as well
         if verb == "patch" and "fieldManager" in query:
-            found.add((place["group"] or "", resource, "create"))  # of what was not there
+            found.add((place["group"] or "", resource, "create"))  # the object did not exist
     server.requests.clear()
     return found
 
@@ -394,7 +394,7 @@ def granted(*roles: str) -> set[Right]:
 
 
 def used(rights: set[Right]) -> set[Right]:
-    """Return rights with all ways of reading as one: who may list sees what get and watch show."""
+    """Return rights with list, get and watch as one: each of them shows the same objects."""
     read = {"get", "list", "watch"}
     return {(group, what, "read" if verb in read else verb) for group, what, verb in rights}
 
@@ -420,13 +420,13 @@ def test_each_role_grants_what_its_commands_ask_for_and_no_more(tmp_path: Path) 
             launcher = KubernetesLauncher(site, api_client=api, environ=environ)
             plan = toolkit.plan(job, site)
             server.requests.clear()
-            # What is refused takes back what was made for it.
+            # After a refusal, the objects that were created for the run are deleted.
             server.deny[kind] = "not here"
             with pytest.raises(toolkit.ToolkitError, match="not here"):
                 launcher.submit(plan, files=files)
             del server.deny[kind]
             launcher.submit(plan).cancel()
-            # Told that something is in the way, it reads whether that is its own.
+            # After a conflict, it reads whether the existing object is its own.
             server.faults = [Fault(method="PATCH", path=path, status=409, times=9, arrives=True)]
             run = launcher.submit(plan, files=files)
             server.faults.clear()
@@ -436,7 +436,7 @@ def test_each_role_grants_what_its_commands_ask_for_and_no_more(tmp_path: Path) 
             toolkit.statuses([run])
             changes = watch_states(site, kind, api_client=api, environ=environ)
             next(changes)
-            if kind != "PyTorchJob":  # which Kueue leaves alone unless it is told otherwise
+            if kind != "PyTorchJob":  # Kueue ignores PyTorchJobs unless configured otherwise
                 server.admit(run.object_name)
             server.run(run.object_name)
             assert len(server.pods(run.object_name)) == 2

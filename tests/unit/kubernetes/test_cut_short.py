@@ -1,4 +1,4 @@
-"""Whoever submits is killed: the run is known here, or it is not in the cluster."""
+"""The submitting process is killed: the run is in the local list, or not in the cluster."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ HOUR_S = 3600.0
 
 @dataclass
 class User:
-    """Somebody at a cluster whose processes get killed."""
+    """A user at a cluster whose processes get killed."""
 
     folder: Path
     server: FakeKubernetes
@@ -64,7 +64,7 @@ class User:
         return list(registry.intents_folder().glob("*.json"))
 
     def let_pass(self, seconds: float) -> None:
-        """Let what was begun be that old."""
+        """Make the recorded submission that old."""
         (path,) = self.intents
         os.utime(path, (time.time() - seconds,) * 2)
 
@@ -195,7 +195,7 @@ def test_a_sweep_that_was_cut_short_has_the_points_that_came_and_gets_the_others
 def test_a_submit_that_was_not_answered_leaves_a_run_that_can_be_asked_for(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server takes the run, says nothing until it is given up, and has it all the same."""
+    """The server takes the run and does not answer before the client gives up; it has the run."""
     monkeypatch.setattr("toolkit.kubernetes.submission._FIRST_PAUSE_S", 0.01)
     path = GROUPS["Job"] + "/.*"
     user.server.faults = [

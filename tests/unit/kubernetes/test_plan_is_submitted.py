@@ -1,4 +1,4 @@
-"""What is submitted is the plan: byte for byte what `render` shows of it."""
+"""The plan is submitted byte for byte as `render` shows it."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Where a run stands, told from objects as clusters have shown them. Pure: nothing is asked."""
+"""A run's status from objects as recorded on clusters. Pure: no requests."""
 
 from typing import Any
 
@@ -368,7 +368,7 @@ def test_what_is_kept_of_an_object_tells_the_same_as_the_object(workload: Worklo
 def test_a_run_that_starts_again_and_again_says_so() -> None:
     found = thing(restarts=9, replicatedJobsStatus=[{"name": "node", "ready": 2}])
     assert judged(found, "JobSet") == status(RUNNING, "restart 9")
-    counted = thing(jobsStatus=[{"name": "node", "ready": 2}])  # a TrainJob's pods alone tell it
+    counted = thing(jobsStatus=[{"name": "node", "ready": 2}])  # only the TrainJob's pods show it
     runs = pod(attempt="3", containerStatuses=[{"state": {"running": {}}}])
     assert judged(counted, "TrainJob", pods=[runs]) == status(RUNNING, "restart 3")
     found = thing(active=2, ready=2, failed=2)

@@ -1,4 +1,4 @@
-"""Submitting to Kubernetes: what is made, once, and what is said where it is refused."""
+"""Submitting to Kubernetes: the objects, each created once, and the messages of refusals."""
 
 import subprocess
 import sys

@@ -107,7 +107,7 @@ def test_the_pod_has_what_the_site_asks_of_pods_and_nothing_else_of_the_run(
         },
     }
     if workload == "TrainJob":
-        del container["imagePullPolicy"]  # which its runtime says
+        del container["imagePullPolicy"]  # its runtime has it
     priority = {} if workload == "TrainJob" else {"priorityClassName": "low"}
     assert made == {
         "apiVersion": "v1",
@@ -307,7 +307,7 @@ def test_what_a_failed_submission_has_placed_is_taken_away(
         raise KeyboardInterrupt
     until(lambda: not pods(server), "the pod is gone")
     assert files_below(server) == []
-    # Unless nobody knows whether it has failed.
+    # Unless it is unknown whether it has failed.
     with pytest.raises(Away), placed(cluster, kind, job, {"y": b"2"}):
         raise Away("no answer")
     assert files_below(server) == ["t", "t/y"]
@@ -396,7 +396,7 @@ def test_a_file_of_a_run_is_read_in_its_own_pod_then_in_one_that_is_made_for_it(
     assert read_file(run, "nothing") is None
     assert [row["step"] for row in rows_of(run.metrics())] == [1]
     assert not site.asked("POST", "/pods")
-    # Its pod ends between the question and the command: the server says so with 500.
+    # Its pod ends between the query and the command: the server answers 500.
     server.faults = [Fault(path=".*/exec", status=500, message='container not found ("node")')]
     assert read_file(run, "metrics.jsonl") == b'{"step": 1}\n'
     assert len(site.asked("POST", "/pods")) == 1
@@ -434,7 +434,7 @@ def test_a_file_of_a_sweeps_point_comes_from_its_own_folder(
 ) -> None:
     server.refuse_pods = "not now"
     run = site.submit(sweep={"grid": {"--lr": ["1", "2"]}})
-    for index in range(2):  # so that only what is kept here tells how its pods were
+    for index in range(2):  # so that only the local state has its pods' fields
         server.delete(f"{run.name}-{index}", kind="Job")
     for point in run.parts:
         assert isinstance(point, KubernetesPoint)

@@ -1,4 +1,4 @@
-"""Waiting for one run asks no more than waiting for many: one list and one watch."""
+"""Waiting for many runs costs as much as waiting for one: one list and one watch."""
 
 import threading
 from typing import Any
@@ -21,7 +21,7 @@ SWEEP: dict[str, Any] = {"sweep": {"grid": {"--lr": ["0.1", "0.2", "0.3"]}}}
 
 
 class Waiting(threading.Thread):
-    """Somebody who waits for a run."""
+    """A client that waits for a run."""
 
     def __init__(self, run: KubernetesRun) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Waiting(threading.Thread):
 
 
 def asked(site: Site) -> list[str]:
-    """Return what was asked about workloads."""
+    """Return the requests about workloads."""
     return ["watch" if query.get("watch") else "list" for query in site.asked("GET", site.path)]
 
 

@@ -30,7 +30,7 @@ def changes(site: Site) -> Iterator[Iterator[Change]]:
 
 
 def cluster_of(site: Site) -> Cluster:
-    """Return the cluster as somebody sees it who is in a hurry."""
+    """Return a client of the cluster with short pauses."""
     client = site.server.api_client()
     return Cluster(Connection(site.profile, api_client=client, sleep=lambda _: time.sleep(0.02)))
 
@@ -174,7 +174,7 @@ def test_memory_stays_flat_over_many_events() -> None:
 
 
 class Silent:
-    """A cluster that only tells of changes."""
+    """A cluster that only answers watches."""
 
     def changes(self, *_: object) -> Any:
         return contextlib.nullcontext(Endless(1_501))

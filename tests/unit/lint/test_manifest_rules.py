@@ -70,7 +70,7 @@ def test_our_own_manifests_are_fine(path: Path) -> None:
     text = path.read_text()
     if is_manifest(text):
         found = {finding.rule for finding in check_manifests(text, path.name)}
-        # Its profile chooses to keep a capability for RDMA, and says so.
+        # Its profile keeps a capability for RDMA on purpose.
         assert found == ({"pod-security"} if path.stem == "llm-on-gpus" else set())
 
 
@@ -362,7 +362,7 @@ def test_what_the_file_itself_makes_is_not_missed(tmp_path: Path) -> None:
 
 
 class Definitions(BaseHTTPRequestHandler):
-    """A server that has one definition, and takes whatever it is given."""
+    """A server with one definition, which accepts every object."""
 
     allowed = True
 

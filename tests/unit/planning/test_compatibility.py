@@ -11,7 +11,7 @@ from toolkit.planning import plan
 from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.slurm import SlurmPlan
 
-# ---- What does not fit
+# ---- Jobs that do not fit
 
 
 @EVERYWHERE

@@ -1,4 +1,4 @@
-"""Plans, and what is rendered of them: functions of job and site alone, and no work by the node."""
+"""Plans and rendered text depend on job and site alone, and cost no work per node."""
 
 import builtins
 import datetime
@@ -33,7 +33,7 @@ IMPURE = {
 
 
 def impure_calls(work: Callable[[], object]) -> set[str]:
-    """Return what `work` asks of the clock, the environment, files, or chance."""
+    """Return the uses of the clock, the environment, files, or chance by `work`."""
     found = set()
 
     def look(frame: FrameType, event: str, arg: Any) -> None:
@@ -46,7 +46,7 @@ def impure_calls(work: Callable[[], object]) -> set[str]:
         elif event == "call" and frame.f_globals.get("__name__") in IMPURE:
             found.add(frame.f_code.co_qualname)
 
-    gc.disable()  # hypothesis times every collection, whoever's work sets it off
+    gc.disable()  # hypothesis times every collection
     sys.setprofile(look)
     try:
         work()

@@ -1,4 +1,4 @@
-"""Profiles: which file is taken, and what is wrong with it."""
+"""Profiles: the file that is chosen, and its problems."""
 
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def test_profiles_are_found_from_folders_below_and_the_nearest_project_wins(site
     assert site.load("a", below="jobs/deep") == KubernetesProfile(name="a", namespace="outer")
     write(site.project / "jobs/k8s/profiles", "a", "kind: kubernetes\nnamespace: inner\n")
     assert site.load("a", below="jobs/deep") == KubernetesProfile(name="a", namespace="inner")
-    # The nearest folder with profiles is the project; what lies above is not searched.
+    # The nearest folder with profiles is the project; folders above are not searched.
     write(site.project / "k8s/profiles", "b", "kind: local\n")
     with pytest.raises(ProfileError, match=r"^no profile 'b'; valid are a, k8s, local, slurm"):
         site.load("b", below="jobs/deep")

@@ -1,4 +1,4 @@
-"""`toolkit init`: what it finds, the profile that it writes, and that nothing is asked twice."""
+"""`toolkit init`: the detected facts and the profile; no query is sent twice."""
 
 import os
 import shutil
@@ -144,7 +144,7 @@ checkpoints are lost with their pod
 
 
 def facts(folder: Path, server: FakeKubernetes) -> tuple[list[str], list[str]]:
-    """Return what is found in a cluster, and what the profile says of it."""
+    """Return the facts detected in a cluster, and the draft of the profile."""
     environ = {"KUBECONFIG": str(folder / "config")}
     server.kubeconfig(folder / "config")
     found = discover(environ=environ, root=folder, prefix="")

@@ -1,4 +1,4 @@
-"""Whatever a job says: a server takes what is rendered of it, and hostile text arrives as it is."""
+"""For any job, a server accepts the manifest, and hostile text arrives unchanged."""
 
 import json
 import re

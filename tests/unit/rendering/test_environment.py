@@ -1,4 +1,4 @@
-"""What is rendered: the committed examples, real bash, and any value a user may write."""
+"""Rendered text: the committed examples, real bash, and any value that a user may write."""
 
 import doctest
 import os
@@ -327,7 +327,7 @@ def test_the_script_itself_expands_no_dollar_parentheses_once_it_has_traps() -> 
         rest = re.split(r"^(?:open_attempt |trap )", given["script.sh"], maxsplit=1, flags=re.M)[-1]
         assert rest != given["script.sh"], name
         known = rest + given["functions"]
-        known = re.sub(r"`[^`]*`", "", known)  # a process of its own expands what is in there
+        known = re.sub(r"`[^`]*`", "", known)  # a subshell expands that
         known = re.sub(r"^\s*#.*$|  # .*$", "", known, flags=re.MULTILINE)
         known = known.replace("exec {_never}<> <(:)", "")  # in a subshell, which has no traps
         assert re.findall(r".*(?:\$\((?!\()|[<>]\().*", known) == [], name

@@ -1,4 +1,4 @@
-"""What is rendered for Kubernetes: a server takes it whole, and pods are what was asked for."""
+"""Rendered manifests: a server accepts them whole, and the pods are as the job demands."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ BEYOND_TRAINJOB = ("image_pull_policy",)
 @pytest.mark.parametrize("case", CASES)
 def test_a_server_takes_every_field(case: str, kind: str) -> None:
     job, profile = CASES[case]
-    if kind == "TrainJob":  # it has no fields for these, which planning says
+    if kind == "TrainJob":  # it has no fields for these, which planning reports
         profile = {key: of for key, of in profile.items() if key not in BEYOND_TRAINJOB}
     assert faults(manifest(job, profile, kind), versions=VERSIONS) == []
 

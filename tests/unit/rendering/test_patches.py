@@ -1,4 +1,4 @@
-"""Patches of a profile and a job: what is rendered, changed as Kubernetes would change it."""
+"""Patches of a profile and a job change the manifest as Kubernetes would change it."""
 
 import copy
 from typing import Any

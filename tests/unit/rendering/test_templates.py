@@ -1,4 +1,4 @@
-"""Templates of a site: ours extended or replaced, and every slip told with its line."""
+"""Templates of a site extend or replace ours; each mistake is reported with its line."""
 
 import difflib
 import re

@@ -73,7 +73,7 @@ def test_a_follower_takes_whole_lines_and_the_torn_one_at_the_end(tmp_path: Path
     assert list(tail.new_lines(path)) == ["one"]
     path.write_text("one\ntwo\nthree")
     assert list(tail.new_lines(path)) == ["two"]
-    path.write_text("new\n")  # somebody has emptied it
+    path.write_text("new\n")  # another process has truncated it
     assert list(tail.new_lines(path)) == ["new"]
     path.write_bytes(b"new\n\xff\n" + b"x" * (3 << 20))
     assert list(tail.new_lines(path)) == ["\ufffd"]
@@ -101,7 +101,7 @@ def test_a_line_whose_end_torchrun_has_passed_on_by_itself_is_whole_again() -> N
 
 
 class Point(Run):
-    """A point whose states are told one after the other."""
+    """A point with a given sequence of states."""
 
     def __init__(self, folder: Path, number: int, *states: RunState) -> None:
         name = f"probe-1/{number:04}-a={number}"
@@ -153,7 +153,7 @@ def test_a_follower_is_told_what_the_run_waits_for_each_time_that_changes(
 
 
 class Sweep(Point):
-    """Its points are asked all at once."""
+    """All points are queried together."""
 
     parts: Sequence[Point] = ()
 

@@ -19,7 +19,7 @@ from toolkit.runs.state import RunState, RunStatus
 
 
 class ToldRun(Run):
-    """A run that stands as the test says."""
+    """A run with a state that the test sets."""
 
     told = RunStatus(state=RunState.RUNNING)
     parts: Sequence[Run] = ()

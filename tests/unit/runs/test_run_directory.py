@@ -1,4 +1,4 @@
-"""How a run ended, told from what it left behind."""
+"""How a run ended, from the files that it left."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Slurm's text is read as its own JSON says, in every version that was recorded."""
+"""Slurm's text is read as its own JSON means it, in every recorded version."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`toolkit check --server`: what a site says of itself beside what a plan believes."""
+"""`toolkit check --server` compares a site's configuration with the assumptions of a plan."""
 
 import doctest
 import subprocess
@@ -182,7 +182,7 @@ def test_the_examples_in_docstrings_are_true() -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.usefixtures("cluster")  # where Slurm cannot run, that one says so
+@pytest.mark.usefixtures("cluster")  # skips where Slurm cannot run
 def test_nodes_of_the_cloud_count_before_they_are_started(tmp_path: Path) -> None:
     state = tmp_path / "sandbox"
     subprocess.run([SANDBOX, "up", "--nodes=1", "--cloud=10000", "--dir", state], check=True)

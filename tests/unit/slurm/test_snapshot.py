@@ -1,4 +1,4 @@
-"""One answer of Slurm for all who ask: not asked too often, and what is told is never stale."""
+"""One answer of Slurm for all processes: few queries, and no stale answers."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_an_answer_is_shared_for_seconds_and_never_stale(
     assert asked(max_age_s=3)
     clock.now += 2
     assert not asked(max_age_s=3)
-    assert asked(max_age_s=1)  # who wants it fresher
+    assert asked(max_age_s=1)  # a caller that needs a newer one
     assert asked(max_age_s=3, changed=clock.now + 0.1)  # whose run has changed since
     queue().forget()  # something was submitted again, or cancelled
     assert asked(max_age_s=3)
@@ -109,7 +109,7 @@ def test_a_busy_controller_is_left_alone_ever_longer(
     with pytest.raises(toolkit.LauncherError):
         queue().look(patient=False)
     slurm.error = ""
-    assert not queue().look(patient=False).note  # who acts asks at once
+    assert not queue().look(patient=False).note  # actions send a query immediately
     assert not queue().look(max_age_s=0.5).note
 
 
@@ -126,7 +126,7 @@ def test_while_the_controller_is_busy_runs_are_told_with_the_time(
     assert run.status().reason == ""
     slurm.error = BUSY
     clock.now += 5
-    assert run.status().state is toolkit.RunState.UNKNOWN  # it has just said so
+    assert run.status().state is toolkit.RunState.UNKNOWN  # it has just answered that
     status = run.status()
     assert status.state is toolkit.RunState.RUNNING
     assert status.reason.startswith("as of ")

@@ -176,7 +176,8 @@ def test_a_run_continued_by_hand_is_seen(user: User, slurm: Slurm) -> None:
     assert run.status().state is toolkit.RunState.RUNNING
     run.cancel()
     assert slurm.asked[-1] == ["scancel", "--batch", "--signal=USR2", "9"]
-    # A second start without that word refuses by itself, and says nothing of the run.
+    # A second start without that argument is refused by the script, which reveals nothing about the
+    # run.
     slurm.rows = user.line("a", 9, "FAILED")
     assert "boom" in run.status().reason
 
@@ -236,7 +237,7 @@ def test_an_id_that_is_used_again_is_not_this_run(user: User, slurm: Slurm) -> N
     assert run.status().state is toolkit.RunState.SUCCEEDED
 
 
-# ---- Who answers
+# ---- The answering cluster
 
 
 def test_another_cluster_is_told_and_not_misread(user: User, slurm: Slurm) -> None:

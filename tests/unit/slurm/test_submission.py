@@ -1,4 +1,4 @@
-"""Submitting once: whoever is killed, whatever sbatch says, there is one job and it is found."""
+"""Submitting once: after any kill and any answer of sbatch, there is one job, and it is found."""
 
 import contextlib
 import json
@@ -76,9 +76,9 @@ def submit_a_chain_to_one_that_answers_too_late(cluster: Cluster, site: Site) ->
 
 
 def scripted(answers: Sequence[str | None], queue: Sequence[str]) -> Any:
-    """Return a Slurm whose sbatch gives these answers, and what it was asked; None is a time-out.
+    """Return a Slurm whose sbatch gives these answers (None: a time-out), and its queries.
 
-    `queue` is what squeue shows at each look.
+    `queue` has squeue's answers in their order.
     """
     asked: list[str] = []
     sent: list[str] = []
@@ -112,7 +112,7 @@ ROW = "==job|{}|PENDING|N/A|Priority|{}\n"
         ([None], ["", ROW.format("7", "COMMAND")], ["sbatch", "squeue", "squeue"]),
         ([None], [ROW.format("7", "SCRIPT")], ["sbatch", "squeue"]),  # from 24.11 on
         ([None, "7"], ["", ""], ["sbatch", "squeue", "squeue", "sbatch"]),
-        # Another run's job, and another job of this one, are not what was submitted.
+        # Another run's job, and another job of this run, are not the submitted job.
         (
             [None, "7"],
             [ROW.format("5", "/other.sbatch /other") + ROW.format("6", "COMMAND continue")],
@@ -154,7 +154,7 @@ def test_what_stays_unclear_keeps_the_run_and_says_what_to_do(
     assert (run_dir / "probe.sbatch").exists()
 
 
-# ---- Whoever submits is killed
+# ---- The submitting process is killed
 
 
 def run_toolkit(cluster: Cluster, path: Path, *argv: str) -> "subprocess.CompletedProcess[str]":
@@ -167,7 +167,7 @@ def run_toolkit(cluster: Cluster, path: Path, *argv: str) -> "subprocess.Complet
 
 @pytest.fixture
 def deadly(cluster: Cluster, tmp_path: Path) -> Path:
-    """A folder whose sbatch kills whoever calls it: before or after it has asked the real one."""
+    """A folder whose sbatch kills its caller before or after it has called the real one."""
     real = shutil.which("sbatch", path=cluster.environ["PATH"])
     folder = tmp_path / "bin"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The first process of a pod: what Kubernetes is told of how torchrun has ended."""
+"""The first process of a pod reports to Kubernetes how torchrun has ended."""
 
 import json
 import os
@@ -205,14 +205,14 @@ def test_who_submits_a_run_again_begins_to_count_anew(kind: str, tmp_path: Path)
 
 
 def idle(local_rank: int, status: int = 93) -> str:
-    """Return a torchrun of which a worker ends so (torch 2.13, multiprocessing/api.py)."""
+    """Return a torchrun with a worker that ends so (torch 2.13, multiprocessing/api.py)."""
     said = f"failed (exitcode: {status}) local_rank: {local_rank} (pid: 7) of binary: python"
     return f'echo "E1122 07:34:07.896000 9 torch/x/api.py:1002] {said}" >>"$TORCH_LOGS_OUT"'
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_that_ends_with_93_is_not_started_again(kind: str, tmp_path: Path) -> None:
-    """As on Slurm, until somebody submits the run again; nor are pods that have lost it."""
+    """As on Slurm, until the run is submitted again; nor are pods that have lost it."""
     gang = kind in ("JobSet", "TrainJob")
     pod, other = Pod(tmp_path, kind), Pod(tmp_path, kind, name="t-1")
     first = {"TRAIN_START": "a", "TRAIN_ATTEMPT": "0" if gang else ""}
@@ -323,7 +323,7 @@ def test_pods_that_are_ended_for_another_one_have_not_failed(tmp_path: Path) -> 
 
 
 def raises(words: str, *, number: int = 0, start: int = 0) -> str:
-    """Return a torchrun, the `number`th of its pod, of which a rank has left such an error file."""
+    """Return the `number`th torchrun of a pod, with a rank that has left such an error file."""
     said = json.dumps({"message": {"message": words, "extraInfo": {"timestamp": "1"}}})
     folder = f'"$PET_LOG_DIR/id_{number}/attempt_{start}/0"'
     return f"mkdir -p {folder}; echo '{said}' >{folder}/error.json"

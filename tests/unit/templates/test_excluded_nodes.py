@@ -1,4 +1,4 @@
-"""What a batch script makes of its nodes: who failed first, who is left out, who was told."""
+"""A batch script and its nodes: the first failure, the excluded nodes, the signalled nodes."""
 
 import os
 import subprocess
@@ -136,7 +136,7 @@ srun: error: n1: task 0: Killed
 def test_a_node_that_srun_could_not_start_on_is_named(
     job: Job, status: int, began: tuple[str, ...]
 ) -> None:
-    """And no other one: srun ends the tasks of the others, perhaps before they have begun."""
+    """And no other one: srun ends the tasks of the others, perhaps before they have started."""
     (job.folder(0) / "nodes").write_text("n1\nn2\n")
     for name in began:
         (job.folder(0) / name).touch()
@@ -148,7 +148,7 @@ def test_a_node_that_srun_could_not_start_on_is_named(
 def test_where_srun_names_no_node_it_is_one_whose_task_has_not_begun(job: Job) -> None:
     (job.folder(0) / "nodes").write_text("n1\nn2\n")
     (job.folder(0) / "began-0").touch()
-    # As an earlier try has named n1, which has begun since.
+    # As an earlier try has named n1, which has started since.
     job.conclude(233, printed=LAUNCH_FAILED.format(0, "n1"))
     assert job.reason.startswith("retryable: srun could not start on n2 (exit status 233); ")
     assert (job.folder(0) / "failing_node").read_text() == "n2\n"
@@ -162,7 +162,7 @@ def test_where_srun_names_no_node_it_is_one_whose_task_has_not_begun(job: Job) -
 def test_a_stop_that_came_before_a_node_could_hear_it_is_heard(
     nnodes: Any, stopping: bool, tmp_path: Path
 ) -> None:
-    """srun drops a signal that comes before its tasks have begun; what is written down stays."""
+    """srun drops a signal that comes before its tasks have started; the mark in the file stays."""
     job = toolkit.JobSpec.model_validate(
         {
             "name": "a",

@@ -1,4 +1,4 @@
-"""A failure that comes again at the same step is not tried for ever, whoever starts the ranks."""
+"""A failure that comes again at the same step is not retried for ever, by any launcher."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import toolkit
 
 # Fails in each start, with an address and a port in its words that differ; a third start would wait
-# for ever, so that only who has noticed can end it.
+# for ever, so that only a process that has noticed can end it.
 ALIKE = """
 import os, time
 from pathlib import Path

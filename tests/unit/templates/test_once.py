@@ -1,4 +1,4 @@
-"""A batch script without restarts: short, and what it promises all the same."""
+"""A batch script without restarts: it is short, and keeps its promises."""
 
 import os
 import signal

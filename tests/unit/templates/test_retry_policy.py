@@ -346,7 +346,7 @@ def test_a_controller_that_is_away_is_asked_again_and_one_that_refuses_is_not(
     job: Job, away: int, refuses: str, asked: list[str], says: str
 ) -> None:
     job.environ |= {"AWAY": str(away), "REFUSES": refuses}
-    # It pings, and then waits, as long as nobody answers.
+    # It pings, and then waits as long as there is no answer.
     assert job.run("sleep() { :; }; conclude 1") == 1
     assert job.reason.endswith(f"; {says}")
     assert [line for line in job.asked if line != "ping"] == asked

@@ -1,4 +1,4 @@
-"""Sizes and times: nothing is lost, nothing is rounded down, and what is unclear is refused."""
+"""Sizes and times: nothing is lost, nothing is rounded down, and unclear values are refused."""
 
 import doctest
 import math

@@ -1,4 +1,4 @@
-"""Secrets: found where they are written down, and shown to nobody."""
+"""Secrets in files are found, and never shown."""
 
 import doctest
 import subprocess
@@ -51,7 +51,7 @@ REFUSED = {
     "token first": ("TOKEN_HUB", "abcdefgh"),
     "address": ("DATABASE", "postgres://me:hunter2@db/runs"),
 }
-"""Variables that hold a secret: what they stand for, name and value."""
+"""Variables that hold a secret: the kind of secret, name and value."""
 
 PASSED = {
     "tokenizers": ("TOKENIZERS_PARALLELISM", "false"),

@@ -1,4 +1,4 @@
-"""YAML is read alike by everybody or refused, and every refusal has its line."""
+"""YAML that every reader reads alike is accepted; other YAML is refused with its line."""
 
 import re
 from pathlib import Path
