@@ -73,7 +73,7 @@ class Stored:
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _reading(self.path), torch.no_grad():
-            # A tensor that is conjugated or negated on reading cannot be filled through a view.
+            # A lazily conjugated or negated tensor cannot be filled through a view.
             lazy = {n: t for n, t in tensors.items() if t.is_conj() or t.is_neg()}
             solid = {name: torch.empty_like(tensor) for name, tensor in lazy.items()}
             views = {name: as_stored(tensor) for name, tensor in {**tensors, **solid}.items()}

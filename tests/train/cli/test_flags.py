@@ -220,7 +220,7 @@ def test_a_flag_with_its_owner_is_taken() -> None:
         "--reduce exact --virtual-shards 8",
         "--comm-hook powersgd",
     ):
-        accepted(*argv.split(), place=ranks(2))
+        accepted(*argv.split(), rank_info=ranks(2))
     # A flag without effect is accepted: a written file holds every field.
     accepted("--pp-schedule=1F1B", "--local-steps=8")
     # A run that shrinks to one rank is the same run.

@@ -72,8 +72,10 @@ def test_ranks_that_shard_nothing_have_no_choice(chosen: dict[str, Any]) -> None
 
 def held_by(rank: int, chosen: list[str]) -> list[tuple[int, str]]:
     """Measure the memory that a step adds until its last micro-batch, and read the report of it."""
-    place = Place(rank=rank, world_size=2, local_rank=rank, local_world_size=2, launched=True)
-    group = Group(place=place, device=torch.device("cpu"))
+    rank_info = RankInfo(
+        rank=rank, world_size=2, local_rank=rank, local_world_size=2, launched=True
+    )
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
     # Of the two ranks, only the second has so little that whole gradients would be too much.
     memory = [100 * WIDE_BYTES, 9 * WIDE_BYTES][rank]
     devices.memory_of_a_rank = lambda group: memory

@@ -252,7 +252,7 @@ def test_a_killed_holder_is_followed_at_once_though_its_children_live(tmp_path: 
     [
         (FIRST, None, False),
         (FIRST, (0, 1), False),
-        (Place(launch="job-8"), None, False),
+        (RankInfo(launch="job-8"), None, False),
         # Its record shows that waiting is needless.
         (FIRST, (0, 0), True),
         (RankInfo(launch="job-7"), None, True),

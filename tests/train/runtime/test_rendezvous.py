@@ -141,9 +141,9 @@ def ours_impatient(rank_info: RankInfo, method: str, said: Path) -> None:
         said.write_text(f"{error}, collateral: {is_collateral(error)}")
 
 
-def plain_killed(place: Place, method: str, said: Path) -> None:
+def plain_killed(rank_info: RankInfo, method: str, said: Path) -> None:
     """The result of the introductions, with the number of other ranks."""
-    url = f"{method}?rank={place.rank}&world_size={place.world_size}"
+    url = f"{method}?rank={rank_info.rank}&world_size={rank_info.world_size}"
     store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=SHORT_S)))
     said.write_text(f"the other is there: {store.check([str(1 - rank_info.rank)])}")
     store.set(str(rank_info.rank), "here")

@@ -172,9 +172,9 @@ def reference_of(config: Config) -> Config:
     )
 
 
-def compare(case: Case, group: Group, folder: Path) -> Differences | None:
+def compare(case: Case, group: RankGroup, folder: Path) -> Differences | None:
     """Run a case; rank 0 reports its distance from one process."""
-    layout = case.config.layout_on(group.place)
+    layout = case.config.layout_on(group.rank_info)
     record = Recording(trainer_of(case.config, layout, group, folder / case.name))
     # Pipeline stages each know a part: put all ranks' together.
     initial = merged(group, record.initial)
