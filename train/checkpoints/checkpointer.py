@@ -27,6 +27,10 @@ BESIDE_BYTES = 1 << 16
 PAGE_BYTES = 4096
 
 
+class _DiskFullError(CheckpointError):
+    """A checkpoint could not be written for want of room."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SaveTiming:
     """How long a checkpoint took."""
@@ -204,34 +208,33 @@ class Checkpointer:
 
     def _work(self, pending: PendingCheckpoint, shared: bool) -> None:
         try:
-            self._error, full = self._try(pending, shared)
-            if full:
+            self._error = self._try(pending, shared)
+            if isinstance(self._error, _DiskFullError):
                 removed = ""
                 if self._channel.rank == 0:
                     # The others wait for an answer, also if it fails.
                     with suppress(OSError):
                         removed = pending.make_room()
                 if removed := self._channel.broadcast(removed):
-                    self._error, _ = self._try(pending, shared, removed)
+                    self._error = self._try(pending, shared, removed)
         except BaseException as error:
             self._error = error
 
     def _try(
         self, pending: PendingCheckpoint, shared: bool, removed: str = ""
-    ) -> tuple[TrainError | None, bool]:
-        """Write and commit; return on all ranks the error, if any, and whether the disk is full."""
+    ) -> TrainError | None:
+        """Write and commit; return on all ranks what prevented it, if anything did."""
         draft = pending.position.draft(self.run_dir)
         problem: WriteFailure | None = None
-        refused: tuple[TrainError, bool] | None = None
+        error: TrainError | None = None
         if self._channel.rank == 0:
             if store.free_bytes(draft) < pending.needed_bytes:
                 problem = WriteFailure(text="No space left on device", full=True)
             else:
                 problem = _attempt(lambda: store.begin(draft))
-            if problem:
-                refused = self._failure(pending, [(0, problem)], removed), problem.full
-        if refused := self._channel.broadcast(refused):
-            return refused
+            error = self._failure(pending, [(0, problem)], removed) if problem else None
+        if error := self._channel.broadcast(error):
+            return error
         files: dict[str, Proof] = {}
         if shared:
             problem = pending.problem or _attempt(
@@ -246,10 +249,9 @@ class Checkpointer:
                 self._channel.send(tensor)
             problem = pending.problem
         reports = self._channel.gather((problem, files))
-        ending: tuple[TrainError | None, bool] = (None, False)
         if self._channel.rank == 0:
-            ending = self._commit(pending, draft, reports, removed)
-        return self._channel.broadcast(ending)
+            error = self._commit(pending, draft, reports, removed)
+        return self._channel.broadcast(error)
 
     def _write_own(self, pending: PendingCheckpoint, draft: Path) -> dict[str, Proof]:
         if not pending.parts:
@@ -282,7 +284,7 @@ class Checkpointer:
         draft: Path,
         reports: Sequence[tuple[WriteFailure | None, Mapping[str, Proof]]],
         removed: str,
-    ) -> tuple[TrainError | None, bool]:
+    ) -> TrainError | None:
         """Make the draft a checkpoint if all has gone well; else remove it and say why."""
         problems = [(rank, problem) for rank, (problem, _) in enumerate(reports) if problem]
         files = {name: proof for _, own in reports for name, proof in own.items()}
@@ -298,15 +300,14 @@ class Checkpointer:
                 # cannot be removed, does not undo it.
                 with suppress(OSError):
                     pending.committed(SaveTiming(stall_s=stall_s, total_s=now - pending.started))
-                return None, False
+                return None
         except TrainError as error:
             store.discard(draft)
-            return error, False
+            return error
         except Exception as error:
             problems = [(0, WriteFailure.of(error))]
         store.discard(draft)
-        full = any(problem.full for _, problem in problems)
-        return self._failure(pending, problems, removed), full
+        return self._failure(pending, problems, removed)
 
     def _failure(
         self, pending: PendingCheckpoint, problems: Sequence[tuple[int, WriteFailure]], removed: str
@@ -314,14 +315,16 @@ class Checkpointer:
         """Describe on rank 0 why the checkpoint failed."""
         alone = self._channel.size == 1
         reasons = [p.text if alone else f"rank {rank}: {p.text}" for rank, p in problems]
-        if any(problem.full for _, problem in problems):
+        full = any(problem.full for _, problem in problems)
+        if full:
             free = store.free_bytes(pending.position.path(self.run_dir))
             room = f", {free:,} are free on that disk" if free < math.inf else ""
             reasons.append(f"it needs {pending.needed_bytes:,} bytes{room}")
             with suppress(OSError):
                 reasons += [text for text in (pending.may_go(),) if text]
         reasons.append(removed or "earlier checkpoints are untouched")
-        return CheckpointError(
+        kind = _DiskFullError if full else CheckpointError
+        return kind(
             f"cannot write checkpoint {pending.position.path(self.run_dir)}: {'; '.join(reasons)}"
         )
 
