@@ -1,4 +1,7 @@
-"""Resuming: finding the newest valid checkpoint that any rank can see, and loading it."""
+"""Resuming: finding the newest valid checkpoint that any rank can see, and loading it.
+
+A checkpoint that cannot be read, or is of another model, raises a CheckpointError on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -85,11 +88,7 @@ def find(run_dir: Path, group: RankGroup, *, shared: bool) -> tuple[list[Sightin
 def describe(
     run_dir: Path, group: RankGroup, position: Position, *, source: int, shared: bool
 ) -> Resumption:
-    """Broadcast the content of a checkpoint on the source rank, without its tensors.
-
-    Raises:
-        CheckpointError: on all ranks; it cannot be read.
-    """
+    """Broadcast the content of a checkpoint on the source rank, without its tensors."""
     resumption: Resumption | str = ""
     if group.rank_info.rank == source:
         path = position.path(run_dir)
@@ -111,11 +110,7 @@ def describe(
 def load(
     run_dir: Path, group: RankGroup, resumption: Resumption, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Fill this rank's tensors in place, however the ranks that wrote them were arranged.
-
-    Raises:
-        CheckpointError: on all ranks; the checkpoint is of another model, or cannot be read.
-    """
+    """Fill this rank's tensors in place, however the ranks that wrote them were arranged."""
     path = resumption.position.path(run_dir)
     own: Listing = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if differing := differences(resumption.listing, group.gather(own)):
@@ -129,11 +124,7 @@ def load(
 def fill(
     run_dir: Path, group: RankGroup, resumption: Resumption, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Fill tensors in place that are known to be the checkpoint's.
-
-    Raises:
-        CheckpointError: on all ranks; it cannot be read.
-    """
+    """Fill tensors in place that are known to be the checkpoint's."""
     path = resumption.position.path(run_dir)
     problem = ""
     try:
@@ -154,8 +145,7 @@ def _distribute(
 ) -> None:
     """Read tensor by tensor on one rank and send it to all; each takes its part.
 
-    Raises:
-        CheckpointError: on the rank that reads; the other ranks just return.
+    A failure is raised on the rank that reads; the other ranks just return.
     """
     assert resumption.source is not None, "one rank has it"
     stored: Stored | None = None

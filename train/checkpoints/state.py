@@ -35,7 +35,11 @@ REPORTED_CHANGES = (
 
 
 class Saver:
-    """Saves and restores everything that a checkpoint of this run holds."""
+    """Saves and restores everything that a checkpoint of this run holds.
+
+    Its methods raise on all ranks alike: a FencedError if a later start has taken over; a
+    CheckpointError if a checkpoint cannot be read, or could not be written and all shall stop.
+    """
 
     def __init__(
         self,
@@ -68,11 +72,7 @@ class Saver:
         )
 
     def resume(self, progress: TrainingProgress) -> None:
-        """Go on from the newest valid checkpoint that any rank sees, if there is one.
-
-        Raises:
-            CheckpointError: on all ranks; it is of another model, or cannot be read.
-        """
+        """Go on from the newest valid checkpoint that any rank sees, if there is one."""
         run_dir, shared = self.directory.path, self._checkpointer.shared
         sightings, source = recovery.find(run_dir, self.group, shared=shared)
         self._retention.damaged = {position for position, _ in sightings[0].damaged}
@@ -117,11 +117,9 @@ class Saver:
             self.console.say(f"with another configuration: {'; '.join(changed)}")
 
     def save(self, progress: TrainingProgress, *, epoch: int) -> None:
-        """Begin a checkpoint of this moment; `wait()` waits for its end.
+        """Begin a checkpoint of this moment; the next call raises if it could not be written.
 
         Raises:
-            CheckpointError: on all ranks; the one before could not be written, and all shall stop.
-            FencedError: on all ranks; a later start has taken over.
             NonFiniteLoss: on all ranks; these weights would replace good ones.
         """
         if self._saved and self._saved.step == progress.step:
@@ -179,12 +177,7 @@ class Saver:
         )
 
     def wait(self, *, last: bool = False) -> None:
-        """Wait until the checkpoint is committed or has failed; `last`: none follows, so raise.
-
-        Raises:
-            CheckpointError: on all ranks; it could not be written, and all shall stop.
-            FencedError: on all ranks; a later start has taken over.
-        """
+        """Wait until the checkpoint is committed or has failed; `last`: none follows, so raise."""
         self._attempt(self._checkpointer.wait, last=last)
 
     def leave(self) -> None:
