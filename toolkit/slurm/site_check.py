@@ -1,24 +1,61 @@
-"""Compares a plan with the configuration that a Slurm site reports."""
+"""Compares a plan or a script with what a Slurm site reports, and with what its user may do there.
+
+A site reports its configuration, partitions and associations (accounts, QOS). Folders are looked
+at, and the site's own sbatch parses the options and the script; nothing is submitted.
+"""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from subprocess import CompletedProcess
+from pathlib import PurePosixPath
 
 from toolkit.errors import LauncherError, Problem
 from toolkit.planning.slurm import SlurmPlan
 from toolkit.planning.stop_times import SIGNAL_SLACK_S, warning_lead_s
 from toolkit.rendering import render
-from toolkit.slurm.access_check import account_findings, path_findings, verdict
+from toolkit.slurm.squeue import Command, first_line
 from toolkit.text.quantities import format_duration, whole_number
 
-__all__ = ["site_findings"]
+__all__ = ["account_findings", "log_folder", "path_findings", "site_findings", "verdict"]
 
 OLDEST = (22, 5)
 """The oldest Slurm that the rendered scripts are tried with."""
 
 _CONFIG = "scontrol show config"
 _PARTITIONS = "scontrol show partition"  # sinfo leaves out cloud nodes that are not started
+_TEST_ONLY = "sbatch --test-only"
+
+_SUBMIT = """
+umask 077
+file=$(mktemp) || exit
+printf %s "$@" >"$file" && sbatch --test-only "$file"
+status=$?
+rm -f "$file"
+exit $status
+"""
+"""The script goes there in arguments, so that this works on a remote login node, too."""
+
+_ARGUMENT_MAX = 100_000  # bytes; Linux takes 128 KiB for one argument
+
+_PATH_CHECK = """
+for word; do
+  kind=${word%%:*} path=${word#*:} fault=
+  case $path in '~/'*) path=$HOME/${path#'~/'} ;; esac
+  case $kind in
+    makes)
+      up=$path
+      while [ ! -e "$up" ] && [ "$up" != . ] && [ "$up" != / ]; do up=$(dirname -- "$up"); done
+      if [ ! -d "$up" ]; then fault="$up is no folder"
+      elif [ ! -w "$up" ]; then fault="$up cannot be written"; fi ;;
+    writes)
+      if [ ! -d "$path" ]; then fault="there is no such folder"
+      elif [ ! -w "$path" ]; then fault="it cannot be written"; fi ;;
+    folder) [ -d "$path" ] || fault="there is no such folder" ;;
+    file) [ -e "$path" ] || fault="there is no such file" ;;
+  esac
+  printf '%s\\n' "$fault"
+done
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +71,16 @@ class _Partition:
     state: str
 
 
-def site_findings(
-    plan: SlurmPlan, command: Callable[[Sequence[str]], "CompletedProcess[str]"]
-) -> list[Problem]:
+def site_findings(plan: SlurmPlan, command: Command) -> list[Problem]:
     """Return where the site contradicts the plan, each with the reason and the way out.
-
-    Submits nothing: it reads the configuration, the partitions and the user's associations, looks
-    at folders, and has sbatch parse the options (`--usage`) and the script (`--test-only`).
 
     Raises:
         LauncherError: the site gives no answer, or one that cannot be understood.
     """
-    config = _config(_answer(command, _CONFIG.split()))
+    shown = _answer(command, _CONFIG.split())
+    config = dict(re.findall(r"^(\w+) *= *(.*?) *$", shown, re.MULTILINE))
+    if missing := {"ClusterName", "KillWait", "PreemptMode", "SLURM_VERSION"} - config.keys():
+        raise LauncherError(f"{_CONFIG} says nothing of {', '.join(sorted(missing))}")
     partitions = _partitions(_answer(command, [*_PARTITIONS.split(), "--oneliner"]))
     refused = [
         *_partition_findings(plan, partitions),
@@ -55,11 +90,11 @@ def site_findings(
     return [
         *_config_findings(plan, config),
         *(refused or verdict(render(plan), command)),
-        *path_findings(_places(plan), command),
+        *path_findings(_required_paths(plan), command),
     ]
 
 
-def _places(plan: SlurmPlan) -> Iterator[tuple[str, str, str, str]]:
+def _required_paths(plan: SlurmPlan) -> Iterator[tuple[str, str, str, str]]:
     """Yield which folders and files must be there, on the node where jobs are submitted."""
     profile, job = plan.profile, plan.job
     runs_dir = profile.below(profile.runs_dir)
@@ -73,25 +108,16 @@ def _places(plan: SlurmPlan) -> Iterator[tuple[str, str, str, str]]:
         yield "file", job.image, "image", "bring it there, or correct image"
 
 
-def _found(rule: str, place: str, message: str) -> Problem:
+def _problem(rule: str, place: str, message: str) -> Problem:
     return Problem(rule=rule, place=place, message=message)
 
 
-def _answer(
-    command: Callable[[Sequence[str]], "CompletedProcess[str]"], argv: Sequence[str]
-) -> str:
+def _answer(command: Command, argv: Sequence[str]) -> str:
     done = command(argv)
     if done.returncode != 0:
-        message = (done.stderr + done.stdout).strip().partition("\n")[0]
+        message = first_line(done.stderr + done.stdout)
         raise LauncherError(f"{argv[0]} refused: {message or f'exit status {done.returncode}'}")
     return done.stdout
-
-
-def _config(text: str) -> dict[str, str]:
-    settings = dict(re.findall(r"^(\w+) *= *(.*?) *$", text, re.MULTILINE))
-    if missing := {"ClusterName", "KillWait", "PreemptMode", "SLURM_VERSION"} - settings.keys():
-        raise LauncherError(f"{_CONFIG} says nothing of {', '.join(sorted(missing))}")
-    return settings
 
 
 def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> list[Problem]:
@@ -104,27 +130,27 @@ def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> list[Problem]:
             f"KillWait is {there}, and profile {profile.name!r} says "
             f"{format_duration(profile.kill_wait_s)}; write kill_wait: {there}"
         )
-        problems.append(_found("site-kill-wait", _CONFIG, message))
+        problems.append(_problem("site-kill-wait", _CONFIG, message))
     if plan.job.retries.requeue and "CANCEL" in config["PreemptMode"].upper():
         message = (
             f"PreemptMode is {config['PreemptMode']}: a preempted job is cancelled and not queued "
             "again; after a preemption submit the script again with `sbatch FILE RUN_DIR continue`"
         )
-        problems.append(_found("site-preempt-mode", _CONFIG, message))
+        problems.append(_problem("site-preempt-mode", _CONFIG, message))
     most = config.get("MaxArraySize", "")
     if (limit := whole_number(most)) is not None and len(plan.points) > limit:
         message = (
             f"{len(plan.points)} points exceed MaxArraySize {most}, which is how many tasks an "
             "array may have; make several sweeps of it"
         )
-        problems.append(_found("site-array-size", _CONFIG, message))
+        problems.append(_problem("site-array-size", _CONFIG, message))
     version = re.match(r"(\d{1,9})\.(\d{1,9})", config["SLURM_VERSION"])
     if version is not None and (int(version[1]), int(version[2])) < OLDEST:
         message = (
             f"SLURM_VERSION is {config['SLURM_VERSION']}, and the script is tried with "
             f"{OLDEST[0]}.{OLDEST[1]:02} and later; try a requeue before you rely on it"
         )
-        problems.append(_found("site-version", _CONFIG, message))
+        problems.append(_problem("site-version", _CONFIG, message))
     return problems
 
 
@@ -172,7 +198,7 @@ def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[P
     there = ", ".join(sorted({p.name for p in partitions})) or "none"
     if not names:
         message = f"no partition is the default one; name one of {there} in the profile"
-        return [_found("site-partition", _PARTITIONS, message)]
+        return [_problem("site-partition", _PARTITIONS, message)]
     reasons: list[tuple[str, str]] = []
     by_name = {partition.name: partition for partition in partitions}
     for name in names:
@@ -182,7 +208,7 @@ def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[P
         if not problems:
             return []  # Slurm takes the first one that can
         reasons += problems
-    return [_found(rule, _PARTITIONS, message) for rule, message in reasons]
+    return [_problem(rule, _PARTITIONS, message) for rule, message in reasons]
 
 
 def _too_much(plan: SlurmPlan, partition: _Partition) -> list[tuple[str, str]]:
@@ -219,20 +245,114 @@ def _too_much(plan: SlurmPlan, partition: _Partition) -> list[tuple[str, str]]:
     return excesses
 
 
-def _option_findings(
-    plan: SlurmPlan, command: Callable[[Sequence[str]], "CompletedProcess[str]"]
-) -> list[Problem]:
-    """Have the site's own sbatch parse each option: it knows those of its version."""
+def _option_findings(plan: SlurmPlan, command: Command) -> list[Problem]:
+    """Have the site's own sbatch parse each option: it knows the options of its version."""
     problems = []
     for name, value in plan.sbatch:
         option = f"--{name}" if value is None else f"--{name}={value}"
         done = command(["sbatch", option, "--usage"])
         if done.returncode != 0:
-            complaint = re.sub(r"^\S*sbatch: (error: )?", "", done.stderr.strip()).partition("\n")[
-                0
-            ]
+            complaint = re.sub(r"^\S*sbatch: (error: )?", "", first_line(done.stderr))
             message = (
                 f"this site's sbatch refuses it: {complaint}; leave it out, or ask for its version"
             )
-            problems.append(_found("site-option", f"--{name}", message))
+            problems.append(_problem("site-option", f"--{name}", message))
     return problems
+
+
+def account_findings(
+    options: dict[str, str | None], command: Command, *, place: Callable[[str], str]
+) -> list[Problem]:
+    """Compare account and QOS with the user's associations; nothing without accounting.
+
+    Args:
+        options: The options of sbatch, by long names.
+        command: How Slurm's commands are run.
+        place: Where an option stands.
+    """
+    account, qos = options.get("account"), options.get("qos")
+    if not account and not qos:
+        return []
+    config = command(["scontrol", "show", "config"]).stdout
+    enforced = re.search(r"^AccountingStorageEnforce *= *(.*)$", config, re.MULTILINE)
+    rules = set((enforced[1] if enforced else "none").strip().split(","))
+    try:
+        user = command(["id", "-un"]).stdout.strip()
+        query = ["show", "assoc", f"user={user}", "format=account,qos"]
+        answer = command(["sacctmgr", "-nP", *query])
+    except LauncherError:
+        return []
+    rows = [line.split("|") for line in answer.stdout.splitlines() if "|" in line]
+    if answer.returncode != 0 or not rows:
+        return []
+    mine = sorted({row[0] for row in rows if row[0]})
+    problems = []
+    if account and account not in mine and "associations" in rules:
+        message = f"{user} has no account {account!r}; name one of {', '.join(mine)}"
+        problems.append(_problem("site-account", place("account"), message))
+    own = [row for row in rows if row[0] == account] or rows
+    allowed = sorted({name for row in own for name in row[1].split(",") if name})
+    if qos and allowed and qos not in allowed and "qos" in rules:
+        message = f"{user} has no QOS {qos!r}; name one of {', '.join(allowed)}"
+        problems.append(_problem("site-qos", place("qos"), message))
+    return problems
+
+
+def verdict(script: str, command: Command, *, place: str | None = None) -> list[Problem]:
+    """Have sbatch look at a script as if it were submitted (`--test-only`).
+
+    Args:
+        script: Its text.
+        command: How Slurm's commands are run.
+        place: Where the script stands.
+    """
+    data = script.encode()
+    chunks, at = [], 0
+    while at < len(data):
+        end = min(at + _ARGUMENT_MAX, len(data))
+        while end < len(data) and data[end] & 0xC0 == 0x80:  # not inside of a character
+            end -= 1
+        chunks.append(data[at:end].decode())
+        at = end
+    done = command(["sh", "-c", _SUBMIT, "sh", *chunks])
+    if done.returncode == 0:
+        return []
+    if done.returncode == 127 or "Unable to contact" in done.stderr:
+        raise LauncherError(f"sbatch cannot be asked: {done.stderr.strip()}")
+    lines = [re.sub(r"^(\S*sbatch: )?(error: )?", "", row) for row in done.stderr.splitlines()]
+    messages = [row for row in lines if row and not row.startswith("Try ")]
+    message = f"{_TEST_ONLY} refuses it: {'; '.join(messages) or 'without a word'}"
+    return [_problem("site-refuses", place or _TEST_ONLY, message)]
+
+
+def path_findings(places: Iterable[tuple[str, str, str, str]], command: Command) -> list[Problem]:
+    """Look at folders and files where jobs are submitted.
+
+    Args:
+        places: The required access (`makes` or `writes` in it, `folder`, `file`), the path, its
+        place in the file, and the way out.
+        command: How commands are run there.
+    """
+    required = list(places)
+    if not required:
+        return []
+    arguments = [f"{kind}:{path}" for kind, path, _, _ in required]
+    done = command(["sh", "-c", _PATH_CHECK, "sh", *arguments])
+    answers = done.stdout.split("\n")[:-1]
+    if done.returncode != 0 or len(answers) != len(required):
+        raise LauncherError(f"folders cannot be looked at: {done.stderr.strip()}")
+    return [
+        _problem("site-path", place, f"{path}: {answer}; {way_out}")
+        for (_, path, place, way_out), answer in zip(required, answers, strict=True)
+        if answer
+    ]
+
+
+def log_folder(pattern: str) -> str | None:
+    """Return the folder of a log, as `--output` names it; None where the job decides.
+
+    >>> log_folder("logs/%j.out"), log_folder("%x-%j.out"), log_folder("logs/%x/%j.out")
+    ('logs', None, None)
+    """
+    folder = str(PurePosixPath(pattern).parent)
+    return None if folder == "." or "%" in folder or pattern == "/dev/null" else folder
