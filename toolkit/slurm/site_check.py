@@ -18,7 +18,7 @@ from toolkit.text.quantities import format_duration, whole_number
 
 __all__ = ["account_findings", "log_folder", "path_findings", "site_findings", "verdict"]
 
-OLDEST = (22, 5)
+_OLDEST = (22, 5)
 """The oldest Slurm that the rendered scripts are tried with."""
 
 _CONFIG = "scontrol show config"
@@ -35,7 +35,7 @@ exit $status
 """
 """The script goes there in arguments, so that this works on a remote login node, too."""
 
-_ARGUMENT_MAX = 100_000  # bytes; Linux takes 128 KiB for one argument
+_ARGUMENT_MAX = 30_000  # characters of at most 4 bytes; Linux takes 128 KiB for one argument
 
 _PATH_CHECK = """
 for word; do
@@ -66,7 +66,7 @@ class _Partition:
     is_default: bool
     longest_s: int | None
     default_s: int | None
-    most_nodes: int | None
+    most_nodes: int
     nodes: int
     state: str
 
@@ -83,12 +83,12 @@ def site_findings(plan: SlurmPlan, command: Command) -> list[Problem]:
         raise LauncherError(f"{_CONFIG} says nothing of {', '.join(sorted(missing))}")
     partitions = _partitions(_answer(command, [*_PARTITIONS.split(), "--oneliner"]))
     refused = [
-        *_partition_findings(plan, partitions),
+        *_problems(_PARTITIONS, _partition_findings(plan, partitions)),
         *_option_findings(plan, command),
         *account_findings(dict(plan.sbatch), command, place=lambda name: f"--{name}"),
     ]
     return [
-        *_config_findings(plan, config),
+        *_problems(_CONFIG, _config_findings(plan, config)),
         *(refused or verdict(render(plan), command)),
         *path_findings(_required_paths(plan), command),
     ]
@@ -108,8 +108,8 @@ def _required_paths(plan: SlurmPlan) -> Iterator[tuple[str, str, str, str]]:
         yield "file", job.image, "image", "bring it there, or correct image"
 
 
-def _problem(rule: str, place: str, message: str) -> Problem:
-    return Problem(rule=rule, place=place, message=message)
+def _problems(place: str, findings: Iterable[tuple[str, str]]) -> list[Problem]:
+    return [Problem(rule=rule, place=place, message=message) for rule, message in findings]
 
 
 def _answer(command: Command, argv: Sequence[str]) -> str:
@@ -120,38 +120,37 @@ def _answer(command: Command, argv: Sequence[str]) -> str:
     return done.stdout
 
 
-def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> list[Problem]:
-    problems = []
+def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield rule and message of each setting that contradicts the plan."""
     profile = plan.profile
     seconds = re.match(r"(\d{1,9}) sec", config["KillWait"])
     if seconds is not None and int(seconds[1]) != profile.kill_wait_s:
         there = format_duration(int(seconds[1]))
-        message = (
+        yield (
+            "site-kill-wait",
             f"KillWait is {there}, and profile {profile.name!r} says "
-            f"{format_duration(profile.kill_wait_s)}; write kill_wait: {there}"
+            f"{format_duration(profile.kill_wait_s)}; write kill_wait: {there}",
         )
-        problems.append(_problem("site-kill-wait", _CONFIG, message))
     if plan.job.retries.requeue and "CANCEL" in config["PreemptMode"].upper():
-        message = (
+        yield (
+            "site-preempt-mode",
             f"PreemptMode is {config['PreemptMode']}: a preempted job is cancelled and not queued "
-            "again; after a preemption submit the script again with `sbatch FILE RUN_DIR continue`"
+            "again; after a preemption submit the script again with `sbatch FILE RUN_DIR continue`",
         )
-        problems.append(_problem("site-preempt-mode", _CONFIG, message))
     most = config.get("MaxArraySize", "")
     if (limit := whole_number(most)) is not None and len(plan.points) > limit:
-        message = (
+        yield (
+            "site-array-size",
             f"{len(plan.points)} points exceed MaxArraySize {most}, which is how many tasks an "
-            "array may have; make several sweeps of it"
+            "array may have; make several sweeps of it",
         )
-        problems.append(_problem("site-array-size", _CONFIG, message))
     version = re.match(r"(\d{1,9})\.(\d{1,9})", config["SLURM_VERSION"])
-    if version is not None and (int(version[1]), int(version[2])) < OLDEST:
-        message = (
+    if version is not None and (int(version[1]), int(version[2])) < _OLDEST:
+        yield (
+            "site-version",
             f"SLURM_VERSION is {config['SLURM_VERSION']}, and the script is tried with "
-            f"{OLDEST[0]}.{OLDEST[1]:02} and later; try a requeue before you rely on it"
+            f"{_OLDEST[0]}.{_OLDEST[1]:02} and later; try a requeue before you rely on it",
         )
-        problems.append(_problem("site-version", _CONFIG, message))
-    return problems
 
 
 def _partitions(text: str) -> list[_Partition]:
@@ -159,21 +158,19 @@ def _partitions(text: str) -> list[_Partition]:
     for line in text.splitlines():
         settings = dict(word.partition("=")[::2] for word in line.split())
         try:
-            partitions.append(
-                _Partition(
-                    name=settings["PartitionName"],
-                    is_default=settings["Default"] == "YES",
-                    longest_s=_seconds(settings["MaxTime"]),
-                    default_s=_seconds(settings["DefaultTime"]),
-                    most_nodes=None
-                    if settings["MaxNodes"] == "UNLIMITED"
-                    else int(settings["MaxNodes"]),
-                    nodes=int(settings["TotalNodes"]),
-                    state=settings["State"],
-                )
+            nodes, most = settings["TotalNodes"], settings["MaxNodes"]
+            partition = _Partition(
+                name=settings["PartitionName"],
+                is_default=settings["Default"] == "YES",
+                longest_s=_seconds(settings["MaxTime"]),
+                default_s=_seconds(settings["DefaultTime"]),
+                most_nodes=int(nodes) if most == "UNLIMITED" else min(int(most), int(nodes)),
+                nodes=int(nodes),
+                state=settings["State"],
             )
         except (KeyError, ValueError):
             raise LauncherError(f"{_PARTITIONS}: cannot be understood: {line!r}") from None
+        partitions.append(partition)
     return partitions
 
 
@@ -192,72 +189,66 @@ def _seconds(text: str) -> int | None:
     return int(days or 0) * 86400 + seconds
 
 
-def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[Problem]:
-    wanted = dict(plan.sbatch).get("partition")
-    names = wanted.split(",") if wanted else [p.name for p in partitions if p.is_default]
+def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[tuple[str, str]]:
+    requested = dict(plan.sbatch).get("partition")
+    names = requested.split(",") if requested else [p.name for p in partitions if p.is_default]
     there = ", ".join(sorted({p.name for p in partitions})) or "none"
     if not names:
         message = f"no partition is the default one; name one of {there} in the profile"
-        return [_problem("site-partition", _PARTITIONS, message)]
-    reasons: list[tuple[str, str]] = []
+        return [("site-partition", message)]
+    findings: list[tuple[str, str]] = []
     by_name = {partition.name: partition for partition in partitions}
     for name in names:
-        problems = [("site-partition", f"there is no partition {name!r}; there are {there}")]
+        excesses = [("site-partition", f"there is no partition {name!r}; there are {there}")]
         if name in by_name:
-            problems = _too_much(plan, by_name[name])
-        if not problems:
+            excesses = list(_excesses(plan, by_name[name]))
+        if not excesses:
             return []  # Slurm takes the first one that can
-        reasons += problems
-    return [_problem(rule, _PARTITIONS, message) for rule, message in reasons]
+        findings += excesses
+    return findings
 
 
-def _too_much(plan: SlurmPlan, partition: _Partition) -> list[tuple[str, str]]:
+def _excesses(plan: SlurmPlan, partition: _Partition) -> Iterator[tuple[str, str]]:
+    """Yield rule and message of each limit of a partition that the job exceeds."""
     job, name = plan.job, partition.name
-    excesses = []
     if partition.state != "UP":
-        why = f"partition {name!r} is {partition.state}; jobs wait until it is up"
-        excesses.append(("site-partition-state", why))
+        message = f"partition {name!r} is {partition.state}; jobs wait until it is up"
+        yield "site-partition-state", message
     limit_s, longest_s = job.time_limit_s, partition.longest_s
     if limit_s and longest_s is not None and limit_s > longest_s:
         longest = format_duration(longest_s)
-        why = (
+        yield (
+            "site-time-limit",
             f"time_limit {format_duration(limit_s)} exceeds MaxTime {longest} of partition "
-            f"{name!r}; write time_limit: {longest} and let retries.requeue go on from there"
+            f"{name!r}; write time_limit: {longest} and let retries.requeue go on from there",
         )
-        excesses.append(("site-time-limit", why))
     given_s = partition.default_s or longest_s
     needed_s = warning_lead_s(job) + SIGNAL_SLACK_S
     if limit_s is None and given_s is not None and given_s <= needed_s:
-        why = (
+        yield (
+            "site-time-limit",
             f"partition {name!r} gives {format_duration(given_s)} where a job names no time, and "
-            f"the end of a run alone takes {format_duration(needed_s)}; set time_limit"
+            f"the end of a run alone takes {format_duration(needed_s)}; set time_limit",
         )
-        excesses.append(("site-time-limit", why))
-    nodes = partition.nodes
-    most = min(nodes, nodes if partition.most_nodes is None else partition.most_nodes)
+    most = partition.most_nodes
     if job.resources.min_nodes > most:
-        what = "nodes" if most == nodes else "nodes for one job (MaxNodes)"
-        why = (
+        what = "nodes" if most == partition.nodes else "nodes for one job (MaxNodes)"
+        yield (
+            "site-nodes",
             f"nnodes {job.resources.min_nodes} exceeds the {most} {what} of partition {name!r}; "
-            "ask for fewer, or name another partition"
+            "ask for fewer, or name another partition",
         )
-        excesses.append(("site-nodes", why))
-    return excesses
 
 
-def _option_findings(plan: SlurmPlan, command: Command) -> list[Problem]:
+def _option_findings(plan: SlurmPlan, command: Command) -> Iterator[Problem]:
     """Have the site's own sbatch parse each option: it knows the options of its version."""
-    problems = []
     for name, value in plan.sbatch:
         option = f"--{name}" if value is None else f"--{name}={value}"
         done = command(["sbatch", option, "--usage"])
         if done.returncode != 0:
-            complaint = re.sub(r"^\S*sbatch: (error: )?", "", first_line(done.stderr))
-            message = (
-                f"this site's sbatch refuses it: {complaint}; leave it out, or ask for its version"
-            )
-            problems.append(_problem("site-option", f"--{name}", message))
-    return problems
+            why = re.sub(r"^\S*sbatch: (error: )?", "", first_line(done.stderr))
+            message = f"this site's sbatch refuses it: {why}; leave it out, or ask for its version"
+            yield Problem(rule="site-option", place=f"--{name}", message=message)
 
 
 def account_findings(
@@ -285,16 +276,16 @@ def account_findings(
     rows = [line.split("|") for line in answer.stdout.splitlines() if "|" in line]
     if answer.returncode != 0 or not rows:
         return []
-    mine = sorted({row[0] for row in rows if row[0]})
     problems = []
-    if account and account not in mine and "associations" in rules:
-        message = f"{user} has no account {account!r}; name one of {', '.join(mine)}"
-        problems.append(_problem("site-account", place("account"), message))
+    accounts = sorted({row[0] for row in rows if row[0]})
+    if account and account not in accounts and "associations" in rules:
+        message = f"{user} has no account {account!r}; name one of {', '.join(accounts)}"
+        problems += _problems(place("account"), [("site-account", message)])
     own = [row for row in rows if row[0] == account] or rows
     allowed = sorted({name for row in own for name in row[1].split(",") if name})
     if qos and allowed and qos not in allowed and "qos" in rules:
         message = f"{user} has no QOS {qos!r}; name one of {', '.join(allowed)}"
-        problems.append(_problem("site-qos", place("qos"), message))
+        problems += _problems(place("qos"), [("site-qos", message)])
     return problems
 
 
@@ -306,14 +297,8 @@ def verdict(script: str, command: Command, *, place: str | None = None) -> list[
         command: How Slurm's commands are run.
         place: Where the script stands.
     """
-    data = script.encode()
-    chunks, at = [], 0
-    while at < len(data):
-        end = min(at + _ARGUMENT_MAX, len(data))
-        while end < len(data) and data[end] & 0xC0 == 0x80:  # not inside of a character
-            end -= 1
-        chunks.append(data[at:end].decode())
-        at = end
+    starts = range(0, len(script), _ARGUMENT_MAX)
+    chunks = [script[start : start + _ARGUMENT_MAX] for start in starts]
     done = command(["sh", "-c", _SUBMIT, "sh", *chunks])
     if done.returncode == 0:
         return []
@@ -322,7 +307,7 @@ def verdict(script: str, command: Command, *, place: str | None = None) -> list[
     lines = [re.sub(r"^(\S*sbatch: )?(error: )?", "", row) for row in done.stderr.splitlines()]
     messages = [row for row in lines if row and not row.startswith("Try ")]
     message = f"{_TEST_ONLY} refuses it: {'; '.join(messages) or 'without a word'}"
-    return [_problem("site-refuses", place or _TEST_ONLY, message)]
+    return _problems(place or _TEST_ONLY, [("site-refuses", message)])
 
 
 def path_findings(places: Iterable[tuple[str, str, str, str]], command: Command) -> list[Problem]:
@@ -342,7 +327,7 @@ def path_findings(places: Iterable[tuple[str, str, str, str]], command: Command)
     if done.returncode != 0 or len(answers) != len(required):
         raise LauncherError(f"folders cannot be looked at: {done.stderr.strip()}")
     return [
-        _problem("site-path", place, f"{path}: {answer}; {way_out}")
+        Problem(rule="site-path", place=place, message=f"{path}: {answer}; {way_out}")
         for (_, path, place, way_out), answer in zip(required, answers, strict=True)
         if answer
     ]

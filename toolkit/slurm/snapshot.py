@@ -290,9 +290,9 @@ class SnapshotCache:
             content = untrusted.mapping(untrusted.read_json(file, limit=_FILE_BYTES))
             if content.pop("version") != _VERSION:
                 return _Answers()
-            content["rows"] = [_row(row) for row in content["rows"]]
+            content["rows"] = [JobRow(*map(str, row)) for row in content["rows"]]
             content["ended"] = {
-                job_id: (_moment(asked), [_row(row) for row in rows])
+                job_id: (_moment(asked), [JobRow(*map(str, row)) for row in rows])
                 for job_id, (asked, rows) in content["ended"].items()
             }
             times = {f.name: _moment(content[f.name]) for f in fields(_Answers) if f.type is float}
@@ -309,16 +309,11 @@ class SnapshotCache:
         self._memory = answers
         if self._file is None:
             return
-        content = {"version": _VERSION, **vars(answers)}
-        content["rows"] = [_values(row) for row in answers.rows]
-        content["ended"] = {
-            job_id: (asked, [_values(row) for row in rows])
-            for job_id, (asked, rows) in answers.ended.items()
-        }
+        content = json.dumps({"version": _VERSION, **vars(answers)})
         part = self._file.with_suffix(f".{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(content), encoding="utf-8")
+            part.write_text(content, encoding="utf-8")
             part.replace(self._file)
             self._stamp = _stamp(self._file)
         except OSError:
@@ -359,12 +354,3 @@ def _moment(value: Any) -> float:
     if (seconds := untrusted.finite(value)) is None or not 0 <= seconds < _LAST:
         raise ValueError(value)
     return seconds
-
-
-def _values(row: JobRow) -> list[str]:
-    return [row.job_id, row.word, row.reason, row.command, row.start]
-
-
-def _row(values: Sequence[str]) -> JobRow:
-    job_id, word, reason, command, start = map(str, values)
-    return JobRow(job_id=job_id, word=word, reason=reason, command=command, start=start)

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.runs import commands
@@ -125,7 +124,7 @@ def _squeue(command: Command, *selection: str) -> list[JobRow]:
             reason = "" if reason == "None" else reason
             rows.append(JobRow(job_id=job_id, word=word, start=start, reason=reason, command=argv))
         elif rows and line:
-            rows[-1] = replace(rows[-1], command=f"{rows[-1].command}\n{line}")
+            rows[-1] = rows[-1]._replace(command=f"{rows[-1].command}\n{line}")
     return rows
 
 

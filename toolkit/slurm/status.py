@@ -1,9 +1,9 @@
 """A job as Slurm shows it, and the status of a run that follows from it."""
 
 import re
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.runs import run_directory
 from toolkit.runs.state import RunState, RunStatus
@@ -54,8 +54,7 @@ _EXPLANATIONS = {
 """Slurm's reasons (squeue manual, JOB REASON CODES), for readers new to Slurm."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobRow:
+class JobRow(NamedTuple):
     """A job, or a task of a job array, as squeue or sacct shows it."""
 
     job_id: str
