@@ -17,15 +17,8 @@ from toolkit.errors import LauncherError
 from toolkit.planning.local import LocalPlan
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
-from toolkit.runs import registry, run_directory
-from toolkit.runs.log_reader import (
-    LogView,
-    Span,
-    all_spans,
-    attempt_spans,
-    follow_files,
-    refuse_attempt,
-)
+from toolkit.runs import log_reader, registry, run_directory
+from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Launcher, Run, new_run_name, require_secrets
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.torchrun_report import without_stop_traces
@@ -78,8 +71,8 @@ class LocalRun(Run):
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         """Yield the lines of all nodes, each as it comes."""
-        refuse_attempt(self.run_dir, view)
-        lines = follow_files(
+        log_reader.refuse_attempt(self.run_dir, view)
+        lines = log_reader.follow_files(
             lambda: self._spans(view),
             ended=lambda: not view.follow or self._supervisor() is None,
         )
@@ -88,10 +81,10 @@ class LocalRun(Run):
     def _spans(self, view: LogView) -> list[Span]:
         launcher_log = self.run_dir / "logs" / _LAUNCHER_LOG
         if view.attempt is None:
-            return all_spans(self.run_dir, launcher_log)
+            return log_reader.all_spans(self.run_dir, launcher_log)
         # The supervisor has started the first attempt only; users may continue the run by hand.
         first = [] if view.attempt else [Span(path=launcher_log, below=self.run_dir)]
-        return [*first, *attempt_spans(self.run_dir, view.attempt)]
+        return [*first, *log_reader.attempt_spans(self.run_dir, view.attempt)]
 
     def cancel(self) -> None:
         """Signal the supervisor to stop the run with a checkpoint."""

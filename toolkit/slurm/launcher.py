@@ -1,6 +1,5 @@
 """Submits to a Slurm cluster, with or without accounting, and opens what was submitted there."""
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -164,9 +163,8 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         if record.begun:
             uri = f"{record.uri.removesuffix(record.name)}{jobs[0].job_id}"
             record = registry.add(replace(record, uri=uri), environ=self._environ)
-        new = self._login.remote and not submission.known
-        launch = json.dumps(self._login.as_there(record).as_json()) if new else ""
-        self._login.keep(submission.folder, jobs=as_lines(jobs), launch=launch)
+        new = None if submission.known else record
+        self._login.keep(submission.folder, jobs=as_lines(jobs), record=new)
         write_jobs(submission.folder.here, jobs)
         intent.done()
         self._login.snapshots.forget()
@@ -243,7 +241,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         if intent is None:
             raise LauncherError(f"{run.name} is being submitted by another process just now")
         with intent:
-            submission = _submission_of(intent, run.record)
+            submission = Submission.of_json(intent.data.get("order"), name=run.name)
             job_file = submission.folder.here / "job.yaml"
             run_directory.require_own(job_file)
             secrets = self._secrets(plan(load(job_file), self._profile))
@@ -273,7 +271,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
     def _recovered(self, record: registry.RunRecord, intent: submission_journal.Intent) -> SlurmRun:
         """Return a run whose submission was interrupted, with the jobs that Slurm has of it."""
         try:
-            submission = _submission_of(intent, record)
+            submission = Submission.of_json(intent.data.get("order"), name=record.name)
             self._login.snapshots.require_cluster_of(record.uri)
             if jobs := find(self._login, submission):
                 return self._submitted(record, submission, jobs, intent)
@@ -372,18 +370,3 @@ def _log_of(folder: RunFolder, *, sweep: bool) -> str:
     """Return where the jobs print, as sbatch wants it; of a sweep, each point in a file."""
     logs = f"{folder.there}/logs".replace("%", "%%")  # sbatch replaces %j and others
     return f"{logs}/%a.log" if sweep else f"{logs}/job.log"
-
-
-def _submission_of(intent: submission_journal.Intent, record: registry.RunRecord) -> Submission:
-    """Return the submission that the journal holds.
-
-    Raises:
-        LauncherError: another version has written it.
-    """
-    try:
-        return Submission.of_json(intent.data["order"])
-    except (KeyError, TypeError, ValueError):
-        raise LauncherError(
-            f"{record.name}: its submission was cut short, and what was written "
-            "down of it cannot be read by this version"
-        ) from None

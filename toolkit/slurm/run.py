@@ -13,28 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.errors import LauncherError
-from toolkit.runs import registry, run_directory
-from toolkit.runs.log_reader import (
-    LogView,
-    Span,
-    all_spans,
-    attempt_folders,
-    attempt_spans,
-    follow_files,
-    refuse_attempt,
-)
+from toolkit.runs import log_reader, registry, run_directory
+from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.torchrun_report import without_stop_traces
 from toolkit.slurm.login.host import LoginNode
-from toolkit.slurm.snapshot import Snapshot, SnapshotCache
+from toolkit.slurm.snapshot import Snapshot
 from toolkit.slurm.squeue import first_line
 from toolkit.slurm.status import JobRow, judge
 from toolkit.slurm.submission import SlurmJob, is_job_id, read_jobs
 
-__all__ = ["CONDITIONS", "STATUS_AGE_S", "SlurmRun", "statuses_of_parts"]
+__all__ = ["CONDITIONS", "SlurmRun"]
 
-STATUS_AGE_S = 1.0
+_STATUS_AGE_S = 1.0
 """Maximum age of an answer for `status` of a single run, in seconds."""
 
 _LIST_AGE_S = 3.0
@@ -80,23 +72,77 @@ class SlurmRun(Run):
 
     def status(self) -> RunStatus:
         """Return the status by squeue; of forgotten jobs by the run directory or sacct."""
-        (status,) = self._statuses([self], max_age_s=STATUS_AGE_S, changed=self._changed())
-        return status
+        return self.part_statuses()[0]
+
+    def part_statuses(self) -> list[RunStatus]:
+        """Return the status of each part by one query."""
+        changed = self._changed()
+        return self._statuses_of_parts([self], max_age_s=_STATUS_AGE_S, changed=changed)[0]
 
     def statuses_of(self, runs: Sequence[Run]) -> list[RunStatus]:
         """Return the statuses of all by one query."""
         ours = [run for run in runs if isinstance(run, SlurmRun)]
         assert len(ours) == len(runs)
         changed = max((run.record.created for run in ours), default=0.0)
-        return self._statuses(ours, max_age_s=_LIST_AGE_S, changed=changed)
-
-    def _statuses(
-        self, runs: "Sequence[SlurmRun]", *, max_age_s: float, changed: float
-    ) -> list[RunStatus]:
-        snapshots = self._login.snapshots
-        of_parts = statuses_of_parts(snapshots, runs, max_age_s=max_age_s, changed=changed)
-        pairs = zip(runs, of_parts, strict=True)
+        of_parts = self._statuses_of_parts(ours, max_age_s=_LIST_AGE_S, changed=changed)
+        pairs = zip(ours, of_parts, strict=True)
         return [run.sum_of(parts) if run.points else parts[0] for run, parts in pairs]
+
+    def _statuses_of_parts(
+        self, runs: "Sequence[SlurmRun]", *, max_age_s: float, changed: float
+    ) -> list[list[RunStatus]]:
+        """Return the statuses of the parts of each run on this cluster.
+
+        Args:
+            runs: The runs.
+            max_age_s: How old an answer may be.
+            changed: When one of the runs changed that the answer must know.
+        """
+        snapshots = self._login.snapshots
+        try:
+            snapshot = snapshots.look(max_age_s=max_age_s, changed=changed)
+        except LauncherError as error:
+            return [[part.unreachable(str(error)) for part in run.parts] for run in runs]
+        statuses: dict[SlurmRun, RunStatus] = {}
+        others: list[SlurmRun] = []  # runs of other users, whose jobs are queried by their ids
+        for run in runs:
+            for part, status in zip(run.parts, run.statuses_in(snapshot), strict=True):
+                if status is None:
+                    others.append(part)
+                else:
+                    statuses[part] = status
+        if others:
+            try:
+                by_id = snapshots.others([job.job_id for part in others for job in part.jobs])
+            except LauncherError as error:
+                statuses |= {part: part.unreachable(str(error)) for part in others}
+            else:
+                statuses |= {part: s for part in others for s in part.statuses_in(by_id) if s}
+        statuses |= self._accounted([part for part, s in statuses.items() if s.lost], statuses)
+        if snapshot.note:
+            for part, status in statuses.items():
+                if not status.state.final:
+                    reason = "; ".join(filter(None, [status.reason, snapshot.note]))
+                    statuses[part] = replace(status, reason=reason)
+        return [[statuses[part] for part in run.parts] for run in runs]
+
+    def _accounted(
+        self, lost: "Sequence[SlurmRun]", statuses: "Mapping[SlurmRun, RunStatus]"
+    ) -> "dict[SlurmRun, RunStatus]":
+        """Return the statuses that the accounting has of runs that are lost otherwise."""
+        job_ids = [job.job_id.partition("_")[0] for part in lost for job in part.jobs]
+        try:
+            ended = self._login.snapshots.ended(job_ids) if lost else {}
+        except LauncherError as error:
+            reasons = {part: f"{statuses[part].reason}; {error}" for part in lost}
+            return {p: RunStatus(state=RunState.UNKNOWN, reason=r) for p, r in reasons.items()}
+        # By the id of the array for `77_[3-5]`.
+        rows = {
+            row.whole if "[" in row.job_id else row.job_id: row
+            for job_rows in ended.values()
+            for row in job_rows
+        }
+        return {part: s for part in lost if (s := part.by_accounting(rows)) is not None}
 
     def _changed(self) -> float:
         """Return when something happened to this run that an answer of Slurm must know."""
@@ -239,8 +285,8 @@ class SlurmRun(Run):
         self._login.fetch(time.time())
         if self.run_dir is None:
             raise LauncherError(f"{self.uri} was not submitted from here; its log is unknown")
-        refuse_attempt(self.run_dir, view)
-        lines = follow_files(
+        log_reader.refuse_attempt(self.run_dir, view)
+        lines = log_reader.follow_files(
             lambda: self._spans(view),
             ended=lambda: not view.follow or self._ended(view, on_status),
             pause_s=0.5,
@@ -252,17 +298,16 @@ class SlurmRun(Run):
         run_dir = self.run_dir
         assert run_dir is not None
         if view.attempt is None:
-            return all_spans(run_dir, self._log(run_dir))
-        return attempt_spans(run_dir, view.attempt)
+            return log_reader.all_spans(run_dir, self._log(run_dir))
+        return log_reader.attempt_spans(run_dir, view.attempt)
 
     def _log(self, run_dir: Path) -> Path:
         return run_dir / "logs" / "job.log"
 
     def _ended(self, view: LogView, on_status: Callable[[RunStatus], object]) -> bool:
-        if view.attempt is not None and self.run_dir is not None:
-            later = attempt_folders(self.run_dir)[view.attempt + 1 :]
-            if later:
-                return True
+        run_dir, attempt = self.run_dir, view.attempt
+        if attempt is not None and run_dir and log_reader.attempt_folders(run_dir)[attempt + 1 :]:
+            return True
         status = self.status()
         on_status(status)
         return status.state.final or status.lost
@@ -357,64 +402,3 @@ class SlurmRun(Run):
         if status.state is RunState.SUCCEEDED:
             raise LauncherError(f"{self.uri} has succeeded; there is nothing to do again")
         return None
-
-
-def statuses_of_parts(
-    snapshots: SnapshotCache, runs: Sequence[SlurmRun], *, max_age_s: float, changed: float
-) -> list[list[RunStatus]]:
-    """Return the statuses of each run's points; a run that is no sweep is its own only part.
-
-    Args:
-        snapshots: The cache of the cluster of all runs.
-        runs: The runs.
-        max_age_s: How old an answer may be.
-        changed: When one of the runs changed that the answer must know.
-    """
-    try:
-        snapshot = snapshots.look(max_age_s=max_age_s, changed=changed)
-    except LauncherError as error:
-        return [[part.unreachable(str(error)) for part in run.parts] for run in runs]
-    statuses: dict[SlurmRun, RunStatus] = {}
-    others: list[SlurmRun] = []  # runs of other users, whose jobs are queried by their ids
-    for run in runs:
-        for part, status in zip(run.parts, run.statuses_in(snapshot), strict=True):
-            if status is None:
-                others.append(part)
-            else:
-                statuses[part] = status
-    if others:
-        try:
-            by_id = snapshots.others([job.job_id for part in others for job in part.jobs])
-        except LauncherError as error:
-            statuses |= {part: part.unreachable(str(error)) for part in others}
-        else:
-            statuses |= {part: s for part in others for s in part.statuses_in(by_id) if s}
-    if lost := [part for part, status in statuses.items() if status.lost]:
-        _ask_accounting(snapshots, lost, statuses)
-    if snapshot.note:
-        for part, status in statuses.items():
-            if not status.state.final:
-                reason = "; ".join(filter(None, [status.reason, snapshot.note]))
-                statuses[part] = replace(status, reason=reason)
-    return [[statuses[part] for part in run.parts] for run in runs]
-
-
-def _ask_accounting(
-    snapshots: SnapshotCache, lost: Sequence[SlurmRun], statuses: dict[SlurmRun, RunStatus]
-) -> None:
-    """Query the accounting for runs that are lost otherwise."""
-    try:
-        ended = snapshots.ended(job.job_id.partition("_")[0] for part in lost for job in part.jobs)
-    except LauncherError as error:
-        for part in lost:
-            reason = f"{statuses[part].reason}; {error}"
-            statuses[part] = RunStatus(state=RunState.UNKNOWN, reason=reason)
-        return
-    # By the id of the array for `77_[3-5]`.
-    rows = {
-        row.whole if "[" in row.job_id else row.job_id: row
-        for job_rows in ended.values()
-        for row in job_rows
-    }
-    for part in lost:
-        statuses[part] = part.by_accounting(rows) or statuses[part]

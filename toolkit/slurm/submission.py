@@ -159,19 +159,35 @@ class Submission:
 
     def as_json(self) -> dict[str, Any]:
         """Return the submission as JSON, for `of_json`."""
-        folder = asdict(self.folder) | {"here": str(self.folder.here)}
-        return asdict(self) | {"folder": folder}
+        data = asdict(self)
+        data["folder"]["here"] = str(self.folder.here)
+        return data
 
     @classmethod
-    def of_json(cls, data: Mapping[str, Any]) -> "Submission":
-        """Return the submission from its JSON."""
-        folder = RunFolder(**data["folder"] | {"here": Path(data["folder"]["here"])})
-        jobs = tuple(
-            SlurmJob(**job | {"points": job["points"] and tuple(job["points"])})
-            for job in data["jobs"]
-        )
-        fields = dict(data) | {"folder": folder, "jobs": jobs, "known": tuple(data["known"])}
-        return cls(**fields)
+    def of_json(cls, data: Any, *, name: str) -> "Submission":
+        """Return the submission of the run `name` from its JSON.
+
+        Raises:
+            LauncherError: another version has written it.
+        """
+        try:
+            folder = RunFolder(**data["folder"] | {"here": Path(data["folder"]["here"])})
+            jobs = tuple(
+                SlurmJob(**job | {"points": job["points"] and tuple(job["points"])})
+                for job in data["jobs"]
+            )
+            return cls(**data | {"folder": folder, "jobs": jobs, "known": tuple(data["known"])})
+        except (KeyError, TypeError, ValueError):
+            raise LauncherError(
+                f"{name}: its submission was cut short, and what was written "
+                "down of it cannot be read by this version"
+            ) from None
+
+    def job_after(self, sent: Sequence[SlurmJob]) -> SlurmJob:
+        """Return the job that follows those that were sent, with what it waits for."""
+        job = self.jobs[len(sent)]
+        waits = [job.after, f"afterany:{sent[-1].job_id}" if sent else ""]
+        return replace(job, after=",".join(filter(None, waits)))
 
     def argv(self, job: SlurmJob) -> list[str]:
         """Return the script of a job and its arguments."""
@@ -198,55 +214,44 @@ def send(
         LauncherError: sbatch refused one of them; those before it are cancelled.
     """
     sent: list[SlurmJob] = []
-    for index, job in enumerate(submission.jobs):
-        waits = [job.after] if job.after else []
-        waits += [f"afterany:{sent[-1].job_id}"] if sent else []
-        options = [f"--output={submission.log}"]
-        if job.folder != login.cwd:
-            options.append(f"--chdir={job.folder}")
-        if waits:
-            options += [f"--dependency={','.join(waits)}", "--kill-on-invalid-dep=yes"]
-        if submission.array is not None:
-            options.append(f"--array={submission.array}")
+    for _ in submission.jobs:
         try:
-            job_id = _send_once(
-                login,
-                ["sbatch", "--parsable", *options, *submission.argv(job)],
-                submission=submission,
-                index=index,
-                job_ids=[*submission.known, *(before.job_id for before in sent)],
-                secrets=secrets,
-                begun=begun,
-            )
+            sent.append(_send_once(login, submission, sent, secrets=secrets, begun=begun))
         except UnknownOutcome:
             raise
         except LauncherError:
             if sent:
                 login.command(["scancel", *(job.job_id for job in sent)])
             raise
-        sent.append(replace(job, job_id=job_id, after=",".join(waits)))
     return sent
 
 
 def _send_once(
     login: LoginNode,
-    argv: Sequence[str],
-    *,
     submission: Submission,
-    index: int,
-    job_ids: Sequence[str],
+    sent: Sequence[SlurmJob],
+    *,
     secrets: Mapping[str, str],
     begun: bool,
-) -> str:
-    """Submit one job, and be sure of it; returns its id."""
-    folder, key = submission.folder, submission.key(index)
+) -> SlurmJob:
+    """Submit the job that follows those that were sent, and be sure of it."""
+    job = submission.job_after(sent)
+    options = ["--parsable", f"--output={submission.log}"]
+    if job.folder != login.cwd:
+        options.append(f"--chdir={job.folder}")
+    if job.after:
+        options += [f"--dependency={job.after}", "--kill-on-invalid-dep=yes"]
+    if submission.array is not None:
+        options.append(f"--array={submission.array}")
+    argv = ["sbatch", *options, *submission.argv(job)]
+    folder, key = submission.folder, submission.key(len(sent))
     doubt, looks, why = begun, 0, "its submission was cut short"
     for pause_s in (0.0, *_PAUSES_S):
         time.sleep(pause_s)
         try:
             if doubt:
-                if job_id := _queued(login, submission, submission.jobs[index], job_ids):
-                    return job_id
+                if job_id := _queued(login, submission, job, [before.job_id for before in sent]):
+                    return replace(job, job_id=job_id)
                 looks += 1
                 if looks < _LOOKS:
                     continue
@@ -263,9 +268,9 @@ def _send_once(
         except LauncherError as error:  # from the look at the queue
             why = str(error)
             continue
-        job = re.fullmatch(r"(\d{1,18})(;.*)?", done.stdout.strip())
-        if done.returncode == 0 and job:
-            return job[1]
+        answer = re.fullmatch(r"(\d{1,18})(;.*)?", done.stdout.strip())
+        if done.returncode == 0 and answer:
+            return replace(job, job_id=answer[1])
         killed = done.returncode < 0 or done.returncode >= 128
         if not killed and done.returncode != DOUBTFUL and not _NO_ANSWER.search(done.stderr):
             raise refused("sbatch", done)
@@ -278,12 +283,12 @@ def _send_once(
     )
 
 
-def _queued(login: LoginNode, submission: Submission, job: SlurmJob, job_ids: Sequence[str]) -> str:
-    """Return the oldest job of Slurm with this command that is not among `job_ids`; else ""."""
+def _queued(login: LoginNode, submission: Submission, job: SlurmJob, others: Sequence[str]) -> str:
+    """Return the oldest of Slurm's jobs with this command that is no other of the run; else ""."""
     # As squeue shows it: whole, or from 24.11 on its script.
     commands = (" ".join(submission.argv(job)), submission.script)
     queued = {row.whole for row in ask_mine(login.command) if row.command in commands}
-    return min(queued - set(job_ids), key=int, default="")
+    return min(queued - {*submission.known, *others}, key=int, default="")
 
 
 def find(login: LoginNode, submission: Submission) -> list[SlurmJob]:
@@ -294,14 +299,14 @@ def find(login: LoginNode, submission: Submission) -> list[SlurmJob]:
     """
     keys = [submission.key(index) for index in range(len(submission.jobs))]
     answers = login.answers(submission.folder, keys)
-    job_ids = {key: answer.strip().partition(";")[0] for key, answer in answers.items()}
-    answered = {key: job_id for key, job_id in job_ids.items() if is_job_id(job_id)}
+    ids = {key: answer.strip().partition(";")[0] for key, answer in answers.items()}
+    answered = {key: job_id for key, job_id in ids.items() if is_job_id(job_id)}
     sent: list[SlurmJob] = []
-    for job, key in zip(submission.jobs, keys, strict=True):
-        others = [*submission.known, *answered.values(), *(before.job_id for before in sent)]
+    for key in keys:
+        job = submission.job_after(sent)
+        others = [*answered.values(), *(before.job_id for before in sent)]
         job_id = answered.get(key) or _queued(login, submission, job, others)
         if not job_id:
             break
-        waits = [job.after, f"afterany:{sent[-1].job_id}" if sent else ""]
-        sent.append(replace(job, job_id=job_id, after=",".join(filter(None, waits))))
+        sent.append(replace(job, job_id=job_id))
     return sent

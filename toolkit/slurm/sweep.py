@@ -21,7 +21,7 @@ from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.sweep_logs import follow_points
 from toolkit.runs.sweep_logs import read_points as read_lines_of
 from toolkit.runs.sweep_status import index_of, sum_of, unfinished_of
-from toolkit.slurm.run import CONDITIONS, STATUS_AGE_S, SlurmRun, statuses_of_parts
+from toolkit.slurm.run import CONDITIONS, SlurmRun
 from toolkit.slurm.snapshot import Snapshot
 from toolkit.slurm.status import JobRow, judge
 from toolkit.slurm.submission import SlurmJob
@@ -62,12 +62,13 @@ class SlurmSweep(SlurmRun):
         """Return the status of the whole from those of its points."""
         return sum_of(point_statuses)
 
+    def status(self) -> RunStatus:
+        """Return the status of the whole."""
+        return sum_of(self.part_statuses())
+
     def statuses(self) -> list[RunStatus]:
         """Return the status of each point, by one query and the run directories of the others."""
-        (point_statuses,) = statuses_of_parts(
-            self._login.snapshots, [self], max_age_s=STATUS_AGE_S, changed=self._changed()
-        )
-        return point_statuses
+        return self.part_statuses()
 
     def statuses_in(self, snapshot: Snapshot) -> "Sequence[RunStatus | None]":
         """Return the status of each point from Slurm's answer and its run directory."""

@@ -113,16 +113,12 @@ class LoginNode:
         """Return the answers that were written down for submissions, by their keys."""
         return {}
 
-    def keep(self, folder: RunFolder, *, jobs: Sequence[str], launch: str) -> None:
-        """Write the record of the submission into a remote run directory.
+    def keep(self, folder: RunFolder, *, jobs: Sequence[str], record: RunRecord | None) -> None:
+        """Write the lines of the jobs, and the record of a new run, into a remote run directory.
 
         Raises:
             LauncherError: it cannot be written; the jobs are submitted all the same.
         """
-
-    def as_there(self, record: RunRecord) -> RunRecord:
-        """Return a record with which the toolkit opens the run on the login node."""
-        return record
 
     def watch(self, run: Run) -> None:
         """Register that a process has this run open."""

@@ -8,6 +8,7 @@ directory there holds, beside what every run directory holds:
 """
 
 import functools
+import json
 import os
 import shlex
 import shutil
@@ -218,8 +219,8 @@ class SshLoginNode(LoginNode):
         pairs = (line.partition(" ") for line in self._ssh.bash(script).stdout.splitlines())
         return {key: answer for key, _, answer in pairs}
 
-    def keep(self, folder: RunFolder, *, jobs: Sequence[str], launch: str) -> None:
-        """Write the record of the submission into the remote run directory.
+    def keep(self, folder: RunFolder, *, jobs: Sequence[str], record: RunRecord | None) -> None:
+        """Write the lines of the jobs, and the record of a new run, into the run directory.
 
         Raises:
             LauncherError: it cannot be written; the jobs are submitted all the same.
@@ -228,7 +229,12 @@ class SshLoginNode(LoginNode):
             f"grep -qsxF {shlex.quote(line)} jobs.jsonl || echo {shlex.quote(line)} >>jobs.jsonl"
             for line in jobs
         ]
-        if launch:
+        if record is not None:
+            # With this record the toolkit opens the run on the login node.
+            options = {k: v for k, v in record.profile.items() if k not in ("via", "remote_dir")}
+            profile = options | {"runs_dir": str(Path(folder.there).parent)}
+            there = replace(record, profile=profile, run_dir=Path(folder.there), remote_dir=None)
+            launch = json.dumps(there.as_json())
             commands.append(f"printf %s {shlex.quote(launch)} >launch.json")
         script = _LOCKED.format(folder=shlex.quote(folder.there)) + " &&\n".join(commands)
         done = self._patiently(script)
@@ -248,14 +254,6 @@ class SshLoginNode(LoginNode):
             except Lost:
                 time.sleep(pause_s)
         return self._ssh.bash(script)
-
-    def as_there(self, record: RunRecord) -> RunRecord:
-        """Return a record with which the toolkit opens the run on the login node."""
-        assert record.remote_dir is not None
-        there = Path(record.remote_dir)
-        profile = {k: v for k, v in record.profile.items() if k not in ("via", "remote_dir")}
-        profile["runs_dir"] = str(there.parent)
-        return replace(record, profile=profile, run_dir=there, remote_dir=None)
 
     # ---- An earlier run
 
