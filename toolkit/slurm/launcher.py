@@ -1,4 +1,4 @@
-"""Submits to a Slurm cluster, with or without accounting, and opens what was submitted there."""
+"""Submits runs to a Slurm cluster, with or without accounting, and opens earlier runs."""
 
 import os
 import time
@@ -63,7 +63,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         self._journal = registry.intents_folder(environ)
         self._login: LoginNode
         if profile.via is not None and command is None:
-            self._login = SshLoginNode.of(profile, environ)
+            self._login = SshLoginNode(profile, environ)
         else:
             file = snapshot_file(environ) if command in (None, run_command) else None
             self._login = LoginNode(profile, command or run_command, file=file)
@@ -350,11 +350,7 @@ class InterruptedRun(SlurmRun):
         )
 
     def cancel(self) -> None:
-        """Refuse: no job of it is known.
-
-        Raises:
-            LauncherError: always.
-        """
+        """Refuse with a LauncherError: no job of it is known."""
         raise LauncherError(f"{self.uri} cannot be cancelled: {self.unreachable(self._why).reason}")
 
 

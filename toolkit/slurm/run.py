@@ -91,13 +91,7 @@ class SlurmRun(Run):
     def _statuses_of_parts(
         self, runs: "Sequence[SlurmRun]", *, max_age_s: float, changed: float
     ) -> list[list[RunStatus]]:
-        """Return the statuses of the parts of each run on this cluster.
-
-        Args:
-            runs: The runs.
-            max_age_s: How old an answer may be.
-            changed: When one of the runs changed that the answer must know.
-        """
+        """Return the statuses of the parts of each run by an answer that knows what `changed`."""
         snapshots = self._login.snapshots
         try:
             snapshot = snapshots.look(max_age_s=max_age_s, changed=changed)
@@ -345,7 +339,7 @@ class SlurmRun(Run):
         self._login.snapshots.forget()
 
     def _only_waiting(self, job_ids: list[str]) -> list[str]:
-        """Return scancel's arguments for pending jobs, of which one may start just now."""
+        """Return scancel's arguments for pending jobs."""
         return job_ids
 
     def _ask_to_stop(self, job_ids: list[str]) -> None:

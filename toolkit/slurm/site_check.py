@@ -5,7 +5,7 @@ at, and the site's own sbatch parses the options and the script; nothing is subm
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -77,11 +77,11 @@ def site_findings(plan: SlurmPlan, command: Command) -> list[Problem]:
     Raises:
         LauncherError: the site gives no answer, or one that cannot be understood.
     """
-    shown = _answer(command, _CONFIG.split())
+    shown = _answer(command, _CONFIG)
     config = dict(re.findall(r"^(\w+) *= *(.*?) *$", shown, re.MULTILINE))
     if missing := {"ClusterName", "KillWait", "PreemptMode", "SLURM_VERSION"} - config.keys():
         raise LauncherError(f"{_CONFIG} says nothing of {', '.join(sorted(missing))}")
-    partitions = _partitions(_answer(command, [*_PARTITIONS.split(), "--oneliner"]))
+    partitions = _partitions(_answer(command, _PARTITIONS, "--oneliner"))
     refused = [
         *_problems(_PARTITIONS, _partition_findings(plan, partitions)),
         *_option_findings(plan, command),
@@ -112,7 +112,8 @@ def _problems(place: str, findings: Iterable[tuple[str, str]]) -> list[Problem]:
     return [Problem(rule=rule, place=place, message=message) for rule, message in findings]
 
 
-def _answer(command: Command, argv: Sequence[str]) -> str:
+def _answer(command: Command, query: str, *options: str) -> str:
+    argv = [*query.split(), *options]
     done = command(argv)
     if done.returncode != 0:
         message = first_line(done.stderr + done.stdout)
@@ -256,10 +257,7 @@ def account_findings(
 ) -> list[Problem]:
     """Compare account and QOS with the user's associations; nothing without accounting.
 
-    Args:
-        options: The options of sbatch, by long names.
-        command: How Slurm's commands are run.
-        place: Where an option stands.
+    The options of sbatch go by their long names; `place` returns where one of them stands.
     """
     account, qos = options.get("account"), options.get("qos")
     if not account and not qos:
@@ -290,13 +288,7 @@ def account_findings(
 
 
 def verdict(script: str, command: Command, *, place: str | None = None) -> list[Problem]:
-    """Have sbatch look at a script as if it were submitted (`--test-only`).
-
-    Args:
-        script: Its text.
-        command: How Slurm's commands are run.
-        place: Where the script stands.
-    """
+    """Have sbatch check the text of a script as if it were submitted (`--test-only`)."""
     starts = range(0, len(script), _ARGUMENT_MAX)
     chunks = [script[start : start + _ARGUMENT_MAX] for start in starts]
     done = command(["sh", "-c", _SUBMIT, "sh", *chunks])

@@ -51,12 +51,7 @@ _LAST = 32503680000.0
 
 
 def snapshot_file(environ: Mapping[str, str] = os.environ, *, host: str = "") -> Path:
-    """Return the file that holds the answers of this environment's Slurm cluster.
-
-    Args:
-        environ: The environment of the commands.
-        host: The host that they run on, where it is not this one.
-    """
+    """Return the file for the answers of this environment's Slurm cluster, or that of a host."""
     squeue = shutil.which("squeue", path=environ.get("PATH")) or ""
     here = [socket.gethostname(), squeue, environ.get("SLURM_CONF", ""), str(os.getuid())]
     digest = hashlib.sha256("\0".join([host] if host else here).encode()).hexdigest()[:16]
@@ -119,8 +114,8 @@ class SnapshotCache:
         Args:
             command: How Slurm's commands are run.
             file: Where answers are shared; without one every call queries Slurm.
-            clock: Seconds since 1970.
-            fetch: Brings the files that jobs have written until an answer's time.
+            clock: Returns the seconds since 1970.
+            fetch: Copies the files that jobs have written until an answer's time.
         """
         self._command = command
         self._file = file
@@ -330,9 +325,12 @@ def _lock(descriptor: int) -> None:
     """
     until = time.monotonic() + _TURN_S
     while time.monotonic() < until:
-        with contextlib.suppress(BlockingIOError):
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(0.02)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+        else:
+            return
 
 
 def _stamp(path: Path) -> object:

@@ -134,7 +134,7 @@ class UnknownOutcome(LauncherError):
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What is submitted at once: a job, or a chain, in which each waits for another."""
+    """A job, or a chain of jobs of which each waits for the one before, as one submission."""
 
     folder: RunFolder
     """The run directory."""
@@ -184,7 +184,7 @@ class Submission:
             ) from None
 
     def job_after(self, sent: Sequence[SlurmJob]) -> SlurmJob:
-        """Return the job that follows those that were sent, with what it waits for."""
+        """Return the job that follows the sent ones, with its whole dependency."""
         job = self.jobs[len(sent)]
         waits = [job.after, f"afterany:{sent[-1].job_id}" if sent else ""]
         return replace(job, after=",".join(filter(None, waits)))
@@ -201,13 +201,9 @@ class Submission:
 def send(
     login: LoginNode, submission: Submission, *, secrets: Mapping[str, str], begun: bool = False
 ) -> list[SlurmJob]:
-    """Submit the jobs; returns them with their ids.
+    """Submit the jobs, with secrets as variables from here, and return them with their ids.
 
-    Args:
-        login: Where.
-        submission: What.
-        secrets: Variables that the jobs take from here.
-        begun: Whether an earlier call may have submitted some of the jobs.
+    With `begun`, an earlier call may have submitted some of the jobs.
 
     Raises:
         UnknownOutcome: it is unknown whether Slurm has one of them.

@@ -46,11 +46,7 @@ class SlurmSweep(SlurmRun):
         )
 
     def point(self, key: str) -> "SlurmPoint":
-        """Return a point by its number or its name.
-
-        Raises:
-            RunNotFound: there is none.
-        """
+        """Return a point by its number or its name."""
         return self.points[index_of(self, key)]
 
     @property
@@ -64,7 +60,7 @@ class SlurmSweep(SlurmRun):
 
     def status(self) -> RunStatus:
         """Return the status of the whole."""
-        return sum_of(self.part_statuses())
+        return sum_of(self.statuses())
 
     def statuses(self) -> list[RunStatus]:
         """Return the status of each point, by one query and the run directories of the others."""
@@ -101,11 +97,7 @@ class SlurmSweep(SlurmRun):
         return ["--state=PENDING", *dict.fromkeys(i.partition("_")[0] for i in job_ids)]
 
     def conditions(self, wish: str) -> list[str]:
-        """Return what sbatch must wait for, so that all points end as wished.
-
-        Raises:
-            LauncherError: one has ended otherwise, or its end is unknown.
-        """
+        """Return what sbatch must wait for, so that all points end as wished."""
         statuses, newest = self.statuses(), self.newest({})
         pairs = list(zip(self.points, statuses, strict=True))
         live = [point for point, status in pairs if not (status.state.final or status.lost)]
@@ -127,11 +119,7 @@ class SlurmSweep(SlurmRun):
         return [":".join([CONDITIONS[wish], *tasks])] if tasks else []
 
     def unfinished(self) -> list[int]:
-        """Return the points that have ended without success.
-
-        Raises:
-            LauncherError: all have succeeded, or one has not ended.
-        """
+        """Return the points that have ended without success."""
         return unfinished_of(self, self.statuses())
 
     def withdraw_cancel(self, points: list[int]) -> None:
@@ -139,10 +127,9 @@ class SlurmSweep(SlurmRun):
         assert self.run_dir is not None
         whole = run_directory.cancel_requested(self.run_dir)
         for point in self.points:
-            folder = point.run_dir
             if point.index in points:
                 self._login.withdraw_cancel(point.record)
-            elif whole and not run_directory.has_attempts(folder):
+            elif whole and not run_directory.has_attempts(point.run_dir):
                 self._login.request_cancel(point.record)
         self._login.withdraw_cancel(self.record)
 

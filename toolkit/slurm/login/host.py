@@ -47,13 +47,7 @@ class LoginNode:
     def __init__(
         self, profile: SlurmProfile, command: Command, *, file: Path | None = None
     ) -> None:
-        """Prepare to run commands.
-
-        Args:
-            profile: The site.
-            command: How Slurm's commands are run there.
-            file: Where Slurm's answers are shared with other processes.
-        """
+        """Prepare to run Slurm's commands; `file` shares their answers with other processes."""
         self._profile = profile
         self.command = command
         self.snapshots = SnapshotCache(command, file=file, fetch=self.fetch)

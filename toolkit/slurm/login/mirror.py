@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.errors import LauncherError
@@ -55,13 +54,8 @@ class Mirrors:
     """The mirrors of one host's run directories."""
 
     def __init__(self, ssh: SshConnection, folder: Path) -> None:
-        """Prepare to copy.
-
-        Args:
-            ssh: The connection to the host of the run directories.
-            folder: Where the mirrors are, by the names of the runs.
-        """
         self.folder = folder
+        """Where the mirrors are, by the names of the runs."""
         self._ssh = ssh
         self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._as_of = float("-inf")
@@ -87,7 +81,11 @@ class Mirrors:
                 if run.record.remote_dir is not None:
                     parent, _, name = run.record.remote_dir.rpartition("/")
                     names_by_parent[parent].append(name)
-            with self._alone():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / ".lock").open("w", encoding="utf-8") as lock:
+                # One process at a time: rsync also deletes another's unfinished files.
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                 self._remove_links()
                 for parent, names in names_by_parent.items():
                     self._bring(parent, names)
@@ -99,15 +97,6 @@ class Mirrors:
         if now > self._ssh.lost + _TRY_AGAIN_S:
             with contextlib.suppress(LauncherError):  # a caller that needs it queries the host
                 self.fetch(now - _FRESH_S)
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Let one process at a time write: rsync also deletes another's unfinished files."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w", encoding="utf-8") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _remove_links(self) -> None:
         """Remove links, pipes and devices that an older version has brought; once for all mirrors.

@@ -167,10 +167,8 @@ class SshConnection:
         )
 
 
-@functools.cache
-def connection_to(name: str) -> SshConnection:
-    """Return the connection to the host of this name; one object per process."""
-    return SshConnection(name)
+connection_to = functools.cache(SshConnection)
+"""Returns the connection to the host of a name; one object per process."""
 
 
 def _socket_folder(environ: Mapping[str, str]) -> Path | None:

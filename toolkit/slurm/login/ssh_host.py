@@ -27,7 +27,7 @@ from toolkit.runs.run import Run
 from toolkit.runs.state_dir import state_folder
 from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.mirror import Mirrors
-from toolkit.slurm.login.ssh import Hung, Lost, SshConnection, connection_to
+from toolkit.slurm.login.ssh import Hung, Lost, connection_to
 from toolkit.slurm.snapshot import snapshot_file
 from toolkit.slurm.squeue import first_line
 from toolkit.text.quantities import format_size
@@ -81,34 +81,14 @@ class SshLoginNode(LoginNode):
 
     remote = True
 
-    def __init__(
-        self,
-        profile: SlurmProfile,
-        connection: SshConnection,
-        mirrors: Mirrors,
-        *,
-        file: Path | None = None,
-    ) -> None:
-        """Prepare to reach it.
-
-        Args:
-            profile: The site.
-            connection: The way to the host.
-            mirrors: The mirrors of its run directories.
-            file: Where Slurm's answers are shared with other processes.
-        """
-        self._ssh = connection
-        self._mirrors = mirrors
+    def __init__(self, profile: SlurmProfile, environ: Mapping[str, str] = os.environ) -> None:
+        """Prepare to reach the host; all in this process share its connection and its mirrors."""
+        self._ssh = connection_to(profile.host)
+        self._mirrors = _mirrors_of(self._ssh, state_folder(environ) / "mirrors" / profile.host)
         self._tree: WorkingTree | None = None
         self._before = ""
-        super().__init__(profile, connection.command, file=file)
-
-    @classmethod
-    def of(cls, profile: SlurmProfile, environ: Mapping[str, str] = os.environ) -> "SshLoginNode":
-        """Return the login node of a profile; all in this process share its connection."""
-        connection = connection_to(profile.host)
-        mirrors = _mirrors_of(connection, state_folder(environ) / "mirrors" / connection.name)
-        return cls(profile, connection, mirrors, file=snapshot_file(environ, host=profile.host))
+        file = snapshot_file(environ, host=profile.host)
+        super().__init__(profile, self._ssh.command, file=file)
 
     @property
     def cwd(self) -> str:
@@ -220,11 +200,7 @@ class SshLoginNode(LoginNode):
         return {key: answer for key, _, answer in pairs}
 
     def keep(self, folder: RunFolder, *, jobs: Sequence[str], record: RunRecord | None) -> None:
-        """Write the lines of the jobs, and the record of a new run, into the run directory.
-
-        Raises:
-            LauncherError: it cannot be written; the jobs are submitted all the same.
-        """
+        """Write the lines of the jobs, and the record of a new run, into the run directory."""
         commands = [
             f"grep -qsxF {shlex.quote(line)} jobs.jsonl || echo {shlex.quote(line)} >>jobs.jsonl"
             for line in jobs
@@ -232,8 +208,9 @@ class SshLoginNode(LoginNode):
         if record is not None:
             # With this record the toolkit opens the run on the login node.
             options = {k: v for k, v in record.profile.items() if k not in ("via", "remote_dir")}
-            profile = options | {"runs_dir": str(Path(folder.there).parent)}
-            there = replace(record, profile=profile, run_dir=Path(folder.there), remote_dir=None)
+            run_dir = Path(folder.there)
+            profile = options | {"runs_dir": str(run_dir.parent)}
+            there = replace(record, profile=profile, run_dir=run_dir, remote_dir=None)
             launch = json.dumps(there.as_json())
             commands.append(f"printf %s {shlex.quote(launch)} >launch.json")
         script = _LOCKED.format(folder=shlex.quote(folder.there)) + " &&\n".join(commands)
