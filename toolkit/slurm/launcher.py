@@ -104,7 +104,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
                 write_points(folder.here, plan.points)
             self._login.bring(folder)
         except LauncherError:
-            self._login.discard(folder, begun=False)
+            self._login.discard(folder, used=False)
             raise
         modes = ["", *["chain"] * (chain - 1)]
         submission = Submission(
@@ -125,7 +125,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             remote_dir=folder.there if self._login.remote else None,
         )
         # Nothing has run in the new folder, unless the first job of a chain was quick.
-        undo = partial(self._login.discard, folder, begun=chain > 1)
+        undo = partial(self._login.discard, folder, used=chain > 1)
         return self._send(record, submission, secrets, undo=undo)
 
     def _send(
@@ -245,7 +245,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             job_file = submission.folder.here / "job.yaml"
             run_directory.require_own(job_file)
             secrets = self._secrets(plan(load(job_file), self._profile))
-            jobs = send(self._login, submission, secrets=secrets, begun=True)
+            jobs = send(self._login, submission, secrets=secrets, interrupted=True)
             return self._submitted(run.record, submission, jobs, intent)
 
     def findings(self, plan: SlurmPlan) -> list[Problem]:

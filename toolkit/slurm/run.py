@@ -153,12 +153,12 @@ class SlurmRun(Run):
         pairs = [(job, rows[job.job_id]) for job in jobs if job.job_id in rows]
         live = [(job, row) for job, row in pairs if not row.state.final]
         if live:
-            begun = [pair for pair in live if pair[1].state is not RunState.PENDING]
-            if not begun and all(job.mode == "chain" for job, _ in live):
+            started = [pair for pair in live if pair[1].state is not RunState.PENDING]
+            if not started and all(job.mode == "chain" for job, _ in live):
                 run_dir = self.run_dir
                 if run_dir is not None and run_directory.is_over(run_dir):
                     return (self._by_run_dir(),)  # the pending jobs of the chain end at once
-            job, row = (begun or live)[0]
+            job, row = (started or live)[0]
             return (judge(row, self.run_dir, after=job.after),)
         if not pairs:
             return (self._forgotten(snapshot),)
@@ -177,8 +177,8 @@ class SlurmRun(Run):
         ours = [(job, row) for job, row in pairs if self._is_ours(row.command)]
         if not ours:
             return None
-        begun = [pair for pair in ours if pair[1].state is not RunState.CANCELLED]
-        job, row = (begun or ours)[-1]
+        started = [pair for pair in ours if pair[1].state is not RunState.CANCELLED]
+        job, row = (started or ours)[-1]
         if row.state.final:
             return judge(row, self.run_dir, after=job.after)
         # It is late when a job has ended just now, or when the controller could not reach it then.
@@ -316,7 +316,7 @@ class SlurmRun(Run):
             return
         live = [row for row in rows.values() if not row.state.final]
         waiting = [row.job_id for row in live if row.state is RunState.PENDING]
-        begun = [row.job_id for row in live if row.state is not RunState.PENDING]
+        started = [row.job_id for row in live if row.state is not RunState.PENDING]
         if not live:
             return
         folder = self.run_dir if self.run_dir is not None and self.run_dir.is_dir() else None
@@ -328,10 +328,10 @@ class SlurmRun(Run):
             if waiting:
                 self._scancel(*self._only_waiting(waiting))
             # The script answers USR2; plain scancel would leave the ranks KillWait only.
-            if begun and folder is not None and not again:
-                self._ask_to_stop(begun)
-            elif begun:
-                self._scancel(*begun)
+            if started and folder is not None and not again:
+                self._ask_to_stop(started)
+            elif started:
+                self._scancel(*started)
         except LauncherError:
             if folder is not None and not again:
                 self._login.withdraw_cancel(self.record)

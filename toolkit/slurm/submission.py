@@ -193,17 +193,32 @@ class Submission:
         """Return the script of a job and its arguments."""
         return [self.script, self.folder.there, *([job.mode] if job.mode else [])]
 
+    def sbatch(self, job: SlurmJob, *, cwd: str) -> list[str]:
+        """Return the command that submits a job from the folder `cwd`."""
+        options = ["--parsable", f"--output={self.log}"]
+        if job.folder != cwd:
+            options.append(f"--chdir={job.folder}")
+        if job.after:
+            options += [f"--dependency={job.after}", "--kill-on-invalid-dep=yes"]
+        if self.array is not None:
+            options.append(f"--array={self.array}")
+        return ["sbatch", *options, *self.argv(job)]
+
     def key(self, index: int) -> str:
         """Return the name of one job's submission."""
         return f"{self.token}-{index}"
 
 
 def send(
-    login: LoginNode, submission: Submission, *, secrets: Mapping[str, str], begun: bool = False
+    login: LoginNode,
+    submission: Submission,
+    *,
+    secrets: Mapping[str, str],
+    interrupted: bool = False,
 ) -> list[SlurmJob]:
     """Submit the jobs, with secrets as variables from here, and return them with their ids.
 
-    With `begun`, an earlier call may have submitted some of the jobs.
+    With `interrupted`, an earlier call may have submitted some of the jobs.
 
     Raises:
         UnknownOutcome: it is unknown whether Slurm has one of them.
@@ -212,7 +227,9 @@ def send(
     sent: list[SlurmJob] = []
     for _ in submission.jobs:
         try:
-            sent.append(_send_once(login, submission, sent, secrets=secrets, begun=begun))
+            sent.append(
+                _send_once(login, submission, sent, secrets=secrets, interrupted=interrupted)
+            )
         except UnknownOutcome:
             raise
         except LauncherError:
@@ -228,20 +245,13 @@ def _send_once(
     sent: Sequence[SlurmJob],
     *,
     secrets: Mapping[str, str],
-    begun: bool,
+    interrupted: bool,
 ) -> SlurmJob:
     """Submit the job that follows those that were sent, and be sure of it."""
     job = submission.job_after(sent)
-    options = ["--parsable", f"--output={submission.log}"]
-    if job.folder != login.cwd:
-        options.append(f"--chdir={job.folder}")
-    if job.after:
-        options += [f"--dependency={job.after}", "--kill-on-invalid-dep=yes"]
-    if submission.array is not None:
-        options.append(f"--array={submission.array}")
-    argv = ["sbatch", *options, *submission.argv(job)]
+    argv = submission.sbatch(job, cwd=login.cwd)
     folder, key = submission.folder, submission.key(len(sent))
-    doubt, looks, why = begun, 0, "its submission was cut short"
+    doubt, looks, why = interrupted, 0, "its submission was cut short"
     for pause_s in (0.0, *_PAUSES_S):
         time.sleep(pause_s)
         try:

@@ -79,9 +79,9 @@ class LoginNode:
             LauncherError: something could not be copied.
         """
 
-    def discard(self, folder: RunFolder, *, begun: bool) -> None:
+    def discard(self, folder: RunFolder, *, used: bool) -> None:
         """Remove a new run directory; errors are ignored where a job may write into it."""
-        shutil.rmtree(folder.here, ignore_errors=begun)
+        shutil.rmtree(folder.here, ignore_errors=used)
 
     def sbatch(
         self,

@@ -125,10 +125,10 @@ class Mirrors:
     def _bring(self, parent: str, names: list[str]) -> None:
         listed = "".join(f"{name}\0" for name in dict.fromkeys(names)).encode()
         ends = (f"{self._ssh.name}:{parent}/", f"{self.folder}/")
-        words = (*_FILES, *_OURS, "--from0", "--files-from=-", "--ignore-missing-args", *_STAYS)
-        small = (*words, "--delete", f"--max-size={_BIG}")
+        arguments = (*_FILES, *_OURS, "--from0", "--files-from=-", "--ignore-missing-args", *_STAYS)
+        small = (*arguments, "--delete", f"--max-size={_BIG}")
         # Of a big log only the appended part is copied; comparing the rest would read it all again.
-        large = (*words, "--append", f"--min-size={_BIG + 1}", *_GROWING)
+        large = (*arguments, "--append", f"--min-size={_BIG + 1}", *_GROWING)
         for options in (small, large):
             done = self._ssh.rsync(*options, *ends, names=listed)
             if done.returncode not in _PARTIAL:

@@ -160,7 +160,7 @@ class SshLoginNode(LoginNode):
         if done.returncode != 0:
             raise LauncherError(f"rsync to {self._ssh.name}: {first_line(done.stderr)}")
 
-    def discard(self, folder: RunFolder, *, begun: bool) -> None:
+    def discard(self, folder: RunFolder, *, used: bool) -> None:
         """Remove the run directory there and its mirror."""
         shutil.rmtree(folder.here, ignore_errors=True)
         self._ssh.bash(f"rm -rf {shlex.quote(folder.there)}")
