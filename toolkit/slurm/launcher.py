@@ -194,32 +194,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         points = run.unfinished()
         made = plan(load(run_dir / "job.yaml"), self._profile)
         secrets = self._secrets(made)
-        jobs = whole.jobs
-        if chain > 1 and not made.takes_turns and all(job.mode != "chain" for job in jobs):
-            raise LauncherError(
-                f"{run.uri}: its script is not for a chain; resubmit it without --chain, or submit "
-                "the job anew with --chain, or with retries.requeue above 0"
-            )
-        again = SlurmJob(
-            job_id="",
-            mode="continue",
-            points=None if points is None else tuple(points),
-            folder=jobs[-1].folder or self._login.cwd,
-        )
-        links = [SlurmJob(job_id="", mode="chain", folder=again.folder)] * (chain - 1)
-        array = None
-        if sweep is not None and points is not None and made.job.sweep is not None:
-            array = array_of(points, made.job.sweep)
-        there = whole.record.remote_dir or str(run_dir)
-        folder = RunFolder(here=run_dir, there=there, start=again.folder)
-        submission = Submission(
-            folder=folder,
-            script=f"{there}/{script.name}",
-            log=_log_of(folder, sweep=sweep is not None),
-            jobs=(again, *links),
-            known=tuple(job.job_id for job in jobs),
-            array=array,
-        )
+        submission = self._continuation(whole, made, points, chain)
         marked = run_directory.cancel_requested(run_dir)
 
         def withdraw_cancel() -> None:
@@ -233,6 +208,33 @@ class SlurmLauncher(Launcher[SlurmPlan]):
 
         self._send(whole.record, submission, secrets, prepare=withdraw_cancel, undo=restore_cancel)
         return run
+
+    def _continuation(
+        self, run: SlurmRun, plan: SlurmPlan, points: Sequence[int] | None, chain: int
+    ) -> Submission:
+        """Return the submission with which a run goes on; of a sweep, some of its points."""
+        jobs = run.jobs
+        if chain > 1 and not plan.takes_turns and all(job.mode != "chain" for job in jobs):
+            raise LauncherError(
+                f"{run.uri}: its script is not for a chain; resubmit it without --chain, or submit "
+                "the job anew with --chain, or with retries.requeue above 0"
+            )
+        assert run.run_dir is not None
+        there = run.record.remote_dir or str(run.run_dir)
+        start = jobs[-1].folder or self._login.cwd
+        folder = RunFolder(here=run.run_dir, there=there, start=start)
+        tasks = None if points is None else tuple(points)
+        again = SlurmJob(job_id="", mode="continue", points=tasks, folder=start)
+        links = [SlurmJob(job_id="", mode="chain", folder=start)] * (chain - 1)
+        sweep = plan.job.sweep if isinstance(run, SlurmSweep) else None
+        return Submission(
+            folder=folder,
+            script=f"{there}/{run.record.job}.sbatch",
+            log=_log_of(folder, sweep=isinstance(run, SlurmSweep)),
+            jobs=(again, *links),
+            known=tuple(job.job_id for job in jobs),
+            array=array_of(points, sweep) if points is not None and sweep is not None else None,
+        )
 
     def _finish(self, run: "InterruptedRun", chain: int) -> SlurmRun:
         """Finish an interrupted submission, unless Slurm has received it."""

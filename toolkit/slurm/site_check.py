@@ -14,7 +14,7 @@ from toolkit.planning.slurm import SlurmPlan
 from toolkit.planning.stop_times import SIGNAL_SLACK_S, warning_lead_s
 from toolkit.rendering import render
 from toolkit.slurm.squeue import Command, first_line
-from toolkit.text.quantities import format_duration, whole_number
+from toolkit.text.quantities import format_duration, parse_duration, whole_number
 
 __all__ = ["account_findings", "log_folder", "path_findings", "site_findings", "verdict"]
 
@@ -160,11 +160,12 @@ def _partitions(text: str) -> list[_Partition]:
         settings = dict(word.partition("=")[::2] for word in line.split())
         try:
             nodes, most = settings["TotalNodes"], settings["MaxNodes"]
+            longest, default = settings["MaxTime"], settings["DefaultTime"]
             partition = _Partition(
                 name=settings["PartitionName"],
                 is_default=settings["Default"] == "YES",
-                longest_s=_seconds(settings["MaxTime"]),
-                default_s=_seconds(settings["DefaultTime"]),
+                longest_s=None if longest == "UNLIMITED" else parse_duration(longest),
+                default_s=None if default == "NONE" else parse_duration(default),
                 most_nodes=int(nodes) if most == "UNLIMITED" else min(int(most), int(nodes)),
                 nodes=int(nodes),
                 state=settings["State"],
@@ -173,21 +174,6 @@ def _partitions(text: str) -> list[_Partition]:
             raise LauncherError(f"{_PARTITIONS}: cannot be understood: {line!r}") from None
         partitions.append(partition)
     return partitions
-
-
-def _seconds(text: str) -> int | None:
-    """Return the seconds of `00:30:00` or `2-00:00:00`; None for no limit.
-
-    >>> _seconds("00:30:00"), _seconds("2-00:00:01"), _seconds("UNLIMITED"), _seconds("NONE")
-    (1800, 172801, None, None)
-    """
-    if text in ("UNLIMITED", "NONE"):
-        return None
-    days, _, clock = text.rpartition("-")
-    seconds = 0
-    for part in clock.split(":"):
-        seconds = seconds * 60 + int(part)
-    return int(days or 0) * 86400 + seconds
 
 
 def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[tuple[str, str]]:
