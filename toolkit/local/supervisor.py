@@ -57,20 +57,10 @@ def _starts_again(run_dir: Path) -> bool:
     return False
 
 
-def supervise(
-    script: str,
-    run_dir: Path,
-    *,
-    stop_timeout_s: float,
-    time_limit_s: float = math.inf,
-) -> int:
-    """Run `script` to its end, again and again as the script decides; return its exit status.
+def supervise(script: str, run_dir: Path, *, stop_timeout_s: float, time_limit_s: float) -> int:
+    """Run `script RUN_DIR` to its end, again as long as it decides so; return its exit status.
 
-    Args:
-        script: What to run.
-        run_dir: Its first argument.
-        stop_timeout_s: How long it may take to stop.
-        time_limit_s: How long each attempt may take before it is stopped.
+    An attempt is stopped after `time_limit_s`, and killed where its stop takes `stop_timeout_s`.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     stops: list[float] = []  # when the script was to stop

@@ -91,7 +91,7 @@ class SlurmRun(Run):
     def _statuses_of_parts(
         self, runs: "Sequence[SlurmRun]", *, max_age_s: float, changed: float
     ) -> list[list[RunStatus]]:
-        """Return the statuses of the parts of each run by an answer that knows what `changed`."""
+        """Return the statuses of each run's parts by an answer that is younger than `changed`."""
         snapshots = self._login.snapshots
         try:
             snapshot = snapshots.look(max_age_s=max_age_s, changed=changed)

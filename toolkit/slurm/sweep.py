@@ -144,7 +144,6 @@ class SlurmPoint(SlurmRun):
         assert whole.run_dir is not None
         self.sweep = sweep
         self.index = index
-        self.folder = folder
         self._settings = settings
         record = replace(
             whole,

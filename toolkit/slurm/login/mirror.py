@@ -67,10 +67,10 @@ class Mirrors:
         self._as_of = float("-inf")
 
     def fetch(self, since: float) -> None:
-        """Bring what the open runs have written, unless that was done after `since`.
+        """Copy the files that the open runs have written, unless that was done after `since`.
 
         Raises:
-            LauncherError: it cannot be brought.
+            LauncherError: the files cannot be copied.
         """
         with self._turn:
             if self._as_of >= since:
@@ -102,9 +102,6 @@ class Mirrors:
         """Remove links, pipes and devices that an older version has brought; once for all mirrors.
 
         rsync leaves them where the host still has them: it neither brings nor deletes them.
-
-        Raises:
-            LauncherError: one of them cannot be removed.
         """
         mark = self.folder / _WITHOUT_LINKS
         if os.path.lexists(mark):

@@ -58,7 +58,11 @@ class Hung(Lost):
 
 
 class SshConnection:
-    """A connection to a login node, by the name that ssh knows."""
+    """A connection to a login node, by the name that ssh knows.
+
+    Each call raises `SchedulerMissing` if its program is not installed here, and `Lost` if the host
+    cannot be reached, the connection was lost on the way, or the answer does not end (`Hung`).
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -71,9 +75,6 @@ class SshConnection:
 
         A shared connection in the user's own configuration is kept: it may have taken a
         second factor to make it.
-
-        Raises:
-            SchedulerMissing: ssh is not installed here.
         """
         options = list(_OPTIONS)
         own = self._run(["ssh", "-G", self.name], limit_s=commands.ANSWER_S)
@@ -89,16 +90,9 @@ class SshConnection:
     def bash(
         self, body: str, *, limit_s: float | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Run lines of bash in a login shell; they go by stdin, so no argument list shows them.
+        """Run lines of bash in a login shell, for ten minutes where no limit is given.
 
-        Args:
-            body: The lines.
-            limit_s: How long they may take; ten minutes where it is left out.
-
-        Raises:
-            SchedulerMissing: ssh is not installed here.
-            Lost: the host cannot be reached, the connection was lost on the way, or the answer does
-                not end.
+        The lines go by stdin, so that no argument list shows them.
         """
         script = _WRAPPER.format(body=body, begin=_BEGIN, end=_END)
         stdin = script.encode("utf-8", "surrogateescape")
@@ -115,8 +109,7 @@ class SshConnection:
         """Run one command, as `squeue.Command` wants it.
 
         Raises:
-            SchedulerMissing: ssh is not installed here, or the command does not exist there.
-            Lost: the host cannot be reached, or the connection was lost on the way.
+            SchedulerMissing: the command does not exist there.
         """
         hidden = "unset ${!SQUEUE_*} ${!SACCT_*} SLURM_TIME_FORMAT SLURM_CLUSTERS"
         limit_s = commands.ANSWER_S if commands.only_asks(argv) else None
@@ -132,8 +125,7 @@ class SshConnection:
         """Run rsync over the same connection; `names` are for `--files-from=-`.
 
         Raises:
-            LauncherError: rsync is missing, here or there.
-            Lost: the host cannot be reached, or the connection was lost on the way.
+            LauncherError: rsync is missing there.
         """
         waits = f"--timeout={commands.ANSWER_S:.0f}"  # for a host that sends nothing any more
         argv = ["rsync", "--protect-args", waits, f"--rsh={shlex.join(self.ssh)}", *words]
