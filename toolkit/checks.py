@@ -270,7 +270,7 @@ def _script_problems(path: Path, command: Command | None) -> list[Problem]:
     problems = check_script(text, str(path))
     if command is None:
         return problems
-    from toolkit.slurm.access_check import account_findings, log_folder, path_findings, verdict
+    from toolkit.slurm.site_check import account_findings, log_folder, path_findings, verdict
 
     script = read_batch_script(text, str(path))
 

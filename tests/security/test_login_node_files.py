@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import LauncherError
-from toolkit.slurm.jobs import SlurmJob, read_jobs, read_points, write_jobs
 from toolkit.slurm.login.mirror import Mirrors
-from toolkit.slurm.login.ssh import Host
+from toolkit.slurm.login.ssh import SshConnection
+from toolkit.slurm.submission import SlurmJob, read_jobs, write_jobs
+from toolkit.slurm.sweep import read_points
 
 GOOD = '{"version": 1, "job_id": "7", "mode": "", "points": null, "after": "", "folder": "/a"}'
 
@@ -43,7 +44,7 @@ def test_links_of_an_older_mirror_are_removed_and_not_followed(tmp_path: Path) -
     os.mkfifo(run_dir / "running.lock")
     (mirrors / "other").symlink_to(private)
 
-    Mirrors(Host("nowhere.invalid"), mirrors).fetch(time.time())
+    Mirrors(SshConnection("nowhere.invalid"), mirrors).fetch(time.time())
 
     left = {str(p.relative_to(mirrors)) for p in mirrors.rglob("*") if not p.name.startswith(".")}
     assert left == {"run", "run/attempts", "run/outcome.json"}

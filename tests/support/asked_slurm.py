@@ -9,8 +9,9 @@ import toolkit
 from toolkit.job.sweep import Point
 from toolkit.runs.registry import RunRecord
 from toolkit.slurm import SlurmLauncher
-from toolkit.slurm.jobs import SlurmJob, write_jobs, write_points
 from toolkit.slurm.run import SlurmRun
+from toolkit.slurm.submission import SlurmJob, write_jobs
+from toolkit.slurm.sweep import write_points
 
 Answer = subprocess.CompletedProcess[str]
 NO_ACCOUNTING = "Slurm accounting storage is disabled"

@@ -350,12 +350,12 @@ FETCH = """
 import pathlib, sys
 from toolkit.runs.registry import RunRecord
 from toolkit.slurm.login.mirror import Mirrors
-from toolkit.slurm.login.ssh import Host
+from toolkit.slurm.login.ssh import SshConnection
 class Run:
     def __init__(self, folder):
         facts = {"uri": "", "name": "", "job": "", "profile": {}, "created": 0}
         self.record = RunRecord(**facts, remote_dir=folder)
-mirrors = Mirrors(Host("login1"), pathlib.Path(sys.argv[1]))
+mirrors = Mirrors(SshConnection("login1"), pathlib.Path(sys.argv[1]))
 runs = [Run(folder) for folder in sys.argv[2:]]
 for run in runs:
     mirrors.watch(run)

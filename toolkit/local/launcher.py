@@ -18,15 +18,8 @@ from toolkit.errors import LauncherError
 from toolkit.planning.local import LocalPlan
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
-from toolkit.runs import registry, run_directory
-from toolkit.runs.log_reader import (
-    LogView,
-    Span,
-    all_spans,
-    attempt_spans,
-    follow_files,
-    refuse_attempt,
-)
+from toolkit.runs import log_reader, registry, run_directory
+from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Launcher, Run, new_run_name, require_secrets
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.torchrun_report import without_stop_traces
@@ -52,40 +45,6 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
     return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdecimal()])
 
 
-def _last_line(path: Path) -> str:
-    try:
-        lines = untrusted.read_text(path, below=path.parents[1]).split("\n")
-    except OSError:
-        return ""
-    return next((line for line in reversed(lines) if line), "")
-
-
-def _supervises(pid: int, run_dir: Path) -> bool:
-    """Whether a process is this user's, and keeps this run.
-
-    The files of a run directory may be forged: a process id of -1 would be everyone.
-    """
-    if not 1 < pid < 1 << 31:
-        return False
-    process = Path(f"/proc/{pid}")
-    try:
-        if not process.parent.joinpath("self").exists():  # a system without /proc
-            return os.getpgid(pid) == pid
-        if process.stat().st_uid != os.getuid():
-            return False
-        deadline = time.monotonic() + _EXEC_S
-        while not (command := (process / "cmdline").read_bytes().rstrip(b"\0")):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-    except FileNotFoundError:
-        return True  # it has ended this instant
-    except OSError:
-        return False
-    argv = command.split(b"\0")
-    return _SUPERVISOR.encode() in argv and os.fsencode(run_dir) == argv[-1]
-
-
 class LocalRun(Run):
     """A run on this machine."""
 
@@ -103,20 +62,20 @@ class LocalRun(Run):
             reason = f"{self.run_dir} is gone"
             return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
         status = run_directory.ended_status(self.run_dir)
-        refused = _last_line(self.run_dir / "logs" / _LAUNCHER_LOG)
-        if (
-            status.state is RunState.FAILED
-            and run_directory.outcome(self.run_dir) is None
-            and refused
-            and not status.word
-        ):
-            return RunStatus(state=status.state, reason=refused)
-        return status
+        explained = status.word or run_directory.outcome(self.run_dir) is not None
+        if status.state is not RunState.FAILED or explained:
+            return status
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            log = self.run_dir / "logs" / _LAUNCHER_LOG
+            lines = untrusted.read_text(log, below=self.run_dir).split("\n")
+        refusal = next((line for line in reversed(lines) if line), "")
+        return RunStatus(state=status.state, reason=refusal) if refusal else status
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         """Yield the lines of all nodes, each as it comes."""
-        refuse_attempt(self.run_dir, view)
-        lines = follow_files(
+        log_reader.refuse_attempt(self.run_dir, view)
+        lines = log_reader.follow_files(
             lambda: self._spans(view),
             ended=lambda: not view.follow or self._supervisor() is None,
         )
@@ -125,15 +84,15 @@ class LocalRun(Run):
     def _spans(self, view: LogView) -> list[Span]:
         launcher_log = self.run_dir / "logs" / _LAUNCHER_LOG
         if view.attempt is None:
-            return all_spans(self.run_dir, launcher_log)
-        # The supervisor has started the first attempt only; people go on by hand.
+            return log_reader.all_spans(self.run_dir, launcher_log)
+        # The supervisor has started the first attempt only; users may continue the run by hand.
         first = [] if view.attempt else [Span(path=launcher_log, below=self.run_dir)]
-        return [*first, *attempt_spans(self.run_dir, view.attempt)]
+        return [*first, *log_reader.attempt_spans(self.run_dir, view.attempt)]
 
     def cancel(self) -> None:
         """Signal the supervisor to stop the run with a checkpoint."""
         if pid := self._supervisor():
-            if not _supervises(pid, self.run_dir):
+            if not self._is_supervisor(pid):
                 raise LauncherError(
                     f"{self.uri} is not stopped: by {self.run_dir / _LOCK}, process {pid} keeps "
                     "it, but that is none of yours which supervises this run"
@@ -141,6 +100,31 @@ class LocalRun(Run):
             run_directory.request_cancel(self.run_dir)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+
+    def _is_supervisor(self, pid: int) -> bool:
+        """Whether a process is this user's, and supervises this run.
+
+        The files of a run directory may be forged: a process id of -1 would be everyone.
+        """
+        if not 1 < pid < 1 << 31:
+            return False
+        process = Path(f"/proc/{pid}")
+        try:
+            if not process.parent.joinpath("self").exists():  # a system without /proc
+                return os.getpgid(pid) == pid
+            if process.stat().st_uid != os.getuid():
+                return False
+            deadline = time.monotonic() + _EXEC_S
+            while not (command := (process / "cmdline").read_bytes().rstrip(b"\0")):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.01)
+        except FileNotFoundError:
+            return True  # it has ended this instant
+        except OSError:
+            return False
+        argv = command.split(b"\0")
+        return _SUPERVISOR.encode() in argv and os.fsencode(self.run_dir) == argv[-1]
 
     def _supervisor(self) -> int | None:
         """Return the supervisor's process id while it lives; 0 in the instant before it is known.
@@ -187,10 +171,10 @@ class LocalLauncher(Launcher[LocalPlan]):
     def submit(self, plan: LocalPlan, *, files: Mapping[str, bytes] = {}) -> LocalRun:
         """Start a new run, which finds `files` in its run directory, and return at once."""
         need = plan.job.resources
-        wanted, there = need.max_nodes * need.gpus_per_node, self._gpus()
-        if wanted > there:
+        gpus, there = need.max_nodes * need.gpus_per_node, self._gpus()
+        if gpus > there:
             raise LauncherError(
-                f"{need.max_nodes} nodes with {need.gpus_per_node} GPUs make {wanted}, and this "
+                f"{need.max_nodes} nodes with {need.gpus_per_node} GPUs make {gpus}, and this "
                 f"machine has {there}; --set resources.gpus_per_node=0 trains on its CPUs"
             )
         require_secrets(plan, self._environ)
@@ -203,7 +187,10 @@ class LocalLauncher(Launcher[LocalPlan]):
         run_directory.write_inputs(
             run_dir, plan.job, script=render(plan), file_name=_SCRIPT, files=files
         )
-        self._start(run_dir, plan)
+        try:
+            self._supervise(run_dir, plan)
+        except OSError as error:
+            raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
         record = registry.remember(
             uri=f"local://{name}",
             name=name,
@@ -224,12 +211,6 @@ class LocalLauncher(Launcher[LocalPlan]):
             raise LauncherError(f"{record.uri}: its record names no run directory")
         return LocalRun(record)
 
-    def _start(self, run_dir: Path, plan: LocalPlan) -> None:
-        try:
-            self._supervise(run_dir, plan)
-        except OSError as error:
-            raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
-
     def _supervise(self, run_dir: Path, plan: LocalPlan) -> None:
         """Start the supervisor, which holds the lock from its first instant on."""
         tied = [f"--tied-to={os.getpid()}"] if self._tied else []
@@ -242,7 +223,7 @@ class LocalLauncher(Launcher[LocalPlan]):
             (run_dir / "logs" / _LAUNCHER_LOG).open("w", encoding="utf-8") as log,
         ):
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Takes its room on the disk now: once the supervisor runs, nothing here may fail.
+            # The bytes are on the disk before the supervisor runs: from then on nothing may fail.
             lock.write(_NO_PID)
             lock.flush()
             child = subprocess.Popen(

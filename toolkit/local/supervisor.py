@@ -34,84 +34,64 @@ def _die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _children() -> list[int]:
-    """Return the process ids of all our children, adopted orphans among them."""
-    pids: list[int] = []
-    for task in Path("/proc/self/task").glob("*/children"):
-        pids += map(int, task.read_text(encoding="utf-8").split())
-    return pids
-
-
 def _sweep() -> None:
     """Kill every descendant; killing a parent hands its children to us, so until none is left."""
     while True:
-        for pid in _children():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        for task in Path("/proc/self/task").glob("*/children"):
+            for pid in map(int, task.read_text(encoding="utf-8").split()):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
 
 
-def _newest(run_dir: str) -> Path:
-    """Return the folder of the newest attempt."""
-    return attempt_folders(Path(run_dir))[-1]
-
-
-def _starts_again(run_dir: str) -> bool:
+def _starts_again(run_dir: Path) -> bool:
     """Whether the script decided that another attempt follows, and no cancel was requested."""
-    if (Path(run_dir) / "cancel_requested").exists():
+    attempts = attempt_folders(run_dir)
+    if not attempts or (run_dir / "cancel_requested").exists():
         return False
-    with contextlib.suppress(OSError, IndexError):
-        return (_newest(run_dir) / "start_again").exists()
+    with contextlib.suppress(OSError):
+        return (attempts[-1] / "start_again").exists()
     return False
 
 
-def supervise(
-    script: str,
-    run_dir: str,
-    *,
-    stop_timeout_s: float,
-    time_limit_s: float = math.inf,
-) -> int:
-    """Run `script` to its end, again and again as the script decides; return its exit status.
+def supervise(script: str, run_dir: Path, *, stop_timeout_s: float, time_limit_s: float) -> int:
+    """Run `script RUN_DIR` to its end, again as long as it decides so; return its exit status.
 
-    Args:
-        script: What to run.
-        run_dir: Its first argument.
-        stop_timeout_s: How long it may take to stop.
-        time_limit_s: How long each attempt may take before it is stopped.
+    An attempt is stopped after `time_limit_s`, and killed where its stop takes `stop_timeout_s`.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     stops: list[float] = []  # when the script was to stop
-    told_to_end = False  # not by the time limit
+    ending = False  # by a signal, not by the time limit
 
     def stop(*_: object) -> None:
-        nonlocal told_to_end
-        told_to_end = True
+        nonlocal ending
+        ending = True
         stops.append(time.monotonic())
 
     # Before there is anything to stop, so that no request is lost.
     for number in _STOP_SIGNALS:
         signal.signal(number, stop)
-    child = subprocess.Popen(["bash", script, run_dir], preexec_fn=_die_with_parent)
+    argv = ["bash", script, str(run_dir)]
+    child = subprocess.Popen(argv, preexec_fn=_die_with_parent)
     ends_at = time.monotonic() + time_limit_s
     signalled = False
-    while (status := child.poll()) is None or (not told_to_end and _starts_again(run_dir)):
+    while (status := child.poll()) is None or (not ending and _starts_again(run_dir)):
         now = time.monotonic()
         if status is not None:
             _sweep()
             signalled, ends_at = False, now + time_limit_s
             stops.clear()
-            argv = ["bash", script, run_dir, "restart"]
-            child = subprocess.Popen(argv, preexec_fn=_die_with_parent)
+            child = subprocess.Popen([*argv, "restart"], preexec_fn=_die_with_parent)
             continue
         if not stops and now > ends_at:
             print(f"time limit of {time_limit_s:.0f} s: stopping", flush=True)
             stops.append(now)
             with contextlib.suppress(OSError, IndexError):
-                (_newest(run_dir) / "stopping").write_text("walltime\n", encoding="utf-8")
+                file = attempt_folders(run_dir)[-1] / "stopping"
+                file.write_text("walltime\n", encoding="utf-8")
         if stops and not signalled:
             child.terminate()
             signalled = True
@@ -126,14 +106,14 @@ def main() -> int:
     """Read the command line and supervise."""
     parser = argparse.ArgumentParser(prog="supervisor")
     parser.add_argument("script")
-    parser.add_argument("run_dir")
+    parser.add_argument("run_dir", type=Path)
     parser.add_argument("--stop-timeout", type=float, default=60.0, help="seconds")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds")
     parser.add_argument("--tied-to", type=int, help="stop when this parent ends")
     options = parser.parse_args()
     if options.tied_to:
         _die_with_parent()
-        if os.getppid() != options.tied_to:  # it ended before we could ask for its signal
+        if os.getppid() != options.tied_to:  # the parent ended before its signal was requested
             return 1
     status = supervise(
         options.script,
@@ -141,8 +121,7 @@ def main() -> int:
         stop_timeout_s=options.stop_timeout,
         time_limit_s=options.time_limit,
     )
-    first = Path(options.run_dir) / "logs" / "attempt-0"
-    attempts = attempt_folders(Path(options.run_dir)) or [first]
+    attempts = attempt_folders(options.run_dir) or [options.run_dir / "logs" / "attempt-0"]
     if not (attempts[-1] / "exit_status").exists():  # the script was killed, or refused to start
         attempts[-1].mkdir(parents=True, exist_ok=True)
         (attempts[-1] / "exit_status").write_text(f"{status}\n", encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Submits to a Slurm cluster, with or without accounting."""
+"""Submits runs to a Slurm cluster, with or without accounting, and opens earlier runs."""
 
-import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from toolkit.errors import LauncherError, Problem
@@ -16,18 +16,28 @@ from toolkit.profile import SlurmProfile
 from toolkit.rendering import render
 from toolkit.runs import registry, run_directory, submission_journal
 from toolkit.runs.run import Launcher, Run, new_run_name, require_secrets
-from toolkit.slurm.jobs import SlurmJob, as_lines, has_points, write_jobs, write_points
-from toolkit.slurm.login.host import Folder, Here, Login
-from toolkit.slurm.login.ssh_host import There
-from toolkit.slurm.reopen import SETTLED_S, BegunRun
+from toolkit.runs.state import RunState, RunStatus
+from toolkit.slurm.login.host import LoginNode, RunFolder
+from toolkit.slurm.login.ssh_host import SshLoginNode
 from toolkit.slurm.run import SlurmRun
 from toolkit.slurm.site_check import site_findings
-from toolkit.slurm.snapshot import Queue, Snapshot, place_of_answers
+from toolkit.slurm.snapshot import Snapshot, snapshot_file
 from toolkit.slurm.squeue import Command, cluster_name, refused, run_command
-from toolkit.slurm.submission import Order, Unclear, exported, find, new_token, send
-from toolkit.slurm.sweep import SlurmPoint, SlurmSweep
+from toolkit.slurm.submission import (
+    SlurmJob,
+    Submission,
+    UnknownOutcome,
+    as_lines,
+    find,
+    send,
+    write_jobs,
+)
+from toolkit.slurm.sweep import SlurmPoint, SlurmSweep, has_points, write_points
 
 __all__ = ["Command", "SlurmLauncher", "SlurmRun"]
+
+_SETTLED_S = 120.0
+"""After this time no submission is under way: a job that Slurm has not received never arrives."""
 
 
 class SlurmLauncher(Launcher[SlurmPlan]):
@@ -50,17 +60,13 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         """
         self._profile = profile
         self._environ = environ
-        self._intents = registry.intents_folder(environ)
-        self._login: Login
-        shared = None
+        self._journal = registry.intents_folder(environ)
+        self._login: LoginNode
         if profile.via is not None and command is None:
-            self._login = There.of(profile, environ)
-            shared = place_of_answers(environ, host=profile.host)
+            self._login = SshLoginNode(profile, environ)
         else:
-            self._login = Here(profile, command or run_command)
-            shared = place_of_answers(environ) if command in (None, run_command) else None
-        self._command = self._login.command
-        self._queue = _Queue(self._login, file=shared)
+            file = snapshot_file(environ) if command in (None, run_command) else None
+            self._login = LoginNode(profile, command or run_command, file=file)
 
     def submit(
         self,
@@ -84,34 +90,30 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         _refuse_chain(chain, sweep=bool(plan.points))
         plan = plan.in_turns() if chain > 1 else plan
         cluster = self._cluster()
-        require_secrets(plan, self._environ)
+        secrets = self._secrets(plan)
         registry.check(environ=self._environ)
         waits = self._conditions([*plan.job.after, *after], cluster)
         name = new_run_name(plan.job.name)
         folder = self._login.make(name)
+        file_name = f"{plan.job.name}.sbatch"
         try:
-            script = run_directory.write_inputs(
-                folder.here,
-                plan.job,
-                script=render(plan),
-                file_name=f"{plan.job.name}.sbatch",
-                files=files,
+            run_directory.write_inputs(
+                folder.here, plan.job, script=render(plan), file_name=file_name, files=files
             )
             if plan.points:
                 write_points(folder.here, plan.points)
             self._login.bring(folder)
         except LauncherError:
-            self._login.discard(folder, begun=False)
+            self._login.discard(folder, used=False)
             raise
         modes = ["", *["chain"] * (chain - 1)]
-        order = Order(
+        submission = Submission(
             folder=folder,
-            script=f"{folder.there}/{script.name}",
+            script=f"{folder.there}/{file_name}",
             log=_log_of(folder, sweep=bool(plan.points)),
             jobs=tuple(
                 SlurmJob(job_id="", mode=m, after=waits, folder=folder.start) for m in modes
             ),
-            token=new_token(),
         )
         record = registry.RunRecord(
             uri=f"slurm://{cluster}/{name}",
@@ -122,40 +124,50 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             run_dir=folder.here,
             remote_dir=folder.there if self._login.remote else None,
         )
-        with self._begin(record, order) as intent:
+        # Nothing has run in the new folder, unless the first job of a chain was quick.
+        undo = partial(self._login.discard, folder, used=chain > 1)
+        return self._send(record, submission, secrets, undo=undo)
+
+    def _send(
+        self,
+        record: registry.RunRecord,
+        submission: Submission,
+        secrets: Mapping[str, str],
+        *,
+        prepare: Callable[[], object] = lambda: None,
+        undo: Callable[[], object],
+    ) -> SlurmRun:
+        """Submit, and `undo` what `prepare` or the caller has done if Slurm refuses."""
+        data = {"record": record.as_json(), "order": submission.as_json()}
+        # Written first, so that a later process finds the submission if this one is killed.
+        with submission_journal.begin(self._journal, record.name, data) as intent:
+            prepare()
             try:
-                sent = send(self._login, order, secrets=exported(plan, self._environ))
-            except Unclear:
+                jobs = send(self._login, submission, secrets=secrets)
+            except UnknownOutcome:
                 raise
             except LauncherError:
-                # We made it. Nothing has run in it, unless the first job of a chain was quick.
-                self._login.discard(folder, begun=chain > 1)
+                undo()
                 intent.done()
                 raise
-            return self._submitted(record, order, sent, intent)
-
-    def _begin(self, record: registry.RunRecord, order: Order) -> submission_journal.Intent:
-        """Write down the submission, so that a later process finds it if this one is killed."""
-        data = {"record": record.as_json(), "order": order.as_json()}
-        return submission_journal.begin(self._intents, record.name, data)
+            return self._submitted(record, submission, jobs, intent)
 
     def _submitted(
         self,
         record: registry.RunRecord,
-        order: Order,
-        sent: Sequence[SlurmJob],
+        submission: Submission,
+        jobs: Sequence[SlurmJob],
         intent: submission_journal.Intent,
     ) -> SlurmRun:
         """Record the submitted run in the user's list and in the run directory."""
         if record.begun:
-            uri = f"{record.uri.removesuffix(record.name)}{sent[0].job_id}"
+            uri = f"{record.uri.removesuffix(record.name)}{jobs[0].job_id}"
             record = registry.add(replace(record, uri=uri), environ=self._environ)
-        new = self._login.remote and not order.known
-        launch = json.dumps(self._login.as_there(record).as_json()) if new else ""
-        self._login.keep(order.folder, jobs=as_lines(sent), launch=launch)
-        write_jobs(order.folder.here, sent)
+        new = None if submission.known else record
+        self._login.keep(submission.folder, jobs=as_lines(jobs), record=new)
+        write_jobs(submission.folder.here, jobs)
         intent.done()
-        self._queue.forget()
+        self._login.snapshots.forget()
         return self._opened(record)
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
@@ -164,10 +176,10 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         The script is the one that was submitted, and it goes on from the newest checkpoints.
 
         Raises:
-            LauncherError: it has succeeded or not ended, or the site refused.
+            LauncherError: the run has succeeded or not ended, or the site refused.
         """
         assert isinstance(run, SlurmRun)
-        if isinstance(run, BegunRun):
+        if isinstance(run, InterruptedRun):
             return self._finish(run, chain)
         whole = run.sweep if isinstance(run, SlurmPoint) else run
         sweep = whole if isinstance(whole, SlurmSweep) else None
@@ -181,74 +193,71 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         self._cluster()
         points = run.unfinished()
         made = plan(load(run_dir / "job.yaml"), self._profile)
-        require_secrets(made, self._environ)
-        jobs = whole.jobs
-        if chain > 1 and not made.takes_turns and all(job.mode != "chain" for job in jobs):
+        secrets = self._secrets(made)
+        submission = self._continuation(whole, made, points, chain)
+        marked = run_directory.cancel_requested(run_dir)
+
+        def withdraw_cancel() -> None:
+            if sweep is not None and points is not None:
+                sweep.withdraw_cancel(points)
+            self._login.withdraw_cancel(whole.record)
+
+        def restore_cancel() -> None:
+            if marked:
+                self._login.request_cancel(whole.record)
+
+        self._send(whole.record, submission, secrets, prepare=withdraw_cancel, undo=restore_cancel)
+        return run
+
+    def _continuation(
+        self, run: SlurmRun, plan: SlurmPlan, points: Sequence[int] | None, chain: int
+    ) -> Submission:
+        """Return the submission with which a run goes on; of a sweep, some of its points."""
+        jobs = run.jobs
+        if chain > 1 and not plan.takes_turns and all(job.mode != "chain" for job in jobs):
             raise LauncherError(
                 f"{run.uri}: its script is not for a chain; resubmit it without --chain, or submit "
                 "the job anew with --chain, or with retries.requeue above 0"
             )
-        again = SlurmJob(
-            job_id="",
-            mode="continue",
-            points=None if points is None else tuple(points),
-            folder=jobs[-1].folder or self._login.cwd,
-        )
-        links = [SlurmJob(job_id="", mode="chain", folder=again.folder)] * (chain - 1)
-        array = None
-        if sweep is not None and points is not None and made.job.sweep is not None:
-            array = array_of(points, made.job.sweep)
-        there = whole.record.remote_dir or str(run_dir)
-        folder = Folder(here=run_dir, there=there, start=again.folder)
-        order = Order(
+        assert run.run_dir is not None
+        there = run.record.remote_dir or str(run.run_dir)
+        start = jobs[-1].folder or self._login.cwd
+        folder = RunFolder(here=run.run_dir, there=there, start=start)
+        tasks = None if points is None else tuple(points)
+        again = SlurmJob(job_id="", mode="continue", points=tasks, folder=start)
+        links = [SlurmJob(job_id="", mode="chain", folder=start)] * (chain - 1)
+        sweep = plan.job.sweep if isinstance(run, SlurmSweep) else None
+        return Submission(
             folder=folder,
-            script=f"{there}/{script.name}",
-            log=_log_of(folder, sweep=sweep is not None),
+            script=f"{there}/{run.record.job}.sbatch",
+            log=_log_of(folder, sweep=isinstance(run, SlurmSweep)),
             jobs=(again, *links),
-            token=new_token(),
             known=tuple(job.job_id for job in jobs),
-            array=array,
+            array=array_of(points, sweep) if points is not None and sweep is not None else None,
         )
-        marked = run_directory.cancel_requested(run_dir)
-        with self._begin(whole.record, order) as intent:
-            if sweep is not None and points is not None:
-                sweep.withdraw_cancel(points)
-            self._login.withdraw_cancel(whole.record)
-            try:
-                sent = send(self._login, order, secrets=exported(made, self._environ))
-            except Unclear:
-                raise
-            except LauncherError:
-                if marked:
-                    self._login.request_cancel(whole.record)
-                intent.done()
-                raise
-            self._submitted(whole.record, order, sent, intent)
-        return run
 
-    def _finish(self, run: BegunRun, chain: int) -> SlurmRun:
+    def _finish(self, run: "InterruptedRun", chain: int) -> SlurmRun:
         """Finish an interrupted submission, unless Slurm has received it."""
         _refuse_chain(chain, sweep=chain > 1)
-        intent = submission_journal.take(self._intents, run.name)
+        intent = submission_journal.take(self._journal, run.name)
         if intent is None:
             raise LauncherError(f"{run.name} is being submitted by another process just now")
         with intent:
-            order = _order_of(intent, run.record)
-            run_directory.require_own(order.folder.here / "job.yaml")
-            made = plan(load(order.folder.here / "job.yaml"), self._profile)
-            require_secrets(made, self._environ)
-            secrets = exported(made, self._environ)
-            sent = send(self._login, order, secrets=secrets, begun=True)
-            return self._submitted(run.record, order, sent, intent)
+            submission = Submission.of_json(intent.data.get("order"), name=run.name)
+            job_file = submission.folder.here / "job.yaml"
+            run_directory.require_own(job_file)
+            secrets = self._secrets(plan(load(job_file), self._profile))
+            jobs = send(self._login, submission, secrets=secrets, interrupted=True)
+            return self._submitted(run.record, submission, jobs, intent)
 
     def findings(self, plan: SlurmPlan) -> list[Problem]:
         """Compare the plan with the configuration of the site."""
         self._cluster()
-        return site_findings(plan, self._command)
+        return site_findings(plan, self._login.command)
 
     def open(self, record: registry.RunRecord) -> SlurmRun:
         """Return the handle of an earlier job, or sweep."""
-        intent = submission_journal.take(self._intents, record.name)
+        intent = submission_journal.take(self._journal, record.name)
         if intent is None:
             return self._opened(record)
         with intent:
@@ -256,24 +265,24 @@ class SlurmLauncher(Launcher[SlurmPlan]):
 
     def _opened(self, record: registry.RunRecord) -> SlurmRun:
         kind = SlurmSweep if has_points(record.run_dir) else SlurmRun
-        run = kind(record, self._command, self._queue, self._login)
-        _ = run.points  # a sweep of which they cannot be read says so now, by itself
+        run = kind(record, self._login)
+        _ = run.points  # raises now if the points of a sweep cannot be read
         self._login.watch(run)
         return run
 
     def _recovered(self, record: registry.RunRecord, intent: submission_journal.Intent) -> SlurmRun:
-        """Return a run whose submission was cut short, with the jobs that Slurm has of it."""
+        """Return a run whose submission was interrupted, with the jobs that Slurm has of it."""
         try:
-            order = _order_of(intent, record)
-            self._queue.require(record.uri.split("/")[2])
-            if sent := find(self._login, order):
-                return self._submitted(record, order, sent, intent)
+            submission = Submission.of_json(intent.data.get("order"), name=record.name)
+            self._login.snapshots.require_cluster_of(record.uri)
+            if jobs := find(self._login, submission):
+                return self._submitted(record, submission, jobs, intent)
             why = ""
         except LauncherError as error:
             why = str(error)
         if record.begun:
-            return BegunRun(record, self._command, self._queue, self._login, why=why)
-        if not why and time.time() > intent.begun + SETTLED_S:
+            return InterruptedRun(record, self._login, why=why)
+        if not why and time.time() > intent.begun + _SETTLED_S:
             intent.done()  # it has never been submitted again
         return self._opened(record)
 
@@ -296,28 +305,55 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         return ",".join(dict.fromkeys(conditions))
 
     def _cluster(self) -> str:
-        """Return the cluster's name; asking also shows whether there is a cluster."""
-        answer = self._command(["scontrol", "show", "config"])
+        """Return the cluster's name; the query also shows whether there is a cluster."""
+        answer = self._login.command(["scontrol", "show", "config"])
         name = cluster_name(answer.stdout)
         if answer.returncode != 0 or not name:
             raise refused("scontrol", answer)
         return name
 
+    def _secrets(self, plan: SlurmPlan) -> dict[str, str]:
+        """Return the secrets that the jobs take from here, by name.
 
-class _Queue(Queue):
-    """Answers together with what the open runs of the same login node have written until then."""
+        Raises:
+            LauncherError: one of them is not set.
+        """
+        require_secrets(plan, self._environ)
+        return {name: self._environ[name] for name in plan.exported_secrets}
 
-    def __init__(self, login: Login, *, file: Path | None) -> None:
-        super().__init__(login.command, file=file)
-        self._login = login
 
-    def look(
-        self, *, max_age_s: float = 0.0, changed: float = 0.0, patient: bool = True
-    ) -> Snapshot:
-        """Return the user's jobs; the files that they have left are not older than that."""
-        seen = super().look(max_age_s=max_age_s, changed=changed, patient=patient)
-        self._login.fetch(seen.asked)
-        return seen
+class InterruptedRun(SlurmRun):
+    """A run whose submission was interrupted before Slurm's job id was recorded."""
+
+    def __init__(self, record: registry.RunRecord, login: LoginNode, *, why: str) -> None:
+        super().__init__(record, login)
+        self._why = why
+
+    @property
+    def jobs(self) -> list[SlurmJob]:
+        """No job of it is known."""
+        return []
+
+    def statuses_in(self, snapshot: Snapshot) -> Sequence[RunStatus]:
+        """Return the status by the age of the submission alone."""
+        return (self.unreachable(self._why),)
+
+    def unreachable(self, reason: str) -> RunStatus:
+        """Return the status without an answer of Slurm."""
+        if self.run_dir is not None and run_directory.has_attempts(self.run_dir):
+            return run_directory.ended_status(self.run_dir)  # Slurm has forgotten the job
+        if reason or time.time() < self.record.created + _SETTLED_S:
+            cut = "its submission was cut short, and Slurm has no job of it yet"
+            return RunStatus(state=RunState.UNKNOWN, reason=reason or cut)
+        return RunStatus(
+            state=RunState.FAILED,
+            reason="its submission was cut short, and Slurm never got it; "
+            f"`toolkit resubmit {self.name}` submits it",
+        )
+
+    def cancel(self) -> None:
+        """Refuse with a LauncherError: no job of it is known."""
+        raise LauncherError(f"{self.uri} cannot be cancelled: {self.unreachable(self._why).reason}")
 
 
 def _refuse_chain(chain: int, *, sweep: bool) -> None:
@@ -328,22 +364,7 @@ def _refuse_chain(chain: int, *, sweep: bool) -> None:
         )
 
 
-def _log_of(folder: Folder, *, sweep: bool) -> str:
+def _log_of(folder: RunFolder, *, sweep: bool) -> str:
     """Return where the jobs print, as sbatch wants it; of a sweep, each point in a file."""
     logs = f"{folder.there}/logs".replace("%", "%%")  # sbatch replaces %j and others
     return f"{logs}/%a.log" if sweep else f"{logs}/job.log"
-
-
-def _order_of(intent: submission_journal.Intent, record: registry.RunRecord) -> Order:
-    """Return the record from its JSON.
-
-    Raises:
-        LauncherError: another version has written it.
-    """
-    try:
-        return Order.of_json(intent.data["order"])
-    except (KeyError, TypeError, ValueError):
-        raise LauncherError(
-            f"{record.name}: its submission was cut short, and what was written "
-            "down of it cannot be read by this version"
-        ) from None

@@ -1,33 +1,36 @@
-"""A run on Slurm, of one job or several; its status comes from squeue and the run directory."""
+"""A run on Slurm, of one job or several; its status comes from squeue and the run directory.
+
+The controller forgets ended jobs within minutes. Jobs that it has forgotten are looked up in their
+run directories, and only the rest in the accounting, if the site has one. One query to each serves
+any number of runs.
+"""
 
 import os
 import re
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.errors import LauncherError
-from toolkit.profile import SlurmProfile
-from toolkit.runs import registry, run_directory
-from toolkit.runs.log_reader import (
-    LogView,
-    Span,
-    all_spans,
-    attempt_folders,
-    attempt_spans,
-    follow_files,
-    refuse_attempt,
-)
+from toolkit.runs import log_reader, registry, run_directory
+from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.torchrun_report import without_stop_traces
-from toolkit.slurm.batch_status import LIST_AGE_S, STATUS_AGE_S, statuses
-from toolkit.slurm.jobs import SlurmJob, is_job_id, read_jobs
-from toolkit.slurm.login.host import Here, Login
-from toolkit.slurm.snapshot import Queue, Snapshot
-from toolkit.slurm.squeue import Command, Row, first_line, judge
+from toolkit.slurm.login.host import LoginNode
+from toolkit.slurm.snapshot import Snapshot
+from toolkit.slurm.squeue import first_line
+from toolkit.slurm.status import JobRow, judge
+from toolkit.slurm.submission import SlurmJob, is_job_id, read_jobs
 
 __all__ = ["CONDITIONS", "SlurmRun"]
+
+_STATUS_AGE_S = 1.0
+"""Maximum age of an answer for `status` of a single run, in seconds."""
+
+_LIST_AGE_S = 3.0
+"""Maximum age of an answer for a list, in seconds."""
 
 _ASK_EVERY_S = 3.0
 """How often a follower polls whether the job has ended; clusters limit requests."""
@@ -42,17 +45,9 @@ CONDITIONS = {"ok": "afterok", "any": "afterany", "fail": "afternotok"}
 class SlurmRun(Run):
     """A run of a Slurm cluster."""
 
-    def __init__(
-        self,
-        record: registry.RunRecord,
-        command: Command,
-        queue: Queue | None = None,
-        login: Login | None = None,
-    ) -> None:
+    def __init__(self, record: registry.RunRecord, login: LoginNode) -> None:
         super().__init__(record)
-        self._login = login or Here(SlurmProfile(), command)
-        self._command = command
-        self._queue = queue or Queue(command)
+        self._login = login
         self.job_id = record.uri.rpartition("/")[2]
 
     @property
@@ -68,7 +63,7 @@ class SlurmRun(Run):
     @property
     def place(self) -> Hashable:
         """The snapshot of the Slurm cluster that is queried."""
-        return self._queue.place
+        return self._login.snapshots.place
 
     @property
     def parts(self) -> "Sequence[SlurmRun]":
@@ -77,55 +72,113 @@ class SlurmRun(Run):
 
     def status(self) -> RunStatus:
         """Return the status by squeue; of forgotten jobs by the run directory or sacct."""
-        (status,) = statuses(self._queue, [self], max_age_s=STATUS_AGE_S, changed=self._changed())
-        return status
+        return self.part_statuses()[0]
+
+    def part_statuses(self) -> list[RunStatus]:
+        """Return the status of each part by one query."""
+        changed = self._changed()
+        return self._statuses_of_parts([self], max_age_s=_STATUS_AGE_S, changed=changed)[0]
 
     def statuses_of(self, runs: Sequence[Run]) -> list[RunStatus]:
         """Return the statuses of all by one query."""
         ours = [run for run in runs if isinstance(run, SlurmRun)]
         assert len(ours) == len(runs)
         changed = max((run.record.created for run in ours), default=0.0)
-        return statuses(self._queue, ours, max_age_s=LIST_AGE_S, changed=changed)
+        of_parts = self._statuses_of_parts(ours, max_age_s=_LIST_AGE_S, changed=changed)
+        pairs = zip(ours, of_parts, strict=True)
+        return [run.sum_of(parts) if run.points else parts[0] for run, parts in pairs]
+
+    def _statuses_of_parts(
+        self, runs: "Sequence[SlurmRun]", *, max_age_s: float, changed: float
+    ) -> list[list[RunStatus]]:
+        """Return the statuses of each run's parts by an answer that is younger than `changed`."""
+        snapshots = self._login.snapshots
+        try:
+            snapshot = snapshots.look(max_age_s=max_age_s, changed=changed)
+        except LauncherError as error:
+            return [[part.unreachable(str(error)) for part in run.parts] for run in runs]
+        statuses: dict[SlurmRun, RunStatus] = {}
+        others: list[SlurmRun] = []  # runs of other users, whose jobs are queried by their ids
+        for run in runs:
+            for part, status in zip(run.parts, run.statuses_in(snapshot), strict=True):
+                if status is None:
+                    others.append(part)
+                else:
+                    statuses[part] = status
+        if others:
+            try:
+                by_id = snapshots.others([job.job_id for part in others for job in part.jobs])
+            except LauncherError as error:
+                statuses |= {part: part.unreachable(str(error)) for part in others}
+            else:
+                statuses |= {part: s for part in others for s in part.statuses_in(by_id) if s}
+        statuses |= self._accounted([part for part, s in statuses.items() if s.lost], statuses)
+        if snapshot.note:
+            for part, status in statuses.items():
+                if not status.state.final:
+                    reason = "; ".join(filter(None, [status.reason, snapshot.note]))
+                    statuses[part] = replace(status, reason=reason)
+        return [[statuses[part] for part in run.parts] for run in runs]
+
+    def _accounted(
+        self, lost: "Sequence[SlurmRun]", statuses: "Mapping[SlurmRun, RunStatus]"
+    ) -> "dict[SlurmRun, RunStatus]":
+        """Return the statuses that the accounting has of runs that are lost otherwise."""
+        job_ids = [job.job_id.partition("_")[0] for part in lost for job in part.jobs]
+        try:
+            ended = self._login.snapshots.ended(job_ids) if lost else {}
+        except LauncherError as error:
+            reasons = {part: f"{statuses[part].reason}; {error}" for part in lost}
+            return {p: RunStatus(state=RunState.UNKNOWN, reason=r) for p, r in reasons.items()}
+        # By the id of the array for `77_[3-5]`.
+        rows = {
+            row.whole if "[" in row.job_id else row.job_id: row
+            for job_rows in ended.values()
+            for row in job_rows
+        }
+        return {part: s for part in lost if (s := part.by_accounting(rows)) is not None}
 
     def _changed(self) -> float:
         """Return when something happened to this run that an answer of Slurm must know."""
-        left = run_directory.changed_at(self.run_dir) if self.run_dir is not None else 0.0
-        return max(self.record.created, left + _CLOCK_TICK_S)
+        modified = run_directory.changed_at(self.run_dir) if self.run_dir is not None else 0.0
+        return max(self.record.created, modified + _CLOCK_TICK_S)
 
-    def told(self, seen: Snapshot) -> "Sequence[RunStatus | None]":
+    def statuses_in(self, snapshot: Snapshot) -> "Sequence[RunStatus | None]":
         """Return the status of each part from Slurm's answer and the run directory.
 
         None for a run of another user, whose jobs must be queried by id.
         """
-        rows = self._rows_in(seen)
+        rows = self._rows_in(snapshot)
         jobs = self._jobs_of(rows)
         pairs = [(job, rows[job.job_id]) for job in jobs if job.job_id in rows]
         live = [(job, row) for job, row in pairs if not row.state.final]
         if live:
-            begun = [pair for pair in live if pair[1].state is not RunState.PENDING]
-            if not begun and all(job.mode == "chain" for job, _ in live) and self._is_over():
-                return (self._left_behind(),)  # what is left of the chain has nothing to do
-            job, row = (begun or live)[0]
+            started = [pair for pair in live if pair[1].state is not RunState.PENDING]
+            if not started and all(job.mode == "chain" for job, _ in live):
+                run_dir = self.run_dir
+                if run_dir is not None and run_directory.is_over(run_dir):
+                    return (self._by_run_dir(),)  # the pending jobs of the chain end at once
+            job, row = (started or live)[0]
             return (judge(row, self.run_dir, after=job.after),)
         if not pairs:
-            return (self._forgotten(seen),)
+            return (self._forgotten(snapshot),)
         job, row = pairs[-1]
         by_slurm = judge(row, self.run_dir, after=job.after)
         if len(jobs) == 1:
             return (by_slurm,)
-        status = self._left_behind()
-        # A script that was killed before it could find out by whom says less than Slurm.
+        status = self._by_run_dir()
+        # A script that was killed before it recorded why leaves less than Slurm's own reason.
         cut_short = row.state is RunState.CANCELLED and status.word == "terminated"
         return (by_slurm if cut_short or status.state is RunState.UNKNOWN else status,)
 
-    def recalled(self, rows: Mapping[str, Row]) -> RunStatus | None:
+    def by_accounting(self, rows: Mapping[str, JobRow]) -> RunStatus | None:
         """Return the status of a run that only sacct still knows."""
         pairs = [(job, rows[i]) for job in self.jobs for i in self._ids(job) if i in rows]
         ours = [(job, row) for job, row in pairs if self._is_ours(row.command)]
         if not ours:
             return None
-        begun = [pair for pair in ours if pair[1].state is not RunState.CANCELLED]
-        job, row = (begun or ours)[-1]
+        started = [pair for pair in ours if pair[1].state is not RunState.CANCELLED]
+        job, row = (started or ours)[-1]
         if row.state.final:
             return judge(row, self.run_dir, after=job.after)
         # It is late when a job has ended just now, or when the controller could not reach it then.
@@ -136,26 +189,23 @@ class SlurmRun(Run):
         """Return by which ids the accounting may know a job."""
         return (job.job_id,)
 
-    def _is_over(self) -> bool:
-        return self.run_dir is not None and run_directory.is_over(self.run_dir)
-
     @property
     def _home(self) -> str | None:
         """The run directory as Slurm's commands name it."""
         run_dir = self.record.run_dir
         return self.record.remote_dir or (None if run_dir is None else str(run_dir))
 
-    def _rows_in(self, seen: Snapshot) -> dict[str, Row]:
+    def _rows_in(self, snapshot: Snapshot) -> dict[str, JobRow]:
         """Return the rows of this run's jobs, by their ids."""
         script = f"{self._home}/{self.record.job}.sbatch"
-        rows = seen.rows(self.job_id.partition("_")[0], script)
+        rows = snapshot.rows(self.job_id.partition("_")[0], script)
         return {row.job_id: row for row in rows if self._is_ours(row.command)}
 
     def _is_ours(self, command: str) -> bool:
         """Whether a job of this id is this run: other clusters, and later years, use ids again."""
         return self._home is None or self._home in command
 
-    def _jobs_of(self, rows: Mapping[str, Row]) -> list[SlurmJob]:
+    def _jobs_of(self, rows: Mapping[str, JobRow]) -> list[SlurmJob]:
         """Return the jobs of this run, and those that people have submitted with `continue`."""
         if not rows:
             return []
@@ -171,20 +221,16 @@ class SlurmRun(Run):
         ]
         return [*jobs, *more]
 
-    def _forgotten(self, seen: Snapshot) -> RunStatus | None:
+    def _forgotten(self, snapshot: Snapshot) -> RunStatus | None:
         """Return the status of a run whose jobs Slurm does not know, or None if it is unknown."""
-        status = self._left_behind()
+        status = self._by_run_dir()
         if status.state is RunState.SUCCEEDED:
             return status
         try:
-            self._queue.require(self._cluster)
+            self._login.snapshots.require_cluster_of(self.uri)
         except LauncherError as error:
             return self.unreachable(str(error))
-        return None if seen.mine and self._is_of_another_user() else status
-
-    @property
-    def _cluster(self) -> str:
-        return self.uri.split("/")[2]
+        return None if snapshot.mine and self._is_of_another_user() else status
 
     def _is_of_another_user(self) -> bool:
         try:
@@ -192,30 +238,29 @@ class SlurmRun(Run):
         except OSError:
             return False
 
-    def _rows(self) -> dict[str, Row]:
+    def _rows(self) -> dict[str, JobRow]:
         """Return the current rows of the jobs, by id.
 
         Raises:
             LauncherError: Slurm does not answer, or another cluster does.
         """
-        rows = self._rows_in(self._queue.look(patient=False))
-        if not rows and self._left_behind().state is not RunState.SUCCEEDED:
-            self._queue.require(self._cluster)
+        snapshots = self._login.snapshots
+        rows = self._rows_in(snapshots.look(patient=False))
+        if not rows and self._by_run_dir().state is not RunState.SUCCEEDED:
+            snapshots.require_cluster_of(self.uri)
             if self._is_of_another_user():
-                rows = self._rows_in(self._queue.others([job.job_id for job in self.jobs]))
+                rows = self._rows_in(snapshots.others([job.job_id for job in self.jobs]))
         return rows
 
-    def _left_behind(self) -> RunStatus:
+    def _by_run_dir(self) -> RunStatus:
+        """Return the status of a run that Slurm has forgotten."""
         run_dir = self.run_dir
         status = None if run_dir is None else run_directory.ended_status(run_dir)
         if status is None or run_dir is None or (status.lost and not run_dir.is_dir()):
             reason = "Slurm does not know the job, and its run directory is not here"
             return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
-        if (
-            status.lost
-            and (after := self.jobs[-1].after)
-            and not run_directory.has_attempts(run_dir)
-        ):
+        after = self.jobs[-1].after if status.lost else ""
+        if after and not run_directory.has_attempts(run_dir):
             reason = f"never started: its dependency ({after}) was not satisfied"
             return RunStatus(state=RunState.CANCELLED, reason=reason)
         return status
@@ -232,9 +277,10 @@ class SlurmRun(Run):
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         """Yield what the jobs have printed, all their attempts."""
         self._login.fetch(time.time())
-        run_dir = self._visible()
-        refuse_attempt(run_dir, view)
-        lines = follow_files(
+        if self.run_dir is None:
+            raise LauncherError(f"{self.uri} was not submitted from here; its log is unknown")
+        log_reader.refuse_attempt(self.run_dir, view)
+        lines = log_reader.follow_files(
             lambda: self._spans(view),
             ended=lambda: not view.follow or self._ended(view, on_status),
             pause_s=0.5,
@@ -242,24 +288,20 @@ class SlurmRun(Run):
         )
         return view.of_ranks(without_stop_traces(lines))
 
-    def _visible(self) -> Path:
-        if self.run_dir is None:
-            raise LauncherError(f"{self.uri} was not submitted from here; its log is unknown")
-        return self.run_dir
-
-    def _log(self) -> Path:
-        return self._visible() / "logs" / "job.log"
-
     def _spans(self, view: LogView) -> list[Span]:
+        run_dir = self.run_dir
+        assert run_dir is not None
         if view.attempt is None:
-            return all_spans(self._visible(), self._log())
-        return attempt_spans(self._visible(), view.attempt)
+            return log_reader.all_spans(run_dir, self._log(run_dir))
+        return log_reader.attempt_spans(run_dir, view.attempt)
+
+    def _log(self, run_dir: Path) -> Path:
+        return run_dir / "logs" / "job.log"
 
     def _ended(self, view: LogView, on_status: Callable[[RunStatus], object]) -> bool:
-        if view.attempt is not None and self.run_dir is not None:
-            later = attempt_folders(self.run_dir)[view.attempt + 1 :]
-            if later:
-                return True
+        run_dir, attempt = self.run_dir, view.attempt
+        if attempt is not None and run_dir and log_reader.attempt_folders(run_dir)[attempt + 1 :]:
+            return True
         status = self.status()
         on_status(status)
         return status.state.final or status.lost
@@ -272,8 +314,10 @@ class SlurmRun(Run):
             if not self.unreachable(str(error)).state.final:
                 raise LauncherError(f"{self.uri} cannot be cancelled: {error}") from None
             return
-        waiting, begun = _living(rows)
-        if not waiting and not begun:
+        live = [row for row in rows.values() if not row.state.final]
+        waiting = [row.job_id for row in live if row.state is RunState.PENDING]
+        started = [row.job_id for row in live if row.state is not RunState.PENDING]
+        if not live:
             return
         folder = self.run_dir if self.run_dir is not None and self.run_dir.is_dir() else None
         again = folder is not None and run_directory.cancel_requested(folder)
@@ -283,27 +327,27 @@ class SlurmRun(Run):
         try:
             if waiting:
                 self._scancel(*self._only_waiting(waiting))
-            if begun:
-                # The script answers USR2; plain scancel would leave the ranks KillWait only.
-                if folder is not None and not again:
-                    self._ask_to_stop(begun)
-                else:
-                    self._scancel(*begun)
+            # The script answers USR2; plain scancel would leave the ranks KillWait only.
+            if started and folder is not None and not again:
+                self._ask_to_stop(started)
+            elif started:
+                self._scancel(*started)
         except LauncherError:
             if folder is not None and not again:
                 self._login.withdraw_cancel(self.record)
             raise
-        self._queue.forget()
+        self._login.snapshots.forget()
 
     def _only_waiting(self, job_ids: list[str]) -> list[str]:
+        """Return scancel's arguments for pending jobs."""
         return job_ids
 
     def _ask_to_stop(self, job_ids: list[str]) -> None:
         self._scancel("--batch", "--signal=USR2", *job_ids)
 
-    def _scancel(self, *words: str, within_s: int | None = None) -> None:
+    def _scancel(self, *arguments: str, within_s: int | None = None) -> None:
         limit = [] if within_s is None else ["timeout", str(within_s)]
-        done = self._command([*limit, "scancel", *words])
+        done = self._login.command([*limit, "scancel", *arguments])
         if within_s is not None and done.returncode == 124:
             return
         if done.returncode != 0 and not re.search("Invalid job id|already complet", done.stderr):
@@ -316,22 +360,22 @@ class SlurmRun(Run):
         forgotten for one that ended well.
 
         Raises:
-            LauncherError: it has ended otherwise, or its end is unknown.
+            LauncherError: the run has ended otherwise, or its end is unknown.
         """
         rows = self._rows()
-        jobs = self._jobs_of(rows)
-        if living := [job.job_id for job in jobs if _lives(rows.get(job.job_id))]:
-            return [f"{CONDITIONS[wish]}:{living[-1]}"]  # the last of a chain ends as the run does
+        jobs = [job for job in self._jobs_of(rows) if job.job_id in rows]
+        if live := [job.job_id for job in jobs if not rows[job.job_id].state.final]:
+            return [f"{CONDITIONS[wish]}:{live[-1]}"]  # the last of a chain ends as the run does
         return self._met(wish, self.status())
 
     def _met(self, wish: str, status: RunStatus) -> list[str]:
         if not status.state.final and wish != "any":
             raise LauncherError(f"after {self.uri}: nobody knows how it ended: {status.reason}")
         if wish != "any" and (wish == "ok") != (status.state is RunState.SUCCEEDED):
-            wanted = "succeed" if wish == "ok" else "fail"
-            reason = f" ({status.reason})" if status.reason else ""
+            expected = "succeed" if wish == "ok" else "fail"
+            ended = status.state.upper() + (f" ({status.reason})" if status.reason else "")
             raise LauncherError(
-                f"after {self.uri}: it was to {wanted}, and it is {status.state.upper()}{reason}; "
+                f"after {self.uri}: it was to {expected}, and it is {ended}; "
                 "this job would wait for ever"
             )
         return []
@@ -340,11 +384,11 @@ class SlurmRun(Run):
         """Return which points to run again, None for a run that has none.
 
         Raises:
-            LauncherError: it has succeeded, or has not ended.
+            LauncherError: the run has succeeded, or has not ended.
         """
-        rows = self._rows()
+        live = any(not row.state.final for row in self._rows().values())
         status = self.status()
-        if any(_lives(row) for row in rows.values()) or not (status.state.final or status.lost):
+        if live or not (status.state.final or status.lost):
             raise LauncherError(
                 f"{self.uri} is {status.state.upper()} and has not ended; `toolkit wait` for it, "
                 "or `toolkit cancel` it first"
@@ -352,14 +396,3 @@ class SlurmRun(Run):
         if status.state is RunState.SUCCEEDED:
             raise LauncherError(f"{self.uri} has succeeded; there is nothing to do again")
         return None
-
-
-def _lives(row: Row | None) -> bool:
-    return row is not None and not row.state.final
-
-
-def _living(rows: dict[str, Row]) -> tuple[list[str], list[str]]:
-    """Return the ids of the pending jobs, and of those that have started."""
-    living = [row for row in rows.values() if _lives(row)]
-    waiting = [row.job_id for row in living if row.state is RunState.PENDING]
-    return waiting, [row.job_id for row in living if row.state is not RunState.PENDING]

@@ -1,24 +1,61 @@
-"""Compares a plan with the configuration that a Slurm site reports."""
+"""Compares a plan or a script with what a Slurm site reports, and with what its user may do there.
+
+A site reports its configuration, partitions and associations (accounts, QOS). Folders are looked
+at, and the site's own sbatch parses the options and the script; nothing is submitted.
+"""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from subprocess import CompletedProcess
+from pathlib import PurePosixPath
 
 from toolkit.errors import LauncherError, Problem
 from toolkit.planning.slurm import SlurmPlan
 from toolkit.planning.stop_times import SIGNAL_SLACK_S, warning_lead_s
 from toolkit.rendering import render
-from toolkit.slurm.access_check import account_findings, path_findings, verdict
-from toolkit.text.quantities import format_duration, whole_number
+from toolkit.slurm.squeue import Command, first_line
+from toolkit.text.quantities import format_duration, parse_duration, whole_number
 
-__all__ = ["site_findings"]
+__all__ = ["account_findings", "log_folder", "path_findings", "site_findings", "verdict"]
 
-OLDEST = (22, 5)
+_OLDEST = (22, 5)
 """The oldest Slurm that the rendered scripts are tried with."""
 
 _CONFIG = "scontrol show config"
 _PARTITIONS = "scontrol show partition"  # sinfo leaves out cloud nodes that are not started
+_TEST_ONLY = "sbatch --test-only"
+
+_SUBMIT = """
+umask 077
+file=$(mktemp) || exit
+printf %s "$@" >"$file" && sbatch --test-only "$file"
+status=$?
+rm -f "$file"
+exit $status
+"""
+"""The script goes there in arguments, so that this works on a remote login node, too."""
+
+_ARGUMENT_MAX = 30_000  # characters of at most 4 bytes; Linux takes 128 KiB for one argument
+
+_PATH_CHECK = """
+for word; do
+  kind=${word%%:*} path=${word#*:} fault=
+  case $path in '~/'*) path=$HOME/${path#'~/'} ;; esac
+  case $kind in
+    makes)
+      up=$path
+      while [ ! -e "$up" ] && [ "$up" != . ] && [ "$up" != / ]; do up=$(dirname -- "$up"); done
+      if [ ! -d "$up" ]; then fault="$up is no folder"
+      elif [ ! -w "$up" ]; then fault="$up cannot be written"; fi ;;
+    writes)
+      if [ ! -d "$path" ]; then fault="there is no such folder"
+      elif [ ! -w "$path" ]; then fault="it cannot be written"; fi ;;
+    folder) [ -d "$path" ] || fault="there is no such folder" ;;
+    file) [ -e "$path" ] || fault="there is no such file" ;;
+  esac
+  printf '%s\\n' "$fault"
+done
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,37 +66,35 @@ class _Partition:
     is_default: bool
     longest_s: int | None
     default_s: int | None
-    most_nodes: int | None
+    most_nodes: int
     nodes: int
     state: str
 
 
-def site_findings(
-    plan: SlurmPlan, command: Callable[[Sequence[str]], "CompletedProcess[str]"]
-) -> list[Problem]:
+def site_findings(plan: SlurmPlan, command: Command) -> list[Problem]:
     """Return where the site contradicts the plan, each with the reason and the way out.
-
-    Submits nothing: it reads the configuration, the partitions and the user's associations, looks
-    at folders, and has sbatch parse the options (`--usage`) and the script (`--test-only`).
 
     Raises:
         LauncherError: the site gives no answer, or one that cannot be understood.
     """
-    config = _config(_answer(command, _CONFIG.split()))
-    partitions = _partitions(_answer(command, [*_PARTITIONS.split(), "--oneliner"]))
+    shown = _answer(command, _CONFIG)
+    config = dict(re.findall(r"^(\w+) *= *(.*?) *$", shown, re.MULTILINE))
+    if missing := {"ClusterName", "KillWait", "PreemptMode", "SLURM_VERSION"} - config.keys():
+        raise LauncherError(f"{_CONFIG} says nothing of {', '.join(sorted(missing))}")
+    partitions = _partitions(_answer(command, _PARTITIONS, "--oneliner"))
     refused = [
-        *_partition_findings(plan, partitions),
+        *_problems(_PARTITIONS, _partition_findings(plan, partitions)),
         *_option_findings(plan, command),
         *account_findings(dict(plan.sbatch), command, place=lambda name: f"--{name}"),
     ]
     return [
-        *_config_findings(plan, config),
+        *_problems(_CONFIG, _config_findings(plan, config)),
         *(refused or verdict(render(plan), command)),
-        *path_findings(_places(plan), command),
+        *path_findings(_required_paths(plan), command),
     ]
 
 
-def _places(plan: SlurmPlan) -> Iterator[tuple[str, str, str, str]]:
+def _required_paths(plan: SlurmPlan) -> Iterator[tuple[str, str, str, str]]:
     """Yield which folders and files must be there, on the node where jobs are submitted."""
     profile, job = plan.profile, plan.job
     runs_dir = profile.below(profile.runs_dir)
@@ -73,59 +108,50 @@ def _places(plan: SlurmPlan) -> Iterator[tuple[str, str, str, str]]:
         yield "file", job.image, "image", "bring it there, or correct image"
 
 
-def _found(rule: str, place: str, message: str) -> Problem:
-    return Problem(rule=rule, place=place, message=message)
+def _problems(place: str, findings: Iterable[tuple[str, str]]) -> list[Problem]:
+    return [Problem(rule=rule, place=place, message=message) for rule, message in findings]
 
 
-def _answer(
-    command: Callable[[Sequence[str]], "CompletedProcess[str]"], argv: Sequence[str]
-) -> str:
+def _answer(command: Command, query: str, *options: str) -> str:
+    argv = [*query.split(), *options]
     done = command(argv)
     if done.returncode != 0:
-        message = (done.stderr + done.stdout).strip().partition("\n")[0]
+        message = first_line(done.stderr + done.stdout)
         raise LauncherError(f"{argv[0]} refused: {message or f'exit status {done.returncode}'}")
     return done.stdout
 
 
-def _config(text: str) -> dict[str, str]:
-    settings = dict(re.findall(r"^(\w+) *= *(.*?) *$", text, re.MULTILINE))
-    if missing := {"ClusterName", "KillWait", "PreemptMode", "SLURM_VERSION"} - settings.keys():
-        raise LauncherError(f"{_CONFIG} says nothing of {', '.join(sorted(missing))}")
-    return settings
-
-
-def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> list[Problem]:
-    problems = []
+def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield rule and message of each setting that contradicts the plan."""
     profile = plan.profile
     seconds = re.match(r"(\d{1,9}) sec", config["KillWait"])
     if seconds is not None and int(seconds[1]) != profile.kill_wait_s:
         there = format_duration(int(seconds[1]))
-        message = (
+        yield (
+            "site-kill-wait",
             f"KillWait is {there}, and profile {profile.name!r} says "
-            f"{format_duration(profile.kill_wait_s)}; write kill_wait: {there}"
+            f"{format_duration(profile.kill_wait_s)}; write kill_wait: {there}",
         )
-        problems.append(_found("site-kill-wait", _CONFIG, message))
     if plan.job.retries.requeue and "CANCEL" in config["PreemptMode"].upper():
-        message = (
+        yield (
+            "site-preempt-mode",
             f"PreemptMode is {config['PreemptMode']}: a preempted job is cancelled and not queued "
-            "again; after a preemption submit the script again with `sbatch FILE RUN_DIR continue`"
+            "again; after a preemption submit the script again with `sbatch FILE RUN_DIR continue`",
         )
-        problems.append(_found("site-preempt-mode", _CONFIG, message))
     most = config.get("MaxArraySize", "")
     if (limit := whole_number(most)) is not None and len(plan.points) > limit:
-        message = (
+        yield (
+            "site-array-size",
             f"{len(plan.points)} points exceed MaxArraySize {most}, which is how many tasks an "
-            "array may have; make several sweeps of it"
+            "array may have; make several sweeps of it",
         )
-        problems.append(_found("site-array-size", _CONFIG, message))
     version = re.match(r"(\d{1,9})\.(\d{1,9})", config["SLURM_VERSION"])
-    if version is not None and (int(version[1]), int(version[2])) < OLDEST:
-        message = (
+    if version is not None and (int(version[1]), int(version[2])) < _OLDEST:
+        yield (
+            "site-version",
             f"SLURM_VERSION is {config['SLURM_VERSION']}, and the script is tried with "
-            f"{OLDEST[0]}.{OLDEST[1]:02} and later; try a requeue before you rely on it"
+            f"{_OLDEST[0]}.{_OLDEST[1]:02} and later; try a requeue before you rely on it",
         )
-        problems.append(_found("site-version", _CONFIG, message))
-    return problems
 
 
 def _partitions(text: str) -> list[_Partition]:
@@ -133,106 +159,163 @@ def _partitions(text: str) -> list[_Partition]:
     for line in text.splitlines():
         settings = dict(word.partition("=")[::2] for word in line.split())
         try:
-            partitions.append(
-                _Partition(
-                    name=settings["PartitionName"],
-                    is_default=settings["Default"] == "YES",
-                    longest_s=_seconds(settings["MaxTime"]),
-                    default_s=_seconds(settings["DefaultTime"]),
-                    most_nodes=None
-                    if settings["MaxNodes"] == "UNLIMITED"
-                    else int(settings["MaxNodes"]),
-                    nodes=int(settings["TotalNodes"]),
-                    state=settings["State"],
-                )
+            nodes, most = settings["TotalNodes"], settings["MaxNodes"]
+            longest, default = settings["MaxTime"], settings["DefaultTime"]
+            partition = _Partition(
+                name=settings["PartitionName"],
+                is_default=settings["Default"] == "YES",
+                longest_s=None if longest == "UNLIMITED" else parse_duration(longest),
+                default_s=None if default == "NONE" else parse_duration(default),
+                most_nodes=int(nodes) if most == "UNLIMITED" else min(int(most), int(nodes)),
+                nodes=int(nodes),
+                state=settings["State"],
             )
         except (KeyError, ValueError):
             raise LauncherError(f"{_PARTITIONS}: cannot be understood: {line!r}") from None
+        partitions.append(partition)
     return partitions
 
 
-def _seconds(text: str) -> int | None:
-    """Return the seconds of `00:30:00` or `2-00:00:00`; None for no limit.
-
-    >>> _seconds("00:30:00"), _seconds("2-00:00:01"), _seconds("UNLIMITED"), _seconds("NONE")
-    (1800, 172801, None, None)
-    """
-    if text in ("UNLIMITED", "NONE"):
-        return None
-    days, _, clock = text.rpartition("-")
-    seconds = 0
-    for part in clock.split(":"):
-        seconds = seconds * 60 + int(part)
-    return int(days or 0) * 86400 + seconds
-
-
-def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[Problem]:
-    wanted = dict(plan.sbatch).get("partition")
-    names = wanted.split(",") if wanted else [p.name for p in partitions if p.is_default]
+def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[tuple[str, str]]:
+    requested = dict(plan.sbatch).get("partition")
+    names = requested.split(",") if requested else [p.name for p in partitions if p.is_default]
     there = ", ".join(sorted({p.name for p in partitions})) or "none"
     if not names:
         message = f"no partition is the default one; name one of {there} in the profile"
-        return [_found("site-partition", _PARTITIONS, message)]
-    reasons: list[tuple[str, str]] = []
+        return [("site-partition", message)]
+    findings: list[tuple[str, str]] = []
     by_name = {partition.name: partition for partition in partitions}
     for name in names:
-        problems = [("site-partition", f"there is no partition {name!r}; there are {there}")]
+        excesses = [("site-partition", f"there is no partition {name!r}; there are {there}")]
         if name in by_name:
-            problems = _too_much(plan, by_name[name])
-        if not problems:
+            excesses = list(_excesses(plan, by_name[name]))
+        if not excesses:
             return []  # Slurm takes the first one that can
-        reasons += problems
-    return [_found(rule, _PARTITIONS, message) for rule, message in reasons]
+        findings += excesses
+    return findings
 
 
-def _too_much(plan: SlurmPlan, partition: _Partition) -> list[tuple[str, str]]:
+def _excesses(plan: SlurmPlan, partition: _Partition) -> Iterator[tuple[str, str]]:
+    """Yield rule and message of each limit of a partition that the job exceeds."""
     job, name = plan.job, partition.name
-    excesses = []
     if partition.state != "UP":
-        why = f"partition {name!r} is {partition.state}; jobs wait until it is up"
-        excesses.append(("site-partition-state", why))
+        message = f"partition {name!r} is {partition.state}; jobs wait until it is up"
+        yield "site-partition-state", message
     limit_s, longest_s = job.time_limit_s, partition.longest_s
     if limit_s and longest_s is not None and limit_s > longest_s:
         longest = format_duration(longest_s)
-        why = (
+        yield (
+            "site-time-limit",
             f"time_limit {format_duration(limit_s)} exceeds MaxTime {longest} of partition "
-            f"{name!r}; write time_limit: {longest} and let retries.requeue go on from there"
+            f"{name!r}; write time_limit: {longest} and let retries.requeue go on from there",
         )
-        excesses.append(("site-time-limit", why))
     given_s = partition.default_s or longest_s
     needed_s = warning_lead_s(job) + SIGNAL_SLACK_S
     if limit_s is None and given_s is not None and given_s <= needed_s:
-        why = (
+        yield (
+            "site-time-limit",
             f"partition {name!r} gives {format_duration(given_s)} where a job names no time, and "
-            f"the end of a run alone takes {format_duration(needed_s)}; set time_limit"
+            f"the end of a run alone takes {format_duration(needed_s)}; set time_limit",
         )
-        excesses.append(("site-time-limit", why))
-    nodes = partition.nodes
-    most = min(nodes, nodes if partition.most_nodes is None else partition.most_nodes)
+    most = partition.most_nodes
     if job.resources.min_nodes > most:
-        what = "nodes" if most == nodes else "nodes for one job (MaxNodes)"
-        why = (
+        what = "nodes" if most == partition.nodes else "nodes for one job (MaxNodes)"
+        yield (
+            "site-nodes",
             f"nnodes {job.resources.min_nodes} exceeds the {most} {what} of partition {name!r}; "
-            "ask for fewer, or name another partition"
+            "ask for fewer, or name another partition",
         )
-        excesses.append(("site-nodes", why))
-    return excesses
 
 
-def _option_findings(
-    plan: SlurmPlan, command: Callable[[Sequence[str]], "CompletedProcess[str]"]
-) -> list[Problem]:
-    """Have the site's own sbatch parse each option: it knows those of its version."""
-    problems = []
+def _option_findings(plan: SlurmPlan, command: Command) -> Iterator[Problem]:
+    """Have the site's own sbatch parse each option: it knows the options of its version."""
     for name, value in plan.sbatch:
         option = f"--{name}" if value is None else f"--{name}={value}"
         done = command(["sbatch", option, "--usage"])
         if done.returncode != 0:
-            complaint = re.sub(r"^\S*sbatch: (error: )?", "", done.stderr.strip()).partition("\n")[
-                0
-            ]
-            message = (
-                f"this site's sbatch refuses it: {complaint}; leave it out, or ask for its version"
-            )
-            problems.append(_found("site-option", f"--{name}", message))
+            why = re.sub(r"^\S*sbatch: (error: )?", "", first_line(done.stderr))
+            message = f"this site's sbatch refuses it: {why}; leave it out, or ask for its version"
+            yield Problem(rule="site-option", place=f"--{name}", message=message)
+
+
+def account_findings(
+    options: dict[str, str | None], command: Command, *, place: Callable[[str], str]
+) -> list[Problem]:
+    """Compare account and QOS with the user's associations; nothing without accounting.
+
+    The options of sbatch go by their long names; `place` returns where one of them stands.
+    """
+    account, qos = options.get("account"), options.get("qos")
+    if not account and not qos:
+        return []
+    config = command(["scontrol", "show", "config"]).stdout
+    enforced = re.search(r"^AccountingStorageEnforce *= *(.*)$", config, re.MULTILINE)
+    rules = set((enforced[1] if enforced else "none").strip().split(","))
+    try:
+        user = command(["id", "-un"]).stdout.strip()
+        query = ["show", "assoc", f"user={user}", "format=account,qos"]
+        answer = command(["sacctmgr", "-nP", *query])
+    except LauncherError:
+        return []
+    rows = [line.split("|") for line in answer.stdout.splitlines() if "|" in line]
+    if answer.returncode != 0 or not rows:
+        return []
+    problems = []
+    accounts = sorted({row[0] for row in rows if row[0]})
+    if account and account not in accounts and "associations" in rules:
+        message = f"{user} has no account {account!r}; name one of {', '.join(accounts)}"
+        problems += _problems(place("account"), [("site-account", message)])
+    own = [row for row in rows if row[0] == account] or rows
+    allowed = sorted({name for row in own for name in row[1].split(",") if name})
+    if qos and allowed and qos not in allowed and "qos" in rules:
+        message = f"{user} has no QOS {qos!r}; name one of {', '.join(allowed)}"
+        problems += _problems(place("qos"), [("site-qos", message)])
     return problems
+
+
+def verdict(script: str, command: Command, *, place: str | None = None) -> list[Problem]:
+    """Have sbatch check the text of a script as if it were submitted (`--test-only`)."""
+    starts = range(0, len(script), _ARGUMENT_MAX)
+    chunks = [script[start : start + _ARGUMENT_MAX] for start in starts]
+    done = command(["sh", "-c", _SUBMIT, "sh", *chunks])
+    if done.returncode == 0:
+        return []
+    if done.returncode == 127 or "Unable to contact" in done.stderr:
+        raise LauncherError(f"sbatch cannot be asked: {done.stderr.strip()}")
+    lines = [re.sub(r"^(\S*sbatch: )?(error: )?", "", row) for row in done.stderr.splitlines()]
+    messages = [row for row in lines if row and not row.startswith("Try ")]
+    message = f"{_TEST_ONLY} refuses it: {'; '.join(messages) or 'without a word'}"
+    return _problems(place or _TEST_ONLY, [("site-refuses", message)])
+
+
+def path_findings(places: Iterable[tuple[str, str, str, str]], command: Command) -> list[Problem]:
+    """Look at folders and files where jobs are submitted.
+
+    Args:
+        places: The required access (`makes` or `writes` in it, `folder`, `file`), the path, its
+        place in the file, and the way out.
+        command: How commands are run there.
+    """
+    required = list(places)
+    if not required:
+        return []
+    arguments = [f"{kind}:{path}" for kind, path, _, _ in required]
+    done = command(["sh", "-c", _PATH_CHECK, "sh", *arguments])
+    answers = done.stdout.split("\n")[:-1]
+    if done.returncode != 0 or len(answers) != len(required):
+        raise LauncherError(f"folders cannot be looked at: {done.stderr.strip()}")
+    return [
+        Problem(rule="site-path", place=place, message=f"{path}: {answer}; {way_out}")
+        for (_, path, place, way_out), answer in zip(required, answers, strict=True)
+        if answer
+    ]
+
+
+def log_folder(pattern: str) -> str | None:
+    """Return the folder of a log, as `--output` names it; None where the job decides.
+
+    >>> log_folder("logs/%j.out"), log_folder("%x-%j.out"), log_folder("logs/%x/%j.out")
+    ('logs', None, None)
+    """
+    folder = str(PurePosixPath(pattern).parent)
+    return None if folder == "." or "%" in folder or pattern == "/dev/null" else folder

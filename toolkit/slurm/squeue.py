@@ -1,4 +1,8 @@
-"""Rows of squeue, and the status that follows from a row."""
+"""Slurm's commands: how they are run, and the rows of squeue and sacct.
+
+squeue shows the jobs that the controller knows; sacct, at sites with accounting, those that the
+controller has forgotten. Text is parsed, since Slurm's JSON is another in every version.
+"""
 
 import math
 import os
@@ -6,23 +10,19 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.runs import commands, run_directory
-from toolkit.runs.state import RunState, RunStatus
-from toolkit.slurm.status import expected, in_words
+from toolkit.runs import commands
+from toolkit.slurm.status import JobRow
 
 __all__ = [
     "Command",
-    "Row",
+    "ask_accounting",
     "ask_jobs",
     "ask_mine",
     "cluster_name",
     "first_line",
     "is_busy",
-    "judge",
     "refused",
     "run_command",
 ]
@@ -47,80 +47,22 @@ _BUSY = re.compile(
 )
 """Their messages when the controller is overloaded (Slurm, slurm_errno.c)."""
 
-_FORMAT = "==job|%i|%T|%S|%r|%o"
-_ROW = re.compile(r"==job\|(\d{1,18}[\w,%\[\]+-]{0,4000})\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)")
-"""Text, since Slurm's JSON is another in every version. What people write comes last, and a line
-that does not begin like a job belongs to the command above it: arguments may hold newlines."""
+_SQUEUE_FORMAT = "==job|%i|%T|%S|%r|%o"
+_SQUEUE_ROW = re.compile(
+    r"==job\|(\d{1,18}[\w,%\[\]+-]{0,4000})\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)"
+)
+"""What people write comes last. A line that does not begin like a job belongs to the command above
+it: arguments may hold newlines."""
 
-_IDS_PER_QUESTION = 5000
+_SACCT_FORMAT = "JobID,State,ExitCode,SubmitLine"
+_SACCT_ROW = re.compile(r"(\d{1,18}[\w,%\[\].+-]{0,4000})\|([A-Z_]+)[^|]*\|(\d+):(\d+)\|(.*)")
+"""`CANCELLED by 0` is CANCELLED; what people write comes last, and may hold newlines."""
+
+_NO_ACCOUNTING = re.compile(
+    "accounting storage is disabled|not running a supported accounting_storage"
+)
+_IDS_PER_QUERY = 5000
 """The kernel takes no argument above 128 KiB."""
-
-_STATES = {
-    "BOOT_FAIL": RunState.FAILED,
-    "CANCELLED": RunState.CANCELLED,
-    "COMPLETED": RunState.SUCCEEDED,
-    "COMPLETING": RunState.RUNNING,
-    "CONFIGURING": RunState.PENDING,
-    "DEADLINE": RunState.FAILED,
-    "FAILED": RunState.FAILED,
-    "NODE_FAIL": RunState.FAILED,
-    "OUT_OF_MEMORY": RunState.FAILED,
-    "PENDING": RunState.PENDING,
-    "PREEMPTED": RunState.PREEMPTED,
-    "REQUEUED": RunState.PENDING,
-    "REQUEUE_FED": RunState.PENDING,
-    "REQUEUE_HOLD": RunState.PENDING,
-    "RESIZING": RunState.RUNNING,
-    "RUNNING": RunState.RUNNING,
-    "SIGNALING": RunState.RUNNING,
-    "SPECIAL_EXIT": RunState.PENDING,
-    "STAGE_OUT": RunState.RUNNING,
-    "STOPPED": RunState.RUNNING,
-    "SUSPENDED": RunState.RUNNING,
-    "TIMEOUT": RunState.PREEMPTED,
-}
-"""Slurm's job states (squeue manual, JOB STATE CODES); all others are UNKNOWN."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A job, or a task of a job array, as squeue shows it."""
-
-    job_id: str
-    """`1234`, or `1234_7`; `1234` alone for the tasks that were cancelled before they started."""
-
-    word: str
-    """Slurm's state."""
-
-    reason: str
-    """Why it waits or has ended; empty for none."""
-
-    command: str
-    """The script and, before Slurm 24.11, its arguments."""
-
-    start: str = ""
-    """When it has started or is expected to, in the cluster's local time; empty for unknown."""
-
-    @property
-    def state(self) -> RunState:
-        """What the state means by itself."""
-        return _STATES.get(self.word, RunState.UNKNOWN)
-
-    @property
-    def whole(self) -> str:
-        """The id of the job, or of the array that this is a task of."""
-        return self.job_id.partition("_")[0]
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether it may be a start that goes on with a run; from 24.11 on no argument is shown."""
-        return self.command == self.script or self.command.endswith((" continue", " chain"))
-
-    @property
-    def script(self) -> str:
-        """The path of the batch script, which may hold blanks."""
-        match = re.match(r"(.*?\.sbatch)(\s|$)", self.command, re.DOTALL)
-        return match[1] if match else self.command.partition(" ")[0]
 
 
 def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
@@ -139,96 +81,74 @@ def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     return commands.run(argv, environ=environ, limit_s=limit_s)
 
 
-def ask_mine(command: Command) -> list[Row]:
+def ask_mine(command: Command) -> list[JobRow]:
     """Return all jobs of this user that Slurm still knows, each task of an array by itself.
 
     One query, and a cheap one for any number of runs: for a list of job ids squeue would
     fetch the jobs of all users.
 
     Raises:
-        LauncherError: nobody answers.
+        LauncherError: the controller does not answer.
     """
-    return _ask(command, "--me")
+    return _squeue(command, "--me")
 
 
-def ask_jobs(command: Command, job_ids: Iterable[str]) -> list[Row]:
+def ask_jobs(command: Command, job_ids: Iterable[str]) -> list[JobRow]:
     """Return the rows of these jobs that Slurm still knows, of any user.
 
     Raises:
-        LauncherError: nobody answers.
+        LauncherError: the controller does not answer.
     """
-    wanted = list(dict.fromkeys(job_ids))
-    parts = range(0, len(wanted), _IDS_PER_QUESTION)
-    each = (wanted[i : i + _IDS_PER_QUESTION] for i in parts)
-    return [row for part in each for row in _ask(command, "-j", ",".join(part))]
+    return [row for ids in _batches(job_ids) for row in _squeue(command, "-j", ids)]
 
 
-def _ask(command: Command, *who: str) -> list[Row]:
+def _batches(job_ids: Iterable[str]) -> Iterator[str]:
+    """Yield the ids in arguments of a length that the kernel takes."""
+    ids = list(dict.fromkeys(job_ids))
+    for start in range(0, len(ids), _IDS_PER_QUERY):
+        yield ",".join(ids[start : start + _IDS_PER_QUERY])
+
+
+def _squeue(command: Command, *selection: str) -> list[JobRow]:
     # -a: the jobs of hidden partitions, too.
-    done = command(["squeue", "-h", "-a", "-r", "-t", "all", *who, "-o", _FORMAT])
+    done = command(["squeue", "-h", "-a", "-r", "-t", "all", *selection, "-o", _SQUEUE_FORMAT])
     if done.returncode != 0:
         if "Invalid job id" in done.stderr:
             return []
         raise LauncherError(first_line(done.stderr) or f"squeue: exit status {done.returncode}")
-    return list(_rows(done.stdout))
-
-
-def _rows(text: str) -> Iterator[Row]:
-    row = None
-    for line in text.split("\n"):
-        if match := _ROW.fullmatch(line):
-            if row:
-                yield row
+    rows: list[JobRow] = []
+    for line in done.stdout.split("\n"):
+        if match := _SQUEUE_ROW.fullmatch(line):
             job_id, word, start, reason, argv = match.groups()
             start = "" if start == "N/A" else start
             reason = "" if reason == "None" else reason
-            row = Row(job_id=job_id, word=word, start=start, reason=reason, command=argv)
-        elif row and line:
-            row = replace(row, command=f"{row.command}\n{line}")
-    if row:
-        yield row
+            rows.append(JobRow(job_id=job_id, word=word, start=start, reason=reason, command=argv))
+        elif rows and line:
+            rows[-1] = rows[-1]._replace(command=f"{rows[-1].command}\n{line}")
+    return rows
 
 
-def judge(row: Row, run_dir: Path | None, *, after: str = "") -> RunStatus:
-    """Combine Slurm's state with the outcome that the training has written.
+def ask_accounting(command: Command, job_ids: Iterable[str]) -> list[JobRow] | None:
+    """Return sacct's rows of these jobs, one for each task of an array; None without accounting.
 
-    Args:
-        row: The row of squeue.
-        run_dir: The run directory, where this machine can see it.
-        after: The jobs that it waits for, as they were given to sbatch.
+    Raises:
+        LauncherError: the accounting does not answer now, but may later.
     """
-    state, reason = row.state, row.reason
-    if state is RunState.UNKNOWN:
-        return RunStatus(state=state, reason=f"Slurm says {row.word}")
-    if reason.startswith("Dependency") and after:
-        never = "dependency never satisfied" if "Never" in reason else "Dependency"
-        reason = f"{never}: {after}"
-    elif (
-        state is RunState.CANCELLED
-        and run_dir is not None
-        and not run_directory.has_attempts(run_dir)
-    ):
-        reason = "never started"  # Slurm still says what it waited for
-    elif state is RunState.PENDING:
-        reason = in_words(reason)
-    if state is RunState.PENDING:
-        last = run_directory.last_reason(run_dir) if run_dir is not None else ""
-        words = [reason, expected(row.start), last and f"last attempt: {last}"]
-        return RunStatus(
-            state=state, reason="; ".join(filter(None, words)), expected_start=row.start
-        )
-    if state is RunState.FAILED and run_dir is not None and run_dir.is_dir():
-        ended = run_directory.ended_status(run_dir)
-        word = run_directory.newest_reason(run_dir).word
-        if ended.state is RunState.SUCCEEDED and word != "done":
-            return ended  # torchrun failed, or was stopped, after all steps were made
-        by_slurm = word == "terminated" and row.word != "FAILED"  # as for a lost node
-        if ended.state in (RunState.PREEMPTED, RunState.CANCELLED) and not by_slurm:
-            return ended
-        if ended.state is RunState.FAILED or by_slurm:
-            words = [row.word, reason, ended.reason]
-            return RunStatus(state=state, reason=": ".join(filter(None, words)))
-    return RunStatus(state=state, reason=reason if state is not RunState.SUCCEEDED else "")
+    rows: list[JobRow] = []
+    for ids in _batches(job_ids):
+        done = command(["sacct", "-n", "-P", "-X", "-j", ids, "-o", _SACCT_FORMAT])
+        if done.returncode != 0:
+            if _NO_ACCOUNTING.search(done.stderr + done.stdout):
+                return None
+            raise LauncherError(f"the accounting does not answer: {first_line(done.stderr)}")
+        for match in filter(None, map(_SACCT_ROW.fullmatch, done.stdout.split("\n"))):
+            job_id, word, status, signal, argv = match.groups()
+            # sacct before 26.05 keeps seven bits of a status, so that 0 may be a failure, too.
+            how = f", exit status {status}" * (status != "0")
+            how += f", signal {signal}" * (signal != "0")
+            reason = "" if word == "COMPLETED" else f"the accounting says {word}{how}"
+            rows.append(JobRow(job_id=job_id, word=word, reason=reason, command=argv))
+    return rows
 
 
 def refused(program: str, answer: "subprocess.CompletedProcess[str]") -> LauncherError:
@@ -250,10 +170,10 @@ def is_busy(text: str) -> bool:
 
 
 def cluster_name(config: str) -> str:
-    """Return the cluster's name from `scontrol show config`; empty where it does not.
+    """Return the cluster's name from `scontrol show config`; empty where it is missing.
 
     Raises:
-        LauncherError: the answer is not a name: it becomes a part of URIs.
+        LauncherError: the answer is not a name; it would become a part of URIs.
     """
     match = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
     if match and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", match[1]):

@@ -1,11 +1,30 @@
-"""Why a job waits, in words, and until when."""
+"""A job as Slurm shows it, and the status of a run that follows from it."""
 
 import re
 from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["expected", "in_words"]
+from toolkit.runs import run_directory
+from toolkit.runs.state import RunState, RunStatus
 
-_WORDS = {
+__all__ = ["JobRow", "expected", "in_words", "judge"]
+
+_STATES = {
+    slurm_state: state
+    for state, slurm_states in {
+        RunState.PENDING: "CONFIGURING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT",
+        RunState.RUNNING: "COMPLETING RESIZING RUNNING SIGNALING STAGE_OUT STOPPED SUSPENDED",
+        RunState.SUCCEEDED: "COMPLETED",
+        RunState.PREEMPTED: "PREEMPTED TIMEOUT",
+        RunState.CANCELLED: "CANCELLED",
+        RunState.FAILED: "BOOT_FAIL DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY",
+    }.items()
+    for slurm_state in slurm_states.split()
+}
+"""Slurm's job states (squeue manual, JOB STATE CODES); all others are UNKNOWN."""
+
+_EXPLANATIONS = {
     "AssocGrp.*|AssocMax.*|Max.*PerAccount": "a limit of your account is reached",
     "BadConstraints": "no node can give what it asks for, so it never starts",
     "BeginTime": "its time to begin has not come",
@@ -32,10 +51,87 @@ _WORDS = {
     "Reservation": "its reservation has not begun",
     "Resources": "waits for nodes to become free",
 }
-"""Explanations of reasons of Slurm (squeue manual, JOB REASON CODES) for readers who do not know
-Slurm."""
+"""Slurm's reasons (squeue manual, JOB REASON CODES), for readers new to Slurm."""
 
-_TABLE = [(re.compile(pattern), words) for pattern, words in _WORDS.items()]
+
+class JobRow(NamedTuple):
+    """A job, or a task of a job array, as squeue or sacct shows it."""
+
+    job_id: str
+    """`1234`, or `1234_7`; `1234` alone for the tasks that were cancelled before they started."""
+
+    word: str
+    """Slurm's state."""
+
+    reason: str
+    """Why it waits or has ended; empty for none."""
+
+    command: str
+    """The script and, before Slurm 24.11, its arguments."""
+
+    start: str = ""
+    """When it has started or is expected to, in the cluster's local time; empty for unknown."""
+
+    @property
+    def state(self) -> RunState:
+        """What the state means by itself."""
+        return _STATES.get(self.word, RunState.UNKNOWN)
+
+    @property
+    def whole(self) -> str:
+        """The id of the job, or of the array that this is a task of."""
+        return self.job_id.partition("_")[0]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it may continue an earlier job of the run; from 24.11 on no argument is shown."""
+        return self.command == self.script or self.command.endswith((" continue", " chain"))
+
+    @property
+    def script(self) -> str:
+        """The path of the batch script, which may hold blanks."""
+        match = re.match(r"(.*?\.sbatch)(\s|$)", self.command, re.DOTALL)
+        return match[1] if match else self.command.partition(" ")[0]
+
+
+def judge(row: JobRow, run_dir: Path | None, *, after: str = "") -> RunStatus:
+    """Combine Slurm's state with the outcome that the training has written.
+
+    Args:
+        row: The job.
+        run_dir: The run directory, where this machine can see it.
+        after: The jobs that it waits for, as they were given to sbatch.
+    """
+    state, reason = row.state, row.reason
+    if state is RunState.UNKNOWN:
+        return RunStatus(state=state, reason=f"Slurm says {row.word}")
+    if reason.startswith("Dependency") and after:
+        never = "dependency never satisfied" if "Never" in reason else "Dependency"
+        reason = f"{never}: {after}"
+    elif (
+        state is RunState.CANCELLED
+        and run_dir is not None
+        and not run_directory.has_attempts(run_dir)
+    ):
+        reason = "never started"  # in place of what the job waited for, which Slurm still shows
+    elif state is RunState.PENDING:
+        reason = in_words(reason)
+    if state is RunState.PENDING:
+        last = run_directory.last_reason(run_dir) if run_dir is not None else ""
+        reasons = [reason, expected(row.start), last and f"last attempt: {last}"]
+        text = "; ".join(filter(None, reasons))
+        return RunStatus(state=state, reason=text, expected_start=row.start)
+    if state is RunState.FAILED and run_dir is not None and run_dir.is_dir():
+        ended = run_directory.ended_status(run_dir)
+        word = run_directory.newest_reason(run_dir).word
+        if ended.state is RunState.SUCCEEDED and word != "done":
+            return ended  # torchrun failed, or was stopped, after all steps were made
+        by_slurm = word == "terminated" and row.word != "FAILED"  # as for a lost node
+        if ended.state in (RunState.PREEMPTED, RunState.CANCELLED) and not by_slurm:
+            return ended
+        if ended.state is RunState.FAILED or by_slurm:
+            reason = ": ".join(filter(None, [row.word, reason, ended.reason]))
+    return RunStatus(state=state, reason=reason if state is not RunState.SUCCEEDED else "")
 
 
 def in_words(reason: str) -> str:
@@ -46,9 +142,9 @@ def in_words(reason: str) -> str:
     >>> in_words("Nodes required for job are DOWN")
     'Nodes required for job are DOWN'
     """
-    for pattern, words in _TABLE:
-        if pattern.fullmatch(reason):
-            return f"{reason}: {words}"
+    for pattern, explanation in _EXPLANATIONS.items():
+        if re.fullmatch(pattern, reason):
+            return f"{reason}: {explanation}"
     return reason
 
 

@@ -1,27 +1,39 @@
-"""How jobs are submitted, so that none is submitted twice, however the asking ends.
+"""How the jobs of a run are submitted, each exactly once, and the record of them.
 
 sbatch may get no answer although the controller has accepted the job: its message timed out, or
 the connection to the login node was cut. Then the job is looked for before it is submitted again:
 no other job has the same command, whose script lies in the run directory.
+
+A run has one job, several of a chain, or more after `resubmit`. They stand in `jobs.jsonl` of the
+run directory, the oldest first, so that every handle of the run knows them all.
 """
 
+import json
 import re
 import secrets as random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.planning import LaunchPlan
-from toolkit.slurm.jobs import SlurmJob, is_job_id
-from toolkit.slurm.login.host import Folder, Login
+from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.ssh import Hung, Lost
 from toolkit.slurm.squeue import ask_mine, first_line, refused
+from toolkit.text import untrusted
 
-__all__ = ["Order", "Unclear", "exported", "find", "new_token", "send"]
+__all__ = [
+    "SlurmJob",
+    "Submission",
+    "UnknownOutcome",
+    "as_lines",
+    "find",
+    "is_job_id",
+    "read_jobs",
+    "send",
+    "write_jobs",
+]
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0)
 """How long to wait before each new try: about a minute in all."""
@@ -35,19 +47,96 @@ _NO_ANSWER = re.compile(
 )
 """Messages of sbatch after which its request may have arrived (Slurm, slurm_errno.c)."""
 
-DOUBTFUL = 75
-"""Exit status of `Login.sbatch`: an earlier call has started it, and its outcome is unknown."""
+_JOBS, _VERSION, _BYTES = "jobs.jsonl", 1, 64 << 20
+_MODES = ("", "continue", "chain")
+_JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?", re.ASCII)
+_AFTER = re.compile(r"[a-z0-9:,_?+]{0,100000}", re.ASCII)
 
 
-class Unclear(LauncherError):
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """A job that was submitted for a run."""
+
+    job_id: str
+    """Slurm's id; that of the whole array for a sweep."""
+
+    mode: str = ""
+    """The script's last argument: `continue`, `chain`, or none for a new run."""
+
+    points: tuple[int, ...] | None = None
+    """The points that are its tasks; None for all, or without a sweep."""
+
+    after: str = ""
+    """The dependency, as it was given to sbatch."""
+
+    folder: str = ""
+    """Where it was submitted: relative paths in a job are below this folder."""
+
+
+def is_job_id(text: object) -> bool:
+    """Whether a text is an id of Slurm: `1234`, or `1234_7` for a task.
+
+    >>> is_job_id("1234_7"), is_job_id("-1"), is_job_id("1; rm")
+    (True, False, False)
+    """
+    return isinstance(text, str) and _JOB_ID.fullmatch(text) is not None
+
+
+def read_jobs(run_dir: Path | None) -> list[SlurmJob]:
+    """Return the jobs of a run, the oldest first; none where they were not written down."""
+    if run_dir is None:
+        return []
+    lines = untrusted.lines_of_json(f"{run_dir}/{_JOBS}", limit=_BYTES)
+    return [job for line in lines if (job := _job(line)) is not None]
+
+
+def _job(line: Any) -> SlurmJob | None:
+    """Return the job of a line of the file; None if the line does not describe one."""
+    data = untrusted.mapping(line)
+    texts = {name: data.get(name, "") for name in ("job_id", "mode", "after", "folder")}
+    points = data.get("points")
+    good = (
+        data.get("version") == _VERSION
+        and is_job_id(texts["job_id"])
+        and all(isinstance(t, str) and untrusted.printable(t) == t for t in texts.values())
+        and texts["mode"] in _MODES
+        and _AFTER.fullmatch(texts["after"])
+        and (points is None or isinstance(points, list))
+        and all(untrusted.whole(point) is not None for point in points or ())
+    )
+    return SlurmJob(**texts, points=None if points is None else tuple(points)) if good else None
+
+
+def as_lines(jobs: Iterable[SlurmJob]) -> list[str]:
+    """Return jobs as they stand in the file."""
+    return [json.dumps({"version": _VERSION, **asdict(job)}) for job in jobs]
+
+
+def write_jobs(run_dir: Path, jobs: Iterable[SlurmJob]) -> None:
+    """Add jobs to those of a run, except those that it knows.
+
+    Raises:
+        LauncherError: they cannot be written.
+    """
+    job_ids = {job.job_id for job in read_jobs(run_dir)}
+    lines = [f"{line}\n" for line in as_lines(job for job in jobs if job.job_id not in job_ids)]
+    try:
+        untrusted.append_bytes(run_dir / _JOBS, "".join(lines).encode())
+    except OSError as error:
+        raise LauncherError(
+            f"the jobs are submitted, but {run_dir / _JOBS} cannot be written: {error.strerror}"
+        ) from error
+
+
+class UnknownOutcome(LauncherError):
     """It is unknown whether Slurm has the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """The order of a submission: a job, or a chain, in which each waits for another."""
+class Submission:
+    """A job, or a chain of jobs of which each waits for the one before, as one submission."""
 
-    folder: Folder
+    folder: RunFolder
     """The run directory."""
 
     script: str
@@ -59,7 +148,7 @@ class Order:
     jobs: tuple[SlurmJob, ...]
     """The jobs; their ids are not known yet."""
 
-    token: str
+    token: str = field(default_factory=lambda: random.token_hex(4))
     """An id that distinguishes this submission from all others of the run."""
 
     known: tuple[str, ...] = ()
@@ -69,122 +158,115 @@ class Order:
     """The tasks of a sweep, where they are not all of the script's."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the order as JSON, for `of_json`."""
-        folder = asdict(self.folder) | {"here": str(self.folder.here)}
-        return asdict(self) | {"folder": folder}
+        """Return the submission as JSON, for `of_json`."""
+        data = asdict(self)
+        data["folder"]["here"] = str(self.folder.here)
+        return data
 
     @classmethod
-    def of_json(cls, data: Mapping[str, Any]) -> "Order":
-        """Return the order from its JSON."""
-        folder = Folder(**data["folder"] | {"here": Path(data["folder"]["here"])})
-        jobs = tuple(
-            SlurmJob(**job | {"points": job["points"] and tuple(job["points"])})
-            for job in data["jobs"]
-        )
-        fields = dict(data) | {"folder": folder, "jobs": jobs, "known": tuple(data["known"])}
-        return cls(**fields)
+    def of_json(cls, data: Any, *, name: str) -> "Submission":
+        """Return the submission of the run `name` from its JSON.
 
-    def commands(self, job: SlurmJob) -> tuple[str, str]:
-        """Return the command of a job as squeue shows it: whole, or from 24.11 on its script."""
-        mode = [job.mode] if job.mode else []
-        return " ".join([self.script, self.folder.there, *mode]), self.script
+        Raises:
+            LauncherError: another version has written it.
+        """
+        try:
+            folder = RunFolder(**data["folder"] | {"here": Path(data["folder"]["here"])})
+            jobs = tuple(
+                SlurmJob(**job | {"points": job["points"] and tuple(job["points"])})
+                for job in data["jobs"]
+            )
+            return cls(**data | {"folder": folder, "jobs": jobs, "known": tuple(data["known"])})
+        except (KeyError, TypeError, ValueError):
+            raise LauncherError(
+                f"{name}: its submission was cut short, and what was written "
+                "down of it cannot be read by this version"
+            ) from None
+
+    def job_after(self, sent: Sequence[SlurmJob]) -> SlurmJob:
+        """Return the job that follows the sent ones, with its whole dependency."""
+        job = self.jobs[len(sent)]
+        waits = [job.after, f"afterany:{sent[-1].job_id}" if sent else ""]
+        return replace(job, after=",".join(filter(None, waits)))
+
+    def argv(self, job: SlurmJob) -> list[str]:
+        """Return the script of a job and its arguments."""
+        return [self.script, self.folder.there, *([job.mode] if job.mode else [])]
+
+    def sbatch(self, job: SlurmJob, *, cwd: str) -> list[str]:
+        """Return the command that submits a job from the folder `cwd`."""
+        options = ["--parsable", f"--output={self.log}"]
+        if job.folder != cwd:
+            options.append(f"--chdir={job.folder}")
+        if job.after:
+            options += [f"--dependency={job.after}", "--kill-on-invalid-dep=yes"]
+        if self.array is not None:
+            options.append(f"--array={self.array}")
+        return ["sbatch", *options, *self.argv(job)]
 
     def key(self, index: int) -> str:
         """Return the name of one job's submission."""
         return f"{self.token}-{index}"
 
 
-def new_token() -> str:
-    """Return a token for a new order."""
-    return random.token_hex(4)
-
-
-def exported(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the secrets that a job takes from where it is submitted, by name."""
-    return {name: environ[name] for name in plan.exported_secrets}
-
-
 def send(
-    login: Login, order: Order, *, secrets: Mapping[str, str], begun: bool = False
+    login: LoginNode,
+    submission: Submission,
+    *,
+    secrets: Mapping[str, str],
+    interrupted: bool = False,
 ) -> list[SlurmJob]:
-    """Submit the order; returns the jobs with their ids.
+    """Submit the jobs, with secrets as variables from here, and return them with their ids.
 
-    Args:
-        login: Where.
-        order: What.
-        secrets: Variables that the jobs take from here.
-        begun: Whether an earlier call may have submitted some of it.
+    With `interrupted`, an earlier call may have submitted some of the jobs.
 
     Raises:
-        Unclear: it is unknown whether Slurm has one of them.
+        UnknownOutcome: it is unknown whether Slurm has one of them.
         LauncherError: sbatch refused one of them; those before it are cancelled.
     """
     sent: list[SlurmJob] = []
-    for index, job in enumerate(order.jobs):
-        waits = [job.after] if job.after else []
-        waits += [f"afterany:{sent[-1].job_id}"] if sent else []
-        job_ids = [*order.known, *(before.job_id for before in sent)]
+    for _ in submission.jobs:
         try:
-            job_id = _once(
-                login,
-                [*_argv(order, job, waits, login.cwd)],
-                order=order,
-                index=index,
-                job_ids=job_ids,
-                secrets=secrets,
-                begun=begun,
+            sent.append(
+                _send_once(login, submission, sent, secrets=secrets, interrupted=interrupted)
             )
-        except Unclear:
+        except UnknownOutcome:
             raise
         except LauncherError:
             if sent:
                 login.command(["scancel", *(job.job_id for job in sent)])
             raise
-        sent.append(replace(job, job_id=job_id, after=",".join(waits)))
     return sent
 
 
-def _argv(order: Order, job: SlurmJob, waits: Sequence[str], cwd: str) -> Iterator[str]:
-    yield from ("sbatch", "--parsable", f"--output={order.log}")
-    if job.folder != cwd:
-        yield f"--chdir={job.folder}"
-    if waits:
-        yield from (f"--dependency={','.join(waits)}", "--kill-on-invalid-dep=yes")
-    if order.array is not None:
-        yield f"--array={order.array}"
-    yield from (order.script, order.folder.there, *([job.mode] if job.mode else []))
-
-
-def _once(
-    login: Login,
-    argv: Sequence[str],
+def _send_once(
+    login: LoginNode,
+    submission: Submission,
+    sent: Sequence[SlurmJob],
     *,
-    order: Order,
-    index: int,
-    job_ids: Sequence[str],
     secrets: Mapping[str, str],
-    begun: bool,
-) -> str:
-    """Submit one job, and be sure of it; returns its id."""
-    commands, key = order.commands(order.jobs[index]), order.key(index)
-    doubt, looks, why = begun, 0, "its submission was cut short"
+    interrupted: bool,
+) -> SlurmJob:
+    """Submit the job that follows those that were sent, and be sure of it."""
+    job = submission.job_after(sent)
+    argv = submission.sbatch(job, cwd=login.cwd)
+    folder, key = submission.folder, submission.key(len(sent))
+    doubt, looks, why = interrupted, 0, "its submission was cut short"
     for pause_s in (0.0, *_PAUSES_S):
         time.sleep(pause_s)
         try:
             if doubt:
-                if job_id := _queued(login, commands, job_ids):
-                    return job_id[0]
+                if job_id := _queued(login, submission, job, [before.job_id for before in sent]):
+                    return replace(job, job_id=job_id)
                 looks += 1
                 if looks < _LOOKS:
                     continue
-            done = login.sbatch(
-                argv, folder=order.folder, key=key, again=doubt and looks >= _LOOKS, secrets=secrets
-            )
+            done = login.sbatch(argv, folder=folder, key=key, again=doubt, secrets=secrets)
         except Hung as error:
             why = str(error)
             break
         except Lost as error:
-            # What was cut off may have been done, which the login node has written down.
+            # The command may have been done, and the login node has written its answer down.
             doubt, looks, why = False, 0, str(error)
             continue
         except SchedulerMissing:
@@ -192,50 +274,45 @@ def _once(
         except LauncherError as error:  # from the look at the queue
             why = str(error)
             continue
-        if done.returncode == 0 and (
-            match := re.fullmatch(r"(\d{1,18})(;.*)?", done.stdout.strip())
-        ):
-            return match[1]
-        if not _is_doubtful(done):
+        answer = re.fullmatch(r"(\d{1,18})(;.*)?", done.stdout.strip())
+        if done.returncode == 0 and answer:
+            return replace(job, job_id=answer[1])
+        killed = done.returncode < 0 or done.returncode >= 128
+        if not killed and done.returncode != DOUBTFUL and not _NO_ANSWER.search(done.stderr):
             raise refused("sbatch", done)
         doubt, looks = True, 0
         why = first_line(done.stderr) or why
-    name = order.folder.here.name
-    raise Unclear(
+    name = folder.here.name
+    raise UnknownOutcome(
         f"whether Slurm has the job of {name} is not known: {why}. `toolkit status {name}` finds "
         f"out, and `toolkit resubmit {name}` submits it if Slurm has not got it"
     )
 
 
-def _is_doubtful(done: "CompletedProcess[str]") -> bool:
-    killed = done.returncode < 0 or done.returncode >= 128
-    return killed or done.returncode == DOUBTFUL or bool(_NO_ANSWER.search(done.stderr))
-
-
-def _queued(login: Login, commands: Sequence[str], job_ids: Sequence[str]) -> list[str]:
-    """Return the jobs of Slurm that have this command, the oldest first, but for the known ones."""
+def _queued(login: LoginNode, submission: Submission, job: SlurmJob, others: Sequence[str]) -> str:
+    """Return the oldest of Slurm's jobs with this command that is no other of the run; else ""."""
+    # As squeue shows it: whole, or from 24.11 on its script.
+    commands = (" ".join(submission.argv(job)), submission.script)
     queued = {row.whole for row in ask_mine(login.command) if row.command in commands}
-    return sorted(queued - set(job_ids), key=int)
+    return min(queued - {*submission.known, *others}, key=int, default="")
 
 
-def find(login: Login, order: Order) -> list[SlurmJob]:
-    """Return the jobs of an order that Slurm has, with their ids.
+def find(login: LoginNode, submission: Submission) -> list[SlurmJob]:
+    """Return the jobs of a submission that Slurm has, with their ids.
 
     Raises:
-        LauncherError: nobody answers.
+        LauncherError: the login node or the controller does not answer.
     """
-    keys = [order.key(index) for index in range(len(order.jobs))]
-    answers_by_key = login.answers(order.folder, keys)
-    known_by = {key: answer.strip().partition(";")[0] for key, answer in answers_by_key.items()}
-    answers = {key: job_id for key, job_id in known_by.items() if is_job_id(job_id)}
+    keys = [submission.key(index) for index in range(len(submission.jobs))]
+    answers = login.answers(submission.folder, keys)
+    ids = {key: answer.strip().partition(";")[0] for key, answer in answers.items()}
+    answered = {key: job_id for key, job_id in ids.items() if is_job_id(job_id)}
     sent: list[SlurmJob] = []
-    for job, key in zip(order.jobs, keys, strict=True):
-        job_id = answers.get(key, "")
-        if not job_id:
-            job_ids = [*order.known, *answers.values(), *(before.job_id for before in sent)]
-            job_id = next(iter(_queued(login, order.commands(job), job_ids)), "")
+    for key in keys:
+        job = submission.job_after(sent)
+        others = [*answered.values(), *(before.job_id for before in sent)]
+        job_id = answered.get(key) or _queued(login, submission, job, others)
         if not job_id:
             break
-        waits = [job.after, f"afterany:{sent[-1].job_id}" if sent else ""]
-        sent.append(replace(job, job_id=job_id, after=",".join(filter(None, waits))))
+        sent.append(replace(job, job_id=job_id))
     return sent

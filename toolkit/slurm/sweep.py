@@ -1,5 +1,11 @@
-"""A sweep on Slurm: a job array; each task is a point with a run directory of its own."""
+"""A sweep on Slurm: a job array; each task is a point with a run directory of its own.
 
+The points stand in `points.jsonl` of the sweep's run directory, in the order of their tasks.
+"""
+
+import json
+import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -7,20 +13,25 @@ from functools import cached_property
 from pathlib import Path
 
 from toolkit.errors import LauncherError
+from toolkit.job.sweep import Point
 from toolkit.runs import run_directory
-from toolkit.runs.log_reader import LogView
+from toolkit.runs.log_reader import LogView, Span
+from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.sweep_logs import follow_points
 from toolkit.runs.sweep_logs import read_points as read_lines_of
 from toolkit.runs.sweep_status import index_of, sum_of, unfinished_of
-from toolkit.slurm.batch_status import STATUS_AGE_S, statuses_of_parts
-from toolkit.slurm.jobs import SlurmJob, read_points
-from toolkit.slurm.login.host import Login
 from toolkit.slurm.run import CONDITIONS, SlurmRun
-from toolkit.slurm.snapshot import Queue, Snapshot
-from toolkit.slurm.squeue import Command, Row, judge
+from toolkit.slurm.snapshot import Snapshot
+from toolkit.slurm.status import JobRow, judge
+from toolkit.slurm.submission import SlurmJob
+from toolkit.text import untrusted
 
-__all__ = ["SlurmPoint", "SlurmSweep"]
+__all__ = ["SlurmPoint", "SlurmSweep", "has_points", "read_points", "write_points"]
+
+_POINTS, _VERSION, _BYTES = "points.jsonl", 1, 64 << 20
+_NAME = re.compile(r"(?!\.)[^/\x00-\x1f]{1,255}")
+"""A point's name is that of its folder in the sweep's run directory."""
 
 
 class SlurmSweep(SlurmRun):
@@ -31,16 +42,11 @@ class SlurmSweep(SlurmRun):
         """The points, each a run of its own."""
         points = read_points(self.record.run_dir)
         return tuple(
-            SlurmPoint(self, index, name, settings, self._command, self._queue, self._login)
-            for index, (name, settings) in enumerate(points)
+            SlurmPoint(self, index, name, settings) for index, (name, settings) in enumerate(points)
         )
 
     def point(self, key: str) -> "SlurmPoint":
-        """Return a point by its number or its name.
-
-        Raises:
-            RunNotFound: there is none.
-        """
+        """Return a point by its number or its name."""
         return self.points[index_of(self, key)]
 
     @property
@@ -52,21 +58,21 @@ class SlurmSweep(SlurmRun):
         """Return the status of the whole from those of its points."""
         return sum_of(point_statuses)
 
+    def status(self) -> RunStatus:
+        """Return the status of the whole."""
+        return sum_of(self.statuses())
+
     def statuses(self) -> list[RunStatus]:
         """Return the status of each point, by one query and the run directories of the others."""
-        changed = self._changed()
-        (point_statuses,) = statuses_of_parts(
-            self._queue, [self], max_age_s=STATUS_AGE_S, changed=changed
-        )
-        return point_statuses
+        return self.part_statuses()
 
-    def told(self, seen: Snapshot) -> "Sequence[RunStatus | None]":
+    def statuses_in(self, snapshot: Snapshot) -> "Sequence[RunStatus | None]":
         """Return the status of each point from Slurm's answer and its run directory."""
-        rows = self._rows_in(seen)
+        rows = self._rows_in(snapshot)
         newest = self.newest(rows)
-        return [point.told_by(rows, newest[point.index], seen) for point in self.points]
+        return [point.status_in(rows, newest[point.index], snapshot) for point in self.points]
 
-    def newest(self, rows: Mapping[str, Row]) -> Mapping[int, SlurmJob]:
+    def newest(self, rows: Mapping[str, JobRow]) -> Mapping[int, SlurmJob]:
         """Return the newest job of each point, those that people have submitted included."""
         jobs = self._jobs_of(rows) or self.jobs
         return {
@@ -79,25 +85,24 @@ class SlurmSweep(SlurmRun):
         """Yield what the points have printed, each line after its point's name."""
         self._login.fetch(time.time())
         spans = {point.uri: point._spans for point in self.points}
+
+        def spans_of(point: Run, view: LogView) -> list[Span]:
+            return spans[point.uri](view)
+
         if view.follow:
-            return follow_points(self, view, lambda point, v: spans[point.uri](v), on_status)
-        return read_lines_of(self.points, view, lambda point, v: spans[point.uri](v))
+            return follow_points(self, view, spans_of, on_status)
+        return read_lines_of(self.points, view, spans_of)
 
     def _only_waiting(self, job_ids: list[str]) -> list[str]:
         return ["--state=PENDING", *dict.fromkeys(i.partition("_")[0] for i in job_ids)]
 
     def conditions(self, wish: str) -> list[str]:
-        """Return what sbatch must wait for, so that all points end as wished.
-
-        Raises:
-            LauncherError: one has ended otherwise, or its end is unknown.
-        """
+        """Return what sbatch must wait for, so that all points end as wished."""
         statuses, newest = self.statuses(), self.newest({})
-        live = [
-            p for p, s in zip(self.points, statuses, strict=True) if not (s.state.final or s.lost)
-        ]
+        pairs = list(zip(self.points, statuses, strict=True))
+        live = [point for point, status in pairs if not (status.state.final or status.lost)]
         if wish == "ok":
-            for point, status in zip(self.points, statuses, strict=True):
+            for point, status in pairs:
                 if point not in live:
                     point._met(wish, status)
         elif not live:
@@ -114,11 +119,7 @@ class SlurmSweep(SlurmRun):
         return [":".join([CONDITIONS[wish], *tasks])] if tasks else []
 
     def unfinished(self) -> list[int]:
-        """Return the points that have ended without success.
-
-        Raises:
-            LauncherError: all have succeeded, or one has not ended.
-        """
+        """Return the points that have ended without success."""
         return unfinished_of(self, self.statuses())
 
     def withdraw_cancel(self, points: list[int]) -> None:
@@ -126,10 +127,9 @@ class SlurmSweep(SlurmRun):
         assert self.run_dir is not None
         whole = run_directory.cancel_requested(self.run_dir)
         for point in self.points:
-            folder = point.run_dir
             if point.index in points:
                 self._login.withdraw_cancel(point.record)
-            elif whole and not run_directory.has_attempts(folder):
+            elif whole and not run_directory.has_attempts(point.run_dir):
                 self._login.request_cancel(point.record)
         self._login.withdraw_cancel(self.record)
 
@@ -138,20 +138,12 @@ class SlurmPoint(SlurmRun):
     """A point of a sweep: a task of the array."""
 
     def __init__(
-        self,
-        sweep: SlurmSweep,
-        index: int,
-        folder: str,
-        settings: Mapping[str, str | bool],
-        command: Command,
-        queue: Queue,
-        login: Login,
+        self, sweep: SlurmSweep, index: int, folder: str, settings: Mapping[str, str | bool]
     ) -> None:
         whole = sweep.record
         assert whole.run_dir is not None
         self.sweep = sweep
         self.index = index
-        self.folder = folder
         self._settings = settings
         record = replace(
             whole,
@@ -160,7 +152,7 @@ class SlurmPoint(SlurmRun):
             run_dir=whole.run_dir / folder,
             remote_dir=whole.remote_dir and f"{whole.remote_dir}/{folder}",
         )
-        super().__init__(record, command, queue, login)
+        super().__init__(record, sweep._login)
 
     @property
     def settings(self) -> Mapping[str, str | bool]:
@@ -180,34 +172,36 @@ class SlurmPoint(SlurmRun):
         newest = self.sweep.newest({})[self.index]
         return [replace(newest, job_id=f"{newest.job_id}_{self.index}")]
 
-    def told(self, seen: Snapshot) -> "Sequence[RunStatus | None]":
-        """Return where this point stands."""
-        rows = self._rows_in(seen)
-        return (self.told_by(rows, self.sweep.newest(rows)[self.index], seen),)
+    def statuses_in(self, snapshot: Snapshot) -> "Sequence[RunStatus | None]":
+        """Return the status of this point."""
+        rows = self._rows_in(snapshot)
+        return (self.status_in(rows, self.sweep.newest(rows)[self.index], snapshot),)
 
-    def told_by(self, rows: Mapping[str, Row], job: SlurmJob, seen: Snapshot) -> RunStatus | None:
+    def status_in(
+        self, rows: Mapping[str, JobRow], job: SlurmJob, snapshot: Snapshot
+    ) -> RunStatus | None:
         """Return the status of the point from Slurm's rows of all jobs and its run directory."""
         row = rows.get(f"{job.job_id}_{self.index}")
         if row is None and not run_directory.has_attempts(self.run_dir):
             row = rows.get(job.job_id)  # tasks that were cancelled before they started, together
-        return judge(row, self.run_dir, after=job.after) if row else self._forgotten(seen)
+        return judge(row, self.run_dir, after=job.after) if row else self._forgotten(snapshot)
 
     def _ids(self, job: SlurmJob) -> Sequence[str]:
         whole = job.job_id.partition("_")[0]
         return (job.job_id,) if run_directory.has_attempts(self.run_dir) else (job.job_id, whole)
 
-    def _rows(self) -> dict[str, Row]:
+    def _rows(self) -> dict[str, JobRow]:
         rows = super()._rows()
         job_id = self.sweep.newest(rows)[self.index].job_id
         return {i: row for i, row in rows.items() if i == f"{job_id}_{self.index}"}
 
-    def _left_behind(self) -> RunStatus:
+    def _by_run_dir(self) -> RunStatus:
         if run_directory.has_attempts(self.run_dir):
             return run_directory.ended_status(self.run_dir)
         folders = (self.run_dir, self.record.run_dir.parent if self.record.run_dir else None)
         if any(folder and run_directory.cancel_requested(folder) for folder in folders):
             return RunStatus(state=RunState.CANCELLED, reason="never started")
-        return super()._left_behind()
+        return super()._by_run_dir()
 
     def unreachable(self, reason: str) -> RunStatus:
         """Believe an end that nothing can follow."""
@@ -219,8 +213,8 @@ class SlurmPoint(SlurmRun):
     def _home(self) -> str | None:
         return self.sweep._home
 
-    def _log(self) -> Path:
-        return self.run_dir.parent / "logs" / f"{self.index}.log"
+    def _log(self, run_dir: Path) -> Path:
+        return run_dir.parent / "logs" / f"{self.index}.log"
 
     def cancel(self) -> None:
         """Request that this point stops with a checkpoint, or never starts."""
@@ -236,3 +230,56 @@ class SlurmPoint(SlurmRun):
         """Return this point, if it has ended without success."""
         super().unfinished()
         return [self.index]
+
+
+def write_points(run_dir: Path, points: Sequence[Point]) -> None:
+    """Write which points a sweep has.
+
+    Raises:
+        LauncherError: they cannot be written.
+    """
+    lines = [
+        json.dumps(
+            {"version": _VERSION, "index": p.index, "name": p.name, "settings": dict(p.settings)}
+        )
+        for p in points
+    ]
+    try:
+        untrusted.write_bytes(run_dir / _POINTS, "".join(f"{line}\n" for line in lines).encode())
+    except OSError as error:
+        raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
+
+
+def has_points(run_dir: Path | None) -> bool:
+    """Whether a run is a sweep."""
+    path = f"{run_dir}/{_POINTS}"
+    return run_dir is not None and os.path.exists(path)  # noqa: PTH110  # for each of many runs
+
+
+def read_points(run_dir: Path | None) -> list[tuple[str, dict[str, str | bool]]]:
+    """Return name and settings of each point of a sweep; none where the run is none.
+
+    Raises:
+        LauncherError: one of them cannot be read: the points after it would be taken for others.
+    """
+    if run_dir is None or not has_points(run_dir):
+        return []
+    try:
+        lines = untrusted.read_bytes(run_dir / _POINTS, limit=_BYTES).split(b"\n")
+        points = [_point(line) for line in lines if line]
+        if not points:  # a sweep has one at least
+            raise ValueError(_POINTS)
+        return points
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is torn, or none of ours"
+        raise LauncherError(f"the points of the sweep cannot be read: {_POINTS}: {why}") from None
+
+
+def _point(line: bytes) -> tuple[str, dict[str, str | bool]]:
+    data = untrusted.mapping(untrusted.parse_json(line))
+    name, settings = data.get("name"), data.get("settings")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(settings, dict):
+        raise ValueError(line)
+    if not all(isinstance(value, str | bool) for value in settings.values()):
+        raise ValueError(line)
+    return name, settings

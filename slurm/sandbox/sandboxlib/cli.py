@@ -7,17 +7,18 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from . import cluster, config, daemons, namespaces, packages, versions
-from .errors import SandboxError
-from .state import CONTROLLER, Shape, StateDir
+from . import cluster, config, namespaces, packages, versions
+from .state import CONTROLLER, SandboxError, Shape, StateDir
 
-HERE = Path(__file__).resolve().parent.parent
-SANDBOX = HERE / "sandbox"
-PROJECT = HERE.parent.parent
+SANDBOX = Path(__file__).resolve().parent.parent / "sandbox"
+STATE = ".sandbox"
+
+Run = Callable[[argparse.Namespace, StateDir], str | int]
+"""Runs a command; returns the sentence for the user, or the exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if Path(config.RUN, "node").exists():
             raise SandboxError("this is a node of a sandbox; call from outside", status=2)
-        status: int = arguments.run(arguments, StateDir(Path(arguments.dir)))
+        run: Run = arguments.run
+        result = run(arguments, StateDir(Path(arguments.dir)))
+        if isinstance(result, str):
+            print(result)
+            return 0
+        return result
     except SandboxError as error:
         print(f"sandbox: {error}", file=sys.stderr)
         return error.status
@@ -35,21 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    return status
 
 
-def _install(arguments: argparse.Namespace, _: StateDir) -> int:
-    done = packages.install(accounting=arguments.accounting)
-    print(f"installed {' '.join(done)}" if done else "all packages are there")
-    return 0
+def _default_dir() -> Path:
+    """Return the state directory of the current folder or the nearest above that has one."""
+    here = Path.cwd()
+    paths = (folder / STATE for folder in (here, *here.parents))
+    return next((path for path in paths if (path / "bin").is_dir()), here / STATE)
 
 
-def _fetch(arguments: argparse.Namespace, _: StateDir) -> int:
-    print(versions.fetch(arguments.suite, Path(arguments.folder)))
-    return 0
+def _install(arguments: argparse.Namespace, _: StateDir) -> str:
+    installed = packages.install(accounting=arguments.accounting)
+    return f"installed {' '.join(installed)}" if installed else "all packages are there"
 
 
-def _up(arguments: argparse.Namespace, state: StateDir) -> int:
+def _up(arguments: argparse.Namespace, state: StateDir) -> str:
     shape = Shape(
         nodes=arguments.nodes,
         cpus=arguments.cpus,
@@ -61,23 +67,18 @@ def _up(arguments: argparse.Namespace, state: StateDir) -> int:
         cloud=arguments.cloud,
         slurm=str(versions.require(Path(arguments.slurm))) if arguments.slurm else "",
     )
-    print(cluster.up(state, shape, str(SANDBOX)))
-    return 0
+    return cluster.up(state, shape, str(SANDBOX))
 
 
-def _down(_: argparse.Namespace, state: StateDir) -> int:
-    print(cluster.down(state))
-    return 0
-
-
-def _env(_: argparse.Namespace, state: StateDir) -> int:
+def _env(_: argparse.Namespace, state: StateDir) -> str:
     state.require()
     # The guard keeps PATH from growing with every eval.
     directory = shlex.quote(str(state.bin))
-    print(f'case ":$PATH:" in *:{directory}:*) ;; *) export PATH={directory}:"$PATH" ;; esac')
-    print(f"export SLURM_CONF={shlex.quote(str(state.slurm_conf))}")
-    print(f"export SANDBOX_DIR={shlex.quote(str(state.path))}")
-    return 0
+    return (
+        f'case ":$PATH:" in *:{directory}:*) ;; *) export PATH={directory}:"$PATH" ;; esac\n'
+        f"export SLURM_CONF={shlex.quote(str(state.slurm_conf))}\n"
+        f"export SANDBOX_DIR={shlex.quote(str(state.path))}"
+    )
 
 
 def _exec(arguments: argparse.Namespace, state: StateDir) -> int:
@@ -128,36 +129,6 @@ def _status(arguments: argparse.Namespace, state: StateDir) -> int:
     return 0
 
 
-def _power_off(arguments: argparse.Namespace, state: StateDir) -> int:
-    print(cluster.power_off(state, arguments.node, wait=arguments.wait))
-    return 0
-
-
-def _power_on(arguments: argparse.Namespace, state: StateDir) -> int:
-    print(cluster.power_on(state, arguments.node))
-    return 0
-
-
-def _cut(arguments: argparse.Namespace, state: StateDir) -> int:
-    print(cluster.cut(state, arguments.node, wait=arguments.wait))
-    return 0
-
-
-def _heal(arguments: argparse.Namespace, state: StateDir) -> int:
-    print(cluster.heal(state, arguments.node, wait=arguments.wait))
-    return 0
-
-
-def _stop(arguments: argparse.Namespace, state: StateDir) -> int:
-    print(daemons.stop(state, arguments.daemon, kill=arguments.kill))
-    return 0
-
-
-def _start(arguments: argparse.Namespace, state: StateDir) -> int:
-    print(daemons.start(state, arguments.daemon))
-    return 0
-
-
 def _ps(arguments: argparse.Namespace, state: StateDir) -> int:
     entries = cluster.living(state, arguments.node, daemons=arguments.all)
     if arguments.json:
@@ -187,9 +158,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog='First steps: sandbox up; eval "$(sandbox env)"; srun -N2 hostname; sandbox down',
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    default = os.environ.get("SANDBOX_DIR") or str(PROJECT / ".sandbox")
+    default = os.environ.get("SANDBOX_DIR") or str(_default_dir())
 
-    def command(name: str, run: object, text: str, example: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Run, text: str, example: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
             name,
             help=text,
@@ -207,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command(
         "fetch",
-        _fetch,
+        lambda a, _: versions.fetch(a.suite, Path(a.folder)),
         "unpack the Slurm of another Debian into a folder; installs nothing",
         "sandbox fetch trixie .cache/slurm-trixie; sandbox up --slurm .cache/slurm-trixie",
     )
@@ -242,7 +213,8 @@ def _parser() -> argparse.ArgumentParser:
         "--slurm", metavar="FOLDER", help="run the Slurm that `fetch` has unpacked there"
     )
 
-    command("down", _down, "end everything, keep the logs", "sandbox down")
+    text = "end everything, keep the logs"
+    command("down", lambda _, state: cluster.down(state), text, "sandbox down")
     command("env", _env, "print what makes a shell a login node", 'eval "$(sandbox env)"')
 
     sub = command("exec", _exec, "run one command as on the login node", "sandbox exec -- sinfo -N")
@@ -251,11 +223,23 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("status", _status, "show nodes, power, cables (exit 1: down)", "sandbox status")
     sub.add_argument("--json", action="store_true", help="for programs")
 
-    on_nodes = {
-        "power-off": (_power_off, "kill everything on a node at once"),
-        "power-on": (_power_on, "start a node again, wait until Slurm uses it"),
-        "cut": (_cut, "pull a node's network cable"),
-        "heal": (_heal, "plug a node's network cable in again"),
+    on_nodes: dict[str, tuple[Run, str]] = {
+        "power-off": (
+            lambda a, state: cluster.power_off(state, a.node, wait=a.wait),
+            "kill everything on a node at once",
+        ),
+        "power-on": (
+            lambda a, state: cluster.power_on(state, a.node),
+            "start a node again, wait until Slurm uses it",
+        ),
+        "cut": (
+            lambda a, state: cluster.cut(state, a.node, wait=a.wait),
+            "pull a node's network cable",
+        ),
+        "heal": (
+            lambda a, state: cluster.heal(state, a.node, wait=a.wait),
+            "plug a node's network cable in again",
+        ),
     }
     for name, (run, text) in on_nodes.items():
         sub = command(name, run, text, f"sandbox {name} node2")
@@ -263,12 +247,22 @@ def _parser() -> argparse.ArgumentParser:
         if name != "power-on":
             sub.add_argument("--wait", action="store_true", help="until Slurm has noticed")
 
-    sub = command("stop", _stop, "end a daemon of the controller", "sandbox stop slurmctld")
-    sub.add_argument("daemon", choices=daemons.READY)
+    sub = command(
+        "stop",
+        lambda a, state: cluster.stop(state, a.daemon, kill=a.kill),
+        "end a daemon of the controller",
+        "sandbox stop slurmctld",
+    )
+    sub.add_argument("daemon", choices=cluster.DAEMONS)
     sub.add_argument("--kill", action="store_true", help="at once, as a crash does")
 
-    sub = command("start", _start, "start such a daemon again", "sandbox start slurmctld")
-    sub.add_argument("daemon", choices=daemons.READY)
+    sub = command(
+        "start",
+        lambda a, state: cluster.start(state, a.daemon),
+        "start such a daemon again",
+        "sandbox start slurmctld",
+    )
+    sub.add_argument("daemon", choices=cluster.DAEMONS)
 
     sub = command("ps", _ps, "list the processes that jobs have on the nodes", "sandbox ps node2")
     sub.add_argument("node", nargs="?")

@@ -1,7 +1,12 @@
-"""The verbs: up, down, power, cables, and what Slurm says about them."""
+"""The commands on a cluster: up, down, power, cables and the controller's daemons.
+
+Each returns the sentence that the user reads.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +15,17 @@ from datetime import datetime
 from functools import partial
 
 from . import config, containers, namespaces, packages, processes
-from .errors import SandboxError
 from .namespaces import wait_until
-from .state import CONTROLLER, Record, Shape, StateDir, boot_id
+from .state import CONTROLLER, Process, Record, SandboxError, Shape, StateDir, boot_id
 
 LIMIT_S = 120
 """Generous: a loaded machine is slow, a broken one never gets there."""
+
+DAEMONS = {
+    "slurmctld": ["scontrol", "ping"],
+    "slurmdbd": ["sacctmgr", "-n", "list", "cluster"],
+}
+"""The daemons of the controller, each with a command that succeeds once it serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +36,12 @@ class Node:
     power: bool
     cable: bool
     state: str
-    """As sinfo says; `*` means that it does not respond. `unknown` when Slurm does not answer."""
+    """The word of sinfo; `*` marks a node that does not respond. `unknown` without an answer."""
     reason: str
 
     @property
     def usable(self) -> bool:
-        """Tell whether Slurm counts on the node."""
+        """Whether Slurm uses the node."""
         return self.state in {"idle", "mixed", "allocated", "completing"}
 
 
@@ -50,7 +60,7 @@ def slurm(record: Record, argv: Sequence[str]) -> str | None:
 
 
 def slurm_nodes(record: Record) -> dict[str, tuple[str, str]]:
-    """State and reason of each node, as sinfo says."""
+    """Return state and reason of each node from sinfo."""
     text = slurm(record, ["sinfo", "-h", "-N", "-p", "main", "-o", "%N|%T|%E"]) or ""
     rows = [line.split("|", 2) for line in text.splitlines() if line.count("|") >= 2]
     return {name: (state, reason.strip()) for name, state, reason in rows}
@@ -76,7 +86,7 @@ def nodes(record: Record) -> list[Node]:
 
 
 def up(state: StateDir, shape: Shape, sandbox: str) -> str:
-    """Start a cluster and wait until all nodes are idle; return what to tell the user."""
+    """Start a cluster and wait until all nodes are idle."""
     state.require_usable()
     packages.require_root()
     with state.locked():
@@ -85,8 +95,7 @@ def up(state: StateDir, shape: Shape, sandbox: str) -> str:
             return _already_up(state, record, shape)
         packages.install(accounting=shape.accounting)
         begin = time.monotonic()
-        # What a crash or a reboot left.
-        _tear_down(state)
+        _tear_down(state)  # a crash or a reboot may have left something
         try:
             _start(state, shape, sandbox)
         except BaseException:
@@ -157,7 +166,7 @@ def _await(state: StateDir, record: Record, condition: Callable[[], bool], what:
 
 
 def down(state: StateDir) -> str:
-    """End all that `up` started, in any condition; return what to tell the user."""
+    """End all that `up` started, in any condition."""
     if not state.path.exists():
         return f"nothing to take down in {state.path}"
     packages.require_root()
@@ -221,7 +230,7 @@ def power_on(state: StateDir, name: str) -> str:
             boot.abandon()
             raise
     wait_until(
-        # Until the outage is noticed the old state still reads as idle: ask for the new slurmd.
+        # The old state reads as idle until Slurm notices the outage, so the new slurmd is queried.
         lambda: _slurmd_start_s(record, name) >= began_s and _node(record, name).usable,
         limit_s=LIMIT_S,
         what=f"{name} to register",
@@ -244,7 +253,7 @@ def _node(record: Record, name: str) -> Node:
 
 
 def cut(state: StateDir, name: str, *, wait: bool) -> str:
-    """Pull a node's cable; what runs on it goes on running."""
+    """Pull a node's cable; its jobs go on running."""
     record = _set_cable(state, name, up=False)
     if wait:
         _wait_down(record, name)
@@ -285,3 +294,54 @@ def living(state: StateDir, name: str | None, *, daemons: bool) -> list[processe
     record = state.require()
     names = [_known(record, name)] if name else record.shape.node_names
     return processes.living(record, names, daemons=daemons)
+
+
+def stop(state: StateDir, daemon: str, *, kill: bool) -> str:
+    """End a daemon as an administrator does, or as a crash does; wait until it has ended."""
+    with state.locked():
+        record = state.require()
+        running = _running(record, daemon)
+        if running is None:
+            return f"{daemon} was stopped already"
+        if kill:
+            namespaces.kill([running])
+        else:
+            os.kill(running.pid, signal.SIGTERM)
+        wait_until(lambda: not running.alive(), limit_s=LIMIT_S, what=f"{daemon} to end")
+    return f"{daemon} is {'killed' if kill else 'stopped'}"
+
+
+def start(state: StateDir, daemon: str) -> str:
+    """Start a daemon again and wait until it answers."""
+    with state.locked():
+        record = state.require()
+        if daemon == "slurmdbd" and not record.shape.accounting:
+            raise SandboxError("no slurmdbd here; `sandbox up --accounting` has one", status=2)
+        if _running(record, daemon) is not None:
+            return f"{daemon} is running already"
+        argv = [*namespaces.enter(record.machines[CONTROLLER], pid=True), daemon]
+        with (state.logs / f"{CONTROLLER}.log").open("ab") as log:
+            done = subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env={"PATH": packages.PATH, "SLURM_CONF": str(state.slurm_conf)},
+                start_new_session=True,
+            )
+        if done.returncode:
+            raise SandboxError(f"{daemon} did not start\n{state.log_tails()}")
+        wait_until(
+            lambda: slurm(record, DAEMONS[daemon]) is not None,
+            limit_s=LIMIT_S,
+            what=f"{daemon} to answer",
+        )
+    return f"{daemon} is running"
+
+
+def _running(record: Record, daemon: str) -> Process | None:
+    for entry in processes.living(record, [CONTROLLER], daemons=True):
+        if entry.command.split()[0].rpartition("/")[2] == daemon:
+            return Process.of(entry.pid)
+    return None

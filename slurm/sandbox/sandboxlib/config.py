@@ -8,9 +8,8 @@ import shutil
 import stat
 import time
 
-from .errors import SandboxError
 from .packages import PATH
-from .state import CONTROLLER, Process, Shape, StateDir
+from .state import CONTROLLER, Process, SandboxError, Shape, StateDir
 
 RUN = "/run/slurm-sandbox"
 """Where each namespace mounts its own small file system, for sockets and pid files."""
@@ -33,7 +32,7 @@ COMMANDS = (
 
 
 def address(name: str) -> str:
-    """Address of a machine within TEST-NET-2 (RFC 5737), which nobody uses for real."""
+    """Return the address of a machine, within TEST-NET-2 (RFC 5737), which no real host has."""
     host = 254 if name == CONTROLLER else int(name.removeprefix("node"))
     return f"198.51.100.{host}"
 
@@ -80,12 +79,12 @@ def slurm_conf(shape: Shape, state: StateDir, job_id: int) -> str:
         "TaskPlugin=task/none",
         "JobAcctGatherType=jobacct_gather/linux",
         "JobAcctGatherFrequency=5",
-        # Without CAP_SYS_RESOURCE limits cannot be raised, and jobs would fail to start. But
-        # whether a crash leaves a core file is for who submits: slurmd itself sets no limit.
+        # Without CAP_SYS_RESOURCE limits cannot be raised, and jobs would fail to start. Only
+        # the limit of core files comes from the submitter: slurmd itself sets none.
         "PropagateResourceLimits=CORE",
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core_Memory",
-        # CPUs, memory and GPUs are what the configuration says, whatever the machine has.
+        # Slurm believes the CPUs, memory and GPUs of this file and not the machine's own.
         "SlurmdParameters=config_overrides",
         "ReturnToService=2",
         "SlurmdTimeout=10",

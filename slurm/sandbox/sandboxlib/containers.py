@@ -29,14 +29,14 @@ def write_all(state: StateDir, nodes: list[str]) -> None:
         folder = state.etc / "containers" / node
         shutil.copytree(SITE, folder)
         (folder / "storage.conf").write_text(storage_conf(state, node, *store))
-        # Read after the site's own, of which each key that stands here is replaced.
+        # podman reads this file after the site's own and replaces the keys that both have.
         (folder / "containers.conf.d").mkdir(exist_ok=True)
         settings = containers_conf(*(resource.getrlimit(kind)[1] for kind in LIMITS.values()))
         (folder / "containers.conf.d" / "99-sandbox.conf").write_text(settings)
 
 
 def _store() -> tuple[str, str] | None:
-    """Ask podman for the driver and the folder of the machine's images; None without podman."""
+    """Return the driver and the folder of podman's images on the machine; None without podman."""
     podman = shutil.which("podman", path=PATH)
     if podman is None:
         return None

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .config import RUN, address
-from .errors import SandboxError
-from .state import CONTROLLER, Process, StateDir
+from .state import CONTROLLER, Process, SandboxError, StateDir
 
 INIT = Path(__file__).resolve().parent.parent / "init.sh"
 BRIDGE = "switch"
@@ -58,7 +57,7 @@ class Boot:
         self._stdin.write(b"go\n")
         self._stdin.close()
         self._stdout.close()
-        # It ends with its machine; nobody waits for it here.
+        # The process ends with its machine; a Popen object without a status would complain.
         self._unshare.returncode = 0
 
     def abandon(self) -> None:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from .errors import SandboxError
+from .state import SandboxError
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SLURM = {
@@ -57,7 +57,7 @@ def require_root() -> None:
 
 
 def install(*, accounting: bool) -> list[str]:
-    """Install what is missing; return the packages that were installed."""
+    """Install the missing packages and return them."""
     packages = missing(accounting=accounting)
     if not packages:
         return []

@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import SandboxError
-from .state import CONTROLLER, Process, Record
+from .state import CONTROLLER, Process, Record, SandboxError
 
 DAEMONS = {"munged", "slurmd", "slurmctld", "slurmdbd", "mariadbd"}
 

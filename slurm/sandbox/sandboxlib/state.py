@@ -1,4 +1,4 @@
-"""What is up: the state directory, its record, and processes known by more than their pid."""
+"""The state of a sandbox: its directory, its record, and its processes by pid and start time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .errors import SandboxError
-
 CONTROLLER = "controller"
+
+
+class SandboxError(Exception):
+    """An error that the user can mend: a message, and the exit status that goes with it."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        """Keep the message and the exit status (2 for a wrong call or a missing prerequisite)."""
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What `up` was asked for."""
+    """The options of `up`."""
 
     nodes: int
     cpus: int
@@ -32,7 +39,7 @@ class Shape:
     """Seconds for which the controller remembers a finished job."""
     accounting: bool
     cloud: int = 0
-    """Nodes that Slurm counts on and that nobody has started, in a partition of their own."""
+    """The number of nodes in partition `cloud`, which Slurm knows and which never start."""
     slurm: str = ""
     """The folder of another Slurm, as `fetch` makes it; empty for the machine's own."""
 
@@ -44,7 +51,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """A process of this boot: a pid alone may belong to somebody else by tomorrow."""
+    """A process of this boot, by pid and start time: the system uses pids again."""
 
     pid: int
     started: int
@@ -59,7 +66,7 @@ class Process:
         return cls(pid=pid, started=int(fields[19]))
 
     def alive(self) -> bool:
-        """Tell whether exactly this process still runs (a zombie does not)."""
+        """Whether exactly this process still runs (a zombie does not)."""
         fields = stat_fields(self.pid)
         return fields is not None and int(fields[19]) == self.started and fields[0] not in "ZX"
 
@@ -80,7 +87,7 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What was started, as written in sandbox.json."""
+    """The started machines, as written in sandbox.json."""
 
     boot: str
     shape: Shape
@@ -88,7 +95,7 @@ class Record:
     """PID 1 of the controller and of every node that was ever powered on."""
 
     def alive(self, name: str) -> bool:
-        """Tell whether a machine is powered on."""
+        """Whether a machine is powered on."""
         process = self.machines.get(name)
         return self.boot == boot_id() and process is not None and process.alive()
 
@@ -103,7 +110,7 @@ class StateDir:
     PARTS = ("containers", "dev", "etc", "mariadb", "state")
 
     def __init__(self, path: Path) -> None:
-        """Take any path; `require_usable` tells whether a cluster can start in it."""
+        """Take any path; `require_usable` checks whether a cluster can start in it."""
         self.path = path.resolve()
         self.bin = self.path / "bin"
         self.containers = self.path / "containers"
@@ -118,7 +125,7 @@ class StateDir:
         if not re.fullmatch(r"[\w./+@:~-]+", str(self.path), re.ASCII):
             raise SandboxError(
                 f"{self.path}: Slurm's configuration cannot hold this path; choose one without "
-                "blanks and special characters: SANDBOX_DIR=/tmp/sandbox make sandbox-up",
+                "blanks and special characters, as in: sandbox up --dir /tmp/sandbox",
                 status=2,
             )
 

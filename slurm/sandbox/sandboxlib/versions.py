@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import SandboxError
+from .state import SandboxError
 
 PACKAGES = (
     *("slurmctld", "slurmd", "slurmdbd", "slurm-client"),
@@ -21,14 +21,13 @@ PACKAGES = (
     *("libc6", "libdbus-1-3", "libhwloc15", "libjson-c5", "libjwt2", "liblua5.1-0", "liblz4-1"),
     *("libhttp-parser2.9", "libnuma1", "libreadline8t64", "libtinfo6", "libyaml-0-2"),
 )
-"""Slurm of Debian 13 and newer, and those of its libraries of which Debian 12 has an older version,
-or none."""
+"""Slurm of Debian 13 and newer, and the libraries that it needs newer than Debian 12 has them."""
 
 APT = Path("/etc/apt")
 
 
 def fetch(suite: str, folder: Path) -> str:
-    """Unpack a suite's Slurm; return what to tell the user. Does nothing where it is there."""
+    """Unpack a suite's Slurm, unless the folder has it; return the sentence for the user."""
     folder = folder.resolve()
     if (folder / "usr").is_dir():
         return f"{folder} is there"
@@ -48,7 +47,7 @@ def unpack(suite: str, folder: Path, packages: Sequence[str]) -> None:
         _run(["apt-get", *options, "-qq", "download", *packages], work)
         for package in sorted(work.glob("*.deb")):
             _run(["dpkg", "-x", str(package), str(work / "unpacked")], work)
-        (work / "unpacked").rename(folder)  # last: what is there is whole
+        (work / "unpacked").rename(folder)  # last, so that an existing folder is complete
 
 
 def require(folder: Path) -> Path:
@@ -65,14 +64,14 @@ def _own_apt(work: Path, suite: str) -> list[str]:
     """Give apt a state of its own, with this machine's mirror and another suite."""
     for part in ("lists/partial", "cache/archives/partial", "sources"):
         (work / part).mkdir(parents=True)
-    found = sorted([*APT.glob("sources.list"), *APT.glob("sources.list.d/*")])
-    kept = 0
-    for path in found:
+    files = sorted([*APT.glob("sources.list"), *APT.glob("sources.list.d/*")])
+    mirrors = 0
+    for path in files:
         if path.suffix in (".list", ".sources"):
             text = other_suite(path.read_text(), suite, deb822=path.suffix == ".sources")
             (work / "sources" / path.name).write_text(text)
-            kept += bool(text)
-    if not kept:
+            mirrors += bool(text)
+    if not mirrors:
         raise SandboxError(f"{APT} names no mirror of Debian from which to fetch", status=2)
     (work / "status").touch()
     places = {
@@ -93,12 +92,12 @@ def other_suite(text: str, suite: str, *, deb822: bool) -> str:
     if not deb822:
         lines = re.findall(rf"^(deb (?:\[.*?\] )?\S+) {here} (.*)$", text, re.MULTILINE)
         return "".join(f"{start} {suite} {parts}\n" for start, parts in lines)
-    kept = []
+    parts = []
     for part in re.split(r"\n\s*\n", text):
         suites = re.search(r"^Suites:(.*)$", part, re.MULTILINE)
         if suites and here in suites[1].split():
-            kept.append(part.replace(suites[0], f"Suites: {suite}"))
-    return "\n\n".join(kept)
+            parts.append(part.replace(suites[0], f"Suites: {suite}"))
+    return "\n\n".join(parts)
 
 
 def codename() -> str:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes.slurm_answers import FOLDER
-from toolkit.slurm.sacct import ask_accounting
-from toolkit.slurm.squeue import ask_jobs, run_command
+from toolkit.slurm.squeue import ask_accounting, ask_jobs, run_command
 
 SCRIPT = """\
 #!/bin/bash

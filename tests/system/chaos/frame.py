@@ -120,7 +120,7 @@ def submit(
     path = folder / "job.yaml"
     path.write_text(json.dumps(job))
     changed = site.profile.model_copy(update=profile)
-    launcher = SlurmLauncher(changed, command=site.launcher._command)
+    launcher = SlurmLauncher(changed, command=site._command)
     plan = toolkit.plan(toolkit.load(path, overrides), changed)
     return Trial(run=launcher.submit(plan), folder=folder)
 

@@ -45,7 +45,7 @@ class Shell:
 
         def command(argv: Any) -> "subprocess.CompletedProcess[str]":
             if argv[0] not in ("squeue", "scontrol") or argv[1:3] == ["show", "config"]:
-                return self.site.launcher._command(argv)
+                return self.site._command(argv)
             text = "slurm_load_jobs error: Invalid job id specified"
             return subprocess.CompletedProcess(argv, 1, "", text)
 

@@ -389,7 +389,7 @@ def test_what_srun_cannot_start_on_a_node_is_tried_again_in_the_same_job(
     )
     profile = site.profile.model_copy(update={"prolog": prolog})
     job = toolkit.load(ROOT / "jobs/digits.yaml", ["args.3=1", "retries.requeue=0"])
-    run = SlurmLauncher(profile, command=site.launcher._command).submit(toolkit.plan(job, profile))
+    run = SlurmLauncher(profile, command=site._command).submit(toolkit.plan(job, profile))
     until(lambda: run.status().state is toolkit.RunState.RUNNING, "the job has its nodes")
     first, last = nodes_of(cluster, run)
     with no_way(cluster, first, last):

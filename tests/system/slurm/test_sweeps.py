@@ -21,8 +21,9 @@ from toolkit.runs import registry
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.state import RunStatus
 from toolkit.slurm import SlurmLauncher
-from toolkit.slurm.jobs import SlurmJob, write_jobs, write_points
 from toolkit.slurm.run import SlurmRun
+from toolkit.slurm.submission import SlurmJob, write_jobs
+from toolkit.slurm.sweep import write_points
 
 # ---- Points
 

@@ -13,8 +13,9 @@ import toolkit
 from tests.support.asked_slurm import Slurm, User, counted, fake_squeue, shown
 from toolkit.runs.registry import RunRecord
 from toolkit.slurm import SlurmLauncher
+from toolkit.slurm.login.host import LoginNode
 from toolkit.slurm.run import SlurmRun
-from toolkit.slurm.snapshot import Queue, place_of_answers
+from toolkit.slurm.snapshot import SnapshotCache, snapshot_file
 
 BUSY = "slurm_load_jobs error: Socket timed out on send/recv operation"
 
@@ -38,13 +39,13 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def queue(slurm: Slurm, tmp_path: Path, clock: Clock) -> Callable[[], Queue]:
+def queue(slurm: Slurm, tmp_path: Path, clock: Clock) -> Callable[[], SnapshotCache]:
     """Open the shared answers as another process does."""
-    return lambda: Queue(slurm, file=tmp_path / "queues/c.json", clock=clock)
+    return lambda: SnapshotCache(slurm, file=tmp_path / "queues/c.json", clock=clock)
 
 
 def test_an_answer_is_shared_for_seconds_and_never_stale(
-    queue: Callable[[], Queue], slurm: Slurm, clock: Clock, tmp_path: Path
+    queue: Callable[[], SnapshotCache], slurm: Slurm, clock: Clock, tmp_path: Path
 ) -> None:
     def asked(*, max_age_s: float, changed: float = 0.0) -> bool:
         before = slurm.calls("squeue")
@@ -86,7 +87,7 @@ def test_a_run_that_has_changed_is_never_told_from_an_older_answer(
 
 
 def test_a_busy_controller_is_left_alone_ever_longer(
-    queue: Callable[[], Queue], slurm: Slurm, clock: Clock
+    queue: Callable[[], SnapshotCache], slurm: Slurm, clock: Clock
 ) -> None:
     slurm.rows = "==job|1|RUNNING|N/A|None|x\n"
     queue().look()
@@ -117,8 +118,9 @@ def test_while_the_controller_is_busy_runs_are_told_with_the_time(
     tmp_path: Path, slurm: Slurm, clock: Clock
 ) -> None:
     user = User(tmp_path / "runs", slurm)
-    shared = Queue(slurm, file=tmp_path / "c.json", clock=clock)
-    run = SlurmRun(user.record("a", 1), slurm, shared)
+    login = LoginNode(user.profile, slurm)
+    login.snapshots = SnapshotCache(slurm, file=tmp_path / "c.json", clock=clock)
+    run = SlurmRun(user.record("a", 1), login)
     assert run.run_dir is not None
     for path in (run.run_dir, run.run_dir / "logs", run.run_dir / "jobs.jsonl"):
         os.utime(path, (0, 0))
@@ -137,9 +139,9 @@ def test_shells_that_ask_at_once_make_one_question(tmp_path: Path) -> None:
     commands = fake_squeue(tmp_path, seconds=1.0)
     environ = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
     code = (
-        "import sys; from toolkit.slurm.snapshot import Queue, place_of_answers\n"
+        "import sys; from toolkit.slurm.snapshot import SnapshotCache, snapshot_file\n"
         "from toolkit.slurm.squeue import run_command\n"
-        "queue = Queue(run_command, file=place_of_answers())\n"
+        "queue = SnapshotCache(run_command, file=snapshot_file())\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "print(len(queue.look(max_age_s=60).rows('1', '')), flush=True)"
     )
@@ -162,11 +164,11 @@ def test_shells_that_ask_at_once_make_one_question(tmp_path: Path) -> None:
     said = [shell.communicate()[0] for shell in shells]
     assert said == ["1\n"] * 6
     assert counted(tmp_path) == 1
-    assert json.loads(place_of_answers(environ).read_bytes())["asked"] > 0
+    assert json.loads(snapshot_file(environ).read_bytes())["asked"] > 0
 
 
 def test_a_state_folder_that_cannot_be_written_only_costs_questions(slurm: Slurm) -> None:
-    queue = Queue(slurm, file=Path("/proc/nowhere/c.json"))
+    queue = SnapshotCache(slurm, file=Path("/proc/nowhere/c.json"))
     queue.look(max_age_s=60)
     queue.look(max_age_s=60)
     assert slurm.calls("squeue") == 2

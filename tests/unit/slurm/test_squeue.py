@@ -15,8 +15,8 @@ from toolkit.cli.summary import rows_of
 from toolkit.local.launcher import LocalRun
 from toolkit.runs import registry
 from toolkit.runs.registry import RunRecord
-from toolkit.slurm.squeue import Row, ask_jobs, ask_mine, judge
-from toolkit.slurm.status import expected, in_words
+from toolkit.slurm.squeue import ask_jobs, ask_mine
+from toolkit.slurm.status import JobRow, expected, in_words, judge
 
 
 @pytest.fixture
@@ -157,7 +157,9 @@ def test_the_expected_start_is_told_as_people_do(start: str, said: str) -> None:
 
 
 def test_what_a_job_waits_for_is_told_in_words() -> None:
-    row = Row(job_id="1", word="PENDING", reason="Resources", command="", start="2999-01-02T03:04")
+    row = JobRow(
+        job_id="1", word="PENDING", reason="Resources", command="", start="2999-01-02T03:04"
+    )
     status = judge(row, None)
     assert (
         status.reason == "Resources: waits for nodes to become free; expected to start Jan 2 03:04"

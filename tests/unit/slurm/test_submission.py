@@ -58,7 +58,7 @@ def submit_a_chain_to_one_that_answers_too_late(cluster: Cluster, site: Site) ->
         if stops:
             os.kill(process, signal.SIGSTOP)
         try:
-            done = site.launcher._command(argv)
+            done = site._command(argv)
         finally:
             os.kill(process, signal.SIGCONT)
         if argv[0] == "sbatch":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import LauncherError
-from toolkit.slurm.login.working_tree import working_tree
+from toolkit.slurm.login.ssh_host import working_tree
 
 
 def git(folder: Path, *words: str) -> None:

@@ -12,12 +12,12 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.errors import LauncherError
-from toolkit.runs.registry import RunRecord
-from toolkit.slurm.login.ssh import Host
+from toolkit.runs.run import Run
+from toolkit.slurm.login.ssh import SshConnection
+from toolkit.slurm.squeue import first_line
 
 __all__ = ["Mirrors"]
 
@@ -53,63 +53,55 @@ _PARTIAL = (0, 23, 24)
 class Mirrors:
     """The mirrors of one host's run directories."""
 
-    def __init__(self, host: Host, folder: Path) -> None:
-        """Prepare to bring.
-
-        Args:
-            host: Where the run directories are.
-            folder: Where the mirrors are, by the names of the runs.
-        """
+    def __init__(self, ssh: SshConnection, folder: Path) -> None:
         self.folder = folder
-        self._host = host
-        self._runs: weakref.WeakSet[object] = weakref.WeakSet()
+        """Where the mirrors are, by the names of the runs."""
+        self._ssh = ssh
+        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._as_of = float("-inf")
         self._turn = threading.Lock()
 
-    def watch(self, run: object) -> None:
+    def watch(self, run: Run) -> None:
         """Copy this run as well, as long as a process has it open."""
         self._runs.add(run)
         self._as_of = float("-inf")
 
     def fetch(self, since: float) -> None:
-        """Bring what the open runs have written, unless that was done after `since`.
+        """Copy the files that the open runs have written, unless that was done after `since`.
 
         Raises:
-            LauncherError: it cannot be brought.
+            LauncherError: the files cannot be copied.
         """
         with self._turn:
             if self._as_of >= since:
                 return
             began = time.time()
-            with self._alone():
+            names_by_parent: dict[str, list[str]] = defaultdict(list)
+            for run in list(self._runs):
+                if run.record.remote_dir is not None:
+                    parent, _, name = run.record.remote_dir.rpartition("/")
+                    names_by_parent[parent].append(name)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / ".lock").open("w", encoding="utf-8") as lock:
+                # One process at a time: rsync also deletes another's unfinished files.
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                 self._remove_links()
-                for parent, names in self._wanted().items():
+                for parent, names in names_by_parent.items():
                     self._bring(parent, names)
             self._as_of = began
 
     def refresh(self) -> None:
         """Copy runs whose local files are older than seconds, if the host can be reached."""
         now = time.time()
-        if now > self._host.lost + _TRY_AGAIN_S:
+        if now > self._ssh.lost + _TRY_AGAIN_S:
             with contextlib.suppress(LauncherError):  # a caller that needs it queries the host
                 self.fetch(now - _FRESH_S)
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Let one process at a time write: rsync deletes what it does not know, unfinished too."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w", encoding="utf-8") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _remove_links(self) -> None:
         """Remove links, pipes and devices that an older version has brought; once for all mirrors.
 
         rsync leaves them where the host still has them: it neither brings nor deletes them.
-
-        Raises:
-            LauncherError: one of them cannot be removed.
         """
         mark = self.folder / _WITHOUT_LINKS
         if os.path.lexists(mark):
@@ -127,31 +119,17 @@ class Mirrors:
                 f"{error.strerror}; remove {self.folder}, which is brought again"
             ) from error
 
-    def _wanted(self) -> dict[str, list[str]]:
-        by_parent: dict[str, list[str]] = defaultdict(list)
-        for record in self._records():
-            if record.remote_dir is not None:
-                parent, _, name = record.remote_dir.rpartition("/")
-                by_parent[parent].append(name)
-        return by_parent
-
-    def _records(self) -> Iterator[RunRecord]:
-        for run in list(self._runs):
-            record = getattr(run, "record", None)
-            if isinstance(record, RunRecord):
-                yield record
-
     def _bring(self, parent: str, names: list[str]) -> None:
         listed = "".join(f"{name}\0" for name in dict.fromkeys(names)).encode()
-        ends = (f"{self._host.name}:{parent}/", f"{self.folder}/")
-        words = (*_FILES, *_OURS, "--from0", "--files-from=-", "--ignore-missing-args", *_STAYS)
-        small = (*words, "--delete", f"--max-size={_BIG}")
+        ends = (f"{self._ssh.name}:{parent}/", f"{self.folder}/")
+        arguments = (*_FILES, *_OURS, "--from0", "--files-from=-", "--ignore-missing-args", *_STAYS)
+        small = (*arguments, "--delete", f"--max-size={_BIG}")
         # Of a big log only the appended part is copied; comparing the rest would read it all again.
-        large = (*words, "--append", f"--min-size={_BIG + 1}", *_GROWING)
+        large = (*arguments, "--append", f"--min-size={_BIG + 1}", *_GROWING)
         for options in (small, large):
-            done = self._host.rsync(*options, *ends, names=listed)
+            done = self._ssh.rsync(*options, *ends, names=listed)
             if done.returncode not in _PARTIAL:
-                message = done.stderr.strip().partition("\n")[0]
                 raise LauncherError(
-                    f"{self._host.name}: rsync brings no run directories from {parent}: {message}"
+                    f"{self._ssh.name}: rsync brings no run directories from {parent}: "
+                    f"{first_line(done.stderr)}"
                 )

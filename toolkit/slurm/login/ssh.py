@@ -1,4 +1,4 @@
-"""A host that is reached by OpenSSH, over one connection that all commands share."""
+"""A connection to a host by OpenSSH, which all commands of all processes share."""
 
 import functools
 import os
@@ -14,14 +14,14 @@ from pathlib import Path
 from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.runs import commands
 
-__all__ = ["Host", "Hung", "Lost", "host_of"]
+__all__ = ["Hung", "Lost", "SshConnection", "connection_to"]
 
 _OPTIONS = (
-    "BatchMode=yes",  # never ask for a password: nobody may be there to type it
+    "BatchMode=yes",  # no password prompt: the toolkit may run unattended
     "ConnectTimeout=10",
     "ServerAliveInterval=5",
     "ServerAliveCountMax=3",
-    "ClearAllForwardings=yes",  # those of the user's configuration are for his own sessions
+    "ClearAllForwardings=yes",  # forwardings in the user's configuration are for other sessions
     "RemoteCommand=none",
     "RequestTTY=no",
     "LogLevel=ERROR",
@@ -46,7 +46,7 @@ status=$?
 printf '\\n{end} %s\\n' "$status"
 """
 """A function, so that bash has read all of it before any of it is done; in it, a lost connection
-kills nothing. The marks tell what is ours from what login shells print, and whether it was done."""
+kills nothing. The marks separate its output from what login shells print, and show its end."""
 
 
 class Lost(LauncherError):
@@ -54,11 +54,15 @@ class Lost(LauncherError):
 
 
 class Hung(Lost):
-    """The host was reached, and gave no end of an answer for as long as is waited for one."""
+    """The host was reached, and its answer did not end within the time limit."""
 
 
-class Host:
-    """A login node, by the name that ssh knows."""
+class SshConnection:
+    """A connection to a login node, by the name that ssh knows.
+
+    Each call raises `SchedulerMissing` if its program is not installed here, and `Lost` if the host
+    cannot be reached, the connection was lost on the way, or the answer does not end (`Hung`).
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -71,62 +75,41 @@ class Host:
 
         A shared connection in the user's own configuration is kept: it may have taken a
         second factor to make it.
-
-        Raises:
-            SchedulerMissing: ssh is not installed here.
         """
         options = list(_OPTIONS)
-        own = _run(["ssh", "-G", self.name], b"", limit_s=commands.ANSWER_S)
+        own = self._run(["ssh", "-G", self.name], limit_s=commands.ANSWER_S)
         if not re.search(r"^controlpath (?!none$)", own.stdout, re.MULTILINE):
-            folder = _sockets(os.environ)
-            options += (
-                ["ControlMaster=no", "ControlPath=none"]
-                if folder is None
-                else [
-                    "ControlMaster=auto",
-                    f"ControlPersist={_PERSIST_S}",
-                    f"ControlPath={folder}/%C",
-                ]
-            )
+            folder = _socket_folder(os.environ)
+            if folder is None:
+                options += ["ControlMaster=no", "ControlPath=none"]
+            else:
+                options += ["ControlMaster=auto", f"ControlPersist={_PERSIST_S}"]
+                options += [f"ControlPath={folder}/%C"]
         return ("ssh", *(word for option in options for word in ("-o", option)))
 
     def bash(
         self, body: str, *, limit_s: float | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Run lines of bash in a login shell; they go by stdin, so no argument list shows them.
+        """Run lines of bash in a login shell, for ten minutes where no limit is given.
 
-        Args:
-            body: The lines.
-            limit_s: How long they may take; ten minutes where it is left out.
-
-        Raises:
-            SchedulerMissing: ssh is not installed here.
-            Lost: the host cannot be reached, the connection was lost on the way, or there is no
-                end of an answer.
+        The lines go by stdin, so that no argument list shows them.
         """
         script = _WRAPPER.format(body=body, begin=_BEGIN, end=_END)
-        argv = [*self.ssh, self.name, "exec bash -l -s"]
-        try:
-            done = _run(
-                argv,
-                script.encode("utf-8", "surrogateescape"),
-                limit_s=commands.ACTION_S if limit_s is None else limit_s,
-            )
-        except commands.TooLong as error:
-            raise Hung(str(self._lost(str(error)))) from None
+        stdin = script.encode("utf-8", "surrogateescape")
+        limit_s = commands.ACTION_S if limit_s is None else limit_s
+        done = self._run([*self.ssh, self.name, "exec bash -l -s"], stdin, limit_s=limit_s)
         output = done.stdout.partition(f"{_BEGIN}\n")[2]
         output, ended, status = output.rpartition(f"\n{_END} ")
         if not ended or not re.fullmatch(r"\d{1,3}\n", status):
-            raise self._lost(done.stderr)
+            raise Lost(self._why_lost(done.stderr))
         message = done.stderr.partition(f"{_BEGIN}\n")[2]
         return subprocess.CompletedProcess([], int(status), output, message)
 
     def command(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        """Run one command, as `slurm.queue.Command` wants it.
+        """Run one command, as `squeue.Command` wants it.
 
         Raises:
-            SchedulerMissing: ssh is not installed here, or the command does not exist there.
-            Lost: the host cannot be reached, or the connection was lost on the way.
+            SchedulerMissing: the command does not exist there.
         """
         hidden = "unset ${!SQUEUE_*} ${!SACCT_*} SLURM_TIME_FORMAT SLURM_CLUSTERS"
         limit_s = commands.ANSWER_S if commands.only_asks(argv) else None
@@ -142,48 +125,45 @@ class Host:
         """Run rsync over the same connection; `names` are for `--files-from=-`.
 
         Raises:
-            LauncherError: rsync is missing, here or there.
-            Lost: the host cannot be reached, or the connection was lost on the way.
+            LauncherError: rsync is missing there.
         """
         waits = f"--timeout={commands.ANSWER_S:.0f}"  # for a host that sends nothing any more
         argv = ["rsync", "--protect-args", waits, f"--rsh={shlex.join(self.ssh)}", *words]
-        try:
-            done = _run(argv, names, limit_s=commands.TRANSFER_S)
-        except commands.TooLong as error:
-            raise Hung(str(self._lost(str(error)))) from None
+        done = self._run(argv, names, limit_s=commands.TRANSFER_S)
         if "rsync: command not found" in done.stderr:
             raise LauncherError(f"rsync is not installed on {self.name}; ask who runs it")
         if done.returncode in (10, 12, 30, 35, 255):  # sockets, the protocol's stream, time-outs
-            raise self._lost(done.stderr)
+            raise Lost(self._why_lost(done.stderr))
         return done
 
-    def _lost(self, message: str) -> Lost:
+    def _run(
+        self, argv: Sequence[str], stdin: bytes = b"", *, limit_s: float
+    ) -> "subprocess.CompletedProcess[str]":
+        if shutil.which(argv[0]) is None:
+            raise SchedulerMissing(f"{argv[0]} is not in PATH here; a profile with `via` needs it")
+        try:
+            return commands.run(argv, stdin=stdin, limit_s=limit_s)
+        except commands.TooLong as error:
+            raise Hung(self._why_lost(str(error))) from None
+
+    def _why_lost(self, message: str) -> str:
+        """Note that the host was not reached; returns why."""
         self.lost = time.time()
         lines = [line for line in message.strip().splitlines() if line != _BEGIN]
-        # ssh's own word is its last; rsync adds two lines about itself.
+        # ssh's own message is its last; rsync adds two lines about itself.
         own = [line for line in lines if not line.startswith("rsync")] or lines
         why = own[-1].strip() if own else "the connection was closed"
-        return Lost(
+        return (
             f"{self.name} is not reached by ssh: {why.removeprefix('ssh: ')}; "
             f"`ssh {self.name} true` must work without a question"
         )
 
 
-@functools.cache
-def host_of(name: str) -> Host:
-    """Return the host of this name; one object per process."""
-    return Host(name)
+connection_to = functools.cache(SshConnection)
+"""Returns the connection to the host of a name; one object per process."""
 
 
-def _run(
-    argv: Sequence[str], stdin: bytes, *, limit_s: float
-) -> "subprocess.CompletedProcess[str]":
-    if shutil.which(argv[0]) is None:
-        raise SchedulerMissing(f"{argv[0]} is not in PATH here; a profile with `via` needs it")
-    return commands.run(argv, stdin=stdin, limit_s=limit_s)
-
-
-def _sockets(environ: Mapping[str, str]) -> Path | None:
+def _socket_folder(environ: Mapping[str, str]) -> Path | None:
     """Return a folder of our own for the connection's socket; None where there can be none."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     own = Path(f"/tmp/tdt-ssh-{os.getuid()}")  # TMPDIR may be too long a path

@@ -1,35 +1,44 @@
 """A login node that is reached by ssh: code goes there, jobs are submitted there, logs come back.
 
-A run directory there holds, beside what every run directory holds:
+The code is the project's git working tree as it lies here: committed or not, but not ignored. A run
+directory there holds, beside what every run directory holds:
 
     code/         the project as it was when the run was submitted
-    submitted/    what sbatch answered, for whoever asks again after the connection was cut
+    submitted/    sbatch's answers, which a later connection reads if the first was cut
 """
 
 import functools
+import json
 import os
 import shlex
 import shutil
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from subprocess import CompletedProcess
 
 from toolkit.errors import LauncherError
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import path_quote
 from toolkit.runs import run_directory
 from toolkit.runs.registry import RunRecord
+from toolkit.runs.run import Run
 from toolkit.runs.state_dir import state_folder
-from toolkit.slurm.login.host import Folder, Login
+from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.mirror import Mirrors
-from toolkit.slurm.login.ssh import Host, Hung, Lost, host_of
-from toolkit.slurm.login.working_tree import WorkingTree, working_tree
+from toolkit.slurm.login.ssh import Hung, Lost, connection_to
+from toolkit.slurm.snapshot import snapshot_file
 from toolkit.slurm.squeue import first_line
-from toolkit.slurm.submission import DOUBTFUL
+from toolkit.text.quantities import format_size
 
-__all__ = ["There"]
+__all__ = ["SshLoginNode", "WorkingTree", "working_tree"]
+
+_CODE_BYTES = 2**30
+"""The default limit of a project's size."""
+
+_NAMED = 5
+"""How many files of a project that is too large are named."""
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """How long to wait before each new try when the connection was cut: a minute in all."""
@@ -49,7 +58,7 @@ readlink {latest} || echo
 _LOCKED = """\
 cd {folder} || exit
 exec 9>>submitted/lock
-flock 9 2>/dev/null || :  # until whoever was cut off has ended, too; not all file systems can
+flock 9 2>/dev/null || :  # until a connection that was cut has ended, too; not all file systems can
 """
 
 _SUBMIT = """\
@@ -64,63 +73,55 @@ cat {key} 2>/dev/null
 cat {key}.said >&2
 exit $status
 """
-"""What sbatch says goes into files first: nothing of it is lost with the connection."""
+"""sbatch prints into files first: a lost connection loses nothing of it."""
 
 
-class There(Login):
+class SshLoginNode(LoginNode):
     """A login node that is reached by ssh."""
 
     remote = True
-    cwd = ""  # nothing of a job is in the home folder there
 
-    def __init__(self, profile: SlurmProfile, host: Host, mirrors: Mirrors) -> None:
-        """Prepare to reach it.
-
-        Args:
-            profile: The site.
-            host: The login node.
-            mirrors: The mirrors of its run directories.
-        """
-        self._profile = profile
-        self._host = host
-        self._mirrors = mirrors
+    def __init__(self, profile: SlurmProfile, environ: Mapping[str, str] = os.environ) -> None:
+        """Prepare to reach the host; all in this process share its connection and its mirrors."""
+        self._ssh = connection_to(profile.host)
+        self._mirrors = _mirrors_of(self._ssh, state_folder(environ) / "mirrors" / profile.host)
         self._tree: WorkingTree | None = None
         self._before = ""
-        self.command = host.command
+        file = snapshot_file(environ, host=profile.host)
+        super().__init__(profile, self._ssh.command, file=file)
 
-    @classmethod
-    def of(cls, profile: SlurmProfile, environ: Mapping[str, str] = os.environ) -> "There":
-        """Return the login node of a profile; all in this process share its connection."""
-        host = host_of(profile.host)
-        return cls(profile, host, _mirrors_of(host, state_folder(environ) / "mirrors" / host.name))
+    @property
+    def cwd(self) -> str:
+        """No folder: nothing of a job is in the home folder there."""
+        return ""
 
     # ---- A new run
 
-    def make(self, name: str) -> Folder:
+    def make(self, name: str) -> RunFolder:
         """Make the run directory there, and its mirror here."""
         start = Path.cwd()
         tree = self._tree = working_tree(start)
         tree.require_small(self._profile.code_limit_bytes)
         below = start.resolve().relative_to(tree.root.resolve())
-        done = self._host.bash(
+        done = self._ssh.bash(
             _MAKE.format(
-                base=self._path(""),
+                base=self._remote(""),
                 venv=self._venv_check(),
                 runs=path_quote(self._profile.below(self._profile.runs_dir)),
                 name=shlex.quote(name),
                 below=shlex.quote(str(below)),
-                latest=self._latest(tree),
+                latest=self._remote(f"/latest/{tree.root.name}"),
             )
         )
         if done.returncode != 0:
-            raise LauncherError(f"{self._host.name}: {done.stderr.strip() or done.stdout.strip()}")
+            raise LauncherError(f"{self._ssh.name}: {done.stderr.strip() or done.stdout.strip()}")
         runs, latest, *_ = [*done.stdout.split("\n"), "", ""]
         if not runs.startswith("/") or not f"{runs}{latest}".isprintable():
-            raise LauncherError(f"{self._host.name}: {runs[:200]!r} is no folder for runs")
+            raise LauncherError(f"{self._ssh.name}: {runs[:200]!r} is no folder for runs")
         there = f"{runs}/{name}"
         here = run_directory.make(self._mirrors.folder, name)
         self._before = latest
-        return Folder(here=here, there=there, start=str(Path(there, "code", below)))
+        return RunFolder(here=here, there=there, start=str(Path(there, "code", below)))
 
     def _venv_check(self) -> str:
         venv = self._profile.venv
@@ -128,24 +129,20 @@ class There(Login):
             return ":"
         path = self._profile.below(venv)
         why = (
-            f"there is no virtual environment {path}; make it once: ssh {self._host.name} "
+            f"there is no virtual environment {path}; make it once: ssh {self._ssh.name} "
             f"'python3 -m venv {path} && {path}/bin/pip install torch'"
         )
         there = f"[ -f {path_quote(path)}/bin/activate ]"
         return f"{there} || {{ echo {shlex.quote(why)} >&2; exit 1; }}"
 
-    def _path(self, path: str) -> str:
-        return path_quote(self._profile.remote_dir.rstrip("/") + (path and f"/{path}"))
+    def _remote(self, path: str) -> str:
+        return path_quote(self._profile.remote_dir.rstrip("/") + path)
 
-    def _latest(self, tree: WorkingTree) -> str:
-        """Return the link that leads to the code of the project's newest run."""
-        return self._path(f"latest/{tree.root.name}")
-
-    def bring(self, folder: Folder) -> None:
+    def bring(self, folder: RunFolder) -> None:
         """Copy the code and the files of the mirror to the host."""
         assert self._tree is not None
         tree = self._tree
-        there = f"{self._host.name}:{folder.there}/"
+        there = f"{self._ssh.name}:{folder.there}/"
         names = b"".join(os.fsencode(name) + b"\0" for name in tree.names)
         # Files are compared by content: two edits within a second have one time and size.
         # Unchanged files are hard links, so they must not be written to.
@@ -153,20 +150,20 @@ class There(Login):
         before = [f"--link-dest={self._before}"] if self._before else []
         self._sync("-lpt", *same, *before, f"{tree.root}/", f"{there}code/", names=names)
         self._sync("-rlt", f"{folder.here}/", there)
-        latest = self._latest(tree)
-        code = shlex.quote(f"{folder.there}/code")
-        self._host.bash(f"mkdir -p {self._path('latest')}\nln -sfn {code} {latest}")
+        # The link leads to the code of the project's newest run.
+        code, latest = shlex.quote(f"{folder.there}/code"), self._remote("/latest")
+        link = self._remote(f"/latest/{tree.root.name}")
+        self._ssh.bash(f"mkdir -p {latest}\nln -sfn {code} {link}")
 
     def _sync(self, *words: str, names: bytes = b"") -> None:
-        done = self._host.rsync(*words, names=names)
+        done = self._ssh.rsync(*words, names=names)
         if done.returncode != 0:
-            message = done.stderr.strip().partition("\n")[0]
-            raise LauncherError(f"rsync to {self._host.name}: {message}")
+            raise LauncherError(f"rsync to {self._ssh.name}: {first_line(done.stderr)}")
 
-    def discard(self, folder: Folder, *, begun: bool) -> None:
+    def discard(self, folder: RunFolder, *, used: bool) -> None:
         """Remove the run directory there and its mirror."""
         shutil.rmtree(folder.here, ignore_errors=True)
-        self._host.bash(f"rm -rf {shlex.quote(folder.there)}")
+        self._ssh.bash(f"rm -rf {shlex.quote(folder.there)}")
 
     # ---- Submission
 
@@ -174,65 +171,70 @@ class There(Login):
         self,
         argv: Sequence[str],
         *,
-        folder: Folder,
+        folder: RunFolder,
         key: str,
         again: bool,
         secrets: Mapping[str, str],
-    ) -> "CompletedProcess[str]":
+    ) -> "subprocess.CompletedProcess[str]":
         """Submit a job, or return the recorded answer if it was submitted before.
 
         Secrets stand in what bash reads from its stdin: on no command line, and in no file.
         """
-        place = f"submitted/{key}"
+        file = f"submitted/{key}"
         script = _LOCKED + _SUBMIT
-        return self._host.bash(
+        return self._ssh.bash(
             script.format(
                 folder=shlex.quote(folder.there),
-                key=place,
-                doubt=":" if again else f"[ ! -e {place}.begun ] || exit {DOUBTFUL}",
+                key=file,
+                doubt=":" if again else f"[ ! -e {file}.begun ] || exit {DOUBTFUL}",
                 secrets="\n".join(f"export {n}={shlex.quote(v)}" for n, v in secrets.items()),
                 sbatch=shlex.join(argv),
             )
         )
 
-    def answers(self, folder: Folder, keys: Sequence[str]) -> dict[str, str]:
+    def answers(self, folder: RunFolder, keys: Sequence[str]) -> dict[str, str]:
         """Return what sbatch has answered; a connection that was cut off is waited for."""
         lines = [f"[ ! -e submitted/{key} ] || echo {key} $(cat submitted/{key})" for key in keys]
         script = _LOCKED.format(folder=shlex.quote(folder.there)) + "\n".join(lines)
-        pairs = (line.partition(" ") for line in self._host.bash(script).stdout.splitlines())
+        pairs = (line.partition(" ") for line in self._ssh.bash(script).stdout.splitlines())
         return {key: answer for key, _, answer in pairs}
 
-    def keep(self, folder: Folder, *, jobs: Sequence[str], launch: str) -> None:
-        """Write the record of the submission into the remote run directory.
-
-        Raises:
-            LauncherError: it cannot be written; the jobs are submitted all the same.
-        """
-        wanted = [
+    def keep(self, folder: RunFolder, *, jobs: Sequence[str], record: RunRecord | None) -> None:
+        """Write the lines of the jobs, and the record of a new run, into the run directory."""
+        commands = [
             f"grep -qsxF {shlex.quote(line)} jobs.jsonl || echo {shlex.quote(line)} >>jobs.jsonl"
             for line in jobs
         ]
-        if launch:
-            wanted.append(f"printf %s {shlex.quote(launch)} >launch.json")
-        script = _LOCKED.format(folder=shlex.quote(folder.there)) + " &&\n".join(wanted)
-        done = _patiently(lambda: self._host.bash(script))
+        if record is not None:
+            # With this record the toolkit opens the run on the login node.
+            options = {k: v for k, v in record.profile.items() if k not in ("via", "remote_dir")}
+            run_dir = Path(folder.there)
+            profile = options | {"runs_dir": str(run_dir.parent)}
+            there = replace(record, profile=profile, run_dir=run_dir, remote_dir=None)
+            launch = json.dumps(there.as_json())
+            commands.append(f"printf %s {shlex.quote(launch)} >launch.json")
+        script = _LOCKED.format(folder=shlex.quote(folder.there)) + " &&\n".join(commands)
+        done = self._patiently(script)
         if done.returncode != 0:
+            place = f"{self._ssh.name}:{folder.there}"
             raise LauncherError(
-                f"the jobs are submitted, but {self._host.name}:{folder.there} cannot be written: "
-                f"{first_line(done.stderr)}"
+                f"the jobs are submitted, but {place} cannot be written: {first_line(done.stderr)}"
             )
 
-    def as_there(self, record: RunRecord) -> RunRecord:
-        """Return a record with which the toolkit opens the run on the login node."""
-        assert record.remote_dir is not None
-        there = Path(record.remote_dir)
-        profile = {k: v for k, v in record.profile.items() if k not in ("via", "remote_dir")}
-        profile["runs_dir"] = str(there.parent)
-        return replace(record, profile=profile, run_dir=there, remote_dir=None)
+    def _patiently(self, script: str) -> "subprocess.CompletedProcess[str]":
+        """Retry until the host answers, for a minute."""
+        for pause_s in _PAUSES_S:
+            try:
+                return self._ssh.bash(script)
+            except Hung:
+                raise
+            except Lost:
+                time.sleep(pause_s)
+        return self._ssh.bash(script)
 
     # ---- An earlier run
 
-    def watch(self, run: object) -> None:
+    def watch(self, run: Run) -> None:
         """Register that a process has this run open."""
         self._mirrors.watch(run)
 
@@ -249,35 +251,104 @@ class There(Login):
     def request_cancel(self, record: RunRecord) -> None:
         """Leave the mark of a cancelled run, there and here."""
         self._mark(record, "mkdir -p {0} && touch {0}/cancel_requested")
-        if record.run_dir is not None:
-            record.run_dir.mkdir(parents=True, exist_ok=True)
-            run_directory.request_cancel(record.run_dir)
+        super().request_cancel(record)
 
     def withdraw_cancel(self, record: RunRecord) -> None:
         """Take the mark back, there and here."""
         self._mark(record, "rm -f {0}/cancel_requested")
-        if record.run_dir is not None:
-            run_directory.withdraw_cancel(record.run_dir)
+        super().withdraw_cancel(record)
 
     def _mark(self, record: RunRecord, script: str) -> None:
         if record.remote_dir is not None:
-            self._host.bash(script.format(shlex.quote(record.remote_dir)))
+            self._ssh.bash(script.format(shlex.quote(record.remote_dir)))
 
 
-@functools.cache
-def _mirrors_of(host: Host, folder: Path) -> Mirrors:
-    return Mirrors(host, folder)
+_mirrors_of = functools.cache(Mirrors)
 
 
-def _patiently(
-    ask: Callable[[], "CompletedProcess[str]"],
-) -> "CompletedProcess[str]":
-    """Retry until the host answers, for a minute."""
-    for pause_s in _PAUSES_S:
-        try:
-            return ask()
-        except Hung:
-            raise
-        except Lost:
-            time.sleep(pause_s)
-    return ask()
+# ---- The code
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkingTree:
+    """A repository's files."""
+
+    root: Path
+    """The top of the repository."""
+
+    names: tuple[str, ...]
+    """Files and symbolic links below the root, those of submodules included."""
+
+    def require_small(self, limit_bytes: int | None) -> None:
+        """Refuse a project that is too large to be code.
+
+        Raises:
+            LauncherError: there is more; the biggest files are named.
+        """
+        limit = _CODE_BYTES if limit_bytes is None else limit_bytes
+        sizes = {name: (self.root / name).lstat().st_size for name in self.names}
+        if (whole := sum(sizes.values())) <= limit:
+            return
+        biggest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:_NAMED]
+        shown = ", ".join(f"{name} ({_about(sizes[name])})" for name in biggest)
+        raise LauncherError(
+            f"{self.root} holds {_about(whole)} that git does not ignore, more than the "
+            f"{format_size(limit)} that are taken for code; the biggest: {shown}. Write data into "
+            ".gitignore and bring it there yourself, or set code_limit in the profile"
+        )
+
+
+def working_tree(folder: Path) -> WorkingTree:
+    """Return the repository that `folder` is in.
+
+    Raises:
+        LauncherError: git is not installed, or the folder is not a repository.
+    """
+    try:
+        top = _git(folder, "rev-parse", "--show-toplevel")
+    except FileNotFoundError:
+        why = "git is not in PATH, and only git knows what belongs to a project"
+        raise LauncherError(why) from None
+    if top.returncode != 0:
+        message = first_line(os.fsdecode(top.stderr)).removeprefix("fatal: ")
+        raise LauncherError(
+            f"{folder}: {message}. Which files belong to the project is asked of git: `git init` "
+            "there (what .gitignore names stays here), or submit from the login node"
+        )
+    root = Path(os.fsdecode(top.stdout).rstrip("\n"))
+    return WorkingTree(root=root, names=tuple(dict.fromkeys(_files(root, ""))))
+
+
+def _files(root: Path, below: str) -> Iterator[str]:
+    """Yield the files of the repository `below` the root, and of those within it."""
+    listed = _git(root / below, "ls-files", "-z", "-co", "--exclude-standard")
+    if listed.returncode != 0:
+        raise LauncherError(f"git ls-files in {root / below}: {os.fsdecode(listed.stderr).strip()}")
+    for entry in os.fsdecode(listed.stdout).split("\0"):
+        name = str(Path(below, entry))
+        path = root / name
+        through_link = any((root / parent).is_symlink() for parent in list(Path(name).parents)[:-1])
+        if not entry or through_link or not os.path.lexists(path):
+            continue  # git still lists a file that was deleted, or replaced by a link
+        if path.is_symlink() or not path.is_dir():
+            yield name
+        elif (path / ".git").exists():  # a submodule, or a repository that was not added
+            yield from _files(root, name)
+
+
+def _git(folder: Path, *words: str) -> "subprocess.CompletedProcess[bytes]":
+    return subprocess.run(["git", "-C", folder, *words], capture_output=True, check=False)
+
+
+def _about(size_bytes: int) -> str:
+    """Return a size for people.
+
+    >>> _about(1_300_000_000), _about(2048)
+    ('1.2 GiB', '2 KiB')
+    """
+    size, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.2g} {unit}" if size < 10 else f"{size:.0f} {unit}"
