@@ -17,7 +17,7 @@ from toolkit.functions.worker import weight
 from toolkit.job.spec import JobSpec
 from toolkit.kubernetes import KubernetesLauncher, KubernetesRun, volume
 from toolkit.kubernetes.delivered_files import files_of_parts, parts_of
-from toolkit.kubernetes.objects import PAYLOAD_LIMIT, apart
+from toolkit.kubernetes.workloads import PAYLOAD_LIMIT, apart
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile, Profile, as_profile
 from toolkit.runs.state_dir import state_folder

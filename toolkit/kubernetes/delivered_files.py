@@ -17,7 +17,7 @@ from pathlib import Path
 from toolkit.planning.pods import FILE_MARK
 from toolkit.text import untrusted
 
-__all__ = ["Part", "files_of_parts", "is_delivery", "key_of", "part_of", "parts_of"]
+__all__ = ["FilePart", "files_of_parts", "is_delivery", "key_of", "part_of", "parts_of"]
 
 _FORM = re.compile(
     rf"(?:\[[^\]\s]{{1,253}}\] )?{FILE_MARK}(?P<said>(?P<name>[\w./-]{{1,200}}) "
@@ -30,7 +30,7 @@ _KEY = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class FilePart:
     """The content of one line."""
 
     name: str
@@ -69,7 +69,7 @@ def key_of(run_dir: Path | None) -> str:
     return key if isinstance(key, str) and _KEY.fullmatch(key) else ""
 
 
-def part_of(line: str, key: str) -> Part | None:
+def part_of(line: str, key: str) -> FilePart | None:
     """Return the content of a line; None for one that this run's pods have not written."""
     if not key or FILE_MARK not in line or (match := _FORM.fullmatch(line)) is None:
         return None
@@ -77,12 +77,12 @@ def part_of(line: str, key: str) -> Part | None:
     if not hmac.compare_digest(code, match["code"]):
         return None
     if match["size"]:
-        return Part(name=match["name"], size=int(match["size"]))
+        return FilePart(name=match["name"], size=int(match["size"]))
     try:
         chunk = base64.b64decode(match["chunk"], validate=True)
     except binascii.Error:
         return None
-    return Part(
+    return FilePart(
         name=match["name"],
         number=int(match["number"]),
         count=int(match["count"]),
@@ -91,12 +91,12 @@ def part_of(line: str, key: str) -> Part | None:
     )
 
 
-def parts_of(lines: Iterable[str], key: str) -> Iterator[Part]:
+def parts_of(lines: Iterable[str], key: str) -> Iterator[FilePart]:
     """Yield what the lines say that this run's pods have written."""
     return (part for line in lines if (part := part_of(line, key)) is not None)
 
 
-def files_of_parts(parts: Iterable[Part]) -> Iterator[tuple[str, bytes | int]]:
+def files_of_parts(parts: Iterable[FilePart]) -> Iterator[tuple[str, bytes | int]]:
     """Yield the files that are whole, each with its bytes, or its size where it was too large.
 
     A container that was started again hands over its files again: a name may come several times.

@@ -1,28 +1,46 @@
-"""Which rank of a run in pods has failed first, and why: by what the pods have printed. Pure.
+"""Which rank of a run in pods has failed first, and why: by what the pods have printed.
 
 The client cannot read a pod's disk, so it reads the log, or the end of it that Kubernetes keeps:
-the ranks' lines as torchrun forwards them, torchrun's report, and the entrypoint's lines.
+the ranks' lines as torchrun forwards them, torchrun's report, and the entrypoint's lines. Only
+`failure_of` asks the cluster; what it calls `first_failure` with is judged without I/O.
 """
 
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from toolkit.kubernetes.pods import conditions_of
-from toolkit.kubernetes.termination_message import OF_RANK, LastWords, last_words
-from toolkit.kubernetes.workloads import Object
+from toolkit.errors import LauncherError
+from toolkit.kubernetes.client.connection import Away, lines_of
+from toolkit.kubernetes.client.resources import Cluster
+from toolkit.kubernetes.delivered_files import is_delivery
+from toolkit.kubernetes.logs import STAMPED
+from toolkit.kubernetes.pods import (
+    OF_RANK,
+    LastWords,
+    attempt_of,
+    conditions_of,
+    disruption,
+    last_words,
+    newest_of,
+    short_name,
+)
+from toolkit.kubernetes.status import listed_or_none
+from toolkit.kubernetes.workloads import Object, WorkloadKind
 from toolkit.runs.echoes import is_echo
 from toolkit.runs.failure import STOPS, Failure, Kind, first_of
 from toolkit.runs.torchrun_log_dir import shift_s
 from toolkit.runs.torchrun_report import Reported, Trace, last_trace, read_reports, report_texts
 
-__all__ = ["Line", "Printed", "first_failure", "of_conditions", "seconds_of"]
+__all__ = ["ContainerOutput", "LogLine", "failure_of", "first_failure"]
 
-Line = tuple[float | None, str]
+LogLine = tuple[float | None, str]
 """When it was printed, in seconds since 1970, where that is known; and the line."""
+
+_MOST_LINES = 10_000
+"""Lines of a pod that are read: a rank that fails ends its run within seconds."""
 
 _AGAIN = re.compile(r"E\d{4} \S+ .*\] failed \(exitcode: (-?\d{1,9})\) local_rank: (\d{1,9}) ")
 """What torchrun logs before it ends the ranks of a start (torch 2.13, multiprocessing/api.py)."""
@@ -41,7 +59,7 @@ _LAST_WORDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Printed:
+class ContainerOutput:
     """What a container has printed that has ended badly."""
 
     pod: str
@@ -57,44 +75,135 @@ class Printed:
     """The kubelet's reason of its end."""
 
     ended: float
-    """When it has ended, in seconds since 1970."""
+    """When it has ended, in seconds since 1970; 0 if it is unknown."""
 
-    lines: Sequence[Line]
+    lines: Sequence[LogLine]
     """The last lines, oldest first."""
+
+    def failure(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        rank: int | None = None,
+        local_rank: int | None = None,
+        restart: int = 0,
+        time: float | None = None,
+        traceback: tuple[str, ...] = (),
+    ) -> Failure:
+        """Return a failure in this container, at its end unless another time is given."""
+        return Failure(
+            kind=kind,
+            rank=rank,
+            local_rank=local_rank,
+            node=self.pod,
+            attempt=self.attempt,
+            restart=restart,
+            time=time or self.ended,
+            message=message,
+            traceback=traceback,
+        )
+
+    @property
+    def last_words(self) -> LastWords:
+        """What its last lines say, without those of the ranks before."""
+        return last_words("\n".join(text for _, text in self.lines[-3:]))
 
 
 @dataclass(kw_only=True)
-class _Start:
+class _RanksOutput:
     """The output of one start of a pod's ranks."""
 
-    ranks: dict[int, list[Line]] = field(default_factory=lambda: defaultdict(list))
-    others: list[Line] = field(default_factory=list)
+    ranks: dict[int, list[LogLine]] = field(default_factory=lambda: defaultdict(list))
+    others: list[LogLine] = field(default_factory=list)
     noticed: list[tuple[float | None, int, int]] = field(default_factory=list)
     """Time, exit status and local rank of the failures that torchrun logs."""
 
+    @property
+    def is_reported(self) -> bool:
+        """Whether torchrun has ended after it, with its report."""
+        return any(_OWN.match(text) for _, text in self.others)
 
-def first_failure(printed: Iterable[Printed]) -> Failure | None:
-    """Return what failed first; None if it is unknown.
 
-    Of several starts of the ranks within a pod, the last one counts. Ranks that only report the
-    loss of another one come last, at any time.
+def failure_of(
+    cluster: Cluster, kind: WorkloadKind, obj: Object, selector: str, attempt: int | None
+) -> Failure | None:
+    """Return what failed first in a run that has failed; None if it is unknown.
+
+    A log that cannot be read any more is replaced by its end, which Kubernetes keeps with the pod;
+    if the pod is gone as well, from the object's conditions.
+
+    Args:
+        cluster: Where it runs.
+        kind: The kind of its workload.
+        obj: Its object.
+        selector: Of its pods.
+        attempt: Which attempt; the newest where it is None.
+
+    Raises:
+        Away: the server does not answer.
     """
-    failures: list[Failure] = []
-    before: dict[int, list[Failure]] = {}
-    for pod in printed:
-        *earlier, last = _starts_of(pod.lines)
-        reports = _reports(pod, last)
-        base = next((reported.rank - reported.local_rank for reported in reports), None)
-        failures += _of_ranks(pod, last, reports, base, len(earlier)) or _of_pod(pod, last)
-        for restart, start in enumerate(earlier):
-            before.setdefault(restart, []).extend(_noticed(pod, start, base, restart))
-    if not failures:
-        return None
-    earlier_failures = tuple(first_of(those) for _, those in sorted(before.items()) if those)
-    return replace(first_of(failures), earlier=earlier_failures)
+    pods = newest_of(listed_or_none(lambda: cluster.pods(selector)))
+    number = max((attempt_of(pod) or 0 for pod in pods), default=0) if attempt is None else attempt
+    those = [pod for pod in pods if (attempt_of(pod) or 0) == number and not disruption(pod)]
+    outputs = [out for pod in those if (out := _output_of(cluster, kind, pod)) is not None]
+    if (failure := first_failure(outputs)) is not None or outputs or attempt not in (None, 0):
+        return failure
+    name = str(obj["metadata"]["name"])
+    jobs = listed_or_none(lambda: cluster.jobs_of([name])) if kind.jobs else []
+    return _of_conditions([obj, *jobs])
 
 
-def of_conditions(things: Iterable[Object]) -> Failure | None:
+def _output_of(cluster: Cluster, kind: WorkloadKind, pod: Object) -> ContainerOutput | None:
+    """Return what a pod's container has printed; None where it has not ended badly."""
+    for status in (pod.get("status") or {}).get("containerStatuses") or ():
+        if status.get("name", kind.container) != kind.container:
+            continue
+        state = status.get("state") or {}
+        ended = state.get("terminated")
+        previous = ended is None and "waiting" in state
+        if previous:
+            ended = (status.get("lastState") or {}).get("terminated")
+        if not ended or not (ended.get("exitCode") or ended.get("reason") == "OOMKilled"):
+            continue
+        message = str(ended.get("message") or "")
+        lines: list[LogLine] = []
+        try:
+            with cluster.log(
+                pod["metadata"]["name"],
+                kind.container,
+                previous=previous,
+                follow=False,
+                most=_MOST_LINES,
+            ) as response:
+                lines = list(_dated(lines_of(response)))
+        except Away:
+            raise
+        except LauncherError:
+            pass  # the log is gone, or not for us
+        return ContainerOutput(
+            pod=short_name(pod),
+            attempt=attempt_of(pod) or 0,
+            exit_code=int(ended.get("exitCode") or 0),
+            reason=str(ended.get("reason") or ""),
+            ended=_seconds(ended.get("finishedAt")),
+            lines=lines or list(_dated(line.encode() for line in message.splitlines())),
+        )
+    return None
+
+
+def _dated(lines: Iterable[bytes]) -> Iterator[LogLine]:
+    for raw in lines:
+        time, text = None, raw
+        if match := STAMPED.match(raw):
+            whole = datetime.fromisoformat(f"{match[1].decode()}+00:00").timestamp()
+            time = whole + float(b"0." + (match[2] or b"0"))
+            text = match[3]
+        if not is_delivery(line := text.decode(errors="replace")):
+            yield time, line
+
+
+def _of_conditions(things: Iterable[Object]) -> Failure | None:
     """Return the failure of the pod that has ended an object or one of its Jobs."""
     for thing in things:
         for condition in conditions_of(thing):
@@ -117,19 +226,40 @@ def of_conditions(things: Iterable[Object]) -> Failure | None:
     return None
 
 
-def _starts_of(lines: Sequence[Line]) -> list[_Start]:
+def first_failure(outputs: Iterable[ContainerOutput]) -> Failure | None:
+    """Return what failed first; None if it is unknown.
+
+    Of several starts of the ranks within a pod, the last one counts. Ranks that only report the
+    loss of another one come last, at any time.
+    """
+    failures: list[Failure] = []
+    before: defaultdict[int, list[Failure]] = defaultdict(list)
+    for pod in outputs:
+        *earlier, last = _starts_of(pod.lines)
+        reports = _reports(pod, last)
+        base = next((reported.rank - reported.local_rank for reported in reports), None)
+        failures += _of_ranks(pod, last, reports, base, len(earlier)) or _of_pod(pod, last)
+        for restart, start in enumerate(earlier):
+            before[restart].extend(_unreported(pod, start, base, restart))
+    if not failures:
+        return None
+    earlier_failures = tuple(first_of(those) for _, those in sorted(before.items()) if those)
+    return replace(first_of(failures), earlier=earlier_failures)
+
+
+def _starts_of(lines: Sequence[LogLine]) -> list[_RanksOutput]:
     """Return the output, grouped by starts of the ranks; the last one holds torchrun's report."""
-    starts = [_Start()]
+    starts = [_RanksOutput()]
     for time, text in lines:
         if match := OF_RANK.match(text):
-            if starts[-1].noticed and not _reported(starts[-1].others):
-                starts.append(_Start())
+            if starts[-1].noticed and not starts[-1].is_reported:
+                starts.append(_RanksOutput())
             starts[-1].ranks[int(match[1])].append((time, match[2]))
         else:
             starts[-1].others.append((time, text))
             if match := _AGAIN.match(text):
                 starts[-1].noticed.append((time, int(match[1]), int(match[2])))
-    if len(starts) > 1 and not starts[-1].noticed and _reported(starts[-1].others):
+    if len(starts) > 1 and not starts[-1].noticed and starts[-1].is_reported:
         late = starts.pop()  # what ranks had printed at their end, and torchrun passed on after it
         for rank, rank_lines in late.ranks.items():
             starts[-1].ranks[rank] += rank_lines
@@ -137,11 +267,7 @@ def _starts_of(lines: Sequence[Line]) -> list[_Start]:
     return starts
 
 
-def _reported(others: Sequence[Line]) -> bool:
-    return any(_OWN.match(text) for _, text in others)
-
-
-def _reports(pod: Printed, start: _Start) -> list[Reported]:
+def _reports(pod: ContainerOutput, start: _RanksOutput) -> list[Reported]:
     """Return torchrun's report, by the clock of the log: a pod's time zone may not be ours."""
     reports = read_reports(text for _, text in start.others)
     stamps = [time for time, text in start.others if time and "error_file:" in text]
@@ -152,30 +278,39 @@ def _reports(pod: Printed, start: _Start) -> list[Reported]:
 
 
 def _of_ranks(
-    pod: Printed, start: _Start, reports: Sequence[Reported], base: int | None, restart: int
+    pod: ContainerOutput,
+    start: _RanksOutput,
+    reports: Sequence[Reported],
+    base: int | None,
+    restart: int,
 ) -> list[Failure]:
     """Return how the ranks have failed that torchrun reports, or else that left a traceback."""
+    if not reports and pod.last_words.word not in _NO_FAILURE:
+        return _traces(pod, start, base, restart)
     texts = report_texts(text for _, text in start.others)
-    failures = []
-    for reported in reports:
-        one = _judged(
-            pod, reported, start.ranks.get(reported.rank, []), texts.get(reported.rank, ())
+    failures = (
+        _judged(
+            pod, reported, restart, start.ranks.get(reported.rank, []), texts.get(reported.rank, ())
         )
-        failures += [replace(one, restart=restart)] if one is not None else []
-    if not reports and _last_words(pod).word not in _NO_FAILURE:
-        failures = _traces(pod, start, base, restart)
-    return failures
+        for reported in reports
+    )
+    return [failure for failure in failures if failure is not None]
 
 
 def _judged(
-    pod: Printed, reported: Reported, lines: Sequence[Line], error_lines: Sequence[str]
+    pod: ContainerOutput,
+    reported: Reported,
+    restart: int,
+    lines: Sequence[LogLine],
+    error_lines: Sequence[str],
 ) -> Failure | None:
     """Return a rank's failure by the rules of `toolkit.runs.failure`; None for a victim.
 
     Args:
         pod: Where it ran.
         reported: What torchrun reports of it.
-        lines: Its output.
+        restart: How often torchrun had started the ranks anew.
+        lines: The rank's output.
         error_lines: The content of its error file.
     """
     if -reported.exitcode in STOPS and not error_lines:
@@ -198,108 +333,81 @@ def _judged(
         aborted = reported.exitcode == -signal.SIGABRT and is_echo("\n".join(words))
         kind = "echo" if aborted else "signal"
         message = f"killed by {_signal(-reported.exitcode)}"
-        if reported.exitcode == -signal.SIGKILL and _is_out_of_memory(pod):
+        out_of_memory = pod.reason == "OOMKilled" or "out of memory" in pod.last_words.verdict
+        if reported.exitcode == -signal.SIGKILL and out_of_memory:
             message += "; the kernel has killed a process there for want of memory"
         if printed is not None and printed.at_end:
             words = printed.lines
     else:
         kind = "exit"
         message = f"exit status {reported.exitcode}" + (f": {words[-1]}" if words else "")
-    return Failure(
-        kind=kind,
+    return pod.failure(
+        kind,
+        message,
         rank=reported.rank,
         local_rank=reported.local_rank,
-        node=pod.pod,
-        attempt=pod.attempt,
-        restart=0,
+        restart=restart,
         time=time or reported.time,
-        message=message,
         traceback=words,
     )
 
 
-def _traces(pod: Printed, start: _Start, base: int | None, restart: int) -> list[Failure]:
+def _traces(
+    pod: ContainerOutput, start: _RanksOutput, base: int | None, restart: int
+) -> list[Failure]:
     """Return the exceptions with which ranks have ended."""
     failures = []
     for rank, lines in start.ranks.items():
         trace = last_trace([text for _, text in lines])
         if trace is not None and trace.at_end:
-            one = Failure(
-                kind="echo" if is_echo(trace.message) else "exception",
+            failure = pod.failure(
+                "echo" if is_echo(trace.message) else "exception",
+                trace.message,
                 rank=rank,
                 local_rank=None if base is None else rank - base,
-                node=pod.pod,
-                attempt=pod.attempt,
                 restart=restart,
-                time=_time_of(lines, trace) or pod.ended,
-                message=trace.message,
+                time=_time_of(lines, trace),
                 traceback=trace.lines,
             )
-            failures.append(one)
+            failures.append(failure)
     return failures
 
 
-def _noticed(pod: Printed, start: _Start, base: int | None, restart: int) -> Iterator[Failure]:
+def _unreported(
+    pod: ContainerOutput, start: _RanksOutput, base: int | None, restart: int
+) -> Iterator[Failure]:
     """Yield how the ranks have failed of a start that torchrun did not report."""
     traces = _traces(pod, start, base, restart)
     yield from traces
     for time, status, local_rank in start.noticed:
         rank = None if base is None else base + local_rank
         if status != 1 or rank not in {one.rank for one in traces}:
-            yield Failure(
-                kind="signal" if status < 0 else "exit",
+            yield pod.failure(
+                "signal" if status < 0 else "exit",
+                f"killed by {_signal(-status)}" if status < 0 else f"exit status {status}",
                 rank=rank,
                 local_rank=local_rank,
-                node=pod.pod,
-                attempt=pod.attempt,
                 restart=restart,
-                time=time or pod.ended,
-                message=f"killed by {_signal(-status)}" if status < 0 else f"exit status {status}",
-                traceback=(),
+                time=time,
             )
 
 
-def _of_pod(pod: Printed, start: _Start) -> list[Failure]:
+def _of_pod(pod: ContainerOutput, start: _RanksOutput) -> list[Failure]:
     """Return the end of a container of whose ranks nothing is known."""
-    if _last_words(pod).word in _NO_FAILURE and pod.reason != "OOMKilled":
-        return []
-    texts = [text for _, text in start.others]
-    trace = last_trace(texts)
-    kind: Kind
-    lines: tuple[str, ...] = ()
     if pod.reason == "OOMKilled":
-        kind, message = "signal", "OOMKilled: the pod needs more memory"
-    elif trace is not None and not _OWN.match(trace.message):
-        kind = "echo" if is_echo(trace.message) else "exception"
-        message, lines = trace.message, trace.lines
-    else:
-        last_message = str(last_words("\n".join(text for _, text in pod.lines)))
-        kind = "exit"
-        message = f"exit status {pod.exit_code}" + (f": {last_message}" if last_message else "")
-    return [
-        Failure(
-            kind=kind,
-            rank=None,
-            local_rank=None,
-            node=pod.pod,
-            attempt=pod.attempt,
-            restart=0,
-            time=pod.ended,
-            message=message,
-            traceback=lines,
-        )
-    ]
+        return [pod.failure("signal", "OOMKilled: the pod needs more memory")]
+    if pod.last_words.word in _NO_FAILURE:
+        return []
+    trace = last_trace([text for _, text in start.others])
+    if trace is not None and not _OWN.match(trace.message):
+        kind: Kind = "echo" if is_echo(trace.message) else "exception"
+        return [pod.failure(kind, trace.message, traceback=trace.lines)]
+    words = str(last_words("\n".join(text for _, text in pod.lines)))
+    message = f"exit status {pod.exit_code}" + (f": {words}" if words else "")
+    return [pod.failure("exit", message)]
 
 
-def _last_words(pod: Printed) -> LastWords:
-    return last_words("\n".join(text for _, text in pod.lines[-3:]))
-
-
-def _is_out_of_memory(pod: Printed) -> bool:
-    return pod.reason == "OOMKilled" or "out of memory" in _last_words(pod).verdict
-
-
-def _time_of(lines: Sequence[Line], trace: Trace | None) -> float | None:
+def _time_of(lines: Sequence[LogLine], trace: Trace | None) -> float | None:
     """Return when the last line of a traceback was printed."""
     if trace is None or not trace.lines:
         return None
@@ -318,8 +426,3 @@ def _seconds(stamp: object) -> float:
         return datetime.fromisoformat(str(stamp)).timestamp()
     except (ValueError, OverflowError, OSError):
         return 0.0
-
-
-def seconds_of(ended: Mapping[str, object]) -> float:
-    """Return when a container has ended, in seconds since 1970; 0 if it is unknown."""
-    return _seconds(ended.get("finishedAt"))

@@ -1,16 +1,26 @@
-"""What pods say: why they do not run, how they ended, and which controller deleted them. Pure."""
+"""What pods say: why they do not run, how they ended, and which controller deleted them. Pure.
+
+Kubernetes keeps the end of the log of a container that fails, 2,048 bytes of it
+(`terminationMessagePolicy: FallbackToLogsOnError`), when all else of the pod is gone. It says which
+rank had failed, of what, and what the entrypoint made of it.
+"""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from toolkit.kubernetes.termination_message import LastWords, last_words
+from toolkit.kubernetes.delivered_files import is_delivery
 from toolkit.kubernetes.workloads import ATTEMPT_LABEL, Object
+from toolkit.runs.failure import STOPS
+from toolkit.runs.torchrun_report import last_trace, read_reports, report_texts
 from toolkit.text.quantities import whole_number
 
 __all__ = [
     "FATAL",
+    "OF_RANK",
     "Death",
+    "LastWords",
     "attempt_of",
     "conditions_of",
     "disruption",
@@ -18,6 +28,7 @@ __all__ = [
     "index_of",
     "is_running",
     "is_starting",
+    "last_words",
     "newest_of",
     "sentence",
     "short_name",
@@ -42,6 +53,18 @@ _INDEX_LABELS = (
     "batch.kubernetes.io/job-completion-index",
 )
 _ROLE_LABEL = "training.kubeflow.org/replica-type"
+
+OF_RANK = re.compile(r"\[rank (\d{1,9})\] (.*)", re.DOTALL)
+"""A line of a rank, as torchrun passes it on."""
+
+_OF_ENTRYPOINT = re.compile(r"torchrun ended with \d+; (?:(\w+): )?.*: \d+")
+"""The last line of templates/kubernetes/entrypoint.sh.j2: torchrun's exit status, the word and the
+sentence of the retry policy, and the exit status of the container."""
+
+_OF_TORCHRUN = re.compile(
+    r"\s|[=-]{4}|[WIE]\d{4} |\[[WIE]\d|Root Cause|Failures:|Traceback |raise |torch\S+Error|$"
+)
+"""Lines that say nothing of the cause: torchrun's report and its own traceback."""
 
 
 def index_of(pod: Object) -> tuple[str, int, str]:
@@ -117,6 +140,83 @@ def disruption(pod: Object) -> str:
     return sentence(name, status) if status.get("reason") in _TAKEN else ""
 
 
+def _states(pod: Object, which: str, *, where: str = "state") -> Iterator[Object]:
+    for container in (pod.get("status") or {}).get("containerStatuses") or ():
+        if (state := (container.get(where) or {}).get(which)) is not None:
+            yield state
+
+
+def newest_of(pods: Iterable[Object]) -> list[Object]:
+    """Return the newest of each pod that was recreated, under the same or another name."""
+    by_age = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp") or ""))
+    return list({short_name(pod): pod for pod in by_age}.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastWords:
+    """The last message of a container."""
+
+    rank: int | None = None
+    """The rank that failed first, if the message names it."""
+
+    time: float | None = None
+    """When it did, in seconds, by the pod's clock; to be compared with other pods' only."""
+
+    cause: str = ""
+    """The line with the cause: an exception, or the last one."""
+
+    word: str = ""
+    """The retry policy's word for the end, such as `preempted`."""
+
+    verdict: str = ""
+    """The entrypoint's line: torchrun's exit status, why it ended, and whether to start again."""
+
+    def __str__(self) -> str:
+        """Return it as a part of a sentence."""
+        rank = "" if self.rank is None else f"rank {self.rank}"
+        return ": ".join(filter(None, [rank, "; ".join(filter(None, [self.cause, self.verdict]))]))
+
+
+def last_words(message: str) -> LastWords:
+    r"""Read the end of a log.
+
+    >>> str(last_words("[rank 3] ValueError: NaN\ntorchrun ended with 1; gives up: 42\n"))
+    'rank 3: ValueError: NaN; torchrun ended with 1; gives up: 42'
+    """
+    by_rank: defaultdict[int, list[str]] = defaultdict(list)
+    others, verdict = [], None
+    for line in message.rstrip().splitlines():
+        if match := OF_RANK.match(line):
+            by_rank[int(match[1])].append(match[2])
+        elif match := _OF_ENTRYPOINT.match(line):
+            verdict = match
+        elif not is_delivery(line):
+            others.append(line)
+    # Those that torchrun has ended are no cause.
+    report = min(
+        read_reports(others), key=lambda one: (-one.exitcode in STOPS, one.time), default=None
+    )
+    # Without a report, the ranks with a traceback come first.
+    guess = min(by_rank, key=lambda number: last_trace(by_rank[number]) is None, default=None)
+    rank = report.rank if report else guess
+    own = by_rank.get(rank, []) if rank is not None else []
+    error_lines = report_texts(others).get(report.rank, ()) if report else ()
+    status = f"exit status {report.exitcode}" if report else ""
+    return LastWords(
+        rank=rank,
+        time=report.time if report else None,
+        cause=_cause(own) or _cause(error_lines) or status or _cause(others),
+        word=(verdict[1] or "") if verdict else "",
+        verdict=verdict[0] if verdict else "",
+    )
+
+
+def _cause(lines: Sequence[str]) -> str:
+    if (trace := last_trace(lines)) is not None:
+        return trace.message.strip()
+    return next((line.strip() for line in reversed(lines) if not _OF_TORCHRUN.match(line)), "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Death:
     """How a container ended, if badly."""
@@ -146,45 +246,32 @@ class Death:
         return f"{self.pod}: exit status {self.exit_code}{words}"
 
 
-def newest_of(pods: Iterable[Object]) -> list[Object]:
-    """Return the newest of each pod that was recreated, under the same or another name."""
-    newest: dict[str, Object] = {}
-    for pod in sorted(pods, key=lambda p: str(p["metadata"].get("creationTimestamp") or "")):
-        newest[short_name(pod)] = pod
-    return list(newest.values())
-
-
 def first_death(pods: Iterable[Object]) -> Death | None:
     """Return the pod that failed first in the last start, if it can be found out."""
-    deaths = [death for pod in newest_of(pods) if (death := _death(pod)) is not None]
-    dated = bool(deaths) and all(death.words.time is not None for death in deaths)
+    deaths: list[Death] = []
+    for pod in newest_of(pods):
+        ends = (
+            end
+            for where in ("state", "lastState")
+            for end in _states(pod, "terminated", where=where)
+        )
+        end = next((e for e in ends if e.get("exitCode") or e.get("reason") == "OOMKilled"), None)
+        if end is not None:
+            death = Death(
+                pod=short_name(pod),
+                exit_code=int(end.get("exitCode") or 0),
+                reason=str(end.get("reason") or ""),
+                finished=str(end.get("finishedAt") or "~"),
+                words=last_words(str(end.get("message") or "")),
+            )
+            deaths.append(death)
+    dated = all(death.words.time is not None for death in deaths)
     return min(
         deaths,
-        key=lambda one: (
-            one.reason != "OOMKilled",
-            one.words.time if dated else 0.0,
-            one.finished,
+        key=lambda death: (
+            death.reason != "OOMKilled",
+            death.words.time if dated else 0.0,
+            death.finished,
         ),
         default=None,
     )
-
-
-def _death(pod: Object) -> Death | None:
-    for where in ("state", "lastState"):
-        for ended in _states(pod, "terminated", where=where):
-            reason = str(ended.get("reason") or "")
-            if ended.get("exitCode") or reason == "OOMKilled":
-                return Death(
-                    pod=short_name(pod),
-                    exit_code=int(ended.get("exitCode") or 0),
-                    reason=reason,
-                    finished=str(ended.get("finishedAt") or "~"),
-                    words=last_words(str(ended.get("message") or "")),
-                )
-    return None
-
-
-def _states(pod: Object, which: str, *, where: str = "state") -> Iterator[Object]:
-    for container in (pod.get("status") or {}).get("containerStatuses") or ():
-        if (state := (container.get(where) or {}).get(which)) is not None:
-            yield state
