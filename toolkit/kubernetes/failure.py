@@ -80,65 +80,14 @@ class ContainerOutput:
     lines: Sequence[LogLine]
     """The last lines, oldest first."""
 
-    def failure(
-        self,
-        kind: Kind,
-        message: str,
-        *,
-        rank: int | None = None,
-        local_rank: int | None = None,
-        restart: int = 0,
-        time: float | None = None,
-        traceback: tuple[str, ...] = (),
-    ) -> Failure:
-        """Return a failure in this container, at its end unless another time is given."""
-        return Failure(
-            kind=kind,
-            rank=rank,
-            local_rank=local_rank,
-            node=self.pod,
-            attempt=self.attempt,
-            restart=restart,
-            time=time or self.ended,
-            message=message,
-            traceback=traceback,
-        )
-
-    @property
-    def last_words(self) -> LastWords:
-        """What its last lines say, without those of the ranks before."""
-        return last_words("\n".join(text for _, text in self.lines[-3:]))
-
-
-@dataclass(kw_only=True)
-class _RanksOutput:
-    """The output of one start of a pod's ranks."""
-
-    ranks: dict[int, list[LogLine]] = field(default_factory=lambda: defaultdict(list))
-    others: list[LogLine] = field(default_factory=list)
-    noticed: list[tuple[float | None, int, int]] = field(default_factory=list)
-    """Time, exit status and local rank of the failures that torchrun logs."""
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether torchrun has ended after it, with its report."""
-        return any(_OWN.match(text) for _, text in self.others)
-
 
 def failure_of(
     cluster: Cluster, kind: WorkloadKind, obj: Object, selector: str, attempt: int | None
 ) -> Failure | None:
-    """Return what failed first in a run that has failed; None if it is unknown.
+    """Return what failed first in an attempt of a failed run, the newest if None is given.
 
     A log that cannot be read any more is replaced by its end, which Kubernetes keeps with the pod;
-    if the pod is gone as well, from the object's conditions.
-
-    Args:
-        cluster: Where it runs.
-        kind: The kind of its workload.
-        obj: Its object.
-        selector: Of its pods.
-        attempt: Which attempt; the newest where it is None.
+    if the pod is gone as well, the object's conditions may name it. None if the cause is unknown.
 
     Raises:
         Away: the server does not answer.
@@ -234,26 +183,186 @@ def first_failure(outputs: Iterable[ContainerOutput]) -> Failure | None:
     """
     failures: list[Failure] = []
     before: defaultdict[int, list[Failure]] = defaultdict(list)
-    for pod in outputs:
-        *earlier, last = _starts_of(pod.lines)
-        reports = _reports(pod, last)
+    for output in outputs:
+        *earlier, last = _starts_of(output)
+        reports = last.reports()
         base = next((reported.rank - reported.local_rank for reported in reports), None)
-        failures += _of_ranks(pod, last, reports, base, len(earlier)) or _of_pod(pod, last)
-        for restart, start in enumerate(earlier):
-            before[restart].extend(_unreported(pod, start, base, restart))
+        failures += last.failures(reports, base) or last.container_failures()
+        for start in earlier:
+            before[start.restart].extend(start.unreported_failures(base))
     if not failures:
         return None
     earlier_failures = tuple(first_of(those) for _, those in sorted(before.items()) if those)
     return replace(first_of(failures), earlier=earlier_failures)
 
 
-def _starts_of(lines: Sequence[LogLine]) -> list[_RanksOutput]:
+@dataclass(kw_only=True)
+class _RanksOutput:
+    """The output of one start of a pod's ranks, and what it says of their failures."""
+
+    container: ContainerOutput
+    restart: int
+    """How often torchrun had started the ranks anew."""
+
+    ranks: dict[int, list[LogLine]] = field(default_factory=lambda: defaultdict(list))
+    others: list[LogLine] = field(default_factory=list)
+    noticed: list[tuple[float | None, int, int]] = field(default_factory=list)
+    """Time, exit status and local rank of the failures that torchrun logs."""
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether torchrun has ended after this start, with its report."""
+        return any(_OWN.match(text) for _, text in self.others)
+
+    @property
+    def last_words(self) -> LastWords:
+        """What the last lines of the container say."""
+        return last_words("\n".join(text for _, text in self.container.lines[-3:]))
+
+    def reports(self) -> list[Reported]:
+        """Return torchrun's report, by the clock of the log: a pod's time zone may not be ours."""
+        reports = read_reports(text for _, text in self.others)
+        stamps = [time for time, text in self.others if time and "error_file:" in text]
+        now = stamps[-1] if stamps else self.container.ended
+        last = max((reported.time for reported in reports), default=now)
+        shift = shift_s(now - last)
+        return [replace(reported, time=reported.time + shift) for reported in reports]
+
+    def failures(self, reports: Sequence[Reported], base: int | None) -> list[Failure]:
+        """Return how the ranks have failed that torchrun reports, or else that left a traceback.
+
+        Args:
+            reports: What torchrun reports.
+            base: The global rank of the pod's first rank, where it is known.
+        """
+        if not reports and self.last_words.word not in _NO_FAILURE:
+            return self._traces(base)
+        texts = report_texts(text for _, text in self.others)
+        failures = (self._judged(reported, texts.get(reported.rank, ())) for reported in reports)
+        return [failure for failure in failures if failure is not None]
+
+    def unreported_failures(self, base: int | None) -> Iterator[Failure]:
+        """Yield how the ranks have failed of a start that torchrun did not report."""
+        traces = self._traces(base)
+        yield from traces
+        for time, status, local_rank in self.noticed:
+            rank = None if base is None else base + local_rank
+            if status != 1 or rank not in {trace.rank for trace in traces}:
+                yield self._failure(
+                    "signal" if status < 0 else "exit",
+                    f"killed by {_signal(-status)}" if status < 0 else f"exit status {status}",
+                    rank=rank,
+                    local_rank=local_rank,
+                    time=time,
+                )
+
+    def container_failures(self) -> list[Failure]:
+        """Return the end of the container, if nothing is known of its ranks."""
+        container = self.container
+        if container.reason == "OOMKilled":
+            return [self._failure("signal", "OOMKilled: the pod needs more memory")]
+        if self.last_words.word in _NO_FAILURE:
+            return []
+        trace = last_trace([text for _, text in self.others])
+        if trace is not None and not _OWN.match(trace.message):
+            kind: Kind = "echo" if is_echo(trace.message) else "exception"
+            return [self._failure(kind, trace.message, traceback=trace.lines)]
+        words = str(last_words("\n".join(text for _, text in container.lines)))
+        message = f"exit status {container.exit_code}" + (f": {words}" if words else "")
+        return [self._failure("exit", message)]
+
+    def _judged(self, reported: Reported, error_lines: Sequence[str]) -> Failure | None:
+        """Return a rank's failure by the rules of `toolkit.runs.failure`; None for a victim.
+
+        Args:
+            reported: What torchrun reports of it.
+            error_lines: The content of its error file.
+        """
+        if -reported.exitcode in STOPS and not error_lines:
+            return None
+        lines = self.ranks.get(reported.rank, [])
+        printed = last_trace([text for _, text in lines])
+        words = tuple(text for _, text in lines if text.strip())[-_LAST_WORDS:]
+        time = None
+        kind: Kind
+        if error_lines:
+            trace = last_trace(error_lines)
+            message = trace.message if trace else "\n".join(error_lines)
+            kind = "echo" if is_echo(message) else "exception"
+            trace = trace or printed
+            words = trace.lines if trace else ()
+            time = _time_of(lines, trace) if kind == "exception" else None
+        elif reported.exitcode == 1 and printed is not None:
+            kind = "echo" if is_echo(printed.message) else "exception"
+            message, words, time = printed.message, printed.lines, _time_of(lines, printed)
+        elif reported.exitcode < 0:
+            aborted = reported.exitcode == -signal.SIGABRT and is_echo("\n".join(words))
+            kind = "echo" if aborted else "signal"
+            message = f"killed by {_signal(-reported.exitcode)}"
+            verdict = self.last_words.verdict
+            out_of_memory = self.container.reason == "OOMKilled" or "out of memory" in verdict
+            if reported.exitcode == -signal.SIGKILL and out_of_memory:
+                message += "; the kernel has killed a process there for want of memory"
+            if printed is not None and printed.at_end:
+                words = printed.lines
+        else:
+            kind = "exit"
+            message = f"exit status {reported.exitcode}" + (f": {words[-1]}" if words else "")
+        return self._failure(
+            kind,
+            message,
+            rank=reported.rank,
+            local_rank=reported.local_rank,
+            time=time or reported.time,
+            traceback=words,
+        )
+
+    def _traces(self, base: int | None) -> list[Failure]:
+        """Return the exceptions with which ranks have ended."""
+        traces = ((r, lines, last_trace([t for _, t in lines])) for r, lines in self.ranks.items())
+        return [
+            self._failure(
+                "echo" if is_echo(trace.message) else "exception",
+                trace.message,
+                rank=rank,
+                local_rank=None if base is None else rank - base,
+                time=_time_of(lines, trace),
+                traceback=trace.lines,
+            )
+            for rank, lines, trace in traces
+            if trace is not None and trace.at_end
+        ]
+
+    def _failure(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        rank: int | None = None,
+        local_rank: int | None = None,
+        time: float | None = None,
+        traceback: tuple[str, ...] = (),
+    ) -> Failure:
+        return Failure(
+            kind=kind,
+            rank=rank,
+            local_rank=local_rank,
+            node=self.container.pod,
+            attempt=self.container.attempt,
+            restart=self.restart,
+            time=time or self.container.ended,
+            message=message,
+            traceback=traceback,
+        )
+
+
+def _starts_of(container: ContainerOutput) -> list[_RanksOutput]:
     """Return the output, grouped by starts of the ranks; the last one holds torchrun's report."""
-    starts = [_RanksOutput()]
-    for time, text in lines:
+    starts = [_RanksOutput(container=container, restart=0)]
+    for time, text in container.lines:
         if match := OF_RANK.match(text):
             if starts[-1].noticed and not starts[-1].is_reported:
-                starts.append(_RanksOutput())
+                starts.append(_RanksOutput(container=container, restart=len(starts)))
             starts[-1].ranks[int(match[1])].append((time, match[2]))
         else:
             starts[-1].others.append((time, text))
@@ -265,146 +374,6 @@ def _starts_of(lines: Sequence[LogLine]) -> list[_RanksOutput]:
             starts[-1].ranks[rank] += rank_lines
         starts[-1].others += late.others
     return starts
-
-
-def _reports(pod: ContainerOutput, start: _RanksOutput) -> list[Reported]:
-    """Return torchrun's report, by the clock of the log: a pod's time zone may not be ours."""
-    reports = read_reports(text for _, text in start.others)
-    stamps = [time for time, text in start.others if time and "error_file:" in text]
-    now = stamps[-1] if stamps else pod.ended
-    last = max((reported.time for reported in reports), default=now)
-    shift = shift_s(now - last)
-    return [replace(reported, time=reported.time + shift) for reported in reports]
-
-
-def _of_ranks(
-    pod: ContainerOutput,
-    start: _RanksOutput,
-    reports: Sequence[Reported],
-    base: int | None,
-    restart: int,
-) -> list[Failure]:
-    """Return how the ranks have failed that torchrun reports, or else that left a traceback."""
-    if not reports and pod.last_words.word not in _NO_FAILURE:
-        return _traces(pod, start, base, restart)
-    texts = report_texts(text for _, text in start.others)
-    failures = (
-        _judged(
-            pod, reported, restart, start.ranks.get(reported.rank, []), texts.get(reported.rank, ())
-        )
-        for reported in reports
-    )
-    return [failure for failure in failures if failure is not None]
-
-
-def _judged(
-    pod: ContainerOutput,
-    reported: Reported,
-    restart: int,
-    lines: Sequence[LogLine],
-    error_lines: Sequence[str],
-) -> Failure | None:
-    """Return a rank's failure by the rules of `toolkit.runs.failure`; None for a victim.
-
-    Args:
-        pod: Where it ran.
-        reported: What torchrun reports of it.
-        restart: How often torchrun had started the ranks anew.
-        lines: The rank's output.
-        error_lines: The content of its error file.
-    """
-    if -reported.exitcode in STOPS and not error_lines:
-        return None
-    printed = last_trace([text for _, text in lines])
-    words = tuple(text for _, text in lines if text.strip())[-_LAST_WORDS:]
-    time = None
-    kind: Kind
-    if error_lines:
-        trace = last_trace(error_lines)
-        message = trace.message if trace else "\n".join(error_lines)
-        kind = "echo" if is_echo(message) else "exception"
-        trace = trace or printed
-        words = trace.lines if trace else ()
-        time = _time_of(lines, trace) if kind == "exception" else None
-    elif reported.exitcode == 1 and printed is not None:
-        kind = "echo" if is_echo(printed.message) else "exception"
-        message, words, time = printed.message, printed.lines, _time_of(lines, printed)
-    elif reported.exitcode < 0:
-        aborted = reported.exitcode == -signal.SIGABRT and is_echo("\n".join(words))
-        kind = "echo" if aborted else "signal"
-        message = f"killed by {_signal(-reported.exitcode)}"
-        out_of_memory = pod.reason == "OOMKilled" or "out of memory" in pod.last_words.verdict
-        if reported.exitcode == -signal.SIGKILL and out_of_memory:
-            message += "; the kernel has killed a process there for want of memory"
-        if printed is not None and printed.at_end:
-            words = printed.lines
-    else:
-        kind = "exit"
-        message = f"exit status {reported.exitcode}" + (f": {words[-1]}" if words else "")
-    return pod.failure(
-        kind,
-        message,
-        rank=reported.rank,
-        local_rank=reported.local_rank,
-        restart=restart,
-        time=time or reported.time,
-        traceback=words,
-    )
-
-
-def _traces(
-    pod: ContainerOutput, start: _RanksOutput, base: int | None, restart: int
-) -> list[Failure]:
-    """Return the exceptions with which ranks have ended."""
-    failures = []
-    for rank, lines in start.ranks.items():
-        trace = last_trace([text for _, text in lines])
-        if trace is not None and trace.at_end:
-            failure = pod.failure(
-                "echo" if is_echo(trace.message) else "exception",
-                trace.message,
-                rank=rank,
-                local_rank=None if base is None else rank - base,
-                restart=restart,
-                time=_time_of(lines, trace),
-                traceback=trace.lines,
-            )
-            failures.append(failure)
-    return failures
-
-
-def _unreported(
-    pod: ContainerOutput, start: _RanksOutput, base: int | None, restart: int
-) -> Iterator[Failure]:
-    """Yield how the ranks have failed of a start that torchrun did not report."""
-    traces = _traces(pod, start, base, restart)
-    yield from traces
-    for time, status, local_rank in start.noticed:
-        rank = None if base is None else base + local_rank
-        if status != 1 or rank not in {one.rank for one in traces}:
-            yield pod.failure(
-                "signal" if status < 0 else "exit",
-                f"killed by {_signal(-status)}" if status < 0 else f"exit status {status}",
-                rank=rank,
-                local_rank=local_rank,
-                restart=restart,
-                time=time,
-            )
-
-
-def _of_pod(pod: ContainerOutput, start: _RanksOutput) -> list[Failure]:
-    """Return the end of a container of whose ranks nothing is known."""
-    if pod.reason == "OOMKilled":
-        return [pod.failure("signal", "OOMKilled: the pod needs more memory")]
-    if pod.last_words.word in _NO_FAILURE:
-        return []
-    trace = last_trace([text for _, text in start.others])
-    if trace is not None and not _OWN.match(trace.message):
-        kind: Kind = "echo" if is_echo(trace.message) else "exception"
-        return [pod.failure(kind, trace.message, traceback=trace.lines)]
-    words = str(last_words("\n".join(text for _, text in pod.lines)))
-    message = f"exit status {pod.exit_code}" + (f": {words}" if words else "")
-    return [pod.failure("exit", message)]
 
 
 def _time_of(lines: Sequence[LogLine], trace: Trace | None) -> float | None:

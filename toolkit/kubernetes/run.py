@@ -12,7 +12,7 @@ from toolkit.errors import InputError, LauncherError, Problem, RunLost
 from toolkit.kubernetes.client.connection import Away
 from toolkit.kubernetes.client.resources import Cluster, selector_of
 from toolkit.kubernetes.client.watch import ObjectWatch
-from toolkit.kubernetes.delivered_files import is_delivery, key_of, part_of
+from toolkit.kubernetes.delivered_files import is_delivery, key_of, signed
 from toolkit.kubernetes.failure import failure_of
 from toolkit.kubernetes.local_state import LocalState
 from toolkit.kubernetes.logs import Round, read_lines
@@ -84,7 +84,7 @@ class KubernetesRun(Run):
     @property
     def place(self) -> Hashable:
         """The namespace of a cluster, and the kind: one list answers for all of it."""
-        return (*self.cluster.identity, self.kind.kind)
+        return (*self.cluster.connection.identity, self.kind.kind)
 
     def status(self) -> RunStatus:
         """Query the cluster; UNKNOWN where the API server is away or the object is gone.
@@ -116,11 +116,7 @@ class KubernetesRun(Run):
         return [run.sum_of(own) if run.points else own[0] for run, own in by_run]
 
     def _look(self, selector: str, parts: "Sequence[KubernetesRun]") -> list[RunStatus]:
-        """Return the statuses of parts that a selector picks: by the watch, or by one list.
-
-        Raises:
-            LauncherError: the server is away, or refuses.
-        """
+        """Return the statuses of parts that a selector picks: by the watch, or by one list."""
         if (watch := self._watch) is not None and watch.goes_on:
             return self._statuses_by(watch.look(), parts, self._causes)
         items, _ = self.cluster.objects(self.kind, selector)
@@ -234,10 +230,7 @@ class KubernetesRun(Run):
         return failure and failure.redacted(run_directory.mask_of(self.run_dir, self.environ))
 
     def _measured(self) -> list[dict[str, Any]]:
-        """Return what the run has measured, from the claim of its pods.
-
-        It is read in a pod of the run, or in one that is made for it.
-        """
+        """Return what the run has measured, from the claim, by a pod of the run or a helper pod."""
         from toolkit.kubernetes.volume import fetch
 
         with tempfile.TemporaryDirectory() as folder:
@@ -245,19 +238,13 @@ class KubernetesRun(Run):
             return read_metrics(Path(folder))
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield the lines of all pods, with the pod's name in front if there are several.
-
-        Raises:
-            RunLost: the run is gone, and its log with it.
-            InputError: the pods of the attempt are gone.
-            LauncherError: a later attempt is wanted, and nothing counts them.
-        """
+        """Yield the lines of all pods, with the pod's name in front if there are several."""
         if view.attempt and not self.kind.jobs:
             raise LauncherError(
                 f"{self.uri}: nothing counts the attempts of a {self.kind.kind}; all are 0"
             )
         key = self.key
-        return (line for line in self._read(view, on_status) if part_of(line, key) is None)
+        return (line for line in self._read(view, on_status) if signed(line, key) is None)
 
     @property
     def key(self) -> str:

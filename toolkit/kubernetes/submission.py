@@ -52,13 +52,9 @@ def submit_all(
     *,
     goes_on: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make runs, several at a time; if one is refused, all are taken back.
+    """Make runs, several at a time in their order; if one is refused, all are taken back.
 
-    Args:
-        cluster: Where they are made.
-        kind: The kind of their workloads.
-        runs: The runs, in the order in which they are to come.
-        goes_on: Called now and then, while it goes on.
+    `goes_on` is called now and then.
 
     Raises:
         ApplyUnclear: it is unknown which of them have arrived.
@@ -99,12 +95,7 @@ def submit_all(
 
 
 def _submit(cluster: Cluster, kind: WorkloadKind, run: RunObjects) -> None:
-    """Make the objects of a run, the workload last; if it is refused, nothing is left.
-
-    Raises:
-        LauncherError: the server refused; its words are in the message.
-        SchedulerMissing: no server, or none that answers.
-    """
+    """Make the objects of a run, the workload last; if it is refused, nothing is left."""
     existing = cluster.connection.patiently(
         lambda: _existing(cluster, kind, run.name), attempts=_ATTEMPTS
     )
@@ -134,11 +125,7 @@ def _submit(cluster: Cluster, kind: WorkloadKind, run: RunObjects) -> None:
 
 
 def complete(cluster: Cluster, kind: WorkloadKind, run: RunObjects, workload: Object) -> None:
-    """Make what a run is still without, whose submission was cut short.
-
-    Raises:
-        LauncherError: the server refused.
-    """
+    """Make what a run is still without, whose submission was cut short."""
     _adopt(cluster, kind, run, workload)
     if run.payload is not None:
         _create_payload(cluster, kind, run, workload)
@@ -197,11 +184,7 @@ def withdraw(cluster: Cluster, run: RunObjects) -> None:
 
 
 def remove(cluster: Cluster, kind: WorkloadKind, name: str) -> None:
-    """Delete an ended run, and wait until it is gone.
-
-    Raises:
-        LauncherError: it does not go.
-    """
+    """Delete an ended run, and wait until it is gone; raise LauncherError if it does not go."""
     for _ in range(_PATIENCE):
         obj = cluster.get(kind, name)
         if obj is None:

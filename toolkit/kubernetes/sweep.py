@@ -36,11 +36,7 @@ class KubernetesSweep(KubernetesRun):
         return self.points
 
     def point(self, key: str) -> "KubernetesPoint":
-        """Return a point by its number or its name.
-
-        Raises:
-            RunNotFound: there is none.
-        """
+        """Return a point by its number or its name; RunNotFound if there is none."""
         return self.points[index_of(self, key)]
 
     def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
@@ -52,11 +48,7 @@ class KubernetesSweep(KubernetesRun):
         return self.sum_of(self.statuses())
 
     def statuses(self) -> list[RunStatus]:
-        """Return the statuses of all points, by one list request.
-
-        Raises:
-            LauncherError: the server refuses to say.
-        """
+        """Return the statuses of all points, by one list request."""
         try:
             return self._look(self.selector, self.points)
         except Away as error:

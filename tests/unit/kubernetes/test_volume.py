@@ -24,9 +24,8 @@ from toolkit.job.kubernetes_options import Workload
 from toolkit.kubernetes.client import exec
 from toolkit.kubernetes.client.connection import Away, Denied
 from toolkit.kubernetes.sweep import KubernetesPoint
-from toolkit.kubernetes.volume import fetch, placed, read_file, transfer
+from toolkit.kubernetes.volume import fetch, helper_pod, placed, read_file, transfer
 from toolkit.kubernetes.volume import files as claim_files
-from toolkit.kubernetes.volume import helper_pod
 from toolkit.kubernetes.volume.files import CHUNK, _Received
 from toolkit.kubernetes.volume.helper_pod import TRANSFER_LABEL, run_dir_of, transfer_pod
 from toolkit.kubernetes.workloads import KINDS, Object

@@ -109,10 +109,10 @@ class Connection:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """A key that distinguishes this cluster from others."""
+        """A key that distinguishes this namespace of this cluster from others."""
         if self._given:
-            return (f"client {id(self._api_client)}",)
-        return (self._environ.get("KUBECONFIG", ""), self.context or "")
+            return (f"client {id(self._api_client)}", self.namespace)
+        return (self._environ.get("KUBECONFIG", ""), self.context or "", self.namespace)
 
     def connect(self) -> Any:
         """Return the official client, so that `context` is known; no request is sent.

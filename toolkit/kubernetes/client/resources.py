@@ -6,7 +6,14 @@ from typing import Any
 
 from toolkit.errors import LauncherError
 from toolkit.kubernetes.client import answers
-from toolkit.kubernetes.client.connection import Conflict, Connection, Denied, Missing, NotServed
+from toolkit.kubernetes.client.connection import (
+    TIMEOUT_S,
+    Conflict,
+    Connection,
+    Denied,
+    Missing,
+    NotServed,
+)
 from toolkit.kubernetes.pods import index_of
 from toolkit.kubernetes.workloads import KINDS, ApiResource, Object, plural_of
 from toolkit.planning.pods import MANAGER
@@ -46,19 +53,10 @@ class Cluster:
         self.namespace = connection.namespace
         self._queue_version = 0
 
-    @property
-    def identity(self) -> tuple[str, ...]:
-        """A key that distinguishes this namespace from those of other clusters."""
-        return (*self.connection.identity, self.namespace)
-
     def apply(self, resource: ApiResource, body: Object, *, dry_run: bool = False) -> Object:
-        """Lay our fields over an object, or make it, and return it (server-side apply).
+        """Lay our fields, the body, over an object, or make it, and return it (server-side apply).
 
-        Args:
-            resource: Its kind.
-            body: The object, with our fields alone.
-            dry_run: Whether the server only validates the object; then whose fields they are, is
-                no matter.
+        In a dry run the server only validates it, whoever manages its fields.
 
         Raises:
             Conflict: another manager has set one of the fields to another value.
@@ -91,15 +89,10 @@ class Cluster:
         return None
 
     def delete(self, resource: ApiResource, obj: Object, *, changed: bool = False) -> bool:
-        """Delete an object as it was read; its pods get their grace.
+        """Delete an object as it was read, or as it is now if it may have `changed`.
 
-        Args:
-            resource: Its kind.
-            obj: The object.
-            changed: Whether it may have changed since it was read.
-
-        Returns:
-            Whether it is done; False where the object has changed, so that it must be read again.
+        Its pods get their grace period. Returns False where the object has changed, so that it must
+        be read again.
         """
         metadata = obj["metadata"]
         keys = ("uid",) if changed else ("uid", "resourceVersion")
@@ -182,21 +175,20 @@ class Cluster:
         Args:
             pod: The pod.
             container: Its container.
-            previous: Whether that of its start before is wanted.
-            follow: Whether it goes on until the container has ended.
-            most: How many of the last lines are wanted; all where it is None.
+            previous: Whether to read the log of its start before.
+            follow: Whether to go on until the container has ended.
+            most: How many of the last lines to read; all where it is None.
 
         Raises:
             Missing: the pod or the log of its container is gone.
         """
         query = {"container": container, "timestamps": "true"}
         query |= {"previous": "true"} if previous else {}
+        query |= {"follow": "true"} if follow else {}
         query |= {} if most is None else {"tailLines": str(most)}
         path = PODS.path(self.namespace, pod) + "/log"
-        if not follow:
-            return self.connection.open("GET", path, query=query)
-        query["follow"] = "true"
-        return self.connection.open("GET", path, query=query, timeout_s=_LOG_TIMEOUT_S)
+        timeout_s = _LOG_TIMEOUT_S if follow else TIMEOUT_S
+        return self.connection.open("GET", path, query=query, timeout_s=timeout_s)
 
     def _list(self, resource: ApiResource, query: Mapping[str, str]) -> tuple[list[Object], str]:
         path = resource.path(self.namespace)

@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.errors import LauncherError
 from toolkit.kubernetes.client import answers
 from toolkit.kubernetes.client.connection import (
+    FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     Away,
     Expired,
@@ -24,8 +25,6 @@ from toolkit.kubernetes.workloads import ApiResource, Object
 from toolkit.text import untrusted
 
 __all__ = ["ObjectWatch"]
-
-_FIRST_PAUSE_S = 0.5
 
 
 class ObjectWatch:
@@ -54,11 +53,7 @@ class ObjectWatch:
         self.objects: dict[str, Object] = {}
 
     def start(self) -> None:
-        """List, and watch from there on in the background.
-
-        Raises:
-            LauncherError: the server refuses to list, or does not answer.
-        """
+        """List, which may raise LauncherError, and watch from there on in the background."""
         self._list()
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
         self._thread.start()
@@ -69,11 +64,7 @@ class ObjectWatch:
         return self._thread is not None and self._thread.is_alive()
 
     def look(self) -> Mapping[str, Object]:
-        """Return the objects by name, as they were a moment ago.
-
-        Raises:
-            LauncherError: the server is away, or refuses to go on.
-        """
+        """Return the objects by name, as they were a moment ago; raise where the server is away."""
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -104,19 +95,18 @@ class ObjectWatch:
     def events(self) -> Iterator[tuple[str, Object | None]]:
         """Yield each object that has changed, by name, and None in the place of one that is gone.
 
-        Raises:
-            LauncherError: the server refuses to go on.
+        It raises LauncherError if the server refuses to go on.
         """
-        pause_s = _FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         while not self._closed.is_set():
             try:
                 if not self._version:
                     yield from self._list()
                 for name, obj in self._watch():
-                    pause_s = _FIRST_PAUSE_S
+                    pause_s = FIRST_PAUSE_S
                     yield name, obj
                 self._note(None)
-                wait_s = 0.0 if pause_s == _FIRST_PAUSE_S else pause_s
+                wait_s = 0.0 if pause_s == FIRST_PAUSE_S else pause_s
             except Expired:
                 self._version, wait_s = "", 0.0
             except Away as error:

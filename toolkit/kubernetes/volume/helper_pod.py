@@ -59,11 +59,7 @@ def placed(
 ) -> Iterator[None]:
     """Have files in the run directory of a run that is to be submitted; if that fails, no longer.
 
-    Args:
-        cluster: Where the run is submitted.
-        kind: The kind of its workload.
-        workload: Its object as it is rendered.
-        files: The files, by their paths in the run directory; without any, nothing is done.
+    The files are given by their paths in the run directory; without any, nothing is done.
 
     Raises:
         LauncherError: they cannot be written; nothing is left.
@@ -103,12 +99,7 @@ def read_file(run: "KubernetesRun", name: str) -> bytes | None:
 def fetch(run: "KubernetesRun", targets: Mapping[str, Path]) -> set[str]:
     """Copy files of a run's run directory here, each whole or not at all.
 
-    Args:
-        run: The run, or a point of a sweep.
-        targets: Where they are to be, by their paths in the run directory.
-
-    Returns:
-        The paths that do not exist.
+    The targets are local paths by those in the run directory. Returns those that do not exist there.
 
     Raises:
         LauncherError: they cannot be read, or nothing outlives the pods.
@@ -156,12 +147,7 @@ def _with_files(run: "KubernetesRun", work: Callable[[Files], T]) -> T:
 
 @contextlib.contextmanager
 def transfer(cluster: Cluster, kind: WorkloadKind, workload: Object) -> Iterator[Files]:
-    """Make a pod that has the run directory of a run, and delete it at the end.
-
-    Args:
-        cluster: Where the run is.
-        kind: The kind of its workload.
-        workload: Its object, rendered or as the server has it.
+    """Make a pod that has the run directory of a workload, and delete it at the end.
 
     Raises:
         LauncherError: the server refuses, or the pod does not run.
@@ -185,11 +171,7 @@ def transfer(cluster: Cluster, kind: WorkloadKind, workload: Object) -> Iterator
 
 
 def _until_it_runs(cluster: Cluster, name: str) -> None:
-    """Wait for a pod.
-
-    Raises:
-        LauncherError: it has ended, or does not run after a long time.
-    """
+    """Wait for a pod; raise LauncherError if it has ended, or does not run after a long time."""
     subject, reason = f"pod {name}, through which files go to the claim,", ""
     for attempt in range(_PATIENCE):
         if (pod := cluster.get(PODS, name)) is None:
@@ -219,7 +201,7 @@ def transfer_pod(workload: Object, kind: WorkloadKind, *, word: str) -> dict[str
     Args:
         workload: The object that makes the pods of the run, rendered or as the server has it; it
             owns the pod where it is there already.
-        kind: What it is.
+        kind: Its kind.
         word: An id that distinguishes this transfer from others of the run.
 
     Raises:
