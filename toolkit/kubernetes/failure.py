@@ -69,8 +69,6 @@ class ContainerOutput:
     """The start of all pods that it belongs to."""
 
     exit_code: int
-    """Its exit status."""
-
     reason: str
     """The kubelet's reason of its end."""
 
@@ -117,14 +115,9 @@ def _output_of(cluster: Cluster, kind: WorkloadKind, pod: Object) -> ContainerOu
             continue
         message = str(ended.get("message") or "")
         lines: list[LogLine] = []
+        name, container = pod["metadata"]["name"], kind.container
         try:
-            with cluster.log(
-                pod["metadata"]["name"],
-                kind.container,
-                previous=previous,
-                follow=False,
-                most=_MOST_LINES,
-            ) as response:
+            with cluster.log(name, container, previous=previous, most=_MOST_LINES) as response:
                 lines = list(_dated(lines_of(response)))
         except Away:
             raise
@@ -231,9 +224,7 @@ class _RanksOutput:
     def failures(self, reports: Sequence[Reported], base: int | None) -> list[Failure]:
         """Return how the ranks have failed that torchrun reports, or else that left a traceback.
 
-        Args:
-            reports: What torchrun reports.
-            base: The global rank of the pod's first rank, where it is known.
+        `base` is the global rank of the pod's first rank, where it is known.
         """
         if not reports and self.last_words.word not in _NO_FAILURE:
             return self._traces(base)
@@ -274,9 +265,7 @@ class _RanksOutput:
     def _judged(self, reported: Reported, error_lines: Sequence[str]) -> Failure | None:
         """Return a rank's failure by the rules of `toolkit.runs.failure`; None for a victim.
 
-        Args:
-            reported: What torchrun reports of it.
-            error_lines: The content of its error file.
+        The error lines are the content of its error file, as torchrun reports it.
         """
         if -reported.exitcode in STOPS and not error_lines:
             return None

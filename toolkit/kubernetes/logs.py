@@ -40,7 +40,6 @@ _Lines: TypeAlias = "queue.Queue[str | LauncherError]"
 class _ContainerStart:
     """One start of a pod's container."""
 
-    container: str
     container_id: str
     previous: bool
     running: bool
@@ -51,6 +50,7 @@ class _PodLog:
     """The part of a pod's log that was read; its container may start several times."""
 
     pod: str
+    container: str
     prefix: str
     view: LogView
     stamp: bytes = b""
@@ -113,7 +113,7 @@ class _PodLog:
     def read(self, cluster: Cluster, start: _ContainerStart, *, follow: bool) -> Iterator[str]:
         """Yield the lines that were not read before."""
         last_stamp, known_lines, seen = self.stamp, self.same_stamp, 0
-        log = cluster.log(self.pod, start.container, previous=start.previous, follow=follow)
+        log = cluster.log(self.pod, self.container, previous=start.previous, follow=follow)
         with log as self.response:
             for raw in lines_of(self.response):
                 stamp, text = self.stamp, raw
@@ -167,14 +167,9 @@ def read_lines(
     look: Callable[[], Round],
     prefix: Callable[[Object], str],
 ) -> Iterator[str]:
-    """Yield the lines that pods have printed.
+    """Yield the lines that pods have printed, as far as the view wants them.
 
-    Args:
-        cluster: Where they run.
-        kind: The kind of the run's workload.
-        view: Which lines are wanted, and whether to go on until all has ended.
-        look: Returns the current pods.
-        prefix: Returns the prefix of the lines of a pod.
+    `look` returns the current pods, and `prefix` what stands before each line of a pod.
     """
     lines: _Lines = queue.Queue()
     logs: dict[str, _PodLog] = {}
@@ -192,7 +187,12 @@ def read_lines(
                     pods = [p for p in pods if attempt_of(p) in (view.attempt, None)]
                 for pod in pods:
                     metadata = pod["metadata"]
-                    new = _PodLog(pod=metadata["name"], prefix=prefix(pod), view=view)
+                    new = _PodLog(
+                        pod=metadata["name"],
+                        container=kind.container,
+                        prefix=prefix(pod),
+                        view=view,
+                    )
                     log = logs.setdefault(metadata["uid"], new)
                     starts = list(_starts_of(pod, kind.container))
                     if view.follow:
@@ -241,9 +241,5 @@ def _starts_of(pod: Object, container: str) -> Iterator[_ContainerStart]:
                 status.get("containerID") if running else None
             )
             if identity:
-                yield _ContainerStart(
-                    container=container,
-                    container_id=identity,
-                    previous=where == "lastState",
-                    running=running,
-                )
+                previous = where == "lastState"
+                yield _ContainerStart(container_id=identity, previous=previous, running=running)

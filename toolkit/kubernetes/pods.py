@@ -5,6 +5,7 @@ Kubernetes keeps the end of the log of a container that fails, 2,048 bytes of it
 rank had failed, of what, and what the entrypoint made of it.
 """
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,11 +48,7 @@ _TAKEN = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Term
 _LACKING = re.compile(r"\d+ Insufficient ([\w./-]*\w)")
 """The scheduler's message about nodes that have too little of a resource."""
 
-
-_INDEX_LABELS = (
-    "training.kubeflow.org/replica-index",
-    "batch.kubernetes.io/job-completion-index",
-)
+_INDEX_LABELS = ("training.kubeflow.org/replica-index", "batch.kubernetes.io/job-completion-index")
 _ROLE_LABEL = "training.kubeflow.org/replica-type"
 
 OF_RANK = re.compile(r"\[rank (\d{1,9})\] (.*)", re.DOTALL)
@@ -98,12 +95,8 @@ def sentence(name: str, text: Object, *more: str) -> str:
 
 def is_running(pod: Object) -> bool:
     """Whether a container of a pod runs, or has run."""
-    return any(
-        True
-        for which in ("running", "terminated")
-        for where in ("state", "lastState")
-        for _ in _states(pod, which, where=where)
-    )
+    places = itertools.product(("running", "terminated"), ("state", "lastState"))
+    return any(list(_states(pod, which, where=where)) for which, where in places)
 
 
 def is_starting(pod: Object) -> bool:
@@ -193,9 +186,8 @@ def last_words(message: str) -> LastWords:
         elif not is_delivery(line):
             others.append(line)
     # Those that torchrun has ended are no cause.
-    report = min(
-        read_reports(others), key=lambda one: (-one.exitcode in STOPS, one.time), default=None
-    )
+    reports = read_reports(others)
+    report = min(reports, key=lambda one: (-one.exitcode in STOPS, one.time), default=None)
     # Without a report, the ranks with a traceback come first.
     guess = min(by_rank, key=lambda number: last_trace(by_rank[number]) is None, default=None)
     rank = report.rank if report else guess
@@ -222,11 +214,7 @@ class Death:
     """How a container ended, if badly."""
 
     pod: str
-    """The pod's short name."""
-
     exit_code: int
-    """Its exit status."""
-
     reason: str
     """The kubelet's reason; torchrun's exit status does not show OOMKilled."""
 
@@ -234,27 +222,21 @@ class Death:
     """The time, in the kubelet's format: whole seconds."""
 
     words: LastWords
-    """Its last output."""
 
     def __str__(self) -> str:
         """Return it as people should read it."""
         if self.reason == "OOMKilled":
             return f"{self.pod}: OOMKilled: the pod needs more memory"
-        if self.reason and self.reason not in ("Error", "Completed"):
-            return f"{self.pod}: {self.reason}" + (f": {self.words}" if str(self.words) else "")
-        words = f": {self.words}" if str(self.words) else ""
-        return f"{self.pod}: exit status {self.exit_code}{words}"
+        status = f"exit status {self.exit_code}"
+        cause = status if self.reason in ("", "Error", "Completed") else self.reason
+        return ": ".join(filter(None, [self.pod, cause, str(self.words)]))
 
 
 def first_death(pods: Iterable[Object]) -> Death | None:
     """Return the pod that failed first in the last start, if it can be found out."""
     deaths: list[Death] = []
     for pod in newest_of(pods):
-        ends = (
-            end
-            for where in ("state", "lastState")
-            for end in _states(pod, "terminated", where=where)
-        )
+        ends = [*_states(pod, "terminated"), *_states(pod, "terminated", where="lastState")]
         end = next((e for e in ends if e.get("exitCode") or e.get("reason") == "OOMKilled"), None)
         if end is not None:
             death = Death(
@@ -266,12 +248,12 @@ def first_death(pods: Iterable[Object]) -> Death | None:
             )
             deaths.append(death)
     dated = all(death.words.time is not None for death in deaths)
-    return min(
-        deaths,
-        key=lambda death: (
+
+    def order(death: Death) -> tuple[bool, float, str]:
+        return (
             death.reason != "OOMKilled",
-            death.words.time if dated else 0.0,
+            death.words.time or 0.0 if dated else 0.0,
             death.finished,
-        ),
-        default=None,
-    )
+        )
+
+    return min(deaths, key=order, default=None)

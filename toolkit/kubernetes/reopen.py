@@ -116,10 +116,7 @@ def run_in_cluster(
 ) -> KubernetesRun:
     """Return the handle of a run in the current context's cluster that any client has submitted.
 
-    Args:
-        uri: `k8s://NAMESPACE/NAME`.
-        api_client: A `kubernetes.client.ApiClient`; by kubeconfig or in the cluster without.
-        environ: Where KUBECONFIG is looked for.
+    The URI is `k8s://NAMESPACE/NAME`.
 
     Raises:
         RunNotFound: the cluster has no such object, or one that nothing of ours has rendered.

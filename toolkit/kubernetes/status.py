@@ -80,8 +80,6 @@ class Evidence:
     """Objects beside the workload itself."""
 
     pods: Sequence[Object] = ()
-    """Its pods."""
-
     warnings: Sequence[Object] = ()
     """Warning events about the objects that `stuck_objects` names, oldest first."""
 
@@ -210,9 +208,7 @@ def stuck_objects(kind: WorkloadKind, obj: Object, pods: Sequence[Object]) -> li
 def queue_reason(queue: str, workload: Object | None) -> str:
     """Return why an object waits in a LocalQueue, in words that say whether waiting helps.
 
-    Args:
-        queue: The name of the queue.
-        workload: Kueue's Workload for the object; None if it does not exist.
+    The workload is Kueue's for the object, None if it does not exist.
     """
     if workload is None:
         return f"waits in queue {queue!r}; Kueue has no Workload for it yet"
@@ -305,13 +301,10 @@ class Change:
     """A run that has another state than before."""
 
     name: str
-    """The object's name."""
-
     state: RunState | None
-    """Its status from the object itself; None where it is gone."""
+    """Its state from the object itself; None where it is gone."""
 
     reason: str = ""
-    """Its reason."""
 
 
 def changes_of(cluster: Cluster, kind: WorkloadKind, selector: str) -> Iterator[Change]:

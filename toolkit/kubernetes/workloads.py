@@ -84,7 +84,6 @@ class ApiResource:
     """The kind's name in a path."""
 
     kind: str
-    """The kind."""
 
     def path(self, namespace: str, name: str = "") -> str:
         """Return the path of all of a namespace, or of one."""

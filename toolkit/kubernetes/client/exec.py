@@ -46,13 +46,7 @@ def execute(
 ) -> None:
     """Run a command in a container, and return when it has ended with 0.
 
-    Args:
-        cluster: The namespace of the pod.
-        pod: The pod's name.
-        container: Its container.
-        argv: The command.
-        stdin: Its stdin, in parts of some 10 KiB.
-        show: Called with each part of its output.
+    Its stdin comes in parts of some 10 KiB; `show` is called with each part of its output.
 
     Raises:
         Away: the connection is lost, so the command's end is unknown.
@@ -90,8 +84,7 @@ class _Command:
     def has_ended(self, socket: Any) -> bool:
         """Take the next message; one that only keeps the connection alive is answered on the way.
 
-        Raises:
-            ConnectionError: the server closed the connection without a readable end of the command.
+        A ConnectionError means that the command's end has not come, or cannot be read.
         """
         opcode, frame = socket.recv_data_frame(True)
         content = bytes(frame.data)

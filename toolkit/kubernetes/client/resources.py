@@ -168,7 +168,13 @@ class Cluster:
         return {str(group.get("name")) for group in rows if isinstance(group, dict)}
 
     def log(
-        self, pod: str, container: str, *, previous: bool, follow: bool, most: int | None = None
+        self,
+        pod: str,
+        container: str,
+        *,
+        previous: bool,
+        follow: bool = False,
+        most: int | None = None,
     ) -> contextlib.AbstractContextManager[Any]:
         """Open the log of a container, each line with its time, as a response to stream.
 

@@ -99,7 +99,7 @@ def read_file(run: "KubernetesRun", name: str) -> bytes | None:
 def fetch(run: "KubernetesRun", targets: Mapping[str, Path]) -> set[str]:
     """Copy files of a run's run directory here, each whole or not at all.
 
-    The targets are local paths by those in the run directory. Returns those that do not exist there.
+    The targets are local paths by those in the run directory. Returns the ones that are not there.
 
     Raises:
         LauncherError: they cannot be read, or nothing outlives the pods.
