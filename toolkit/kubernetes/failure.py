@@ -1,8 +1,8 @@
 """Which rank of a run in pods has failed first, and why: by what the pods have printed.
 
 The client cannot read a pod's disk, so it reads the log, or the end of it that Kubernetes keeps:
-the ranks' lines as torchrun forwards them, torchrun's report, and the entrypoint's lines. Only
-`failure_of` asks the cluster; what it calls `first_failure` with is judged without I/O.
+the ranks' lines as torchrun forwards them, torchrun's report, and the entrypoint's lines.
+`failure_of` reads them from the cluster; `first_failure` judges them without I/O.
 """
 
 import re
@@ -191,7 +191,7 @@ def first_failure(outputs: Iterable[ContainerOutput]) -> Failure | None:
 
 @dataclass(kw_only=True)
 class _RanksOutput:
-    """The output of one start of a pod's ranks, and what it says of their failures."""
+    """The output of one start of a pod's ranks, as evidence of their failures."""
 
     container: ContainerOutput
     restart: int

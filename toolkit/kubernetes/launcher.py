@@ -118,7 +118,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         return opened(record, self._cluster, kind, self._environ)
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
-        """Let a run that has ended go on from its checkpoints; of a sweep, what did not succeed.
+        """Let a run, or the points of a sweep that did not succeed, go on from its checkpoints.
 
         The object is deleted and made again under its name, so that it finds its run directory.
 

@@ -1,8 +1,8 @@
 """What pods say: why they do not run, how they ended, and which controller deleted them. Pure.
 
 Kubernetes keeps the end of the log of a container that fails, 2,048 bytes of it
-(`terminationMessagePolicy: FallbackToLogsOnError`), when all else of the pod is gone. It says which
-rank had failed, of what, and what the entrypoint made of it.
+(`terminationMessagePolicy: FallbackToLogsOnError`), when all else of the pod is gone. This end
+names the rank that failed, the cause, and the entrypoint's verdict.
 """
 
 import itertools
@@ -29,6 +29,7 @@ __all__ = [
     "index_of",
     "is_running",
     "is_starting",
+    "label_of",
     "last_words",
     "newest_of",
     "sentence",
@@ -64,12 +65,16 @@ _OF_TORCHRUN = re.compile(
 """Lines that say nothing of the cause: torchrun's report and its own traceback."""
 
 
+def label_of(obj: Object, label: str) -> str:
+    """Return a label's value; empty where the object does not have it."""
+    return str((obj["metadata"].get("labels") or {}).get(label) or "")
+
+
 def index_of(pod: Object) -> tuple[str, int, str]:
     """Return what pods are ordered by: role, index, name; a master comes before workers."""
-    labels = pod["metadata"].get("labels") or {}
-    numbers = (whole_number(str(labels.get(name, ""))) for name in _INDEX_LABELS)
+    numbers = (whole_number(label_of(pod, label)) for label in _INDEX_LABELS)
     index = next((number for number in numbers if number is not None), 0)
-    return labels.get(_ROLE_LABEL, ""), index, pod["metadata"]["name"]
+    return label_of(pod, _ROLE_LABEL), index, pod["metadata"]["name"]
 
 
 def short_name(pod: Object) -> str:
@@ -80,7 +85,7 @@ def short_name(pod: Object) -> str:
 
 def attempt_of(pod: Object) -> int | None:
     """Return which start of all pods a pod belongs to, from 0; None where nothing counts them."""
-    return whole_number(str((pod["metadata"].get("labels") or {}).get(ATTEMPT_LABEL, "")))
+    return whole_number(label_of(pod, ATTEMPT_LABEL))
 
 
 def conditions_of(thing: Object) -> Sequence[Object]:

@@ -44,7 +44,7 @@ def opened(
     *,
     begun: float | None = None,
 ) -> KubernetesRun:
-    """Return the handle of a run, or of a sweep; for `begun` see `KubernetesRun`."""
+    """Return the handle of a run, or of a sweep, with `begun` as in `KubernetesRun`."""
     is_sweep = bool(LocalState(record.name, environ).points())
     run_class = KubernetesSweep if is_sweep else KubernetesRun
     return run_class(record, cluster, kind, environ, begun=begun)

@@ -21,6 +21,7 @@ from toolkit.kubernetes.status import (
     FOR_LIST,
     FOR_ONE,
     FOR_WAIT,
+    Evidence,
     digest,
     evidence_of,
     judge,
@@ -95,10 +96,7 @@ class KubernetesRun(Run):
             LauncherError: the server refuses to say, which asking again does not mend.
         """
         try:
-            if (watch := self._watch) is not None and watch.goes_on:
-                return self._statuses_by(watch.look(), [self], self._causes)[0]
-            obj = self.cluster.get(self.kind, self.object_name)
-            return self._gone() if obj is None else self._judged(obj)[0]
+            return self._look([self])[0]
         except Away as error:
             return self._unanswered(error)
 
@@ -106,31 +104,26 @@ class KubernetesRun(Run):
         """Return the statuses of runs of this namespace and kind, by one list request."""
         batch = [run for run in runs if isinstance(run, KubernetesRun)]
         parts = [part for run in batch for part in run.parts]
-        names = [part.object_name for part in parts]
         try:
-            statuses = self._look(selector_of(RUN_LABEL, names), parts)
+            statuses = self._look(parts, selector_of(RUN_LABEL, [p.object_name for p in parts]))
         except LauncherError as error:
             statuses = [part._unanswered(error) for part in parts]
         remaining = iter(statuses)
         by_run = [(run, [next(remaining) for _ in run.parts]) for run in batch]
         return [run.sum_of(own) if run.points else own[0] for run, own in by_run]
 
-    def _look(self, selector: str, parts: "Sequence[KubernetesRun]") -> list[RunStatus]:
-        """Return the statuses of parts that a selector picks: by the watch, or by one list."""
+    def _look(self, parts: "Sequence[KubernetesRun]", selector: str = "") -> list[RunStatus]:
+        """Return the statuses of parts by the watch, a list, or, without a selector, one get."""
+        objects: Mapping[str, Object] = {}
         if (watch := self._watch) is not None and watch.goes_on:
-            return self._statuses_by(watch.look(), parts, self._causes)
-        items, _ = self.cluster.objects(self.kind, selector)
-        return self._statuses_by(
-            {item["metadata"]["name"]: item for item in items}, parts, FOR_LIST
-        )
-
-    def _statuses_by(
-        self,
-        objects: Mapping[str, Object],
-        parts: "Sequence[KubernetesRun]",
-        causes: frozenset[RunState],
-    ) -> list[RunStatus]:
-        """Return the statuses of parts by their objects, and in the states `causes` why."""
+            objects, causes = watch.look(), self._causes
+        elif selector:
+            items, _ = self.cluster.objects(self.kind, selector)
+            objects, causes = {item["metadata"]["name"]: item for item in items}, FOR_LIST
+        else:
+            causes = FOR_ONE
+            if (obj := self.cluster.get(self.kind, self.object_name)) is not None:
+                objects = {self.object_name: obj}
         names = [part.object_name for part in parts]
         present = {name: objects[name] for name in names if name in objects}
         evidence = evidence_of(self.cluster, self.kind, present, causes=causes)
@@ -140,13 +133,6 @@ class KubernetesRun(Run):
             else part._gone()
             for name, part in zip(names, parts, strict=True)
         ]
-
-    def _judged(self, obj: Object) -> tuple[RunStatus, Sequence[Object]]:
-        """Return the status of the object, and the pods that explain it."""
-        gathered = evidence_of(self.cluster, self.kind, {self.object_name: obj})
-        evidence = gathered.get(self.object_name)
-        status = self._seen(judge(self.kind, obj, evidence))
-        return status, evidence.pods if evidence else ()
 
     def _gone(self) -> RunStatus:
         """Return the status of a run whose object does not exist."""
@@ -290,8 +276,11 @@ class KubernetesRun(Run):
         if obj is None:
             on_status(self._gone())
             return Round(pods=self.cluster.pods(self.selector))
-        status, pods = self._judged(obj)
+        by_name = evidence_of(self.cluster, self.kind, {self.object_name: obj})
+        evidence = by_name.get(self.object_name, Evidence())
+        status = self._seen(judge(self.kind, obj, evidence))
         on_status(status)
+        pods = evidence.pods
         if not pods and status.state is not RunState.PENDING:
             pods = self.cluster.pods(self.selector)
         return Round(pods=pods, ended=status.state.final)

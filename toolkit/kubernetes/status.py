@@ -2,7 +2,7 @@
 
 One list returns the states of all runs of a namespace and kind. Causes are queried only for runs
 that wait or have failed: one list of pods, and one of events, Jobs or Workloads if these may hold
-the cause. `judge` and what it calls are pure.
+the cause. `judge` is pure.
 """
 
 import re
@@ -23,6 +23,7 @@ from toolkit.kubernetes.pods import (
     first_death,
     is_running,
     is_starting,
+    label_of,
     sentence,
     short_name,
     trouble,
@@ -111,9 +112,9 @@ def evidence_of(
     pods: defaultdict[str, list[Object]] = defaultdict(list)
     if active:
         for pod in listed_or_none(lambda: cluster.pods(selector_of(RUN_LABEL, active))):
-            pods[_label_of(pod, RUN_LABEL)].append(pod)
+            pods[label_of(pod, RUN_LABEL)].append(pod)
     queued: Sequence[Object] = ()
-    if any(_label_of(objects[name], _QUEUE_LABEL) for name in held):
+    if any(label_of(objects[name], _QUEUE_LABEL) for name in held):
         queued = listed_or_none(cluster.queued)
     stuck = {name: stuck_objects(kind, objects[name], pods.get(name, ())) for name in active}
     names = {name for stuck_names in stuck.values() for name in stuck_names}
@@ -128,7 +129,7 @@ def evidence_of(
     failed = [name for name in active if states[name] is RunState.FAILED]
     if failed and kind.jobs:
         for job in listed_or_none(lambda: cluster.jobs_of(failed)):
-            jobs[_label_of(job, "jobset.sigs.k8s.io/jobset-name")].append(job)
+            jobs[label_of(job, "jobset.sigs.k8s.io/jobset-name")].append(job)
     return {
         name: Evidence(
             pods=pods[name],
@@ -163,7 +164,7 @@ def judge(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None) -> 
     if state is RunState.UNKNOWN:
         return RunStatus(state=state, reason=reason)
     if _is_suspended(obj):
-        if queue := _label_of(obj, _QUEUE_LABEL):
+        if queue := label_of(obj, _QUEUE_LABEL):
             uid = obj["metadata"].get("uid")
             owners = ((w, w["metadata"].get("ownerReferences") or ()) for w in evidence.queued)
             own = (w for w, refs in owners if any(owner.get("uid") == uid for owner in refs))
@@ -232,10 +233,6 @@ def _is_suspended(obj: Object) -> bool:
     )
 
 
-def _label_of(obj: Object, label: str) -> str:
-    return str((obj["metadata"].get("labels") or {}).get(label) or "")
-
-
 def _failed(obj: Object, message: str, evidence: Evidence) -> RunStatus:
     """Return how a run failed: by itself, or because the cluster took it or its time was over."""
     ends = [
@@ -283,7 +280,7 @@ def digest(kind: WorkloadKind, obj: Object) -> Object:
     """Return the parts of an object that determine its state: a small part of it."""
     metadata, status = obj["metadata"], obj.get("status") or {}
     identity = ("name", "uid", "deletionTimestamp", "ownerReferences")
-    queue = _label_of(obj, _QUEUE_LABEL)
+    queue = label_of(obj, _QUEUE_LABEL)
     return {
         "metadata": {key: metadata[key] for key in identity if key in metadata}
         | {"labels": {_QUEUE_LABEL: queue} if queue else {}},

@@ -225,7 +225,7 @@ def _apply(cluster: Cluster, resource: ApiResource, body: Object) -> Object:
         try:
             return cluster.apply(resource, body)
         except Conflict:
-            # Somebody works on it, or an attempt whose answer was lost has just arrived.
+            # Another client changes it, or an attempt whose answer was lost has just arrived.
             existing = _existing(cluster, resource, name)
             if existing is not None and is_of(body, existing):
                 return existing

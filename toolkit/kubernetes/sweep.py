@@ -9,6 +9,7 @@ from toolkit.kubernetes.client.connection import Away
 from toolkit.kubernetes.client.resources import selector_of
 from toolkit.kubernetes.local_state import Settings
 from toolkit.kubernetes.logs import Round, read_lines
+from toolkit.kubernetes.pods import label_of
 from toolkit.kubernetes.run import KubernetesRun
 from toolkit.kubernetes.workloads import Object
 from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL
@@ -36,7 +37,7 @@ class KubernetesSweep(KubernetesRun):
         return self.points
 
     def point(self, key: str) -> "KubernetesPoint":
-        """Return a point by its number or its name; RunNotFound if there is none."""
+        """Return a point by its number or its name, or raise RunNotFound."""
         return self.points[index_of(self, key)]
 
     def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
@@ -50,7 +51,7 @@ class KubernetesSweep(KubernetesRun):
     def statuses(self) -> list[RunStatus]:
         """Return the statuses of all points, by one list request."""
         try:
-            return self._look(self.selector, self.points)
+            return self._look(self.points, self.selector)
         except Away as error:
             return [point._unanswered(error) for point in self.points]
 
@@ -85,22 +86,24 @@ class KubernetesSweep(KubernetesRun):
     def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         points = {point.object_name: point for point in self.points}
 
-        def object_of(pod: Object) -> str:
-            return str((pod["metadata"].get("labels") or {}).get(RUN_LABEL))
-
         def look() -> Round:
             ended = True
             if view.follow:
                 status = self.status()
                 on_status(status)
                 ended = status.state.final or status.lost
-            pods = [pod for pod in self.cluster.pods(self.selector) if object_of(pod) in points]
+            pods = [
+                pod
+                for pod in self.cluster.pods(self.selector)
+                if label_of(pod, RUN_LABEL) in points
+            ]
             return Round(
-                pods=sorted(pods, key=lambda pod: points[object_of(pod)].index), ended=ended
+                pods=sorted(pods, key=lambda pod: points[label_of(pod, RUN_LABEL)].index),
+                ended=ended,
             )
 
         def prefix(pod: Object) -> str:
-            return f"[{points[object_of(pod)].point_name}] "
+            return f"[{points[label_of(pod, RUN_LABEL)].point_name}] "
 
         return read_lines(self.cluster, self.kind, view, look, prefix)
 

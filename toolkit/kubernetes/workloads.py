@@ -1,7 +1,7 @@
 """What the cluster runs: the kinds of workload, and the objects of one run. Pure.
 
-The table says where the API has each kind, and what its conditions mean. Adding a kind is adding a
-row here, and a template.
+The table holds the place of each kind in the API, and the meaning of its conditions. Adding a kind
+is adding a row here, and a template.
 """
 
 from base64 import b64encode
@@ -133,7 +133,7 @@ KINDS: Mapping[Workload, WorkloadKind] = {
             "Created": _PENDING,
         },
     ),
-    # trainer.kubeflow.org/v1alpha1: nothing says that it runs but the counts of its Jobs.
+    # trainer.kubeflow.org/v1alpha1: only the counts of its Jobs show that it runs.
     "TrainJob": WorkloadKind(
         kind="TrainJob",
         api_version="trainer.kubeflow.org/v1alpha1",

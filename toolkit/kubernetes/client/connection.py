@@ -151,35 +151,39 @@ class Connection:
             LauncherError: the server refused; its words are in the message.
             Away: no answer, or none for now.
         """
-        reads = method in ("GET", "DELETE")
-        for attempt in range(1, _READ_ATTEMPTS + 1):
+
+        def answer() -> Any:
+            with self.open(
+                method, path, query=query, body=body, content_type=content_type
+            ) as response:
+                text = body_of(response)
             try:
-                with self.open(
-                    method, path, query=query, body=body, content_type=content_type
-                ) as response:
-                    text = body_of(response)
                 return untrusted.parse_json(text)
             except ValueError as error:
                 host = self.connect().configuration.host
                 raise LauncherError(
                     f"what answers at {host} is no Kubernetes API server: {text[:60]!r}"
                 ) from error
-            except Away as error:
-                if not reads or attempt == _READ_ATTEMPTS or error.retry_after_s is None:
-                    raise
-                self.sleep(min(error.retry_after_s, LONGEST_PAUSE_S))
-        raise AssertionError("the last attempt raises")
 
-    def patiently(self, question: Callable[[], T], *, attempts: int) -> T:
-        """Retry with back-off while the server is away; give up if the connection is refused."""
+        attempts = _READ_ATTEMPTS if method in ("GET", "DELETE") else 1
+        return self.patiently(answer, attempts=attempts, only_if_told=True)
+
+    def patiently(
+        self, question: Callable[[], T], *, attempts: int, only_if_told: bool = False
+    ) -> T:
+        """Retry with back-off while the server is away; give up if the connection is refused.
+
+        `only_if_told` retries only after the pause that the server names in a Retry-After.
+        """
         for attempt in range(1, attempts + 1):
             try:
                 return question()
             except Away as error:
-                if attempt == attempts or not error.connected:
+                wait_s = error.retry_after_s
+                if wait_s is None and not only_if_told and error.connected:
+                    wait_s = FIRST_PAUSE_S * 2 ** (attempt - 1)
+                if wait_s is None or attempt == attempts:
                     raise
-                pause_s = FIRST_PAUSE_S * 2 ** (attempt - 1)
-                wait_s = pause_s if error.retry_after_s is None else error.retry_after_s
                 self.sleep(min(wait_s, LONGEST_PAUSE_S))
         raise AssertionError("the last attempt raises")
 
@@ -200,7 +204,9 @@ class Connection:
             LauncherError: the server refused; its words are in the message.
             Away: no answer, or none for now; also where one breaks off while it is read.
         """
-        _, _, errors = self._modules()
+        self.connect()  # which reports a missing library
+        from urllib3 import exceptions as errors
+
         target = path + (f"?{urlencode(query)}" if query else "")
         headers = {"Accept": "application/json", "User-Agent": "torch-deploy-toolkit"}
         if body is not None:
@@ -232,8 +238,8 @@ class Connection:
         timeout_s: tuple[float, float],
     ) -> Any:
         """Send a request; once more, where a kept connection was closed or a token is too old."""
-        _, _, errors = self._modules()
         from urllib3 import Timeout
+        from urllib3 import exceptions as errors
 
         again = method in ("GET", "DELETE")
         while True:
@@ -273,8 +279,13 @@ class Connection:
 
     def _new_client(self) -> Any:
         """Connect by kubeconfig as kubectl does, or else as a pod of the cluster."""
-        client, config, _ = self._modules()
-
+        try:
+            from kubernetes import client, config
+        except ImportError as error:
+            raise LauncherError(
+                f"the Kubernetes client is missing ({error}); "
+                "pip install 'torch-deploy-toolkit[kubernetes]'"
+            ) from error
         # The client reads KUBECONFIG when it is imported, which may be long ago.
         file = self._environ.get("KUBECONFIG") or "~/.kube/config"
         try:
@@ -297,18 +308,6 @@ class Connection:
             "KUBECONFIG; `toolkit render JOB.yaml --to PROFILE | kubectl apply -f -` needs no "
             "Python client"
         )
-
-    @staticmethod
-    def _modules() -> tuple[Any, Any, Any]:
-        try:
-            from kubernetes import client, config
-            from urllib3 import exceptions
-        except ImportError as error:
-            raise LauncherError(
-                f"the Kubernetes client is missing ({error}); "
-                "pip install 'torch-deploy-toolkit[kubernetes]'"
-            ) from error
-        return client, config, exceptions
 
 
 def body_of(response: Any, *, limit: int = BODY_BYTES) -> bytes:

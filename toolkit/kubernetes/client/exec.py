@@ -74,7 +74,7 @@ def execute(
 
 
 class _Command:
-    """What is known of a command: its last words on stderr, and its end once that has come."""
+    """The state of a command: its last words on stderr, and its end once that has come."""
 
     def __init__(self, show: Callable[[bytes], object]) -> None:
         self._show = show

@@ -56,7 +56,7 @@ class Cluster:
     def apply(self, resource: ApiResource, body: Object, *, dry_run: bool = False) -> Object:
         """Lay our fields, the body, over an object, or make it, and return it (server-side apply).
 
-        In a dry run the server only validates it, whoever manages its fields.
+        In a dry run the server only validates it, and its fields may belong to other managers.
 
         Raises:
             Conflict: another manager has set one of the fields to another value.

@@ -1,7 +1,7 @@
 """A watch over all objects of a namespace and kind: one list, one connection, however many objects.
 
-It survives closed connections, a server that is away or asks for patience (429), and one that has
-forgotten the version where the watch stood (410), after which everything is listed anew.
+It survives closed connections, a server that is away or asks for patience (429), and an expired
+version (410), after which everything is listed anew.
 """
 
 import json
