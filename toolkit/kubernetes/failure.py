@@ -22,9 +22,11 @@ from toolkit.kubernetes.pods import (
     LastWords,
     attempt_of,
     conditions_of,
+    container_statuses,
     disruption,
     last_words,
     newest_of,
+    seconds_of,
     short_name,
 )
 from toolkit.kubernetes.status import listed_or_none
@@ -103,9 +105,7 @@ def failure_of(
 
 def _output_of(cluster: Cluster, kind: WorkloadKind, pod: Object) -> ContainerOutput | None:
     """Return what a pod's container has printed; None where it has not ended badly."""
-    for status in (pod.get("status") or {}).get("containerStatuses") or ():
-        if status.get("name", kind.container) != kind.container:
-            continue
+    for status in container_statuses(pod, kind.container):
         state = status.get("state") or {}
         ended = state.get("terminated")
         previous = ended is None and "waiting" in state
@@ -128,7 +128,7 @@ def _output_of(cluster: Cluster, kind: WorkloadKind, pod: Object) -> ContainerOu
             attempt=attempt_of(pod) or 0,
             exit_code=int(ended.get("exitCode") or 0),
             reason=str(ended.get("reason") or ""),
-            ended=_seconds(ended.get("finishedAt")),
+            ended=seconds_of(ended.get("finishedAt")),
             lines=lines or list(_dated(line.encode() for line in message.splitlines())),
         )
     return None
@@ -138,8 +138,8 @@ def _dated(lines: Iterable[bytes]) -> Iterator[LogLine]:
     for raw in lines:
         time, text = None, raw
         if match := STAMPED.match(raw):
-            whole = datetime.fromisoformat(f"{match[1].decode()}+00:00").timestamp()
-            time = whole + float(b"0." + (match[2] or b"0"))
+            whole_seconds = datetime.fromisoformat(f"{match[1].decode()}+00:00").timestamp()
+            time = whole_seconds + float(b"0." + (match[2] or b"0"))
             text = match[3]
         if not is_delivery(line := text.decode(errors="replace")):
             yield time, line
@@ -161,7 +161,7 @@ def _of_conditions(things: Iterable[Object]) -> Failure | None:
                 node=f"node-{index[1]}" if index else match[1],
                 attempt=0,
                 restart=0,
-                time=_seconds(condition.get("lastTransitionTime")),
+                time=seconds_of(condition.get("lastTransitionTime")),
                 message=f"exit status {match[2]}; its pod is gone: {message}",
                 traceback=(),
             )
@@ -377,10 +377,3 @@ def _signal(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _seconds(stamp: object) -> float:
-    try:
-        return datetime.fromisoformat(str(stamp)).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return 0.0

@@ -103,7 +103,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         data = {"record": record.as_json(), "files": list(payload)}
         with submission_journal.begin(self._intents, name, data) as intent:
             try:
-                submit_all(self._cluster, kind, runs, goes_on=intent.goes_on)
+                submit_all(self._cluster, runs, goes_on=intent.goes_on)
             except ApplyUnclear as error:
                 raise ApplyUnclear(
                     f"{error}; `toolkit status {name}` tells whether it has arrived, and "
@@ -146,10 +146,10 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             if objects.name in names
         ]
         for objects in runs:
-            remove(self._cluster, run.kind, objects.name)
+            remove(self._cluster, objects)
         for part in parts:
             part.withdraw_end()
-        submit_all(self._cluster, run.kind, runs)
+        submit_all(self._cluster, runs)
         return run
 
     def _finish(self, run: KubernetesRun) -> Run:
@@ -160,7 +160,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             raise LauncherError(f"{record.name} is being submitted by another process just now")
         with intent:
             _, missing = interrupted(run, intent, self._profile)
-            submit_all(self._cluster, run.kind, missing, goes_on=intent.goes_on)
+            submit_all(self._cluster, missing, goes_on=intent.goes_on)
             self._add(record)
             intent.done()
         whole = opened(record, self._cluster, run.kind, self._environ)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from toolkit.errors import LauncherError
 from toolkit.kubernetes.client.connection import Away, Missing, hang_up, lines_of
 from toolkit.kubernetes.client.resources import Cluster
-from toolkit.kubernetes.pods import attempt_of
+from toolkit.kubernetes.pods import attempt_of, container_statuses
 from toolkit.kubernetes.workloads import Object, WorkloadKind
 from toolkit.runs.log_reader import LogView
 from toolkit.runs.torchrun_report import StopTraces
@@ -231,9 +231,7 @@ def read_lines(
 
 def _starts_of(pod: Object, container: str) -> Iterator[_ContainerStart]:
     """Yield the starts of a pod's container whose logs the kubelet has, oldest first."""
-    for status in (pod.get("status") or {}).get("containerStatuses") or ():
-        if status.get("name", container) != container:
-            continue
+    for status in container_statuses(pod, container):
         for where in ("lastState", "state"):
             state = status.get(where) or {}
             running = state.get("running") is not None

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from toolkit.kubernetes.delivered_files import is_delivery
 from toolkit.kubernetes.workloads import ATTEMPT_LABEL, Object
@@ -24,6 +25,7 @@ __all__ = [
     "LastWords",
     "attempt_of",
     "conditions_of",
+    "container_statuses",
     "disruption",
     "first_death",
     "index_of",
@@ -32,6 +34,7 @@ __all__ = [
     "label_of",
     "last_words",
     "newest_of",
+    "seconds_of",
     "sentence",
     "short_name",
     "trouble",
@@ -93,6 +96,14 @@ def conditions_of(thing: Object) -> Sequence[Object]:
     return (thing.get("status") or {}).get("conditions") or ()
 
 
+def seconds_of(stamp: object) -> float:
+    """Return a time of the API in seconds since 1970; 0 if it cannot be read."""
+    try:
+        return datetime.fromisoformat(str(stamp)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return 0.0
+
+
 def sentence(name: str, text: Object, *more: str) -> str:
     """Return reason and message: `NAME: REASON: MESSAGE`."""
     return ": ".join(filter(None, [name, *more, text.get("reason"), text.get("message")]))
@@ -138,9 +149,16 @@ def disruption(pod: Object) -> str:
     return sentence(name, status) if status.get("reason") in _TAKEN else ""
 
 
+def container_statuses(pod: Object, name: str | None = None) -> Iterator[Object]:
+    """Yield the statuses of a pod's containers, or only of the one with this name."""
+    for status in (pod.get("status") or {}).get("containerStatuses") or ():
+        if name is None or status.get("name", name) == name:
+            yield status
+
+
 def _states(pod: Object, which: str, *, where: str = "state") -> Iterator[Object]:
-    for container in (pod.get("status") or {}).get("containerStatuses") or ():
-        if (state := (container.get(where) or {}).get(which)) is not None:
+    for status in container_statuses(pod):
+        if (state := (status.get(where) or {}).get(which)) is not None:
             yield state
 
 

@@ -5,17 +5,16 @@ gets no answer, the run is opened later by this record: its existing objects are
 half-created ones are completed.
 """
 
-import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.kubernetes.client.connection import Connection, Denied, NotServed
 from toolkit.kubernetes.client.resources import Cluster, selector_of
 from toolkit.kubernetes.local_state import LocalState
+from toolkit.kubernetes.pods import label_of, seconds_of
 from toolkit.kubernetes.run import KubernetesRun
 from toolkit.kubernetes.submission import TOGETHER, complete, withdraw
 from toolkit.kubernetes.sweep import KubernetesSweep
@@ -101,7 +100,7 @@ def tidy(
         if objects.name not in absent:
             obj = run.cluster.get(run.kind, objects.name)
             if obj is not None and (objects.companions or objects.payload):
-                complete(run.cluster, run.kind, objects, obj)
+                complete(run.cluster, objects, obj)
         elif settled:
             withdraw(run.cluster, objects)
 
@@ -138,23 +137,18 @@ def run_in_cluster(
             continue
         if obj is None:
             continue
-        labels = obj["metadata"].get("labels") or {}
-        if labels.get(RUN_LABEL) != name:
+        if label_of(obj, RUN_LABEL) != name:
             raise RunNotFound(
                 f"{uri}: this {workload} has no label {RUN_LABEL}; only what this toolkit has "
                 "rendered can be asked about"
             )
-        created = 0.0
-        with contextlib.suppress(ValueError, OverflowError, OSError):
-            stamp = str(obj["metadata"].get("creationTimestamp"))
-            created = datetime.fromisoformat(stamp).timestamp()
         profile_facts = {"workload": workload, "context": cluster.connection.context}
         record = RunRecord(
             uri=uri,
             name=name,
-            job=str(labels.get("app.kubernetes.io/name", name)),
+            job=label_of(obj, "app.kubernetes.io/name") or name,
             profile=profile.model_copy(update=profile_facts).model_dump(mode="json"),
-            created=created,
+            created=seconds_of(obj["metadata"].get("creationTimestamp")),
         )
         return KubernetesRun(record, cluster, kind, environ)
     if denied:

@@ -28,7 +28,7 @@ from toolkit.kubernetes.pods import (
     short_name,
     trouble,
 )
-from toolkit.kubernetes.workloads import Object, WorkloadKind
+from toolkit.kubernetes.workloads import JOBSET_LABEL, Object, WorkloadKind
 from toolkit.planning.pods import RUN_LABEL
 from toolkit.runs.state import RunState, RunStatus
 
@@ -129,7 +129,7 @@ def evidence_of(
     failed = [name for name in active if states[name] is RunState.FAILED]
     if failed and kind.jobs:
         for job in listed_or_none(lambda: cluster.jobs_of(failed)):
-            jobs[label_of(job, "jobset.sigs.k8s.io/jobset-name")].append(job)
+            jobs[label_of(job, JOBSET_LABEL)].append(job)
     return {
         name: Evidence(
             pods=pods[name],

@@ -47,7 +47,6 @@ class ApplyUnclear(Away):
 
 def submit_all(
     cluster: Cluster,
-    kind: WorkloadKind,
     runs: Sequence[RunObjects],
     *,
     goes_on: Callable[[], None] = lambda: None,
@@ -63,8 +62,8 @@ def submit_all(
 
     def attempt(run: RunObjects) -> LauncherError | None:
         try:
-            with placed(cluster, kind, run.workload, run.apart):
-                _submit(cluster, kind, run)
+            with placed(cluster, run.kind, run.workload, run.apart):
+                _submit(cluster, run)
         except LauncherError as error:
             return error
         return None
@@ -82,8 +81,8 @@ def submit_all(
         left = 0
         for run in made:
             try:
-                if (obj := cluster.get(kind, run.name)) is not None:
-                    cluster.delete(kind, obj, changed=True)
+                if (obj := cluster.get(run.kind, run.name)) is not None:
+                    cluster.delete(run.kind, obj, changed=True)
             except LauncherError:
                 left += 1
         unclear = next((error for error in errors if isinstance(error, ApplyUnclear)), None)
@@ -94,14 +93,15 @@ def submit_all(
         raise unclear or errors[0]
 
 
-def _submit(cluster: Cluster, kind: WorkloadKind, run: RunObjects) -> None:
+def _submit(cluster: Cluster, run: RunObjects) -> None:
     """Make the objects of a run, the workload last; if it is refused, nothing is left."""
     existing = cluster.connection.patiently(
-        lambda: _existing(cluster, kind, run.name), attempts=_ATTEMPTS
+        lambda: _existing(cluster, run.kind, run.name), attempts=_ATTEMPTS
     )
     if existing is not None and not is_of(run.workload, existing):
         raise Conflict(
-            f'Kubernetes refused: {kind.plural} "{run.name}" already exists, and is not this run'
+            f'Kubernetes refused: {run.kind.plural} "{run.name}" already exists, and is not '
+            "this run"
         )
     made: list[Object] = []
     body = run.workload
@@ -109,39 +109,37 @@ def _submit(cluster: Cluster, kind: WorkloadKind, run: RunObjects) -> None:
         for body in run.companions:
             made.append(_apply(cluster, resource_of(body), body))
         body = run.workload
-        workload = _apply_workload(cluster, kind, body)
+        workload = _apply_workload(cluster, run)
         made.append(workload)
         if run.payload is not None:
             body = run.payload
-            _create_payload(cluster, kind, run, workload)
+            _create_payload(cluster, run, workload)
     except Away:
         raise  # it is unknown which objects have arrived
     except LauncherError as error:
         for thing in made:
             with contextlib.suppress(LauncherError):
                 cluster.delete(resource_of(thing), thing, changed=True)
-        raise _explained(error, cluster, kind, body) from error
-    _adopt(cluster, kind, run, workload)
+        raise _explained(error, cluster, run.kind, body) from error
+    _adopt(cluster, run, workload)
 
 
-def complete(cluster: Cluster, kind: WorkloadKind, run: RunObjects, workload: Object) -> None:
+def complete(cluster: Cluster, run: RunObjects, workload: Object) -> None:
     """Make what a run is still without, whose submission was cut short."""
-    _adopt(cluster, kind, run, workload)
+    _adopt(cluster, run, workload)
     if run.payload is not None:
-        _create_payload(cluster, kind, run, workload)
+        _create_payload(cluster, run, workload)
 
 
-def _adopt(cluster: Cluster, kind: WorkloadKind, run: RunObjects, workload: Object) -> None:
+def _adopt(cluster: Cluster, run: RunObjects, workload: Object) -> None:
     """Let the companions of a run be deleted with it, as far as the server lets us."""
     for document in run.companions:
         # The run is under way: that its companions outlive it is no reason to say it were not.
         with contextlib.suppress(LauncherError):
-            _apply(cluster, resource_of(document), _owned(document, kind, workload))
+            _apply(cluster, resource_of(document), _owned(document, run.kind, workload))
 
 
-def _create_payload(
-    cluster: Cluster, kind: WorkloadKind, run: RunObjects, workload: Object
-) -> None:
+def _create_payload(cluster: Cluster, run: RunObjects, workload: Object) -> None:
     """Make the ConfigMap of a run, or find that there is one of its name.
 
     Without the right to read it, its owner cannot be checked: the pods verify its content by the
@@ -152,7 +150,7 @@ def _create_payload(
         ApplyUnclear: the server has not answered in all attempts.
     """
     assert run.payload is not None
-    body = _owned(run.payload, kind, workload)
+    body = _owned(run.payload, run.kind, workload)
     try:
         with contextlib.suppress(Conflict):
             cluster.connection.patiently(
@@ -183,8 +181,9 @@ def withdraw(cluster: Cluster, run: RunObjects) -> None:
                 cluster.delete(resource, obj, changed=True)
 
 
-def remove(cluster: Cluster, kind: WorkloadKind, name: str) -> None:
+def remove(cluster: Cluster, run: RunObjects) -> None:
     """Delete an ended run, and wait until it is gone; raise LauncherError if it does not go."""
+    kind, name = run.kind, run.name
     for _ in range(_PATIENCE):
         obj = cluster.get(kind, name)
         if obj is None:
@@ -195,17 +194,17 @@ def remove(cluster: Cluster, kind: WorkloadKind, name: str) -> None:
     raise LauncherError(f"the {kind.kind} {name} is being deleted and does not go; try again later")
 
 
-def _apply_workload(cluster: Cluster, kind: WorkloadKind, body: Object) -> Object:
+def _apply_workload(cluster: Cluster, run: RunObjects) -> Object:
     """Make the object that makes the pods; wait a moment for a runtime that was made just now."""
     for attempt in range(_RUNTIME_ATTEMPTS):
         try:
-            return _apply(cluster, kind, body)
+            return _apply(cluster, run.kind, run.workload)
         except LauncherError as error:
-            if kind.kind != "TrainJob" or not _NO_RUNTIME.search(str(error)):
+            if run.kind.kind != "TrainJob" or not _NO_RUNTIME.search(str(error)):
                 raise
             refusal = error
         cluster.connection.sleep(FIRST_PAUSE_S * 2**attempt)
-    name = body["spec"]["runtimeRef"]["name"]
+    name = run.workload["spec"]["runtimeRef"]["name"]
     raise LauncherError(
         f"{refusal}; `kubectl apply -n {cluster.namespace} -k k8s/base/trainer` brings the runtime "
         f"{name!r}, or name another one: training_runtime in the profile"

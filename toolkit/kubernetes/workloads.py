@@ -22,6 +22,7 @@ from toolkit.runs.state import RunState
 
 __all__ = [
     "ATTEMPT_LABEL",
+    "JOBSET_LABEL",
     "KINDS",
     "PAYLOAD_LIMIT",
     "ApiResource",
@@ -41,6 +42,9 @@ __all__ = [
 
 Object = Mapping[str, Any]
 """An object of the API, or a part of one."""
+
+JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
+"""The label of Jobs that names the JobSet above them."""
 
 ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 """The label of pods in which JobSet counts the starts of all of them."""
@@ -184,6 +188,7 @@ KINDS: Mapping[Workload, WorkloadKind] = {
 class RunObjects:
     """A run's objects."""
 
+    kind: WorkloadKind
     companions: Sequence[Object]
     """What must be there before it, and goes with it."""
 
@@ -260,7 +265,7 @@ def objects_by_run(
         if document["kind"] != kind.kind:
             companions.append(document)
             continue
-        run = RunObjects(companions=companions, workload=document)
+        run = RunObjects(kind=kind, companions=companions, workload=document)
         companions = []
         if files:
             metadata = document["metadata"]

@@ -122,7 +122,7 @@ def _fitted(value: Any, form: Any) -> Any:
     Raises:
         _Misfit: nothing of the value has it.
     """
-    kind = type(form) if isinstance(form, dict | list) else form
+    kind: Any = type(form) if isinstance(form, dict | list) else form
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise _Misfit
     if isinstance(form, list):

@@ -280,12 +280,14 @@ class Connection:
     def _new_client(self) -> Any:
         """Connect by kubeconfig as kubectl does, or else as a pod of the cluster."""
         try:
-            from kubernetes import client, config
+            from kubernetes import client
+            from kubernetes import config as config_module
         except ImportError as error:
             raise LauncherError(
                 f"the Kubernetes client is missing ({error}); "
                 "pip install 'torch-deploy-toolkit[kubernetes]'"
             ) from error
+        config: Any = config_module
         # The client reads KUBECONFIG when it is imported, which may be long ago.
         file = self._environ.get("KUBECONFIG") or "~/.kube/config"
         try:

@@ -15,7 +15,7 @@ from toolkit.kubernetes.client.connection import (
     NotServed,
 )
 from toolkit.kubernetes.pods import index_of
-from toolkit.kubernetes.workloads import KINDS, ApiResource, Object, plural_of
+from toolkit.kubernetes.workloads import JOBSET_LABEL, KINDS, ApiResource, Object, plural_of
 from toolkit.planning.pods import MANAGER
 from toolkit.profile import KubernetesProfile
 from toolkit.text import untrusted
@@ -127,7 +127,7 @@ class Cluster:
 
     def jobs_of(self, runs: Collection[str]) -> list[Object]:
         """Return the Jobs between JobSets and their pods."""
-        return self.objects(KINDS["Job"], selector_of("jobset.sigs.k8s.io/jobset-name", runs))[0]
+        return self.objects(KINDS["Job"], selector_of(JOBSET_LABEL, runs))[0]
 
     def warnings(self, name: str = "") -> list[Object]:
         """Return the warning events about an object, or all of the namespace, oldest first."""
