@@ -216,16 +216,10 @@ def dry_run(
     api_client: Any = None,
     environ: Mapping[str, str] = os.environ,
 ) -> list[tuple[Object, str]]:
-    """Validate objects by a dry run of the API server; nothing is created.
+    """Validate the objects of a manifest by a dry run of the API server; nothing is created.
 
-    Args:
-        documents: The objects of a manifest.
-        profile: The site; an object that names another namespace is validated there.
-        api_client: A `kubernetes.client.ApiClient`; by kubeconfig or in the cluster without.
-        environ: Where KUBECONFIG is looked for.
-
-    Returns:
-        Each object, and what the server has against it; empty where it would take it.
+    An object that names another namespace than the profile is validated there. Returns each object
+    and what the server has against it; empty where it would take it.
 
     Raises:
         SchedulerMissing: no cluster, or none that answers.

@@ -34,7 +34,6 @@ __all__ = [
     "is_of",
     "manifest_for",
     "objects_by_run",
-    "plural_of",
     "pods_of",
     "resource_of",
     "started_again",
@@ -84,10 +83,20 @@ class ApiResource:
     api_version: str
     """Group and version, as in a manifest; `v1` for the core."""
 
-    plural: str
-    """The kind's name in a path."""
-
     kind: str
+
+    @property
+    def plural(self) -> str:
+        """The kind's name in a path; the API's own are all formed so.
+
+        >>> kinds = ("NetworkPolicy", "PodGroup", "Ingress")
+        >>> [ApiResource(api_version="v1", kind=kind).plural for kind in kinds]
+        ['networkpolicies', 'podgroups', 'ingresses']
+        """
+        name = self.kind.lower()
+        if name.endswith("y") and name[-2] not in "aeiou":
+            return name[:-1] + "ies"
+        return name + ("es" if name.endswith(("s", "x", "ch")) else "s")
 
     def path(self, namespace: str, name: str = "") -> str:
         """Return the path of all of a namespace, or of one."""
@@ -125,7 +134,6 @@ KINDS: Mapping[Workload, WorkloadKind] = {
     "PyTorchJob": WorkloadKind(
         kind="PyTorchJob",
         api_version="kubeflow.org/v1",
-        plural="pytorchjobs",
         operator="the Kubeflow Training Operator (training-operator v1)",
         container="pytorch",
         conditions={
@@ -141,7 +149,6 @@ KINDS: Mapping[Workload, WorkloadKind] = {
     "TrainJob": WorkloadKind(
         kind="TrainJob",
         api_version="trainer.kubeflow.org/v1alpha1",
-        plural="trainjobs",
         operator="Kubeflow Trainer (v2)",
         container="node",
         conditions={"Failed": _FAILED, "Complete": _SUCCEEDED, "Suspended": _PENDING},
@@ -152,7 +159,6 @@ KINDS: Mapping[Workload, WorkloadKind] = {
     "JobSet": WorkloadKind(
         kind="JobSet",
         api_version="jobset.x-k8s.io/v1alpha2",
-        plural="jobsets",
         operator="the JobSet controller (jobset.sigs.k8s.io)",
         container="node",
         conditions={
@@ -169,7 +175,6 @@ KINDS: Mapping[Workload, WorkloadKind] = {
     "Job": WorkloadKind(
         kind="Job",
         api_version="batch/v1",
-        plural="jobs",
         operator="",
         container="node",
         conditions={
@@ -222,22 +227,9 @@ def pods_of(kind: WorkloadKind, obj: Object) -> int:
     return int(spec.get("parallelism") or 1)
 
 
-def plural_of(kind: str) -> str:
-    """Return a kind's name in a path; the API's own are all formed so.
-
-    >>> plural_of("NetworkPolicy"), plural_of("PodGroup"), plural_of("Ingress")
-    ('networkpolicies', 'podgroups', 'ingresses')
-    """
-    name = kind.lower()
-    if name.endswith("y") and name[-2] not in "aeiou":
-        return name[:-1] + "ies"
-    return name + ("es" if name.endswith(("s", "x", "ch")) else "s")
-
-
 def resource_of(document: Object) -> ApiResource:
     """Return where the API has an object like this one."""
-    kind = str(document["kind"])
-    return ApiResource(api_version=str(document["apiVersion"]), plural=plural_of(kind), kind=kind)
+    return ApiResource(api_version=str(document["apiVersion"]), kind=str(document["kind"]))
 
 
 def documents_of(text: str) -> list[dict[str, Any]]:

@@ -15,20 +15,16 @@ from toolkit.kubernetes.client.connection import (
     NotServed,
 )
 from toolkit.kubernetes.pods import index_of
-from toolkit.kubernetes.workloads import JOBSET_LABEL, KINDS, ApiResource, Object, plural_of
+from toolkit.kubernetes.workloads import JOBSET_LABEL, KINDS, ApiResource, Object
 from toolkit.planning.pods import MANAGER
 from toolkit.profile import KubernetesProfile
 from toolkit.text import untrusted
 
 __all__ = ["EVENTS", "PODS", "Cluster", "definitions", "selector_of"]
 
-PODS = ApiResource(api_version="v1", plural="pods", kind="Pod")
-EVENTS = ApiResource(api_version="v1", plural="events", kind="Event")
-_DEFINITIONS = ApiResource(
-    api_version="apiextensions.k8s.io/v1",
-    plural="customresourcedefinitions",
-    kind="CustomResourceDefinition",
-)
+PODS = ApiResource(api_version="v1", kind="Pod")
+EVENTS = ApiResource(api_version="v1", kind="Event")
+_DEFINITIONS = ApiResource(api_version="apiextensions.k8s.io/v1", kind="CustomResourceDefinition")
 
 _QUEUE_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
 """Kueue 0.15 and newer; older ones know the second alone."""
@@ -140,9 +136,7 @@ class Cluster:
         while self._queue_version < len(_QUEUE_VERSIONS):
             version = _QUEUE_VERSIONS[self._queue_version]
             with contextlib.suppress(NotServed):
-                return self._list(
-                    ApiResource(api_version=version, plural="workloads", kind="Workload"), {}
-                )[0]
+                return self._list(ApiResource(api_version=version, kind="Workload"), {})[0]
             self._queue_version += 1
         return []
 
@@ -178,12 +172,8 @@ class Cluster:
     ) -> contextlib.AbstractContextManager[Any]:
         """Open the log of a container, each line with its time, as a response to stream.
 
-        Args:
-            pod: The pod.
-            container: Its container.
-            previous: Whether to read the log of its start before.
-            follow: Whether to go on until the container has ended.
-            most: How many of the last lines to read; all where it is None.
+        `previous` opens that of the start before, `follow` goes on until the container has ended,
+        and `most` limits it to so many last lines.
 
         Raises:
             Missing: the pod or the log of its container is gone.
@@ -224,7 +214,8 @@ def definitions(
     for group, kind in sorted(kinds):
         # Groups of Kubernetes' own are a word, or NAME.k8s.io.
         if "." in group and (not group.endswith(".k8s.io") or group.endswith(".x-k8s.io")):
-            path = _DEFINITIONS.path("", f"{plural_of(kind)}.{group}")
+            plural = ApiResource(api_version=group, kind=kind).plural
+            path = _DEFINITIONS.path("", f"{plural}.{group}")
             with contextlib.suppress(Missing, NotServed, Denied):
                 objects.append(connection.ask("GET", path))
     return objects
