@@ -21,13 +21,13 @@ from toolkit.kubernetes.pods import (
     OF_RANK,
     LastWords,
     attempt_of,
-    conditions_of,
     container_statuses,
     disruption,
     last_words,
     newest_of,
     seconds_of,
     short_name,
+    true_conditions,
 )
 from toolkit.kubernetes.status import listed_or_none
 from toolkit.kubernetes.workloads import Object, WorkloadKind
@@ -148,23 +148,22 @@ def _dated(lines: Iterable[bytes]) -> Iterator[LogLine]:
 def _of_conditions(things: Iterable[Object]) -> Failure | None:
     """Return the failure of the pod that has ended an object or one of its Jobs."""
     for thing in things:
-        for condition in conditions_of(thing):
-            message = str(condition.get("message") or "")
-            match = _POD_FAILED.search(message)
-            if condition["type"] != "Failed" or condition.get("status") != "True" or not match:
-                continue
-            index = _INDEX.search(match[1])
-            return Failure(
-                kind="exit",
-                rank=None,
-                local_rank=None,
-                node=f"node-{index[1]}" if index else match[1],
-                attempt=0,
-                restart=0,
-                time=seconds_of(condition.get("lastTransitionTime")),
-                message=f"exit status {match[2]}; its pod is gone: {message}",
-                traceback=(),
-            )
+        end = true_conditions(thing).get("Failed", {})
+        message = str(end.get("message") or "")
+        if (match := _POD_FAILED.search(message)) is None:
+            continue
+        index = _INDEX.search(match[1])
+        return Failure(
+            kind="exit",
+            rank=None,
+            local_rank=None,
+            node=f"node-{index[1]}" if index else match[1],
+            attempt=0,
+            restart=0,
+            time=seconds_of(end.get("lastTransitionTime")),
+            message=f"exit status {match[2]}; its pod is gone: {message}",
+            traceback=(),
+        )
     return None
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "sentence",
     "short_name",
     "trouble",
+    "true_conditions",
 ]
 
 FATAL = 42
@@ -96,6 +97,11 @@ def conditions_of(thing: Object) -> Sequence[Object]:
     return (thing.get("status") or {}).get("conditions") or ()
 
 
+def true_conditions(thing: Object) -> dict[str, Object]:
+    """Return the conditions of an object that hold, by their types."""
+    return {c["type"]: c for c in conditions_of(thing) if c.get("status") == "True"}
+
+
 def seconds_of(stamp: object) -> float:
     """Return a time of the API in seconds since 1970; 0 if it cannot be read."""
     try:
@@ -142,10 +148,9 @@ def trouble(pod: Object) -> str:
 def disruption(pod: Object) -> str:
     """Return why the cluster took a pod away (Kubernetes, pod condition DisruptionTarget)."""
     name, status = short_name(pod), pod.get("status") or {}
-    for condition in conditions_of(pod):
-        if condition["type"] == "DisruptionTarget" and condition.get("status") == "True":
-            # The status of an evicted pod is more precise than its condition.
-            return sentence(name, status if status.get("reason") == "Evicted" else condition)
+    if (condition := true_conditions(pod).get("DisruptionTarget")) is not None:
+        # The status of an evicted pod is more precise than its condition.
+        return sentence(name, status if status.get("reason") == "Evicted" else condition)
     return sentence(name, status) if status.get("reason") in _TAKEN else ""
 
 

@@ -27,6 +27,7 @@ from toolkit.kubernetes.pods import (
     sentence,
     short_name,
     trouble,
+    true_conditions,
 )
 from toolkit.kubernetes.workloads import JOBSET_LABEL, Object, WorkloadKind
 from toolkit.planning.pods import RUN_LABEL
@@ -177,7 +178,7 @@ def judge(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None) -> 
 
 def state_of(kind: WorkloadKind, obj: Object) -> tuple[RunState, str]:
     """Return state and reason from the object alone."""
-    by_type = {c["type"]: c for c in conditions_of(obj) if c.get("status") == "True"}
+    by_type = true_conditions(obj)
     for name, state in kind.conditions.items():
         if (condition := by_type.get(name)) is not None and state is not None:
             quiet = name in ("Created", "Running") or state is RunState.SUCCEEDED
@@ -228,18 +229,15 @@ def queue_reason(queue: str, workload: Object | None) -> str:
 
 
 def _is_suspended(obj: Object) -> bool:
-    return bool((obj.get("spec") or {}).get("suspend")) or any(
-        c["type"] == "Suspended" and c.get("status") == "True" for c in conditions_of(obj)
-    )
+    return bool((obj.get("spec") or {}).get("suspend")) or "Suspended" in true_conditions(obj)
 
 
 def _failed(obj: Object, message: str, evidence: Evidence) -> RunStatus:
     """Return how a run failed: by itself, or because the cluster took it or its time was over."""
     ends = [
-        sentence("", condition)
+        sentence("", end)
         for thing in (obj, *evidence.jobs)
-        for condition in conditions_of(thing)
-        if condition["type"] == "Failed" and condition.get("status") == "True"
+        if (end := true_conditions(thing).get("Failed")) is not None
     ]
     late = next((w for w in (message, *ends) if any(text in w for text in _OUT_OF_TIME)), "")
     death = first_death(pod for pod in evidence.pods if not disruption(pod))

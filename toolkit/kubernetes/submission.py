@@ -16,6 +16,7 @@ from toolkit.kubernetes.workloads import (
     RunObjects,
     WorkloadKind,
     is_of,
+    owned,
     resource_of,
 )
 
@@ -136,7 +137,7 @@ def _adopt(cluster: Cluster, run: RunObjects, workload: Object) -> None:
     for document in run.companions:
         # The run is under way: that its companions outlive it is no reason to say it were not.
         with contextlib.suppress(LauncherError):
-            _apply(cluster, resource_of(document), _owned(document, run.kind, workload))
+            _apply(cluster, resource_of(document), owned(document, run.kind, workload))
 
 
 def _create_payload(cluster: Cluster, run: RunObjects, workload: Object) -> None:
@@ -150,7 +151,7 @@ def _create_payload(cluster: Cluster, run: RunObjects, workload: Object) -> None
         ApplyUnclear: the server has not answered in all attempts.
     """
     assert run.payload is not None
-    body = _owned(run.payload, run.kind, workload)
+    body = owned(run.payload, run.kind, workload)
     try:
         with contextlib.suppress(Conflict):
             cluster.connection.patiently(
@@ -158,17 +159,6 @@ def _create_payload(cluster: Cluster, run: RunObjects, workload: Object) -> None
             )
     except Away as error:
         raise ApplyUnclear(f"{error} ({_ATTEMPTS} attempts)") from error
-
-
-def _owned(document: Object, kind: WorkloadKind, workload: Object) -> Object:
-    """Return an object that is deleted with the run."""
-    owner = {
-        "apiVersion": kind.api_version,
-        "kind": kind.kind,
-        "name": workload["metadata"]["name"],
-        "uid": workload["metadata"]["uid"],
-    }
-    return {**document, "metadata": {**document["metadata"], "ownerReferences": [owner]}}
 
 
 def withdraw(cluster: Cluster, run: RunObjects) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "is_of",
     "manifest_for",
     "objects_by_run",
+    "owned",
     "pods_of",
     "resource_of",
     "started_again",
@@ -303,6 +304,17 @@ def started_again(run: RunObjects, token: str) -> RunObjects:
         return [renewed(item) for item in value] if isinstance(value, list) else value
 
     return replace(run, workload=renewed(run.workload))
+
+
+def owned(document: Object, kind: WorkloadKind, workload: Object) -> Object:
+    """Return an object that is deleted with a workload."""
+    owner = {
+        "apiVersion": kind.api_version,
+        "kind": kind.kind,
+        "name": workload["metadata"]["name"],
+        "uid": workload["metadata"]["uid"],
+    }
+    return {**document, "metadata": {**document["metadata"], "ownerReferences": [owner]}}
 
 
 def is_of(body: Object, obj: Object) -> bool:

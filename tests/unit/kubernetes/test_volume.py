@@ -6,6 +6,7 @@ import itertools
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,10 +22,11 @@ from tests.fakes.kubernetes import FakeKubernetes, Fault
 from tests.unit.kubernetes.site import Site, every_workload, runtime
 from toolkit.errors import LauncherError
 from toolkit.job.kubernetes_options import Workload
+from toolkit.kubernetes import KubernetesRun
 from toolkit.kubernetes.client import exec
 from toolkit.kubernetes.client.connection import Away, Denied
 from toolkit.kubernetes.sweep import KubernetesPoint
-from toolkit.kubernetes.volume import fetch, helper_pod, placed, read_file, transfer
+from toolkit.kubernetes.volume import fetch, helper_pod, placed, transfer
 from toolkit.kubernetes.volume import files as claim_files
 from toolkit.kubernetes.volume.files import CHUNK, _Received
 from toolkit.kubernetes.volume.helper_pod import TRANSFER_LABEL, run_dir_of, transfer_pod
@@ -73,6 +75,13 @@ def files_below(server: FakeKubernetes) -> list[str]:
 
 def pods(server: FakeKubernetes) -> list[str]:
     return [str(pod["metadata"]["name"]) for pod in server.objects_of("Pod")]
+
+
+def read_file(run: KubernetesRun, name: str) -> bytes | None:
+    """Return a file of the run's run directory; None if it does not exist."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "file")
+        return None if fetch(run, {name: path}) else path.read_bytes()
 
 
 # ---- The pod

@@ -6,28 +6,25 @@ controllers, and queries for state and logs do not take it for a pod of the run.
 """
 
 import contextlib
-import io
 import posixpath
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import LauncherError
 from toolkit.kubernetes.client.connection import Away, Conflict, Denied, Missing
 from toolkit.kubernetes.client.resources import PODS, Cluster
 from toolkit.kubernetes.pods import sentence, trouble
 from toolkit.kubernetes.volume.files import ATTEMPTS, Files, explained
-from toolkit.kubernetes.workloads import Object, WorkloadKind, documents_of
+from toolkit.kubernetes.workloads import Object, WorkloadKind, documents_of, owned
 from toolkit.planning.pods import MANAGER
 from toolkit.profile import KubernetesProfile
 
 if TYPE_CHECKING:
     from toolkit.kubernetes.run import KubernetesRun
 
-__all__ = ["TRANSFER_LABEL", "fetch", "placed", "read_file", "run_dir_of", "transfer"]
-
-T = TypeVar("T")
+__all__ = ["TRANSFER_LABEL", "fetch", "placed", "run_dir_of", "transfer"]
 
 TRANSFER_LABEL = f"{MANAGER}/transfer"
 """The label by which the pods of a run's transfers are found."""
@@ -83,52 +80,19 @@ def placed(
             raise
 
 
-def read_file(run: "KubernetesRun", name: str) -> bytes | None:
-    """Return a file of a run, given by its path in the run directory; None if it does not exist.
-
-    It is read in a pod of the run while one runs, else in one that is made for it.
-
-    Raises:
-        LauncherError: it cannot be read, or nothing outlives the pods.
-    """
-    content = io.BytesIO()
-    complete = _with_files(run, lambda files: files.fetch(name, content))
-    return content.getvalue() if complete else None
-
-
 def fetch(run: "KubernetesRun", targets: Mapping[str, Path]) -> set[str]:
     """Copy files of a run's run directory here, each whole or not at all.
 
-    The targets are local paths by those in the run directory. Returns the ones that are not there.
+    They are read in a pod of the run while one runs, else in one that is made for it. The targets
+    are local paths by those in the run directory. Returns the ones that are not there.
 
     Raises:
         LauncherError: they cannot be read, or nothing outlives the pods.
     """
-
-    def copied(files: Files, name: str, path: Path) -> bool:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(3)}")
-        try:
-            with draft.open("wb") as out:
-                complete = files.fetch(name, out)
-            if complete:
-                draft.replace(path)
-            return complete
-        finally:
-            draft.unlink(missing_ok=True)
-
-    return _with_files(
-        run, lambda files: {n for n, path in targets.items() if not copied(files, n, path)}
-    )
-
-
-def _with_files(run: "KubernetesRun", work: Callable[[Files], T]) -> T:
-    """Do something with the run directory of a run, by its object or the kept manifest."""
     cluster, kind = run.cluster, run.kind
     workload = cluster.get(kind, run.object_name)
     if workload is None:
-        profile = KubernetesProfile.model_validate(run.record.profile)
-        manifest = run.local.manifest(profile)
+        manifest = run.local.manifest(KubernetesProfile.model_validate(run.record.profile))
         workload = next(
             document
             for document in documents_of(manifest)
@@ -140,9 +104,28 @@ def _with_files(run: "KubernetesRun", work: Callable[[Files], T]) -> T:
     for pod in running[:1]:
         name = str(pod["metadata"]["name"])
         with contextlib.suppress(Missing):  # it has ended just now
-            return work(Files(cluster, name, kind.container, run_dir_of(workload, kind)))
+            return _copied(
+                Files(cluster, name, kind.container, run_dir_of(workload, kind)), targets
+            )
     with transfer(cluster, kind, workload) as files:
-        return work(files)
+        return _copied(files, targets)
+
+
+def _copied(files: Files, targets: Mapping[str, Path]) -> set[str]:
+    missing = set()
+    for name, path in targets.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(3)}")
+        try:
+            with draft.open("wb") as out:
+                complete = files.fetch(name, out)
+            if complete:
+                draft.replace(path)
+            else:
+                missing.add(name)
+        finally:
+            draft.unlink(missing_ok=True)
+    return missing
 
 
 @contextlib.contextmanager
@@ -195,7 +178,7 @@ def _runs(pod: Object) -> bool:
     return phase == "Running" and not pod["metadata"].get("deletionTimestamp")
 
 
-def transfer_pod(workload: Object, kind: WorkloadKind, *, word: str) -> dict[str, Any]:
+def transfer_pod(workload: Object, kind: WorkloadKind, *, word: str) -> Object:
     """Return a pod that has the volume with the run directory.
 
     Args:
@@ -222,18 +205,12 @@ def transfer_pod(workload: Object, kind: WorkloadKind, *, word: str) -> dict[str
             f"{run_dir} is in the pods alone and gone with them; name a runs_claim in the profile"
         )
     run = workload["metadata"]
-    metadata: dict[str, Any] = {
-        "name": f"{run['name']}-{_CONTAINER}-{word}",
-        "namespace": run["namespace"],
-        "labels": {
-            "app.kubernetes.io/name": _CONTAINER,
-            "app.kubernetes.io/managed-by": MANAGER,
-            TRANSFER_LABEL: run["name"],
-        },
+    labels = {
+        "app.kubernetes.io/name": _CONTAINER,
+        "app.kubernetes.io/managed-by": MANAGER,
+        TRANSFER_LABEL: run["name"],
     }
-    if uid := run.get("uid"):
-        owner = {"apiVersion": kind.api_version, "kind": kind.kind, "name": run["name"]}
-        metadata["ownerReferences"] = [owner | {"uid": uid}]
+    name = f"{run['name']}-{_CONTAINER}-{word}"
     helper = {
         "name": _CONTAINER,
         # A shell that is the first process must say itself that it heeds SIGTERM.
@@ -253,7 +230,9 @@ def transfer_pod(workload: Object, kind: WorkloadKind, *, word: str) -> dict[str
     if nodes := _some(spec.get("affinity") or {}, ("nodeAffinity",)):
         pod_spec["affinity"] = nodes
     pod_spec |= _some(spec, _OF_POD)
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
+    metadata = {"name": name, "namespace": run["namespace"], "labels": labels}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
+    return owned(pod, kind, workload) if "uid" in run else pod
 
 
 def run_dir_of(workload: Object, kind: WorkloadKind) -> str:
