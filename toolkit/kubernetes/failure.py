@@ -94,8 +94,8 @@ def failure_of(
     """
     pods = newest_of(listed_or_none(lambda: cluster.pods(selector)))
     number = max((attempt_of(pod) or 0 for pod in pods), default=0) if attempt is None else attempt
-    those = [pod for pod in pods if (attempt_of(pod) or 0) == number and not disruption(pod)]
-    outputs = [out for pod in those if (out := _output_of(cluster, kind, pod)) is not None]
+    own = [pod for pod in pods if (attempt_of(pod) or 0) == number and not disruption(pod)]
+    outputs = [out for pod in own if (out := _output_of(cluster, kind, pod)) is not None]
     if (failure := first_failure(outputs)) is not None or outputs or attempt not in (None, 0):
         return failure
     name = str(obj["metadata"]["name"])
@@ -184,7 +184,8 @@ def first_failure(outputs: Iterable[ContainerOutput]) -> Failure | None:
             before[start.restart].extend(start.unreported_failures(base))
     if not failures:
         return None
-    earlier_failures = tuple(first_of(those) for _, those in sorted(before.items()) if those)
+    by_restart = [before[restart] for restart in sorted(before)]
+    earlier_failures = tuple(first_of(group) for group in by_restart if group)
     return replace(first_of(failures), earlier=earlier_failures)
 
 

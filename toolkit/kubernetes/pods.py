@@ -215,7 +215,7 @@ def last_words(message: str) -> LastWords:
             others.append(line)
     # Those that torchrun has ended are no cause.
     reports = read_reports(others)
-    report = min(reports, key=lambda one: (-one.exitcode in STOPS, one.time), default=None)
+    report = min(reports, key=lambda r: (-r.exitcode in STOPS, r.time), default=None)
     # Without a report, the ranks with a traceback come first.
     guess = min(by_rank, key=lambda number: last_trace(by_rank[number]) is None, default=None)
     rank = report.rank if report else guess

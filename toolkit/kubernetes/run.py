@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.errors import InputError, LauncherError, Problem, RunLost
 from toolkit.kubernetes.client.connection import Away
 from toolkit.kubernetes.client.resources import Cluster, selector_of
-from toolkit.kubernetes.client.watch import ObjectWatch
+from toolkit.kubernetes.client.watcher import ObjectWatch
 from toolkit.kubernetes.delivered_files import is_delivery, key_of, signed
 from toolkit.kubernetes.failure import failure_of
 from toolkit.kubernetes.local_state import LocalState

@@ -14,7 +14,7 @@ from functools import partial
 from toolkit.errors import LauncherError
 from toolkit.kubernetes.client.connection import Away
 from toolkit.kubernetes.client.resources import Cluster, selector_of
-from toolkit.kubernetes.client.watch import ObjectWatch
+from toolkit.kubernetes.client.watcher import ObjectWatch
 from toolkit.kubernetes.pods import (
     FATAL,
     attempt_of,

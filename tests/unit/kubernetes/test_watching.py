@@ -17,7 +17,7 @@ from toolkit.errors import LauncherError
 from toolkit.kubernetes import watch_states
 from toolkit.kubernetes.client.connection import Connection
 from toolkit.kubernetes.client.resources import Cluster
-from toolkit.kubernetes.client.watch import ObjectWatch
+from toolkit.kubernetes.client.watcher import ObjectWatch
 from toolkit.kubernetes.status import Change, changes_of, digest
 from toolkit.kubernetes.workloads import KINDS
 from toolkit.planning.pods import RUN_LABEL

@@ -197,7 +197,7 @@ def transfer_pod(workload: Object, kind: WorkloadKind, *, word: str) -> Object:
         for mount in container.get("volumeMounts") or ()
         if posixpath.commonpath([run_dir, mount["mountPath"]]) == mount["mountPath"].rstrip("/")
     ]
-    mount: Object = max(above, key=lambda one: len(one["mountPath"]), default={})
+    mount: Object = max(above, key=lambda mount: len(mount["mountPath"]), default={})
     volumes = {volume["name"]: volume for volume in spec.get("volumes") or ()}
     volume = volumes.get(mount.get("name"))
     if volume is None or "emptyDir" in volume:
@@ -238,7 +238,7 @@ def transfer_pod(workload: Object, kind: WorkloadKind, *, word: str) -> Object:
 def run_dir_of(workload: Object, kind: WorkloadKind) -> str:
     """Return the path of the run directory in the pods of a run."""
     _, container = _pod_of(workload, kind)
-    values = {one["name"]: one.get("value") for one in container.get("env") or ()}
+    values = {entry["name"]: entry.get("value") for entry in container.get("env") or ()}
     # Kubernetes would expand a single dollar, see toolkit/rendering/environment.py.
     return str(values["TRAIN_RUN_DIR"]).replace("$$", "$")
 
@@ -248,7 +248,7 @@ def _pod_of(workload: Object, kind: WorkloadKind) -> tuple[Object, Object]:
     spec = _spec_in(workload["spec"], kind.container)
     if spec is None:
         raise LauncherError(f"{kind.kind} {workload['metadata']['name']} says nothing of its pods")
-    container = next(one for one in spec["containers"] if one["name"] == kind.container)
+    container = next(c for c in spec["containers"] if c["name"] == kind.container)
     # A TrainJob has image and environment beside its changes of the runtime.
     return spec, {**_some(workload["spec"].get("trainer") or {}, ("image", "env")), **container}
 
@@ -258,11 +258,11 @@ def _spec_in(thing: Any, container: str) -> Object | None:
     inner = thing if isinstance(thing, list) else ()
     if isinstance(thing, Mapping):
         containers = thing.get("containers")
-        if isinstance(containers, list) and container in [one.get("name") for one in containers]:
+        if isinstance(containers, list) and container in [c.get("name") for c in containers]:
             return thing
         inner = list(thing.values())
-    specs = (_spec_in(one, container) for one in inner)
-    return next((one for one in specs if one is not None), None)
+    specs = (_spec_in(value, container) for value in inner)
+    return next((spec for spec in specs if spec is not None), None)
 
 
 def _some(thing: Object, keys: tuple[str, ...]) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class ObjectWatch:
             self._error = None
             self._changed.notify_all()
         gone: list[tuple[str, Object | None]] = [(n, None) for n in before if n not in objects]
-        return gone + [(n, one) for n, one in objects.items() if before.get(n) != one]
+        return gone + [(n, obj) for n, obj in objects.items() if before.get(n) != obj]
 
     def _watch(self) -> Iterator[tuple[str, Object | None]]:
         """Yield what changes until the server ends the watch."""
