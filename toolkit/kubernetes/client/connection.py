@@ -141,7 +141,6 @@ class Connection:
         *,
         query: Mapping[str, str] | None = None,
         body: Any = None,
-        content_type: str = "application/json",
     ) -> Any:
         """Send a request and return the answer's JSON.
 
@@ -153,9 +152,7 @@ class Connection:
         """
 
         def answer() -> Any:
-            with self.open(
-                method, path, query=query, body=body, content_type=content_type
-            ) as response:
+            with self.open(method, path, query=query, body=body) as response:
                 text = body_of(response)
             try:
                 return untrusted.parse_json(text)
@@ -195,7 +192,6 @@ class Connection:
         *,
         query: Mapping[str, str] | None = None,
         body: Any = None,
-        content_type: str = "application/json",
         timeout_s: tuple[float, float] = TIMEOUT_S,
     ) -> Iterator[Any]:
         """Send a request and give the response, to be read as it comes.
@@ -210,7 +206,9 @@ class Connection:
         target = path + (f"?{urlencode(query)}" if query else "")
         headers = {"Accept": "application/json", "User-Agent": "torch-deploy-toolkit"}
         if body is not None:
-            headers["Content-Type"] = content_type
+            # Every PATCH is a server-side apply.
+            kind = "apply-patch+yaml" if method == "PATCH" else "json"
+            headers["Content-Type"] = f"application/{kind}"
         content = None if body is None else json.dumps(body)
         try:
             response = self._send(method, target, content, headers, timeout_s)

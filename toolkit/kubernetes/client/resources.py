@@ -64,7 +64,6 @@ class Cluster:
             resource.path(metadata.get("namespace", self.namespace), metadata["name"]),
             query=_WRITE | ({"dryRun": "All", "force": "true"} if dry_run else {}),
             body=body,
-            content_type="application/apply-patch+yaml",
         )
         return answers.one(answer)
 
