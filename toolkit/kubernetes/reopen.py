@@ -83,11 +83,7 @@ def interrupted(
 
 
 def tidy(
-    run: KubernetesRun,
-    runs: Sequence[RunObjects],
-    missing: Sequence[RunObjects],
-    *,
-    settled: bool,
+    run: KubernetesRun, runs: Sequence[RunObjects], missing: Sequence[RunObjects], *, settled: bool
 ) -> None:
     """Complete each half-created run, and delete companions of runs that were never created.
 

@@ -27,6 +27,7 @@ from toolkit.kubernetes.status import (
     judge,
     state_of,
 )
+from toolkit.kubernetes.volume import fetch
 from toolkit.kubernetes.workloads import Object, WorkloadKind, pods_of
 from toolkit.planning.pods import RUN_LABEL
 from toolkit.runs import registry, run_directory
@@ -217,8 +218,6 @@ class KubernetesRun(Run):
 
     def _measured(self) -> list[dict[str, Any]]:
         """Return what the run has measured, from the claim, by a pod of the run or a helper pod."""
-        from toolkit.kubernetes.volume import fetch
-
         with tempfile.TemporaryDirectory() as folder:
             fetch(self, {"metrics.jsonl": Path(folder, "metrics.jsonl")})
             return read_metrics(Path(folder))

@@ -47,10 +47,7 @@ class ApplyUnclear(Away):
 
 
 def submit_all(
-    cluster: Cluster,
-    runs: Sequence[RunObjects],
-    *,
-    goes_on: Callable[[], None] = lambda: None,
+    cluster: Cluster, runs: Sequence[RunObjects], *, goes_on: Callable[[], None] = lambda: None
 ) -> None:
     """Make runs, several at a time in their order; if one is refused, all are taken back.
 

@@ -17,20 +17,8 @@ __all__ = ["listed", "one"]
 ANY = "*"
 """The form of each value of a mapping whose keys are names."""
 
-_CONDITION = {
-    "type!": str,
-    "status": str,
-    "reason": str,
-    "message": str,
-    "lastTransitionTime": str,
-}
-_ENDED = {
-    "exitCode": int,
-    "reason": str,
-    "message": str,
-    "finishedAt": str,
-    "containerID": str,
-}
+_CONDITION = {"type!": str, "status": str, "reason": str, "message": str, "lastTransitionTime": str}
+_ENDED = {"exitCode": int, "reason": str, "message": str, "finishedAt": str, "containerID": str}
 _STATE = {
     "waiting": {"reason": str, "message": str},
     "running": {"startedAt": str},

@@ -135,12 +135,7 @@ class Connection:
         return client, {}
 
     def ask(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Mapping[str, str] | None = None,
-        body: Any = None,
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Any = None
     ) -> Any:
         """Send a request and return the answer's JSON.
 
