@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import LauncherError
-from toolkit.kubernetes.client.connection import Away, Conflict, Denied, Missing
+from toolkit.kubernetes.client.connection import FIRST_PAUSE_S, Away, Conflict, Denied, Missing
 from toolkit.kubernetes.client.resources import PODS, Cluster
 from toolkit.kubernetes.pods import sentence, trouble
 from toolkit.kubernetes.volume.files import ATTEMPTS, Files, explained
@@ -147,10 +147,15 @@ def transfer(cluster: Cluster, kind: WorkloadKind, workload: Object) -> Iterator
             _until_it_runs(cluster, name)
         yield Files(cluster, name, _CONTAINER, run_dir_of(workload, kind))
     finally:
-        with contextlib.suppress(LauncherError):  # else it ends by itself
-            connection.patiently(
-                lambda: connection.ask("DELETE", f"{path}/{name}"), attempts=ATTEMPTS
-            )
+        for _ in range(ATTEMPTS):  # if none succeeds, the pod ends by itself
+            try:
+                connection.ask("DELETE", f"{path}/{name}")
+            except Away:
+                connection.sleep(FIRST_PAUSE_S)
+                continue
+            except LauncherError:
+                pass  # it is gone, or may not be deleted
+            break
 
 
 def _until_it_runs(cluster: Cluster, name: str) -> None:
