@@ -159,7 +159,7 @@ def open_run(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.
     except RunNotFound:
         if not name.startswith("k8s://"):
             raise
-        from toolkit.kubernetes.foreign import is_uri, run_in_cluster
+        from toolkit.kubernetes.reopen import is_uri, run_in_cluster
 
         if not is_uri(name):
             raise

@@ -231,7 +231,7 @@ def _manifest_problems(
     manifests = read_manifests(text, str(path)).manifests
     cluster = site or KubernetesProfile(name="current")
     if server and schemas is None:
-        from toolkit.kubernetes.client.definitions import definitions
+        from toolkit.kubernetes.client.resources import definitions
 
         objects = [manifest.data for manifest in manifests]
         schemas = schemas_of(definitions(objects, cluster, api_client=api_client))

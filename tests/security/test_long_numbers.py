@@ -10,9 +10,8 @@ import yaml
 import toolkit
 from tests.conftest import ROOT
 from toolkit.errors import RunNotFound
-from toolkit.kubernetes.failure import Printed, first_failure
-from toolkit.kubernetes.pods import attempt_of, index_of, short_name
-from toolkit.kubernetes.termination_message import last_words
+from toolkit.kubernetes.failure import ContainerOutput, first_failure
+from toolkit.kubernetes.pods import attempt_of, index_of, last_words, short_name
 from toolkit.profile.detect import discover
 from toolkit.runs.sweep_status import index_of as position
 
@@ -110,7 +109,11 @@ def test_a_failure_that_a_pod_has_printed() -> None:
     log = f"E0101 00:00:00.0 7 t.py:9] failed (exitcode: {LONG}) local_rank: {LONG} (pid: 1) of x"
     lines = [(1.0, f"[rank {LONG}] ValueError: a"), (2.0, log), (3.0, "[rank 1] ValueError: b")]
     failure = first_failure(
-        [Printed(pod="node-0", attempt=0, exit_code=1, reason="Error", ended=4.0, lines=lines)]
+        [
+            ContainerOutput(
+                pod="node-0", attempt=0, exit_code=1, reason="Error", ended=4.0, lines=lines
+            )
+        ]
     )
     assert failure is not None
     assert LONG not in failure.message

@@ -16,8 +16,8 @@ from toolkit.functions.payload import files_of
 from toolkit.functions.worker import weight
 from toolkit.job.spec import JobSpec
 from toolkit.kubernetes import KubernetesLauncher, KubernetesRun, volume
-from toolkit.kubernetes.delivered_files import files_of_parts, parts_of
-from toolkit.kubernetes.objects import PAYLOAD_LIMIT, apart
+from toolkit.kubernetes.delivered_files import whole_files
+from toolkit.kubernetes.workloads import PAYLOAD_LIMIT, apart
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile, Profile, as_profile
 from toolkit.runs.state_dir import state_folder
@@ -141,7 +141,7 @@ def files_in(lines: Iterable[str], key: str) -> dict[str, bytes]:
         key: The key of the run.
     """
     contents: dict[str, bytes] = {}
-    for name, content in files_of_parts(parts_of(lines, key)):
+    for name, content in whole_files(lines, key):
         if not _NAME.fullmatch(name):
             continue
         if isinstance(content, int):

@@ -1,28 +1,48 @@
-"""Which rank of a run in pods has failed first, and why: by what the pods have printed. Pure.
+"""Which rank of a run in pods has failed first, and why: by what the pods have printed.
 
 The client cannot read a pod's disk, so it reads the log, or the end of it that Kubernetes keeps:
 the ranks' lines as torchrun forwards them, torchrun's report, and the entrypoint's lines.
+`failure_of` reads them from the cluster; `first_failure` judges them without I/O.
 """
 
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from toolkit.kubernetes.pods import conditions_of
-from toolkit.kubernetes.termination_message import OF_RANK, LastWords, last_words
-from toolkit.kubernetes.workloads import Object
+from toolkit.errors import LauncherError
+from toolkit.kubernetes.client.connection import Away, lines_of
+from toolkit.kubernetes.client.resources import Cluster
+from toolkit.kubernetes.delivered_files import is_delivery
+from toolkit.kubernetes.logs import STAMPED
+from toolkit.kubernetes.pods import (
+    OF_RANK,
+    LastWords,
+    attempt_of,
+    container_statuses,
+    disruption,
+    last_words,
+    newest_of,
+    seconds_of,
+    short_name,
+    true_conditions,
+)
+from toolkit.kubernetes.status import listed_or_none
+from toolkit.kubernetes.workloads import Object, WorkloadKind
 from toolkit.runs.echoes import is_echo
 from toolkit.runs.failure import STOPS, Failure, Kind, first_of
 from toolkit.runs.torchrun_log_dir import shift_s
 from toolkit.runs.torchrun_report import Reported, Trace, last_trace, read_reports, report_texts
 
-__all__ = ["Line", "Printed", "first_failure", "of_conditions", "seconds_of"]
+__all__ = ["ContainerOutput", "LogLine", "failure_of", "first_failure"]
 
-Line = tuple[float | None, str]
+LogLine = tuple[float | None, str]
 """When it was printed, in seconds since 1970, where that is known; and the line."""
+
+_MOST_LINES = 10_000
+"""Lines of a pod that are read: a rank that fails ends its run within seconds."""
 
 _AGAIN = re.compile(r"E\d{4} \S+ .*\] failed \(exitcode: (-?\d{1,9})\) local_rank: (\d{1,9}) ")
 """What torchrun logs before it ends the ranks of a start (torch 2.13, multiprocessing/api.py)."""
@@ -41,7 +61,7 @@ _LAST_WORDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Printed:
+class ContainerOutput:
     """What a container has printed that has ended badly."""
 
     pod: str
@@ -51,85 +71,293 @@ class Printed:
     """The start of all pods that it belongs to."""
 
     exit_code: int
-    """Its exit status."""
-
     reason: str
     """The kubelet's reason of its end."""
 
     ended: float
-    """When it has ended, in seconds since 1970."""
+    """When it has ended, in seconds since 1970; 0 if it is unknown."""
 
-    lines: Sequence[Line]
+    lines: Sequence[LogLine]
     """The last lines, oldest first."""
 
 
-@dataclass(kw_only=True)
-class _Start:
-    """The output of one start of a pod's ranks."""
+def failure_of(
+    cluster: Cluster, kind: WorkloadKind, obj: Object, selector: str, attempt: int | None
+) -> Failure | None:
+    """Return what failed first in an attempt of a failed run, the newest if None is given.
 
-    ranks: dict[int, list[Line]] = field(default_factory=lambda: defaultdict(list))
-    others: list[Line] = field(default_factory=list)
-    noticed: list[tuple[float | None, int, int]] = field(default_factory=list)
-    """Time, exit status and local rank of the failures that torchrun logs."""
+    A log that cannot be read any more is replaced by its end, which Kubernetes keeps with the pod;
+    if the pod is gone as well, the object's conditions may name it. None if the cause is unknown.
+
+    Raises:
+        Away: the server does not answer.
+    """
+    pods = newest_of(listed_or_none(lambda: cluster.pods(selector)))
+    number = max((attempt_of(pod) or 0 for pod in pods), default=0) if attempt is None else attempt
+    own = [pod for pod in pods if (attempt_of(pod) or 0) == number and not disruption(pod)]
+    outputs = [out for pod in own if (out := _output_of(cluster, kind, pod)) is not None]
+    if (failure := first_failure(outputs)) is not None or outputs or attempt not in (None, 0):
+        return failure
+    name = str(obj["metadata"]["name"])
+    jobs = listed_or_none(lambda: cluster.jobs_of([name])) if kind.jobs else []
+    return _of_conditions([obj, *jobs])
 
 
-def first_failure(printed: Iterable[Printed]) -> Failure | None:
+def _output_of(cluster: Cluster, kind: WorkloadKind, pod: Object) -> ContainerOutput | None:
+    """Return what a pod's container has printed; None where it has not ended badly."""
+    for status in container_statuses(pod, kind.container):
+        state = status.get("state") or {}
+        ended = state.get("terminated")
+        previous = ended is None and "waiting" in state
+        if previous:
+            ended = (status.get("lastState") or {}).get("terminated")
+        if not ended or not (ended.get("exitCode") or ended.get("reason") == "OOMKilled"):
+            continue
+        message = str(ended.get("message") or "")
+        lines: list[LogLine] = []
+        name, container = pod["metadata"]["name"], kind.container
+        try:
+            with cluster.log(name, container, previous=previous, most=_MOST_LINES) as response:
+                lines = list(_dated(lines_of(response)))
+        except Away:
+            raise
+        except LauncherError:
+            pass  # the log is gone, or not for us
+        return ContainerOutput(
+            pod=short_name(pod),
+            attempt=attempt_of(pod) or 0,
+            exit_code=int(ended.get("exitCode") or 0),
+            reason=str(ended.get("reason") or ""),
+            ended=seconds_of(ended.get("finishedAt")),
+            lines=lines or list(_dated(line.encode() for line in message.splitlines())),
+        )
+    return None
+
+
+def _dated(lines: Iterable[bytes]) -> Iterator[LogLine]:
+    for raw in lines:
+        time, text = None, raw
+        if match := STAMPED.match(raw):
+            whole_seconds = datetime.fromisoformat(f"{match[1].decode()}+00:00").timestamp()
+            time = whole_seconds + float(b"0." + (match[2] or b"0"))
+            text = match[3]
+        if not is_delivery(line := text.decode(errors="replace")):
+            yield time, line
+
+
+def _of_conditions(things: Iterable[Object]) -> Failure | None:
+    """Return the failure of the pod that has ended an object or one of its Jobs."""
+    for thing in things:
+        end = true_conditions(thing).get("Failed", {})
+        message = str(end.get("message") or "")
+        if (match := _POD_FAILED.search(message)) is None:
+            continue
+        index = _INDEX.search(match[1])
+        return Failure(
+            kind="exit",
+            rank=None,
+            local_rank=None,
+            node=f"node-{index[1]}" if index else match[1],
+            attempt=0,
+            restart=0,
+            time=seconds_of(end.get("lastTransitionTime")),
+            message=f"exit status {match[2]}; its pod is gone: {message}",
+            traceback=(),
+        )
+    return None
+
+
+def first_failure(outputs: Iterable[ContainerOutput]) -> Failure | None:
     """Return what failed first; None if it is unknown.
 
     Of several starts of the ranks within a pod, the last one counts. Ranks that only report the
     loss of another one come last, at any time.
     """
     failures: list[Failure] = []
-    before: dict[int, list[Failure]] = {}
-    for pod in printed:
-        *earlier, last = _starts_of(pod.lines)
-        reports = _reports(pod, last)
+    before: defaultdict[int, list[Failure]] = defaultdict(list)
+    for output in outputs:
+        *earlier, last = _starts_of(output)
+        reports = last.reports()
         base = next((reported.rank - reported.local_rank for reported in reports), None)
-        failures += _of_ranks(pod, last, reports, base, len(earlier)) or _of_pod(pod, last)
-        for restart, start in enumerate(earlier):
-            before.setdefault(restart, []).extend(_noticed(pod, start, base, restart))
+        failures += last.failures(reports, base) or last.container_failures()
+        for start in earlier:
+            before[start.restart].extend(start.unreported_failures(base))
     if not failures:
         return None
-    earlier_failures = tuple(first_of(those) for _, those in sorted(before.items()) if those)
+    by_restart = [before[restart] for restart in sorted(before)]
+    earlier_failures = tuple(first_of(group) for group in by_restart if group)
     return replace(first_of(failures), earlier=earlier_failures)
 
 
-def of_conditions(things: Iterable[Object]) -> Failure | None:
-    """Return the failure of the pod that has ended an object or one of its Jobs."""
-    for thing in things:
-        for condition in conditions_of(thing):
-            message = str(condition.get("message") or "")
-            match = _POD_FAILED.search(message)
-            if condition["type"] != "Failed" or condition.get("status") != "True" or not match:
-                continue
-            index = _INDEX.search(match[1])
-            return Failure(
-                kind="exit",
-                rank=None,
-                local_rank=None,
-                node=f"node-{index[1]}" if index else match[1],
-                attempt=0,
-                restart=0,
-                time=_seconds(condition.get("lastTransitionTime")),
-                message=f"exit status {match[2]}; its pod is gone: {message}",
-                traceback=(),
+@dataclass(kw_only=True)
+class _RanksOutput:
+    """The output of one start of a pod's ranks, as evidence of their failures."""
+
+    container: ContainerOutput
+    restart: int
+    """How often torchrun had started the ranks anew."""
+
+    ranks: dict[int, list[LogLine]] = field(default_factory=lambda: defaultdict(list))
+    others: list[LogLine] = field(default_factory=list)
+    noticed: list[tuple[float | None, int, int]] = field(default_factory=list)
+    """Time, exit status and local rank of the failures that torchrun logs."""
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether torchrun has ended after this start, with its report."""
+        return any(_OWN.match(text) for _, text in self.others)
+
+    @property
+    def last_words(self) -> LastWords:
+        """What the last lines of the container say."""
+        return last_words("\n".join(text for _, text in self.container.lines[-3:]))
+
+    def reports(self) -> list[Reported]:
+        """Return torchrun's report, by the clock of the log: a pod's time zone may not be ours."""
+        reports = read_reports(text for _, text in self.others)
+        stamps = [time for time, text in self.others if time and "error_file:" in text]
+        now = stamps[-1] if stamps else self.container.ended
+        last = max((reported.time for reported in reports), default=now)
+        shift = shift_s(now - last)
+        return [replace(reported, time=reported.time + shift) for reported in reports]
+
+    def failures(self, reports: Sequence[Reported], base: int | None) -> list[Failure]:
+        """Return how the ranks have failed that torchrun reports, or else that left a traceback.
+
+        `base` is the global rank of the pod's first rank, where it is known.
+        """
+        if not reports and self.last_words.word not in _NO_FAILURE:
+            return self._traces(base)
+        texts = report_texts(text for _, text in self.others)
+        failures = (self._judged(reported, texts.get(reported.rank, ())) for reported in reports)
+        return [failure for failure in failures if failure is not None]
+
+    def unreported_failures(self, base: int | None) -> Iterator[Failure]:
+        """Yield how the ranks have failed of a start that torchrun did not report."""
+        traces = self._traces(base)
+        yield from traces
+        for time, status, local_rank in self.noticed:
+            rank = None if base is None else base + local_rank
+            if status != 1 or rank not in {trace.rank for trace in traces}:
+                yield self._failure(
+                    "signal" if status < 0 else "exit",
+                    f"killed by {_signal(-status)}" if status < 0 else f"exit status {status}",
+                    rank=rank,
+                    local_rank=local_rank,
+                    time=time,
+                )
+
+    def container_failures(self) -> list[Failure]:
+        """Return the end of the container, if nothing is known of its ranks."""
+        container = self.container
+        if container.reason == "OOMKilled":
+            return [self._failure("signal", "OOMKilled: the pod needs more memory")]
+        if self.last_words.word in _NO_FAILURE:
+            return []
+        trace = last_trace([text for _, text in self.others])
+        if trace is not None and not _OWN.match(trace.message):
+            kind: Kind = "echo" if is_echo(trace.message) else "exception"
+            return [self._failure(kind, trace.message, traceback=trace.lines)]
+        words = str(last_words("\n".join(text for _, text in container.lines)))
+        message = f"exit status {container.exit_code}" + (f": {words}" if words else "")
+        return [self._failure("exit", message)]
+
+    def _judged(self, reported: Reported, error_lines: Sequence[str]) -> Failure | None:
+        """Return a rank's failure by the rules of `toolkit.runs.failure`; None for a victim.
+
+        The error lines are the content of its error file, as torchrun reports it.
+        """
+        if -reported.exitcode in STOPS and not error_lines:
+            return None
+        lines = self.ranks.get(reported.rank, [])
+        printed = last_trace([text for _, text in lines])
+        words = tuple(text for _, text in lines if text.strip())[-_LAST_WORDS:]
+        time = None
+        kind: Kind
+        if error_lines:
+            trace = last_trace(error_lines)
+            message = trace.message if trace else "\n".join(error_lines)
+            kind = "echo" if is_echo(message) else "exception"
+            trace = trace or printed
+            words = trace.lines if trace else ()
+            time = _time_of(lines, trace) if kind == "exception" else None
+        elif reported.exitcode == 1 and printed is not None:
+            kind = "echo" if is_echo(printed.message) else "exception"
+            message, words, time = printed.message, printed.lines, _time_of(lines, printed)
+        elif reported.exitcode < 0:
+            aborted = reported.exitcode == -signal.SIGABRT and is_echo("\n".join(words))
+            kind = "echo" if aborted else "signal"
+            message = f"killed by {_signal(-reported.exitcode)}"
+            verdict = self.last_words.verdict
+            out_of_memory = self.container.reason == "OOMKilled" or "out of memory" in verdict
+            if reported.exitcode == -signal.SIGKILL and out_of_memory:
+                message += "; the kernel has killed a process there for want of memory"
+            if printed is not None and printed.at_end:
+                words = printed.lines
+        else:
+            kind = "exit"
+            message = f"exit status {reported.exitcode}" + (f": {words[-1]}" if words else "")
+        return self._failure(
+            kind,
+            message,
+            rank=reported.rank,
+            local_rank=reported.local_rank,
+            time=time or reported.time,
+            traceback=words,
+        )
+
+    def _traces(self, base: int | None) -> list[Failure]:
+        """Return the exceptions with which ranks have ended."""
+        traces = ((r, lines, last_trace([t for _, t in lines])) for r, lines in self.ranks.items())
+        return [
+            self._failure(
+                "echo" if is_echo(trace.message) else "exception",
+                trace.message,
+                rank=rank,
+                local_rank=None if base is None else rank - base,
+                time=_time_of(lines, trace),
+                traceback=trace.lines,
             )
-    return None
+            for rank, lines, trace in traces
+            if trace is not None and trace.at_end
+        ]
+
+    def _failure(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        rank: int | None = None,
+        local_rank: int | None = None,
+        time: float | None = None,
+        traceback: tuple[str, ...] = (),
+    ) -> Failure:
+        return Failure(
+            kind=kind,
+            rank=rank,
+            local_rank=local_rank,
+            node=self.container.pod,
+            attempt=self.container.attempt,
+            restart=self.restart,
+            time=time or self.container.ended,
+            message=message,
+            traceback=traceback,
+        )
 
 
-def _starts_of(lines: Sequence[Line]) -> list[_Start]:
+def _starts_of(container: ContainerOutput) -> list[_RanksOutput]:
     """Return the output, grouped by starts of the ranks; the last one holds torchrun's report."""
-    starts = [_Start()]
-    for time, text in lines:
+    starts = [_RanksOutput(container=container, restart=0)]
+    for time, text in container.lines:
         if match := OF_RANK.match(text):
-            if starts[-1].noticed and not _reported(starts[-1].others):
-                starts.append(_Start())
+            if starts[-1].noticed and not starts[-1].is_reported:
+                starts.append(_RanksOutput(container=container, restart=len(starts)))
             starts[-1].ranks[int(match[1])].append((time, match[2]))
         else:
             starts[-1].others.append((time, text))
             if match := _AGAIN.match(text):
                 starts[-1].noticed.append((time, int(match[1]), int(match[2])))
-    if len(starts) > 1 and not starts[-1].noticed and _reported(starts[-1].others):
+    if len(starts) > 1 and not starts[-1].noticed and starts[-1].is_reported:
         late = starts.pop()  # what ranks had printed at their end, and torchrun passed on after it
         for rank, rank_lines in late.ranks.items():
             starts[-1].ranks[rank] += rank_lines
@@ -137,169 +365,7 @@ def _starts_of(lines: Sequence[Line]) -> list[_Start]:
     return starts
 
 
-def _reported(others: Sequence[Line]) -> bool:
-    return any(_OWN.match(text) for _, text in others)
-
-
-def _reports(pod: Printed, start: _Start) -> list[Reported]:
-    """Return torchrun's report, by the clock of the log: a pod's time zone may not be ours."""
-    reports = read_reports(text for _, text in start.others)
-    stamps = [time for time, text in start.others if time and "error_file:" in text]
-    now = stamps[-1] if stamps else pod.ended
-    last = max((reported.time for reported in reports), default=now)
-    shift = shift_s(now - last)
-    return [replace(reported, time=reported.time + shift) for reported in reports]
-
-
-def _of_ranks(
-    pod: Printed, start: _Start, reports: Sequence[Reported], base: int | None, restart: int
-) -> list[Failure]:
-    """Return how the ranks have failed that torchrun reports, or else that left a traceback."""
-    texts = report_texts(text for _, text in start.others)
-    failures = []
-    for reported in reports:
-        one = _judged(
-            pod, reported, start.ranks.get(reported.rank, []), texts.get(reported.rank, ())
-        )
-        failures += [replace(one, restart=restart)] if one is not None else []
-    if not reports and _last_words(pod).word not in _NO_FAILURE:
-        failures = _traces(pod, start, base, restart)
-    return failures
-
-
-def _judged(
-    pod: Printed, reported: Reported, lines: Sequence[Line], error_lines: Sequence[str]
-) -> Failure | None:
-    """Return a rank's failure by the rules of `toolkit.runs.failure`; None for a victim.
-
-    Args:
-        pod: Where it ran.
-        reported: What torchrun reports of it.
-        lines: Its output.
-        error_lines: The content of its error file.
-    """
-    if -reported.exitcode in STOPS and not error_lines:
-        return None
-    printed = last_trace([text for _, text in lines])
-    words = tuple(text for _, text in lines if text.strip())[-_LAST_WORDS:]
-    time = None
-    kind: Kind
-    if error_lines:
-        trace = last_trace(error_lines)
-        message = trace.message if trace else "\n".join(error_lines)
-        kind = "echo" if is_echo(message) else "exception"
-        trace = trace or printed
-        words = trace.lines if trace else ()
-        time = _time_of(lines, trace) if kind == "exception" else None
-    elif reported.exitcode == 1 and printed is not None:
-        kind = "echo" if is_echo(printed.message) else "exception"
-        message, words, time = printed.message, printed.lines, _time_of(lines, printed)
-    elif reported.exitcode < 0:
-        aborted = reported.exitcode == -signal.SIGABRT and is_echo("\n".join(words))
-        kind = "echo" if aborted else "signal"
-        message = f"killed by {_signal(-reported.exitcode)}"
-        if reported.exitcode == -signal.SIGKILL and _is_out_of_memory(pod):
-            message += "; the kernel has killed a process there for want of memory"
-        if printed is not None and printed.at_end:
-            words = printed.lines
-    else:
-        kind = "exit"
-        message = f"exit status {reported.exitcode}" + (f": {words[-1]}" if words else "")
-    return Failure(
-        kind=kind,
-        rank=reported.rank,
-        local_rank=reported.local_rank,
-        node=pod.pod,
-        attempt=pod.attempt,
-        restart=0,
-        time=time or reported.time,
-        message=message,
-        traceback=words,
-    )
-
-
-def _traces(pod: Printed, start: _Start, base: int | None, restart: int) -> list[Failure]:
-    """Return the exceptions with which ranks have ended."""
-    failures = []
-    for rank, lines in start.ranks.items():
-        trace = last_trace([text for _, text in lines])
-        if trace is not None and trace.at_end:
-            one = Failure(
-                kind="echo" if is_echo(trace.message) else "exception",
-                rank=rank,
-                local_rank=None if base is None else rank - base,
-                node=pod.pod,
-                attempt=pod.attempt,
-                restart=restart,
-                time=_time_of(lines, trace) or pod.ended,
-                message=trace.message,
-                traceback=trace.lines,
-            )
-            failures.append(one)
-    return failures
-
-
-def _noticed(pod: Printed, start: _Start, base: int | None, restart: int) -> Iterator[Failure]:
-    """Yield how the ranks have failed of a start that torchrun did not report."""
-    traces = _traces(pod, start, base, restart)
-    yield from traces
-    for time, status, local_rank in start.noticed:
-        rank = None if base is None else base + local_rank
-        if status != 1 or rank not in {one.rank for one in traces}:
-            yield Failure(
-                kind="signal" if status < 0 else "exit",
-                rank=rank,
-                local_rank=local_rank,
-                node=pod.pod,
-                attempt=pod.attempt,
-                restart=restart,
-                time=time or pod.ended,
-                message=f"killed by {_signal(-status)}" if status < 0 else f"exit status {status}",
-                traceback=(),
-            )
-
-
-def _of_pod(pod: Printed, start: _Start) -> list[Failure]:
-    """Return the end of a container of whose ranks nothing is known."""
-    if _last_words(pod).word in _NO_FAILURE and pod.reason != "OOMKilled":
-        return []
-    texts = [text for _, text in start.others]
-    trace = last_trace(texts)
-    kind: Kind
-    lines: tuple[str, ...] = ()
-    if pod.reason == "OOMKilled":
-        kind, message = "signal", "OOMKilled: the pod needs more memory"
-    elif trace is not None and not _OWN.match(trace.message):
-        kind = "echo" if is_echo(trace.message) else "exception"
-        message, lines = trace.message, trace.lines
-    else:
-        last_message = str(last_words("\n".join(text for _, text in pod.lines)))
-        kind = "exit"
-        message = f"exit status {pod.exit_code}" + (f": {last_message}" if last_message else "")
-    return [
-        Failure(
-            kind=kind,
-            rank=None,
-            local_rank=None,
-            node=pod.pod,
-            attempt=pod.attempt,
-            restart=0,
-            time=pod.ended,
-            message=message,
-            traceback=lines,
-        )
-    ]
-
-
-def _last_words(pod: Printed) -> LastWords:
-    return last_words("\n".join(text for _, text in pod.lines[-3:]))
-
-
-def _is_out_of_memory(pod: Printed) -> bool:
-    return pod.reason == "OOMKilled" or "out of memory" in _last_words(pod).verdict
-
-
-def _time_of(lines: Sequence[Line], trace: Trace | None) -> float | None:
+def _time_of(lines: Sequence[LogLine], trace: Trace | None) -> float | None:
     """Return when the last line of a traceback was printed."""
     if trace is None or not trace.lines:
         return None
@@ -311,15 +377,3 @@ def _signal(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _seconds(stamp: object) -> float:
-    try:
-        return datetime.fromisoformat(str(stamp)).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return 0.0
-
-
-def seconds_of(ended: Mapping[str, object]) -> float:
-    """Return when a container has ended, in seconds since 1970; 0 if it is unknown."""
-    return _seconds(ended.get("finishedAt"))

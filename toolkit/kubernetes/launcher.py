@@ -8,14 +8,23 @@ from typing import Any
 
 from toolkit.errors import InputError, LauncherError, SchedulerMissing
 from toolkit.job.kubernetes_options import Workload
-from toolkit.kubernetes import local_state, reopen, watcher
 from toolkit.kubernetes.client.connection import Connection, NotServed
 from toolkit.kubernetes.client.resources import Cluster
-from toolkit.kubernetes.objects import groups_for, groups_of, manifest_for, started_again
-from toolkit.kubernetes.run import KubernetesRun
-from toolkit.kubernetes.submission import Unclear, remove, submit_all
-from toolkit.kubernetes.sweep import KubernetesPoint, opened
-from toolkit.kubernetes.workloads import KINDS, Kind, Object, place_of
+from toolkit.kubernetes.local_state import LocalState
+from toolkit.kubernetes.reopen import interrupted, opened, tidy
+from toolkit.kubernetes.run import SETTLED_S, KubernetesRun
+from toolkit.kubernetes.status import Change, changes_of
+from toolkit.kubernetes.submission import ApplyUnclear, remove, submit_all
+from toolkit.kubernetes.sweep import KubernetesPoint
+from toolkit.kubernetes.workloads import (
+    KINDS,
+    Object,
+    WorkloadKind,
+    manifest_for,
+    objects_by_run,
+    resource_of,
+    started_again,
+)
 from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.pods import RUN_LABEL, payload_dir_of
 from toolkit.profile import KubernetesProfile
@@ -23,6 +32,9 @@ from toolkit.runs import registry, submission_journal
 from toolkit.runs.run import Launcher, Run, new_run_name
 
 __all__ = ["KubernetesLauncher", "dry_run", "watch_states"]
+
+_FORGOTTEN_S = 86_400.0
+"""How long a run is listed that was never created, in seconds."""
 
 
 class KubernetesLauncher(Launcher[KubernetesPlan]):
@@ -69,35 +81,36 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         self._cluster.connection.connect()
         name = new_run_name(plan.job.name)
         kind = KINDS[plan.workload]
-        journal_data: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "context": self._cluster.connection.context,
             "workload": plan.workload,  # the job may have its own wish
             "master": self._profile.master and plan.workload == "PyTorchJob",
         }
-        profile = self._profile.model_copy(update=journal_data)
-        given = files or {}
-        manifest = manifest_for(plan.named(name), given)
-        groups = groups_for(manifest, kind, given)
-        folder = local_state.keep(name, plan.job, self._environ, files=given, manifest=manifest)
+        profile = self._profile.model_copy(update=facts)
+        payload = files or {}
+        manifest = manifest_for(plan.named(name), payload)
+        runs = objects_by_run(manifest, kind, payload)
+        local = LocalState(name, self._environ)
+        local.write(plan.job, manifest, payload)
         record = registry.RunRecord(
             uri=f"k8s://{profile.namespace}/{name}",
             name=name,
             job=plan.job.name,
             profile=profile.model_dump(mode="json", by_alias=True),
             created=time.time(),
-            run_dir=folder if files else None,
+            run_dir=local.folder if files else None,
         )
-        data = {"record": record.as_json(), "files": list(files or {})}
+        data = {"record": record.as_json(), "files": list(payload)}
         with submission_journal.begin(self._intents, name, data) as intent:
             try:
-                submit_all(self._cluster, kind, groups, goes_on=intent.goes_on)
-            except Unclear as error:
-                raise Unclear(
+                submit_all(self._cluster, runs, goes_on=intent.goes_on)
+            except ApplyUnclear as error:
+                raise ApplyUnclear(
                     f"{error}; `toolkit status {name}` tells whether it has arrived, and "
                     f"`toolkit resubmit {name}` submits it if not"
                 ) from error
             except LauncherError:
-                local_state.forget(name, self._environ)
+                local.delete()
                 intent.done()
                 raise
             registry.add(record, environ=self._environ)
@@ -105,7 +118,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         return opened(record, self._cluster, kind, self._environ)
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
-        """Let a run that has ended go on from its checkpoints; of a sweep, what did not succeed.
+        """Let a run, or the points of a sweep that did not succeed, go on from its checkpoints.
 
         The object is deleted and made again under its name, so that it finds its run directory.
 
@@ -122,22 +135,21 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
                 f"{run.uri}: profile {self._profile.name!r} names no runs_claim, so its "
                 "checkpoints are gone with its pods; submit the job anew"
             )
-        again = run.unfinished()
-        whole = run.sweep if isinstance(run, KubernetesPoint) else run
-        if payload_dir_of(local_state.job_of(whole.name, self._environ)):
+        parts = run.unfinished()
+        if payload_dir_of(run.local.job()):
             raise LauncherError(f"{run.uri}: its code is gone with its pods; call it again")
-        manifest = local_state.manifest_of(whole.name, self._profile, self._environ)
-        names, token = {part.object_name for part in again}, secrets.token_hex(4)
-        groups = [
-            started_again(group, token)
-            for group in groups_of(manifest, run.kind)
-            if group.name in names
+        manifest = run.local.manifest(self._profile)
+        names, token = {part.object_name for part in parts}, secrets.token_hex(4)
+        runs = [
+            started_again(objects, token)
+            for objects in objects_by_run(manifest, run.kind)
+            if objects.name in names
         ]
-        for group in groups:
-            remove(self._cluster, run.kind, group.name)
-        for part in again:
+        for objects in runs:
+            remove(self._cluster, objects)
+        for part in parts:
             part.withdraw_end()
-        submit_all(self._cluster, run.kind, groups)
+        submit_all(self._cluster, runs)
         return run
 
     def _finish(self, run: KubernetesRun) -> Run:
@@ -147,11 +159,8 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         if intent is None:
             raise LauncherError(f"{record.name} is being submitted by another process just now")
         with intent:
-            groups = reopen.groups_begun(
-                intent, self._profile, run.kind, record.name, self._environ
-            )
-            missing = reopen.missing_of(self._cluster, run.kind, groups, record.name)
-            submit_all(self._cluster, run.kind, missing, goes_on=intent.goes_on)
+            _, missing = interrupted(run, intent, self._profile)
+            submit_all(self._cluster, missing, goes_on=intent.goes_on)
             self._add(record)
             intent.done()
         whole = opened(record, self._cluster, run.kind, self._environ)
@@ -169,27 +178,25 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             return self._recovered(record, kind, intent)
 
     def _recovered(
-        self, record: registry.RunRecord, kind: Kind, intent: submission_journal.Intent
+        self, record: registry.RunRecord, kind: WorkloadKind, intent: submission_journal.Intent
     ) -> KubernetesRun:
         """Return a run whose submission was cut short, with what the cluster has of it."""
         run = opened(record, self._cluster, kind, self._environ, begun=intent.begun)
         age_s = time.time() - intent.begun
         try:
-            groups = reopen.groups_begun(intent, self._profile, kind, record.name, self._environ)
-            missing = reopen.missing_of(self._cluster, kind, groups, record.name)
-            settled = age_s > reopen.SETTLED_S
-            reopen.tidy(self._cluster, kind, groups, missing, settled=settled)
+            runs, missing = interrupted(run, intent, self._profile)
+            tidy(run, runs, missing, settled=age_s > SETTLED_S)
         except (LauncherError, InputError):
             return run  # its status gives the reason
-        if len(missing) < len(groups):
+        if len(missing) < len(runs):
             self._add(record)
             if not missing:
                 intent.done()
                 return opened(record, self._cluster, kind, self._environ)
-        elif age_s > reopen.FORGOTTEN_S:
+        elif age_s > _FORGOTTEN_S:
             intent.done()
             if not self._is_known(record):
-                local_state.forget(record.name, self._environ)
+                run.local.delete()
         return run
 
     def _add(self, record: registry.RunRecord) -> None:
@@ -198,7 +205,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             registry.add(record, environ=self._environ)
 
     def _is_known(self, record: registry.RunRecord) -> bool:
-        # Its intent is ours just now, so it is not among what was cut short.
+        # This process holds the run's journal entry, so the registry does not list it for that.
         return any(other.name == record.name for other in registry.records(environ=self._environ))
 
 
@@ -209,25 +216,19 @@ def dry_run(
     api_client: Any = None,
     environ: Mapping[str, str] = os.environ,
 ) -> list[tuple[Object, str]]:
-    """Validate objects by a dry run of the API server; nothing is created.
+    """Validate the objects of a manifest by a dry run of the API server; nothing is created.
 
-    Args:
-        documents: The objects of a manifest.
-        profile: The site; an object that names another namespace is validated there.
-        api_client: A `kubernetes.client.ApiClient`; by kubeconfig or in the cluster without.
-        environ: Where KUBECONFIG is looked for.
-
-    Returns:
-        Each object, and what the server has against it; empty where it would take it.
+    An object that names another namespace than the profile is validated there. Returns each object
+    and what the server has against it; empty where it would take it.
 
     Raises:
         SchedulerMissing: no cluster, or none that answers.
     """
     cluster = Cluster(Connection(profile, api_client=api_client, environ=environ))
 
-    def words(document: Object) -> str:
+    def refusal_of(document: Object) -> str:
         try:
-            cluster.apply(place_of(document), document, dry_run=True)
+            cluster.apply(resource_of(document), document, dry_run=True)
         except SchedulerMissing:
             raise
         except NotServed as error:
@@ -236,7 +237,7 @@ def dry_run(
             return error.answer or str(error)
         return ""
 
-    return [(document, words(document)) for document in documents]
+    return [(document, refusal_of(document)) for document in documents]
 
 
 def watch_states(
@@ -245,7 +246,7 @@ def watch_states(
     *,
     api_client: Any = None,
     environ: Mapping[str, str] = os.environ,
-) -> Iterator[watcher.Change]:
+) -> Iterator[Change]:
     """Yield the state of each run of a namespace and kind, and every change of it, for ever.
 
     One list and one connection, however many runs; closing the iterator ends it.
@@ -254,4 +255,4 @@ def watch_states(
         LauncherError: the server refuses.
     """
     cluster = Cluster(Connection(profile, api_client=api_client, environ=environ))
-    return watcher.watch_states(cluster, KINDS[workload], RUN_LABEL)
+    return changes_of(cluster, KINDS[workload], RUN_LABEL)

@@ -1,27 +1,152 @@
-"""The lines of all pods of a run, merged, while pods come, start again and are made anew."""
+"""The lines of all pods of a run, merged, while pods come, start again and are made anew.
+
+Each pod's log is read through restarts of its container and broken connections.
+"""
 
 import contextlib
 import queue
+import re
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from toolkit.errors import LauncherError
-from toolkit.kubernetes.client.connection import Away, Missing
+from toolkit.kubernetes.client.connection import Away, Missing, hang_up, lines_of
 from toolkit.kubernetes.client.resources import Cluster
-from toolkit.kubernetes.pod_log import Lines, PodLog, starts_of
-from toolkit.kubernetes.pods import attempt_of
-from toolkit.kubernetes.workloads import Kind, Object
+from toolkit.kubernetes.pods import attempt_of, container_statuses
+from toolkit.kubernetes.workloads import Object, WorkloadKind
 from toolkit.runs.log_reader import LogView
+from toolkit.runs.torchrun_report import StopTraces
 
-__all__ = ["Round", "read_lines"]
+__all__ = ["STAMPED", "Round", "read_lines"]
 
 _POLL_S = 1.0
 """Poll interval of the list of pods, in seconds."""
 
-
 _LAST_ROUNDS = 4
-"""Poll interval for the rest of the logs of pods that have ended, in seconds."""
+"""How often at most the rest of the logs of pods that have ended is looked for."""
+
+STAMPED = re.compile(
+    rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?[-+:Z0-9]* ?(.*)", re.DOTALL
+)
+"""A line with its time, which the API server gives in UTC (Go's RFC3339Nano)."""
+
+_Lines: TypeAlias = "queue.Queue[str | LauncherError]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ContainerStart:
+    """One start of a pod's container."""
+
+    container_id: str
+    previous: bool
+    running: bool
+
+
+@dataclass(kw_only=True)
+class _PodLog:
+    """The part of a pod's log that was read; its container may start several times."""
+
+    pod: str
+    container: str
+    prefix: str
+    view: LogView
+    stamp: bytes = b""
+    """When the newest line that was read was printed; a pod's node has one clock."""
+
+    same_stamp: int = 0
+    """How many lines with that time were read."""
+
+    ended: frozenset[str] = frozenset()
+    """The starts that are known to have ended."""
+
+    complete: set[str] = field(default_factory=set)
+    """Those of them that were read to their end."""
+
+    thread: threading.Thread | None = None
+    response: Any = None
+    stopping: threading.Event = field(default_factory=threading.Event)
+    traces: StopTraces = field(default_factory=StopTraces)
+
+    @property
+    def active(self) -> bool:
+        """Whether it is being read in the background."""
+        return self.thread is not None and self.thread.is_alive()
+
+    @property
+    def behind(self) -> bool:
+        """Whether a start that has ended was not read to its end yet."""
+        return not self.ended <= self.complete
+
+    def follow(self, cluster: Cluster, starts: list[_ContainerStart], lines: _Lines) -> None:
+        """Read in the background the first start that has not been read to its end."""
+        self.ended = frozenset(start.container_id for start in starts if not start.running)
+        unread = [start for start in starts if start.container_id not in self.complete]
+        if self.active or not unread:
+            return
+        start = unread[0]
+
+        def work() -> None:
+            try:
+                for line in self.shown(self.read(cluster, start, follow=True)):
+                    lines.put(line)
+                # Of one that was running, a connection that closed early looks the same: ask again.
+                if not start.running:
+                    self.complete.add(start.container_id)
+                    for line in self.rest():
+                        lines.put(line)
+            except Away:
+                pass  # the next round tries again
+            except Missing:
+                self.complete.add(start.container_id)
+            except LauncherError as error:
+                lines.put(error)
+            except (OSError, ValueError, AttributeError):
+                if not self.stopping.is_set():
+                    raise
+
+        self.thread = threading.Thread(target=work, name=f"log-{self.pod}", daemon=True)
+        self.thread.start()
+
+    def read(self, cluster: Cluster, start: _ContainerStart, *, follow: bool) -> Iterator[str]:
+        """Yield the lines that were not read before."""
+        last_stamp, known_lines, seen = self.stamp, self.same_stamp, 0
+        log = cluster.log(self.pod, self.container, previous=start.previous, follow=follow)
+        with log as self.response:
+            for raw in lines_of(self.response):
+                stamp, text = self.stamp, raw
+                if match := STAMPED.match(raw):
+                    stamp = match[1] + (match[2] or b"").ljust(9, b"0")
+                    text = match[3]
+                if stamp <= last_stamp:
+                    seen += stamp == last_stamp
+                    if stamp < last_stamp or seen <= known_lines:
+                        continue
+                self.same_stamp = self.same_stamp + 1 if stamp == self.stamp else 1
+                self.stamp = stamp
+                yield text.decode(errors="replace")
+
+    def shown(self, lines: Iterable[str]) -> Iterator[str]:
+        """Yield what people see of these lines."""
+        for line in lines:
+            yield from self._of_ranks(self.traces.take(line))
+
+    def rest(self) -> Iterator[str]:
+        """Yield the lines that were held back, after the container's end."""
+        yield from self._of_ranks(self.traces.rest())
+
+    def _of_ranks(self, lines: list[str]) -> Iterator[str]:
+        return (self.prefix + line for line in self.view.of_ranks(iter(lines)))
+
+    def stop(self) -> None:
+        """Make a blocked reader return, and wait for it."""
+        self.stopping.set()
+        if self.active:
+            hang_up(self.response)
+        if self.thread is not None:
+            self.thread.join(timeout=5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,34 +162,39 @@ class Round:
 
 def read_lines(
     cluster: Cluster,
-    kind: Kind,
+    kind: WorkloadKind,
     view: LogView,
     look: Callable[[], Round],
     prefix: Callable[[Object], str],
 ) -> Iterator[str]:
-    """Yield the lines that pods have printed.
+    """Yield the lines that pods have printed, as far as the view wants them.
 
-    Args:
-        cluster: Where they run.
-        kind: The cluster of the pods.
-        view: Which lines are wanted, and whether to go on until all has ended.
-        look: Returns the current pods.
-        prefix: Returns the prefix of the lines of a pod.
+    `look` returns the current pods, and `prefix` what stands before each line of a pod.
     """
-    lines: Lines = queue.Queue()
-    logs: dict[str, PodLog] = {}
+    lines: _Lines = queue.Queue()
+    logs: dict[str, _PodLog] = {}
     last_round = not view.follow
     rounds = 0
     try:
         while True:
             with contextlib.suppress(Away) if view.follow else contextlib.nullcontext():
                 seen = look()
-                last_round = last_round or seen.ended or _passed(seen.pods, view)
-                for pod in _wanted(seen.pods, view):
+                pods = seen.pods
+                last_round = last_round or seen.ended
+                if view.attempt is not None:
+                    attempts = [attempt_of(pod) for pod in pods]  # None where nothing counts them
+                    last_round = last_round or any((n or 0) > view.attempt for n in attempts)
+                    pods = [p for p in pods if attempt_of(p) in (view.attempt, None)]
+                for pod in pods:
                     metadata = pod["metadata"]
-                    new = PodLog(pod=metadata["name"], prefix=prefix(pod), view=view)
+                    new = _PodLog(
+                        pod=metadata["name"],
+                        container=kind.container,
+                        prefix=prefix(pod),
+                        view=view,
+                    )
                     log = logs.setdefault(metadata["uid"], new)
-                    starts = list(starts_of(pod, kind.container))
+                    starts = list(_starts_of(pod, kind.container))
                     if view.follow:
                         log.follow(cluster, starts, lines)
                         continue
@@ -99,14 +229,15 @@ def read_lines(
             log.stop()
 
 
-def _wanted(pods: Sequence[Object], view: LogView) -> Sequence[Object]:
-    """Return the pods of the attempt that is wanted; all where nothing counts attempts."""
-    if view.attempt is None:
-        return pods
-    return [pod for pod in pods if attempt_of(pod) in (view.attempt, None)]
-
-
-def _passed(pods: Sequence[Object], view: LogView) -> bool:
-    """Whether a later attempt than the requested one has started."""
-    wanted = view.attempt
-    return wanted is not None and any((attempt_of(pod) or 0) > wanted for pod in pods)
+def _starts_of(pod: Object, container: str) -> Iterator[_ContainerStart]:
+    """Yield the starts of a pod's container whose logs the kubelet has, oldest first."""
+    for status in container_statuses(pod, container):
+        for where in ("lastState", "state"):
+            state = status.get(where) or {}
+            running = state.get("running") is not None
+            identity = (state.get("terminated") or {}).get("containerID") or (
+                status.get("containerID") if running else None
+            )
+            if identity:
+                previous = where == "lastState"
+                yield _ContainerStart(container_id=identity, previous=previous, running=running)

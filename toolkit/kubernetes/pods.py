@@ -1,27 +1,44 @@
-"""What pods say: why they do not run, how they ended, and which controller deleted them. Pure."""
+"""What pods say: why they do not run, how they ended, and which controller deleted them. Pure.
 
+Kubernetes keeps the end of the log of a container that fails, 2,048 bytes of it
+(`terminationMessagePolicy: FallbackToLogsOnError`), when all else of the pod is gone. This end
+names the rank that failed, the cause, and the entrypoint's verdict.
+"""
+
+import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
-from toolkit.kubernetes.termination_message import LastWords, last_words
+from toolkit.kubernetes.delivered_files import is_delivery
 from toolkit.kubernetes.workloads import ATTEMPT_LABEL, Object
+from toolkit.runs.failure import STOPS
+from toolkit.runs.torchrun_report import last_trace, read_reports, report_texts
 from toolkit.text.quantities import whole_number
 
 __all__ = [
     "FATAL",
+    "OF_RANK",
     "Death",
+    "LastWords",
     "attempt_of",
     "conditions_of",
+    "container_statuses",
     "disruption",
     "first_death",
     "index_of",
     "is_running",
     "is_starting",
+    "label_of",
+    "last_words",
     "newest_of",
+    "seconds_of",
     "sentence",
     "short_name",
     "trouble",
+    "true_conditions",
 ]
 
 FATAL = 42
@@ -36,20 +53,32 @@ _TAKEN = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Term
 _LACKING = re.compile(r"\d+ Insufficient ([\w./-]*\w)")
 """The scheduler's message about nodes that have too little of a resource."""
 
-
-_INDEX_LABELS = (
-    "training.kubeflow.org/replica-index",
-    "batch.kubernetes.io/job-completion-index",
-)
+_INDEX_LABELS = ("training.kubeflow.org/replica-index", "batch.kubernetes.io/job-completion-index")
 _ROLE_LABEL = "training.kubeflow.org/replica-type"
+
+OF_RANK = re.compile(r"\[rank (\d{1,9})\] (.*)", re.DOTALL)
+"""A line of a rank, as torchrun passes it on."""
+
+_OF_ENTRYPOINT = re.compile(r"torchrun ended with \d+; (?:(\w+): )?.*: \d+")
+"""The last line of templates/kubernetes/entrypoint.sh.j2: torchrun's exit status, the word and the
+sentence of the retry policy, and the exit status of the container."""
+
+_OF_TORCHRUN = re.compile(
+    r"\s|[=-]{4}|[WIE]\d{4} |\[[WIE]\d|Root Cause|Failures:|Traceback |raise |torch\S+Error|$"
+)
+"""Lines that say nothing of the cause: torchrun's report and its own traceback."""
+
+
+def label_of(obj: Object, label: str) -> str:
+    """Return a label's value; empty where the object does not have it."""
+    return str((obj["metadata"].get("labels") or {}).get(label) or "")
 
 
 def index_of(pod: Object) -> tuple[str, int, str]:
     """Return what pods are ordered by: role, index, name; a master comes before workers."""
-    labels = pod["metadata"].get("labels") or {}
-    numbers = (whole_number(str(labels.get(name, ""))) for name in _INDEX_LABELS)
+    numbers = (whole_number(label_of(pod, label)) for label in _INDEX_LABELS)
     index = next((number for number in numbers if number is not None), 0)
-    return labels.get(_ROLE_LABEL, ""), index, pod["metadata"]["name"]
+    return label_of(pod, _ROLE_LABEL), index, pod["metadata"]["name"]
 
 
 def short_name(pod: Object) -> str:
@@ -60,12 +89,25 @@ def short_name(pod: Object) -> str:
 
 def attempt_of(pod: Object) -> int | None:
     """Return which start of all pods a pod belongs to, from 0; None where nothing counts them."""
-    return whole_number(str((pod["metadata"].get("labels") or {}).get(ATTEMPT_LABEL, "")))
+    return whole_number(label_of(pod, ATTEMPT_LABEL))
 
 
 def conditions_of(thing: Object) -> Sequence[Object]:
     """Return the conditions of an object."""
     return (thing.get("status") or {}).get("conditions") or ()
+
+
+def true_conditions(thing: Object) -> dict[str, Object]:
+    """Return the conditions of an object that hold, by their types."""
+    return {c["type"]: c for c in conditions_of(thing) if c.get("status") == "True"}
+
+
+def seconds_of(stamp: object) -> float:
+    """Return a time of the API in seconds since 1970; 0 if it cannot be read."""
+    try:
+        return datetime.fromisoformat(str(stamp)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return 0.0
 
 
 def sentence(name: str, text: Object, *more: str) -> str:
@@ -75,12 +117,8 @@ def sentence(name: str, text: Object, *more: str) -> str:
 
 def is_running(pod: Object) -> bool:
     """Whether a container of a pod runs, or has run."""
-    return any(
-        True
-        for which in ("running", "terminated")
-        for where in ("state", "lastState")
-        for _ in _states(pod, which, where=where)
-    )
+    places = itertools.product(("running", "terminated"), ("state", "lastState"))
+    return any(list(_states(pod, which, where=where)) for which, where in places)
 
 
 def is_starting(pod: Object) -> bool:
@@ -110,11 +148,93 @@ def trouble(pod: Object) -> str:
 def disruption(pod: Object) -> str:
     """Return why the cluster took a pod away (Kubernetes, pod condition DisruptionTarget)."""
     name, status = short_name(pod), pod.get("status") or {}
-    for condition in conditions_of(pod):
-        if condition["type"] == "DisruptionTarget" and condition.get("status") == "True":
-            # The status of an evicted pod is more precise than its condition.
-            return sentence(name, status if status.get("reason") == "Evicted" else condition)
+    if (condition := true_conditions(pod).get("DisruptionTarget")) is not None:
+        # The status of an evicted pod is more precise than its condition.
+        return sentence(name, status if status.get("reason") == "Evicted" else condition)
     return sentence(name, status) if status.get("reason") in _TAKEN else ""
+
+
+def container_statuses(pod: Object, name: str | None = None) -> Iterator[Object]:
+    """Yield the statuses of a pod's containers, or only of the one with this name."""
+    for status in (pod.get("status") or {}).get("containerStatuses") or ():
+        if name is None or status.get("name", name) == name:
+            yield status
+
+
+def _states(pod: Object, which: str, *, where: str = "state") -> Iterator[Object]:
+    for status in container_statuses(pod):
+        if (state := (status.get(where) or {}).get(which)) is not None:
+            yield state
+
+
+def newest_of(pods: Iterable[Object]) -> list[Object]:
+    """Return the newest of each pod that was recreated, under the same or another name."""
+    by_age = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp") or ""))
+    return list({short_name(pod): pod for pod in by_age}.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastWords:
+    """The last message of a container."""
+
+    rank: int | None = None
+    """The rank that failed first, if the message names it."""
+
+    time: float | None = None
+    """When it did, in seconds, by the pod's clock; to be compared with other pods' only."""
+
+    cause: str = ""
+    """The line with the cause: an exception, or the last one."""
+
+    word: str = ""
+    """The retry policy's word for the end, such as `preempted`."""
+
+    verdict: str = ""
+    """The entrypoint's line: torchrun's exit status, why it ended, and whether to start again."""
+
+    def __str__(self) -> str:
+        """Return it as a part of a sentence."""
+        rank = "" if self.rank is None else f"rank {self.rank}"
+        return ": ".join(filter(None, [rank, "; ".join(filter(None, [self.cause, self.verdict]))]))
+
+
+def last_words(message: str) -> LastWords:
+    r"""Read the end of a log.
+
+    >>> str(last_words("[rank 3] ValueError: NaN\ntorchrun ended with 1; gives up: 42\n"))
+    'rank 3: ValueError: NaN; torchrun ended with 1; gives up: 42'
+    """
+    by_rank: defaultdict[int, list[str]] = defaultdict(list)
+    others, verdict = [], None
+    for line in message.rstrip().splitlines():
+        if match := OF_RANK.match(line):
+            by_rank[int(match[1])].append(match[2])
+        elif match := _OF_ENTRYPOINT.match(line):
+            verdict = match
+        elif not is_delivery(line):
+            others.append(line)
+    # Those that torchrun has ended are no cause.
+    reports = read_reports(others)
+    report = min(reports, key=lambda r: (-r.exitcode in STOPS, r.time), default=None)
+    # Without a report, the ranks with a traceback come first.
+    guess = min(by_rank, key=lambda number: last_trace(by_rank[number]) is None, default=None)
+    rank = report.rank if report else guess
+    own = by_rank.get(rank, []) if rank is not None else []
+    error_lines = report_texts(others).get(report.rank, ()) if report else ()
+    status = f"exit status {report.exitcode}" if report else ""
+    return LastWords(
+        rank=rank,
+        time=report.time if report else None,
+        cause=_cause(own) or _cause(error_lines) or status or _cause(others),
+        word=(verdict[1] or "") if verdict else "",
+        verdict=verdict[0] if verdict else "",
+    )
+
+
+def _cause(lines: Sequence[str]) -> str:
+    if (trace := last_trace(lines)) is not None:
+        return trace.message.strip()
+    return next((line.strip() for line in reversed(lines) if not _OF_TORCHRUN.match(line)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +242,7 @@ class Death:
     """How a container ended, if badly."""
 
     pod: str
-    """The pod's short name."""
-
     exit_code: int
-    """Its exit status."""
-
     reason: str
     """The kubelet's reason; torchrun's exit status does not show OOMKilled."""
 
@@ -134,57 +250,38 @@ class Death:
     """The time, in the kubelet's format: whole seconds."""
 
     words: LastWords
-    """Its last output."""
 
     def __str__(self) -> str:
         """Return it as people should read it."""
         if self.reason == "OOMKilled":
             return f"{self.pod}: OOMKilled: the pod needs more memory"
-        if self.reason and self.reason not in ("Error", "Completed"):
-            return f"{self.pod}: {self.reason}" + (f": {self.words}" if str(self.words) else "")
-        words = f": {self.words}" if str(self.words) else ""
-        return f"{self.pod}: exit status {self.exit_code}{words}"
-
-
-def newest_of(pods: Iterable[Object]) -> list[Object]:
-    """Return the newest of each pod that was recreated, under the same or another name."""
-    newest: dict[str, Object] = {}
-    for pod in sorted(pods, key=lambda p: str(p["metadata"].get("creationTimestamp") or "")):
-        newest[short_name(pod)] = pod
-    return list(newest.values())
+        status = f"exit status {self.exit_code}"
+        cause = status if self.reason in ("", "Error", "Completed") else self.reason
+        return ": ".join(filter(None, [self.pod, cause, str(self.words)]))
 
 
 def first_death(pods: Iterable[Object]) -> Death | None:
     """Return the pod that failed first in the last start, if it can be found out."""
-    deaths = [death for pod in newest_of(pods) if (death := _death(pod)) is not None]
-    dated = bool(deaths) and all(death.words.time is not None for death in deaths)
-    return min(
-        deaths,
-        key=lambda one: (
-            one.reason != "OOMKilled",
-            one.words.time if dated else 0.0,
-            one.finished,
-        ),
-        default=None,
-    )
+    deaths: list[Death] = []
+    for pod in newest_of(pods):
+        ends = [*_states(pod, "terminated"), *_states(pod, "terminated", where="lastState")]
+        end = next((e for e in ends if e.get("exitCode") or e.get("reason") == "OOMKilled"), None)
+        if end is not None:
+            death = Death(
+                pod=short_name(pod),
+                exit_code=int(end.get("exitCode") or 0),
+                reason=str(end.get("reason") or ""),
+                finished=str(end.get("finishedAt") or "~"),
+                words=last_words(str(end.get("message") or "")),
+            )
+            deaths.append(death)
+    dated = all(death.words.time is not None for death in deaths)
 
+    def order(death: Death) -> tuple[bool, float, str]:
+        return (
+            death.reason != "OOMKilled",
+            death.words.time or 0.0 if dated else 0.0,
+            death.finished,
+        )
 
-def _death(pod: Object) -> Death | None:
-    for where in ("state", "lastState"):
-        for ended in _states(pod, "terminated", where=where):
-            reason = str(ended.get("reason") or "")
-            if ended.get("exitCode") or reason == "OOMKilled":
-                return Death(
-                    pod=short_name(pod),
-                    exit_code=int(ended.get("exitCode") or 0),
-                    reason=reason,
-                    finished=str(ended.get("finishedAt") or "~"),
-                    words=last_words(str(ended.get("message") or "")),
-                )
-    return None
-
-
-def _states(pod: Object, which: str, *, where: str = "state") -> Iterator[Object]:
-    for container in (pod.get("status") or {}).get("containerStatuses") or ():
-        if (state := (container.get(where) or {}).get(which)) is not None:
-            yield state
+    return min(deaths, key=order, default=None)

@@ -2,23 +2,33 @@
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import InputError, LauncherError, Problem, RunLost
-from toolkit.kubernetes import local_state
-from toolkit.kubernetes.batch_status import FOR_LIST, FOR_ONE, FOR_WAIT, evidence_of, statuses
 from toolkit.kubernetes.client.connection import Away
 from toolkit.kubernetes.client.resources import Cluster, selector_of
-from toolkit.kubernetes.delivered_files import is_delivery, key_of, part_of
-from toolkit.kubernetes.final_logs import failure_of
+from toolkit.kubernetes.client.watcher import ObjectWatch
+from toolkit.kubernetes.delivered_files import is_delivery, key_of, signed
+from toolkit.kubernetes.failure import failure_of
+from toolkit.kubernetes.local_state import LocalState
 from toolkit.kubernetes.logs import Round, read_lines
 from toolkit.kubernetes.pods import attempt_of, short_name
-from toolkit.kubernetes.reopen import cut_short
-from toolkit.kubernetes.status import judge, state_of
-from toolkit.kubernetes.watcher import Watch
-from toolkit.kubernetes.workloads import Kind, Object, pods_of
+from toolkit.kubernetes.status import (
+    FOR_LIST,
+    FOR_ONE,
+    FOR_WAIT,
+    Evidence,
+    digest,
+    evidence_of,
+    judge,
+    state_of,
+)
+from toolkit.kubernetes.volume import fetch
+from toolkit.kubernetes.workloads import Object, WorkloadKind, pods_of
 from toolkit.planning.pods import RUN_LABEL
 from toolkit.runs import registry, run_directory
 from toolkit.runs.failure import Failure
@@ -27,7 +37,11 @@ from toolkit.runs.metrics import read_metrics
 from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
 
-__all__ = ["KubernetesRun"]
+__all__ = ["SETTLED_S", "KubernetesRun"]
+
+SETTLED_S = 120.0
+"""After this time no interrupted submission is under way any more: an API server gives up a request
+after 60 s."""
 
 _CANCEL_ATTEMPTS = 5
 
@@ -41,7 +55,7 @@ class KubernetesRun(Run):
         self,
         record: registry.RunRecord,
         cluster: Cluster,
-        kind: Kind,
+        kind: WorkloadKind,
         environ: Mapping[str, str],
         *,
         object_name: str = "",
@@ -50,11 +64,13 @@ class KubernetesRun(Run):
         super().__init__(record)
         self.cluster = cluster
         self.kind = kind
+        self.environ = environ
         self.object_name = object_name or record.uri.rpartition("/")[2]
-        self._environ = environ
+        self.local = LocalState(record.name.partition("/")[0], environ)
+        """The local files of the run, or of the sweep that it is a point of."""
         self.begun = begun
         """When its submission went on last, if it was cut short; else None."""
-        self._watch: Watch | None = None
+        self._watch: ObjectWatch | None = None
         self._causes = FOR_WAIT
 
     @property
@@ -63,14 +79,14 @@ class KubernetesRun(Run):
         return (self,)
 
     @property
-    def own_pods(self) -> str:
-        """The selector of its pods."""
+    def selector(self) -> str:
+        """The selector of its object and its pods."""
         return selector_of(RUN_LABEL, [self.object_name])
 
     @property
     def place(self) -> Hashable:
         """The namespace of a cluster, and the kind: one list answers for all of it."""
-        return (*self.cluster.identity, self.kind.kind)
+        return (*self.cluster.connection.identity, self.kind.kind)
 
     def status(self) -> RunStatus:
         """Query the cluster; UNKNOWN where the API server is away or the object is gone.
@@ -81,58 +97,77 @@ class KubernetesRun(Run):
             LauncherError: the server refuses to say, which asking again does not mend.
         """
         try:
-            if (watch := self._watch) is not None and watch.goes_on:
-                return self._told(watch.look(), [self], self._causes)[0]
-            obj = self.cluster.get(self.kind, self.object_name)
-            return self._gone() if obj is None else self._judged(obj)[0]
+            return self._look([self])[0]
         except Away as error:
             return self._unanswered(error)
 
     def statuses_of(self, runs: Sequence[Run]) -> list[RunStatus]:
         """Return the statuses of runs of this namespace and kind, by one list request."""
-        asked = [run for run in runs if isinstance(run, KubernetesRun)]
-        parts = [part for run in asked for part in run.parts]
-        names = [part.object_name for part in parts]
+        batch = [run for run in runs if isinstance(run, KubernetesRun)]
+        parts = [part for run in batch for part in run.parts]
         try:
-            by_name = self._look(selector_of(RUN_LABEL, names), parts)
+            statuses = self._look(parts, selector_of(RUN_LABEL, [p.object_name for p in parts]))
         except LauncherError as error:
-            by_name = [part._unanswered(error) for part in parts]
-        remaining = iter(by_name)
-        by_run = [[next(remaining) for _ in run.parts] for run in asked]
-        return [
-            run.sum_of(own) if run.points else own[0]
-            for run, own in zip(asked, by_run, strict=True)
-        ]
+            statuses = [part._unanswered(error) for part in parts]
+        remaining = iter(statuses)
+        by_run = [(run, [next(remaining) for _ in run.parts]) for run in batch]
+        return [run.sum_of(own) if run.points else own[0] for run, own in by_run]
 
-    def _look(self, selector: str, parts: "Sequence[KubernetesRun]") -> list[RunStatus]:
-        """Return where parts stand that a selector picks: by the watch, or by one list.
-
-        Raises:
-            LauncherError: the server is away, or refuses.
-        """
+    def _look(self, parts: "Sequence[KubernetesRun]", selector: str = "") -> list[RunStatus]:
+        """Return the statuses of parts by the watch, a list, or, without a selector, one get."""
+        objects: Mapping[str, Object] = {}
         if (watch := self._watch) is not None and watch.goes_on:
-            return self._told(watch.look(), parts, self._causes)
-        items, _ = self.cluster.objects(self.kind, selector)
-        return self._told({item["metadata"]["name"]: item for item in items}, parts, FOR_LIST)
-
-    def _told(
-        self,
-        objects: Mapping[str, Object],
-        parts: "Sequence[KubernetesRun]",
-        causes: frozenset[RunState],
-    ) -> list[RunStatus]:
-        """Return where parts stand by their objects, and in some states why."""
+            objects, causes = watch.look(), self._causes
+        elif selector:
+            items, _ = self.cluster.objects(self.kind, selector)
+            objects, causes = {item["metadata"]["name"]: item for item in items}, FOR_LIST
+        else:
+            causes = FOR_ONE
+            if (obj := self.cluster.get(self.kind, self.object_name)) is not None:
+                objects = {self.object_name: obj}
         names = [part.object_name for part in parts]
-        by_name = statuses(self.cluster, self.kind, objects, names, causes=causes)
+        present = {name: objects[name] for name in names if name in objects}
+        evidence = evidence_of(self.cluster, self.kind, present, causes=causes)
         return [
-            part._gone() if status is None else part._seen(status)
-            for part, status in zip(parts, by_name, strict=True)
+            part._seen(judge(self.kind, present[name], evidence.get(name)))
+            if name in present
+            else part._gone()
+            for name, part in zip(names, parts, strict=True)
         ]
 
-    @property
-    def own_objects(self) -> str:
-        """The selector of the objects of its parts."""
-        return selector_of(RUN_LABEL, [self.object_name])
+    def _gone(self) -> RunStatus:
+        """Return the status of a run whose object does not exist."""
+        if registry.is_cancelled(self.uri, environ=self.environ):
+            return RunStatus(state=RunState.CANCELLED)
+        if self.begun is None:
+            reason = (
+                f"the {self.kind.kind} is gone, and was not cancelled from here: it was deleted"
+            )
+            lost = RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
+            return self.local.end(self.object_name) or lost
+        if time.time() < self.begun + SETTLED_S:
+            reason = (
+                f"its submission was cut short, and the cluster has no {self.kind.kind} of it yet"
+            )
+            return RunStatus(state=RunState.UNKNOWN, reason=reason)
+        reason = (
+            f"its submission was cut short before the cluster had the {self.kind.kind}; "
+            f"`toolkit resubmit {self.local.name}` submits it"
+        )
+        return RunStatus(state=RunState.FAILED, reason=reason)
+
+    def _unanswered(self, error: LauncherError) -> RunStatus:
+        """Return the status of a run when the API server does not answer."""
+        unknown = RunStatus(state=RunState.UNKNOWN, reason=str(error))
+        return self.local.end(self.object_name) or unknown
+
+    def _seen(self, status: RunStatus) -> RunStatus:
+        """Record a final status, since the object is deleted `ttl` after its end."""
+        if status.state.final:
+            self.local.write_end(self.object_name, status)
+        elif status.state is not RunState.UNKNOWN:
+            self.local.delete_end(self.object_name)
+        return status
 
     @contextlib.contextmanager
     def watching(self, runs: Sequence[Run], *, explained: bool = False) -> Iterator[None]:
@@ -140,8 +175,8 @@ class KubernetesRun(Run):
         watched = [run for run in runs if isinstance(run, KubernetesRun)]
         names = [part.object_name for run in watched for part in run.parts]
         alone = len(watched) == 1
-        selector = watched[0].own_objects if alone else selector_of(RUN_LABEL, names)
-        watch = Watch(self.cluster, self.kind, selector)
+        selector = watched[0].selector if alone else selector_of(RUN_LABEL, names)
+        watch = ObjectWatch(self.cluster, self.kind, selector, partial(digest, self.kind))
         try:
             with contextlib.suppress(LauncherError):  # then each question is a list of its own
                 watch.start()
@@ -164,8 +199,8 @@ class KubernetesRun(Run):
     def failure(self, *, attempt: int | None = None) -> Failure | None:
         """Return what failed first in an attempt, by what its pods have printed.
 
-        None if no rank failed, or the cause is unknown:
-        where the object is gone, or no server answers.
+        None if no rank failed, or the cause is unknown: where the object is gone, or no server
+        answers.
 
         Args:
             attempt: Which one, as JobSet counts them; the newest where it is None.
@@ -176,21 +211,81 @@ class KubernetesRun(Run):
             obj = self.cluster.get(self.kind, self.object_name)
             if obj is None or state_of(self.kind, obj)[0] is RunState.SUCCEEDED:
                 return None
-            failed = failure_of(self.cluster, self.kind, obj, self.own_pods, attempt)
+            failure = failure_of(self.cluster, self.kind, obj, self.selector, attempt)
         except LauncherError:
             return None
-        return failed and failed.redacted(run_directory.mask_of(self.run_dir, self._environ))
+        return failure and failure.redacted(run_directory.mask_of(self.run_dir, self.environ))
 
     def _measured(self) -> list[dict[str, Any]]:
-        """Return what the run has measured, as it stands on the claim of its pods.
-
-        It is read in a pod of the run, or in one that is made for it.
-        """
-        from toolkit.kubernetes.volume import fetch
-
+        """Return what the run has measured, from the claim, by a pod of the run or a helper pod."""
         with tempfile.TemporaryDirectory() as folder:
             fetch(self, {"metrics.jsonl": Path(folder, "metrics.jsonl")})
             return read_metrics(Path(folder))
+
+    def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
+        """Yield the lines of all pods, with the pod's name in front if there are several."""
+        if view.attempt and not self.kind.jobs:
+            raise LauncherError(
+                f"{self.uri}: nothing counts the attempts of a {self.kind.kind}; all are 0"
+            )
+        key = self.key
+        return (line for line in self._read(view, on_status) if signed(line, key) is None)
+
+    @property
+    def key(self) -> str:
+        """The key by which its pods sign the lines that hand over files; empty without a call."""
+        return key_of(self.record.run_dir)
+
+    def delivered(self) -> Iterator[str]:
+        """Yield the lines in which the pods of a call hand over files.
+
+        Raises:
+            RunLost: the run is gone, and its log with it.
+            LauncherError: the logs cannot be read.
+        """
+        return filter(is_delivery, self._read(LogView(), lambda _: None))
+
+    def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
+        obj = self.cluster.get(self.kind, self.object_name)
+        if obj is None:
+            raise RunLost(f"the {self.kind.kind} of {self.uri} is gone, and its log with its pods")
+        several = pods_of(self.kind, obj) > 1
+
+        def look() -> Round:
+            if view.follow:
+                return self._round(on_status)
+            pods = self.cluster.pods(self.selector)
+            attempts = sorted({n for pod in pods if (n := attempt_of(pod)) is not None})
+            if view.attempt is not None and attempts and view.attempt not in attempts:
+                message = (
+                    f"the pods are of attempt {attempts[-1]}; those of earlier ones are gone, and "
+                    "what they printed stands in the run directory, in logs/attempt-N"
+                )
+                raise InputError([Problem(place=f"--attempt {view.attempt}", message=message)])
+            return Round(pods=pods)
+
+        def prefix(pod: Object) -> str:
+            return f"[{short_name(pod)}] " if several else ""
+
+        yield from read_lines(self.cluster, self.kind, view, look, prefix)
+
+    def _round(self, on_status: Callable[[RunStatus], object]) -> Round:
+        """Return the pods, and whether the run has ended, for a follower of its log."""
+        obj = self.cluster.get(self.kind, self.object_name)
+        if obj is None:
+            on_status(self._gone())
+            return Round(pods=self.cluster.pods(self.selector))
+        by_name = evidence_of(self.cluster, self.kind, {self.object_name: obj})
+        evidence = by_name.get(self.object_name, Evidence())
+        status = self._seen(judge(self.kind, obj, evidence))
+        on_status(status)
+        pods = evidence.pods
+        if not pods and status.state is not RunState.PENDING:
+            pods = self.cluster.pods(self.selector)
+        return Round(pods=pods, ended=status.state.final)
+
+    def _redacted(self, lines: Iterator[str]) -> Iterator[str]:
+        return run_directory.redacted(lines, self.run_dir, self.environ)
 
     def cancel(self) -> None:
         """Delete the object; its pods get SIGTERM and their grace period.
@@ -205,132 +300,15 @@ class KubernetesRun(Run):
             if obj is None or state_of(self.kind, obj)[0].final:
                 return
             # Before the deed: afterwards the cluster holds no trace of the run.
-            registry.mark_cancelled(self.uri, environ=self._environ)
+            registry.mark_cancelled(self.uri, environ=self.environ)
             if self.cluster.delete(self.kind, obj):
                 return
         raise LauncherError(f"{self.uri} changes faster than it can be cancelled; try again")
 
-    def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield the lines of all pods, with the pod's name in front if there are several.
-
-        Raises:
-            RunLost: the run is gone, and its log with it.
-            InputError: the pods of the attempt are gone.
-            LauncherError: a later attempt is wanted, and nothing counts them.
-        """
-        if view.attempt and not self.kind.jobs:
-            raise LauncherError(
-                f"{self.uri}: nothing counts the attempts of a {self.kind.kind}; all are 0"
-            )
-        key = self.key
-        return (line for line in self._read(view, on_status) if part_of(line, key) is None)
-
-    @property
-    def key(self) -> str:
-        """What the lines are signed with by which its pods hand over files; empty for no call."""
-        return key_of(self.record.run_dir)
-
-    def delivered(self) -> Iterator[str]:
-        """Yield the lines in which the pods of a call hand over files.
-
-        Raises:
-            RunLost: the run is gone, and its log with it.
-            LauncherError: the logs cannot be read.
-        """
-        lines = self._read(LogView(), lambda _: None)
-        return (line for line in lines if is_delivery(line))
-
-    def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        obj = self.cluster.get(self.kind, self.object_name)
-        if obj is None:
-            raise RunLost(f"the {self.kind.kind} of {self.uri} is gone, and its log with its pods")
-        several = pods_of(self.kind, obj) > 1
-
-        def look() -> Round:
-            if not view.follow:
-                pods = self.cluster.pods(self.own_pods)
-                self._require_attempt(view, pods)
-                return Round(pods=pods)
-            return self._round(on_status)
-
-        yield from read_lines(
-            self.cluster,
-            self.kind,
-            view,
-            look,
-            lambda pod: f"[{short_name(pod)}] " if several else "",
-        )
-
-    def _round(self, on_status: Callable[[RunStatus], object]) -> Round:
-        """Return the pods, and whether it is over, as a follower wants to know."""
-        obj = self.cluster.get(self.kind, self.object_name)
-        if obj is None:
-            on_status(self._gone())
-            return Round(pods=self.cluster.pods(self.own_pods))
-        status, pods = self._judged(obj)
-        on_status(status)
-        if not pods and status.state is not RunState.PENDING:
-            pods = self.cluster.pods(self.own_pods)
-        return Round(pods=pods, ended=status.state.final)
-
-    def _judged(self, obj: Object) -> tuple[RunStatus, Sequence[Object]]:
-        """Return the status of the object, and the pods that explain it."""
-        gathered = evidence_of(self.cluster, self.kind, {self.object_name: obj})
-        evidence = gathered.get(self.object_name)
-        status = self._seen(judge(self.kind, obj, evidence))
-        return status, evidence.pods if evidence else ()
-
-    def _require_attempt(self, view: LogView, pods: Sequence[Object]) -> None:
-        attempts = sorted({attempt for pod in pods if (attempt := attempt_of(pod)) is not None})
-        if view.attempt is None or view.attempt in attempts or not attempts:
-            return
-        message = (
-            f"the pods are of attempt {attempts[-1]}; those of earlier ones are gone, and what "
-            "they printed stands in the run directory, in logs/attempt-N"
-        )
-        raise InputError([Problem(place=f"--attempt {view.attempt}", message=message)])
-
-    def _redacted(self, lines: Iterator[str]) -> Iterator[str]:
-        return run_directory.redacted(lines, self.run_dir, self._environ)
-
-    def _gone(self) -> RunStatus:
-        """Return where a run stands whose object is no more."""
-        if self._is_cancelled():
-            return RunStatus(state=RunState.CANCELLED)
-        if self.begun is not None:
-            return cut_short(self.kind, self.begun, self._kept_as)
-        if (
-            ended := local_state.end_of(self._kept_as, self.object_name, self._environ)
-        ) is not None:
-            return ended
-        reason = f"the {self.kind.kind} is gone, and was not cancelled from here: it was deleted"
-        return RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
-
-    def _unanswered(self, error: LauncherError) -> RunStatus:
-        """Return the status of a run when the API server does not answer."""
-        ended = local_state.end_of(self._kept_as, self.object_name, self._environ)
-        return ended or RunStatus(state=RunState.UNKNOWN, reason=str(error))
-
-    def _seen(self, status: RunStatus) -> RunStatus:
-        """Record a final status, since the object is deleted `ttl` after its end."""
-        if status.state.final:
-            local_state.remember_end(self._kept_as, self.object_name, status, self._environ)
-        elif status.state is not RunState.UNKNOWN:
-            local_state.forget_end(self._kept_as, self.object_name, self._environ)
-        return status
-
-    @property
-    def _kept_as(self) -> str:
-        """The name of the run, or of the sweep that it is a point of."""
-        return self.name.partition("/")[0]
-
-    def _is_cancelled(self) -> bool:
-        return registry.is_cancelled(self.uri, environ=self._environ)
-
     def withdraw_end(self) -> None:
         """Take back that the run has ended or was cancelled, since it goes on."""
-        local_state.forget_end(self._kept_as, self.object_name, self._environ)
-        registry.withdraw_cancelled(self.uri, environ=self._environ)
+        self.local.delete_end(self.object_name)
+        registry.withdraw_cancelled(self.uri, environ=self.environ)
 
     def unfinished(self) -> "list[KubernetesRun]":
         """Return the parts that have ended without success: this run, or points of a sweep.

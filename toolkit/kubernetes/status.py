@@ -1,9 +1,20 @@
-"""The status of a run and its reason, from the object's conditions and its pods. Pure."""
+"""The status of runs and its reason, from their objects, pods, events and Kueue's Workloads.
 
-from collections.abc import Sequence
+One list returns the states of all runs of a namespace and kind. Causes are queried only for runs
+that wait or have failed: one list of pods, and one of events, Jobs or Workloads if these may hold
+the cause. `judge` is pure.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from toolkit.kubernetes.kueue import QUEUE_LABEL, queue_reason, workload_for
+from toolkit.errors import LauncherError
+from toolkit.kubernetes.client.connection import Away
+from toolkit.kubernetes.client.resources import Cluster, selector_of
+from toolkit.kubernetes.client.watcher import ObjectWatch
 from toolkit.kubernetes.pods import (
     FATAL,
     attempt_of,
@@ -12,17 +23,58 @@ from toolkit.kubernetes.pods import (
     first_death,
     is_running,
     is_starting,
+    label_of,
     sentence,
     short_name,
     trouble,
+    true_conditions,
 )
-from toolkit.kubernetes.workloads import Kind, Object
+from toolkit.kubernetes.workloads import JOBSET_LABEL, Object, WorkloadKind
+from toolkit.planning.pods import RUN_LABEL
 from toolkit.runs.state import RunState, RunStatus
 
-__all__ = ["Evidence", "digest", "is_suspended", "judge", "queue_of", "state_of", "stuck_objects"]
+__all__ = [
+    "FOR_LIST",
+    "FOR_ONE",
+    "FOR_WAIT",
+    "Change",
+    "Evidence",
+    "changes_of",
+    "digest",
+    "evidence_of",
+    "judge",
+    "listed_or_none",
+    "queue_reason",
+    "state_of",
+    "stuck_objects",
+]
+
+FOR_ONE = frozenset((RunState.PENDING, RunState.RUNNING, RunState.FAILED))
+"""The states whose causes are queried for `status` of a single run."""
+
+FOR_LIST = frozenset((RunState.PENDING, RunState.FAILED))
+"""Those of a list of runs."""
+
+FOR_WAIT = frozenset((RunState.FAILED,))
+"""The states whose causes are queried while a caller waits for many runs."""
 
 _OUT_OF_TIME = ("DeadlineExceeded", "active longer than specified deadline")
 """The reason of a run that has met its deadline; the Training Operator's reason does not."""
+
+_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+"""The label of objects that wait in a LocalQueue."""
+
+_QUEUE_MEANINGS = (
+    (r"LocalQueue .* doesn't exist", "unknown queue"),
+    (r"(Local|Cluster)Queue .* (is inactive|is stopped|doesn't exist)", "held queue"),
+    (r"namespace doesn't match ClusterQueue selector", "the queue does not take this namespace"),
+    (r"insufficient quota .*maximum capacity", "never fits"),
+    (r"unavailable in ClusterQueue", "never fits"),
+    (r"insufficient unused quota", "waits for quota"),
+)
+"""What Kueue's words come down to (Kueue 0.19, seen on a cluster); the first that is found counts.
+
+They stand in the conditions of the Workload that Kueue keeps for an object, never on the object."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +82,6 @@ class Evidence:
     """Objects beside the workload itself."""
 
     pods: Sequence[Object] = ()
-    """Its pods."""
-
     warnings: Sequence[Object] = ()
     """Warning events about the objects that `stuck_objects` names, oldest first."""
 
@@ -42,55 +92,113 @@ class Evidence:
     """Kueue's Workloads; its own is among them where it has one."""
 
 
-def judge(kind: Kind, obj: Object, evidence: Evidence | None = None) -> RunStatus:
+def evidence_of(
+    cluster: Cluster,
+    kind: WorkloadKind,
+    objects: Mapping[str, Object],
+    *,
+    causes: frozenset[RunState] = FOR_ONE,
+) -> dict[str, Evidence]:
+    """Return, by name, what shows why runs in the states `causes` wait, run badly or have failed.
+
+    Without the right to list pods, events or Workloads the states are still returned.
+
+    Raises:
+        Away: the server does not answer.
+    """
+    states = {name: state_of(kind, obj)[0] for name, obj in objects.items()}
+    states = {name: state for name, state in states.items() if state in causes}
+    held = {n for n in states if _is_suspended(objects[n]) and not states[n].final}
+    active = [name for name in states if name not in held]
+    pods: defaultdict[str, list[Object]] = defaultdict(list)
+    if active:
+        for pod in listed_or_none(lambda: cluster.pods(selector_of(RUN_LABEL, active))):
+            pods[label_of(pod, RUN_LABEL)].append(pod)
+    queued: Sequence[Object] = ()
+    if any(label_of(objects[name], _QUEUE_LABEL) for name in held):
+        queued = listed_or_none(cluster.queued)
+    stuck = {name: stuck_objects(kind, objects[name], pods.get(name, ())) for name in active}
+    names = {name for stuck_names in stuck.values() for name in stuck_names}
+    events: defaultdict[str, list[Object]] = defaultdict(list)
+    if len(names) <= 2:
+        for name in names:
+            events[name] = listed_or_none(partial(cluster.warnings, name))
+    else:
+        for event in listed_or_none(cluster.warnings):
+            events[str((event.get("involvedObject") or {}).get("name"))].append(event)
+    jobs: defaultdict[str, list[Object]] = defaultdict(list)
+    failed = [name for name in active if states[name] is RunState.FAILED]
+    if failed and kind.jobs:
+        for job in listed_or_none(lambda: cluster.jobs_of(failed)):
+            jobs[label_of(job, JOBSET_LABEL)].append(job)
+    return {
+        name: Evidence(
+            pods=pods[name],
+            warnings=[event for stuck_name in stuck.get(name, ()) for event in events[stuck_name]],
+            jobs=jobs[name],
+            queued=queued,
+        )
+        for name in states
+    }
+
+
+def listed_or_none(question: Callable[[], list[Object]]) -> list[Object]:
+    """Return what a list request answers; nothing without the right to it."""
+    try:
+        return question()
+    except Away:
+        raise
+    except LauncherError:
+        return []
+
+
+def judge(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None) -> RunStatus:
     """Return the state of an object, with the reason that lies closest to the cause."""
-    evidence_now = evidence or Evidence()
+    evidence = evidence or Evidence()
     state, reason = state_of(kind, obj)
     if state is RunState.SUCCEEDED:
         return RunStatus(state=state)
     if state is RunState.FAILED:
-        return _failed(obj, reason, evidence_now)
+        return _failed(obj, reason, evidence)
     if obj["metadata"].get("deletionTimestamp"):
         return RunStatus(state=RunState.RUNNING, reason="being stopped")
     if state is RunState.UNKNOWN:
         return RunStatus(state=state, reason=reason)
-    if is_suspended(obj):
-        if queue := queue_of(obj):
-            workload = workload_for(obj, evidence_now.queued)
-            reason = queue_reason(queue, workload)
+    if _is_suspended(obj):
+        if queue := label_of(obj, _QUEUE_LABEL):
+            uid = obj["metadata"].get("uid")
+            owners = ((w, w["metadata"].get("ownerReferences") or ()) for w in evidence.queued)
+            own = (w for w, refs in owners if any(owner.get("uid") == uid for owner in refs))
+            reason = queue_reason(queue, next(own, None))
         return RunStatus(state=state, reason=reason)
-    if any(is_running(pod) or attempt_of(pod) for pod in evidence_now.pods):
+    if any(is_running(pod) or attempt_of(pod) for pod in evidence.pods):
         state = RunState.RUNNING
-    return RunStatus(
-        state=state, reason=_trouble(evidence_now) or reason or _again(obj, evidence_now)
-    )
+    return RunStatus(state=state, reason=_trouble(evidence) or reason or _restarts(obj, evidence))
 
 
-def state_of(kind: Kind, obj: Object) -> tuple[RunState, str]:
+def state_of(kind: WorkloadKind, obj: Object) -> tuple[RunState, str]:
     """Return state and reason from the object alone."""
-    by_type = {c["type"]: c for c in conditions_of(obj) if c.get("status") == "True"}
+    by_type = true_conditions(obj)
     for name, state in kind.conditions.items():
         if (condition := by_type.get(name)) is not None and state is not None:
             quiet = name in ("Created", "Running") or state is RunState.SUCCEEDED
-            return state, "" if quiet else condition.get("message") or condition.get(
-                "reason"
-            ) or name
+            reason = condition.get("message") or condition.get("reason") or name
+            return state, "" if quiet else reason
     if strange := sorted(set(by_type) - set(kind.conditions)):
         return RunState.UNKNOWN, f"the {kind.kind} says {', '.join(strange)}"
     status = obj.get("status") or {}
     counts = status.get(kind.counts) or () if kind.counts else (status,)
-    begun = any(one.get("ready") or one.get("succeeded") for one in counts)
-    again = status.get("restarts") or 0
-    if again:
-        return RunState.RUNNING, "" if begun else f"starts again (restart {again})"
-    if begun or (not kind.counts and status.get("failed")):
+    started = any(count.get("ready") or count.get("succeeded") for count in counts)
+    if restarts := status.get("restarts"):
+        return RunState.RUNNING, "" if started else f"starts again (restart {restarts})"
+    if started or (not kind.counts and status.get("failed")):
         return RunState.RUNNING, ""
     return RunState.PENDING, ""  # no controller has seen it yet, or can make its pods
 
 
-def stuck_objects(kind: Kind, obj: Object, pods: Sequence[Object]) -> list[str]:
+def stuck_objects(kind: WorkloadKind, obj: Object, pods: Sequence[Object]) -> list[str]:
     """Return the names of the objects whose events explain why nothing starts."""
-    if state_of(kind, obj)[0] is not RunState.PENDING or is_suspended(obj):
+    if state_of(kind, obj)[0] is not RunState.PENDING or _is_suspended(obj):
         return []
     if not pods:
         name = str(obj["metadata"]["name"])
@@ -99,62 +207,51 @@ def stuck_objects(kind: Kind, obj: Object, pods: Sequence[Object]) -> list[str]:
     return [str(pod["metadata"]["name"]) for pod in pods if is_starting(pod)][:1]
 
 
-def digest(kind: Kind, obj: Object) -> dict[str, Object]:
-    """Return the parts of an object that determine its state: a small part of it."""
-    metadata, status = obj["metadata"], obj.get("status") or {}
-    kept = ("name", "uid", "deletionTimestamp", "ownerReferences")
-    labels = metadata.get("labels") or {}
-    return {
-        "metadata": {key: metadata[key] for key in kept if key in metadata}
-        | {"labels": {QUEUE_LABEL: labels[QUEUE_LABEL]} if QUEUE_LABEL in labels else {}},
-        "spec": {"suspend": bool((obj.get("spec") or {}).get("suspend"))},
-        "status": {
-            key: status[key]
-            for key in ("conditions", "restarts", "ready", "succeeded", "failed", kind.counts)
-            if key in status
-        },
-    }
+def queue_reason(queue: str, workload: Object | None) -> str:
+    """Return why an object waits in a LocalQueue, in words that say whether waiting helps.
+
+    The workload is Kueue's for the object, None if it does not exist.
+    """
+    if workload is None:
+        return f"waits in queue {queue!r}; Kueue has no Workload for it yet"
+    by_type = {condition["type"]: condition for condition in conditions_of(workload)}
+    reserved, evicted = by_type.get("QuotaReserved", {}), by_type.get("Evicted", {})
+    if workload.get("spec", {}).get("active") is False:
+        return f"queue {queue!r}: held: somebody has deactivated its Workload"
+    before = ""
+    if evicted.get("status") == "True":
+        before = f"evicted by Kueue ({evicted.get('reason', '')}: {evicted.get('message', '')}); "
+    if reserved.get("status") == "True":
+        return f"queue {queue!r}: {before}has its quota, waits for admission"
+    words = str(reserved.get("message") or "")
+    meaning = next((means for text, means in _QUEUE_MEANINGS if re.search(text, words)), "waits")
+    return f"queue {queue!r}: {before}{meaning}" + (f": {words}" if words else "")
 
 
-def queue_of(obj: Object) -> str:
-    """Return the LocalQueue that an object waits in; empty without one."""
-    return str((obj["metadata"].get("labels") or {}).get(QUEUE_LABEL) or "")
-
-
-def is_suspended(obj: Object) -> bool:
-    """Whether an object is suspended."""
-    return any(
-        c["type"] == "Suspended" and c.get("status") == "True" for c in conditions_of(obj)
-    ) or bool((obj.get("spec") or {}).get("suspend"))
+def _is_suspended(obj: Object) -> bool:
+    return bool((obj.get("spec") or {}).get("suspend")) or "Suspended" in true_conditions(obj)
 
 
 def _failed(obj: Object, message: str, evidence: Evidence) -> RunStatus:
     """Return how a run failed: by itself, or because the cluster took it or its time was over."""
-    words = [message, *_ends_of([obj, *evidence.jobs])]
-    death = first_death(pod for pod in evidence.pods if not disruption(pod))
-    fatal = death is not None and death.exit_code == FATAL
-    if late := next((w for w in words if any(text in w for text in _OUT_OF_TIME)), ""):
-        cause = "" if late == message else late
-        reason = "; ".join(filter(None, [message, cause]))
-        return RunStatus(state=RunState.PREEMPTED, reason=reason)
-    taken = next((text for pod in evidence.pods if (text := disruption(pod))), "")
-    if taken and not fatal:
-        return RunStatus(state=RunState.PREEMPTED, reason="; ".join(filter(None, [message, taken])))
-    causes = [message.removesuffix(".") if death else message, str(death or "")]
-    return RunStatus(state=RunState.FAILED, reason="; ".join(filter(None, causes)))
-
-
-def _ends_of(things: Sequence[Object]) -> list[str]:
-    """Return the messages of the ends of an object and its Jobs."""
-    return [
-        sentence("", condition)
-        for thing in things
-        for condition in conditions_of(thing)
-        if condition["type"] == "Failed" and condition.get("status") == "True"
+    ends = [
+        sentence("", end)
+        for thing in (obj, *evidence.jobs)
+        if (end := true_conditions(thing).get("Failed")) is not None
     ]
+    late = next((w for w in (message, *ends) if any(text in w for text in _OUT_OF_TIME)), "")
+    death = first_death(pod for pod in evidence.pods if not disruption(pod))
+    taken = next((text for pod in evidence.pods if (text := disruption(pod))), "")
+    state, causes = RunState.PREEMPTED, [message, taken]
+    if late:
+        causes = [message, "" if late == message else late]
+    elif not taken or (death is not None and death.exit_code == FATAL):
+        state = RunState.FAILED
+        causes = [message.removesuffix(".") if death else message, str(death or "")]
+    return RunStatus(state=state, reason="; ".join(filter(None, causes)))
 
 
-def _again(obj: Object, evidence: Evidence) -> str:
+def _restarts(obj: Object, evidence: Evidence) -> str:
     """Return how often a run has started again; the reader must know that it may not continue."""
     status = obj.get("status") or {}
     restarts = max([status.get("restarts") or 0, *(attempt_of(pod) or 0 for pod in evidence.pods)])
@@ -172,6 +269,54 @@ def _trouble(evidence: Evidence) -> str:
     if not evidence.warnings:
         return ""
     latest = evidence.warnings[-1]
-    about = latest.get("involvedObject") or {}
-    pod = next((p for p in evidence.pods if p["metadata"]["name"] == about.get("name")), None)
+    name = (latest.get("involvedObject") or {}).get("name")
+    pod = next((pod for pod in evidence.pods if pod["metadata"]["name"] == name), None)
     return sentence(short_name(pod) if pod else "", latest)
+
+
+def digest(kind: WorkloadKind, obj: Object) -> Object:
+    """Return the parts of an object that determine its state: a small part of it."""
+    metadata, status = obj["metadata"], obj.get("status") or {}
+    identity = ("name", "uid", "deletionTimestamp", "ownerReferences")
+    queue = label_of(obj, _QUEUE_LABEL)
+    return {
+        "metadata": {key: metadata[key] for key in identity if key in metadata}
+        | {"labels": {_QUEUE_LABEL: queue} if queue else {}},
+        "spec": {"suspend": bool((obj.get("spec") or {}).get("suspend"))},
+        "status": {
+            key: status[key]
+            for key in ("conditions", "restarts", "ready", "succeeded", "failed", kind.counts)
+            if key in status
+        },
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A run that has another state than before."""
+
+    name: str
+    state: RunState | None
+    """Its state from the object itself; None where it is gone."""
+
+    reason: str = ""
+
+
+def changes_of(cluster: Cluster, kind: WorkloadKind, selector: str) -> Iterator[Change]:
+    """Yield the state of each run that a selector picks, and each change of it, for ever.
+
+    Raises:
+        LauncherError: the server refuses.
+    """
+    states: dict[str, tuple[RunState, str]] = {}
+    watch = ObjectWatch(cluster, kind, selector, partial(digest, kind))
+    try:
+        for name, obj in watch.events():
+            if obj is None:
+                if states.pop(name, None) is not None:
+                    yield Change(name=name, state=None)
+            elif (now := state_of(kind, obj)) != states.get(name):
+                states[name] = now
+                yield Change(name=name, state=now[0], reason=now[1])
+    finally:
+        watch.close()

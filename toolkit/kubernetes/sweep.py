@@ -1,18 +1,18 @@
 """A sweep on Kubernetes: an object per point, all with the label of the sweep."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from toolkit.errors import LauncherError
 from toolkit.kubernetes.client.connection import Away
-from toolkit.kubernetes.client.resources import Cluster, selector_of
-from toolkit.kubernetes.local_state import Settings, points_of
+from toolkit.kubernetes.client.resources import selector_of
+from toolkit.kubernetes.local_state import Settings
 from toolkit.kubernetes.logs import Round, read_lines
+from toolkit.kubernetes.pods import label_of
 from toolkit.kubernetes.run import KubernetesRun
-from toolkit.kubernetes.workloads import Kind, Object
+from toolkit.kubernetes.workloads import Object
 from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL
-from toolkit.runs import registry
 from toolkit.runs.log_reader import LogView
 from toolkit.runs.state import RunStatus
 from toolkit.runs.sweep_status import index_of, sum_of, unfinished_of
@@ -26,10 +26,9 @@ class KubernetesSweep(KubernetesRun):
     @cached_property
     def points(self) -> "tuple[KubernetesPoint, ...]":
         """The points, each a run of its own."""
-        points = points_of(self.record.name, self._environ)
         return tuple(
             KubernetesPoint(self, index, name, settings)
-            for index, (name, settings) in enumerate(points)
+            for index, (name, settings) in enumerate(self.local.points())
         )
 
     @property
@@ -38,11 +37,7 @@ class KubernetesSweep(KubernetesRun):
         return self.points
 
     def point(self, key: str) -> "KubernetesPoint":
-        """Return a point by its number or its name.
-
-        Raises:
-            RunNotFound: there is none.
-        """
+        """Return a point by its number or its name, or raise RunNotFound."""
         return self.points[index_of(self, key)]
 
     def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
@@ -54,19 +49,15 @@ class KubernetesSweep(KubernetesRun):
         return self.sum_of(self.statuses())
 
     def statuses(self) -> list[RunStatus]:
-        """Return the statuses of all points, by one list request.
-
-        Raises:
-            LauncherError: the server refuses to say.
-        """
+        """Return the statuses of all points, by one list request."""
         try:
-            return self._look(self.own_objects, self.points)
+            return self._look(self.points, self.selector)
         except Away as error:
             return [point._unanswered(error) for point in self.points]
 
     @property
-    def own_objects(self) -> str:
-        """The selector of the points' objects."""
+    def selector(self) -> str:
+        """The selector of the points' objects and pods."""
         return selector_of(SWEEP_LABEL, [self.object_name])
 
     def cancel(self) -> None:
@@ -75,14 +66,14 @@ class KubernetesSweep(KubernetesRun):
         Raises:
             LauncherError: some could not be cancelled; all others are.
         """
-        failed: list[LauncherError] = []
+        errors: list[LauncherError] = []
         for point in self.points:
             try:
                 point.cancel()
             except LauncherError as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def unfinished(self) -> list[KubernetesRun]:
         """Return the points that have ended without success.
@@ -93,8 +84,7 @@ class KubernetesSweep(KubernetesRun):
         return [self.points[index] for index in unfinished_of(self, self.statuses())]
 
     def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        names = {point.object_name: point.point_name for point in self.points}
-        order = {point.object_name: point.index for point in self.points}
+        points = {point.object_name: point for point in self.points}
 
         def look() -> Round:
             ended = True
@@ -102,13 +92,20 @@ class KubernetesSweep(KubernetesRun):
                 status = self.status()
                 on_status(status)
                 ended = status.state.final or status.lost
-            pods = self.cluster.pods(f"{SWEEP_LABEL}={self.object_name}")
-            ours = [pod for pod in pods if _run_of(pod) in names]
-            return Round(pods=sorted(ours, key=lambda pod: order[_run_of(pod)]), ended=ended)
+            pods = [
+                pod
+                for pod in self.cluster.pods(self.selector)
+                if label_of(pod, RUN_LABEL) in points
+            ]
+            return Round(
+                pods=sorted(pods, key=lambda pod: points[label_of(pod, RUN_LABEL)].index),
+                ended=ended,
+            )
 
-        return read_lines(
-            self.cluster, self.kind, view, look, lambda pod: f"[{names[_run_of(pod)]}] "
-        )
+        def prefix(pod: Object) -> str:
+            return f"[{points[label_of(pod, RUN_LABEL)].point_name}] "
+
+        return read_lines(self.cluster, self.kind, view, look, prefix)
 
 
 class KubernetesPoint(KubernetesRun):
@@ -116,12 +113,11 @@ class KubernetesPoint(KubernetesRun):
 
     def __init__(self, sweep: KubernetesSweep, index: int, name: str, settings: Settings) -> None:
         whole = sweep.record
-        record = replace(whole, uri=f"{whole.uri}_{index}", name=f"{whole.name}/{name}")
         super().__init__(
-            record,
+            replace(whole, uri=f"{whole.uri}_{index}", name=f"{whole.name}/{name}"),
             sweep.cluster,
             sweep.kind,
-            sweep._environ,
+            sweep.environ,
             object_name=f"{sweep.object_name}-{index}",
             begun=sweep.begun,
         )
@@ -134,21 +130,3 @@ class KubernetesPoint(KubernetesRun):
     def settings(self) -> Settings:
         """What the point sets."""
         return self._settings
-
-
-def _run_of(pod: Object) -> str:
-    return str((pod["metadata"].get("labels") or {}).get(RUN_LABEL))
-
-
-def opened(
-    record: registry.RunRecord,
-    cluster: Cluster,
-    kind: Kind,
-    environ: Mapping[str, str],
-    *,
-    begun: float | None = None,
-) -> KubernetesRun:
-    """Return the handle of a run, or of a sweep; `begun` as in `KubernetesRun`."""
-    sweep = bool(points_of(record.name, environ))
-    made = KubernetesSweep if sweep else KubernetesRun
-    return made(record, cluster, kind, environ, begun=begun)

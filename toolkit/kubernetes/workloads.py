@@ -1,24 +1,61 @@
-"""The kinds of objects that a run can be: where the API has them, and what their words mean. Pure.
+"""What the cluster runs: the kinds of workload, and the objects of one run. Pure.
 
-Adding a kind is adding a row here, and a template.
+The table holds the place of each kind in the API, and the meaning of its conditions. Adding a kind
+is adding a row here, and a template.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
+import yaml
+
 from toolkit.job.kubernetes_options import Workload
+from toolkit.planning.kubernetes import STARTED, KubernetesPlan, with_checksums
+from toolkit.planning.pods import RUN_LABEL
+from toolkit.rendering import render
 from toolkit.runs.state import RunState
 
-__all__ = ["ATTEMPT_LABEL", "KINDS", "Kind", "Object", "Place", "place_of", "plural_of", "pods_of"]
+__all__ = [
+    "ATTEMPT_LABEL",
+    "JOBSET_LABEL",
+    "KINDS",
+    "PAYLOAD_LIMIT",
+    "ApiResource",
+    "Object",
+    "RunObjects",
+    "WorkloadKind",
+    "apart",
+    "documents_of",
+    "is_of",
+    "manifest_for",
+    "objects_by_run",
+    "owned",
+    "pods_of",
+    "resource_of",
+    "started_again",
+]
 
 Object = Mapping[str, Any]
 """An object of the API, or a part of one."""
 
+JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
+"""The label of Jobs that names the JobSet above them."""
+
 ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 """The label of pods in which JobSet counts the starts of all of them."""
 
+PAYLOAD_LIMIT = 1024 * 1024 - 16 * 1024
+"""Bytes of a run's files in a ConfigMap, which holds 1 MiB, keys and names included."""
+
+_JOB_ANNOTATION = "torch-deploy-toolkit/job"
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The same in C, where PyYAML was built with it: a sweep has thousands of objects."""
 
 _OF_CLUSTER = frozenset(
     (
@@ -41,17 +78,26 @@ _OF_CLUSTER = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ApiResource:
     """Where the API has the objects of a kind."""
 
     api_version: str
     """Group and version, as in a manifest; `v1` for the core."""
 
-    plural: str
-    """The kind's name in a path."""
-
     kind: str
-    """The kind."""
+
+    @property
+    def plural(self) -> str:
+        """The kind's name in a path; the API's own are all formed so.
+
+        >>> kinds = ("NetworkPolicy", "PodGroup", "Ingress")
+        >>> [ApiResource(api_version="v1", kind=kind).plural for kind in kinds]
+        ['networkpolicies', 'podgroups', 'ingresses']
+        """
+        name = self.kind.lower()
+        if name.endswith("y") and name[-2] not in "aeiou":
+            return name[:-1] + "ies"
+        return name + ("es" if name.endswith(("s", "x", "ch")) else "s")
 
     def path(self, namespace: str, name: str = "") -> str:
         """Return the path of all of a namespace, or of one."""
@@ -62,7 +108,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind(Place):
+class WorkloadKind(ApiResource):
     """A kind of object that makes the pods of a run."""
 
     operator: str
@@ -72,9 +118,7 @@ class Kind(Place):
     """The pods' container."""
 
     conditions: Mapping[str, RunState | None]
-    """The state of a true condition;
-    the first that is true counts. None if it does not determine the
-    state."""
+    """The state of each true condition, the first counts; None where it determines no state."""
 
     counts: str = ""
     """The list in the status that counts Jobs, for kinds that have no condition for running."""
@@ -86,12 +130,11 @@ class Kind(Place):
 _PENDING, _RUNNING = RunState.PENDING, RunState.RUNNING
 _FAILED, _SUCCEEDED = RunState.FAILED, RunState.SUCCEEDED
 
-KINDS: Mapping[Workload, Kind] = {
+KINDS: Mapping[Workload, WorkloadKind] = {
     # kubeflow.org/v1 JobConditionType.
-    "PyTorchJob": Kind(
+    "PyTorchJob": WorkloadKind(
         kind="PyTorchJob",
         api_version="kubeflow.org/v1",
-        plural="pytorchjobs",
         operator="the Kubeflow Training Operator (training-operator v1)",
         container="pytorch",
         conditions={
@@ -103,11 +146,10 @@ KINDS: Mapping[Workload, Kind] = {
             "Created": _PENDING,
         },
     ),
-    # trainer.kubeflow.org/v1alpha1: nothing says that it runs but the counts of its Jobs.
-    "TrainJob": Kind(
+    # trainer.kubeflow.org/v1alpha1: only the counts of its Jobs show that it runs.
+    "TrainJob": WorkloadKind(
         kind="TrainJob",
         api_version="trainer.kubeflow.org/v1alpha1",
-        plural="trainjobs",
         operator="Kubeflow Trainer (v2)",
         container="node",
         conditions={"Failed": _FAILED, "Complete": _SUCCEEDED, "Suspended": _PENDING},
@@ -115,10 +157,9 @@ KINDS: Mapping[Workload, Kind] = {
         jobs=True,
     ),
     # jobset.x-k8s.io/v1alpha2.
-    "JobSet": Kind(
+    "JobSet": WorkloadKind(
         kind="JobSet",
         api_version="jobset.x-k8s.io/v1alpha2",
-        plural="jobsets",
         operator="the JobSet controller (jobset.sigs.k8s.io)",
         container="node",
         conditions={
@@ -132,10 +173,9 @@ KINDS: Mapping[Workload, Kind] = {
         jobs=True,
     ),
     # batch/v1: FailureTarget and SuccessCriteriaMet come before the end, while pods still stop.
-    "Job": Kind(
+    "Job": WorkloadKind(
         kind="Job",
         api_version="batch/v1",
-        plural="jobs",
         operator="",
         container="node",
         conditions={
@@ -150,7 +190,30 @@ KINDS: Mapping[Workload, Kind] = {
 """The kinds by their names."""
 
 
-def pods_of(kind: Kind, obj: Object) -> int:
+@dataclass(frozen=True, kw_only=True)
+class RunObjects:
+    """A run's objects."""
+
+    kind: WorkloadKind
+    companions: Sequence[Object]
+    """What must be there before it, and goes with it."""
+
+    workload: Object
+    """The object that makes the pods."""
+
+    payload: Object | None = None
+    """The ConfigMap that its pods find their files in: made after the run, and owned by it."""
+
+    apart: Mapping[str, bytes] = field(default_factory=dict)
+    """What its pods find in their run directory, by path, since no ConfigMap holds it."""
+
+    @property
+    def name(self) -> str:
+        """The name of the workload."""
+        return str(self.workload["metadata"]["name"])
+
+
+def pods_of(kind: WorkloadKind, obj: Object) -> int:
     """Return how many pods an object has at a time."""
     spec = obj.get("spec") or {}
     match kind.kind:
@@ -165,19 +228,101 @@ def pods_of(kind: Kind, obj: Object) -> int:
     return int(spec.get("parallelism") or 1)
 
 
-def plural_of(kind: str) -> str:
-    """Return a kind's name in a path; the API's own are all formed so.
-
-    >>> plural_of("NetworkPolicy"), plural_of("PodGroup"), plural_of("Ingress")
-    ('networkpolicies', 'podgroups', 'ingresses')
-    """
-    name = kind.lower()
-    if name.endswith("y") and name[-2] not in "aeiou":
-        return name[:-1] + "ies"
-    return name + ("es" if name.endswith(("s", "x", "ch")) else "s")
-
-
-def place_of(document: Object) -> Place:
+def resource_of(document: Object) -> ApiResource:
     """Return where the API has an object like this one."""
-    kind = str(document["kind"])
-    return Place(api_version=str(document["apiVersion"]), plural=plural_of(kind), kind=kind)
+    return ApiResource(api_version=str(document["apiVersion"]), kind=str(document["kind"]))
+
+
+def documents_of(text: str) -> list[dict[str, Any]]:
+    """Return the objects of a rendered manifest."""
+    return [document for document in yaml.load_all(text, Loader=_Loader) if document]
+
+
+def manifest_for(plan: KubernetesPlan, files: Mapping[str, bytes]) -> str:
+    """Return the manifest of a run that is submitted with files.
+
+    The checksums of what travels in its ConfigMap, as `sha256sum -c` reads them, are in the
+    workload itself, which a user with only the right to create ConfigMaps cannot change.
+    """
+    rows = (f"{sha256(text).hexdigest()}  {name}" for name, text in _small(files).items())
+    return render(with_checksums(plan, "\n".join(sorted(rows))) if files else plan)
+
+
+def objects_by_run(
+    manifest: str, kind: WorkloadKind, files: Mapping[str, bytes] = MappingProxyType({})
+) -> list[RunObjects]:
+    """Return the objects of a run that is submitted with files; of a sweep, of each point."""
+    runs: list[RunObjects] = []
+    companions: list[Object] = []
+    for document in documents_of(manifest):
+        if document["kind"] != kind.kind:
+            companions.append(document)
+            continue
+        run = RunObjects(kind=kind, companions=companions, workload=document)
+        companions = []
+        if files:
+            metadata = document["metadata"]
+            payload = {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {key: metadata[key] for key in ("name", "namespace", "labels")},
+                "binaryData": {n: b64encode(text).decode() for n, text in _small(files).items()},
+                "immutable": True,
+            }
+            run = replace(run, payload=payload, apart=apart(files))
+        runs.append(run)
+    return runs
+
+
+def apart(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return those files that no ConfigMap holds beside the others: the largest."""
+    rest = dict(sorted(files.items(), key=lambda item: len(item[1])))
+    contents: dict[str, bytes] = {}
+    while sum(map(len, rest.values())) > PAYLOAD_LIMIT:
+        contents |= [rest.popitem()]
+    return contents
+
+
+def _small(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the others, by their names alone, as the pods find them."""
+    large = apart(files)
+    return {name.rpartition("/")[2]: text for name, text in files.items() if name not in large}
+
+
+def started_again(run: RunObjects, token: str) -> RunObjects:
+    """Return the objects of a run that is submitted again under its name.
+
+    The pods of a PyTorchJob have no label that distinguishes submissions, so a variable does, by a
+    token that no earlier submission had. The cluster itself names the starts of all other pods.
+    """
+
+    def renewed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            if value.get("name") == STARTED and "value" in value:
+                return {**value, "value": f"{run.name}-{token}"}
+            return {key: renewed(entry) for key, entry in value.items()}
+        return [renewed(item) for item in value] if isinstance(value, list) else value
+
+    return replace(run, workload=renewed(run.workload))
+
+
+def owned(document: Object, kind: WorkloadKind, workload: Object) -> Object:
+    """Return an object that is deleted with a workload."""
+    owner = {
+        "apiVersion": kind.api_version,
+        "kind": kind.kind,
+        "name": workload["metadata"]["name"],
+        "uid": workload["metadata"]["uid"],
+    }
+    return {**document, "metadata": {**document["metadata"], "ownerReferences": [owner]}}
+
+
+def is_of(body: Object, obj: Object) -> bool:
+    """Whether an existing object is the one that is to be created."""
+
+    def identity(thing: Object) -> tuple[str, str]:
+        labels = thing["metadata"].get("labels") or {}
+        annotations = thing["metadata"].get("annotations") or {}
+        return str(labels.get(RUN_LABEL)), str(annotations.get(_JOB_ANNOTATION))
+
+    return identity(body) == identity(obj)

@@ -26,7 +26,7 @@ from toolkit.functions import pod_executor, pod_results
 from toolkit.functions.payload import files_of
 from toolkit.functions.pod_results import CHUNK, LIMIT, LONGEST, MARK, left_here
 from toolkit.kubernetes.client.resources import Cluster
-from toolkit.kubernetes.objects import PAYLOAD_LIMIT, apart
+from toolkit.kubernetes.workloads import PAYLOAD_LIMIT, apart
 from toolkit.planning.pods import FILE_MARK
 
 KEY = "ab" * 32

@@ -18,7 +18,7 @@ from tests.unit.kubernetes.site import (
 )
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.kubernetes import dry_run, watch_states
-from toolkit.kubernetes.objects import documents_of
+from toolkit.kubernetes.workloads import documents_of
 from toolkit.planning import plan
 from toolkit.rendering import render
 

@@ -196,7 +196,7 @@ def test_a_submit_that_was_not_answered_leaves_a_run_that_can_be_asked_for(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server takes the run and does not answer before the client gives up; it has the run."""
-    monkeypatch.setattr("toolkit.kubernetes.submission._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("toolkit.kubernetes.client.connection.FIRST_PAUSE_S", 0.01)
     path = GROUPS["Job"] + "/.*"
     user.server.faults = [
         Fault(method="PATCH", path=path, arrives=True, times=6),

@@ -216,7 +216,7 @@ def test_secrets_are_left_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> No
     words = ["Traceback (most recent call last):", "ValueError: no hunter2-hunter2 here"]
     printed(site, run, 0, *of_rank(0, *words), *report(0, 0), VERDICT)
     site.server.finish(run.name, succeeded=False, exit_code=42)
-    object.__setattr__(run, "_environ", {**site.environ, "API_TOKEN": "hunter2-hunter2"})
+    object.__setattr__(run, "environ", {**site.environ, "API_TOKEN": "hunter2-hunter2"})
     assert failure_of(run).message == "ValueError: no ***API_TOKEN*** here"
 
 

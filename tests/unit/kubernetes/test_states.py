@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from toolkit.job.kubernetes_options import Workload
-from toolkit.kubernetes.kueue import queue_reason
-from toolkit.kubernetes.status import Evidence, digest, judge, stuck_objects
-from toolkit.kubernetes.termination_message import last_words
+from toolkit.kubernetes.pods import last_words
+from toolkit.kubernetes.status import Evidence, digest, judge, queue_reason, stuck_objects
 from toolkit.kubernetes.workloads import KINDS
 from toolkit.runs.state import RunState, RunStatus
 

@@ -6,6 +6,7 @@ import itertools
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,12 +22,12 @@ from tests.fakes.kubernetes import FakeKubernetes, Fault
 from tests.unit.kubernetes.site import Site, every_workload, runtime
 from toolkit.errors import LauncherError
 from toolkit.job.kubernetes_options import Workload
+from toolkit.kubernetes import KubernetesRun
 from toolkit.kubernetes.client import exec
 from toolkit.kubernetes.client.connection import Away, Denied
 from toolkit.kubernetes.sweep import KubernetesPoint
-from toolkit.kubernetes.volume import fetch, placed, read_file, transfer
+from toolkit.kubernetes.volume import fetch, helper_pod, placed, transfer
 from toolkit.kubernetes.volume import files as claim_files
-from toolkit.kubernetes.volume import transfers as claim_transfers
 from toolkit.kubernetes.volume.files import CHUNK, _Received
 from toolkit.kubernetes.volume.helper_pod import TRANSFER_LABEL, run_dir_of, transfer_pod
 from toolkit.kubernetes.workloads import KINDS, Object
@@ -74,6 +75,13 @@ def files_below(server: FakeKubernetes) -> list[str]:
 
 def pods(server: FakeKubernetes) -> list[str]:
     return [str(pod["metadata"]["name"]) for pod in server.objects_of("Pod")]
+
+
+def read_file(run: KubernetesRun, name: str) -> bytes | None:
+    """Return a file of the run's run directory; None if it does not exist."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "file")
+        return None if fetch(run, {name: path}) else path.read_bytes()
 
 
 # ---- The pod
@@ -347,7 +355,7 @@ def test_a_missing_right_is_named_with_the_role_that_has_it(
 def test_a_pod_that_never_runs_is_told_with_its_reason_and_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim_transfers, "_PATIENCE", 3)
+    monkeypatch.setattr(helper_pod, "_PATIENCE", 3)
     with FakeKubernetes() as server:
         there = Site(server, {"HOME": str(tmp_path)}, "Job")
         waiting = {"reason": "ErrImagePull", "message": "no such image"}
@@ -419,7 +427,7 @@ def test_a_transfer_is_no_pod_of_the_run(site: Site, server: FakeKubernetes, unt
     with transfer(run.cluster, run.kind, found):
         assert len(pods(server)) == 2
         assert (run.status(), list(run.logs())) == before
-        assert len(run.cluster.pods(run.own_pods)) == 1
+        assert len(run.cluster.pods(run.selector)) == 1
         policy = server.object("NetworkPolicy", run.name)["spec"]["podSelector"]["matchLabels"]
         (other,) = (
             pod for pod in server.objects_of("Pod") if "transfer" in pod["metadata"]["name"]

@@ -6,6 +6,7 @@ import json
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,18 +14,21 @@ import pytest
 from tests.fakes.kubernetes import Fault
 from tests.unit.kubernetes.site import PENDING, RUNNING, SUCCEEDED, Site, a_job, every_workload
 from toolkit.errors import LauncherError
-from toolkit.kubernetes import watch_states, watcher
+from toolkit.kubernetes import watch_states
 from toolkit.kubernetes.client.connection import Connection
 from toolkit.kubernetes.client.resources import Cluster
-from toolkit.kubernetes.watcher import Change, Watch
+from toolkit.kubernetes.client.watcher import ObjectWatch
+from toolkit.kubernetes.status import Change, changes_of, digest
 from toolkit.kubernetes.workloads import KINDS
 from toolkit.planning.pods import RUN_LABEL
+
+digest_of_job = partial(digest, KINDS["Job"])
 
 
 @pytest.fixture
 def changes(site: Site) -> Iterator[Iterator[Change]]:
     """Yield the changes of all runs of a site."""
-    found = watcher.watch_states(cluster_of(site), KINDS[site.workload], RUN_LABEL)
+    found = changes_of(cluster_of(site), KINDS[site.workload], RUN_LABEL)
     yield found
     found.close()  # type: ignore[attr-defined]  # it is a generator
 
@@ -110,7 +114,7 @@ def test_a_watch_loses_and_repeats_nothing(
 @a_job
 def test_a_watch_outlives_a_server_that_is_away(site: Site) -> None:
     run = site.submit()
-    watch = Watch(cluster_of(site), KINDS["Job"], RUN_LABEL)
+    watch = ObjectWatch(cluster_of(site), KINDS["Job"], RUN_LABEL, digest_of_job)
     watch.start()
     try:
         refused = pytest.raises(LauncherError, match="API server does not answer")
@@ -160,7 +164,7 @@ class Endless:
 
 
 def test_memory_stays_flat_over_many_events() -> None:
-    watch = Watch(Silent(), KINDS["Job"], RUN_LABEL)  # type: ignore[arg-type]
+    watch = ObjectWatch(Silent(), KINDS["Job"], RUN_LABEL, digest_of_job)  # type: ignore[arg-type]
     sizes = []
     tracemalloc.start()
     try:
@@ -180,7 +184,7 @@ class Silent:
         return contextlib.nullcontext(Endless(1_501))
 
 
-def wait_for(watch: Watch, promise: Callable[[], bool], tries: int = 200) -> None:
+def wait_for(watch: ObjectWatch, promise: Callable[[], bool], tries: int = 200) -> None:
     for _ in range(tries):
         if promise():
             return

@@ -5,30 +5,20 @@ Fields of another type are dropped, as if they were missing; an answer that lack
 is refused.
 """
 
-from collections.abc import Iterator, Mapping
+import contextlib
 from typing import Any
 
 from toolkit.errors import LauncherError
+from toolkit.kubernetes.workloads import Object
+from toolkit.text import untrusted
 
 __all__ = ["listed", "one"]
 
 ANY = "*"
 """The form of each value of a mapping whose keys are names."""
 
-_CONDITION = {
-    "type!": str,
-    "status": str,
-    "reason": str,
-    "message": str,
-    "lastTransitionTime": str,
-}
-_ENDED = {
-    "exitCode": int,
-    "reason": str,
-    "message": str,
-    "finishedAt": str,
-    "containerID": str,
-}
+_CONDITION = {"type!": str, "status": str, "reason": str, "message": str, "lastTransitionTime": str}
+_ENDED = {"exitCode": int, "reason": str, "message": str, "finishedAt": str, "containerID": str}
 _STATE = {
     "waiting": {"reason": str, "message": str},
     "running": {"startedAt": str},
@@ -85,23 +75,23 @@ class _Misfit(Exception):
     """A value is of another type than it has to be."""
 
 
-def one(answer: Any) -> dict[str, Any]:
+def one(answer: Any) -> Object:
     """Return an object.
 
     Raises:
         LauncherError: the answer is none.
     """
     try:
-        obj: dict[str, Any] = _fitted(answer, _OBJECT)
+        obj: Object = _fitted(answer, _OBJECT)
     except _Misfit:
+        what = type(answer).__name__
         raise LauncherError(
-            "the API server has answered with what is no object of Kubernetes: "
-            f"{type(answer).__name__}"
+            f"the API server has answered with what is no object of Kubernetes: {what}"
         ) from None
     return obj
 
 
-def listed(answer: Any) -> tuple[list[dict[str, Any]], str]:
+def listed(answer: Any) -> tuple[list[Object], str]:
     """Return the objects of a list, and its version.
 
     Raises:
@@ -110,8 +100,7 @@ def listed(answer: Any) -> tuple[list[dict[str, Any]], str]:
     items = answer.get("items") if isinstance(answer, dict) else None
     if not isinstance(items, list):
         raise LauncherError("the API server has answered with what is no list of objects")
-    metadata = answer.get("metadata")
-    version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
+    version = untrusted.mapping(answer.get("metadata")).get("resourceVersion")
     return [one(item) for item in items], version if isinstance(version, str) else ""
 
 
@@ -121,37 +110,25 @@ def _fitted(value: Any, form: Any) -> Any:
     Raises:
         _Misfit: nothing of the value has it.
     """
-    if isinstance(form, dict):
-        if not isinstance(value, dict):
-            raise _Misfit
-        return dict(_entries(value, form))
-    if isinstance(form, list):
-        if not isinstance(value, list):
-            raise _Misfit
-        return list(_items(value, form[0]))
-    if not isinstance(value, form) or (form is int and isinstance(value, bool)):
+    kind: Any = type(form) if isinstance(form, dict | list) else form
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise _Misfit
-    return value
-
-
-def _entries(value: Mapping[str, Any], form: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if isinstance(form, list):
+        items = []
+        for item in value:
+            with contextlib.suppress(_Misfit):
+                items.append(_fitted(item, form[0]))
+        return items
+    if not isinstance(form, dict):
+        return value
     if any(name.endswith("!") and name[:-1] not in value for name in form):
         raise _Misfit
+    fields = {}
     for key, inner in value.items():
-        wanted = form.get(f"{key}!", form.get(key, form.get(ANY)))
-        if wanted is None:
-            yield key, inner
-            continue
+        field_form = form.get(f"{key}!", form.get(key, form.get(ANY)))
         try:
-            yield key, _fitted(inner, wanted)
+            fields[key] = inner if field_form is None else _fitted(inner, field_form)
         except _Misfit:
             if f"{key}!" in form:
                 raise
-
-
-def _items(values: list[Any], form: Any) -> Iterator[Any]:
-    for value in values:
-        try:
-            yield _fitted(value, form)
-        except _Misfit:
-            continue
+    return fields

@@ -1,20 +1,25 @@
 """The connection to an API server: requests as plain JSON, and its refusals as our exceptions.
 
-The official client finds the server, its certificates and the credentials, which it renews; besides
-exec.py the only module that imports it, at the first request. The
-requests are our own: the client's differ from version to version (35 to 37), and none of them can
-apply every kind.
+The official client finds the server, its certificates and the credentials, which it renews. This
+module and exec.py alone import it, at the first request.
+
+The requests are our own: the client's methods differ from version to version (35 to 37), and none
+of them applies every kind. Its `dynamic` part (37) first lists the whole API and caches it in a
+file of the shared temporary folder, has no `fieldValidation`, and reads an answer of any size into
+memory; its `watch` reads lines of any length, never lists anew after a 410 and has no back-off for
+a 429. Retries, limits and the mapping of errors would still be ours, around it.
 """
 
 import contextlib
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import yaml
@@ -25,8 +30,12 @@ from toolkit.text import untrusted
 
 __all__ = ["Away", "Conflict", "Connection", "Denied", "Expired", "Missing", "NotServed"]
 
+T = TypeVar("T")
+
 TIMEOUT_S = (5.0, 60.0)
 """How long to connect, and how long to wait for an answer."""
+
+FIRST_PAUSE_S = 0.5
 
 LONGEST_PAUSE_S = 30.0
 """The longest pause that is accepted from a server's Retry-After."""
@@ -37,18 +46,12 @@ BODY_BYTES = 256 << 20
 BODY_S = 300.0
 """How long an answer may take to come."""
 
-_WORDS_BYTES = 1 << 20
-"""How much a refusal may say."""
-
+_REFUSAL_BYTES = 1 << 20
+_LINE_BYTES = 64 << 20
 _READ_ATTEMPTS = 4
 
 _NO_LOG = re.compile("previous terminated container .* not found|waiting to start")
 """Messages of the API server with 400 for a container without a log."""
-
-_WITHOUT_CLUSTER = (
-    "name a context in the profile, or set KUBECONFIG; "
-    "`toolkit render JOB.yaml --to PROFILE | kubectl apply -f -` needs no Python client"
-)
 
 
 class Away(SchedulerMissing):
@@ -79,7 +82,7 @@ class Denied(LauncherError):
 
 
 class Expired(LauncherError):
-    """The server does not remember what a watch or a list wants to go on from."""
+    """The server does not remember the version from which a watch or a list is to continue."""
 
 
 class Connection:
@@ -106,32 +109,33 @@ class Connection:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """A key that distinguishes this cluster from others."""
+        """A key that distinguishes this namespace of this cluster from others."""
         if self._given:
-            return (f"client {id(self._api_client)}",)
-        return (self._environ.get("KUBECONFIG", ""), self.context or "")
+            return (f"client {id(self._api_client)}", self.namespace)
+        return (self._environ.get("KUBECONFIG", ""), self.context or "", self.namespace)
 
-    def connect(self) -> None:
-        """Find the server and the credentials, so that `context` is known; no request is sent.
+    def connect(self) -> Any:
+        """Return the official client, so that `context` is known; no request is sent.
 
         Raises:
             SchedulerMissing: no cluster is named, or the named one cannot be used.
         """
-        self._client()
+        with self._lock:
+            if self._api_client is None:
+                self._api_client = self._new_client()
+                self._fresh = True
+            return self._api_client
 
     def credentials(self) -> tuple[Any, dict[str, str]]:
-        """Return the official client's configuration, and the header with the credentials."""
-        configuration = self._client().configuration
-        return configuration, self._authorization(configuration)
+        """Return the official client, and the header with the token, which this renews if old."""
+        client = self.connect()
+        for name in ("BearerToken", "authorization"):  # the first since client 36
+            if value := client.configuration.get_api_key_with_prefix(name):
+                return client, {"Authorization": value}
+        return client, {}
 
     def ask(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Mapping[str, str] | None = None,
-        body: Any = None,
-        content_type: str = "application/json",
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Any = None
     ) -> Any:
         """Send a request and return the answer's JSON.
 
@@ -141,23 +145,38 @@ class Connection:
             LauncherError: the server refused; its words are in the message.
             Away: no answer, or none for now.
         """
-        reads = method in ("GET", "DELETE")
-        for attempt in range(1, _READ_ATTEMPTS + 1):
+
+        def answer() -> Any:
+            with self.open(method, path, query=query, body=body) as response:
+                text = body_of(response)
             try:
-                with self.open(
-                    method, path, query=query, body=body, content_type=content_type
-                ) as answer:
-                    text = body_of(answer)
                 return untrusted.parse_json(text)
             except ValueError as error:
-                host = self._client().configuration.host
+                host = self.connect().configuration.host
                 raise LauncherError(
                     f"what answers at {host} is no Kubernetes API server: {text[:60]!r}"
                 ) from error
+
+        attempts = _READ_ATTEMPTS if method in ("GET", "DELETE") else 1
+        return self.patiently(answer, attempts=attempts, only_if_told=True)
+
+    def patiently(
+        self, question: Callable[[], T], *, attempts: int, only_if_told: bool = False
+    ) -> T:
+        """Retry with back-off while the server is away; give up if the connection is refused.
+
+        `only_if_told` retries only after the pause that the server names in a Retry-After.
+        """
+        for attempt in range(1, attempts + 1):
+            try:
+                return question()
             except Away as error:
-                if not reads or attempt == _READ_ATTEMPTS or error.retry_after_s is None:
+                wait_s = error.retry_after_s
+                if wait_s is None and not only_if_told and error.connected:
+                    wait_s = FIRST_PAUSE_S * 2 ** (attempt - 1)
+                if wait_s is None or attempt == attempts:
                     raise
-                self.sleep(min(error.retry_after_s, LONGEST_PAUSE_S))
+                self.sleep(min(wait_s, LONGEST_PAUSE_S))
         raise AssertionError("the last attempt raises")
 
     @contextlib.contextmanager
@@ -168,7 +187,6 @@ class Connection:
         *,
         query: Mapping[str, str] | None = None,
         body: Any = None,
-        content_type: str = "application/json",
         timeout_s: tuple[float, float] = TIMEOUT_S,
     ) -> Iterator[Any]:
         """Send a request and give the response, to be read as it comes.
@@ -177,12 +195,21 @@ class Connection:
             LauncherError: the server refused; its words are in the message.
             Away: no answer, or none for now; also where one breaks off while it is read.
         """
-        _, _, errors = self._modules()
+        self.connect()  # which reports a missing library
+        from urllib3 import exceptions as errors
+
+        target = path + (f"?{urlencode(query)}" if query else "")
+        headers = {"Accept": "application/json", "User-Agent": "torch-deploy-toolkit"}
+        if body is not None:
+            # Every PATCH is a server-side apply.
+            kind = "apply-patch+yaml" if method == "PATCH" else "json"
+            headers["Content-Type"] = f"application/{kind}"
+        content = None if body is None else json.dumps(body)
         try:
-            response = self._send(method, path, query, body, content_type, timeout_s)
+            response = self._send(method, target, content, headers, timeout_s)
             try:
                 if response.status >= 400:
-                    words = body_of(response, limit=_WORDS_BYTES)
+                    words = body_of(response, limit=_REFUSAL_BYTES)
                     raise refusal(response.status, words, response.headers)
                 yield response
             finally:
@@ -198,40 +225,32 @@ class Connection:
     def _send(
         self,
         method: str,
-        path: str,
-        query: Mapping[str, str] | None,
-        body: Any,
-        content_type: str,
+        target: str,
+        content: str | None,
+        headers: Mapping[str, str],
         timeout_s: tuple[float, float],
     ) -> Any:
         """Send a request; once more, where a kept connection was closed or a token is too old."""
-        _, _, errors = self._modules()
         from urllib3 import Timeout
+        from urllib3 import exceptions as errors
 
-        kept = method in ("GET", "DELETE")
+        again = method in ("GET", "DELETE")
         while True:
-            client = self._client()
-            headers = {"Accept": "application/json", "User-Agent": "torch-deploy-toolkit"}
-            headers |= self._authorization(client.configuration)
-            if body is not None:
-                headers["Content-Type"] = content_type
-            url = client.configuration.host.rstrip("/") + path
-            if query:
-                url += f"?{urlencode(query)}"
+            client, authorization = self.credentials()
             try:
                 response = client.rest_client.pool_manager.request(
                     method,
-                    url,
-                    body=None if body is None else json.dumps(body),
-                    headers=headers,
+                    client.configuration.host.rstrip("/") + target,
+                    body=content,
+                    headers={**headers, **authorization},
                     timeout=Timeout(connect=timeout_s[0], read=timeout_s[1]),
                     retries=False,
                     preload_content=False,
                 )
             except errors.ProtocolError:
-                if not kept:
+                if not again:
                     raise
-                kept = False
+                again = False
                 continue
             if response.status == 401 and self._renewed(client):
                 response.drain_conn()
@@ -240,21 +259,6 @@ class Connection:
             self._fresh = self._fresh and response.status == 401
             return response
 
-    @staticmethod
-    def _authorization(configuration: Any) -> dict[str, str]:
-        """Return the header with the token, which this renews where it has a date."""
-        for name in ("BearerToken", "authorization"):  # the first since client 36
-            if value := configuration.get_api_key_with_prefix(name):
-                return {"Authorization": value}
-        return {}
-
-    def _client(self) -> Any:
-        with self._lock:
-            if self._api_client is None:
-                self._api_client = self._connect()
-                self._fresh = True
-            return self._api_client
-
     def _renewed(self, client: Any) -> bool:
         """Read the kubeconfig again after a refusal, once; whether that is worth another try."""
         with self._lock:
@@ -262,14 +266,21 @@ class Connection:
                 return not self._given
             fresh, self._fresh = self._fresh, True
             # Just read and refused all the same: the next question looks for better ones.
-            self._api_client = None if fresh else self._connect()
+            self._api_client = None if fresh else self._new_client()
         client.close()
         return not fresh
 
-    def _connect(self) -> Any:
+    def _new_client(self) -> Any:
         """Connect by kubeconfig as kubectl does, or else as a pod of the cluster."""
-        client, config, _ = self._modules()
-
+        try:
+            from kubernetes import client
+            from kubernetes import config as config_module
+        except ImportError as error:
+            raise LauncherError(
+                f"the Kubernetes client is missing ({error}); "
+                "pip install 'torch-deploy-toolkit[kubernetes]'"
+            ) from error
+        config: Any = config_module
         # The client reads KUBECONFIG when it is imported, which may be long ago.
         file = self._environ.get("KUBECONFIG") or "~/.kube/config"
         try:
@@ -278,28 +289,20 @@ class Connection:
                 self.context = active["name"]  # tomorrow's current context may be another
             return config.new_client_from_config(file, context=self.context)
         except (config.ConfigException, yaml.YAMLError, OSError, TypeError) as error:
-            wanted = f"context {self.context!r} of {file}" if self.context else file
-            why = f"{wanted} cannot be used ({_first_line(error)})"
-        there = any(Path(part).expanduser().exists() for part in file.split(os.pathsep))
-        if self.context is None and not there:
+            source = f"context {self.context!r} of {file}" if self.context else file
+            why = f"{source} cannot be used ({_first_line(error)})"
+        exists = any(Path(part).expanduser().exists() for part in file.split(os.pathsep))
+        if self.context is None and not exists:
             with contextlib.suppress(config.ConfigException):
-                inside = client.Configuration()
-                config.load_incluster_config(client_configuration=inside)
-                return client.ApiClient(inside)
+                configuration = client.Configuration()
+                config.load_incluster_config(client_configuration=configuration)
+                return client.ApiClient(configuration)
             why = f"there is no {file}, and this is no pod of a cluster"
-        raise SchedulerMissing(f"no Kubernetes cluster at hand: {why}; {_WITHOUT_CLUSTER}")
-
-    @staticmethod
-    def _modules() -> tuple[Any, Any, Any]:
-        try:
-            from kubernetes import client, config
-            from urllib3 import exceptions
-        except ImportError as error:
-            raise LauncherError(
-                f"the Kubernetes client is missing ({error}); "
-                "pip install 'torch-deploy-toolkit[kubernetes]'"
-            ) from error
-        return client, config, exceptions
+        raise SchedulerMissing(
+            f"no Kubernetes cluster at hand: {why}; name a context in the profile, or set "
+            "KUBECONFIG; `toolkit render JOB.yaml --to PROFILE | kubectl apply -f -` needs no "
+            "Python client"
+        )
 
 
 def body_of(response: Any, *, limit: int = BODY_BYTES) -> bytes:
@@ -320,6 +323,26 @@ def body_of(response: Any, *, limit: int = BODY_BYTES) -> bytes:
     return b"".join(parts)
 
 
+def lines_of(response: Any) -> Iterator[bytes]:
+    """Yield the lines of a response as they come."""
+    rest = b""
+    for chunk in response.stream(amt=None, decode_content=False):
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+        if len(rest) > _LINE_BYTES:
+            raise LauncherError("the API server sends a line without an end")
+    if rest:
+        yield rest
+
+
+def hang_up(response: Any) -> None:
+    """Make a thread return that waits for the next part of a response; None has no such thread."""
+    connection = getattr(response, "connection", None)
+    if (sock := getattr(connection, "sock", None)) is not None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+
 def refusal(status: int, content: bytes, headers: Mapping[str, str]) -> LauncherError:
     """Return the exception for an answer that is no success."""
     text = content.decode(errors="replace").strip()
@@ -337,8 +360,9 @@ def refusal(status: int, content: bytes, headers: Mapping[str, str]) -> Launcher
     if status == 429 or status >= 500:
         wait_s = None
         with contextlib.suppress(KeyError, ValueError):
-            asked = untrusted.finite(float(headers["Retry-After"]))
-            wait_s = asked if asked is not None and asked >= 0 else None
+            wait_s = untrusted.finite(float(headers["Retry-After"]))
+        if wait_s is not None and wait_s < 0:
+            wait_s = None
         return Away(f"the Kubernetes API server cannot answer: {words}", retry_after_s=wait_s)
     kind = {403: Denied, 404: Missing, 409: Conflict, 410: Expired}.get(status, LauncherError)
     if status == 400 and _NO_LOG.search(words):

@@ -46,13 +46,7 @@ def execute(
 ) -> None:
     """Run a command in a container, and return when it has ended with 0.
 
-    Args:
-        cluster: Where.
-        pod: The pod's name.
-        container: Its container.
-        argv: The command.
-        stdin: Its stdin, in parts of some 10 KiB.
-        show: Called with each part of its output.
+    Its stdin comes in parts of some 10 KiB; `show` is called with each part of its output.
 
     Raises:
         Away: the connection is lost, so the command's end is unknown.
@@ -68,66 +62,47 @@ def execute(
                 waiting.register(socket.sock, selectors.EVENT_READ)
                 for part in stdin:
                     socket.send(bytes([_STDIN]) + part, _BINARY)
-                    if waiting.select(0) and not command.hears(*_message(socket)):
+                    if waiting.select(0) and command.has_ended(socket):
                         break
-            while command.goes_on:
-                command.hears(*_message(socket))
+            while command.end is None:
+                command.has_ended(socket)
         except errors as error:
             raise Away(f"the connection into pod {pod} is lost: {error or 'no answer'}") from error
-    command.check(pod)
+    if command.end.get("status") != "Success":
+        words = command.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise LauncherError(f"pod {pod}: {words or command.end.get('message') or command.end}")
 
 
 class _Command:
-    """The state of a command."""
+    """The state of a command: its last words on stderr, and its end once that has come."""
 
     def __init__(self, show: Callable[[bytes], object]) -> None:
         self._show = show
-        self._said = b""
-        self._status: dict[str, Any] | None = None
+        self.stderr = b""
+        self.end: dict[str, Any] | None = None
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether it has not ended yet."""
-        return self._status is None
+    def has_ended(self, socket: Any) -> bool:
+        """Take the next message; one that only keeps the connection alive is answered on the way.
 
-    def hears(self, opcode: int, content: bytes) -> bool:
-        """Take a message; return whether there will be more.
-
-        Raises:
-            ConnectionError: the server closed the connection without the command's end.
+        A ConnectionError means that the command's end has not come, or cannot be read.
         """
+        opcode, frame = socket.recv_data_frame(True)
+        content = bytes(frame.data)
         if opcode == _CLOSE:
-            if self._status is None:
+            if self.end is None:
                 raise ConnectionError("the server has hung up")
         elif opcode in (_BINARY, _TEXT) and content:
             channel, rest = content[0], content[1:]
             if channel == _STDOUT and rest:
                 self._show(rest)
             elif channel == _STDERR:
-                self._said = (self._said + rest)[-_LAST_WORDS:]
+                self.stderr = (self.stderr + rest)[-_LAST_WORDS:]
             elif channel == _ERROR:
-                self._status = _status(rest)
-        return self.goes_on
-
-    def check(self, pod: str) -> None:
-        """Raise unless it has ended well."""
-        status = self._status or {}
-        if status.get("status") == "Success":
-            return
-        words = self._said.decode(errors="replace").strip().rpartition("\n")[2]
-        raise LauncherError(f"pod {pod}: {words or status.get('message') or status}")
-
-
-def _status(text: bytes) -> dict[str, Any]:
-    """Return the command's end as the server reports it.
-
-    Raises:
-        ConnectionError: that cannot be read.
-    """
-    try:
-        return untrusted.mapping(untrusted.parse_json(text))
-    except ValueError as error:
-        raise ConnectionError(f"the end of a command cannot be read: {error}") from None
+                try:
+                    self.end = untrusted.mapping(untrusted.parse_json(rest))
+                except ValueError as error:
+                    raise ConnectionError(f"the end of a command cannot be read: {error}") from None
+        return self.end is not None
 
 
 @contextlib.contextmanager
@@ -135,7 +110,8 @@ def _connected(cluster: Cluster, pod: str, container: str, argv: Sequence[str]) 
     from kubernetes.stream import ws_client
     from websocket import WebSocketBadStatusException
 
-    configuration, headers = cluster.connection.credentials()
+    client, headers = cluster.connection.credentials()
+    configuration = client.configuration
     query = [("container", container), *(("command", word) for word in argv)]
     query += [(stream, "true") for stream in ("stdin", "stdout", "stderr")]
     path = f"{PODS.path(cluster.namespace, pod)}/exec?{urlencode(query)}"
@@ -160,11 +136,7 @@ def _connected(cluster: Cluster, pod: str, container: str, argv: Sequence[str]) 
 
 
 def _in_time(connect: Callable[[], Any]) -> Any:
-    """Return the connection; the official client would wait for the server's answer for ever.
-
-    Raises:
-        TimeoutError: the server does not answer.
-    """
+    """Return the connection, or raise TimeoutError; the official client would wait for ever."""
     made: Future[Any] = Future()
 
     def work() -> None:
@@ -187,12 +159,6 @@ def _in_time(connect: Callable[[], Any]) -> Any:
         if not made.cancel():
             return made.result()  # which has just come
         raise TimeoutError(f"no answer within {_ANSWER_S:g} s") from error
-
-
-def _message(socket: Any) -> tuple[int, bytes]:
-    """Return the next message; what only keeps the connection alive is answered on the way."""
-    opcode, frame = socket.recv_data_frame(True)
-    return int(opcode), bytes(frame.data)
 
 
 def _errors() -> tuple[type[Exception], ...]:

@@ -12,7 +12,7 @@ from toolkit.kubernetes.client.connection import Away, Denied
 from toolkit.kubernetes.client.exec import execute
 from toolkit.kubernetes.client.resources import Cluster
 
-__all__ = ["ATTEMPTS", "PAUSE_S", "Files", "explained"]
+__all__ = ["ATTEMPTS", "Files", "explained"]
 
 T = TypeVar("T")
 
@@ -22,15 +22,17 @@ CHUNK = 32 * 1024
 ATTEMPTS = 3
 """How often a transfer of a file is tried if the connection is lost."""
 
-PAUSE_S = 0.5
-
 _PROGRAM = Path(__file__).parent / "agent.py"
 
 _RBAC = re.compile(r" cannot \w+ resource ")
 
 
 class Files:
-    """The files of a run directory, through a container that mounts the claim."""
+    """The files of a run directory, through a container that mounts the claim.
+
+    Each method raises LauncherError if the file cannot be reached, and Away if the connection was
+    lost in each attempt.
+    """
 
     def __init__(self, cluster: Cluster, pod: str, container: str, run_dir: str) -> None:
         self._cluster = cluster
@@ -39,61 +41,43 @@ class Files:
         self._run_dir = run_dir.rstrip("/")
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, whole or not at all.
-
-        Args:
-            name: Its path in the run directory.
-            content: Its new content.
-
-        Raises:
-            LauncherError: it cannot be written, or the connection was lost too often.
-        """
+        """Write a file, given by its path in the run directory, whole or not at all."""
         view, size = memoryview(content), len(content)
         digest = hashlib.sha256(content).hexdigest()
 
         def send() -> None:
             stdin = (view[at : at + CHUNK] for at in range(0, size, CHUNK))
-            self._run("write", self._path(name), str(size), digest, stdin=stdin)
+            self._run("write", name, str(size), digest, stdin=stdin)
 
         self._tried(send)
 
     def remove(self, name: str) -> None:
         """Remove a file, parts of it, and folders that are empty then."""
-        self._tried(lambda: self._run("remove", self._path(name), self._run_dir.rpartition("/")[0]))
+        self._tried(lambda: self._run("remove", name, self._run_dir.rpartition("/")[0]))
 
     def fetch(self, name: str, out: BinaryIO) -> bool:
-        """Read a file into another one; return whether there is such a file.
-
-        Raises:
-            LauncherError: it cannot be read, or the connection was lost too often.
-        """
+        """Read a file into another one; return whether there is such a file."""
 
         def receive() -> bool:
             out.seek(0)
             out.truncate()
             received = _Received(out)
-            self._run("read", self._path(name), show=received.take)
+            self._run("read", name, show=received.take)
             return received.is_there()
 
         return self._tried(receive)
 
-    def _run(self, *argv: str, **streams: Any) -> None:
-        command = ("python3", "-I", "-c", _PROGRAM.read_text(encoding="utf-8"), *argv)
-        execute(self._cluster, self._pod, self._container, command, **streams)
-
-    def _path(self, name: str) -> str:
-        return f"{self._run_dir}/{name}"
+    def _run(self, verb: str, name: str, *more: str, **streams: Any) -> None:
+        program = _PROGRAM.read_text(encoding="utf-8")
+        argv = ("python3", "-I", "-c", program, verb, f"{self._run_dir}/{name}", *more)
+        execute(self._cluster, self._pod, self._container, argv, **streams)
 
     def _tried(self, work: Callable[[], T]) -> T:
-        with explained():
-            for _ in range(ATTEMPTS - 1):
-                with contextlib.suppress(Away):
-                    return work()
-                self._cluster.connection.sleep(PAUSE_S)
-            try:
-                return work()
-            except Away as error:
-                raise Away(f"{error} ({ATTEMPTS} attempts)") from error
+        try:
+            with explained():
+                return self._cluster.connection.patiently(work, attempts=ATTEMPTS)
+        except Away as error:
+            raise Away(f"{error} ({ATTEMPTS} attempts)") from error
 
 
 class _Received:
@@ -122,11 +106,7 @@ class _Received:
             raise LauncherError(f"what comes from the claim cannot be kept: {error}") from error
 
     def is_there(self) -> bool:
-        """Return whether there is such a file, when all has come.
-
-        Raises:
-            Away: something is missing.
-        """
+        """Return whether there is such a file, or raise Away if a part of it is missing."""
         if self._head == b"-":
             return False
         if self._left != 0 or self._tail.decode() != self._digest.hexdigest():

@@ -1,0 +1,164 @@
+"""A watch over all objects of a namespace and kind: one list, one connection, however many objects.
+
+It survives closed connections, a server that is away or asks for patience (429), and an expired
+version (410), after which everything is listed anew.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from toolkit.errors import LauncherError
+from toolkit.kubernetes.client import answers
+from toolkit.kubernetes.client.connection import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Away,
+    Expired,
+    hang_up,
+    lines_of,
+    refusal,
+)
+from toolkit.kubernetes.client.resources import Cluster
+from toolkit.kubernetes.workloads import ApiResource, Object
+from toolkit.text import untrusted
+
+__all__ = ["ObjectWatch"]
+
+
+class ObjectWatch:
+    """The objects of a kind that a selector picks, kept up to date.
+
+    `digest` reduces each to the parts that are of interest, so that memory does not grow with time.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        resource: ApiResource,
+        selector: str,
+        digest: Callable[[Object], Object],
+    ) -> None:
+        self._cluster = cluster
+        self._resource = resource
+        self._selector = selector
+        self._digest = digest
+        self._version = ""
+        self._response: Any = None
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._error: LauncherError | None = None
+        self.objects: dict[str, Object] = {}
+
+    def start(self) -> None:
+        """List, which may raise LauncherError, and watch from there on in the background."""
+        self._list()
+        self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it still learns of changes; not where the server refuses to watch."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def look(self) -> Mapping[str, Object]:
+        """Return the objects by name, as they were a moment ago; raise where the server is away."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            return dict(self.objects)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something has changed, or for that long."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._closed.set()
+        hang_up(self._response)
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def _follow(self) -> None:
+        try:
+            for _ in self.events():
+                pass
+        except LauncherError as error:
+            self._note(error)
+        except (OSError, ValueError, AttributeError):
+            if not self._closed.is_set():  # else the response was closed under the reader's hands
+                raise
+
+    def events(self) -> Iterator[tuple[str, Object | None]]:
+        """Yield each object that has changed, by name, and None in the place of one that is gone.
+
+        It raises LauncherError if the server refuses to go on.
+        """
+        pause_s = FIRST_PAUSE_S
+        while not self._closed.is_set():
+            try:
+                if not self._version:
+                    yield from self._list()
+                for name, obj in self._watch():
+                    pause_s = FIRST_PAUSE_S
+                    yield name, obj
+                self._note(None)
+                wait_s = 0.0 if pause_s == FIRST_PAUSE_S else pause_s
+            except Expired:
+                self._version, wait_s = "", 0.0
+            except Away as error:
+                self._note(error)
+                wait_s = error.retry_after_s or pause_s
+            if not self._closed.is_set():
+                self._cluster.connection.sleep(min(max(wait_s, 0.05), LONGEST_PAUSE_S))
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+
+    def _list(self) -> list[tuple[str, Object | None]]:
+        """Read everything anew; return the changes since then."""
+        items, version = self._cluster.objects(self._resource, self._selector)
+        objects = {str(item["metadata"]["name"]): self._digest(item) for item in items}
+        with self._changed:
+            before, self.objects, self._version = self.objects, objects, version
+            self._error = None
+            self._changed.notify_all()
+        gone: list[tuple[str, Object | None]] = [(n, None) for n in before if n not in objects]
+        return gone + [(n, obj) for n, obj in objects.items() if before.get(n) != obj]
+
+    def _watch(self) -> Iterator[tuple[str, Object | None]]:
+        """Yield what changes until the server ends the watch."""
+        with self._cluster.changes(self._resource, self._selector, self._version) as self._response:
+            if self._closed.is_set():
+                return  # the connection may have been closed before this response
+            self._note(None)
+            for line in lines_of(self._response):
+                try:
+                    event = untrusted.mapping(untrusted.parse_json(line))
+                except ValueError:
+                    event = {}
+                kind, thing = str(event.get("type")), event.get("object")
+                if not isinstance(thing, dict):
+                    raise LauncherError("the API server's watch has sent what is no event")
+                if kind == "ERROR":
+                    code = untrusted.whole(thing.get("code"), least=400, most=599)
+                    raise refusal(code or 500, json.dumps(thing).encode(), {})
+                metadata = untrusted.mapping(thing.get("metadata"))
+                self._version = str(metadata.get("resourceVersion") or "")
+                if kind == "BOOKMARK":
+                    continue
+                obj = answers.one(thing)
+                name = str(obj["metadata"]["name"])
+                with self._changed:
+                    if kind == "DELETED":
+                        self.objects.pop(name, None)
+                    else:
+                        self.objects[name] = self._digest(obj)
+                    self._changed.notify_all()
+                yield name, self.objects.get(name)
+
+    def _note(self, error: LauncherError | None) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
