@@ -34,6 +34,7 @@ from toolkit.job.loader import (
 from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.sweep import Point, Sweep, expand, leaks, misread
 from toolkit.job.types import (
+    IN_RUN_DIR,
     AbsolutePath,
     Duration,
     EnvName,
@@ -126,6 +127,11 @@ class Resources(FrozenModel):
     def elastic(self) -> bool:
         """Whether the number of nodes may change while the job runs."""
         return self.min_nodes < self.max_nodes
+
+    @property
+    def cpus(self) -> int:
+        """The CPUs on each node: one per worker if the job does not say."""
+        return self.cpus_per_node or self.nproc_per_node
 
 
 class Stop(FrozenModel):
@@ -340,6 +346,11 @@ class JobSpec(FrozenModel):
     def entry(self) -> tuple[str, ...]:
         """The program with its arguments."""
         return (*self.program, *self.args)
+
+    @property
+    def carried(self) -> bool:
+        """Whether the workers' script is submitted with the run, like the files of a call."""
+        return self.script is not None and self.script.startswith(IN_RUN_DIR)
 
     @property
     def digest(self) -> str:

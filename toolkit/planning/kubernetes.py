@@ -9,10 +9,17 @@ from toolkit.job.kubernetes_options import Patch, Workload, block_of
 from toolkit.job.spec import JobSpec, Secret
 from toolkit.job.sweep import Point
 from toolkit.planning.compatibility_kubernetes import name_problems
-from toolkit.planning.plans import RENDEZVOUS_TIMEOUT_S, LaunchPlan
+from toolkit.planning.plans import (
+    RENDEZVOUS_TIMEOUT_S,
+    LaunchPlan,
+    carried_options,
+    environment,
+    torchrun_options,
+)
 from toolkit.planning.pods import (
     MANAGER,
     POD_GROUP_APIS,
+    POD_MARGIN_S,
     RUN_LABEL,
     SWEEP_LABEL,
     Pod,
@@ -22,8 +29,6 @@ from toolkit.planning.pods import (
     pod_of,
     workload_of,
 )
-from toolkit.planning.stop_times import POD_MARGIN_S
-from toolkit.planning.torchrun import carried_options, environment, torchrun_options
 from toolkit.profile import KubernetesProfile
 
 __all__ = ["STARTED", "KubernetesPlan", "kubernetes_plan", "with_checksums"]
@@ -37,15 +42,6 @@ PORT = 29500
 SPARE_RESTARTS = 100
 """Restarts beyond `retries.requeue` that the cluster grants, since preemptions use them up, too;
 only the entrypoint counts failures."""
-
-CONTAINERS: dict[Workload, str] = {
-    "PyTorchJob": "pytorch",
-    "TrainJob": "node",
-    "JobSet": "node",
-    "Job": "node",
-}
-"""The operators of the first two find the container by its name."""
-
 
 _RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
 """The label of pods in which JobSet counts the starts of all of them."""
@@ -165,9 +161,8 @@ class KubernetesPlan(LaunchPlan):
             part._named(part.run_name, f"{name}-{point.index}", f"{name}/{point.name}", name)
             for part, point in pairs
         )
-        first = self.parts[
-            0
-        ].run_name  # all but the name of a sweep's own plan is its first point's
+        # All but the name of a sweep's own plan is its first point's.
+        first = self.parts[0].run_name
         folder = f"{name}/{self.points[0].name}"
         whole = self._named(first, parts[0].run_name, folder, name)
         return replace(whole, run_name=name, parts=parts)
@@ -287,7 +282,7 @@ def kubernetes_plan(
             profile,
             f"{run_name}-{point.index}",
             f"{folder}/{point.name}",
-            {SWEEP_LABEL: run_name},
+            sweep_name=run_name,
         )
         for point in job.points
     )
@@ -319,7 +314,8 @@ def _plan(
     profile: KubernetesProfile,
     run_name: str,
     folder: str,
-    more_labels: Mapping[str, str] | None = None,
+    *,
+    sweep_name: str | None = None,
 ) -> KubernetesPlan:
     """Decide how a plain job runs."""
     kind = workload_of(job, profile)
@@ -327,7 +323,7 @@ def _plan(
         "app.kubernetes.io/name": job.name,
         "app.kubernetes.io/managed-by": MANAGER,
         RUN_LABEL: run_name,
-        **(more_labels or {}),
+        **({SWEEP_LABEL: sweep_name} if sweep_name else {}),
     }
     queue_labels = {
         "kueue.x-k8s.io/queue-name": job.kubernetes.queue or profile.queue,
@@ -355,7 +351,8 @@ def _plan(
             labels=labels,
             grace_s=job.stop.grace_s + POD_MARGIN_S,
         ),
-        container=CONTAINERS[kind],
+        # The operators of PyTorchJobs and TrainJobs find the container by its name.
+        container="pytorch" if kind == "PyTorchJob" else "node",
         image=job.image,
         labels=labels,
         workload_labels=labels | {key: value for key, value in queue_labels.items() if value},

@@ -48,7 +48,7 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
         PlanError: Every reason why this job cannot work there.
     """
     name = run_name or job.name
-    if problems := refusals(job, profile, run_name=name):
+    if problems := list(refusals(job, profile, run_name=name)):
         raise PlanError(problems)
     if profile.kind not in BUILT_IN:
         return extension(profile.kind).plan(job, profile)

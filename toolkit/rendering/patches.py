@@ -12,7 +12,7 @@ import yaml
 
 from toolkit.errors import Problem, RenderError
 from toolkit.job.kubernetes_options import Patch
-from toolkit.text.yaml_writer import json_quote, yaml_block
+from toolkit.rendering.environment import json_quote, yaml_block
 
 __all__ = ["patched"]
 

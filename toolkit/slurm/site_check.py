@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from subprocess import CompletedProcess
 
 from toolkit.errors import LauncherError, Problem
-from toolkit.planning.slurm import SlurmPlan
-from toolkit.planning.stop_times import SIGNAL_SLACK_S, warning_lead_s
+from toolkit.planning.slurm import SIGNAL_SLACK_S, SlurmPlan, warning_lead_s
 from toolkit.rendering import render
 from toolkit.slurm.access_check import account_findings, path_findings, verdict
 from toolkit.text.quantities import format_duration, whole_number
