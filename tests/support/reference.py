@@ -9,8 +9,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from toolkit import profile
-from toolkit.job import dependencies, kubernetes_options, schema, spec, sweep
-from toolkit.job.loader import FrozenModel
+from toolkit.job import kubernetes_options, schema, spec, sweep
+from toolkit.job.types import FrozenModel
 from toolkit.lint.manifests.check import MANIFEST_RULES
 from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
 from toolkit.lint.scripts.check import SCRIPT_RULES
@@ -28,7 +28,7 @@ JOB = (
     kubernetes_options.KubernetesOptions,
     kubernetes_options.Patch,
     sweep.Sweep,
-    dependencies.Dependency,
+    spec.Dependency,
 )
 PROFILES = (
     profile.LocalProfile,

@@ -7,8 +7,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from toolkit.job.loader import Checked, FrozenModel, Text
-from toolkit.job.types import NaturalInt, SecretName, matching, schema_extra
+from toolkit.job.types import (
+    Checked,
+    FrozenModel,
+    NaturalInt,
+    SecretName,
+    Text,
+    matching,
+    schema_extra,
+)
 from toolkit.text.yaml_reader import Ambiguous
 
 __all__ = [

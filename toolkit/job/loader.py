@@ -2,92 +2,22 @@
 
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    GetCoreSchemaHandler,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import core_schema
+from pydantic import BaseModel, ValidationError
 
 from toolkit.errors import InputError, Problem
+from toolkit.job.types import FrozenModel
 from toolkit.text.did_you_mean import did_you_mean
 from toolkit.text.quantities import whole_number
 from toolkit.text.secret_scan import conceal, is_telling
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_document
 
-__all__ = ["Checked", "FrozenModel", "Prepared", "Text", "assign", "frozen", "override", "validate"]
+__all__ = ["assign", "frozen", "override", "validate"]
 
-Model = TypeVar("Model", bound="FrozenModel")
-
-
-def _refuse_ambiguous(value: object) -> object:
-    if isinstance(value, Ambiguous):
-        raise ValueError(value.reason)
-    return value
-
-
-def _refuse_unspeakable(value: str) -> str:
-    if "\0" in value:
-        raise ValueError(f"{value!r} holds a NUL byte, which no argument or variable can hold")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{value!r} holds half a surrogate pair, which is not text") from None
-    return value
-
-
-class Checked:
-    """A check of one value, after that of its type.
-
-    Like pydantic's AfterValidator, which inspects the signature of its function for each field: of
-    the fields of a job file and a profile that took 3 ms.
-    """
-
-    def __init__(self, check: Callable[[Any], Any]) -> None:
-        self._check = check
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        """Return the schema of the type, with the check after it."""
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-
-class Prepared(Checked):
-    """A function that prepares or refuses a value before its type is checked."""
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        """Return the schema of the type, with the function before it."""
-        return core_schema.no_info_before_validator_function(self._check, handler(source))
-
-
-Text = Annotated[str, Prepared(_refuse_ambiguous), Checked(_refuse_unspeakable)]
-"""A string that every YAML reader takes for the same text, and that argv and variables can hold."""
-
-
-class FrozenModel(BaseModel):
-    """The base of all models read from files: frozen, keyword-only, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-
-    @classmethod
-    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
-        """Return contradictions among the keys of `given`, independent of other problems."""
-        return []
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if problems := self.contradictions(dict(self)):
-            raise ValueError("; ".join(problems))
-        return self
+Model = TypeVar("Model", bound=FrozenModel)
 
 
 def override(document: Document, assignments: Iterable[str], model: type[BaseModel]) -> Document:

@@ -18,45 +18,40 @@ from pydantic import (
     ValidationError,
 )
 
-from toolkit.errors import Problem, SpecError
-from toolkit.job.dependencies import After
+from toolkit.errors import InputError, Problem, SpecError
 from toolkit.job.kubernetes_options import KubernetesOptions
-from toolkit.job.loader import (
-    Checked,
-    FrozenModel,
-    Prepared,
-    Text,
-    assign,
-    frozen,
-    override,
-    validate,
-)
+from toolkit.job.loader import assign, frozen, override, validate
 from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.sweep import Point, Sweep, expand, leaks, misread
 from toolkit.job.types import (
     IN_RUN_DIR,
     AbsolutePath,
+    Checked,
     Duration,
     EnvName,
+    FrozenModel,
     Image,
     JobName,
     ModuleName,
     MountSource,
     NaturalInt,
     PositiveInt,
+    Prepared,
     Program,
     SecretFile,
     SecretKey,
     SecretName,
     Size,
+    Text,
     program_first,
     schema_extra,
     secrets_by_name,
 )
 from toolkit.text import secret_scan
-from toolkit.text.yaml_reader import Document, KeyPath, read_file
+from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_file
 
 __all__ = [
+    "Dependency",
     "JobSpec",
     "Mount",
     "NodeRange",
@@ -66,6 +61,7 @@ __all__ = [
     "Stop",
     "leaked_secrets",
     "load",
+    "parse_dependency",
     "read_job",
 ]
 
@@ -205,6 +201,51 @@ class Secret(FrozenModel):
             return []
         given_keys = " and ".join(sorted(there)) or "none of them"
         return [f"give secret and key, or file; found {given_keys}"]
+
+
+WISHES = ("ok", "any", "fail")
+"""How another run must end: with success, in any way, or with a failure."""
+
+
+class Dependency(FrozenModel):
+    """A run to wait for, by its URI, name or run directory, under one of the three keys."""
+
+    ok: Text | None = None
+    """The run must succeed; if it fails, this job is cancelled. A run without a key means this."""
+
+    any: Text | None = None
+    """The run must end."""
+
+    fail: Text | None = None
+    """The run must fail; if it succeeds, this job is cancelled."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        there = [wish for wish in WISHES if given.get(wish) is not None]
+        if len(there) != 1:
+            return [f"give one of ok, any and fail; found {' and '.join(there) or 'none'}"]
+        return [] if given[there[0]] else [f"{there[0]}: the run has no name"]
+
+    @property
+    def wish(self) -> str:
+        """The required end: ok, any or fail."""
+        return next(wish for wish in WISHES if getattr(self, wish) is not None)
+
+    @property
+    def run(self) -> str:
+        """The run's URI, name or run directory."""
+        return str(getattr(self, self.wish))
+
+
+def _by_name(value: object) -> object:
+    if isinstance(value, Ambiguous):
+        raise ValueError(value.reason)
+    return {"ok": value} if isinstance(value, str) else value
+
+
+After = tuple[Annotated[Dependency, Prepared(_by_name)], ...]
+"""Runs to wait for, all of them."""
 
 
 class JobSpec(FrozenModel):
@@ -411,3 +452,20 @@ def leaked_secrets(job: JobSpec) -> list[tuple[KeyPath, str]]:
     """Return the path of each key that holds a secret, with the problem."""
     plain = {key: value for key, value in job.as_written().items() if key != "sweep"}
     return [*secret_scan.leaks_of_document(plain), *(leaks(job.sweep) if job.sweep else ())]
+
+
+def parse_dependency(text: str) -> Dependency:
+    """Read `RUN[:ok|any|fail]`, as `toolkit submit --after` takes it.
+
+    Raises:
+        InputError: the text names no run.
+
+    >>> parse_dependency("slurm://c/7:any").any, parse_dependency("slurm://c/7").ok
+    ('slurm://c/7', 'slurm://c/7')
+    """
+    run, _, wish = text.rpartition(":")
+    if wish not in WISHES:
+        run, wish = text, "ok"
+    if not run:
+        raise InputError(f"--after {text}: names no run; write it like slurm://CLUSTER/1234:any")
+    return Dependency.model_validate({wish: run})

@@ -8,12 +8,19 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from toolkit.job.loader import Checked, FrozenModel, Prepared, Text
-from toolkit.job.types import ENV_NAME, RESERVED_NAMES, PositiveInt
+from toolkit.job.types import (
+    ENV_NAME,
+    RESERVED_NAMES,
+    Checked,
+    FrozenModel,
+    PositiveInt,
+    Prepared,
+    Text,
+)
 from toolkit.text import secret_scan
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath
 
-__all__ = ["Point", "Sweep", "expand", "leaks", "misread", "sweep_schema"]
+__all__ = ["Point", "Sweep", "expand", "leaks", "misread"]
 
 MOST_POINTS = 100_000
 """The most points of a sweep; Slurm limits an array (MaxArraySize) to 1001 by default."""
@@ -22,11 +29,11 @@ NAME_LENGTH = 72
 """The longest name of a point, in characters; file systems take 255 bytes."""
 
 _OPTION = "--[A-Za-z0-9][-A-Za-z0-9_.]*"
-_KEY = f"{_OPTION}|env\\.(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}"
+SWEEP_KEY = f"{_OPTION}|env\\.(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}"
 
 
 def _check_key(key: str) -> str:
-    if re.fullmatch(_KEY, key):
+    if re.fullmatch(SWEEP_KEY, key):
         return key
     name = key.removeprefix("env.")
     if RESERVED_NAMES.fullmatch(name):
@@ -256,24 +263,3 @@ def misread(document: Document) -> Iterator[tuple[KeyPath, str]]:
             value = value[part]
         if isinstance(value, int | float) and not isinstance(value, bool) and str(value) != written:
             yield path, f'{written} is read as {value}; write "{written}" if you mean the text'
-
-
-def sweep_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the keys, which pydantic leaves out."""
-    switch, text, number = {"type": "boolean"}, {"type": "string"}, {"type": "number"}
-    kinds = {"^--": {"anyOf": [text, number, switch]}, "^env\\.": {"anyOf": [text, number]}}
-    names = {"type": "string", "pattern": f"^(?:{_KEY})$"}
-    axes = {
-        "type": "object",
-        "propertyNames": names,
-        "patternProperties": {
-            begin: {"type": "array", "items": value, "minItems": 1}
-            for begin, value in kinds.items()
-        },
-    }
-    settings = {"type": "object", "propertyNames": names, "patternProperties": kinds}
-    return {
-        "grid": {**axes, "default": {}},
-        "zip": {**axes, "default": {}},
-        "list": {"type": "array", "items": settings, "default": []},
-    }

@@ -1,13 +1,19 @@
-"""The types of fields in job files and profiles, each with its rule and its JSON Schema."""
+"""Models and types of fields in job files and profiles, each with its rule and its JSON Schema."""
 
 import re
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Self
 
-from pydantic import Field, GetCoreSchemaHandler, Strict
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    Strict,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
-from toolkit.job.loader import Checked, Text
 from toolkit.text.quantities import (
     DURATION_PATTERN,
     SIZE_PATTERN,
@@ -23,8 +29,10 @@ __all__ = [
     "IN_RUN_DIR",
     "RESERVED_NAMES",
     "AbsolutePath",
+    "Checked",
     "Duration",
     "EnvName",
+    "FrozenModel",
     "HomePath",
     "Image",
     "JobName",
@@ -32,17 +40,84 @@ __all__ = [
     "MountSource",
     "NaturalInt",
     "PositiveInt",
+    "Prepared",
     "Program",
     "SecretFile",
     "SecretKey",
     "SecretName",
     "Size",
+    "Text",
     "Via",
     "matching",
     "program_first",
     "schema_extra",
     "secrets_by_name",
 ]
+
+
+def _refuse_ambiguous(value: object) -> object:
+    if isinstance(value, Ambiguous):
+        raise ValueError(value.reason)
+    return value
+
+
+def _refuse_unspeakable(value: str) -> str:
+    if "\0" in value:
+        raise ValueError(f"{value!r} holds a NUL byte, which no argument or variable can hold")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{value!r} holds half a surrogate pair, which is not text") from None
+    return value
+
+
+class Checked:
+    """A check of one value, after that of its type.
+
+    Like pydantic's AfterValidator, which inspects the signature of its function for each field: of
+    the fields of a job file and a profile that took 3 ms.
+    """
+
+    def __init__(self, check: Callable[[Any], Any]) -> None:
+        self._check = check
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        """Return the schema of the type, with the check after it."""
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+
+class Prepared(Checked):
+    """A function that prepares or refuses a value before its type is checked."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        """Return the schema of the type, with the function before it."""
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+
+Text = Annotated[str, Prepared(_refuse_ambiguous), Checked(_refuse_unspeakable)]
+"""A string that every YAML reader takes for the same text, and that argv and variables can hold."""
+
+
+class FrozenModel(BaseModel):
+    """The base of all models read from files: frozen, keyword-only, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return contradictions among the keys of `given`, independent of other problems."""
+        return []
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if problems := self.contradictions(dict(self)):
+            raise ValueError("; ".join(problems))
+        return self
+
 
 RESERVED_NAMES = re.compile(
     "PET_.*|TORCHELASTIC_.*|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE"

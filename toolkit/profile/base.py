@@ -4,8 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from toolkit.job.loader import Checked, FrozenModel, Text
-from toolkit.job.types import EnvName, NaturalInt, PositiveInt, Size, matching
+from toolkit.job.types import (
+    Checked,
+    EnvName,
+    FrozenModel,
+    NaturalInt,
+    PositiveInt,
+    Size,
+    Text,
+    matching,
+)
 
 __all__ = ["Flag", "FolderPath", "LocalProfile", "NodeFacts", "SiteProfile", "Word"]
 

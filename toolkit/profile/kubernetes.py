@@ -14,9 +14,16 @@ from toolkit.job.kubernetes_options import (
     Topology,
     Workload,
 )
-from toolkit.job.loader import Text
 from toolkit.job.spec import Mount
-from toolkit.job.types import AbsolutePath, Duration, NaturalInt, PositiveInt, SecretName, matching
+from toolkit.job.types import (
+    AbsolutePath,
+    Duration,
+    NaturalInt,
+    PositiveInt,
+    SecretName,
+    Text,
+    matching,
+)
 from toolkit.profile.base import Flag, SiteProfile
 
 __all__ = ["KubernetesProfile"]

@@ -5,10 +5,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from toolkit.job.loader import FrozenModel, Text
 from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.spec import Mount
-from toolkit.job.types import Duration, HomePath, PositiveInt, Size, Via, matching
+from toolkit.job.types import (
+    Duration,
+    FrozenModel,
+    HomePath,
+    PositiveInt,
+    Size,
+    Text,
+    Via,
+    matching,
+)
 from toolkit.profile.base import Flag, FolderPath, SiteProfile, Word
 
 __all__ = ["SlurmProfile", "Switches"]
