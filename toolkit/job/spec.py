@@ -13,7 +13,6 @@ from typing import Annotated, Any
 from pydantic import (
     Discriminator,
     Field,
-    Strict,
     Tag,
     ValidationError,
 )
@@ -29,6 +28,7 @@ from toolkit.job.types import (
     Checked,
     Duration,
     EnvName,
+    Flag,
     FrozenModel,
     Image,
     JobName,
@@ -166,7 +166,7 @@ class Mount(FrozenModel):
     target: AbsolutePath
     """Where the job sees it."""
 
-    read_only: Annotated[bool, Strict()] = False
+    read_only: Flag = False
     """Whether the job may only read it; without containers nothing enforces this."""
 
     @property

@@ -32,6 +32,8 @@ __all__ = [
     "Checked",
     "Duration",
     "EnvName",
+    "Flag",
+    "FolderPath",
     "FrozenModel",
     "HomePath",
     "Image",
@@ -48,6 +50,7 @@ __all__ = [
     "Size",
     "Text",
     "Via",
+    "Word",
     "matching",
     "program_first",
     "schema_extra",
@@ -261,6 +264,12 @@ def _absolute(value: str) -> str:
     return value
 
 
+def _no_home_sign(value: str) -> str:
+    if not value or value.startswith("~"):
+        raise ValueError(f"{value!r} is not expanded; write the whole path")
+    return value
+
+
 _SERVER = r"(?:[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])"
 _OBJECT = "[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
 _SOURCE = (
@@ -283,6 +292,9 @@ MountSource = Annotated[
 ]
 Program = Annotated[Text, Checked(_not_an_option), schema_extra(pattern="^[^-]")]
 AbsolutePath = Annotated[Text, Checked(_absolute), schema_extra(pattern="^/")]
+FolderPath = Annotated[Text, Checked(_no_home_sign)]
+Word = Annotated[Text, *matching(r"\S+", "write one word, or leave the key out")]
+Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 NaturalInt = Annotated[int, Strict(), Field(ge=0)]
 

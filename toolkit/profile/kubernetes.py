@@ -18,13 +18,14 @@ from toolkit.job.spec import Mount
 from toolkit.job.types import (
     AbsolutePath,
     Duration,
+    Flag,
     NaturalInt,
     PositiveInt,
     SecretName,
     Text,
     matching,
 )
-from toolkit.profile.base import Flag, SiteProfile
+from toolkit.profile.base import SiteProfile
 
 __all__ = ["KubernetesProfile"]
 

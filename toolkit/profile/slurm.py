@@ -9,15 +9,18 @@ from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.spec import Mount
 from toolkit.job.types import (
     Duration,
+    Flag,
+    FolderPath,
     FrozenModel,
     HomePath,
     PositiveInt,
     Size,
     Text,
     Via,
+    Word,
     matching,
 )
-from toolkit.profile.base import Flag, FolderPath, SiteProfile, Word
+from toolkit.profile.base import SiteProfile
 
 __all__ = ["SlurmProfile", "Switches"]
 
