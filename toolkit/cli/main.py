@@ -35,11 +35,10 @@ __all__ = [
 # ---- The commands, their arguments and options
 
 _MODULES = {
-    "init": "init",
-    "check": "check",
+    **dict.fromkeys(("init", "check"), "files"),
     **dict.fromkeys(("render", "submit", "resubmit", "run"), "submit"),
     **dict.fromkeys(("list", "status", "cancel", "wait", "logs"), "runs"),
-    "schema": "check",
+    "schema": "files",
 }
 """The commands in the order of `--help`, and the modules of this package that define them."""
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from toolkit.errors import InputError, Problem
+from toolkit.errors import InputError, Problem, did_you_mean
 from toolkit.job.types import FrozenModel
-from toolkit.text.did_you_mean import did_you_mean
 from toolkit.text.quantities import whole_number
 from toolkit.text.secret_scan import conceal, is_telling
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_document

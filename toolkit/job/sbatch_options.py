@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
+from toolkit.errors import nearest
 from toolkit.job.types import Checked, Prepared, Text
-from toolkit.text.did_you_mean import nearest
 from toolkit.text.yaml_reader import Ambiguous
 
 __all__ = ["SbatchOptions", "SbatchValue", "merged"]

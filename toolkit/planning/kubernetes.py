@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from toolkit.errors import PlanError
@@ -78,26 +79,6 @@ class KubernetesPlan(LaunchPlan):
     workload_labels: Mapping[str, str]
     """Labels of the object, with those of a queue."""
 
-    @property
-    def template(self) -> str:
-        """The template that is filled in with this plan, below `templates/`."""
-        return f"kubernetes/{self.workload.lower()}.yaml.j2"
-
-    @property
-    def objects(self) -> "Sequence[KubernetesPlan]":
-        """The plans to render: this one, or those of a sweep's points."""
-        return self.parts or (self,)
-
-    @property
-    def has_limits(self) -> bool:
-        """Whether the entrypoint counts its earlier starts; Kubernetes may start any pod again."""
-        return True
-
-    @property
-    def counts_attempts(self) -> bool:
-        """Whether each start is an attempt with a folder of its own."""
-        return self.gang
-
     restart_policy: str = "Never"
     """PyTorchJob: what follows when a pod has failed."""
 
@@ -141,6 +122,34 @@ class KubernetesPlan(LaunchPlan):
 
     parts: tuple["KubernetesPlan", ...] = ()
     """Their plans, in their order; none without a sweep."""
+
+    # The keys of the profile that templates see.
+    namespace = property(attrgetter("profile.namespace"))
+    ttl_s = property(attrgetter("profile.ttl_s"))
+    image_pull_policy = property(attrgetter("profile.image_pull_policy"))
+    network_policy = property(attrgetter("profile.network_policy"))
+    training_runtime = property(attrgetter("profile.training_runtime"))
+    has_master = property(attrgetter("profile.master"))
+
+    @property
+    def template(self) -> str:
+        """The template that is filled in with this plan, below `templates/`."""
+        return f"kubernetes/{self.workload.lower()}.yaml.j2"
+
+    @property
+    def objects(self) -> "Sequence[KubernetesPlan]":
+        """The plans to render: this one, or those of a sweep's points."""
+        return self.parts or (self,)
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether the entrypoint counts its earlier starts; Kubernetes may start any pod again."""
+        return True
+
+    @property
+    def counts_attempts(self) -> bool:
+        """Whether each start is an attempt with a folder of its own."""
+        return self.gang
 
     def named(self, name: str) -> "KubernetesPlan":
         """Return this plan for a run of another name, with a run directory of that name.
@@ -193,29 +202,9 @@ class KubernetesPlan(LaunchPlan):
         )
 
     @property
-    def namespace(self) -> str:
-        """The namespace of everything that belongs to the run."""
-        return self.profile.namespace
-
-    @property
     def keeps_runs(self) -> bool:
         """Whether the run directory outlives the pods."""
         return self.profile.runs_claim is not None
-
-    @property
-    def ttl_s(self) -> int | None:
-        """Seconds after the end until the cluster deletes the object; None for never."""
-        return self.profile.ttl_s
-
-    @property
-    def image_pull_policy(self) -> str:
-        """When nodes pull the image."""
-        return self.profile.image_pull_policy
-
-    @property
-    def network_policy(self) -> bool:
-        """Whether the run brings its own NetworkPolicy."""
-        return self.profile.network_policy
 
     @property
     def own_service(self) -> bool:
@@ -226,16 +215,6 @@ class KubernetesPlan(LaunchPlan):
     def pod_group_api(self) -> str | None:
         """The API version of the run's PodGroup; None without a gang scheduler."""
         return POD_GROUP_APIS.get(self.profile.gang_scheduler or "")
-
-    @property
-    def training_runtime(self) -> str:
-        """TrainJob: the runtime of the namespace that it refers to."""
-        return self.profile.training_runtime
-
-    @property
-    def has_master(self) -> bool:
-        """PyTorchJob: whether the first pod is a Master of its own."""
-        return self.profile.master
 
     @property
     def payload_dir(self) -> str | None:

@@ -4,11 +4,12 @@ from __future__ import annotations  # naming a profile must not import it
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from toolkit.errors import PlanError, Problem
 from toolkit.job.kubernetes_options import Patch
-from toolkit.job.spec import JobSpec, Retries, Secret
+from toolkit.job.spec import JobSpec, Secret
 
 if TYPE_CHECKING:
     from toolkit.profile import Profile
@@ -65,6 +66,22 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
     """Notes for the user that stop nothing."""
 
+    # The keys of the job that templates see.
+    name = property(attrgetter("job.name"))
+    digest = property(attrgetter("job.digest"))
+    program = property(attrgetter("job.program"))
+    carried = property(attrgetter("job.carried"))
+    workdir = property(attrgetter("job.workdir"))
+    min_nodes = property(attrgetter("job.resources.min_nodes"))
+    max_nodes = property(attrgetter("job.resources.max_nodes"))
+    elastic = property(attrgetter("job.resources.elastic"))
+    nproc_per_node = property(attrgetter("job.resources.nproc_per_node"))
+    gpus_per_node = property(attrgetter("job.resources.gpus_per_node"))
+    time_limit_s = property(attrgetter("job.time_limit_s"))
+    grace_s = property(attrgetter("job.stop.grace_s"))
+    retries = property(attrgetter("job.retries"))
+    failure_limit = property(attrgetter("job.retries.requeue"))
+
     @property
     def template(self) -> str:
         """The template that is filled in with this plan, below `templates/`."""
@@ -81,61 +98,6 @@ class LaunchPlan:
         return ()
 
     @property
-    def name(self) -> str:
-        """The job's name."""
-        return self.job.name
-
-    @property
-    def digest(self) -> str:
-        """A short hash of the job, which differs between two versions of it."""
-        return self.job.digest
-
-    @property
-    def min_nodes(self) -> int:
-        """Fewest nodes with which the run continues."""
-        return self.job.resources.min_nodes
-
-    @property
-    def max_nodes(self) -> int:
-        """Number of nodes when none is missing."""
-        return self.job.resources.max_nodes
-
-    @property
-    def elastic(self) -> bool:
-        """Whether the number of nodes may change while the run lives."""
-        return self.job.resources.elastic
-
-    @property
-    def gpus_per_node(self) -> int:
-        """Number of GPUs of each node."""
-        return self.job.resources.gpus_per_node
-
-    @property
-    def nproc_per_node(self) -> int:
-        """Number of ranks on each node."""
-        return self.job.resources.nproc_per_node
-
-    @property
-    def grace_s(self) -> int:
-        """Seconds that a checkpoint may take when the run is stopped."""
-        return self.job.stop.grace_s
-
-    @property
-    def time_limit_s(self) -> int | None:
-        """Seconds that the run may take; None without a limit."""
-        return self.job.time_limit_s
-
-    @property
-    def workdir(self) -> str | None:
-        """The folder in which torchrun starts; None for that of the script."""
-        return self.job.workdir
-
-    @property
-    def program(self) -> tuple[str, ...]:
-        """What torchrun starts, without the arguments that differ between points of a sweep."""
-        return self.job.program
-
-    @property
     def entry(self) -> tuple[str, ...]:
         """What torchrun starts, and its arguments."""
         return self.job.entry
@@ -144,11 +106,6 @@ class LaunchPlan:
     def mounted_sources(self) -> tuple[str, ...]:
         """Folders that must exist where the script runs."""
         return tuple(mount.source for mount in self.job.mounts)
-
-    @property
-    def carried(self) -> bool:
-        """Whether the workers' script is submitted with the run, into the run directory."""
-        return self.job.carried
 
     @property
     def secret_files(self) -> dict[str, str]:
@@ -165,16 +122,6 @@ class LaunchPlan:
     def static(self) -> bool:
         """Whether the rendezvous is static, by the nodes' numbers, rather than c10d."""
         return "--rdzv-backend=static" in self.torchrun
-
-    @property
-    def retries(self) -> Retries:
-        """The limits of the retry policy."""
-        return self.job.retries
-
-    @property
-    def failure_limit(self) -> int:
-        """Number of failed attempts after which another one may follow."""
-        return self.job.retries.requeue
 
     @property
     def restarts_in_job(self) -> bool:
@@ -199,7 +146,7 @@ class LaunchPlan:
     @property
     def has_limits(self) -> bool:
         """Whether the script counts the attempts before it."""
-        return self.failure_limit > 0 or self.takes_turns
+        return self.job.retries.requeue > 0 or self.takes_turns
 
     @property
     def counts_attempts(self) -> bool:

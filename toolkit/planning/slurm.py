@@ -6,6 +6,7 @@ The flags are those of pyxis' args.c, of `apptainer exec --help` and of podman-r
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import PurePosixPath
 
 from toolkit.errors import Problem
@@ -92,19 +93,21 @@ class SlurmPlan(LaunchPlan):
     shm: str = "0"
     """Size of the container's /dev/shm for podman; 0 is no limit of its own."""
 
+    # The keys of the profile that the template sees.
+    runtime = property(attrgetter("profile.runtime"))
+    modules = property(attrgetter("profile.modules"))
+    prolog = property(attrgetter("profile.prolog"))
+    epilog = property(attrgetter("profile.epilog"))
+    container_options = property(attrgetter("profile.container_options"))
+
     @property
     def takes_turns(self) -> bool:
         """Whether several jobs may continue one run in turn with this script: a chain."""
-        return not self.points and (self.chain or self.failure_limit > 0)
+        return not self.points and (self.chain or self.job.retries.requeue > 0)
 
     def in_turns(self) -> "SlurmPlan":
         """Return this plan for a chain: several jobs that continue one run in turn."""
         return replace(self, chain=True)
-
-    @property
-    def runtime(self) -> str:
-        """The container runtime; `bare` without containers."""
-        return self.profile.runtime
 
     @property
     def image_file(self) -> str | None:
@@ -117,29 +120,9 @@ class SlurmPlan(LaunchPlan):
         return self.image is not None and self.image.startswith("localhost/")
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """Modules to load."""
-        return tuple(self.profile.modules)
-
-    @property
     def venv(self) -> str | None:
         """The virtual environment that has torch."""
         return None if self.profile.venv is None else self.profile.below(self.profile.venv)
-
-    @property
-    def prolog(self) -> tuple[str, ...]:
-        """The site's lines of bash before the environment is set up."""
-        return tuple(self.profile.prolog)
-
-    @property
-    def epilog(self) -> tuple[str, ...]:
-        """The site's lines of bash after the end."""
-        return tuple(self.profile.epilog)
-
-    @property
-    def container_options(self) -> tuple[str, ...]:
-        """The site's options of the container runtime."""
-        return tuple(self.profile.container_options)
 
     @property
     def mounted_sources(self) -> tuple[str, ...]:

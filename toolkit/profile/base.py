@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from pydantic import Field
 
 from toolkit import extensions
-from toolkit.errors import Problem, ProfileError
+from toolkit.errors import Problem, ProfileError, did_you_mean
 from toolkit.job.loader import validate
 from toolkit.job.types import (
     EnvName,
@@ -23,7 +23,6 @@ from toolkit.job.types import (
     Word,
 )
 from toolkit.text import secret_scan
-from toolkit.text.did_you_mean import did_you_mean
 from toolkit.text.yaml_reader import KeyPath, read_file
 
 if TYPE_CHECKING:
