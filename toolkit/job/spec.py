@@ -10,43 +10,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-)
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from toolkit.errors import InputError, Problem, SpecError
+from toolkit.job import types
 from toolkit.job.kubernetes_options import KubernetesOptions
 from toolkit.job.loader import assign, frozen, override, validate
 from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.sweep import Point, Sweep, expand, leaks, misread
-from toolkit.job.types import (
-    IN_RUN_DIR,
-    AbsolutePath,
-    Checked,
-    Duration,
-    EnvName,
-    Flag,
-    FrozenModel,
-    Image,
-    JobName,
-    ModuleName,
-    MountSource,
-    NaturalInt,
-    PositiveInt,
-    Prepared,
-    Program,
-    SecretFile,
-    SecretKey,
-    SecretName,
-    Size,
-    Text,
-    program_first,
-    schema_extra,
-    secrets_by_name,
-)
+from toolkit.job.types import Checked, FrozenModel, Prepared, Text
 from toolkit.text import secret_scan
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_file
 
@@ -69,10 +41,10 @@ __all__ = [
 class NodeRange(FrozenModel):
     """The fewest nodes that a job can run on, and the most that it uses."""
 
-    min: PositiveInt
+    min: types.PositiveInt
     """With fewer, the run waits for another node, and is requeued after ten minutes."""
 
-    max: PositiveInt
+    max: types.PositiveInt
     """The job starts with as many as are free; on Slurm, others join later."""
 
     @classmethod
@@ -88,25 +60,25 @@ class Resources(FrozenModel):
     """What one job needs of the machines; everything but `nnodes` is per node."""
 
     nnodes: Annotated[
-        Annotated[PositiveInt, Tag("[count]")] | Annotated[NodeRange, Tag("[range]")],
+        Annotated[types.PositiveInt, Tag("[count]")] | Annotated[NodeRange, Tag("[range]")],
         Discriminator(lambda v: "[range]" if isinstance(v, dict | NodeRange) else "[count]"),
     ] = 1
     """Nodes; one torchrun starts on each. `{min: 2, max: 4}` continues when nodes are lost. See
     [elasticity](../how-to/elasticity.md)."""
 
-    nproc_per_node: PositiveInt = 1
+    nproc_per_node: types.PositiveInt = 1
     """Workers that torchrun starts on each node, usually one per GPU."""
 
-    gpus_per_node: NaturalInt = 0
+    gpus_per_node: types.NaturalInt = 0
     """GPUs on each node."""
 
-    cpus_per_node: PositiveInt | None = None
+    cpus_per_node: types.PositiveInt | None = None
     """CPUs on each node; by default one per worker."""
 
-    memory_bytes: Size | None = Field(default=None, alias="memory")
+    memory_bytes: types.Size | None = Field(default=None, alias="memory")
     """Memory on each node, like `64GiB`; by default the site decides."""
 
-    shm_bytes: Size | None = Field(default=None, alias="shm")
+    shm_bytes: types.Size | None = Field(default=None, alias="shm")
     """Shared memory for data loaders; part of `memory`. Containers have 64 MiB by default."""
 
     @property
@@ -133,24 +105,24 @@ class Resources(FrozenModel):
 class Stop(FrozenModel):
     """How a run is stopped: by walltime, preemption, a drained node, or you."""
 
-    grace_s: Duration = Field(default=60, alias="grace", json_schema_extra={"default": "60s"})
+    grace_s: types.Duration = Field(default=60, alias="grace", json_schema_extra={"default": "60s"})
     """How long a checkpoint may take, between the warning and the kill."""
 
 
 class Retries(FrozenModel):
     """How often a failed run is tried again, each time from the newest checkpoint."""
 
-    in_job: NaturalInt = 0
+    in_job: types.NaturalInt = 0
     """Restarts of the workers by torchrun inside the running job, as after a killed rank."""
 
-    requeue: NaturalInt = 0
+    requeue: types.NaturalInt = 0
     """New attempts of the whole job after failures that may pass: a lost node, a killed rank.
 
     On Slurm and on this machine, attempts after a preemption or the time limit are not counted, but
     0 forbids them, too. If a script writes no `outcome.json`, the time limit counts as a failure.
     """
 
-    no_progress: PositiveInt = 3
+    no_progress: types.PositiveInt = 3
     """The run ends after this many attempts in a row without a new step in `outcome.json`. The pods
     of a PyTorchJob or a Job start again one by one, and do not count them."""
 
@@ -158,15 +130,15 @@ class Retries(FrozenModel):
 class Mount(FrozenModel):
     """A folder that the job needs from outside."""
 
-    source: MountSource
+    source: types.MountSource
     """The folder on the node: an absolute path. On Kubernetes also `claim:NAME` (a volume claim),
     `configmap:NAME`, `secret:NAME`, `nfs:SERVER:/PATH`, or `empty:` for a scratch folder that is
     lost with the pod, `empty:10GiB` for one of limited size."""
 
-    target: AbsolutePath
+    target: types.AbsolutePath
     """Where the job sees it."""
 
-    read_only: Flag = False
+    read_only: types.Flag = False
     """Whether the job may only read it; without containers nothing enforces this."""
 
     @property
@@ -183,13 +155,13 @@ class Mount(FrozenModel):
 class Secret(FrozenModel):
     """Where a secret's value is; the value itself is never written down."""
 
-    secret: SecretName | None = None
+    secret: types.SecretName | None = None
     """The name of the Kubernetes Secret."""
 
-    key: SecretKey | None = None
+    key: types.SecretKey | None = None
     """The key in it."""
 
-    file: SecretFile | None = None
+    file: types.SecretFile | None = None
     """A file that only you may read (`chmod 600`); the script reads it on its node, on Slurm and on
     this machine."""
 
@@ -251,21 +223,21 @@ After = tuple[Annotated[Dependency, Prepared(_by_name)], ...]
 class JobSpec(FrozenModel):
     """One training job."""
 
-    name: JobName
+    name: types.JobName
     """The job's name; runs are called NAME-DATE-TIME-XXXX."""
 
-    module: ModuleName | None = None
+    module: types.ModuleName | None = None
     """The Python module that every worker runs, as after `python -m`."""
 
-    script: Program | None = None
+    script: types.Program | None = None
     """The Python file that every worker runs; a relative path is below the submit folder. If it is
     `$TRAIN_RUN_DIR/FILE`, in the run directory, torchrun forks the workers from itself."""
 
     command: (
         Annotated[
             tuple[Text, ...],
-            Checked(program_first),
-            schema_extra(minItems=1, prefixItems=[{"type": "string", "pattern": "^[^-]"}]),
+            Checked(types.program_first),
+            types.schema_extra(minItems=1, prefixItems=[{"type": "string", "pattern": "^[^-]"}]),
         ]
         | None
     ) = None
@@ -274,20 +246,20 @@ class JobSpec(FrozenModel):
     args: tuple[Text, ...] = ()
     """Arguments of the module, script or command."""
 
-    image: Image | None = None
+    image: types.Image | None = None
     """The container image, if the profile runs containers."""
 
-    workdir: AbsolutePath | None = None
+    workdir: types.AbsolutePath | None = None
     """The folder in which the workers start; by default that of the image, or the submit folder if
     there are no containers."""
 
     resources: Resources = Field(default_factory=Resources.model_construct)
     """What the job needs."""
 
-    time_limit_s: Duration | None = Field(default=None, alias="time_limit")
+    time_limit_s: types.Duration | None = Field(default=None, alias="time_limit")
     """How long the job may run, like `4h`; by default the site decides."""
 
-    env: dict[EnvName, Text] = Field(default={})
+    env: dict[types.EnvName, Text] = Field(default={})
     """Environment variables of every worker."""
 
     stop: Stop = Field(default_factory=Stop.model_construct)
@@ -296,7 +268,9 @@ class JobSpec(FrozenModel):
     retries: Retries = Field(default_factory=Retries.model_construct)
     """What happens after a failure."""
 
-    secrets: Annotated[dict[EnvName, Secret | None], Prepared(secrets_by_name)] = Field(default={})
+    secrets: Annotated[dict[types.EnvName, Secret | None], Prepared(types.secrets_by_name)] = Field(
+        default={}
+    )
     """Secret environment variables: names, or `{NAME: {secret: …, key: …}}` for Kubernetes, or
     `{NAME: {file: …}}`; never values."""
 
@@ -391,7 +365,7 @@ class JobSpec(FrozenModel):
     @property
     def carried(self) -> bool:
         """Whether the workers' script is submitted with the run, like the files of a call."""
-        return self.script is not None and self.script.startswith(IN_RUN_DIR)
+        return self.script is not None and self.script.startswith(types.IN_RUN_DIR)
 
     @property
     def digest(self) -> str:

@@ -11,17 +11,9 @@ from pydantic import Field
 
 from toolkit import extensions
 from toolkit.errors import Problem, ProfileError, did_you_mean
+from toolkit.job import types
 from toolkit.job.loader import validate
-from toolkit.job.types import (
-    EnvName,
-    FolderPath,
-    FrozenModel,
-    NaturalInt,
-    PositiveInt,
-    Size,
-    Text,
-    Word,
-)
+from toolkit.job.types import FrozenModel, Text
 from toolkit.text import secret_scan
 from toolkit.text.yaml_reader import KeyPath, read_file
 
@@ -46,13 +38,13 @@ __all__ = [
 class NodeFacts(FrozenModel):
     """The size of one node, so that a job that cannot fit is refused before it is queued."""
 
-    gpus: NaturalInt | None = None
+    gpus: types.NaturalInt | None = None
     """GPUs of a node."""
 
-    cpus: PositiveInt | None = None
+    cpus: types.PositiveInt | None = None
     """CPUs of a node."""
 
-    memory_bytes: Size | None = Field(default=None, alias="memory")
+    memory_bytes: types.Size | None = Field(default=None, alias="memory")
     """Memory of a node that jobs can use, like `480GiB`."""
 
 
@@ -65,13 +57,13 @@ class SiteProfile(FrozenModel):
     node: NodeFacts = Field(default_factory=NodeFacts.model_construct)
     """The size of a node."""
 
-    env: dict[EnvName, Text] = Field(default={})
+    env: dict[types.EnvName, Text] = Field(default={})
     """Environment variables of every job; the job's own take precedence."""
 
-    network_interface: Word | None = None
+    network_interface: types.Word | None = None
     """The network interface for NCCL and gloo, like `ib0`; by default they choose."""
 
-    templates_dir: FolderPath | None = None
+    templates_dir: types.FolderPath | None = None
     """A folder whose templates replace or extend the toolkit's; a relative path is below the
     profile's own folder. See [templates](../how-to/templates.md)."""
 
@@ -82,7 +74,7 @@ class LocalProfile(SiteProfile):
     kind: Literal["local"] = "local"
     """The kind of site."""
 
-    runs_dir: FolderPath = "runs"
+    runs_dir: types.FolderPath = "runs"
     """Where run directories are created; a relative path is below the current folder."""
 
 
