@@ -4,14 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    Strict,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Strict, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
 from toolkit.text.quantities import (
@@ -53,6 +46,7 @@ __all__ = [
     "Word",
     "matching",
     "program_first",
+    "refusing",
     "schema_extra",
     "secrets_by_name",
 ]
@@ -130,7 +124,6 @@ RESERVED_NAMES = re.compile(
 )
 """Variables that torchrun, the scheduler or the toolkit sets, and a job may not."""
 
-
 IN_RUN_DIR = "$TRAIN_RUN_DIR/"
 """The prefix of a script in the run directory, whose path is known only when the job runs."""
 
@@ -174,15 +167,21 @@ Size = Annotated[int, _Quantity(parse_size, format_size, SIZE_PATTERN, "64GiB", 
 """Bytes, written like `64GiB`."""
 
 
-def matching(pattern: str, rule: str) -> Any:
-    """Return the annotations of a string that must match; `rule` is the way out."""
+def refusing(unfit: Callable[[str], object], reason: str) -> Checked:
+    """Return the check that refuses a value if it is unfit; the message shows it and the reason."""
 
     def check(value: str) -> str:
-        if not re.fullmatch(pattern, value):
-            raise ValueError(f"{value!r} cannot be used; {rule}")
+        if unfit(value):
+            raise ValueError(f"{value!r} {reason}")
         return value
 
-    return Checked(check), schema_extra(pattern=f"^(?:{pattern})$")
+    return Checked(check)
+
+
+def matching(pattern: str, rule: str) -> Any:
+    """Return the annotations of a string that must match; `rule` is the way out."""
+    check = refusing(lambda value: not re.fullmatch(pattern, value), f"cannot be used; {rule}")
+    return check, schema_extra(pattern=f"^(?:{pattern})$")
 
 
 def schema_extra(**more: Any) -> Any:
@@ -190,17 +189,14 @@ def schema_extra(**more: Any) -> Any:
     return Field(json_schema_extra=more)
 
 
-def _unreserved(name: str) -> str:
-    if RESERVED_NAMES.fullmatch(name):
-        raise ValueError(f"{name!r} is set by torchrun, the scheduler or the toolkit; leave it out")
-    return name
-
-
 ENV_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 EnvName = Annotated[
     Text,
     *matching(ENV_NAME, "use letters, digits and underscores, no digit first"),
-    Checked(_unreserved),
+    refusing(
+        RESERVED_NAMES.fullmatch,
+        "is set by torchrun, the scheduler or the toolkit; leave it out",
+    ),
 ]
 JobName = Annotated[
     Text,
@@ -258,18 +254,6 @@ def program_first(command: tuple[str, ...]) -> tuple[str, ...]:
     return command
 
 
-def _absolute(value: str) -> str:
-    if not value.startswith("/"):
-        raise ValueError(f"{value!r} must be an absolute path; it is the same on every node")
-    return value
-
-
-def _no_home_sign(value: str) -> str:
-    if not value or value.startswith("~"):
-        raise ValueError(f"{value!r} is not expanded; write the whole path")
-    return value
-
-
 _SERVER = r"(?:[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])"
 _OBJECT = "[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
 _SOURCE = (
@@ -277,22 +261,31 @@ _SOURCE = (
     f"|empty:|empty:{SIZE_PATTERN.strip('^$')}"
 )
 
-
-def _path_or_volume(value: str) -> str:
-    if not value.startswith("/") and not re.fullmatch(_SOURCE, value):
-        raise ValueError(
-            f"{value!r} must be an absolute path; on Kubernetes also claim:NAME, configmap:NAME, "
-            "secret:NAME, nfs:SERVER:/PATH, empty: or empty:10GiB"
-        )
-    return value
-
-
 MountSource = Annotated[
-    Text, Checked(_path_or_volume), schema_extra(pattern=f"^(?:/|(?:{_SOURCE})$)")
+    Text,
+    refusing(
+        lambda value: not value.startswith("/") and not re.fullmatch(_SOURCE, value),
+        "must be an absolute path; on Kubernetes also claim:NAME, configmap:NAME, secret:NAME, "
+        "nfs:SERVER:/PATH, empty: or empty:10GiB",
+    ),
+    schema_extra(pattern=f"^(?:/|(?:{_SOURCE})$)"),
 ]
 Program = Annotated[Text, Checked(_not_an_option), schema_extra(pattern="^[^-]")]
-AbsolutePath = Annotated[Text, Checked(_absolute), schema_extra(pattern="^/")]
-FolderPath = Annotated[Text, Checked(_no_home_sign)]
+AbsolutePath = Annotated[
+    Text,
+    refusing(
+        lambda value: not value.startswith("/"),
+        "must be an absolute path; it is the same on every node",
+    ),
+    schema_extra(pattern="^/"),
+]
+FolderPath = Annotated[
+    Text,
+    refusing(
+        lambda value: not value or value.startswith("~"),
+        "is not expanded; write the whole path",
+    ),
+]
 Word = Annotated[Text, *matching(r"\S+", "write one word, or leave the key out")]
 Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]

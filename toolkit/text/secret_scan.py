@@ -7,6 +7,7 @@ like a variable of yesterday's terminal, is recognised by a mark: its length and
 The marks alone do not reveal the value; it can only be guessed.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -341,7 +342,6 @@ class Mask:
         self._marks: dict[bytes, dict[int, list[Mark]]] = {}
         for mark in sorted(marks, key=lambda mark: mark.length, reverse=True):
             self._marks.setdefault(mark.salt, {}).setdefault(mark.start, []).append(mark)
-        self._starts: dict[tuple[bytes, str], int] = {}
         self._seen: dict[tuple[bytes, str], bytes] = {}
 
     def hide(self, text: str) -> str:
@@ -359,7 +359,7 @@ class Mask:
             for at in (match.start() for match in _WORD.finditer(text)):
                 if at < end:
                     continue
-                for mark in by_start.get(self._start(text[at : at + SHORTEST], salt), ()):
+                for mark in by_start.get(_start(text[at : at + SHORTEST], salt), ()):
                     word = text[at : at + mark.length]
                     if len(word) == mark.length and self._has_mark(word, mark):
                         parts += [text[end:at], f"***{mark.name}***"]
@@ -367,14 +367,6 @@ class Mask:
                         break
             text = "".join([*parts, text[end:]])
         return text
-
-    def _start(self, text: str, salt: bytes) -> int:
-        key = salt, text
-        if key not in self._starts:
-            if len(self._starts) > 100_000:
-                self._starts.clear()
-            self._starts[key] = _start(text, salt)
-        return self._starts[key]
 
     def _has_mark(self, text: str, mark: Mark) -> bool:
         key = mark.salt, text
@@ -385,6 +377,7 @@ class Mask:
         return self._seen[key] == mark.digest
 
 
+@functools.lru_cache(maxsize=100_000)
 def _start(text: str, salt: bytes) -> int:
     raw = text.encode("utf-8", "surrogateescape")
     return int.from_bytes(hashlib.blake2b(raw, key=salt, digest_size=2).digest(), "big")
