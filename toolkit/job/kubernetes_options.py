@@ -139,10 +139,12 @@ class Patch(FrozenModel):
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
         """Return what keys say against each other."""
         names = {"merge": ("merge",), "json": ("json", "json_patch")}  # as written, and as read
-        there = [key for key, own in names.items() if any(given.get(n) is not None for n in own)]
-        if len(there) == 1:
+        given_keys = [
+            key for key, own in names.items() if any(given.get(n) is not None for n in own)
+        ]
+        if len(given_keys) == 1:
             return []
-        return [f"give one of merge and json; found {' and '.join(there) or 'none'}"]
+        return [f"give one of merge and json; found {' and '.join(given_keys) or 'none'}"]
 
 
 class Toleration(FrozenModel):

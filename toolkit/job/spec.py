@@ -168,11 +168,11 @@ class Secret(FrozenModel):
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
         """Return what keys say against each other."""
-        there = {key for key in ("secret", "key", "file") if given.get(key) is not None}
-        if there in ({"secret", "key"}, {"file"}):
+        given_keys = {key for key in ("secret", "key", "file") if given.get(key) is not None}
+        if given_keys in ({"secret", "key"}, {"file"}):
             return []
-        given_keys = " and ".join(sorted(there)) or "none of them"
-        return [f"give secret and key, or file; found {given_keys}"]
+        listed = " and ".join(sorted(given_keys)) or "none of them"
+        return [f"give secret and key, or file; found {listed}"]
 
 
 WISHES = ("ok", "any", "fail")
@@ -194,10 +194,10 @@ class Dependency(FrozenModel):
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
         """Return what keys say against each other."""
-        there = [wish for wish in WISHES if given.get(wish) is not None]
-        if len(there) != 1:
-            return [f"give one of ok, any and fail; found {' and '.join(there) or 'none'}"]
-        return [] if given[there[0]] else [f"{there[0]}: the run has no name"]
+        wishes = [wish for wish in WISHES if given.get(wish) is not None]
+        if len(wishes) != 1:
+            return [f"give one of ok, any and fail; found {' and '.join(wishes) or 'none'}"]
+        return [] if given[wishes[0]] else [f"{wishes[0]}: the run has no name"]
 
     @property
     def wish(self) -> str:
@@ -300,13 +300,13 @@ class JobSpec(FrozenModel):
             problems.append(f"give one of module, script and command; found {which}")
         if given.get("command") == ():
             problems.append("command: the list is empty; name the program first")
-        words = [
+        argv = [
             word
             for key in ("command", "args")
             if isinstance(given.get(key), tuple)
             for word in given[key]
         ]
-        if words[1 if given.get("command") else 0 :][:1] == ["--"]:
+        if argv[1 if given.get("command") else 0 :][:1] == ["--"]:
             problems.append(
                 "the first argument is '--', which torchrun's own command line would swallow; "
                 "put another one before it"

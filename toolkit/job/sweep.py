@@ -159,14 +159,14 @@ def expand(sweep: Sweep, args: Sequence[str]) -> tuple[Point, ...]:
     }
     points = []
     for index, settings in enumerate(combinations):
-        words, env = list(args), {}
+        argv, env = list(args), {}
         for key, value in settings.items():
             if key.startswith("--"):
-                words = _with_option(words, key, value)
+                argv = _with_option(argv, key, value)
             else:
                 env[key.removeprefix("env.")] = str(value)
         name = _name(f"{index:0{width}}", {k: v for k, v in settings.items() if k in varying})
-        points.append(Point(index=index, name=name, settings=settings, args=tuple(words), env=env))
+        points.append(Point(index=index, name=name, settings=settings, args=tuple(argv), env=env))
     return tuple(points)
 
 
@@ -196,7 +196,7 @@ def _name(number: str, settings: Mapping[str, str | bool]) -> str:
     return text[:NAME_LENGTH].rstrip("-.=")
 
 
-def _with_option(words: list[str], option: str, value: str | bool) -> list[str]:
+def _with_option(argv: list[str], option: str, value: str | bool) -> list[str]:
     """Set an option at its last occurrence, the one that counts; else at the end.
 
     >>> _with_option(["--lr", "1", "x"], "--lr", "2"), _with_option(["--lr=1"], "--lr", "2")
@@ -204,30 +204,30 @@ def _with_option(words: list[str], option: str, value: str | bool) -> list[str]:
     >>> _with_option(["x"], "--lr", "2"), _with_option(["--lr", "--fast"], "--fast", False)
     (['x', '--lr', '2'], ['--lr'])
     """
-    places = [at for at, word in enumerate(words) if word.partition("=")[0] == option]
+    places = [at for at, word in enumerate(argv) if word.partition("=")[0] == option]
     if isinstance(value, str):
         # `--x --y` would be two options.
         pair = [f"{option}={value}"] if value.startswith("--") else [option, value]
         if not places:
-            return [*words, *pair]
+            return [*argv, *pair]
         at = places[-1]
-        if "=" in words[at]:
-            return [*words[:at], f"{option}={value}", *words[at + 1 :]]
-        return [*words[:at], *pair, *words[at + 1 + _followed(words, at) :]]
+        if "=" in argv[at]:
+            return [*argv[:at], f"{option}={value}", *argv[at + 1 :]]
+        return [*argv[:at], *pair, *argv[at + 1 + _followed(argv, at) :]]
     if not places:
-        return [*words, *[option] * value]
+        return [*argv, *[option] * value]
     at = places[-1]
-    if "=" in words[at] or _followed(words, at):
+    if "=" in argv[at] or _followed(argv, at):
         raise ValueError(
             f"{option} is true or false in the sweep, as a switch is, and args[{at}] gives it a "
             "value; take it out of args, or write values into the sweep"
         )
-    return [*words[:at], *[option] * value, *words[at + 1 :]]
+    return [*argv[:at], *[option] * value, *argv[at + 1 :]]
 
 
-def _followed(words: list[str], at: int) -> bool:
+def _followed(argv: list[str], at: int) -> bool:
     """Whether a value follows the option at `at`."""
-    return at + 1 < len(words) and not words[at + 1].startswith("--")
+    return at + 1 < len(argv) and not argv[at + 1].startswith("--")
 
 
 def leaks(sweep: Sweep) -> Iterator[tuple[KeyPath, str]]:

@@ -89,7 +89,7 @@ class KubernetesPlan(LaunchPlan):
     """PyTorchJob: container restarts over all pods before it has failed; Job: failures of one pod;
     JobSet: restarts of all pods together."""
 
-    meeting: str | None = None
+    rdzv_endpoint: str | None = None
     """`HOST:PORT` of the rendezvous; None if the operator sets it."""
 
     join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
@@ -183,10 +183,10 @@ class KubernetesPlan(LaunchPlan):
         service = self.profile.service
         old, new = (first_pod(self.workload, one, service) for one in (before, name))
         changed = {f"--rdzv-id={before}": f"--rdzv-id={name}"}
-        meeting = self.meeting
-        if meeting is not None and meeting.startswith(f"{old}:"):
-            meeting = new + meeting.removeprefix(old)
-            changed[f"--rdzv-endpoint={self.meeting}"] = f"--rdzv-endpoint={meeting}"
+        endpoint = self.rdzv_endpoint
+        if endpoint is not None and endpoint.startswith(f"{old}:"):
+            endpoint = new + endpoint.removeprefix(old)
+            changed[f"--rdzv-endpoint={self.rdzv_endpoint}"] = f"--rdzv-endpoint={endpoint}"
         own = {"TRAIN_RUN_DIR": f"{self.profile.runs_dir.rstrip('/')}/{folder}", STARTED: name}
         labels = labelled(self.labels, name, sweep_name)
         return replace(
@@ -197,7 +197,7 @@ class KubernetesPlan(LaunchPlan):
             workload_labels=labelled(self.workload_labels, name, sweep_name),
             pod=self.pod.named(before, name, sweep_name),
             torchrun=tuple(changed.get(option, option) for option in self.torchrun),
-            meeting=meeting,
+            rdzv_endpoint=endpoint,
             subdomain=name if self.subdomain == before else self.subdomain,
         )
 
@@ -389,7 +389,7 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
             f"--rdzv-id={name}",
             "--tee=3",
         ),
-        meeting=f"{first}:{PORT}",
+        rdzv_endpoint=f"{first}:{PORT}",
         host_port=PORT if plan.profile.host_network else None,
         backoff_limit=job.retries.requeue + spare,
         subdomain=None if in_jobset else service,

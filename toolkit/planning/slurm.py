@@ -139,8 +139,8 @@ class SlurmPlan(LaunchPlan):
         """Options of a job of one more node that joins an elastic run; it is never requeued."""
         own = {"job-name": f"{self.job.name}-join", "nodes": "1"}
         left_out = ("no-kill", "requeue", "signal", "output", "dependency", "array")
-        kept = ((name, value) for name, value in self.sbatch if name not in left_out)
-        return (*((name, own.get(name, value)) for name, value in kept), ("no-requeue", None))
+        options = ((name, value) for name, value in self.sbatch if name not in left_out)
+        return (*((name, own.get(name, value)) for name, value in options), ("no-requeue", None))
 
 
 def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:

@@ -228,7 +228,7 @@ def leaks_of(profile: "Profile") -> list[tuple[KeyPath, str]]:
     leaks: list[tuple[KeyPath, str]] = list(secret_scan.leaks_of_document(plain))
     for key in shell if profile.kind == "slurm" else ():
         for index, line in enumerate(getattr(profile, key)):
-            words = re.sub("[\"']", "", line).replace(";", " ").split()
-            reasons = secret_scan.leaks_of_words(f"{key}[{index}]", words)
+            argv = re.sub("[\"']", "", line).replace(";", " ").split()
+            reasons = secret_scan.leaks_of_words(f"{key}[{index}]", argv)
             leaks += (((key, index), reason) for _, reason in reasons)
     return leaks

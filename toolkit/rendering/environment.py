@@ -274,7 +274,7 @@ def yaml_flow(value: object) -> str:
         plain = _YAML_PLAIN.fullmatch(value) and value.lower() not in _YAML_WORDS
         return value if plain else json_quote(value)
     if isinstance(value, Mapping):
-        pairs = (f"{yaml_flow(key)}: {yaml_flow(of)}" for key, of in value.items())
+        pairs = (f"{yaml_flow(key)}: {yaml_flow(entry)}" for key, entry in value.items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, Sequence):
         return "[" + ", ".join(map(yaml_flow, value)) + "]"
@@ -309,11 +309,11 @@ def yaml_block(value: object, indent: int = 0) -> str:
 
 def _entries(value: Mapping[str, object] | Sequence[object], indent: int) -> Iterator[str]:
     if isinstance(value, Mapping):
-        for key, of in value.items():
-            yield f"{yaml_flow(key)}:{yaml_block(of, indent + 2)}"
+        for key, entry in value.items():
+            yield f"{yaml_flow(key)}:{yaml_block(entry, indent + 2)}"
         return
-    for of in value:
-        text = yaml_block(of, indent + 2)
+    for item in value:
+        text = yaml_block(item, indent + 2)
         # A mapping or list of several lines begins beside its dash.
         yield "- " + text.lstrip("\n ") if text.startswith("\n") else "-" + text
 
