@@ -18,7 +18,7 @@ from toolkit.job.types import (
     Text,
 )
 from toolkit.text import secret_scan
-from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath
+from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, dotted
 
 __all__ = ["Point", "Sweep", "expand", "leaks", "misread"]
 
@@ -251,8 +251,7 @@ def leaks(sweep: Sweep) -> Iterator[tuple[KeyPath, str]]:
         else:
             kind = secret_scan.kind_of(value, name=key.removeprefix("env."))
         if kind:
-            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-            yield path, secret_scan.leak_message(place.removeprefix("."), kind)
+            yield path, secret_scan.leak_message(dotted(path), kind)
 
 
 def misread(document: Document) -> Iterator[tuple[KeyPath, str]]:

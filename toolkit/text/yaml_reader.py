@@ -22,6 +22,7 @@ __all__ = [
     "Ambiguous",
     "Document",
     "KeyPath",
+    "dotted",
     "read_document",
     "read_file",
     "read_text",
@@ -30,6 +31,17 @@ __all__ = [
 
 KeyPath = tuple[str | int, ...]
 """Keys and list positions from the top of a document to a value."""
+
+
+def dotted(path: KeyPath) -> str:
+    """Return a path as people write it.
+
+    >>> dotted(("spec", "containers", 0, "image"))
+    'spec.containers[0].image'
+    """
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
+
 
 _MAX_BYTES = 5_000_000
 _MAX_NODES = 100_000  # after aliases are expanded; a job file has dozens
