@@ -14,6 +14,7 @@ from toolkit.job.types import FrozenModel
 from toolkit.lint.manifests.check import MANIFEST_RULES
 from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
 from toolkit.lint.scripts.check import SCRIPT_RULES
+from toolkit.profile.kubernetes import Toleration, Topology
 from toolkit.text.quantities import format_duration
 from train.cli import flags
 
@@ -36,8 +37,8 @@ PROFILES = (
     profile.KubernetesProfile,
     profile.NodeFacts,
     profile.Switches,
-    kubernetes_options.Toleration,
-    kubernetes_options.Topology,
+    Toleration,
+    Topology,
 )
 
 

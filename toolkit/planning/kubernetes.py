@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from toolkit.errors import PlanError
-from toolkit.job.kubernetes_options import Patch, Workload, block_of
+from toolkit.job.kubernetes_options import Patch, Workload
 from toolkit.job.spec import JobSpec, Secret
 from toolkit.job.sweep import Point
 from toolkit.planning.compatibility_kubernetes import name_problems
@@ -30,7 +30,7 @@ from toolkit.planning.pods import (
     pod_of,
     workload_of,
 )
-from toolkit.profile import KubernetesProfile
+from toolkit.profile.kubernetes import KubernetesProfile, block_of
 
 __all__ = ["STARTED", "KubernetesPlan", "kubernetes_plan", "with_checksums"]
 

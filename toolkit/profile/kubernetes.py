@@ -1,30 +1,121 @@
 """The model of a Kubernetes namespace."""
 
 from collections.abc import Mapping
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from toolkit.job import types
-from toolkit.job.kubernetes_options import (
-    LabelKey,
-    LabelValue,
-    Network,
-    Patch,
-    Toleration,
-    Topology,
-    Workload,
-)
+from toolkit.job.kubernetes_options import Patch, Workload
 from toolkit.job.spec import Mount
-from toolkit.job.types import Text, matching
+from toolkit.job.types import Checked, FrozenModel, Text, matching
 from toolkit.profile.base import SiteProfile
 
-__all__ = ["KubernetesProfile"]
+__all__ = ["KubernetesProfile", "Toleration", "Topology", "block_of"]
+
+_PREFIX = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/"
+LabelKey = Annotated[
+    Text,
+    *matching(
+        rf"({_PREFIX})?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?",
+        "write it as Kubernetes does, like topology.kubernetes.io/zone",
+    ),
+]
+"""A label's key (Kubernetes, labels: an optional DNS prefix and a name of at most 63)."""
+
+LabelValue = Annotated[
+    Text,
+    *matching(
+        r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?",
+        "a label's value has at most 63 letters, digits, '-', '_' and '.', none of these at an end",
+    ),
+]
+"""A label's value."""
 
 ResourceName = Annotated[
     LabelKey, *matching(".+/.+", "write a device plugin's resource, like nvidia.com/gpu")
 ]
 Capability = Annotated[Text, *matching("(?!CAP_)[A-Z_]+", "write it without CAP_, like IPC_LOCK")]
+
+_METADATA = (ip_network("169.254.0.0/16"), ip_network("fd00:ec2::/32"))
+"""Link-local addresses of IPv4, and Amazon's own of IPv6, at which clouds give the node's
+rights to any client."""
+
+
+def _network(value: str) -> str:
+    try:
+        network = ip_network(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; write a network like 10.0.0.0/8") from None
+    if any(_holds(one, network) for one in _METADATA):
+        raise ValueError(f"{value!r} is where clouds hand out credentials; leave it out")
+    return str(network)
+
+
+def _holds(outer: IPv4Network | IPv6Network, inner: IPv4Network | IPv6Network) -> bool:
+    return inner.network_address in outer and inner.prefixlen >= outer.prefixlen
+
+
+Network = Annotated[
+    Text, Checked(_network), types.schema_extra(examples=["10.0.0.0/8", "0.0.0.0/0"])
+]
+"""Addresses that pods may reach, like `10.0.0.0/8`."""
+
+
+def block_of(network: str) -> dict[str, Any]:
+    """Return a network as an `ipBlock` of a NetworkPolicy, except the clouds' metadata services.
+
+    >>> block_of("0.0.0.0/0")
+    {'cidr': '0.0.0.0/0', 'except': ['169.254.0.0/16']}
+    """
+    whole = ip_network(network)
+    inner = [str(one) for one in _METADATA if _holds(whole, one)]
+    return {"cidr": network} | ({"except": inner} if inner else {})
+
+
+class Toleration(FrozenModel):
+    """A taint of nodes that the pods tolerate."""
+
+    key: LabelKey | None = None
+    """The taint's key; by default any."""
+
+    operator: Literal["Equal", "Exists"] = "Equal"
+    """`Equal` compares the value, `Exists` does not."""
+
+    value: LabelValue | None = None
+    """The taint's value."""
+
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """The taint's effect; by default any."""
+
+    toleration_seconds: types.NaturalInt | None = Field(default=None, alias="tolerationSeconds")
+    """How many seconds a pod stays after a taint of `NoExecute`."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other (Kubernetes, validation of tolerations)."""
+        problems = []
+        if given.get("operator") == "Exists" and given.get("value"):
+            problems.append(
+                "operator Exists takes no value; leave it out, or write operator: Equal"
+            )
+        if not given.get("key") and given.get("operator") != "Exists":
+            problems.append("a toleration without a key needs operator: Exists")
+        waits = [given.get(key) for key in ("tolerationSeconds", "toleration_seconds")]
+        if waits != [None, None] and given.get("effect") != "NoExecute":
+            problems.append("tolerationSeconds needs effect: NoExecute")
+        return problems
+
+
+class Topology(FrozenModel):
+    """How close to each other the pods must be."""
+
+    key: LabelKey
+    """The label with a node's location, like `topology.kubernetes.io/zone`."""
+
+    required: bool = False
+    """Whether the run waits for nodes with the same value, instead of taking any."""
 
 
 class KubernetesProfile(SiteProfile):
