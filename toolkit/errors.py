@@ -120,10 +120,7 @@ class RunLost(RunNotFound):
 def nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the word that was probably meant; None if no word is similar.
 
-    Args:
-        word: The word in question.
-        words: The words to choose from.
-        cutoff: How similar they must be, from 0 to 1 (`difflib.SequenceMatcher.ratio`).
+    The cutoff is a ratio of `difflib.SequenceMatcher`, from 0 to 1.
 
     >>> nearest("nnode", ["nnodes", "image"]), nearest("x", ["image"])
     ('nnodes', None)

@@ -143,9 +143,7 @@ class Point:
 def expand(sweep: Sweep, args: Sequence[str]) -> tuple[Point, ...]:
     """Return the points in their order: grid outermost, then zip, then list.
 
-    Args:
-        sweep: The sweep.
-        args: The arguments of the job, in which options are set.
+    Options are set in the job's `args`.
 
     Raises:
         ValueError: an option cannot be set, with the reason.

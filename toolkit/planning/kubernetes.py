@@ -247,11 +247,8 @@ def kubernetes_plan(
 ) -> KubernetesPlan:
     """Decide how a job runs on a Kubernetes cluster.
 
-    Args:
-        job: What to run.
-        profile: Where.
-        run_name: The name of the object; those of a sweep's points have their number after it.
-        folder: The name of the run directory; those of a sweep's points lie in it.
+    `run_name` names the object, `folder` the run directory. The objects of a sweep's points have
+    their number after the name, and their run directories lie in the folder.
     """
     if not job.points:
         return _plan(job, profile, run_name, folder)
@@ -278,12 +275,7 @@ def kubernetes_plan(
 
 
 def with_checksums(plan: KubernetesPlan, checksums: str) -> KubernetesPlan:
-    """Return a plan whose pods check the files that they are submitted with.
-
-    Args:
-        plan: The plan that is submitted.
-        checksums: Lines as `sha256sum -c` reads them.
-    """
+    """Return a plan whose pods check their submitted files; `sha256sum -c` reads the checksums."""
     env = {**plan.env, "TRAIN_SUBMITTED_SHA256": checksums}
     return replace(plan, env=env, parts=tuple(with_checksums(p, checksums) for p in plan.parts))
 

@@ -178,11 +178,8 @@ class LaunchPlan:
 def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]:
     """Return the options of torchrun that are the same on every node of every site.
 
-    Args:
-        job: What to run.
-        numbered: Whether the site numbers the nodes. Then a job without restarts of its ranks
-            has a static rendezvous: with c10d, the first node polls only once a second for the last
-            one (torch, dynamic_rendezvous.py).
+    If the site numbers the nodes, a job without restarts of its ranks has a static rendezvous: with
+    c10d, the first node polls only once a second for the last one (torch, dynamic_rendezvous.py).
     """
     need = job.resources
     static = numbered and not need.elastic and not job.retries.in_job

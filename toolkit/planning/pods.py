@@ -96,12 +96,9 @@ class Pod:
     """Where the container sees them."""
 
     def named(self, before: str, run_name: str, sweep_name: str | None = None) -> "Pod":
-        """Return the pods of a run of another name.
+        """Return the pods of a run of another name than `before`.
 
-        Args:
-            before: The name of the run whose pods these are.
-            run_name: The name of the other run.
-            sweep_name: The name of its sweep; None if it is not a point of one.
+        The name of the sweep is None for a run that is not a point of one.
         """
         payload = {"name": _PAYLOAD, "configMap": {"name": before}}
         return replace(
@@ -187,10 +184,7 @@ def pod_of(
 def first_pod(workload: Workload, run_name: str, service: str | None) -> str:
     """Return the host name of the first pod of an Indexed Job, which the others connect to.
 
-    Args:
-        workload: What makes the pods.
-        run_name: Its name.
-        service: The Service that names the pods of a Job; None where each run brings its own.
+    The service names the pods of a Job; it is None if each run brings its own.
 
     >>> first_pod("Job", "a", None), first_pod("JobSet", "a", None)
     ('a-0.a', 'a-node-0-0.a')
@@ -201,12 +195,9 @@ def first_pod(workload: Workload, run_name: str, service: str | None) -> str:
 
 
 def labelled(value: Any, run_name: str, sweep_name: str | None) -> Any:
-    """Return plain values with the run's name replaced in every label.
+    """Return nested mappings and sequences with the run's name replaced in every label.
 
-    Args:
-        value: Nested mappings and sequences, such as the keys of a pod's spec.
-        run_name: The name of the run.
-        sweep_name: The name of its sweep; None if it is not a point of one.
+    The name of the sweep is None for a run that is not a point of one.
     """
     names = {RUN_LABEL: run_name} | {key: run_name for _, key, _ in _GROUP_NAMES.values()}
     if sweep_name is not None:

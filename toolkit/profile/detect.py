@@ -133,11 +133,8 @@ def discover(
 ) -> Discovery:
     """Return the facts of this machine and of the schedulers that it reaches.
 
-    Args:
-        ask: Runs a command.
-        environ: The variables of the user.
-        root: The root of the file system.
-        prefix: The folder in which this Python is installed.
+    A test replaces the commands, the user's variables, the root of the file system, and the folder
+    in which this Python is installed.
     """
     ask = ask or _ask
     prefix = prefix or (sys.prefix if sys.prefix != sys.base_prefix else "")

@@ -75,10 +75,8 @@ class RefusedFile(OSError):
 def open_untrusted(path: Path | str, *, below: Path | None = None) -> BinaryIO:
     """Open a regular file for reading, without following links.
 
-    Args:
-        path: The file.
-        below: A folder above the file, below which no part of the path may be a link; None if only
-            the file itself may not be one.
+    With a folder `below`, no part of the path below this folder may be a link; without one, only
+    the file itself may not be one.
 
     Raises:
         RefusedFile: the file is a link, not a regular file, or not below that folder.

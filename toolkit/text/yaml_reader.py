@@ -285,10 +285,7 @@ def read_text(path: Path) -> str:
 def read_document(text: str, source: str, *, above: int = 0) -> Document:
     """Read YAML text; the document holds the problems that do not stop the reader.
 
-    Args:
-        text: The document.
-        source: The file's name, for messages.
-        above: How many lines of the file come before the text.
+    Messages name the file by `source`; `above` lines of it come before the text.
 
     Raises:
         InputError: the text is not YAML at all.
