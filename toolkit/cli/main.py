@@ -1,4 +1,4 @@
-"""The program `toolkit`: the group of commands, what they share, and how errors end it."""
+"""The program `toolkit`: its commands, their shared options, and the exit status of errors."""
 
 from __future__ import annotations  # naming a type must not import it
 
@@ -129,7 +129,7 @@ codecs.register_error(_AS_GIVEN, _as_given)
 
 def main() -> None:
     """Run the command line; what the user can mend is one message and an exit status."""
-    # Scripts and manifests are UTF-8, whatever the locale.
+    # Scripts and manifests are UTF-8 in every locale.
     for stream, errors in ((sys.stdout, _AS_GIVEN), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors=errors)

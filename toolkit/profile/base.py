@@ -140,7 +140,7 @@ def require_default_profile(*, environ: Mapping[str, str] = os.environ) -> str:
     """Return the file of the default profile.
 
     Raises:
-        ProfileError: there is no default profile.
+        ProfileError: no profile is the default one.
     """
     if (name := default_profile(environ=environ)) is None:
         raise ProfileError(
@@ -151,7 +151,7 @@ def require_default_profile(*, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def default_profile(*, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the file of the default profile; None if there is none.
+    """Return the file of the default profile; None without one.
 
     `toolkit init` writes its path into the file `default` of the user's configuration folder; a
     relative path is below that folder.

@@ -131,7 +131,7 @@ def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
 
 
 def _problem(error: Exception, folder: Path, name: str, values: Iterable[str]) -> Problem:
-    """Return what is wrong with templates, and the innermost line of one that led to it."""
+    """Return the mistake in templates, with the innermost template line that led to it."""
     place, ours = f"{folder / name}", templates_folder()
     for frame in traceback.extract_tb(error.__traceback__):
         if any(Path(frame.filename).is_relative_to(one) for one in (folder, ours)):

@@ -70,7 +70,7 @@ class View:
     """A value in a manifest that knows its path; the value may be missing."""
 
     value: Any
-    """The value; None if there is none."""
+    """The value; None without one."""
 
     path: KeyPath
     """The keys from the top of the object."""
