@@ -118,16 +118,13 @@ def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dic
 
 def _merged(old: Any, patch: Any, path: str) -> Any:
     """Return a value after a strategic merge."""
-    if isinstance(patch, dict):
-        if not isinstance(old, dict):
-            raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot join")
+    if isinstance(old, dict) and isinstance(patch, dict):
         return _merged_mapping(old, patch, path)
-    if isinstance(patch, list):
-        if not isinstance(old, list):
-            raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot join")
+    if isinstance(old, list) and isinstance(patch, list):
         return _merged_list(old, patch, path)
-    if isinstance(old, dict | list):
-        raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot replace")
+    if isinstance(old, dict | list) or isinstance(patch, dict | list):
+        verb = "join" if isinstance(patch, dict | list) else "replace"
+        raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot {verb}")
     return patch
 
 
