@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from toolkit.errors import LauncherError, Problem, ProfileError, RunNotFound
 from toolkit.extensions import BUILT_IN, extension
-from toolkit.job.dependencies import Dependency, parse_dependency
-from toolkit.job.spec import JobSpec
+from toolkit.job.spec import Dependency, JobSpec, parse_dependency
 from toolkit.planning import LaunchPlan, plan
 from toolkit.planning.local import LocalPlan
 from toolkit.planning.slurm import SlurmPlan

@@ -17,7 +17,7 @@ from tests.security.fuzzing import guarded
 from toolkit.runs import run_directory, secret_hashes
 from toolkit.runs.run import require_secrets
 from toolkit.text import secret_scan
-from toolkit.text.masking import Mask, marks_of
+from toolkit.text.secret_scan import Mask, marks_of
 
 ODD = 'two "words" & a\\b\'s/é+'
 PLAIN = "s3cr3t-of-mine"

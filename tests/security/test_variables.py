@@ -11,7 +11,8 @@ import toolkit
 from tests.support.planned import job as job_of
 from tests.support.planned import site as site_of
 from toolkit.job.types import RESERVED_NAMES
-from toolkit.planning.reserved_variables import OF_BASH, OF_SCRIPTS
+from toolkit.planning.compatibility import SHELL_VARIABLES
+from toolkit.planning.plans import SCRIPT_VARIABLES
 
 AGAIN = {"in_job": 3, "requeue": 2}
 SCRIPTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -78,7 +79,11 @@ def test_every_variable_of_a_script_has_a_name_that_no_secret_has(
 ) -> None:
     names = assigned(toolkit.render(planned(kind, job, **site)))
     assert len(names) > 10
-    others = {name for name in names if not OF_SCRIPTS.fullmatch(name)} - FOR_OTHERS - ARGUMENTS
+    others = (
+        {name for name in names if not re.fullmatch(SCRIPT_VARIABLES, name)}
+        - FOR_OTHERS
+        - ARGUMENTS
+    )
     assert {name for name in others if not RESERVED_NAMES.fullmatch(name)} == set()
 
 
@@ -89,7 +94,11 @@ def test_every_variable_of_the_pods_entrypoint_has_a_name_that_no_job_uses(
     text = toolkit.render(planned("kubernetes", {"retries": AGAIN}, **site))
     (script, *_) = re.findall(r"- -c\n +- \|\n(.*?)\n +- entrypoint\n", text, re.DOTALL)
     names = assigned(textwrap.dedent(script))
-    others = {name for name in names if not OF_SCRIPTS.fullmatch(name)} - FOR_OTHERS - ARGUMENTS
+    others = (
+        {name for name in names if not re.fullmatch(SCRIPT_VARIABLES, name)}
+        - FOR_OTHERS
+        - ARGUMENTS
+    )
     assert {name for name in others if not RESERVED_NAMES.fullmatch(name)} == set()
 
 
@@ -127,7 +136,11 @@ def test_bash_knows_no_other_variables_of_its_own() -> None:
         check=True,
     ).stdout.split()
     assert len(said) > 20
-    assert {n for n in said if not OF_BASH.fullmatch(n) and not OF_SCRIPTS.fullmatch(n)} == set()
+    assert {
+        n
+        for n in said
+        if not re.fullmatch(SHELL_VARIABLES, n) and not re.fullmatch(SCRIPT_VARIABLES, n)
+    } == set()
 
 
 @pytest.mark.parametrize("kind", ["slurm", "local", "kubernetes"])

@@ -9,11 +9,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from toolkit import profile
-from toolkit.job import dependencies, kubernetes_options, schema, spec, sweep
-from toolkit.job.loader import FrozenModel
+from toolkit.job import kubernetes_options, schema, spec, sweep
+from toolkit.job.types import FrozenModel
 from toolkit.lint.manifests.check import MANIFEST_RULES
 from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
 from toolkit.lint.scripts.check import SCRIPT_RULES
+from toolkit.profile.kubernetes import Toleration, Topology
 from toolkit.text.quantities import format_duration
 from train.cli import flags
 
@@ -28,7 +29,7 @@ JOB = (
     kubernetes_options.KubernetesOptions,
     kubernetes_options.Patch,
     sweep.Sweep,
-    dependencies.Dependency,
+    spec.Dependency,
 )
 PROFILES = (
     profile.LocalProfile,
@@ -36,8 +37,8 @@ PROFILES = (
     profile.KubernetesProfile,
     profile.NodeFacts,
     profile.Switches,
-    kubernetes_options.Toleration,
-    kubernetes_options.Topology,
+    Toleration,
+    Topology,
 )
 
 

@@ -1,4 +1,4 @@
-"""The program `toolkit`: the group of commands, what they share, and how errors end it."""
+"""The program `toolkit`: its commands, their shared options, and the exit status of errors."""
 
 from __future__ import annotations  # naming a type must not import it
 
@@ -35,11 +35,10 @@ __all__ = [
 # ---- The commands, their arguments and options
 
 _MODULES = {
-    "init": "init",
-    "check": "check",
+    **dict.fromkeys(("init", "check"), "files"),
     **dict.fromkeys(("render", "submit", "resubmit", "run"), "submit"),
     **dict.fromkeys(("list", "status", "cancel", "wait", "logs"), "runs"),
-    "schema": "check",
+    "schema": "files",
 }
 """The commands in the order of `--help`, and the modules of this package that define them."""
 
@@ -130,7 +129,7 @@ codecs.register_error(_AS_GIVEN, _as_given)
 
 def main() -> None:
     """Run the command line; what the user can mend is one message and an exit status."""
-    # Scripts and manifests are UTF-8, whatever the locale.
+    # Scripts and manifests are UTF-8 in every locale.
     for stream, errors in ((sys.stdout, _AS_GIVEN), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors=errors)
@@ -165,7 +164,7 @@ def main() -> None:
 def without_secrets(text: str) -> str:
     """Return a message without values of secrets, from the environment or by their shape."""
     from toolkit.text import secret_scan
-    from toolkit.text.masking import Mask
+    from toolkit.text.secret_scan import Mask
 
     return secret_scan.conceal(Mask(secret_scan.values_of(os.environ)).hide(text))
 

@@ -71,9 +71,7 @@ def _status_printer(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
 def follow_lines(run: toolkit.Run, **view: Any) -> Iterator[str]:
     """Yield the lines of a run until it has ended, and print why it waits.
 
-    Args:
-        run: The run.
-        view: Which lines to yield; the arguments of `Run.logs`.
+    `view` are arguments of `Run.logs`, which select the lines.
     """
     return run.logs(follow=True, on_status=_status_printer(run), **view)
 

@@ -23,11 +23,8 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return the rows of `toolkit list`; `toolkit status` shows more of a sweep.
 
-    Args:
-        runs: The runs; all are queried together.
-        states: The states to select; all if it is empty.
-        brief: Whether to return only names, states and reasons; newest metrics, dates and folders
-            cost further reads.
+    All runs are queried together. Brief rows have only names, states and reasons, since newest
+    metrics, dates and folders cost further reads. Without states to select, all are returned.
     """
     runs, selected, environ = list(runs), set(states), dict(os.environ)
     row = _standing if brief else _summary

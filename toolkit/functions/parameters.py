@@ -5,12 +5,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from toolkit.errors import Problem, SpecError
+from toolkit.errors import Problem, SpecError, nearest
 from toolkit.functions.payload import SCRIPT
 from toolkit.job.loader import validate
 from toolkit.job.sbatch_options import ALLOWED, DECIDED
 from toolkit.job.spec import JobSpec
-from toolkit.text.did_you_mean import nearest
 from toolkit.text.yaml_reader import Document
 
 __all__ = ["job_of", "name_of", "updated"]

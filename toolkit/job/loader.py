@@ -2,92 +2,21 @@
 
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    GetCoreSchemaHandler,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import core_schema
+from pydantic import BaseModel, ValidationError
 
-from toolkit.errors import InputError, Problem
-from toolkit.text.did_you_mean import did_you_mean
+from toolkit.errors import InputError, Problem, did_you_mean
+from toolkit.job.types import FrozenModel
 from toolkit.text.quantities import whole_number
 from toolkit.text.secret_scan import conceal, is_telling
-from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_document
+from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, dotted, read_document
 
-__all__ = ["Checked", "FrozenModel", "Prepared", "Text", "assign", "frozen", "override", "validate"]
+__all__ = ["assign", "frozen", "override", "validate"]
 
-Model = TypeVar("Model", bound="FrozenModel")
-
-
-def _refuse_ambiguous(value: object) -> object:
-    if isinstance(value, Ambiguous):
-        raise ValueError(value.reason)
-    return value
-
-
-def _refuse_unspeakable(value: str) -> str:
-    if "\0" in value:
-        raise ValueError(f"{value!r} holds a NUL byte, which no argument or variable can hold")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{value!r} holds half a surrogate pair, which is not text") from None
-    return value
-
-
-class Checked:
-    """A check of one value, after that of its type.
-
-    Like pydantic's AfterValidator, which inspects the signature of its function for each field: of
-    the fields of a job file and a profile that took 3 ms.
-    """
-
-    def __init__(self, check: Callable[[Any], Any]) -> None:
-        self._check = check
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        """Return the schema of the type, with the check after it."""
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-
-class Prepared(Checked):
-    """A function that prepares or refuses a value before its type is checked."""
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        """Return the schema of the type, with the function before it."""
-        return core_schema.no_info_before_validator_function(self._check, handler(source))
-
-
-Text = Annotated[str, Prepared(_refuse_ambiguous), Checked(_refuse_unspeakable)]
-"""A string that every YAML reader takes for the same text, and that argv and variables can hold."""
-
-
-class FrozenModel(BaseModel):
-    """The base of all models read from files: frozen, keyword-only, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-
-    @classmethod
-    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
-        """Return contradictions among the keys of `given`, independent of other problems."""
-        return []
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if problems := self.contradictions(dict(self)):
-            raise ValueError("; ".join(problems))
-        return self
+Model = TypeVar("Model", bound=FrozenModel)
 
 
 def override(document: Document, assignments: Iterable[str], model: type[BaseModel]) -> Document:
@@ -96,61 +25,58 @@ def override(document: Document, assignments: Iterable[str], model: type[BaseMod
     If the key's type in `model` is a string, the value is taken literally, else read as YAML.
     """
     data, problems = document.data, list(document.problems)
-    places, shown = dict(document.places), dict(document.written)
+    places, written = dict(document.places), dict(document.written)
     for assignment in assignments:
-        dotted, equals, written = assignment.partition("=")
-        hidden = [written] if _is_secret(tuple(dotted.split("."))) else []
-        place = f"--set {dotted}{equals}{conceal(written, hidden)}"
-        if not equals or not all(dotted.split(".")):
+        name, equals, text = assignment.partition("=")
+        path = _path(name)
+        place = f"--set {name}{equals}{conceal(text, [text] if _is_secret(path) else [])}"
+        if not equals or not all(name.split(".")):
             problems.append(Problem(place=place, message="write it like resources.nnodes=4"))
             continue
-        path = _path(dotted)
         if len(path) > _MAX_DEPTH:
             problems.append(Problem(place=place, message=f"no key is {len(path)} levels deep"))
             continue
         types = _options(_annotation(model, path))
         try:
             if str in types and bool not in types:
-                parsed = Document(data=written, source=place)
+                value = Document(data=text, source=place)
             else:
-                parsed = read_document(written, place)
-            data = _assign(data, path, parsed.data)
+                value = read_document(text, place)
+            data = _assign(data, path, value.data)
         except InputError as error:
             problems += error.problems
             continue
         except (TypeError, IndexError):
-            problems.append(
-                Problem(place=place, message=f"there is no {dotted!r} to set in {document.source}")
-            )
+            message = f"there is no {name!r} to set in {document.source}"
+            problems.append(Problem(place=place, message=message))
             continue
-        problems += parsed.problems
+        problems += value.problems
         places = {key: at for key, at in places.items() if key[: len(path)] != path}
-        shown = {key: text for key, text in shown.items() if key[: len(path)] != path}
+        written = {key: shown for key, shown in written.items() if key[: len(path)] != path}
         for length in range(1, len(path)):
             places.setdefault(path[:length], place)
         places[path] = place
-        shown |= {(*path, *below): text for below, text in parsed.written.items()}
-    return replace(document, data=data, places=places, written=shown, problems=tuple(problems))
+        written |= {(*path, *below): shown for below, shown in value.written.items()}
+    return replace(document, data=data, places=places, written=written, problems=tuple(problems))
 
 
 _MAX_DEPTH = 50
 _INDEX = re.compile(r"[0-9]{1,9}")
 
 
-def _path(dotted: str) -> KeyPath:
+def _path(name: str) -> KeyPath:
     """Split `KEY.0.KEY` into keys and list positions."""
-    return tuple(int(p) if _INDEX.fullmatch(p) else p for p in dotted.split("."))
+    return tuple(int(part) if _INDEX.fullmatch(part) else part for part in name.split("."))
 
 
 def assign(document: Document, changes: Mapping[str, Any]) -> Document:
     """Return the document with `KEY.KEY` set to Python values; None removes a key."""
     data, problems = document.data, list(document.problems)
-    for dotted, value in changes.items():
-        path = _path(dotted)
+    for name, value in changes.items():
         try:
-            data = _assign(data, path, _REMOVED if value is None else frozen(value))
+            data = _assign(data, _path(name), _REMOVED if value is None else frozen(value))
         except (TypeError, IndexError):
-            message = f"there is no {dotted!r} to set"
+            message = f"there is no {name!r} to set"
             problems.append(Problem(place=document.source, message=message))
     return replace(document, data=data, problems=tuple(problems))
 
@@ -200,10 +126,16 @@ def validate(model: type[Model], document: Document, error_type: type[InputError
     try:
         instance = model.model_validate(document.data)
     except ValidationError as error:
+        for details in error.errors(include_url=False):
+            if not details["loc"]:
+                continue
+            path: KeyPath = tuple(part for part in details["loc"] if part not in _NOT_WRITTEN)
+            written = document.written.get(path)
+            message = _message(model, path, details, written)
+            is_value = "[key]" not in details["loc"] and _is_secret(path)
+            hidden = [written or "", str(details["input"])] if is_value else []
+            problems.append(Problem(place=document.place(path), message=conceal(message, hidden)))
         # pydantic validates a model as a whole only if all fields are valid, so it is done here.
-        problems += (
-            _problem(model, document, e) for e in error.errors(include_url=False) if e["loc"]
-        )
         problems += (
             Problem(place=document.place(()), message=message)
             for message in model.contradictions(document.data)
@@ -220,15 +152,6 @@ def validate(model: type[Model], document: Document, error_type: type[InputError
     raise error_type(sorted(problems, key=by_line))
 
 
-def _problem(model: type[BaseModel], document: Document, error: Any) -> Problem:
-    path: KeyPath = tuple(part for part in error["loc"] if part not in _NOT_WRITTEN)
-    written = document.written.get(path)
-    message = _message(model, path, error, written)
-    is_value = "[key]" not in error["loc"] and _is_secret(path)
-    shown = [written or "", str(error["input"])] if is_value else []
-    return Problem(place=document.place(path), message=conceal(message, shown))
-
-
 _NOT_WRITTEN = ("[key]", "[count]", "[range]")
 """Parts of pydantic's locations that no file holds: a mapping's key, a union's alternative."""
 
@@ -242,9 +165,9 @@ def _is_secret(path: KeyPath) -> bool:
 
 def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | None) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
-    name = _dotted(path)
+    name = dotted(path)
     if kind == "extra_forbidden":
-        where = f" under {_dotted(path[:-1])!r}" if path[:-1] else ""
+        where = f" under {dotted(path[:-1])!r}" if path[:-1] else ""
         parents = _options(_annotation(model, path[:-1]) or model)
         models = (m for m in parents if isinstance(m, type) and issubclass(m, BaseModel))
         fields = next((m.model_fields for m in models), {})
@@ -292,13 +215,6 @@ _EXPECTED = {
     "string_type": "a string",
     "tuple_type": "a list",
 }
-
-
-def _dotted(path: KeyPath) -> str:
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
 
 
 def _annotation(root: Any, path: KeyPath) -> Any:

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from toolkit.job.loader import Checked, Prepared, Text
-from toolkit.text.did_you_mean import nearest
+from toolkit.errors import nearest
+from toolkit.job.types import Checked, Prepared, Text
 from toolkit.text.yaml_reader import Ambiguous
 
-__all__ = ["SbatchOptions", "SbatchValue", "merged", "options_schema"]
+__all__ = ["SbatchOptions", "SbatchValue", "merged"]
 
 
 def _names(words: str) -> frozenset[str]:
@@ -156,28 +156,6 @@ SbatchOptions = Annotated[
     dict[Annotated[Text, Checked(_check_name)], SbatchValue], Checked(_check_kinds)
 ]
 """Options by their long names without dashes."""
-
-
-def options_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the options and their values."""
-    text = {"type": "string", "pattern": "^[^\\x00-\\x1f\\x7f]+$"}
-    gres = {**text, "not": {"pattern": "(^|,)(gres[/:])?gpu(:|=|,|$)"}}
-    number, flag, nothing = {"type": "integer"}, {"const": True}, {"type": "null"}
-    kinds: list[tuple[Iterable[str], list[dict[str, Any]]]] = [
-        (FLAGS, [flag]),
-        (OPTIONAL, [flag, number, text]),
-        (VALUED - {"gres"}, [number, text]),
-        (["gres"], [number, gres]),
-    ]
-    return {
-        "type": "object",
-        "propertyNames": {"enum": sorted(ALLOWED)},
-        "patternProperties": {
-            f"^({'|'.join(sorted(names))})$": {"anyOf": [*choices, nothing]}
-            for names, choices in kinds
-        },
-        "default": {},
-    }
 
 
 def merged(layers: Iterable[Mapping[str, SbatchValue]]) -> dict[str, str | None]:

@@ -2,16 +2,15 @@
 
 import ast
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel
 
-from toolkit.job.dependencies import after_schema
-from toolkit.job.loader import FrozenModel
-from toolkit.job.sbatch_options import options_schema
-from toolkit.job.spec import JobSpec
-from toolkit.job.sweep import sweep_schema
-from toolkit.job.types import ENV_NAME, RESERVED_NAMES
+from toolkit.job.sbatch_options import ALLOWED, FLAGS, OPTIONAL, VALUED
+from toolkit.job.spec import WISHES, JobSpec
+from toolkit.job.sweep import SWEEP_KEY
+from toolkit.job.types import ENV_NAME, RESERVED_NAMES, FrozenModel
 
 __all__ = ["field_docstrings", "json_schema"]
 
@@ -36,10 +35,10 @@ def json_schema() -> dict[str, Any]:
             ],
             "default": {},
         },
-        "sbatch": options_schema(),
-        "after": after_schema(),
+        "sbatch": _sbatch_schema(),
+        "after": _after_schema(),
     }
-    schema["$defs"]["Sweep"]["properties"] |= sweep_schema()
+    schema["$defs"]["Sweep"]["properties"] |= _sweep_schema()
     schema["$defs"]["Sweep"]["anyOf"] = [
         {"required": [key], "properties": {key: {smallest: 1}}}
         for key, smallest in (
@@ -87,3 +86,60 @@ def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
         ):
             docstrings[field.target.id] = inspect.cleandoc(str(below.value.value))
     return docstrings
+
+
+def _sbatch_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the options and their values."""
+    text = {"type": "string", "pattern": "^[^\\x00-\\x1f\\x7f]+$"}
+    gres = {**text, "not": {"pattern": "(^|,)(gres[/:])?gpu(:|=|,|$)"}}
+    number, flag, nothing = {"type": "integer"}, {"const": True}, {"type": "null"}
+    kinds: list[tuple[Iterable[str], list[dict[str, Any]]]] = [
+        (FLAGS, [flag]),
+        (OPTIONAL, [flag, number, text]),
+        (VALUED - {"gres"}, [number, text]),
+        (["gres"], [number, gres]),
+    ]
+    return {
+        "type": "object",
+        "propertyNames": {"enum": sorted(ALLOWED)},
+        "patternProperties": {
+            f"^({'|'.join(sorted(names))})$": {"anyOf": [*choices, nothing]}
+            for names, choices in kinds
+        },
+        "default": {},
+    }
+
+
+def _sweep_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the keys, which pydantic leaves out."""
+    switch, text, number = {"type": "boolean"}, {"type": "string"}, {"type": "number"}
+    kinds = {"^--": {"anyOf": [text, number, switch]}, "^env\\.": {"anyOf": [text, number]}}
+    names = {"type": "string", "pattern": f"^(?:{SWEEP_KEY})$"}
+    axes = {
+        "type": "object",
+        "propertyNames": names,
+        "patternProperties": {
+            begin: {"type": "array", "items": value, "minItems": 1}
+            for begin, value in kinds.items()
+        },
+    }
+    settings = {"type": "object", "propertyNames": names, "patternProperties": kinds}
+    return {
+        "grid": {**axes, "default": {}},
+        "zip": {**axes, "default": {}},
+        "list": {"type": "array", "items": settings, "default": []},
+    }
+
+
+def _after_schema() -> dict[str, Any]:
+    """Return the JSON Schema of `after`."""
+    name = {"type": "string", "minLength": 1}
+    one = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {wish: {"anyOf": [name, {"type": "null"}]} for wish in WISHES},
+        "oneOf": [
+            {"required": [wish], "properties": {wish: {"type": "string"}}} for wish in WISHES
+        ],
+    }
+    return {"type": "array", "items": {"anyOf": [name, one]}, "default": []}

@@ -10,52 +10,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    Discriminator,
-    Field,
-    Strict,
-    Tag,
-    ValidationError,
-)
+from pydantic import Discriminator, Field, Tag, ValidationError
 
-from toolkit.errors import Problem, SpecError
-from toolkit.job.dependencies import After
+from toolkit.errors import InputError, Problem, SpecError
+from toolkit.job import types
 from toolkit.job.kubernetes_options import KubernetesOptions
-from toolkit.job.loader import (
-    Checked,
-    FrozenModel,
-    Prepared,
-    Text,
-    assign,
-    frozen,
-    override,
-    validate,
-)
+from toolkit.job.loader import assign, frozen, override, validate
 from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.sweep import Point, Sweep, expand, leaks, misread
-from toolkit.job.types import (
-    AbsolutePath,
-    Duration,
-    EnvName,
-    Image,
-    JobName,
-    ModuleName,
-    MountSource,
-    NaturalInt,
-    PositiveInt,
-    Program,
-    SecretFile,
-    SecretKey,
-    SecretName,
-    Size,
-    program_first,
-    schema_extra,
-    secrets_by_name,
-)
+from toolkit.job.types import Checked, FrozenModel, Prepared, Text
 from toolkit.text import secret_scan
-from toolkit.text.yaml_reader import Document, KeyPath, read_file
+from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_file
 
 __all__ = [
+    "Dependency",
     "JobSpec",
     "Mount",
     "NodeRange",
@@ -65,6 +33,7 @@ __all__ = [
     "Stop",
     "leaked_secrets",
     "load",
+    "parse_dependency",
     "read_job",
 ]
 
@@ -72,10 +41,10 @@ __all__ = [
 class NodeRange(FrozenModel):
     """The fewest nodes that a job can run on, and the most that it uses."""
 
-    min: PositiveInt
+    min: types.PositiveInt
     """With fewer, the run waits for another node, and is requeued after ten minutes."""
 
-    max: PositiveInt
+    max: types.PositiveInt
     """The job starts with as many as are free; on Slurm, others join later."""
 
     @classmethod
@@ -91,25 +60,25 @@ class Resources(FrozenModel):
     """What one job needs of the machines; everything but `nnodes` is per node."""
 
     nnodes: Annotated[
-        Annotated[PositiveInt, Tag("[count]")] | Annotated[NodeRange, Tag("[range]")],
+        Annotated[types.PositiveInt, Tag("[count]")] | Annotated[NodeRange, Tag("[range]")],
         Discriminator(lambda v: "[range]" if isinstance(v, dict | NodeRange) else "[count]"),
     ] = 1
     """Nodes; one torchrun starts on each. `{min: 2, max: 4}` continues when nodes are lost. See
     [elasticity](../how-to/elasticity.md)."""
 
-    nproc_per_node: PositiveInt = 1
+    nproc_per_node: types.PositiveInt = 1
     """Workers that torchrun starts on each node, usually one per GPU."""
 
-    gpus_per_node: NaturalInt = 0
+    gpus_per_node: types.NaturalInt = 0
     """GPUs on each node."""
 
-    cpus_per_node: PositiveInt | None = None
+    cpus_per_node: types.PositiveInt | None = None
     """CPUs on each node; by default one per worker."""
 
-    memory_bytes: Size | None = Field(default=None, alias="memory")
+    memory_bytes: types.Size | None = Field(default=None, alias="memory")
     """Memory on each node, like `64GiB`; by default the site decides."""
 
-    shm_bytes: Size | None = Field(default=None, alias="shm")
+    shm_bytes: types.Size | None = Field(default=None, alias="shm")
     """Shared memory for data loaders; part of `memory`. Containers have 64 MiB by default."""
 
     @property
@@ -127,28 +96,33 @@ class Resources(FrozenModel):
         """Whether the number of nodes may change while the job runs."""
         return self.min_nodes < self.max_nodes
 
+    @property
+    def cpus(self) -> int:
+        """The CPUs on each node: one per worker if the job does not say."""
+        return self.cpus_per_node or self.nproc_per_node
+
 
 class Stop(FrozenModel):
     """How a run is stopped: by walltime, preemption, a drained node, or you."""
 
-    grace_s: Duration = Field(default=60, alias="grace", json_schema_extra={"default": "60s"})
+    grace_s: types.Duration = Field(default=60, alias="grace", json_schema_extra={"default": "60s"})
     """How long a checkpoint may take, between the warning and the kill."""
 
 
 class Retries(FrozenModel):
     """How often a failed run is tried again, each time from the newest checkpoint."""
 
-    in_job: NaturalInt = 0
+    in_job: types.NaturalInt = 0
     """Restarts of the workers by torchrun inside the running job, as after a killed rank."""
 
-    requeue: NaturalInt = 0
+    requeue: types.NaturalInt = 0
     """New attempts of the whole job after failures that may pass: a lost node, a killed rank.
 
     On Slurm and on this machine, attempts after a preemption or the time limit are not counted, but
     0 forbids them, too. If a script writes no `outcome.json`, the time limit counts as a failure.
     """
 
-    no_progress: PositiveInt = 3
+    no_progress: types.PositiveInt = 3
     """The run ends after this many attempts in a row without a new step in `outcome.json`. The pods
     of a PyTorchJob or a Job start again one by one, and do not count them."""
 
@@ -156,15 +130,15 @@ class Retries(FrozenModel):
 class Mount(FrozenModel):
     """A folder that the job needs from outside."""
 
-    source: MountSource
+    source: types.MountSource
     """The folder on the node: an absolute path. On Kubernetes also `claim:NAME` (a volume claim),
     `configmap:NAME`, `secret:NAME`, `nfs:SERVER:/PATH`, or `empty:` for a scratch folder that is
     lost with the pod, `empty:10GiB` for one of limited size."""
 
-    target: AbsolutePath
+    target: types.AbsolutePath
     """Where the job sees it."""
 
-    read_only: Annotated[bool, Strict()] = False
+    read_only: types.Flag = False
     """Whether the job may only read it; without containers nothing enforces this."""
 
     @property
@@ -181,44 +155,89 @@ class Mount(FrozenModel):
 class Secret(FrozenModel):
     """Where a secret's value is; the value itself is never written down."""
 
-    secret: SecretName | None = None
+    secret: types.SecretName | None = None
     """The name of the Kubernetes Secret."""
 
-    key: SecretKey | None = None
+    key: types.SecretKey | None = None
     """The key in it."""
 
-    file: SecretFile | None = None
+    file: types.SecretFile | None = None
     """A file that only you may read (`chmod 600`); the script reads it on its node, on Slurm and on
     this machine."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
         """Return what keys say against each other."""
-        there = {key for key in ("secret", "key", "file") if given.get(key) is not None}
-        if there in ({"secret", "key"}, {"file"}):
+        given_keys = {key for key in ("secret", "key", "file") if given.get(key) is not None}
+        if given_keys in ({"secret", "key"}, {"file"}):
             return []
-        given_keys = " and ".join(sorted(there)) or "none of them"
-        return [f"give secret and key, or file; found {given_keys}"]
+        listed = " and ".join(sorted(given_keys)) or "none of them"
+        return [f"give secret and key, or file; found {listed}"]
+
+
+WISHES = ("ok", "any", "fail")
+"""How another run must end: with success, in any way, or with a failure."""
+
+
+class Dependency(FrozenModel):
+    """A run to wait for, by its URI, name or run directory, under one of the three keys."""
+
+    ok: Text | None = None
+    """The run must succeed; if it fails, this job is cancelled. A run without a key means this."""
+
+    any: Text | None = None
+    """The run must end."""
+
+    fail: Text | None = None
+    """The run must fail; if it succeeds, this job is cancelled."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        wishes = [wish for wish in WISHES if given.get(wish) is not None]
+        if len(wishes) != 1:
+            return [f"give one of ok, any and fail; found {' and '.join(wishes) or 'none'}"]
+        return [] if given[wishes[0]] else [f"{wishes[0]}: the run has no name"]
+
+    @property
+    def wish(self) -> str:
+        """The required end: ok, any or fail."""
+        return next(wish for wish in WISHES if getattr(self, wish) is not None)
+
+    @property
+    def run(self) -> str:
+        """The run's URI, name or run directory."""
+        return str(getattr(self, self.wish))
+
+
+def _by_name(value: object) -> object:
+    if isinstance(value, Ambiguous):
+        raise ValueError(value.reason)
+    return {"ok": value} if isinstance(value, str) else value
+
+
+After = tuple[Annotated[Dependency, Prepared(_by_name)], ...]
+"""Runs to wait for, all of them."""
 
 
 class JobSpec(FrozenModel):
     """One training job."""
 
-    name: JobName
+    name: types.JobName
     """The job's name; runs are called NAME-DATE-TIME-XXXX."""
 
-    module: ModuleName | None = None
+    module: types.ModuleName | None = None
     """The Python module that every worker runs, as after `python -m`."""
 
-    script: Program | None = None
+    script: types.Program | None = None
     """The Python file that every worker runs; a relative path is below the submit folder. If it is
     `$TRAIN_RUN_DIR/FILE`, in the run directory, torchrun forks the workers from itself."""
 
     command: (
         Annotated[
             tuple[Text, ...],
-            Checked(program_first),
-            schema_extra(minItems=1, prefixItems=[{"type": "string", "pattern": "^[^-]"}]),
+            Checked(types.program_first),
+            types.schema_extra(minItems=1, prefixItems=[{"type": "string", "pattern": "^[^-]"}]),
         ]
         | None
     ) = None
@@ -227,20 +246,20 @@ class JobSpec(FrozenModel):
     args: tuple[Text, ...] = ()
     """Arguments of the module, script or command."""
 
-    image: Image | None = None
+    image: types.Image | None = None
     """The container image, if the profile runs containers."""
 
-    workdir: AbsolutePath | None = None
+    workdir: types.AbsolutePath | None = None
     """The folder in which the workers start; by default that of the image, or the submit folder if
     there are no containers."""
 
     resources: Resources = Field(default_factory=Resources.model_construct)
     """What the job needs."""
 
-    time_limit_s: Duration | None = Field(default=None, alias="time_limit")
+    time_limit_s: types.Duration | None = Field(default=None, alias="time_limit")
     """How long the job may run, like `4h`; by default the site decides."""
 
-    env: dict[EnvName, Text] = Field(default={})
+    env: dict[types.EnvName, Text] = Field(default={})
     """Environment variables of every worker."""
 
     stop: Stop = Field(default_factory=Stop.model_construct)
@@ -249,7 +268,9 @@ class JobSpec(FrozenModel):
     retries: Retries = Field(default_factory=Retries.model_construct)
     """What happens after a failure."""
 
-    secrets: Annotated[dict[EnvName, Secret | None], Prepared(secrets_by_name)] = Field(default={})
+    secrets: Annotated[dict[types.EnvName, Secret | None], Prepared(types.secrets_by_name)] = Field(
+        default={}
+    )
     """Secret environment variables: names, or `{NAME: {secret: …, key: …}}` for Kubernetes, or
     `{NAME: {file: …}}`; never values."""
 
@@ -279,13 +300,13 @@ class JobSpec(FrozenModel):
             problems.append(f"give one of module, script and command; found {which}")
         if given.get("command") == ():
             problems.append("command: the list is empty; name the program first")
-        words = [
+        argv = [
             word
             for key in ("command", "args")
             if isinstance(given.get(key), tuple)
             for word in given[key]
         ]
-        if words[1 if given.get("command") else 0 :][:1] == ["--"]:
+        if argv[1 if given.get("command") else 0 :][:1] == ["--"]:
             problems.append(
                 "the first argument is '--', which torchrun's own command line would swallow; "
                 "put another one before it"
@@ -340,6 +361,11 @@ class JobSpec(FrozenModel):
     def entry(self) -> tuple[str, ...]:
         """The program with its arguments."""
         return (*self.program, *self.args)
+
+    @property
+    def carried(self) -> bool:
+        """Whether the workers' script is submitted with the run, like the files of a call."""
+        return self.script is not None and self.script.startswith(types.IN_RUN_DIR)
 
     @property
     def digest(self) -> str:
@@ -400,3 +426,20 @@ def leaked_secrets(job: JobSpec) -> list[tuple[KeyPath, str]]:
     """Return the path of each key that holds a secret, with the problem."""
     plain = {key: value for key, value in job.as_written().items() if key != "sweep"}
     return [*secret_scan.leaks_of_document(plain), *(leaks(job.sweep) if job.sweep else ())]
+
+
+def parse_dependency(text: str) -> Dependency:
+    """Read `RUN[:ok|any|fail]`, as `toolkit submit --after` takes it.
+
+    Raises:
+        InputError: the text names no run.
+
+    >>> parse_dependency("slurm://c/7:any").any, parse_dependency("slurm://c/7").ok
+    ('slurm://c/7', 'slurm://c/7')
+    """
+    run, _, wish = text.rpartition(":")
+    if wish not in WISHES:
+        run, wish = text, "ok"
+    if not run:
+        raise InputError(f"--after {text}: names no run; write it like slurm://CLUSTER/1234:any")
+    return Dependency.model_validate({wish: run})

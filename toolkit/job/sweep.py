@@ -8,12 +8,19 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from toolkit.job.loader import Checked, FrozenModel, Prepared, Text
-from toolkit.job.types import ENV_NAME, RESERVED_NAMES, PositiveInt
+from toolkit.job.types import (
+    ENV_NAME,
+    RESERVED_NAMES,
+    Checked,
+    FrozenModel,
+    PositiveInt,
+    Prepared,
+    Text,
+)
 from toolkit.text import secret_scan
-from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath
+from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, dotted
 
-__all__ = ["Point", "Sweep", "expand", "leaks", "misread", "sweep_schema"]
+__all__ = ["Point", "Sweep", "expand", "leaks", "misread"]
 
 MOST_POINTS = 100_000
 """The most points of a sweep; Slurm limits an array (MaxArraySize) to 1001 by default."""
@@ -22,11 +29,11 @@ NAME_LENGTH = 72
 """The longest name of a point, in characters; file systems take 255 bytes."""
 
 _OPTION = "--[A-Za-z0-9][-A-Za-z0-9_.]*"
-_KEY = f"{_OPTION}|env\\.(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}"
+SWEEP_KEY = f"{_OPTION}|env\\.(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}"
 
 
 def _check_key(key: str) -> str:
-    if re.fullmatch(_KEY, key):
+    if re.fullmatch(SWEEP_KEY, key):
         return key
     name = key.removeprefix("env.")
     if RESERVED_NAMES.fullmatch(name):
@@ -136,9 +143,7 @@ class Point:
 def expand(sweep: Sweep, args: Sequence[str]) -> tuple[Point, ...]:
     """Return the points in their order: grid outermost, then zip, then list.
 
-    Args:
-        sweep: The sweep.
-        args: The arguments of the job, in which options are set.
+    Options are set in the job's `args`.
 
     Raises:
         ValueError: an option cannot be set, with the reason.
@@ -152,14 +157,14 @@ def expand(sweep: Sweep, args: Sequence[str]) -> tuple[Point, ...]:
     }
     points = []
     for index, settings in enumerate(combinations):
-        words, env = list(args), {}
+        argv, env = list(args), {}
         for key, value in settings.items():
             if key.startswith("--"):
-                words = _with_option(words, key, value)
+                argv = _with_option(argv, key, value)
             else:
                 env[key.removeprefix("env.")] = str(value)
         name = _name(f"{index:0{width}}", {k: v for k, v in settings.items() if k in varying})
-        points.append(Point(index=index, name=name, settings=settings, args=tuple(words), env=env))
+        points.append(Point(index=index, name=name, settings=settings, args=tuple(argv), env=env))
     return tuple(points)
 
 
@@ -189,7 +194,7 @@ def _name(number: str, settings: Mapping[str, str | bool]) -> str:
     return text[:NAME_LENGTH].rstrip("-.=")
 
 
-def _with_option(words: list[str], option: str, value: str | bool) -> list[str]:
+def _with_option(argv: list[str], option: str, value: str | bool) -> list[str]:
     """Set an option at its last occurrence, the one that counts; else at the end.
 
     >>> _with_option(["--lr", "1", "x"], "--lr", "2"), _with_option(["--lr=1"], "--lr", "2")
@@ -197,30 +202,30 @@ def _with_option(words: list[str], option: str, value: str | bool) -> list[str]:
     >>> _with_option(["x"], "--lr", "2"), _with_option(["--lr", "--fast"], "--fast", False)
     (['x', '--lr', '2'], ['--lr'])
     """
-    places = [at for at, word in enumerate(words) if word.partition("=")[0] == option]
+    places = [at for at, word in enumerate(argv) if word.partition("=")[0] == option]
     if isinstance(value, str):
         # `--x --y` would be two options.
         pair = [f"{option}={value}"] if value.startswith("--") else [option, value]
         if not places:
-            return [*words, *pair]
+            return [*argv, *pair]
         at = places[-1]
-        if "=" in words[at]:
-            return [*words[:at], f"{option}={value}", *words[at + 1 :]]
-        return [*words[:at], *pair, *words[at + 1 + _followed(words, at) :]]
+        if "=" in argv[at]:
+            return [*argv[:at], f"{option}={value}", *argv[at + 1 :]]
+        return [*argv[:at], *pair, *argv[at + 1 + _followed(argv, at) :]]
     if not places:
-        return [*words, *[option] * value]
+        return [*argv, *[option] * value]
     at = places[-1]
-    if "=" in words[at] or _followed(words, at):
+    if "=" in argv[at] or _followed(argv, at):
         raise ValueError(
             f"{option} is true or false in the sweep, as a switch is, and args[{at}] gives it a "
             "value; take it out of args, or write values into the sweep"
         )
-    return [*words[:at], *[option] * value, *words[at + 1 :]]
+    return [*argv[:at], *[option] * value, *argv[at + 1 :]]
 
 
-def _followed(words: list[str], at: int) -> bool:
+def _followed(argv: list[str], at: int) -> bool:
     """Whether a value follows the option at `at`."""
-    return at + 1 < len(words) and not words[at + 1].startswith("--")
+    return at + 1 < len(argv) and not argv[at + 1].startswith("--")
 
 
 def leaks(sweep: Sweep) -> Iterator[tuple[KeyPath, str]]:
@@ -244,8 +249,7 @@ def leaks(sweep: Sweep) -> Iterator[tuple[KeyPath, str]]:
         else:
             kind = secret_scan.kind_of(value, name=key.removeprefix("env."))
         if kind:
-            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-            yield path, secret_scan.leak_message(place.removeprefix("."), kind)
+            yield path, secret_scan.leak_message(dotted(path), kind)
 
 
 def misread(document: Document) -> Iterator[tuple[KeyPath, str]]:
@@ -256,24 +260,3 @@ def misread(document: Document) -> Iterator[tuple[KeyPath, str]]:
             value = value[part]
         if isinstance(value, int | float) and not isinstance(value, bool) and str(value) != written:
             yield path, f'{written} is read as {value}; write "{written}" if you mean the text'
-
-
-def sweep_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the keys, which pydantic leaves out."""
-    switch, text, number = {"type": "boolean"}, {"type": "string"}, {"type": "number"}
-    kinds = {"^--": {"anyOf": [text, number, switch]}, "^env\\.": {"anyOf": [text, number]}}
-    names = {"type": "string", "pattern": f"^(?:{_KEY})$"}
-    axes = {
-        "type": "object",
-        "propertyNames": names,
-        "patternProperties": {
-            begin: {"type": "array", "items": value, "minItems": 1}
-            for begin, value in kinds.items()
-        },
-    }
-    settings = {"type": "object", "propertyNames": names, "patternProperties": kinds}
-    return {
-        "grid": {**axes, "default": {}},
-        "zip": {**axes, "default": {}},
-        "list": {"type": "array", "items": settings, "default": []},
-    }

@@ -5,268 +5,256 @@ Pure, like planning, which calls this first.
 
 from __future__ import annotations  # naming a profile must not import it
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.job.spec import JobSpec, leaked_secrets
-from toolkit.planning.stop_times import (
-    POD_MARGIN_S,
-    REQUEUE_MARGIN_S,
-    SIGNAL_MAX_S,
-    SIGNAL_SLACK_S,
-    cpus_of,
-    refusal,
-    warning_lead_s,
-)
+from toolkit.planning.plans import REQUEUE_MARGIN_S, SCRIPT_VARIABLES, refusal
 from toolkit.profile import leaks_of
 from toolkit.text.quantities import format_duration, format_size
-from toolkit.text.yaml_reader import KeyPath
 
 if TYPE_CHECKING:
     from toolkit.profile import Profile
 
-__all__ = ["refusals"]
+__all__ = ["SHELL_VARIABLES", "refusals"]
 
 _WORKERS_MAX = 4096
 """Workers on one machine: more than any has processors for, and few enough to be started."""
 
-_GRACE: KeyPath = ("stop", "grace")
-_NNODES: KeyPath = ("resources", "nnodes")
+SHELL_VARIABLES = (
+    "_|BASH.*|CDPATH|COLUMNS|COMP_.*|COMPREPLY|COPROC|DIRSTACK|ENV|EPOCH.*|EUID|EXECIGNORE|FIGNORE"
+    "|FUNCNAME|FUNCNEST|GLOBIGNORE|GROUPS|HIST.*|HOST(FILE|NAME|TYPE)|IFS|IGNOREEOF|LANG(UAGE)?"
+    "|LC_.*|LD_.*|LINENO|LINES|MACHTYPE|MAIL.*|MAPFILE|OLDPWD|OPT(ARG|ERR|IND)|OSTYPE|PATH"
+    "|PIPESTATUS|POSIXLY_CORRECT|PPID|PROMPT_.*|PS[0-4]|PWD|PYTHON(HOME|PATH|STARTUP)|RANDOM"
+    "|READLINE_.*|REPLY|SECONDS|SHELL(OPTS)?|SHLVL|SRANDOM|TERM|SRUN_.*|SBATCH_.*|TIMEFORMAT|TMOUT|TMPDIR"
+    "|UID|USER|LOGNAME"
+)
+"""Names that mean something to bash (its manual, "Shell Variables"), to the loader of programs, to
+Python or to Slurm's commands. bash takes the value of some for arithmetic and prints part of it."""
 
 
-def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
-    """Return why `job` cannot work with `profile`, each reason in a sentence; none if it can."""
+def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Problem]:
+    """Yield why `job` cannot work with `profile`, each reason in a sentence."""
     if job.points:
-        return [*_sweep_problems(job, profile), *_of_the_points(job, profile, run_name=run_name)]
-    problems = [*_does_not_fit(job, profile), *_mount_problems(job, profile)]
-    problems += _elastic_problems(job, profile)
+        yield from _sweep_problems(job, profile)
+        yield from _problems_of_points(job, profile, run_name=run_name)
+        return
+    yield from _node_problems(job, profile)
+    yield from _mount_problems(job, profile)
+    if job.resources.elastic and not job.retries.in_job:
+        yield refusal(
+            "elastic-without-restarts",
+            "nnodes with min and max needs retries.in_job: without it, no rank starts again after "
+            "a node is lost or has come",
+            *("resources", "nnodes"),
+        )
+    if job.resources.elastic and profile.kind == "slurm" and profile.gpus_flag == "gpus-per-task":
+        yield refusal(
+            "elastic-gpus-per-task",
+            "nnodes with min and max cannot be had by gpus-per-task, since Slurm chooses how many "
+            "tasks there are; write gpus_flag: gres",
+            *("resources", "nnodes"),
+        )
     if job.after and profile.kind != "slurm":
-        problems += refusal(
+        yield refusal(
             "after-elsewhere",
             f"after: only Slurm lets a job wait for another; profile {profile.name!r} is of "
             "another kind; write `toolkit wait RUN && toolkit submit …`, or leave it out",
             "after",
         )
     for key, reason in leaked_secrets(job):
-        problems += refusal("secret-in-job", reason, *key)
+        yield refusal("secret-in-job", reason, *key)
     for _, reason in leaks_of(profile):
-        problems += refusal("secret-in-job", reason)
+        yield refusal("secret-in-job", reason)
     if profile.kind == "local":
         each = max(job.resources.nproc_per_node, job.resources.gpus_per_node)
         if job.resources.max_nodes * each > _WORKERS_MAX:
-            problems += refusal(
+            yield refusal(
                 "workers-beyond-machine",
                 f"{job.resources.max_nodes} simulated nodes with {each} workers or GPUs each are "
                 f"more than {_WORKERS_MAX} on this machine; make them fewer: "
                 "--set resources.nnodes=2",
                 "resources",
             )
-        problems += _overwritten(job)
-        problems += _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
+        yield from _overwritten_secrets(job)
+        yield from _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
     elif profile.kind == "slurm":
-        if profile.runtime != "bare":
-            from toolkit.planning.containers import refusals_of_containers
+        from toolkit.planning.slurm import (
+            SIGNAL_MAX_S,
+            SIGNAL_SLACK_S,
+            container_problems,
+            warning_lead_s,
+        )
 
-            problems += _image_missing(job, profile)
-            problems += refusals_of_containers(job, profile)
-        problems += _overwritten(job)
-        problems += _stop_too_long(
+        if profile.runtime != "bare":
+            yield from _image_missing(job, profile)
+            yield from container_problems(job, profile)
+        yield from _overwritten_secrets(job)
+        yield from _stop_too_long(
             job,
             needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
             what=f"stop.grace, {REQUEUE_MARGIN_S}s to requeue and up to {SIGNAL_SLACK_S}s "
             "that Slurm warns early",
         )
         if warning_lead_s(job) > SIGNAL_MAX_S:
-            problems += refusal(
+            yield refusal(
                 "stop-beyond-signal",
                 f"stop.grace {format_duration(job.stop.grace_s)} is too long: Slurm warns at "
                 f"most {SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the "
                 "requeue",
-                *_GRACE,
+                *("stop", "grace"),
             )
     elif profile.kind == "kubernetes":
         from toolkit.planning.compatibility_kubernetes import kubernetes_problems
+        from toolkit.planning.pods import POD_MARGIN_S
 
-        problems += _stop_too_long(
+        yield from _stop_too_long(
             job,
             needed_s=job.stop.grace_s + POD_MARGIN_S,
             what=f"stop.grace and {POD_MARGIN_S}s for torchrun to end",
         )
-        problems += _image_missing(job, profile)
-        problems += kubernetes_problems(job, profile, run_name)
-    return problems
+        yield from _image_missing(job, profile)
+        yield from kubernetes_problems(job, profile, run_name)
 
 
-def _sweep_problems(job: JobSpec, profile: Profile) -> list[Problem]:
-    problems: list[Problem] = []
+def _sweep_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
     if profile.kind == "local":
-        return refusal(
+        yield refusal(
             "sweep-elsewhere",
             f"sweep: its points are one job array of Slurm, or an object each on Kubernetes, and "
             f"profile {profile.name!r} is of another kind; submit them one by one: "
             "`--set sweep=null` and the values of a point",
             "sweep",
         )
+        return
     if job.resources.elastic:
-        problems += refusal(
+        yield refusal(
             "sweep-elastic",
             "sweep: nnodes with min and max is for single runs; write one number of nodes",
-            *_NNODES,
+            *("resources", "nnodes"),
         )
     limit = job.sweep.max_running if job.sweep else None
     if profile.kind == "kubernetes" and limit and not (job.kubernetes.queue or profile.queue):
-        problems += refusal(
+        yield refusal(
             "sweep-max-running",
             f"sweep.max_running {limit}: nobody on Kubernetes holds points back but a queue of "
             "Kueue, by its quota; name one (queue), or leave it out: --set sweep.max_running=null",
             *("sweep", "max_running"),
         )
-    return problems
 
 
-def _of_the_points(job: JobSpec, profile: Profile, *, run_name: str) -> list[Problem]:
-    """Return the reasons of all points; a reason that all points share is reported once."""
-    reasons: dict[Problem, list[int]] = {}
+def _problems_of_points(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Problem]:
+    """Yield the reasons of all points; a reason that all points share is reported once."""
+    points_by_reason: dict[Problem, list[int]] = {}
     longest = f"{run_name}-{job.points[-1].index}"
     for point in job.points:
         for reason in refusals(job.at(point), profile, run_name=longest):
-            reasons.setdefault(reason, []).append(point.index)  # its name may hold a secret
-    problems = []
-    for reason, points in reasons.items():
+            points_by_reason.setdefault(reason, []).append(point.index)
+    for reason, points in points_by_reason.items():
         if len(points) < len(job.points):
+            # By its number, since its name may hold a secret.
             which = f"point {points[0]}{f' and {len(points) - 1} more' if points[1:] else ''}"
             reason = replace(reason, message=f"{which}: {reason.message}", key=("sweep",))
-        problems.append(reason)
-    return problems
+        yield reason
 
 
-def _does_not_fit(job: JobSpec, profile: Profile) -> list[Problem]:
+def _node_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
     """Compare the needs of a node with its resources."""
     need, node = job.resources, profile.node
-    problems: list[Problem] = []
-    if node.gpus is not None:
-        has = f"the {node.gpus} GPUs per node of profile {profile.name!r}"
-        if need.gpus_per_node > node.gpus:
-            problems += refusal(
-                "gpus-exceed-node",
-                f"gpus_per_node {need.gpus_per_node} exceeds {has}",
-                *("resources", "gpus_per_node"),
-            )
-        elif node.gpus and need.gpus_per_node and need.nproc_per_node > node.gpus:
-            problems += refusal(
-                "workers-exceed-gpus",
-                f"nproc_per_node {need.nproc_per_node} exceeds {has}",
-                *("resources", "nproc_per_node"),
-            )
-    if not problems and 0 < need.gpus_per_node < need.nproc_per_node:
-        problems += refusal(
+    gpus, workers = need.gpus_per_node, need.nproc_per_node
+    has = f"the {node.gpus} GPUs per node of profile {profile.name!r}"
+    workers_key = ("resources", "nproc_per_node")
+    if node.gpus is not None and gpus > node.gpus:
+        message, key = f"gpus_per_node {gpus} exceeds {has}", ("resources", "gpus_per_node")
+        yield refusal("gpus-exceed-node", message, *key)
+    elif node.gpus and gpus and workers > node.gpus:
+        message = f"nproc_per_node {workers} exceeds {has}"
+        yield refusal("workers-exceed-gpus", message, *workers_key)
+    elif 0 < gpus < workers:
+        yield refusal(
             "workers-exceed-gpus",
-            f"nproc_per_node {need.nproc_per_node} exceeds gpus_per_node {need.gpus_per_node}; "
+            f"nproc_per_node {workers} exceeds gpus_per_node {gpus}; "
             "each worker needs a GPU of its own",
-            *("resources", "nproc_per_node"),
+            *workers_key,
         )
-    if node.cpus is not None and (cpus := cpus_of(job)) > node.cpus:
-        problems += refusal(
+    if node.cpus is not None and need.cpus > node.cpus:
+        yield refusal(
             "cpus-exceed-node",
-            f"cpus_per_node {cpus} exceeds the {node.cpus} CPUs per node of "
+            f"cpus_per_node {need.cpus} exceeds the {node.cpus} CPUs per node of "
             f"profile {profile.name!r}",
             *("resources", "cpus_per_node"),
         )
-    if node.memory_bytes is not None and (need.memory_bytes or 0) > node.memory_bytes:
-        problems += refusal(
+    if (
+        need.memory_bytes
+        and node.memory_bytes is not None
+        and need.memory_bytes > node.memory_bytes
+    ):
+        yield refusal(
             "memory-exceeds-node",
-            f"memory {format_size(need.memory_bytes or 0)} exceeds the "
+            f"memory {format_size(need.memory_bytes)} exceeds the "
             f"{format_size(node.memory_bytes)} per node of profile {profile.name!r}",
             *("resources", "memory"),
         )
     if need.memory_bytes and need.shm_bytes and need.shm_bytes >= need.memory_bytes:
-        problems += refusal(
+        yield refusal(
             "shm-exceeds-memory",
             f"shm {format_size(need.shm_bytes)} leaves nothing of memory "
             f"{format_size(need.memory_bytes)}, which it is part of",
             *("resources", "shm"),
         )
-    return problems
 
 
-def _elastic_problems(job: JobSpec, profile: Profile) -> list[Problem]:
-    if not job.resources.elastic:
-        return []
-    problems: list[Problem] = []
-    if not job.retries.in_job:
-        problems += refusal(
-            "elastic-without-restarts",
-            "nnodes with min and max needs retries.in_job: without it, no rank starts again after "
-            "a node is lost or has come",
-            *_NNODES,
-        )
-    if profile.kind == "slurm" and profile.gpus_flag == "gpus-per-task":
-        problems += refusal(
-            "elastic-gpus-per-task",
-            "nnodes with min and max cannot be had by gpus-per-task, since Slurm chooses how many "
-            "tasks there are; write gpus_flag: gres",
-            *_NNODES,
-        )
-    return problems
-
-
-def _mount_problems(job: JobSpec, profile: Profile) -> list[Problem]:
-    problems: list[Problem] = []
+def _mount_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
     site = getattr(profile, "mounts", ())  # this machine's profile has none
     targets = [mount.target.rstrip("/") for mount in (*site, *job.mounts)]
     if twice := sorted({target for target in targets if targets.count(target) > 1}):
-        problems += refusal(
-            "mount-target-taken", f"two mounts have the target {twice[0]!r}", "mounts"
-        )
-    if profile.kind == "kubernetes":
-        return problems
-    if profile.kind == "slurm" and profile.runtime != "bare":
-        return problems  # refusals_of_containers checks the site's mounts, too
+        yield refusal("mount-target-taken", f"two mounts have the target {twice[0]!r}", "mounts")
+    if profile.kind == "kubernetes" or (profile.kind == "slurm" and profile.runtime != "bare"):
+        return  # the checks of containers include mounts
     for index, mount in enumerate(job.mounts):
         place, key = f"mounts[{index}]", ("mounts", index)
         if mount.kind != "path":
-            problems += refusal(
-                "mount-elsewhere",
-                f"{place}: {mount.source!r} exists only on Kubernetes; write a path",
-                *key,
-            )
+            message = f"{place}: {mount.source!r} exists only on Kubernetes; write a path"
+            yield refusal("mount-elsewhere", message, *key)
         elif mount.source != mount.target:
-            problems += refusal(
+            yield refusal(
                 "mount-without-container",
                 f"{place}: profile {profile.name!r} runs without containers, so {mount.source!r} "
                 f"cannot appear at {mount.target!r}; make source and target equal",
                 *key,
             )
-    return problems
 
 
-def _overwritten(job: JobSpec) -> Iterable[Problem]:
-    """Return the problems of secrets that a script would overwrite or interpret."""
-    if not job.secrets:
-        return ()
-    from toolkit.planning.reserved_variables import of_scripts
+def _overwritten_secrets(job: JobSpec) -> Iterator[Problem]:
+    """Yield the problems of secrets that a script would overwrite or interpret.
 
-    return of_scripts(job)
-
-
-def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> list[Problem]:
-    if job.time_limit_s is None or needed_s < job.time_limit_s:
-        return []
-    return refusal(
-        "stop-beyond-time-limit",
-        f"stop.grace {format_duration(job.stop.grace_s)} does not fit: {what} takes "
-        f"{format_duration(needed_s)}, and time_limit is {format_duration(job.time_limit_s)}",
-        "time_limit",
-    )
+    A secret is exported before the script begins, so the script would work with its value. The
+    variables of `env` are no such danger: the script gives them to torchrun alone.
+    """
+    for name in job.secrets:
+        if re.fullmatch(SCRIPT_VARIABLES, name):
+            what = "is a name of the rendered script's own variables; leave out the underscore"
+        elif re.fullmatch(SHELL_VARIABLES, name):
+            what = "means something to the shell that starts torchrun; use another name"
+        else:
+            continue
+        yield refusal("secret-overwritten", f"secrets: {name!r} {what}", *("secrets", name))
 
 
-def _image_missing(job: JobSpec, profile: Profile) -> list[Problem]:
-    if job.image is not None:
-        return []
-    return refusal(
-        "image-missing",
-        f"profile {profile.name!r} runs containers; the job needs the key 'image'",
-        "image",
-    )
+def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> Iterator[Problem]:
+    if job.time_limit_s is not None and needed_s >= job.time_limit_s:
+        yield refusal(
+            "stop-beyond-time-limit",
+            f"stop.grace {format_duration(job.stop.grace_s)} does not fit: {what} takes "
+            f"{format_duration(needed_s)}, and time_limit is {format_duration(job.time_limit_s)}",
+            "time_limit",
+        )
+
+
+def _image_missing(job: JobSpec, profile: Profile) -> Iterator[Problem]:
+    if job.image is None:
+        message = f"profile {profile.name!r} runs containers; the job needs the key 'image'"
+        yield refusal("image-missing", message, "image")

@@ -1,19 +1,22 @@
 """Why a job cannot run on Kubernetes: fields that its kind of object lacks, and limits of pods."""
 
+import re
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
 from toolkit.job.kubernetes_options import Workload, is_image_name
 from toolkit.job.spec import JobSpec
+from toolkit.planning.plans import OWN_FOLDERS, SCRIPT_VARIABLES, refusal
 from toolkit.planning.pods import workload_of
-from toolkit.planning.reserved_variables import of_pods
-from toolkit.planning.stop_times import refusal
 from toolkit.profile import KubernetesProfile
 
 __all__ = ["kubernetes_problems", "name_problems"]
 
 NAME_MAX = 63
 """Names of pods are host names, too (RFC 1035)."""
+
+ENTRYPOINT_VARIABLES = ("JOB_COMPLETION_INDEX", "HOSTNAME", "IFS")
+"""Variables that the entrypoint of the pods reads, and that neither secrets nor `env` may set."""
 
 TRAINJOB_WORDS_MAX = 128
 """How many arguments a TrainJob takes (its CustomResourceDefinition, Trainer 2.3)."""
@@ -33,66 +36,74 @@ _LEVELS = {"path": ("privileged",), "nfs": ("privileged", "baseline")}
 """Levels of Pod Security that allow a kind of volume; all allow the others (Pod Security
 Standards: hostPath, volume types)."""
 
+_NO_COLON = "Kubernetes takes no ':' in {!r}, where a volume is seen; choose another path"
 
-def kubernetes_problems(job: JobSpec, profile: KubernetesProfile, run_name: str) -> list[Problem]:
-    """Return why a job cannot run in a namespace of a cluster."""
+
+def kubernetes_problems(
+    job: JobSpec, profile: KubernetesProfile, run_name: str
+) -> Iterator[Problem]:
+    """Yield why a job cannot run in a namespace of a cluster."""
     kind = workload_of(job, profile)
-    image_problems: list[Problem] = []
-    if job.image and not is_image_name(job.image):
-        image_problems = refusal(
-            "image-of-another-runtime",
-            f"image {job.image!r} is no name of an image, as nodes of profile {profile.name!r} "
-            "pull it; write it like registry.example.com/team/train:1.2",
-            "image",
-        )
-    return [
-        *_secrets(job, profile),
-        *of_pods(job, profile),
-        *_elastic(job, profile, kind),
-        *(_beyond_trainjob(job, profile) if kind == "TrainJob" else ()),
-        *image_problems,
-        *_mounts(job, profile),
-        *name_problems(job, kind, run_name),
-    ]
-
-
-def _secrets(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
     for name, place in job.secrets.items():
         if place is not None and place.file is not None:
-            yield from refusal(
+            yield refusal(
                 "secret-not-in-cluster",
                 f"secrets: {name!r} is in a file, which no pod sees; write {{secret: …, key: …}} "
                 f"for profile {profile.name!r}",
                 *("secrets", name),
             )
         elif place is None and profile.secret is None:
-            yield from refusal(
+            yield refusal(
                 "secret-not-in-cluster",
                 f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or "
                 f"the key 'secret' in profile {profile.name!r}",
                 *("secrets", name),
             )
-
-
-def _elastic(job: JobSpec, profile: KubernetesProfile, kind: Workload) -> Iterator[Problem]:
-    if not job.resources.elastic:
-        return
-    nnodes = ("resources", "nnodes")
-    if kind != "PyTorchJob":
-        yield from refusal(
+    yield from _overwritten_variables(job, profile)
+    if job.resources.elastic and kind != "PyTorchJob":
+        yield refusal(
             "elastic-workload",
             f"nnodes with min and max: when a pod is lost, a {kind} waits for it or starts all "
             "again, and only a PyTorchJob goes on with fewer; write `workload: PyTorchJob`, or one "
             "number of nodes",
-            *nnodes,
+            *("resources", "nnodes"),
         )
-    elif profile.master:
-        yield from refusal(
+    elif job.resources.elastic and profile.master:
+        yield refusal(
             "elastic-master",
             f"nnodes with min and max: profile {profile.name!r} wants a Master, without which no "
             "worker goes on; leave out `master`, or write one number of nodes",
-            *nnodes,
+            *("resources", "nnodes"),
         )
+    if kind == "TrainJob":
+        yield from _beyond_trainjob(job, profile)
+    if job.image and not is_image_name(job.image):
+        yield refusal(
+            "image-of-another-runtime",
+            f"image {job.image!r} is no name of an image, as nodes of profile {profile.name!r} "
+            "pull it; write it like registry.example.com/team/train:1.2",
+            "image",
+        )
+    yield from _mount_problems(job, profile)
+    yield from name_problems(job, kind, run_name)
+
+
+def _overwritten_variables(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
+    """Yield the variables and secrets that the entrypoint would overwrite or interpret.
+
+    Unlike a script, the entrypoint finds those of `env` in its own environment, too.
+    """
+    for key, names, taken in (
+        ("secrets", job.secrets, (*ENTRYPOINT_VARIABLES, "PATH")),
+        ("env", {**profile.env, **job.env}, ENTRYPOINT_VARIABLES),  # an image may set PATH
+    ):
+        for name in sorted(names):
+            if name in taken or re.fullmatch(SCRIPT_VARIABLES, name):
+                yield refusal(
+                    "variable-overwritten",
+                    f"{key}: {name!r} is a variable of the pods' entrypoint; use another name",
+                    *((key, name) if name in getattr(job, key) else ()),
+                )
 
 
 def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
@@ -111,14 +122,14 @@ def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Probl
         ("workdir", job.workdir, ""),
     ):
         if given:
-            yield from refusal(
+            yield refusal(
                 "trainjob-cannot-say",
                 f"a TrainJob has no field for {key}{whose}; leave it out, or write "
                 "`workload: JobSet`",
                 *(("workdir",) if key == "workdir" else ()),
             )
     if (words := TORCHRUN_WORDS + len(job.entry)) > TRAINJOB_WORDS_MAX:
-        yield from refusal(
+        yield refusal(
             "trainjob-cannot-say",
             f"a TrainJob takes {TRAINJOB_WORDS_MAX} words on a command line; these are {words}, "
             f"{TORCHRUN_WORDS} of them torchrun's; put arguments into a file, or write "
@@ -127,42 +138,39 @@ def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Probl
         )
 
 
-_SYSTEM = ("", "/dev", "/proc", "/sys")
-"""Folders that a container needs; the empty one is its root."""
-
-
-def _mounts(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
+def _mount_problems(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
     taken = ("/tmp", "/dev/shm", profile.runs_dir.rstrip("/"))
-    if profile.runs_dir.rstrip("/") in _SYSTEM:
-        yield from refusal(
+    if profile.runs_dir.rstrip("/") in OWN_FOLDERS:
+        yield refusal(
             "mount-target-taken",
             f"runs_dir {profile.runs_dir!r} of profile {profile.name!r} would hide the container's "
             "own; write a folder of its own, like /runs",
         )
     if ":" in profile.runs_dir:
-        yield from refusal("mount-unwritable", f"runs_dir: {_COLON.format(profile.runs_dir)}")
-    site = [(f"mounts[{at}] of profile {profile.name!r}", (), one)
-            for at, one in enumerate(profile.mounts)]  # fmt: skip
-    own = [(f"mounts[{at}]", ("mounts", at), one) for at, one in enumerate(job.mounts)]
-    for place, key, mount in (*site, *own):
-        if mount.target.rstrip("/") in _SYSTEM:
-            yield from refusal(
+        yield refusal("mount-unwritable", f"runs_dir: {_NO_COLON.format(profile.runs_dir)}")
+    whose = f" of profile {profile.name!r}"
+    for place, key, mount in (
+        *((f"mounts[{at}]{whose}", (), mount) for at, mount in enumerate(profile.mounts)),
+        *((f"mounts[{at}]", ("mounts", at), mount) for at, mount in enumerate(job.mounts)),
+    ):
+        if mount.target.rstrip("/") in OWN_FOLDERS:
+            yield refusal(
                 "mount-target-taken",
                 f"{place}: a mount at {mount.target!r} would hide the container's own; choose "
                 "another target, like /data",
                 *key,
             )
         elif mount.target.rstrip("/") in taken:
-            yield from refusal(
+            yield refusal(
                 "mount-target-taken",
                 f"{place}: {mount.target!r} is taken; every pod has its own {', '.join(taken)}",
                 *key,
             )
         if ":" in mount.target:
-            yield from refusal("mount-unwritable", f"{place}: {_COLON.format(mount.target)}", *key)
+            yield refusal("mount-unwritable", f"{place}: {_NO_COLON.format(mount.target)}", *key)
         folders = {"path": mount.source, "nfs": mount.named.partition(":/")[2]}
         if ".." in folders.get(mount.kind, "").split("/"):
-            yield from refusal(
+            yield refusal(
                 "mount-unwritable",
                 f"{place}: Kubernetes takes no '..' in {mount.source!r}; write the path out",
                 *key,
@@ -170,7 +178,7 @@ def _mounts(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
         allowed = _LEVELS.get(mount.kind)
         if allowed and profile.pod_security not in allowed:
             what = "folder of the node" if mount.kind == "path" else "NFS server"
-            yield from refusal(
+            yield refusal(
                 "mount-forbidden",
                 f"{place}: Pod Security {profile.pod_security!r} of profile {profile.name!r} "
                 f"allows no {what} ({mount.source!r}); write claim:NAME",
@@ -178,15 +186,12 @@ def _mounts(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
             )
 
 
-_COLON = "Kubernetes takes no ':' in {!r}, where a volume is seen; choose another path"
-
-
 def name_problems(job: JobSpec, kind: Workload, run_name: str) -> Iterator[Problem]:
     """Yield the problem of a run's name: that of its last pod is too long."""
     last = job.resources.max_nodes - 1
     longest = _LONGEST_POD[kind].format(name=run_name, last=last)
     if len(longest) > NAME_MAX:
-        yield from refusal(
+        yield refusal(
             "name-too-long",
             f"the pod name {longest!r} has {len(longest)} characters, more than {NAME_MAX}; "
             "shorten 'name'",

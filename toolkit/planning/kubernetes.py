@@ -2,17 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from toolkit.errors import PlanError
-from toolkit.job.kubernetes_options import Patch, Workload, block_of
+from toolkit.job.kubernetes_options import Patch, Workload
 from toolkit.job.spec import JobSpec, Secret
 from toolkit.job.sweep import Point
 from toolkit.planning.compatibility_kubernetes import name_problems
-from toolkit.planning.plans import RENDEZVOUS_TIMEOUT_S, LaunchPlan
+from toolkit.planning.plans import (
+    RENDEZVOUS_TIMEOUT_S,
+    LaunchPlan,
+    carried_options,
+    environment,
+    torchrun_options,
+)
 from toolkit.planning.pods import (
     MANAGER,
     POD_GROUP_APIS,
+    POD_MARGIN_S,
     RUN_LABEL,
     SWEEP_LABEL,
     Pod,
@@ -22,9 +30,7 @@ from toolkit.planning.pods import (
     pod_of,
     workload_of,
 )
-from toolkit.planning.stop_times import POD_MARGIN_S
-from toolkit.planning.torchrun import carried_options, environment, torchrun_options
-from toolkit.profile import KubernetesProfile
+from toolkit.profile.kubernetes import KubernetesProfile, block_of
 
 __all__ = ["STARTED", "KubernetesPlan", "kubernetes_plan", "with_checksums"]
 
@@ -37,15 +43,6 @@ PORT = 29500
 SPARE_RESTARTS = 100
 """Restarts beyond `retries.requeue` that the cluster grants, since preemptions use them up, too;
 only the entrypoint counts failures."""
-
-CONTAINERS: dict[Workload, str] = {
-    "PyTorchJob": "pytorch",
-    "TrainJob": "node",
-    "JobSet": "node",
-    "Job": "node",
-}
-"""The operators of the first two find the container by its name."""
-
 
 _RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
 """The label of pods in which JobSet counts the starts of all of them."""
@@ -82,26 +79,6 @@ class KubernetesPlan(LaunchPlan):
     workload_labels: Mapping[str, str]
     """Labels of the object, with those of a queue."""
 
-    @property
-    def template(self) -> str:
-        """The template that is filled in with this plan, below `templates/`."""
-        return f"kubernetes/{self.workload.lower()}.yaml.j2"
-
-    @property
-    def objects(self) -> "Sequence[KubernetesPlan]":
-        """The plans to render: this one, or those of a sweep's points."""
-        return self.parts or (self,)
-
-    @property
-    def has_limits(self) -> bool:
-        """Whether the entrypoint counts its earlier starts; Kubernetes may start any pod again."""
-        return True
-
-    @property
-    def counts_attempts(self) -> bool:
-        """Whether each start is an attempt with a folder of its own."""
-        return self.gang
-
     restart_policy: str = "Never"
     """PyTorchJob: what follows when a pod has failed."""
 
@@ -112,7 +89,7 @@ class KubernetesPlan(LaunchPlan):
     """PyTorchJob: container restarts over all pods before it has failed; Job: failures of one pod;
     JobSet: restarts of all pods together."""
 
-    meeting: str | None = None
+    rdzv_endpoint: str | None = None
     """`HOST:PORT` of the rendezvous; None if the operator sets it."""
 
     join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
@@ -146,6 +123,34 @@ class KubernetesPlan(LaunchPlan):
     parts: tuple["KubernetesPlan", ...] = ()
     """Their plans, in their order; none without a sweep."""
 
+    # The keys of the profile that templates see.
+    namespace = property(attrgetter("profile.namespace"))
+    ttl_s = property(attrgetter("profile.ttl_s"))
+    image_pull_policy = property(attrgetter("profile.image_pull_policy"))
+    network_policy = property(attrgetter("profile.network_policy"))
+    training_runtime = property(attrgetter("profile.training_runtime"))
+    has_master = property(attrgetter("profile.master"))
+
+    @property
+    def template(self) -> str:
+        """The template that is filled in with this plan, below `templates/`."""
+        return f"kubernetes/{self.workload.lower()}.yaml.j2"
+
+    @property
+    def objects(self) -> "Sequence[KubernetesPlan]":
+        """The plans to render: this one, or those of a sweep's points."""
+        return self.parts or (self,)
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether the entrypoint counts its earlier starts; Kubernetes may start any pod again."""
+        return True
+
+    @property
+    def counts_attempts(self) -> bool:
+        """Whether each start is an attempt with a folder of its own."""
+        return self.gang
+
     def named(self, name: str) -> "KubernetesPlan":
         """Return this plan for a run of another name, with a run directory of that name.
 
@@ -165,9 +170,8 @@ class KubernetesPlan(LaunchPlan):
             part._named(part.run_name, f"{name}-{point.index}", f"{name}/{point.name}", name)
             for part, point in pairs
         )
-        first = self.parts[
-            0
-        ].run_name  # all but the name of a sweep's own plan is its first point's
+        # All but the name of a sweep's own plan is its first point's.
+        first = self.parts[0].run_name
         folder = f"{name}/{self.points[0].name}"
         whole = self._named(first, parts[0].run_name, folder, name)
         return replace(whole, run_name=name, parts=parts)
@@ -179,10 +183,10 @@ class KubernetesPlan(LaunchPlan):
         service = self.profile.service
         old, new = (first_pod(self.workload, one, service) for one in (before, name))
         changed = {f"--rdzv-id={before}": f"--rdzv-id={name}"}
-        meeting = self.meeting
-        if meeting is not None and meeting.startswith(f"{old}:"):
-            meeting = new + meeting.removeprefix(old)
-            changed[f"--rdzv-endpoint={self.meeting}"] = f"--rdzv-endpoint={meeting}"
+        endpoint = self.rdzv_endpoint
+        if endpoint is not None and endpoint.startswith(f"{old}:"):
+            endpoint = new + endpoint.removeprefix(old)
+            changed[f"--rdzv-endpoint={self.rdzv_endpoint}"] = f"--rdzv-endpoint={endpoint}"
         own = {"TRAIN_RUN_DIR": f"{self.profile.runs_dir.rstrip('/')}/{folder}", STARTED: name}
         labels = labelled(self.labels, name, sweep_name)
         return replace(
@@ -193,34 +197,14 @@ class KubernetesPlan(LaunchPlan):
             workload_labels=labelled(self.workload_labels, name, sweep_name),
             pod=self.pod.named(before, name, sweep_name),
             torchrun=tuple(changed.get(option, option) for option in self.torchrun),
-            meeting=meeting,
+            rdzv_endpoint=endpoint,
             subdomain=name if self.subdomain == before else self.subdomain,
         )
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of everything that belongs to the run."""
-        return self.profile.namespace
 
     @property
     def keeps_runs(self) -> bool:
         """Whether the run directory outlives the pods."""
         return self.profile.runs_claim is not None
-
-    @property
-    def ttl_s(self) -> int | None:
-        """Seconds after the end until the cluster deletes the object; None for never."""
-        return self.profile.ttl_s
-
-    @property
-    def image_pull_policy(self) -> str:
-        """When nodes pull the image."""
-        return self.profile.image_pull_policy
-
-    @property
-    def network_policy(self) -> bool:
-        """Whether the run brings its own NetworkPolicy."""
-        return self.profile.network_policy
 
     @property
     def own_service(self) -> bool:
@@ -231,16 +215,6 @@ class KubernetesPlan(LaunchPlan):
     def pod_group_api(self) -> str | None:
         """The API version of the run's PodGroup; None without a gang scheduler."""
         return POD_GROUP_APIS.get(self.profile.gang_scheduler or "")
-
-    @property
-    def training_runtime(self) -> str:
-        """TrainJob: the runtime of the namespace that it refers to."""
-        return self.profile.training_runtime
-
-    @property
-    def has_master(self) -> bool:
-        """PyTorchJob: whether the first pod is a Master of its own."""
-        return self.profile.master
 
     @property
     def payload_dir(self) -> str | None:
@@ -273,11 +247,8 @@ def kubernetes_plan(
 ) -> KubernetesPlan:
     """Decide how a job runs on a Kubernetes cluster.
 
-    Args:
-        job: What to run.
-        profile: Where.
-        run_name: The name of the object; those of a sweep's points have their number after it.
-        folder: The name of the run directory; those of a sweep's points lie in it.
+    `run_name` names the object, `folder` the run directory. The objects of a sweep's points have
+    their number after the name, and their run directories lie in the folder.
     """
     if not job.points:
         return _plan(job, profile, run_name, folder)
@@ -287,7 +258,7 @@ def kubernetes_plan(
             profile,
             f"{run_name}-{point.index}",
             f"{folder}/{point.name}",
-            {SWEEP_LABEL: run_name},
+            sweep_name=run_name,
         )
         for point in job.points
     )
@@ -304,12 +275,7 @@ def kubernetes_plan(
 
 
 def with_checksums(plan: KubernetesPlan, checksums: str) -> KubernetesPlan:
-    """Return a plan whose pods check the files that they are submitted with.
-
-    Args:
-        plan: The plan that is submitted.
-        checksums: Lines as `sha256sum -c` reads them.
-    """
+    """Return a plan whose pods check their submitted files; `sha256sum -c` reads the checksums."""
     env = {**plan.env, "TRAIN_SUBMITTED_SHA256": checksums}
     return replace(plan, env=env, parts=tuple(with_checksums(p, checksums) for p in plan.parts))
 
@@ -319,7 +285,8 @@ def _plan(
     profile: KubernetesProfile,
     run_name: str,
     folder: str,
-    more_labels: Mapping[str, str] | None = None,
+    *,
+    sweep_name: str | None = None,
 ) -> KubernetesPlan:
     """Decide how a plain job runs."""
     kind = workload_of(job, profile)
@@ -327,7 +294,7 @@ def _plan(
         "app.kubernetes.io/name": job.name,
         "app.kubernetes.io/managed-by": MANAGER,
         RUN_LABEL: run_name,
-        **(more_labels or {}),
+        **({SWEEP_LABEL: sweep_name} if sweep_name else {}),
     }
     queue_labels = {
         "kueue.x-k8s.io/queue-name": job.kubernetes.queue or profile.queue,
@@ -355,7 +322,8 @@ def _plan(
             labels=labels,
             grace_s=job.stop.grace_s + POD_MARGIN_S,
         ),
-        container=CONTAINERS[kind],
+        # The operators of PyTorchJobs and TrainJobs find the container by its name.
+        container="pytorch" if kind == "PyTorchJob" else "node",
         image=job.image,
         labels=labels,
         workload_labels=labels | {key: value for key, value in queue_labels.items() if value},
@@ -413,7 +381,7 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
             f"--rdzv-id={name}",
             "--tee=3",
         ),
-        meeting=f"{first}:{PORT}",
+        rdzv_endpoint=f"{first}:{PORT}",
         host_port=PORT if plan.profile.host_network else None,
         backoff_limit=job.retries.requeue + spare,
         subdomain=None if in_jobset else service,

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from toolkit.job.spec import JobSpec
-from toolkit.planning.plans import RENDEZVOUS_PORTS, LaunchPlan
-from toolkit.planning.torchrun import environment, torchrun_options
+from toolkit.planning.plans import RENDEZVOUS_PORTS, LaunchPlan, environment, torchrun_options
 from toolkit.profile import LocalProfile
 
 __all__ = ["LocalPlan", "local_plan"]
@@ -19,29 +18,27 @@ class LocalPlan(LaunchPlan):
 
     template = "local/run.sh.j2"
 
-    @property
-    def default_run_dir(self) -> str:
-        """The path of new run directories, without the id of the job at its end."""
-        return f"{self.profile.runs_dir}/{self.job.name}"
-
     visible_devices: tuple[tuple[int, ...], ...]
     """The GPUs of each node, counted over those of this machine, or those that the user may use."""
 
     ports: tuple[int, int] = RENDEZVOUS_PORTS
     """First port that the rendezvous may use, and how many."""
 
+    @property
+    def default_run_dir(self) -> str:
+        """The path of new run directories, without the id of the job at its end."""
+        return f"{self.profile.runs_dir}/{self.job.name}"
+
 
 def local_plan(job: JobSpec, profile: LocalProfile) -> LocalPlan:
     """Decide how a job runs on this machine."""
     gpus = job.resources.gpus_per_node
-    devices = tuple(
-        tuple(range(node * gpus, (node + 1) * gpus)) for node in range(job.resources.max_nodes)
-    )
+    nodes = range(job.resources.max_nodes)
     return LocalPlan(
         job=job,
         profile=profile,
         torchrun=torchrun_options(job, numbered=True),
         env=environment(job, profile),
         secrets=job.secrets,
-        visible_devices=devices,
+        visible_devices=tuple(tuple(range(node * gpus, (node + 1) * gpus)) for node in nodes),
     )

@@ -38,17 +38,13 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = ...) -> Launc
 def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> LaunchPlan:
     """Decide how `job` runs on the site of `profile`.
 
-    Args:
-        job: What to run.
-        profile: Where.
-        run_name: The name of this run where the scheduler must know it (Kubernetes); the job's
-            own name where it is left out.
+    Kubernetes must know the name of the run; by default it is the job's.
 
     Raises:
         PlanError: Every reason why this job cannot work there.
     """
     name = run_name or job.name
-    if problems := refusals(job, profile, run_name=name):
+    if problems := list(refusals(job, profile, run_name=name)):
         raise PlanError(problems)
     if profile.kind not in BUILT_IN:
         return extension(profile.kind).plan(job, profile)

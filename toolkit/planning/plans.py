@@ -1,24 +1,31 @@
-"""The decisions for a launch that every kind of site needs, as plain values."""
+"""What every kind of site needs of a plan: torchrun's options, the environment, margins of time."""
 
 from __future__ import annotations  # naming a profile must not import it
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, Problem
 from toolkit.job.kubernetes_options import Patch
-from toolkit.job.spec import JobSpec, Retries, Secret
-from toolkit.planning.stop_times import REQUEUE_MARGIN_S
-from toolkit.planning.torchrun import carried
+from toolkit.job.spec import JobSpec, Secret
 
 if TYPE_CHECKING:
     from toolkit.profile import Profile
 
 __all__ = [
+    "OWN_FOLDERS",
     "RENDEZVOUS_PORTS",
     "RENDEZVOUS_TIMEOUT_S",
+    "REQUEUE_MARGIN_S",
+    "SCRIPT_VARIABLES",
     "LaunchPlan",
+    "carried_options",
+    "environment",
+    "in_container",
+    "refusal",
+    "torchrun_options",
 ]
 
 RENDEZVOUS_TIMEOUT_S = 600
@@ -26,6 +33,15 @@ RENDEZVOUS_TIMEOUT_S = 600
 
 RENDEZVOUS_PORTS = (61000, 4000)
 """First port and how many: above Linux's ephemeral range, which ends at 60999."""
+
+REQUEUE_MARGIN_S = 30
+"""What a script needs after the checkpoint: srun's end and the requeue call."""
+
+OWN_FOLDERS = ("", "/dev", "/proc", "/sys")
+"""Folders of every container, which no mount may hide; the empty one is its root."""
+
+SCRIPT_VARIABLES = "_[a-z].*"
+"""Names of the rendered scripts' own variables, which no job may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +66,22 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
     """Notes for the user that stop nothing."""
 
+    # The keys of the job that templates see.
+    name = property(attrgetter("job.name"))
+    digest = property(attrgetter("job.digest"))
+    program = property(attrgetter("job.program"))
+    carried = property(attrgetter("job.carried"))
+    workdir = property(attrgetter("job.workdir"))
+    min_nodes = property(attrgetter("job.resources.min_nodes"))
+    max_nodes = property(attrgetter("job.resources.max_nodes"))
+    elastic = property(attrgetter("job.resources.elastic"))
+    nproc_per_node = property(attrgetter("job.resources.nproc_per_node"))
+    gpus_per_node = property(attrgetter("job.resources.gpus_per_node"))
+    time_limit_s = property(attrgetter("job.time_limit_s"))
+    grace_s = property(attrgetter("job.stop.grace_s"))
+    retries = property(attrgetter("job.retries"))
+    failure_limit = property(attrgetter("job.retries.requeue"))
+
     @property
     def template(self) -> str:
         """The template that is filled in with this plan, below `templates/`."""
@@ -66,59 +98,9 @@ class LaunchPlan:
         return ()
 
     @property
-    def name(self) -> str:
-        """The job's name."""
-        return self.job.name
-
-    @property
-    def digest(self) -> str:
-        """A short hash of the job, which differs between two versions of it."""
-        return self.job.digest
-
-    @property
-    def min_nodes(self) -> int:
-        """Fewest nodes with which the run continues."""
-        return self.job.resources.min_nodes
-
-    @property
-    def max_nodes(self) -> int:
-        """Number of nodes when none is missing."""
-        return self.job.resources.max_nodes
-
-    @property
-    def elastic(self) -> bool:
-        """Whether the number of nodes may change while the run lives."""
-        return self.job.resources.elastic
-
-    @property
-    def gpus_per_node(self) -> int:
-        """Number of GPUs of each node."""
-        return self.job.resources.gpus_per_node
-
-    @property
-    def nproc_per_node(self) -> int:
-        """Number of ranks on each node."""
-        return self.job.resources.nproc_per_node
-
-    @property
-    def grace_s(self) -> int:
-        """Seconds that a checkpoint may take when the run is stopped."""
-        return self.job.stop.grace_s
-
-    @property
-    def time_limit_s(self) -> int | None:
-        """Seconds that the run may take; None without a limit."""
-        return self.job.time_limit_s
-
-    @property
-    def workdir(self) -> str | None:
-        """The folder in which torchrun starts; None for that of the script."""
-        return self.job.workdir
-
-    @property
-    def program(self) -> tuple[str, ...]:
-        """What torchrun starts, without the arguments that differ between points of a sweep."""
-        return self.job.program
+    def entry(self) -> tuple[str, ...]:
+        """What torchrun starts, and its arguments."""
+        return self.job.entry
 
     @property
     def mounted_sources(self) -> tuple[str, ...]:
@@ -126,14 +108,20 @@ class LaunchPlan:
         return tuple(mount.source for mount in self.job.mounts)
 
     @property
-    def retries(self) -> Retries:
-        """The limits of the retry policy."""
-        return self.job.retries
+    def secret_files(self) -> dict[str, str]:
+        """Secrets that the script reads from a file, and which."""
+        places = self.secrets.items()
+        return {name: place.file for name, place in places if place and place.file}
 
     @property
-    def failure_limit(self) -> int:
-        """Number of failed attempts after which another one may follow."""
-        return self.job.retries.requeue
+    def exported_secrets(self) -> tuple[str, ...]:
+        """Secrets that come from the environment in which the script is submitted."""
+        return tuple(name for name in self.secrets if name not in self.secret_files)
+
+    @property
+    def static(self) -> bool:
+        """Whether the rendezvous is static, by the nodes' numbers, rather than c10d."""
+        return "--rdzv-backend=static" in self.torchrun
 
     @property
     def restarts_in_job(self) -> bool:
@@ -155,6 +143,21 @@ class LaunchPlan:
         """Whether nothing starts the ranks again: neither torchrun, nor Slurm, nor another job."""
         return not (self.compares_failures or self.takes_turns)
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether the script counts the attempts before it."""
+        return self.job.retries.requeue > 0 or self.takes_turns
+
+    @property
+    def counts_attempts(self) -> bool:
+        """Whether each start is an attempt with a folder of its own."""
+        return True
+
+    @property
+    def stop_timeout_s(self) -> int:
+        """Seconds that a cancelled run may take to end by itself."""
+        return self.job.stop.grace_s + REQUEUE_MARGIN_S
+
     def in_turns(self) -> LaunchPlan:
         """Return this plan for a chain: several jobs that continue one run in turn.
 
@@ -171,43 +174,64 @@ class LaunchPlan:
             "`toolkit wait RUN && toolkit submit …`"
         )
 
-    @property
-    def has_limits(self) -> bool:
-        """Whether the script counts the attempts before it."""
-        return self.failure_limit > 0 or self.takes_turns
 
-    @property
-    def counts_attempts(self) -> bool:
-        """Whether each start is an attempt with a folder of its own."""
-        return True
+def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]:
+    """Return the options of torchrun that are the same on every node of every site.
 
-    @property
-    def secret_files(self) -> dict[str, str]:
-        """Secrets that the script reads from a file, and which."""
-        places = self.secrets.items()
-        return {name: place.file for name, place in places if place and place.file}
+    If the site numbers the nodes, a job without restarts of its ranks has a static rendezvous: with
+    c10d, the first node polls only once a second for the last one (torch, dynamic_rendezvous.py).
+    """
+    need = job.resources
+    static = numbered and not need.elastic and not job.retries.in_job
+    nnodes = f"{need.min_nodes}:{need.max_nodes}" if need.elastic else need.max_nodes
+    return (
+        f"--nnodes={nnodes}",
+        f"--nproc-per-node={need.nproc_per_node}",
+        f"--max-restarts={job.retries.in_job}",
+        f"--rdzv-backend={'static' if static else 'c10d'}",
+        *carried_options(job),
+    )
 
-    @property
-    def exported_secrets(self) -> tuple[str, ...]:
-        """Secrets that come from the environment in which the script is submitted."""
-        return tuple(name for name in self.secrets if name not in self.secret_files)
 
-    @property
-    def static(self) -> bool:
-        """Whether the rendezvous is static, by the nodes' numbers, rather than c10d."""
-        return "--rdzv-backend=static" in self.torchrun
+def carried_options(job: JobSpec) -> tuple[str, ...]:
+    """Return the options for a script of the toolkit's own that is submitted with its run."""
+    # torchrun has imported torch already, which takes each worker seconds.
+    return ("--start-method=fork", "--run-path") if job.carried else ()
 
-    @property
-    def entry(self) -> tuple[str, ...]:
-        """What torchrun starts, and its arguments."""
-        return self.job.entry
 
-    @property
-    def carried(self) -> bool:
-        """Whether the workers' script is submitted with the run, into the run directory."""
-        return carried(self.job)
+def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
+    """Return the environment of the workers; the job's own values win."""
+    env = {
+        # With one store for all attempts, attempt 1 reads the keys of attempt 0 and hangs.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # A worker's output is seen immediately; Python would buffer some kilobytes of it.
+        "PYTHONUNBUFFERED": "1",
+        # As variables, since a torchrun that lacks an option ignores them.
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        "PET_SHUTDOWN_TIMEOUT": str(job.stop.grace_s),
+    }
+    if in_container(profile):
+        # The root file system may be read-only, and the user has no home of its own there.
+        env |= {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor"}
+    # Each line begins with its rank.
+    env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
+    need = job.resources
+    if need.cpus_per_node or need.nproc_per_node > 1:
+        env["OMP_NUM_THREADS"] = str(max(1, need.cpus // need.nproc_per_node))
+    if profile.network_interface:
+        env["NCCL_SOCKET_IFNAME"] = profile.network_interface
+        env["GLOO_SOCKET_IFNAME"] = profile.network_interface
+    env |= profile.env | job.env
+    return {name: value for name, value in env.items() if name not in job.secrets}
 
-    @property
-    def stop_timeout_s(self) -> int:
-        """Seconds that a cancelled run may take to end by itself."""
-        return self.job.stop.grace_s + REQUEUE_MARGIN_S
+
+def in_container(profile: Profile) -> bool:
+    """Whether workers run in containers at this site."""
+    if profile.kind == "slurm":
+        return profile.runtime != "bare"
+    return profile.kind == "kubernetes"
+
+
+def refusal(rule: str, message: str, *key: str | int) -> Problem:
+    """Return the reason why a job cannot work at a site, with the path of the job's key."""
+    return Problem(rule=rule, message=message, key=key)

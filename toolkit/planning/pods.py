@@ -10,8 +10,6 @@ from typing import Any
 from toolkit.job.kubernetes_options import Workload
 from toolkit.job.spec import JobSpec, Mount
 from toolkit.job.types import IN_RUN_DIR
-from toolkit.planning.stop_times import cpus_of
-from toolkit.planning.torchrun import carried
 from toolkit.profile import KubernetesProfile
 from toolkit.text.quantities import kubernetes_size, parse_size
 
@@ -19,6 +17,7 @@ __all__ = [
     "FILE_MARK",
     "MANAGER",
     "POD_GROUP_APIS",
+    "POD_MARGIN_S",
     "RUN_LABEL",
     "SWEEP_LABEL",
     "Pod",
@@ -42,6 +41,9 @@ RUN_LABEL = f"{MANAGER}/run"
 SWEEP_LABEL = f"{MANAGER}/sweep"
 """The label by which all points of a sweep are found."""
 
+POD_MARGIN_S = 15
+"""What torchrun needs after its workers are gone, before the kubelet kills the container."""
+
 _PAYLOAD = "submitted"
 """The volume in which pods find the files that a run was submitted with."""
 
@@ -54,7 +56,6 @@ _GROUP_NAMES = {
     ),
 }
 """How pods name their PodGroup, and the name of the scheduler (manuals of both)."""
-
 
 POD_GROUP_APIS = {
     "volcano": "scheduling.volcano.sh/v1beta1",
@@ -95,12 +96,9 @@ class Pod:
     """Where the container sees them."""
 
     def named(self, before: str, run_name: str, sweep_name: str | None = None) -> "Pod":
-        """Return the pods of a run of another name.
+        """Return the pods of a run of another name than `before`.
 
-        Args:
-            before: The name of the run whose pods these are.
-            run_name: The name of the other run.
-            sweep_name: The name of its sweep; None if it is not a point of one.
+        The name of the sweep is None for a run that is not a point of one.
         """
         payload = {"name": _PAYLOAD, "configMap": {"name": before}}
         return replace(
@@ -117,7 +115,7 @@ class Pod:
 
 def payload_dir_of(job: JobSpec) -> str | None:
     """Return the folder in which pods find the run's submitted files; None without such files."""
-    if job.script is None or not carried(job):
+    if job.script is None or not job.carried:
         return None
     folder = job.script.removeprefix(IN_RUN_DIR).rpartition("/")[0]
     return f"/submitted/{folder}".rstrip("/")
@@ -149,7 +147,7 @@ def pod_of(
         annotations[f"kueue.x-k8s.io/podset-{wish}-topology"] = profile.topology.key
     spec |= _placement(job, profile, run_name)
     need, user = job.resources, profile.run_as_user
-    requests = {"cpu": str(cpus_of(job))}
+    requests = {"cpu": str(need.cpus)}
     if need.memory_bytes:
         requests["memory"] = kubernetes_size(need.memory_bytes)
     if need.gpus_per_node:
@@ -186,10 +184,7 @@ def pod_of(
 def first_pod(workload: Workload, run_name: str, service: str | None) -> str:
     """Return the host name of the first pod of an Indexed Job, which the others connect to.
 
-    Args:
-        workload: What makes the pods.
-        run_name: Its name.
-        service: The Service that names the pods of a Job; None where each run brings its own.
+    The service names the pods of a Job; it is None if each run brings its own.
 
     >>> first_pod("Job", "a", None), first_pod("JobSet", "a", None)
     ('a-0.a', 'a-node-0-0.a')
@@ -200,12 +195,9 @@ def first_pod(workload: Workload, run_name: str, service: str | None) -> str:
 
 
 def labelled(value: Any, run_name: str, sweep_name: str | None) -> Any:
-    """Return plain values with the run's name replaced in every label.
+    """Return nested mappings and sequences with the run's name replaced in every label.
 
-    Args:
-        value: Nested mappings and sequences, such as the keys of a pod's spec.
-        run_name: The name of the run.
-        sweep_name: The name of its sweep; None if it is not a point of one.
+    The name of the sweep is None for a run that is not a point of one.
     """
     names = {RUN_LABEL: run_name} | {key: run_name for _, key, _ in _GROUP_NAMES.values()}
     if sweep_name is not None:
@@ -239,14 +231,7 @@ def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[
             toleration.model_dump(mode="json", by_alias=True, exclude_none=True)
             for toleration in profile.tolerations
         ]
-    if affinity := _affinity(job, profile, {"matchLabels": {RUN_LABEL: run_name}}):
-        spec["affinity"] = affinity
-    return spec
-
-
-def _affinity(
-    job: JobSpec, profile: KubernetesProfile, selector: Mapping[str, Any]
-) -> dict[str, Any]:
+    selector = {"matchLabels": {RUN_LABEL: run_name}}
     affinity: dict[str, Any] = {}
     near = profile.topology
     if near and not (job.kubernetes.queue or profile.queue):
@@ -263,7 +248,7 @@ def _affinity(
     if profile.one_pod_per_node or profile.host_network:
         apart = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
-    return affinity
+    return spec | ({"affinity": affinity} if affinity else {})
 
 
 def _volumes(

@@ -1,19 +1,63 @@
-"""Decisions for a Slurm cluster: sbatch's options, images and mounts."""
+"""Decisions for a Slurm cluster: sbatch's options, and containers with their limits.
 
-from collections.abc import Iterable
+The flags are those of pyxis' args.c, of `apptainer exec --help` and of podman-run(1).
+"""
+
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import PurePosixPath
 
-from toolkit.job.sbatch_options import SbatchValue, merged
-from toolkit.job.spec import JobSpec
+from toolkit.errors import Problem
+from toolkit.job.sbatch_options import merged
+from toolkit.job.spec import JobSpec, Mount
 from toolkit.job.sweep import Point, Sweep
-from toolkit.planning.containers import image_for, mounts_for
-from toolkit.planning.plans import RENDEZVOUS_PORTS, RENDEZVOUS_TIMEOUT_S, LaunchPlan
-from toolkit.planning.stop_times import cpus_of, warning_lead_s
-from toolkit.planning.torchrun import environment, in_container, torchrun_options
+from toolkit.planning.plans import (
+    OWN_FOLDERS,
+    RENDEZVOUS_PORTS,
+    RENDEZVOUS_TIMEOUT_S,
+    REQUEUE_MARGIN_S,
+    LaunchPlan,
+    environment,
+    in_container,
+    refusal,
+    torchrun_options,
+)
 from toolkit.profile import SlurmProfile
 from toolkit.text.quantities import format_duration, slurm_megabytes, slurm_time
 
-__all__ = ["SlurmPlan", "array_of", "slurm_plan"]
+__all__ = [
+    "SIGNAL_MAX_S",
+    "SIGNAL_SLACK_S",
+    "SlurmPlan",
+    "array_of",
+    "container_problems",
+    "slurm_plan",
+    "warning_lead_s",
+]
+
+SIGNAL_SLACK_S = 60
+"""Slurm may send the `--signal` warning up to this much early (sbatch manual, `--signal`)."""
+
+SIGNAL_MAX_S = 65535
+"""The earliest warning that sbatch takes (sbatch manual, `--signal`)."""
+
+_NOT_ITS_FILE = {"pyxis": (".tar", ".sif"), "apptainer": (), "podman": (".sif", ".sqsh")}
+"""Suffixes of image files that belong to another runtime."""
+
+_FILE = {"pyxis": "enroot import -o FILE.sqsh", "podman": "podman save -o FILE.tar"}
+"""The command that makes an image file for the runtime."""
+
+_OPTIONS_OF_SCRIPT = {
+    "pyxis": ("--container-image", "--container-workdir", "--container-mount-home"),
+    "apptainer": ("--pwd", "--cwd"),
+    "podman": (
+        *("--cgroups", "--detach", "-d", "--name", "--network", "--net", "--tty", "-t"),
+        *("--user", "-u", "--userns", "--workdir", "-w"),
+    ),
+}
+"""Options that the script sets itself, since it needs their values to control the container."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,73 +74,6 @@ class SlurmPlan(LaunchPlan):
 
     chain: bool = False
     """Whether several jobs are submitted that continue the run in turn."""
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether several jobs may continue one run in turn with this script: a chain."""
-        return not self.points and (self.chain or self.failure_limit > 0)
-
-    def in_turns(self) -> "SlurmPlan":
-        """Return this plan for a chain: several jobs that continue one run in turn."""
-        return replace(self, chain=True)
-
-    @property
-    def runtime(self) -> str:
-        """The container runtime; `bare` without containers."""
-        return self.profile.runtime
-
-    @property
-    def image_file(self) -> str | None:
-        """The path of the image, which must exist where the script runs; None for a name."""
-        return self.image if self.image is not None and self.image.startswith("/") else None
-
-    @property
-    def image_is_local(self) -> bool:
-        """Whether the image is only in podman's own store, so that nothing can be pulled."""
-        return self.image is not None and self.image.startswith("localhost/")
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Modules to load."""
-        return tuple(self.profile.modules)
-
-    @property
-    def venv(self) -> str | None:
-        """The virtual environment that has torch."""
-        return None if self.profile.venv is None else self.profile.below(self.profile.venv)
-
-    @property
-    def prolog(self) -> tuple[str, ...]:
-        """The site's lines of bash before the environment is set up."""
-        return tuple(self.profile.prolog)
-
-    @property
-    def epilog(self) -> tuple[str, ...]:
-        """The site's lines of bash after the end."""
-        return tuple(self.profile.epilog)
-
-    @property
-    def container_options(self) -> tuple[str, ...]:
-        """The site's options of the container runtime."""
-        return tuple(self.profile.container_options)
-
-    @property
-    def mounted_sources(self) -> tuple[str, ...]:
-        """Folders that must exist where the script runs."""
-        return tuple(mount.source for mount in (*self.profile.mounts, *self.job.mounts))
-
-    @property
-    def default_run_dir(self) -> str:
-        """The path of new run directories, without the id of the job at its end."""
-        return self.profile.below(f"{self.profile.runs_dir}/{self.job.name}")
-
-    @property
-    def join_sbatch(self) -> tuple[tuple[str, str | None], ...]:
-        """Options of a job of one more node that joins an elastic run; it is never requeued."""
-        own = {"job-name": f"{self.job.name}-join", "nodes": "1"}
-        left_out = ("no-kill", "requeue", "signal", "output", "dependency", "array")
-        kept = ((name, value) for name, value in self.sbatch if name not in left_out)
-        return (*((name, own.get(name, value)) for name, value in kept), ("no-requeue", None))
 
     ports: tuple[int, int] = RENDEZVOUS_PORTS
     """First port that the rendezvous may use, and how many."""
@@ -116,11 +93,69 @@ class SlurmPlan(LaunchPlan):
     shm: str = "0"
     """Size of the container's /dev/shm for podman; 0 is no limit of its own."""
 
+    # The keys of the profile that the template sees.
+    runtime = property(attrgetter("profile.runtime"))
+    modules = property(attrgetter("profile.modules"))
+    prolog = property(attrgetter("profile.prolog"))
+    epilog = property(attrgetter("profile.epilog"))
+    container_options = property(attrgetter("profile.container_options"))
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether several jobs may continue one run in turn with this script: a chain."""
+        return not self.points and (self.chain or self.job.retries.requeue > 0)
+
+    def in_turns(self) -> "SlurmPlan":
+        """Return this plan for a chain: several jobs that continue one run in turn."""
+        return replace(self, chain=True)
+
+    @property
+    def image_file(self) -> str | None:
+        """The path of the image, which must exist where the script runs; None for a name."""
+        return self.image if self.image is not None and self.image.startswith("/") else None
+
+    @property
+    def image_is_local(self) -> bool:
+        """Whether the image is only in podman's own store, so that nothing can be pulled."""
+        return self.image is not None and self.image.startswith("localhost/")
+
+    @property
+    def venv(self) -> str | None:
+        """The virtual environment that has torch."""
+        return None if self.profile.venv is None else self.profile.below(self.profile.venv)
+
+    @property
+    def mounted_sources(self) -> tuple[str, ...]:
+        """Folders that must exist where the script runs."""
+        return tuple(mount.source for mount in (*self.profile.mounts, *self.job.mounts))
+
+    @property
+    def default_run_dir(self) -> str:
+        """The path of new run directories, without the id of the job at its end."""
+        return self.profile.below(f"{self.profile.runs_dir}/{self.job.name}")
+
+    @property
+    def join_sbatch(self) -> tuple[tuple[str, str | None], ...]:
+        """Options of a job of one more node that joins an elastic run; it is never requeued."""
+        own = {"job-name": f"{self.job.name}-join", "nodes": "1"}
+        left_out = ("no-kill", "requeue", "signal", "output", "dependency", "array")
+        options = ((name, value) for name, value in self.sbatch if name not in left_out)
+        return (*((name, own.get(name, value)) for name, value in options), ("no-requeue", None))
+
 
 def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
     """Decide how a job runs on a Slurm cluster."""
-    need, points = job.resources, job.points
-    chosen = merged([_site_options(profile), profile.sbatch, job.sbatch])
+    need, points, near = job.resources, job.points, profile.switches
+    wait = f"@{slurm_time(near.max_wait_s)}" if near and near.max_wait_s else ""
+    of_profile = {
+        "partition": profile.partition,
+        "account": profile.account,
+        "qos": profile.qos,
+        "switches": f"{near.count}{wait}" if near else None,
+        "exclusive": True if profile.exclusive else None,
+        "licenses": ",".join(profile.licenses) or None,
+    }
+    chosen = merged([of_profile, profile.sbatch, job.sbatch])
     gpus = ":".join(filter(None, [profile.gpu_type, str(need.gpus_per_node)]))
     if need.gpus_per_node and profile.gpus_flag == "gres":
         other = chosen.pop("gres", None)
@@ -132,7 +167,7 @@ def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
         # Slurm gives the fewest nodes of a range where --ntasks-per-node is given.
         ("nodes", f"{need.min_nodes}-{need.max_nodes}" if need.elastic else str(need.max_nodes)),
         ("no-kill", "") if need.elastic else ("ntasks-per-node", "1"),
-        ("cpus-per-task", str(cpus_of(job))),
+        ("cpus-per-task", str(need.cpus)),
         ("mem", slurm_megabytes(need.memory_bytes) if need.memory_bytes else None),
         *([gpu_option] if need.gpus_per_node else []),
         ("time", slurm_time(job.time_limit_s) if job.time_limit_s else None),
@@ -159,10 +194,18 @@ def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
         notes=tuple(notes),
         sbatch=tuple((option, value or None) for option, value in sbatch if value is not None),
         image=image_for(profile.runtime, job.image or "") if in_container(profile) else None,
-        mounts=mounts_for(job, profile),
+        mounts=tuple(
+            f"{mount.source}:{mount.target}" + (":ro" if mount.read_only else "")
+            for mount in (*profile.mounts, *job.mounts)
+        ),
         shm=str(need.shm_bytes or 0),
         points=points,
     )
+
+
+def warning_lead_s(job: JobSpec) -> int:
+    """Return how long before the time limit Slurm warns: the checkpoint and the requeue."""
+    return job.stop.grace_s + REQUEUE_MARGIN_S
 
 
 def array_of(indices: Iterable[int], sweep: Sweep) -> str:
@@ -181,17 +224,81 @@ def array_of(indices: Iterable[int], sweep: Sweep) -> str:
     return text + (f"%{sweep.max_running}" if sweep.max_running else "")
 
 
-def _site_options(profile: SlurmProfile) -> dict[str, SbatchValue]:
-    """Return the options that the profile's own keys stand for."""
-    switches = None
-    if near := profile.switches:
-        wait = f"@{slurm_time(near.max_wait_s)}" if near.max_wait_s else ""
-        switches = f"{near.count}{wait}"
-    return {
-        "partition": profile.partition,
-        "account": profile.account,
-        "qos": profile.qos,
-        "switches": switches,
-        "exclusive": True if profile.exclusive else None,
-        "licenses": ",".join(profile.licenses) or None,
-    }
+# ---- Containers
+
+
+def image_for(runtime: str, image: str) -> str:
+    """Return how a runtime writes an image; a path is a file that holds it.
+
+    Enroot, which pyxis uses, separates a registry from the name with `#` and takes a digest in the
+    place of a tag (enroot, src/docker.sh). An image with a transport of its own is unchanged.
+
+    >>> image_for("pyxis", "nvcr.io/nvidia/pytorch:25.01"), image_for("pyxis", "ubuntu:24.04")
+    ('nvcr.io#nvidia/pytorch:25.01', 'ubuntu:24.04')
+    >>> image_for("pyxis", "registry.example.com/train:v2@sha256:0f1e")
+    'registry.example.com#train:sha256:0f1e'
+    >>> image_for("apptainer", "ubuntu:24.04"), image_for("podman", "/images/train.tar")
+    ('docker://ubuntu:24.04', 'docker-archive:/images/train.tar')
+    """
+    if "://" in image:
+        return image
+    if image.startswith("/"):
+        return f"docker-archive:{image}" if image.endswith(".tar") else image
+    if runtime == "apptainer":
+        return f"docker://{image}"
+    if runtime != "pyxis":
+        return image
+    if digest := re.fullmatch(r"(.+?)(?::[^:/@]+)?@(\w+:\w+)", image):
+        image = f"{digest[1]}:{digest[2]}"
+    registry, slash, rest = image.partition("/")
+    if slash and re.search("[.:]|^localhost$", registry):
+        return f"{registry}#{rest}"
+    return image
+
+
+def container_problems(job: JobSpec, profile: SlurmProfile) -> Iterator[Problem]:
+    """Yield why the site's runtime cannot run this job's container."""
+    runtime, image = profile.runtime, job.image or ""
+    image_problem = ""
+    if image.startswith("localhost/") and runtime != "podman":
+        image_problem = (
+            f"image {image!r} is in podman's store of the machine that built it, which {runtime} "
+            f"does not read; push it to a registry, or make a file (podman save -o FILE.tar"
+            f"{', enroot import' if runtime == 'pyxis' else ''}) and write its path"
+        )
+    elif image.startswith("/") and PurePosixPath(image).suffix in _NOT_ITS_FILE[runtime]:
+        image_problem = f"image {image!r} is no file for {runtime}; make one with {_FILE[runtime]}"
+    elif image.startswith("/") and runtime == "podman" and not image.endswith(".tar"):
+        image_problem = f"image {image!r} is no archive; make one with {_FILE[runtime]}"
+    if image_problem:
+        yield refusal("image-of-another-runtime", image_problem, "image")
+    for index, mount in enumerate(profile.mounts):
+        for rule, reason in _mount_problems(mount, runtime):
+            yield refusal(rule, f"profile {profile.name!r}: mounts[{index}]: {reason}")
+    for index, mount in enumerate(job.mounts):
+        for rule, reason in _mount_problems(mount, runtime):
+            yield refusal(rule, f"mounts[{index}]: {reason}", "mounts", index)
+    for index, option in enumerate(profile.container_options):
+        if (name := option.partition("=")[0]) in _OPTIONS_OF_SCRIPT[runtime]:
+            yield refusal(
+                "container-option-taken",
+                f"profile {profile.name!r}: container_options[{index}]: {name} is set by the "
+                "script, which needs it as it is; leave it out",
+            )
+
+
+def _mount_problems(mount: Mount, runtime: str) -> Iterator[tuple[str, str]]:
+    """Yield the rule that a mount breaks, and how."""
+    if mount.kind != "path":
+        yield "mount-elsewhere", f"{mount.source!r} exists only on Kubernetes; write a path"
+        return
+    # Pyxis writes them to a fstab as they are (NVIDIA/pyxis, issue 133).
+    for sign in ",: \t" if runtime == "pyxis" else ",:":
+        if sign in mount.source + mount.target:
+            reason = f"{runtime} takes no {sign!r} in a path; make a link without it"
+            yield "mount-unwritable", reason
+    if mount.target.rstrip("/") in OWN_FOLDERS:
+        yield (
+            "mount-target-taken",
+            f"{mount.target!r} is the container's own; choose another target",
+        )

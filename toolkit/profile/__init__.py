@@ -1,12 +1,15 @@
 """Profiles: the facts of a site, one file each, so that a job file need not know them.
 
-The models are imported when they are first used, since a command mostly needs one of them.
+The models of Slurm and Kubernetes are imported when they are first used, since a command mostly
+needs one of them.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from toolkit.profile.finder import (
+from toolkit.profile.base import (
+    LocalProfile,
+    NodeFacts,
     as_profile,
     configuration_folder,
     default_profile,
@@ -18,7 +21,6 @@ from toolkit.profile.finder import (
 )
 
 if TYPE_CHECKING:
-    from toolkit.profile.base import LocalProfile, NodeFacts
     from toolkit.profile.kubernetes import KubernetesProfile
     from toolkit.profile.slurm import SlurmProfile, Switches
 
@@ -41,19 +43,13 @@ __all__ = [
     "require_default_profile",
 ]
 
-_HOME = {
-    "KubernetesProfile": "kubernetes",
-    "LocalProfile": "base",
-    "NodeFacts": "base",
-    "SlurmProfile": "slurm",
-    "Switches": "slurm",
-}
+_HOMES = {"KubernetesProfile": "kubernetes", "SlurmProfile": "slurm", "Switches": "slurm"}
 
 
 def __getattr__(name: str) -> Any:
     if name == "Profile":
-        local, slurm, kubernetes = map(model_of, ("local", "slurm", "kubernetes"))
-        return local | slurm | kubernetes  # type: ignore[operator]  # of classes
-    if name not in _HOME:
+        slurm, kubernetes = map(model_of, ("slurm", "kubernetes"))
+        return LocalProfile | slurm | kubernetes
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"toolkit.profile.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"toolkit.profile.{_HOMES[name]}"), name)

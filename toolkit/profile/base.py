@@ -1,36 +1,50 @@
-"""The settings of every kind of site, and this machine."""
+"""What all profiles share: their settings, this machine's profile, and how profiles are found."""
 
-from typing import Annotated, Literal
+import importlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from pydantic import Field, Strict
+from pydantic import Field
 
-from toolkit.job.loader import Checked, FrozenModel, Text
-from toolkit.job.types import EnvName, NaturalInt, PositiveInt, Size, matching
+from toolkit import extensions
+from toolkit.errors import Problem, ProfileError, did_you_mean
+from toolkit.job import types
+from toolkit.job.loader import validate
+from toolkit.job.types import FrozenModel, Text
+from toolkit.text import secret_scan
+from toolkit.text.yaml_reader import KeyPath, read_file
 
-__all__ = ["Flag", "FolderPath", "LocalProfile", "NodeFacts", "SiteProfile", "Word"]
+if TYPE_CHECKING:
+    from toolkit.profile import Profile
 
-
-def _no_home_sign(value: str) -> str:
-    if not value or value.startswith("~"):
-        raise ValueError(f"{value!r} is not expanded; write the whole path")
-    return value
-
-
-Flag = Annotated[bool, Strict()]
-Word = Annotated[Text, *matching(r"\S+", "write one word, or leave the key out")]
-FolderPath = Annotated[Text, Checked(_no_home_sign)]
+__all__ = [
+    "LocalProfile",
+    "NodeFacts",
+    "SiteProfile",
+    "as_profile",
+    "configuration_folder",
+    "default_profile",
+    "leaks_of",
+    "load_profile",
+    "model_of",
+    "profile_names",
+    "require_default_profile",
+]
 
 
 class NodeFacts(FrozenModel):
     """The size of one node, so that a job that cannot fit is refused before it is queued."""
 
-    gpus: NaturalInt | None = None
+    gpus: types.NaturalInt | None = None
     """GPUs of a node."""
 
-    cpus: PositiveInt | None = None
+    cpus: types.PositiveInt | None = None
     """CPUs of a node."""
 
-    memory_bytes: Size | None = Field(default=None, alias="memory")
+    memory_bytes: types.Size | None = Field(default=None, alias="memory")
     """Memory of a node that jobs can use, like `480GiB`."""
 
 
@@ -43,13 +57,13 @@ class SiteProfile(FrozenModel):
     node: NodeFacts = Field(default_factory=NodeFacts.model_construct)
     """The size of a node."""
 
-    env: dict[EnvName, Text] = Field(default={})
+    env: dict[types.EnvName, Text] = Field(default={})
     """Environment variables of every job; the job's own take precedence."""
 
-    network_interface: Word | None = None
+    network_interface: types.Word | None = None
     """The network interface for NCCL and gloo, like `ib0`; by default they choose."""
 
-    templates_dir: FolderPath | None = None
+    templates_dir: types.FolderPath | None = None
     """A folder whose templates replace or extend the toolkit's; a relative path is below the
     profile's own folder. See [templates](../how-to/templates.md)."""
 
@@ -60,5 +74,161 @@ class LocalProfile(SiteProfile):
     kind: Literal["local"] = "local"
     """The kind of site."""
 
-    runs_dir: FolderPath = "runs"
+    runs_dir: types.FolderPath = "runs"
     """Where run directories are created; a relative path is below the current folder."""
+
+
+# ---- How a profile is found
+
+_MODELS = {
+    "local": "toolkit.profile.base.LocalProfile",
+    "slurm": "toolkit.profile.slurm.SlurmProfile",
+    "kubernetes": "toolkit.profile.kubernetes.KubernetesProfile",
+}
+"""The model of each kind of profile, imported when it is first used."""
+
+_BUILT_IN = {"local": "local", "slurm": "slurm", "k8s": "kubernetes"}
+"""The kinds of the profiles that need no file, by their names."""
+
+
+def load_profile(
+    name: str, *, folder: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> "Profile":
+    """Return a profile by its name or by the path of its file.
+
+    A name is looked up in `slurm/profiles` and `k8s/profiles` of `folder` or the nearest folder
+    above it that has them, then in the user's configuration folder, then among the built-in ones.
+
+    Raises:
+        ProfileError: no such profile, or every problem of its file.
+    """
+    folder = folder or Path.cwd()
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        return _read(Path(name))
+    for place in _folders(folder, environ):
+        for path in place.glob("*.yaml"):  # a name need not be one that a file can have
+            if path.stem == name:
+                return _read(path)
+    if name in _BUILT_IN:
+        return _model(_BUILT_IN[name])(name=name)
+    names = profile_names(folder=folder, environ=environ)
+    searched = ", ".join(map(str, _folders(folder, environ)))
+    raise ProfileError(
+        f"no profile {name!r}; {did_you_mean(name, names)} (searched {searched}; a path works too)"
+    )
+
+
+def as_profile(profile: "str | Profile") -> "Profile":
+    """Return a profile that may be given by its name or by the path of its file.
+
+    Raises:
+        ProfileError: as from `load_profile()`.
+    """
+    return load_profile(profile) if isinstance(profile, str) else profile
+
+
+def profile_names(
+    *, folder: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Return the names of all profiles that `load_profile` finds, sorted."""
+    folder = folder or Path.cwd()
+    files = (p for place in _folders(folder, environ) for p in place.glob("*.yaml"))
+    return sorted({path.stem for path in files} | set(_BUILT_IN))
+
+
+def require_default_profile(*, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the file of the default profile.
+
+    Raises:
+        ProfileError: no profile is the default one.
+    """
+    if (name := default_profile(environ=environ)) is None:
+        raise ProfileError(
+            "no profile is named, and there is no default one; `toolkit init` detects the site and "
+            "writes it, or name one with --to"
+        )
+    return name
+
+
+def default_profile(*, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the file of the default profile; None without one.
+
+    `toolkit init` writes its path into the file `default` of the user's configuration folder; a
+    relative path is below that folder.
+    """
+    folder = configuration_folder(environ)
+    try:
+        named = (folder / "default").read_text(encoding="utf-8").strip()
+        if not named.isprintable():
+            raise ProfileError(f"{folder / 'default'} holds {named[:80]!r}, which is not a path")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{folder / 'default'} cannot be read: {error}") from None
+    return str(folder / named)
+
+
+def configuration_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the user's configuration folder of the toolkit."""
+    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
+    return Path(home) / "torch-deploy-toolkit"
+
+
+def _folders(folder: Path, environ: Mapping[str, str]) -> Iterator[Path]:
+    """Yield the folders that may hold profiles, in the order of the search."""
+    for above in (folder, *folder.parents):
+        places = [p for p in (above / "slurm/profiles", above / "k8s/profiles") if p.is_dir()]
+        if places:
+            yield from places
+            break
+    yield configuration_folder(environ) / "profiles"
+
+
+def _read(path: Path) -> "Profile":
+    document = read_file(path, ProfileError)
+    data: Any = document.data
+    kind = data.get("kind") if isinstance(data, dict) else None
+    model = model_of(kind)
+    if isinstance(data, dict) and model is None:
+        mistake = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
+        place = document.place(("kind",))
+        way_out = did_you_mean(kind, [*_MODELS, *extensions.kinds()])
+        problem = Problem(place=place, message=f"{mistake}; {way_out}")
+        raise ProfileError([problem, *document.problems])
+    profile = validate(model or LocalProfile, document, ProfileError)
+    if leaks := leaks_of(profile):
+        raise ProfileError([Problem(place=document.place(at), message=why) for at, why in leaks])
+    changes = {} if profile.name else {"name": path.stem}
+    if profile.templates_dir is not None:
+        changes["templates_dir"] = str(path.absolute().parent / profile.templates_dir)
+    return profile.model_copy(update=changes)
+
+
+def model_of(kind: object) -> "type[Profile] | None":
+    """Return the model of a kind of profile, ours or another package's; None if it is unknown."""
+    if not isinstance(kind, str):
+        return None
+    if kind in _MODELS:
+        return _model(kind)
+    if kind not in extensions.kinds():
+        return None
+    # The package that defines a kind also handles its profiles.
+    return cast("type[Profile]", extensions.extension(kind).profile)
+
+
+def _model(kind: str) -> "type[Profile]":
+    module, _, name = _MODELS[kind].rpartition(".")
+    return cast("type[Profile]", getattr(importlib.import_module(module), name))
+
+
+def leaks_of(profile: "Profile") -> list[tuple[KeyPath, str]]:
+    """Return the keys of a profile that hold a secret, each with the problem."""
+    shell = ("prolog", "epilog")  # lines of bash, each of several words
+    plain = profile.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={*shell})
+    leaks: list[tuple[KeyPath, str]] = list(secret_scan.leaks_of_document(plain))
+    for key in shell if profile.kind == "slurm" else ():
+        for index, line in enumerate(getattr(profile, key)):
+            argv = re.sub("[\"']", "", line).replace(";", " ").split()
+            reasons = secret_scan.leaks_of_words(f"{key}[{index}]", argv)
+            leaks += (((key, index), reason) for _, reason in reasons)
+    return leaks

@@ -133,17 +133,17 @@ def discover(
 ) -> Discovery:
     """Return the facts of this machine and of the schedulers that it reaches.
 
-    Args:
-        ask: Runs a command.
-        environ: The variables of the user.
-        root: The root of the file system.
-        prefix: The folder in which this Python is installed.
+    A test replaces the commands, the user's variables, the root of the file system, and the folder
+    in which this Python is installed.
     """
     ask = ask or _ask
     prefix = prefix or (sys.prefix if sys.prefix != sys.base_prefix else "")
     venv = Path(environ.get("VIRTUAL_ENV") or prefix)
     has_venv = venv != Path() and (venv / "bin/activate").is_file()
     listed = ask(["nvidia-smi", "-L"]) or ""
+    meminfo = root / "proc/meminfo"
+    facts = meminfo.read_text(encoding="utf-8") if meminfo.is_file() else ""
+    memory = re.search(r"^MemTotal: +(\d{1,18}) kB", facts, re.MULTILINE)
     types = (ask(["bash", "-lc", "type -t module"]) or "").strip().splitlines()
     site = Discovery(
         host=socket.gethostname(),
@@ -154,7 +154,7 @@ def discover(
         runtimes=tuple(name for name in _RUNTIMES if ask([name, "--version"]) is not None),
         gpus=tuple(re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listed, re.MULTILINE)),
         cpus=os.cpu_count() or 1,
-        memory_bytes=_memory(root),
+        memory_bytes=int(memory[1]) * 1024 if memory else None,
         venv=venv if has_venv else None,
         torchrun=has_venv and (venv / "bin/torchrun").exists(),
     )
@@ -175,15 +175,6 @@ def _ask(argv: Sequence[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def _memory(root: Path) -> int | None:
-    try:
-        text = (root / "proc/meminfo").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    match = re.search(r"^MemTotal: +(\d{1,18}) kB", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
 
 
 # ---- Slurm

@@ -1,4 +1,4 @@
-"""Drafts a profile from the detected facts, with comments for the person who edits it."""
+"""Drafts a profile from the detected facts, with comments on what to edit."""
 
 import os
 import re
@@ -67,7 +67,7 @@ def keep_draft(
 ) -> tuple[Path, bool]:
     """Write a profile; return its file, and whether it is the default profile now.
 
-    It becomes the default profile if there is no other one; with `force`, in any case.
+    It becomes the default profile if no other one is; with `force`, in any case.
 
     Raises:
         InputError: the file exists already, or cannot be written.

@@ -1,30 +1,121 @@
 """The model of a Kubernetes namespace."""
 
 from collections.abc import Mapping
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from toolkit.job.kubernetes_options import (
-    LabelKey,
-    LabelValue,
-    Network,
-    Patch,
-    Toleration,
-    Topology,
-    Workload,
-)
-from toolkit.job.loader import Text
+from toolkit.job import types
+from toolkit.job.kubernetes_options import Patch, Workload
 from toolkit.job.spec import Mount
-from toolkit.job.types import AbsolutePath, Duration, NaturalInt, PositiveInt, SecretName, matching
-from toolkit.profile.base import Flag, SiteProfile
+from toolkit.job.types import Checked, FrozenModel, Text, matching
+from toolkit.profile.base import SiteProfile
 
-__all__ = ["KubernetesProfile"]
+__all__ = ["KubernetesProfile", "Toleration", "Topology", "block_of"]
+
+_PREFIX = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/"
+LabelKey = Annotated[
+    Text,
+    *matching(
+        rf"({_PREFIX})?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?",
+        "write it as Kubernetes does, like topology.kubernetes.io/zone",
+    ),
+]
+"""A label's key (Kubernetes, labels: an optional DNS prefix and a name of at most 63)."""
+
+LabelValue = Annotated[
+    Text,
+    *matching(
+        r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?",
+        "a label's value has at most 63 letters, digits, '-', '_' and '.', none of these at an end",
+    ),
+]
+"""A label's value."""
 
 ResourceName = Annotated[
     LabelKey, *matching(".+/.+", "write a device plugin's resource, like nvidia.com/gpu")
 ]
 Capability = Annotated[Text, *matching("(?!CAP_)[A-Z_]+", "write it without CAP_, like IPC_LOCK")]
+
+_METADATA = (ip_network("169.254.0.0/16"), ip_network("fd00:ec2::/32"))
+"""Link-local addresses of IPv4, and Amazon's own of IPv6, at which clouds give the node's
+rights to any client."""
+
+
+def _network(value: str) -> str:
+    try:
+        network = ip_network(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; write a network like 10.0.0.0/8") from None
+    if any(_holds(one, network) for one in _METADATA):
+        raise ValueError(f"{value!r} is where clouds hand out credentials; leave it out")
+    return str(network)
+
+
+def _holds(outer: IPv4Network | IPv6Network, inner: IPv4Network | IPv6Network) -> bool:
+    return inner.network_address in outer and inner.prefixlen >= outer.prefixlen
+
+
+Network = Annotated[
+    Text, Checked(_network), types.schema_extra(examples=["10.0.0.0/8", "0.0.0.0/0"])
+]
+"""Addresses that pods may reach, like `10.0.0.0/8`."""
+
+
+def block_of(network: str) -> dict[str, Any]:
+    """Return a network as an `ipBlock` of a NetworkPolicy, except the clouds' metadata services.
+
+    >>> block_of("0.0.0.0/0")
+    {'cidr': '0.0.0.0/0', 'except': ['169.254.0.0/16']}
+    """
+    whole = ip_network(network)
+    inner = [str(one) for one in _METADATA if _holds(whole, one)]
+    return {"cidr": network} | ({"except": inner} if inner else {})
+
+
+class Toleration(FrozenModel):
+    """A taint of nodes that the pods tolerate."""
+
+    key: LabelKey | None = None
+    """The taint's key; by default any."""
+
+    operator: Literal["Equal", "Exists"] = "Equal"
+    """`Equal` compares the value, `Exists` does not."""
+
+    value: LabelValue | None = None
+    """The taint's value."""
+
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """The taint's effect; by default any."""
+
+    toleration_seconds: types.NaturalInt | None = Field(default=None, alias="tolerationSeconds")
+    """How many seconds a pod stays after a taint of `NoExecute`."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other (Kubernetes, validation of tolerations)."""
+        problems = []
+        if given.get("operator") == "Exists" and given.get("value"):
+            problems.append(
+                "operator Exists takes no value; leave it out, or write operator: Equal"
+            )
+        if not given.get("key") and given.get("operator") != "Exists":
+            problems.append("a toleration without a key needs operator: Exists")
+        waits = [given.get(key) for key in ("tolerationSeconds", "toleration_seconds")]
+        if waits != [None, None] and given.get("effect") != "NoExecute":
+            problems.append("tolerationSeconds needs effect: NoExecute")
+        return problems
+
+
+class Topology(FrozenModel):
+    """How close to each other the pods must be."""
+
+    key: LabelKey
+    """The label with a node's location, like `topology.kubernetes.io/zone`."""
+
+    required: bool = False
+    """Whether the run waits for nodes with the same value, instead of taking any."""
 
 
 class KubernetesProfile(SiteProfile):
@@ -37,23 +128,23 @@ class KubernetesProfile(SiteProfile):
     """The kind of object: `PyTorchJob` (Kubeflow Training Operator), `TrainJob` (Kubeflow Trainer),
     `JobSet`, or `Job`, which needs no operator. See [Kubernetes](../how-to/kubernetes.md)."""
 
-    namespace: SecretName = "default"
+    namespace: types.SecretName = "default"
     """The namespace of the jobs."""
 
     context: Text | None = None
     """The context of the kubeconfig; by default the current one."""
 
-    master: Flag = False
+    master: types.Flag = False
     """Whether a PyTorchJob has a Master besides its workers, as the tools of older clusters expect.
     The operator then gives the workers an init container that Pod Security `restricted` refuses."""
 
-    training_runtime: SecretName = "torch-deploy-toolkit"
+    training_runtime: types.SecretName = "torch-deploy-toolkit"
     """The TrainingRuntime that a TrainJob refers to; `k8s/base` holds it."""
 
-    queue: SecretName | None = None
+    queue: types.SecretName | None = None
     """The LocalQueue of Kueue in which jobs wait."""
 
-    queue_priority: SecretName | None = None
+    queue_priority: types.SecretName | None = None
     """The WorkloadPriorityClass of Kueue."""
 
     gang_scheduler: Literal["volcano", "scheduler-plugins"] | None = None
@@ -63,11 +154,11 @@ class KubernetesProfile(SiteProfile):
     pod_security: Literal["restricted", "baseline", "privileged"] = "restricted"
     """The Pod Security level of the namespace; only `privileged` allows folders of the node."""
 
-    run_as_user: NaturalInt = 1000
+    run_as_user: types.NaturalInt = 1000
     """The user and group id of the container; 0, for images that need root, violates Pod Security
     `restricted`."""
 
-    read_only_root: Flag = True
+    read_only_root: types.Flag = True
     """Whether the container's root file system is read-only; /tmp, /dev/shm and the run directory
     are always writable."""
 
@@ -75,11 +166,11 @@ class KubernetesProfile(SiteProfile):
     """Capabilities that the container keeps, like `IPC_LOCK` for RDMA; they violate Pod Security
     `restricted` and `baseline`."""
 
-    host_network: Flag = False
+    host_network: types.Flag = False
     """Whether pods share their node's network, as some RDMA set-ups need; it violates Pod Security
     `restricted` and `baseline`, and allows one pod per node, since all use the same port."""
 
-    network_policy: Flag = True
+    network_policy: types.Flag = True
     """Whether each run has a NetworkPolicy, for networks that enforce it: its pods reach only each
     other, DNS and the networks under `egress`, and nothing else reaches them. Without it the
     policies of the namespace apply, like those of `k8s/base`, where all training pods reach each
@@ -89,14 +180,14 @@ class KubernetesProfile(SiteProfile):
     """More networks that the pods of a run may reach, like `0.0.0.0/0` for everything outside. The
     addresses at which clouds hand out credentials (169.254.0.0/16) are always excluded."""
 
-    service: SecretName | None = None
+    service: types.SecretName | None = None
     """The namespace's headless Service that gives the pods of a Job their names, as in `k8s/base`.
     Without it, each run creates its own."""
 
     gpu_resource: ResourceName = "nvidia.com/gpu"
     """The name of the GPU resource."""
 
-    resources: dict[ResourceName, PositiveInt] = Field(default={})
+    resources: dict[ResourceName, types.PositiveInt] = Field(default={})
     """More resources of device plugins for each pod, like `rdma/hca: 1`."""
 
     node_selector: dict[LabelKey, LabelValue] = Field(default={})
@@ -105,39 +196,39 @@ class KubernetesProfile(SiteProfile):
     tolerations: tuple[Toleration, ...] = ()
     """Taints of nodes that the pods tolerate."""
 
-    one_pod_per_node: Flag = False
+    one_pod_per_node: types.Flag = False
     """Whether each pod of a run gets a node of its own; a pod that uses all GPUs of a node has one
     anyway."""
 
     topology: Topology | None = None
     """How close to each other the pods must be; if there is a queue, Kueue arranges it."""
 
-    priority_class: SecretName | None = None
+    priority_class: types.SecretName | None = None
     """The PriorityClass of the pods."""
 
-    service_account: SecretName | None = None
+    service_account: types.SecretName | None = None
     """The ServiceAccount of the pods; its token is not mounted."""
 
-    image_pull_secrets: tuple[SecretName, ...] = ()
+    image_pull_secrets: tuple[types.SecretName, ...] = ()
     """Secrets that hold the registry's credentials."""
 
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     """When the image is pulled."""
 
-    runs_dir: AbsolutePath = "/runs"
+    runs_dir: types.AbsolutePath = "/runs"
     """The folder of the run directories in the container."""
 
-    runs_claim: SecretName | None = None
+    runs_claim: types.SecretName | None = None
     """The PersistentVolumeClaim that holds the run directories; all nodes must be able to mount it
     at the same time. Without one, run directories are lost with their pods."""
 
     mounts: tuple[Mount, ...] = ()
     """Volumes to mount into the pods of every job, besides the job's own."""
 
-    secret: SecretName | None = None
+    secret: types.SecretName | None = None
     """The Kubernetes Secret that holds the secrets for which a job gives no place."""
 
-    ttl_s: Duration | None = Field(default=None, alias="ttl")
+    ttl_s: types.Duration | None = Field(default=None, alias="ttl")
     """How long a run that has ended stays in the cluster, with its logs; by default for ever."""
 
     patches: tuple[Patch, ...] = ()

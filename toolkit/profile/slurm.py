@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from toolkit.job.loader import FrozenModel, Text
+from toolkit.job import types
 from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.spec import Mount
-from toolkit.job.types import Duration, HomePath, PositiveInt, Size, Via, matching
-from toolkit.profile.base import Flag, FolderPath, SiteProfile, Word
+from toolkit.job.types import FrozenModel, Text, matching
+from toolkit.profile.base import SiteProfile
 
 __all__ = ["SlurmProfile", "Switches"]
 
@@ -23,10 +23,10 @@ REMOTE_DIR = "~/torch-deploy-toolkit"
 class Switches(FrozenModel):
     """How many leaf switches a job may span, if the site has a topology plugin."""
 
-    count: PositiveInt
+    count: types.PositiveInt
     """The most switches; with 1, all nodes are below one switch."""
 
-    max_wait_s: Duration | None = Field(default=None, alias="max_wait")
+    max_wait_s: types.Duration | None = Field(default=None, alias="max_wait")
     """How long the job waits for such nodes before it takes any; the site limits this wait
     (`max_switch_wait`, 5 minutes by default)."""
 
@@ -37,31 +37,31 @@ class SlurmProfile(SiteProfile):
     kind: Literal["slurm"] = "slurm"
     """The kind of site."""
 
-    runs_dir: FolderPath = "runs"
+    runs_dir: types.FolderPath = "runs"
     """Where run directories are created, on a file system that all nodes share; a relative path is
     below the current folder, or below `remote_dir`."""
 
-    via: Via | None = None
+    via: types.Via | None = None
     """`ssh HOST`: Slurm's commands run on this login node, and the code is copied there. See
     [from a laptop](../how-to/laptop.md)."""
 
-    remote_dir: HomePath = REMOTE_DIR
+    remote_dir: types.HomePath = REMOTE_DIR
     """With `via`: the folder on the login node that relative paths of this profile start from; all
     nodes share it."""
 
-    code_limit_bytes: Size | None = Field(default=None, alias="code_limit")
+    code_limit_bytes: types.Size | None = Field(default=None, alias="code_limit")
     """With `via`: the most code that is copied there; 1GiB by default."""
 
-    partition: Word | None = None
+    partition: types.Word | None = None
     """The partition; by default the cluster's."""
 
-    account: Word | None = None
+    account: types.Word | None = None
     """The account that is charged."""
 
-    qos: Word | None = None
+    qos: types.Word | None = None
     """The quality of service."""
 
-    gpu_type: Word | None = None
+    gpu_type: types.Word | None = None
     """The GPU's name in the cluster's gres.conf, like `h100`, if the site requires it."""
 
     gpus_flag: Literal["gpus-per-node", "gres", "gpus-per-task"] = "gpus-per-node"
@@ -72,11 +72,11 @@ class SlurmProfile(SiteProfile):
     switches: Switches | None = None
     """How close to each other the nodes must be, since gradients cross every switch in between."""
 
-    exclusive: Flag = False
+    exclusive: types.Flag = False
     """Whether a job has its nodes to itself on a site that shares them; other jobs on a node take
     memory bandwidth and network. Variants like `user` go under `sbatch`."""
 
-    licenses: tuple[Word, ...] = ()
+    licenses: tuple[types.Word, ...] = ()
     """Licenses that every job takes, like `matlab:1` or `fs_scratch@db`; sites use them to count
     software and file systems."""
 
@@ -101,13 +101,13 @@ class SlurmProfile(SiteProfile):
     """Lines of bash to run at the end of the script, however it ends: remove the job's files from
     local disks. They cannot change the exit status; after the loss of a node they do not run."""
 
-    kill_wait_s: Duration = Field(default=30, alias="kill_wait")
+    kill_wait_s: types.Duration = Field(default=30, alias="kill_wait")
     """The cluster's KillWait: the time between SIGTERM and SIGKILL after scancel."""
 
-    modules: tuple[Word, ...] = ()
+    modules: tuple[types.Word, ...] = ()
     """Environment modules to load, in order."""
 
-    venv: FolderPath | None = None
+    venv: types.FolderPath | None = None
     """The virtual environment to activate; a relative path is below the submit folder, or below
     `remote_dir`."""
 

@@ -5,11 +5,12 @@ Pure: the same plan gives the same bytes. Templates place values and decide noth
 
 import contextlib
 import functools
+import json
 import os
 import re
 import shlex
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,100 +27,36 @@ from jinja2.bccache import Bucket
 from toolkit import extensions, version
 from toolkit.errors import RenderError
 from toolkit.job.types import IN_RUN_DIR
-from toolkit.text.yaml_writer import json_quote, yaml_block, yaml_flow
 
 if TYPE_CHECKING:
     from toolkit.planning.plans import LaunchPlan
 
 __all__ = [
     "configured",
+    "json_quote",
     "kubernetes_literal",
     "page_environment",
+    "path_quote",
     "render",
     "sbatch_quote",
     "shell_quote",
     "templates_folder",
+    "yaml_block",
+    "yaml_flow",
 ]
+
+YAML_WIDTH = 72
+"""The longest mapping or list that stays on one line of a manifest, in characters."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ANSI_C = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "'": r"\'", "\\": r"\\"}
 
-_EXPANDED = re.compile(r"\$(?:[$(]|[^\x00-\x7f])")
-
-
-def shell_quote(value: object) -> str:
-    r"""Quote one word for bash, on one line for any content.
-
-    >>> print(shell_quote("plain"), shell_quote("it's $HOME"), shell_quote("two\nlines"))
-    plain 'it'"'"'s $HOME' $'two\nlines'
-    """
-    text = str(value)
-    if not _CONTROL.search(text):
-        return shlex.quote(text)
-    # sbatch refuses scripts with CR LF in them, and a line of a value must not look like ours.
-    return "$'" + re.sub(r"[\x00-\x1f\x7f'\\]", _ansi_c, text) + "'"
-
-
-def _ansi_c(match: re.Match[str]) -> str:
-    return _ANSI_C.get(match[0]) or f"\\{ord(match[0]):03o}"
-
-
-def sbatch_quote(value: object) -> str:
-    """Quote the value of an `#SBATCH` option, which ends with its line.
-
-    Raises:
-        RenderError: the value holds a control character.
-    """
-    text = str(value)
-    if _CONTROL.search(text):
-        raise RenderError(f"{text!r} holds a control character, which no #SBATCH line can hold")
-    # Unlike the shell, sbatch reads a backslash within single quotes as well.
-    return shlex.quote(text.replace("\\", "\\\\"))
-
-
-def path_quote(path: str) -> str:
-    """Quote a path for bash; `~/` at its beginning stays the home folder.
-
-    >>> path_quote("~/my keys/wandb"), path_quote("/etc/key")
-    ("~/'my keys/wandb'", '/etc/key')
-    """
-    return "~/" + shell_quote(path[2:]) if path.startswith("~/") else shell_quote(path)
-
-
-def entry_words(words: Iterable[str]) -> str:
-    r"""Quote what torchrun starts; paths in the run directory are resolved where the script runs.
-
-    >>> entry_words(["-m", "train"]), entry_words(["$TRAIN_RUN_DIR/my file.py", "--x"])
-    ('-m train', '"$_run_dir"/\'my file.py\' --x')
-    """
-    first, *others = words
-    quoted = shell_quote(first.removeprefix(IN_RUN_DIR))
-    where = '"$_run_dir"/' if first.startswith(IN_RUN_DIR) else ""
-    return " ".join([where + quoted, *map(shell_quote, others)])
-
-
-def shell_line(value: str) -> str:
-    """Return a line of bash that the user wrote, as it is.
-
-    Raises:
-        RenderError: it is more than a line.
-    """
-    if _CONTROL.search(value.replace("\t", " ")):
-        raise RenderError(f"{value!r} holds a control character; write one line of bash per item")
-    return value
-
-
-def kubernetes_literal(value: str) -> str:
-    """Return a text that Kubernetes' `$(NAME)` expansion turns into `value`.
-
-    The expansion reads `$$` as `$`, and copies one byte after any other `$`, which breaks longer
-    characters (k8s.io/kubernetes, third_party/forked/golang/expansion). So if it would change
-    anything, every `$` is doubled.
-
-    >>> kubernetes_literal("$HOME"), kubernetes_literal("$(date) $$ $x")
-    ('$HOME', '$$(date) $$$$ $$x')
-    """
-    return value.replace("$", "$$") if _EXPANDED.search(value) else value
+# JSON is YAML except for characters that YAML reads as a line break or forbids.
+_NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_YAML_PLAIN = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./=-]*")
+_YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
+_LINE = r"[!-~](?:[ -~]*[!-~])?"
+_LINES = re.compile(rf"{_LINE}(?:\n+ *{_LINE})*\n")
 
 
 def render(plan: "LaunchPlan") -> str:
@@ -194,9 +131,8 @@ def _bytecode_cache() -> BytecodeCache | None:
 @functools.cache
 def _environment() -> Environment:
     """Return the environment of our own templates."""
-    ours = FileSystemLoader(templates_folder())
-    cache = _bytecode_cache()
-    return configured(Environment, loader=ours, auto_reload=False, bytecode_cache=cache)
+    loader, cache = FileSystemLoader(templates_folder()), _bytecode_cache()
+    return configured(Environment, loader=loader, auto_reload=False, bytecode_cache=cache)
 
 
 def configured(environment_class: type[Environment], **options: Any) -> Environment:
@@ -234,3 +170,157 @@ def page_environment() -> Environment:
         lstrip_blocks=True,
         autoescape=True,
     )
+
+
+# ---- Filters for bash, sbatch and Kubernetes
+
+
+def shell_quote(value: object) -> str:
+    r"""Quote one word for bash, on one line for any content.
+
+    >>> print(shell_quote("plain"), shell_quote("it's $HOME"), shell_quote("two\nlines"))
+    plain 'it'"'"'s $HOME' $'two\nlines'
+    """
+    text = str(value)
+    if not _CONTROL.search(text):
+        return shlex.quote(text)
+    # sbatch refuses scripts with CR LF in them, and a line of a value must not look like ours.
+    escaped = re.sub(
+        r"[\x00-\x1f\x7f'\\]", lambda m: _ANSI_C.get(m[0]) or f"\\{ord(m[0]):03o}", text
+    )
+    return f"$'{escaped}'"
+
+
+def sbatch_quote(value: object) -> str:
+    """Quote the value of an `#SBATCH` option, which ends with its line.
+
+    Raises:
+        RenderError: the value holds a control character.
+    """
+    text = str(value)
+    if _CONTROL.search(text):
+        raise RenderError(f"{text!r} holds a control character, which no #SBATCH line can hold")
+    # Unlike the shell, sbatch reads a backslash within single quotes as well.
+    return shlex.quote(text.replace("\\", "\\\\"))
+
+
+def path_quote(path: str) -> str:
+    """Quote a path for bash; `~/` at its beginning stays the home folder.
+
+    >>> path_quote("~/my keys/wandb"), path_quote("/etc/key")
+    ("~/'my keys/wandb'", '/etc/key')
+    """
+    return "~/" + shell_quote(path[2:]) if path.startswith("~/") else shell_quote(path)
+
+
+def entry_words(words: Iterable[str]) -> str:
+    r"""Quote what torchrun starts; paths in the run directory are resolved where the script runs.
+
+    >>> entry_words(["-m", "train"]), entry_words(["$TRAIN_RUN_DIR/my file.py", "--x"])
+    ('-m train', '"$_run_dir"/\'my file.py\' --x')
+    """
+    first, *others = words
+    quoted = shell_quote(first.removeprefix(IN_RUN_DIR))
+    where = '"$_run_dir"/' if first.startswith(IN_RUN_DIR) else ""
+    return " ".join([where + quoted, *map(shell_quote, others)])
+
+
+def shell_line(value: str) -> str:
+    """Return a line of bash that the user wrote, as it is.
+
+    Raises:
+        RenderError: it is more than a line.
+    """
+    if _CONTROL.search(value.replace("\t", " ")):
+        raise RenderError(f"{value!r} holds a control character; write one line of bash per item")
+    return value
+
+
+def kubernetes_literal(value: str) -> str:
+    """Return a text that Kubernetes' `$(NAME)` expansion turns into `value`.
+
+    The expansion reads `$$` as `$`, and copies one byte after any other `$`, which breaks longer
+    characters (k8s.io/kubernetes, third_party/forked/golang/expansion). So if it would change
+    anything, every `$` is doubled.
+
+    >>> kubernetes_literal("$HOME"), kubernetes_literal("$(date) $$ $x")
+    ('$HOME', '$$(date) $$$$ $$x')
+    """
+    changed = re.search(r"\$(?:[$(]|[^\x00-\x7f])", value)
+    return value.replace("$", "$$") if changed else value
+
+
+# ---- Filters for YAML that every reader reads as the same value: a word is plain if it is one to
+# YAML 1.1 and to YAML 1.2; everything else is JSON, which is YAML.
+
+
+def json_quote(value: object) -> str:
+    r"""Return the value as JSON that every YAML reader reads as the same value.
+
+    >>> print(json_quote({"a": ["no", "caf\u00e9"]}))
+    {"a": ["no", "café"]}
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    return _NOT_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def yaml_flow(value: object) -> str:
+    """Return the value on one line.
+
+    >>> print(yaml_flow({"name": "tmp", "x": ["--lr", "1e-3", "no", "a b", True, None]}))
+    {name: tmp, x: [--lr, "1e-3", "no", "a b", true, null]}
+    """
+    if isinstance(value, str):
+        plain = _YAML_PLAIN.fullmatch(value) and value.lower() not in _YAML_WORDS
+        return value if plain else json_quote(value)
+    if isinstance(value, Mapping):
+        pairs = (f"{yaml_flow(key)}: {yaml_flow(entry)}" for key, entry in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(map(yaml_flow, value)) + "]"
+    return json_quote(value)
+
+
+def yaml_block(value: object, indent: int = 0) -> str:
+    r"""Return the text that follows `key:` or `-`, on the same line or indented below it.
+
+    >>> print("key:" + yaml_block({"small": [1, 2]}, 2))
+    key: {small: [1, 2]}
+    >>> print("key:" + yaml_block({"long": "x" * 60, "text": "if a\nthen b\n"}, 2))
+    key:
+      long: xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
+      text: |
+        if a
+        then b
+    """
+    pad = " " * indent
+    if isinstance(value, str):
+        if not _LINES.fullmatch(value):
+            return " " + yaml_flow(value)
+        lines = value[:-1].split("\n")
+        return " |" + "".join(f"\n{pad}{line}" if line else "\n" for line in lines)
+    if not isinstance(value, Mapping | Sequence) or not value:
+        return " " + yaml_flow(value)
+    text = yaml_flow(value)
+    if len(text) <= YAML_WIDTH and not _holds_lines(value):
+        return " " + text
+    return "".join(f"\n{pad}{line}" for line in _entries(value, indent))
+
+
+def _entries(value: Mapping[str, object] | Sequence[object], indent: int) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield f"{yaml_flow(key)}:{yaml_block(entry, indent + 2)}"
+        return
+    for item in value:
+        text = yaml_block(item, indent + 2)
+        # A mapping or list of several lines begins beside its dash.
+        yield "- " + text.lstrip("\n ") if text.startswith("\n") else "-" + text
+
+
+def _holds_lines(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_lines, value.values()))
+    if isinstance(value, str):
+        return _LINES.fullmatch(value) is not None
+    return isinstance(value, Sequence) and any(map(_holds_lines, value))

@@ -12,7 +12,7 @@ import yaml
 
 from toolkit.errors import Problem, RenderError
 from toolkit.job.kubernetes_options import Patch
-from toolkit.text.yaml_writer import json_quote, yaml_block
+from toolkit.rendering.environment import json_quote, yaml_block
 
 __all__ = ["patched"]
 
@@ -118,22 +118,19 @@ def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dic
 
 def _merged(old: Any, patch: Any, path: str) -> Any:
     """Return a value after a strategic merge."""
-    if isinstance(patch, dict):
-        if not isinstance(old, dict):
-            raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot join")
+    if isinstance(old, dict) and isinstance(patch, dict):
         return _merged_mapping(old, patch, path)
-    if isinstance(patch, list):
-        if not isinstance(old, list):
-            raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot join")
+    if isinstance(old, list) and isinstance(patch, list):
         return _merged_list(old, patch, path)
-    if isinstance(old, dict | list):
-        raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot replace")
+    if isinstance(old, dict | list) or isinstance(patch, dict | list):
+        verb = "join" if isinstance(patch, dict | list) else "replace"
+        raise _Unfit(f"merge: {path} is {_kind(old)}, which {json_quote(patch)} cannot {verb}")
     return patch
 
 
 def _merged_mapping(old: dict[str, Any], patch: dict[str, Any], path: str) -> dict[str, Any]:
     patch = dict(patch)
-    directive, kept = patch.pop("$patch", None), patch.pop("$retainKeys", None)
+    directive, retained = patch.pop("$patch", None), patch.pop("$retainKeys", None)
     _require_directive(directive, path)
     if directive == "replace":
         replaced: dict[str, Any] = _added(patch, path)
@@ -149,7 +146,7 @@ def _merged_mapping(old: dict[str, Any], patch: dict[str, Any], path: str) -> di
             merged[key] = _merged(merged[key], value, below)
         else:
             merged[key] = _added(value, below)
-    return merged if kept is None else {key: merged[key] for key in merged if key in kept}
+    return merged if retained is None else {key: merged[key] for key in merged if key in retained}
 
 
 def _merged_list(old: list[Any], patch: list[Any], path: str) -> list[Any]:
@@ -185,11 +182,11 @@ def _added(value: Any, path: str) -> Any:
         _require_directive(value.get("$patch"), path)
         directives = ("$patch", "$retainKeys")
         return {
-            key: _added(of, f"{path}.{key}")
-            for key, of in value.items()
-            if of is not None and key not in directives
+            key: _added(entry, f"{path}.{key}")
+            for key, entry in value.items()
+            if entry is not None and key not in directives
         }
-    return [_added(one, path) for one in value] if isinstance(value, list) else value
+    return [_added(item, path) for item in value] if isinstance(value, list) else value
 
 
 def _require_directive(directive: Any, path: str) -> None:
@@ -206,5 +203,5 @@ def _kind(value: Any) -> str:
 def _thawed(value: Any) -> Any:
     """Return a value with mappings and lists that may be changed."""
     if isinstance(value, Mapping):
-        return {key: _thawed(of) for key, of in value.items()}
-    return [_thawed(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _thawed(entry) for key, entry in value.items()}
+    return [_thawed(item) for item in value] if isinstance(value, list | tuple) else value

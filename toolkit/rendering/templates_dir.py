@@ -46,10 +46,8 @@ _MOST_BITS = 10_000
 def render_with(folder: Path, plan: LaunchPlan, values: Mapping[str, object]) -> str:
     """Return what a folder's templates make of a plan.
 
-    Args:
-        folder: The folder, which holds a template of the plan's kind or one of its parts.
-        plan: The plan.
-        values: What our own templates see; these see the job and the profile, too.
+    The folder holds a template of the plan's kind or one of its parts. Its templates see the values
+    of our own, and the job and the profile, too.
 
     Raises:
         RenderError: every mistake in the templates, with its line.
@@ -133,7 +131,7 @@ def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
 
 
 def _problem(error: Exception, folder: Path, name: str, values: Iterable[str]) -> Problem:
-    """Return what is wrong with templates, and the innermost line of one that led to it."""
+    """Return the mistake in templates, with the innermost template line that led to it."""
     place, ours = f"{folder / name}", templates_folder()
     for frame in traceback.extract_tb(error.__traceback__):
         if any(Path(frame.filename).is_relative_to(one) for one in (folder, ours)):

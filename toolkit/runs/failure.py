@@ -19,7 +19,7 @@ from toolkit.runs.run_directory import STOP_WORDS, outcome, reason_of
 from toolkit.runs.torchrun_log_dir import Start, reports_of, starts_of
 from toolkit.runs.torchrun_report import Reported, Trace, last_trace
 from toolkit.text import untrusted
-from toolkit.text.masking import Mask
+from toolkit.text.secret_scan import Mask
 
 __all__ = ["STOPS", "Failure", "Kind", "first_failure", "first_of"]
 

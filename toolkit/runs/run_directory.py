@@ -17,7 +17,7 @@ from toolkit.runs import secret_hashes
 from toolkit.runs.log_reader import attempt_folders, attempt_numbers
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import secret_scan, untrusted
-from toolkit.text.masking import Mark, Mask
+from toolkit.text.secret_scan import Mark, Mask
 from toolkit.text.yaml_reader import read_document, write_document
 
 __all__ = [

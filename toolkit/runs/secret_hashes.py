@@ -1,4 +1,4 @@
-"""Hashes of the secrets of submitted jobs, in the state folder: see toolkit/text/masking.py.
+"""Hashes of the secrets of submitted jobs, in the state folder: see toolkit/text/secret_scan.py.
 
 A salted hash reveals nothing about a random token. A password that is easy to guess could be found
 from its hash, so only the owner may enter the folder.
@@ -16,8 +16,7 @@ from typing import Any
 from toolkit.errors import LauncherError
 from toolkit.runs.state_dir import append, state_folder
 from toolkit.text import untrusted
-from toolkit.text.masking import Mark, marks_of
-from toolkit.text.secret_scan import values_of
+from toolkit.text.secret_scan import Mark, marks_of, values_of
 
 __all__ = ["known", "remember"]
 

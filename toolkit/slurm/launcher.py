@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.errors import LauncherError, Problem
-from toolkit.job.dependencies import Dependency
-from toolkit.job.spec import load
+from toolkit.job.spec import Dependency, load
 from toolkit.planning import plan
 from toolkit.planning.slurm import SlurmPlan, array_of
 from toolkit.profile import SlurmProfile

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from toolkit.errors import LauncherError, Problem
-from toolkit.planning.slurm import SlurmPlan
-from toolkit.planning.stop_times import SIGNAL_SLACK_S, warning_lead_s
+from toolkit.planning.slurm import SIGNAL_SLACK_S, SlurmPlan, warning_lead_s
 from toolkit.rendering import render
 from toolkit.slurm.squeue import Command, first_line
 from toolkit.text.quantities import format_duration, parse_duration, whole_number

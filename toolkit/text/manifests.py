@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from toolkit.errors import InputError, Problem
-from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_document
+from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, dotted, read_document
 
 __all__ = ["Manifest", "Stream", "View", "is_manifest", "read_manifests"]
 
@@ -70,7 +70,7 @@ class View:
     """A value in a manifest that knows its path; the value may be missing."""
 
     value: Any
-    """The value; None if there is none."""
+    """The value; None without one."""
 
     path: KeyPath
     """The keys from the top of the object."""
@@ -132,8 +132,7 @@ class View:
     @property
     def where(self) -> str:
         """The keys as people write them: `spec.containers[0].image`."""
-        parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path]
-        return "".join(parts).removeprefix(".")
+        return dotted(self.path)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -75,10 +75,8 @@ class RefusedFile(OSError):
 def open_untrusted(path: Path | str, *, below: Path | None = None) -> BinaryIO:
     """Open a regular file for reading, without following links.
 
-    Args:
-        path: The file.
-        below: A folder above the file, below which no part of the path may be a link; None if only
-            the file itself may not be one.
+    With a folder `below`, no part of the path below this folder may be a link; without one, only
+    the file itself may not be one.
 
     Raises:
         RefusedFile: the file is a link, not a regular file, or not below that folder.
@@ -132,15 +130,9 @@ def _walked(path: str, below: Path, flags: int) -> int:
 
 
 def read_bytes(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None = None) -> bytes:
-    """Return a file's bytes.
+    """Return a file's bytes, at most `limit`; a larger file is refused.
 
-    Args:
-        path: The file.
-        limit: The most bytes that it may have.
-        below: As for `open_untrusted()`.
-
-    Raises:
-        OSError: as from `open_untrusted()`; `RefusedFile` if it exceeds the limit.
+    The arguments and errors are otherwise those of `open_untrusted()`.
     """
     handle = _opened(path, below, _FILE)
     try:
@@ -156,21 +148,12 @@ def read_bytes(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None 
 
 
 def read_text(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None = None) -> str:
-    """Return a file's text; bytes that are not UTF-8 become U+FFFD.
-
-    Raises:
-        OSError: as from `read_bytes()`.
-    """
+    """Return a file's text, read by `read_bytes()`; bytes that are not UTF-8 become U+FFFD."""
     return read_bytes(path, limit=limit, below=below).decode("utf-8", "replace")
 
 
 def read_json(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None = None) -> Any:
-    """Return the value in a JSON file.
-
-    Raises:
-        OSError: as from `read_bytes()`.
-        ValueError: as from `parse_json()`.
-    """
+    """Return the value in a JSON file, by `read_bytes()` and `parse_json()`."""
     return parse_json(read_bytes(path, limit=limit, below=below))
 
 
@@ -226,11 +209,7 @@ def write_bytes(path: Path | str, content: bytes) -> None:
 
 
 def append_bytes(path: Path | str, content: bytes) -> None:
-    """Append to a file by one write, with the rules of `write_bytes()`.
-
-    Raises:
-        OSError: the file cannot be written, or is a link.
-    """
+    """Append to a file by one write, with the rules and errors of `write_bytes()`."""
     _write(path, content, os.O_APPEND)
 
 
@@ -260,11 +239,7 @@ class FolderEntry:
 def entries(path: Path | str, *, below: Path | None = None) -> list[FolderEntry]:
     """Return the entries of a folder by name, at most 100,000.
 
-    A folder that cannot be read, or is a link, has none.
-
-    Args:
-        path: The folder.
-        below: As for `open_untrusted()`.
+    A folder that cannot be read, or is a link, has none. `below` is as for `open_untrusted()`.
     """
     try:
         handle = _opened(path, below, _FOLDER)

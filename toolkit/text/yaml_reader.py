@@ -22,6 +22,7 @@ __all__ = [
     "Ambiguous",
     "Document",
     "KeyPath",
+    "dotted",
     "read_document",
     "read_file",
     "read_text",
@@ -30,6 +31,17 @@ __all__ = [
 
 KeyPath = tuple[str | int, ...]
 """Keys and list positions from the top of a document to a value."""
+
+
+def dotted(path: KeyPath) -> str:
+    """Return a path as people write it.
+
+    >>> dotted(("spec", "containers", 0, "image"))
+    'spec.containers[0].image'
+    """
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
+
 
 _MAX_BYTES = 5_000_000
 _MAX_NODES = 100_000  # after aliases are expanded; a job file has dozens
@@ -247,20 +259,21 @@ def read_text(path: Path) -> str:
         InputError: the file does not exist, is not readable or not UTF-8, or is too large to have
             been written by a person; at most 5 MB are read.
     """
+    size = "no end in sight"
     try:
         content = _streams.get(path)
         if content is None:
             file = Path("/dev/stdin") if path == Path("-") else path
             with file.open("rb") as opened:
                 info = os.fstat(opened.fileno())
-                regular = stat.S_ISREG(info.st_mode)
-                if regular and info.st_size > _MAX_BYTES:
-                    _fail(f"{path}", _too_large(f"{info.st_size:,} bytes"))
                 content = opened.read(_MAX_BYTES + 1)
-            if not regular:
+            if stat.S_ISREG(info.st_mode):
+                size = f"{info.st_size:,} bytes"
+            else:
                 _streams[path] = content
         if len(content) > _MAX_BYTES:
-            _fail(f"{path}", _too_large("no end in sight"))
+            limit = f"at most {_MAX_BYTES:,} bytes are read"
+            _fail(f"{path}", f"has {size}, and {limit}; is that the right file?")
         text = content.decode("utf-8-sig")
         return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
     except OSError as error:
@@ -269,17 +282,10 @@ def read_text(path: Path) -> str:
         _fail(f"{path}", f"is not UTF-8 text (byte {error.start})")
 
 
-def _too_large(size: str) -> str:
-    return f"has {size}, and at most {_MAX_BYTES:,} bytes are read; is that the right file?"
-
-
 def read_document(text: str, source: str, *, above: int = 0) -> Document:
     """Read YAML text; the document holds the problems that do not stop the reader.
 
-    Args:
-        text: The document.
-        source: The file's name, for messages.
-        above: How many lines of the file come before the text.
+    Messages name the file by `source`; `above` lines of it come before the text.
 
     Raises:
         InputError: the text is not YAML at all.
@@ -292,7 +298,14 @@ def read_document(text: str, source: str, *, above: int = 0) -> Document:
         _refuse_excess(text, source, above)
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        _fail(*_explain(error, text, source, above))
+        mark = error.problem_mark or error.context_mark
+        problem = error.problem or "cannot be read"
+        message = f"not YAML: {problem}"
+        if mark is not None and text[mark.index : mark.index + 1] == "\t":
+            message = "a tab; YAML is indented with spaces"
+        elif "expected a single document" in (error.context or "") + problem:
+            message = "a second document begins; one file holds one"
+        _fail(place_of(source, None if mark is None else above + mark.line), message)
     data = None if node is None else reader.value(node, (), ())
     return Document(
         data=data,
@@ -348,17 +361,6 @@ def _refuse_excess(text: str, source: str, above: int) -> None:
             line = None if event.start_mark is None else above + event.start_mark.line
             what = f"{_MAX_DEPTH} levels" if depth > _MAX_DEPTH else f"{_MAX_NODES} values"
             _fail(place_of(source, line), f"more than {what}")
-
-
-def _explain(error: yaml.MarkedYAMLError, text: str, source: str, above: int) -> tuple[str, str]:
-    mark = error.problem_mark or error.context_mark
-    place = place_of(source, None if mark is None else above + mark.line)
-    problem = error.problem or "cannot be read"
-    if mark is not None and text[mark.index : mark.index + 1] == "\t":
-        return place, "a tab; YAML is indented with spaces"
-    if "expected a single document" in (error.context or "") + problem:
-        return place, "a second document begins; one file holds one"
-    return place, f"not YAML: {problem}"
 
 
 def _fail(place: str, message: str) -> NoReturn:

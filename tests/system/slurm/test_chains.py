@@ -11,7 +11,7 @@ from tests.conftest import ROOT, Cluster, Until
 from tests.support.ending_job import Job
 from tests.support.slurm_site import Site, failure, output
 from tests.system.chaos.frame import TASK, Trial
-from toolkit.job.dependencies import Dependency, parse_dependency
+from toolkit.job.spec import Dependency, parse_dependency
 from toolkit.slurm import SlurmLauncher
 from toolkit.slurm.run import SlurmRun
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from toolkit.errors import nearest
 from toolkit.lint.manifests.fields import KINDS, fields_of
 from toolkit.lint.manifests.registry import Fault, rule
-from toolkit.text.did_you_mean import nearest
 from toolkit.text.manifests import Manifest, Stream, View
 from toolkit.text.quantities import amount
 

@@ -4,10 +4,10 @@ import itertools
 import re
 from collections.abc import Iterator
 
+from toolkit.errors import nearest
 from toolkit.lint.scripts.options import PYXIS, SBATCH
 from toolkit.lint.scripts.registry import Fault, rule
 from toolkit.lint.scripts.script import BatchScript
-from toolkit.text.did_you_mean import nearest
 
 __all__: list[str] = []
 
