@@ -26,8 +26,7 @@ from toolkit.profile import (
     require_default_profile,
 )
 from toolkit.runs import registry
-from toolkit.runs.foreign import ForeignRun, ShownRun
-from toolkit.runs.run import Launcher, Run, pauses
+from toolkit.runs.run import ForeignRun, Launcher, Run, ShownRun, pauses
 from toolkit.runs.state import RunStatus
 
 __all__ = ["ask_site", "list_runs", "open_run", "resubmit", "run", "statuses", "submit", "wait"]

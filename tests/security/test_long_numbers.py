@@ -14,7 +14,7 @@ from toolkit.kubernetes.failure import Printed, first_failure
 from toolkit.kubernetes.pods import attempt_of, index_of, short_name
 from toolkit.kubernetes.termination_message import last_words
 from toolkit.profile.detect import discover
-from toolkit.runs.sweep_status import index_of as position
+from toolkit.runs.run import index_of as position
 
 LONG = "9" * 5000
 

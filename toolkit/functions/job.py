@@ -16,8 +16,7 @@ from toolkit.api import open_run
 from toolkit.errors import LauncherError
 from toolkit.functions.payload import SubmittedCall
 from toolkit.runs import run_directory
-from toolkit.runs.foreign import ShownRun
-from toolkit.runs.run import Run, pauses
+from toolkit.runs.run import Run, ShownRun, pauses
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 

@@ -58,7 +58,7 @@ ECHOES = (
     "^the same as (rank [0-9]+|another rank)",
 )
 NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
-"""As in `toolkit.runs.echoes`."""
+"""As in `toolkit.runs.failure`."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 

@@ -14,10 +14,15 @@ from datetime import datetime
 from toolkit.kubernetes.pods import conditions_of
 from toolkit.kubernetes.termination_message import OF_RANK, LastWords, last_words
 from toolkit.kubernetes.workloads import Object
-from toolkit.runs.echoes import is_echo
-from toolkit.runs.failure import STOPS, Failure, Kind, first_of
-from toolkit.runs.torchrun_log_dir import shift_s
-from toolkit.runs.torchrun_report import Reported, Trace, last_trace, read_reports, report_texts
+from toolkit.runs.failure import STOPS, Failure, Kind, first_of, is_echo
+from toolkit.runs.torchrun_report import (
+    Reported,
+    Trace,
+    last_trace,
+    read_reports,
+    report_texts,
+    shift_s,
+)
 
 __all__ = ["Line", "Printed", "first_failure", "of_conditions", "seconds_of"]
 

@@ -14,8 +14,7 @@ from toolkit.kubernetes.client.connection import Away, Missing
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.watcher import lines_of
 from toolkit.kubernetes.workloads import Object
-from toolkit.runs.log_reader import LogView
-from toolkit.runs.torchrun_report import StopTraces
+from toolkit.runs.log_reader import LogView, StopTraces
 
 __all__ = ["STAMPED", "Lines", "PodLog", "Start", "starts_of"]
 

@@ -20,11 +20,12 @@ from toolkit.kubernetes.status import judge, state_of
 from toolkit.kubernetes.watcher import Watch
 from toolkit.kubernetes.workloads import Kind, Object, pods_of
 from toolkit.planning.pods import RUN_LABEL
-from toolkit.runs import registry, run_directory
+from toolkit.runs import registry
 from toolkit.runs.failure import Failure
 from toolkit.runs.log_reader import LogView
-from toolkit.runs.metrics import read_metrics
 from toolkit.runs.run import Run
+from toolkit.runs.run_directory import read_metrics
+from toolkit.runs.run_secrets import mask_of, redacted
 from toolkit.runs.state import RunState, RunStatus
 
 __all__ = ["KubernetesRun"]
@@ -179,7 +180,7 @@ class KubernetesRun(Run):
             failed = failure_of(self.cluster, self.kind, obj, self.own_pods, attempt)
         except LauncherError:
             return None
-        return failed and failed.redacted(run_directory.mask_of(self.run_dir, self._environ))
+        return failed and failed.redacted(mask_of(self.run_dir, self._environ))
 
     def _measured(self) -> list[dict[str, Any]]:
         """Return what the run has measured, as it stands on the claim of its pods.
@@ -291,7 +292,7 @@ class KubernetesRun(Run):
         raise InputError([Problem(place=f"--attempt {view.attempt}", message=message)])
 
     def _redacted(self, lines: Iterator[str]) -> Iterator[str]:
-        return run_directory.redacted(lines, self.run_dir, self._environ)
+        return redacted(lines, self.run_dir, self._environ)
 
     def _gone(self) -> RunStatus:
         """Return where a run stands whose object is no more."""

@@ -25,10 +25,11 @@ from toolkit.runs.log_reader import (
     attempt_spans,
     follow_files,
     refuse_attempt,
+    without_stop_traces,
 )
-from toolkit.runs.run import Launcher, Run, new_run_name, require_secrets
+from toolkit.runs.run import Launcher, Run, new_run_name
+from toolkit.runs.run_secrets import require_secrets
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.torchrun_report import without_stop_traces
 from toolkit.text import untrusted
 
 __all__ = ["LocalLauncher", "LocalRun", "count_gpus"]

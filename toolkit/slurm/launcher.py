@@ -15,7 +15,8 @@ from toolkit.planning.slurm import SlurmPlan, array_of
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import render
 from toolkit.runs import registry, run_directory, submission_journal
-from toolkit.runs.run import Launcher, Run, new_run_name, require_secrets
+from toolkit.runs.run import Launcher, Run, new_run_name
+from toolkit.runs.run_secrets import require_secrets
 from toolkit.slurm.jobs import SlurmJob, as_lines, has_points, write_jobs, write_points
 from toolkit.slurm.login.host import Folder, Here, Login
 from toolkit.slurm.login.ssh_host import There

@@ -17,10 +17,10 @@ from toolkit.runs.log_reader import (
     attempt_spans,
     follow_files,
     refuse_attempt,
+    without_stop_traces,
 )
 from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.torchrun_report import without_stop_traces
 from toolkit.slurm.batch_status import LIST_AGE_S, STATUS_AGE_S, statuses
 from toolkit.slurm.jobs import SlurmJob, is_job_id, read_jobs
 from toolkit.slurm.login.host import Here, Login

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from toolkit.errors import LauncherError
 from toolkit.runs import run_directory
-from toolkit.runs.log_reader import LogView
+from toolkit.runs.log_reader import LogView, follow_points
+from toolkit.runs.log_reader import read_points as read_lines_of
+from toolkit.runs.run import unfinished_of
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.sweep_logs import follow_points
-from toolkit.runs.sweep_logs import read_points as read_lines_of
-from toolkit.runs.sweep_status import index_of, sum_of, unfinished_of
 from toolkit.slurm.batch_status import STATUS_AGE_S, statuses_of_parts
 from toolkit.slurm.jobs import SlurmJob, read_points
 from toolkit.slurm.login.host import Login
@@ -35,22 +34,10 @@ class SlurmSweep(SlurmRun):
             for index, (name, settings) in enumerate(points)
         )
 
-    def point(self, key: str) -> "SlurmPoint":
-        """Return a point by its number or its name.
-
-        Raises:
-            RunNotFound: there is none.
-        """
-        return self.points[index_of(self, key)]
-
     @property
     def parts(self) -> "Sequence[SlurmPoint]":
         """The points."""
         return self.points
-
-    def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
-        """Return the status of the whole from those of its points."""
-        return sum_of(point_statuses)
 
     def statuses(self) -> list[RunStatus]:
         """Return the status of each point, by one query and the run directories of the others."""
