@@ -1,7 +1,1 @@
-"""Launchers: from a plan to a run, one module per place."""
-
-from toolkit.runs.registry import RunRecord
-from toolkit.runs.run import Launcher, Run
-from toolkit.runs.state import RunState, RunStatus
-
-__all__ = ["Launcher", "Run", "RunRecord", "RunState", "RunStatus"]
+"""What is the same wherever a run is: its handle, status, record, directory, logs and failure."""

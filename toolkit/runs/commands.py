@@ -48,15 +48,8 @@ def run(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command and return its output; bytes that are not UTF-8 become U+FFFD.
 
-    Args:
-        argv: The command.
-        stdin: What it reads.
-        environ: Its environment; this process's where it is None.
-        limit_s: How long it may take.
-        limit_bytes: How much it may print.
-
     Raises:
-        TooLong: it has taken longer, or printed more.
+        TooLong: it has taken longer than `limit_s`, or printed more than `limit_bytes`.
     """
     deadline = time.monotonic() + limit_s
     # stderr goes to a file: what ssh leaves in the background keeps it, and would keep a pipe open.
@@ -66,7 +59,7 @@ def run(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environ
         ) as process,
     ):
-        writer = threading.Thread(target=_give, args=(process, stdin), daemon=True)
+        writer = threading.Thread(target=_write, args=(process, stdin), daemon=True)
         writer.start()
         try:
             output = bytearray()
@@ -85,16 +78,12 @@ def run(
             # The process may still be writing when its output is closed.
             writer.join(timeout=1.0)
         errors.seek(0)
-        errors_seen = errors.read(limit_bytes)
-    return subprocess.CompletedProcess(
-        argv,
-        process.returncode,
-        output.decode(errors="replace"),
-        errors_seen.decode(errors="replace"),
-    )
+        printed = (bytes(output), errors.read(limit_bytes))
+    stdout, stderr = (text.decode(errors="replace") for text in printed)
+    return subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
 
 
-def _give(process: "subprocess.Popen[bytes]", stdin: bytes) -> None:
+def _write(process: "subprocess.Popen[bytes]", stdin: bytes) -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError, ValueError):  # it may end before it has read all
         process.stdin.write(stdin)

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 from toolkit.runs.log_reader import attempt_folders
-from toolkit.runs.run_directory import STOP_WORDS, outcome, reason_of
+from toolkit.runs.run_directory import (
+    STOP_WORDS,
+    cancel_requested,
+    exit_status_of,
+    outcome,
+    reason_of,
+)
 from toolkit.runs.torchrun_report import (
     RankStart,
     Reported,
@@ -39,7 +45,6 @@ __all__ = [
 ]
 
 _LAST_WORDS = 5
-_READ_BYTES = 1 << 16
 _UNREPORTED_S = 120.0
 """How long before others a rank can have failed whose torchrun was ended before it could report."""
 
@@ -169,11 +174,8 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
     """Return what failed first in an attempt; None if no rank failed, or the cause is unknown.
 
     Of several starts of the ranks within the attempt, the last one counts. Ranks that have only
-    lost another one often notice that before the other's torchrun does, so they come last.
-
-    Args:
-        run_dir: The run directory.
-        number: Which attempt; the newest where it is None.
+    lost another one often notice that before the other's torchrun does, so they come last. Without
+    a number, the newest attempt is meant.
     """
     attempt = _newest(run_dir) if number is None else run_dir / "logs" / f"attempt-{number}"
     if attempt is None or _ended_well(run_dir, attempt):
@@ -219,12 +221,8 @@ def _ended_well(run_dir: Path, attempt: Path) -> bool:
     status = content.get("status") if attempt.name == f"attempt-{content.get('attempt')}" else ""
     if status == "fatal" and word in STOP_WORDS:
         return False  # it failed while it was being stopped
-    exit_status = ""
-    with contextlib.suppress(OSError):
-        path = attempt / "exit_status"
-        exit_status = untrusted.read_text(path, limit=_READ_BYTES, below=run_dir).strip()
-    stopped = not word and (status == "preempted" or (run_dir / "cancel_requested").exists())
-    return exit_status == "0" or word in _WELL or stopped
+    stopped = not word and (status == "preempted" or cancel_requested(run_dir))
+    return exit_status_of(attempt) == 0 or word in _WELL or stopped
 
 
 def _judge(

@@ -33,6 +33,7 @@ __all__ = [
     "attempt_numbers",
     "attempt_spans",
     "by_number",
+    "end_of",
     "follow_files",
     "follow_points",
     "read_points",
@@ -132,7 +133,6 @@ class Span:
     """A part of a file."""
 
     path: Path
-    """The file."""
 
     start: int = 0
     """Its first byte."""
@@ -142,6 +142,19 @@ class Span:
 
     below: Path | None = None
     """The folder from which on no part of the path may be a link; None for the file alone."""
+
+
+def end_of(span: Span, most: int) -> bytes:
+    """Return the last bytes of a part of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with untrusted.open_untrusted(span.path, below=span.below) as file:
+        size = file.seek(0, os.SEEK_END)
+        end = size if span.end is None else min(span.end, size)
+        begin = file.seek(max(span.start, end - most))
+        return file.read(max(0, end - begin))
 
 
 @dataclass(kw_only=True)
@@ -157,12 +170,7 @@ class Tail:
     def new_lines(
         self, path: Path, end: int | None = None, below: Path | None = None
     ) -> Iterator[str]:
-        """Yield the whole lines that have come since, up to the byte `end`.
-
-        Args:
-            path: The file.
-            end: The byte behind the last one that is wanted.
-            below: The folder from which on no part of the path may be a link.
+        """Yield the whole lines that have come since, up to the byte `end`; `below` as in `Span`.
 
         Raises:
             LauncherError: the file cannot be read, or is none.
@@ -175,7 +183,7 @@ class Tail:
         except OSError as error:
             raise LauncherError(f"{path} cannot be read: {error.strerror}") from error
         with file:
-            if file.seek(0, 2) < self.offset:  # it was truncated
+            if file.seek(0, os.SEEK_END) < self.offset:  # it was truncated
                 self.offset, self.torn = 0, b""
             file.seek(self.offset)
             while chunk := file.read(
@@ -195,6 +203,22 @@ class Tail:
             self.torn = b""
 
 
+class _Tails:
+    """How far the files of a run have been read."""
+
+    def __init__(self) -> None:
+        self._tails: dict[Path, Tail] = {}
+
+    def new_lines(self, spans: Iterable[Span], *, ended: bool) -> Iterator[str]:
+        """Yield the lines since the last call; with `ended`, also those without a line end."""
+        for span in spans:
+            tail = self._tails.setdefault(span.path, Tail(offset=span.start))
+            yield from tail.new_lines(span.path, span.end, span.below)
+        if ended:
+            for tail in self._tails.values():
+                yield from tail.last_words()
+
+
 def follow_files(
     find: Callable[[], list[Span]],
     *,
@@ -210,24 +234,17 @@ def follow_files(
         pause_s: How long to wait when there is nothing new.
         ask_every_s: How long to wait at least between two questions whether it has ended.
     """
-    tails: dict[Path, Tail] = {}
-    asked = float("-inf")
-    while True:
-        last_round = False
+    tails = _Tails()
+    asked, last_round = float("-inf"), False
+    while not last_round:
         if (now := time.monotonic()) >= asked + ask_every_s:
             last_round = ended()  # asked first: lines from before the end are still read
             asked = now
         any_line = False
-        for span in find():
-            tail = tails.setdefault(span.path, Tail(offset=span.start))
-            for line in tail.new_lines(span.path, span.end, span.below):
-                any_line = True
-                yield line
-        if last_round:
-            for tail in tails.values():
-                yield from tail.last_words()
-            return
-        if not any_line:
+        for line in tails.new_lines(find(), ended=last_round):
+            any_line = True
+            yield line
+        if not any_line and not last_round:
             time.sleep(pause_s)
 
 
@@ -363,23 +380,18 @@ class _PointLog:
     point: "Run"
     view: LogView
     spans: Spans
-    tails: dict[Path, Tail] = field(default_factory=dict)
+    tails: _Tails = field(default_factory=_Tails)
     traces: StopTraces = field(default_factory=StopTraces)
 
     def new_lines(self, *, ended: bool = False) -> Iterator[str]:
         """Yield the lines since the last call; all that is left if the point has `ended`."""
         name = self.point.name.rpartition("/")[2]
-        return (f"[{name}] {line}" for line in self.view.of_ranks(self._new(ended)))
+        return (f"[{name}] {line}" for line in self.view.of_ranks(self._shown(ended)))
 
-    def _new(self, ended: bool) -> Iterator[str]:
-        for span in self.spans(self.point, self.view):
-            tail = self.tails.setdefault(span.path, Tail(offset=span.start))
-            for line in tail.new_lines(span.path, span.end, span.below):
-                yield from self.traces.take(line)
+    def _shown(self, ended: bool) -> Iterator[str]:
+        for line in self.tails.new_lines(self.spans(self.point, self.view), ended=ended):
+            yield from self.traces.take(line)
         if ended:
-            for tail in self.tails.values():
-                for line in tail.last_words():
-                    yield from self.traces.take(line)
             yield from self.traces.rest()
 
 
@@ -399,12 +411,7 @@ def follow_points(
 ) -> Iterator[str]:
     """Yield what the points print as it comes, until all have ended.
 
-    Args:
-        sweep: The sweep.
-        view: Which lines are wanted.
-        spans: Where those of a point stand.
-        on_status: Called with each answer of the scheduler.
-        ask_every_s: How long to wait at least between two questions to the scheduler.
+    Each answer of the scheduler, at most one in `ask_every_s`, is handed to `on_status`.
     """
     logs = {point.uri: _PointLog(point=point, view=view, spans=spans) for point in sweep.points}
     states: dict[str, RunState] = {}

@@ -47,23 +47,15 @@ class Curve:
     """`x,y x,y …`"""
 
     first: int
-    """The first step."""
-
     last: int
-    """The last step."""
+    """The first and last step."""
 
     lowest: str
-    """The lowest value."""
-
     highest: str
-    """The highest value."""
+    """The lowest and highest value."""
 
     width: int = 600
-    """Of the drawing."""
-
     height: int = 160
-    """Of the drawing."""
-
     left: int = 60
     top: int = 10
     right: int = 590

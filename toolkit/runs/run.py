@@ -34,7 +34,6 @@ __all__ = [
     "Launcher",
     "Run",
     "ShownRun",
-    "index_of",
     "new_run_name",
     "pauses",
     "unfinished_of",
@@ -84,7 +83,15 @@ class Run(abc.ABC):
         """
         if not self.points:
             raise RunNotFound(f"no point {key!r}: {self.uri} is no sweep")
-        return self.points[index_of(self, key)]
+        names = [point.name.rpartition("/")[2] for point in self.points]
+        if key in names:
+            return self.points[names.index(key)]
+        if (number := whole_number(key)) is not None and number < len(names):
+            return self.points[number]
+        raise RunNotFound(
+            f"{self.uri} has no point {key!r}; it has 0 to {len(names) - 1}, as in "
+            f"{self.uri}_0 or {self.name}/{names[0]}"
+        )
 
     def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
         """Return the status of a sweep from those of its points."""
@@ -118,9 +125,7 @@ class Run(abc.ABC):
     ) -> contextlib.AbstractContextManager[None]:
         """Watch runs of this batch while a caller waits, if that is cheaper than polling.
 
-        Args:
-            runs: The runs.
-            explained: Whether the caller shows meanwhile what each of them waits for.
+        `explained`: whether the caller shows meanwhile what each of them waits for.
         """
         return contextlib.nullcontext()
 
@@ -170,10 +175,8 @@ class Run(abc.ABC):
     def failure(self, *, attempt: int | None = None) -> "Failure | None":
         """Return what failed first in an attempt; None if no rank failed, or the cause is unknown.
 
-        It is read from the run directory; no scheduler is queried.
-
-        Args:
-            attempt: Which one; the newest where it is None.
+        It is read from the run directory; no scheduler is queried. Without a number, the newest
+        attempt is meant.
         """
         from toolkit.runs.failure import first_failure
 
@@ -300,26 +303,6 @@ def new_run_name(job_name: str) -> str:
     """Return a name for a new run: `NAME-MMDD-HHMMSS-XXXX`, local time, four random characters."""
     stamp = datetime.now().strftime("%m%d-%H%M%S")
     return f"{job_name}-{stamp}-" + "".join(secrets.choice(_NAME_ALPHABET) for _ in range(4))
-
-
-# ---- Sweeps
-
-
-def index_of(sweep: Run, key: str) -> int:
-    """Return the number of a point by that number or its name.
-
-    Raises:
-        RunNotFound: there is none.
-    """
-    names = [point.name.rpartition("/")[2] for point in sweep.points]
-    if key in names:
-        return names.index(key)
-    if (number := whole_number(key)) is not None and number < len(names):
-        return number
-    raise RunNotFound(
-        f"{sweep.uri} has no point {key!r}; it has 0 to {len(names) - 1}, as in "
-        f"{sweep.uri}_0 or {sweep.name}/{names[0]}"
-    )
 
 
 def unfinished_of(sweep: Run, point_statuses: Sequence[RunStatus]) -> list[int]:

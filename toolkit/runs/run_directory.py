@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from toolkit.errors import LauncherError
 from toolkit.job.spec import JobSpec
-from toolkit.runs.log_reader import attempt_folders, attempt_numbers
+from toolkit.runs.log_reader import Span, attempt_folders, attempt_numbers, end_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 from toolkit.text.yaml_reader import write_document
@@ -24,6 +24,7 @@ __all__ = [
     "cancel_requested",
     "changed_at",
     "ended_status",
+    "exit_status_of",
     "figures",
     "has_attempts",
     "is_over",
@@ -109,12 +110,7 @@ def write_inputs(
 ) -> Path:
     """Write the resolved job file and the rendered script; return the script's path.
 
-    Args:
-        run_dir: Where.
-        job: The job.
-        script: The rendered script.
-        file_name: Its name there.
-        files: What else the job finds there, by its path below the run directory.
+    `files` is what else the job finds there, by its path below the run directory.
 
     Raises:
         LauncherError: they cannot be written.
@@ -186,8 +182,12 @@ def cancel_requested(run_dir: Path) -> bool:
 def ended_status(run_dir: Path) -> RunStatus:
     """Return the status of a run that has ended, from the files in its run directory."""
     content = outcome(run_dir) or {}
-    if content.get("status") == "done" and _is_of_newest(content.get("attempt"), run_dir):
-        return RunStatus(state=RunState.SUCCEEDED)  # as most of a long list
+    attempt = untrusted.whole(content.get("attempt"))
+    if content.get("status") == "done" and attempt is not None:
+        # Most runs of a long list: two files are looked up by name, and no folder is listed.
+        own, later = (f"{run_dir}/logs/attempt-{number}" for number in (attempt, attempt + 1))
+        if os.path.exists(own) and not os.path.exists(later):  # noqa: PTH110
+            return RunStatus(state=RunState.SUCCEEDED)
     numbers = attempt_numbers(run_dir)
     if numbers and content.get("attempt") != numbers[-1]:
         content = {}  # an earlier attempt's; the newest one never came to say anything
@@ -215,15 +215,6 @@ def ended_status(run_dir: Path) -> RunStatus:
     return RunStatus(state=state, reason=reason, word=word)
 
 
-def _is_of_newest(attempt: object, run_dir: Path) -> bool:
-    """Whether an attempt has been, and none after it; looked up by two names, not in a list."""
-    if untrusted.whole(attempt) is None:
-        return False
-    assert isinstance(attempt, int)
-    own, later = (f"{run_dir}/logs/attempt-{number}" for number in (attempt, attempt + 1))
-    return os.path.exists(own) and not os.path.exists(later)  # noqa: PTH110  # of many runs
-
-
 def changed_at(run_dir: Path) -> float:
     """Return the newest time at which a start, an end or a cancellation was recorded here."""
     places = [run_dir / name for name in ("logs", "jobs.jsonl", "outcome.json", _CANCEL)]
@@ -247,18 +238,6 @@ def is_over(run_dir: Path) -> bool:
     return newest_reason(run_dir).word in _OVER
 
 
-def newest_reason(run_dir: Path) -> "Reason":
-    """Return the newest attempt's reason; empty texts where it has none."""
-    attempts = attempt_folders(run_dir)
-    return reason_of(attempts[-1]) if attempts else Reason("", "")
-
-
-def last_reason(run_dir: Path) -> str:
-    """Return the newest attempt's reason and decision, or "" without one."""
-    texts = (reason_of(attempt).text for attempt in reversed(attempt_folders(run_dir)))
-    return next(filter(None, texts), "")
-
-
 class Reason(NamedTuple):
     """Why an attempt ended, as the retry policy has written it."""
 
@@ -279,13 +258,31 @@ def reason_of(attempt: Path) -> Reason:
     return Reason(text.partition(":")[0], text)
 
 
+def newest_reason(run_dir: Path) -> Reason:
+    """Return the newest attempt's reason; empty texts where it has none."""
+    attempts = attempt_folders(run_dir)
+    return reason_of(attempts[-1]) if attempts else Reason("", "")
+
+
+def last_reason(run_dir: Path) -> str:
+    """Return the newest attempt's reason and decision, or "" without one."""
+    texts = (reason_of(attempt).text for attempt in reversed(attempt_folders(run_dir)))
+    return next(filter(None, texts), "")
+
+
+def exit_status_of(attempt: Path) -> int | None:
+    """Return the exit status of an attempt; None while it has not written one."""
+    with contextlib.suppress(OSError, ValueError):
+        path = attempt / "exit_status"
+        return int(untrusted.read_text(path, limit=_REASON_BYTES, below=attempt.parents[1]))
+    return None
+
+
 def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     """Go by the exit status of the newest attempt, where the training wrote no outcome."""
     attempts = attempt_folders(run_dir)
-    try:
-        path = attempts[-1] / "exit_status"
-        status = int(untrusted.read_text(path, limit=_REASON_BYTES, below=run_dir))
-    except (IndexError, OSError, ValueError):
+    status = exit_status_of(attempts[-1]) if attempts else None
+    if status is None:
         full = ""
         with contextlib.suppress(OSError):
             full = ": No space left on device" if os.statvfs(run_dir).f_bavail == 0 else ""
@@ -324,18 +321,13 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
     """Return the newest whole record of `metrics.jsonl`, or None."""
     try:
-        with untrusted.open_untrusted(run_dir / "metrics.jsonl") as file:
-            file.seek(max(0, file.seek(0, 2) - _LAST_BYTES))
-            lines = file.read(_LAST_BYTES).split(b"\n")
+        lines = end_of(Span(path=run_dir / "metrics.jsonl"), _LAST_BYTES).split(b"\n")
     except OSError:
         return None
     for line in reversed(lines):
-        try:
-            row = untrusted.parse_json(line)
-        except ValueError:
-            continue  # the first or the last line may be torn
-        if isinstance(row, dict):
-            return row
+        with contextlib.suppress(ValueError):  # the first or the last line may be torn
+            if isinstance(row := untrusted.parse_json(line), dict):
+                return row
     return None
 
 

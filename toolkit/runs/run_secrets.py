@@ -102,12 +102,7 @@ def redacted(
 
 
 def remember(secrets: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
-    """Keep the marks of variables' values, unless they are there; a full disk stops no submission.
-
-    Args:
-        secrets: Values by variable.
-        environ: Where the state folder is looked for.
-    """
+    """Keep the marks of variables' values, once each; a full disk stops no submission."""
     if not secrets:
         return
     path, before = _path(environ), known(environ)

@@ -14,7 +14,7 @@ from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 
-from toolkit.runs.log_reader import Span, attempt_spans
+from toolkit.runs.log_reader import Span, attempt_spans, end_of
 from toolkit.text import untrusted
 
 __all__ = [
@@ -37,17 +37,14 @@ class Reported:
     """A rank that has failed, as torchrun reports it at its end."""
 
     time: float
-    """When torchrun noticed the failure, or the time in the error file;
-    a node's clock, whole seconds."""
+    """When torchrun noticed the failure, or the time in the error file; a node's clock, whole
+    seconds."""
 
     host: str
     """The node's name of itself, without its domain."""
 
     rank: int
-    """The global rank."""
-
     local_rank: int
-    """Its number on the node."""
 
     exitcode: int
     """The exit status; a signal's number is negative."""
@@ -103,8 +100,7 @@ def report_texts(lines: Iterable[str]) -> dict[int, tuple[str, ...]]:
     """
     texts: dict[int, list[str]] = {}
     lines_of_rank: list[str] | None = None
-    rank = -1
-    written = False
+    rank, written = -1, False
     for line in lines:
         if match := _REPORT_LINE.match(line):
             lines_of_rank = None
@@ -118,11 +114,8 @@ def report_texts(lines: Iterable[str]) -> dict[int, tuple[str, ...]]:
             lines_of_rank, written = None, False
         elif lines_of_rank is not None:
             lines_of_rank.append(line.removeprefix("  "))
-    return {
-        rank: tuple("\n".join(text).rstrip().split("\n"))
-        for rank, text in texts.items()
-        if rank >= 0
-    }
+    texts.pop(-1, None)
+    return {rank: tuple("\n".join(text).rstrip().split("\n")) for rank, text in texts.items()}
 
 
 # ---- Tracebacks in what a rank has printed
@@ -215,9 +208,6 @@ _ERROR_BYTES = 4 << 20
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _GROUP = re.compile(r"attempt_([0-9]{1,9})", re.ASCII)
 
-_LAST_STAMP = 32503680000.0
-"""The year 3000, in seconds since 1970: beyond some year a clock's time cannot be written."""
-
 _QUARTER_S = 900
 """Time zones differ by multiples of this; that of a container may not be ours."""
 
@@ -230,7 +220,7 @@ class RankStart:
     """Where its output and its error file lie."""
 
     key: str
-    """Of its node."""
+    """That of its node."""
 
     node: str
     """Its node's name; `node-1` on this machine."""
@@ -246,9 +236,17 @@ class RankStart:
         """Its number on its node."""
         return int(self.folder.name)
 
+    @property
+    def _run_dir(self) -> Path | None:
+        """The run directory, below which nothing is a link; None for a rank that is elsewhere."""
+        parents = self.folder.parents  # group, RUN_ID, node, attempt, logs, run directory
+        return parents[5] if len(parents) > 5 and parents[4].name == "logs" else None
+
     def stderr(self) -> list[str]:
         """Return the last lines of the rank's stderr."""
-        return _end_of(Span(path=self.folder / "stderr.log", below=self._run_dir), _STDERR_BYTES)
+        return _last_lines(
+            Span(path=self.folder / "stderr.log", below=self._run_dir), _STDERR_BYTES
+        )
 
     def silent_since(self) -> float:
         """Return when it has written to its stderr last."""
@@ -261,21 +259,14 @@ class RankStart:
             content = untrusted.read_json(path, limit=_ERROR_BYTES, below=self._run_dir)
             message = untrusted.mapping(untrusted.mapping(content)["message"])
             extra = untrusted.mapping(message["extraInfo"])
-            # A number, or one as text; the years that a clock can show.
-            stamp = untrusted.finite(float(str(extra["timestamp"])[:40]))
-            if stamp is None or not 0 <= stamp < _LAST_STAMP:
+            stamp = untrusted.moment(float(str(extra["timestamp"])[:40]))  # a number, or its text
+            if stamp is None:
                 return None
             trace = str(extra.get("py_callstack") or "").rstrip("\n")
             written = path.lstat().st_mtime  # finer than the whole seconds in it
             time = written if 0 <= written - stamp < 2 else stamp
             return str(message["message"]), tuple(trace.split("\n") if trace else ()), time
         return None
-
-    @property
-    def _run_dir(self) -> Path | None:
-        """The run directory, below which nothing is a link; None for a rank that is elsewhere."""
-        parents = self.folder.parents  # group, RUN_ID, node, attempt, logs, run directory
-        return parents[5] if len(parents) > 5 and parents[4].name == "logs" else None
 
 
 def starts_of(attempt: Path) -> list[RankStart]:
@@ -328,7 +319,7 @@ def reports_of(run_dir: Path, attempt: Path, starts: list[RankStart]) -> dict[Ra
     reports: dict[RankStart, Reported] = {}
     for span in attempt_spans(run_dir, int(attempt.name.split("-")[1])):
         key = span.path.stem.removeprefix("node-") if span.path.parent == attempt else None
-        for reported in read_reports(_end_of(span, _LOG_BYTES)):
+        for reported in read_reports(_last_lines(span, _LOG_BYTES)):
             reports[_start_of(reported, key, starts, attempt)] = reported
     for start, reported in reports.items():
         away_s = error[2] - reported.time if (error := start.error()) else 0.0
@@ -361,15 +352,7 @@ def shift_s(away_s: float) -> int:
     return round(away_s / _QUARTER_S) * _QUARTER_S
 
 
-def _end_of(span: Span, most: int) -> list[str]:
-    """Return the last lines of a part of a file."""
-    with (
-        contextlib.suppress(OSError),
-        untrusted.open_untrusted(span.path, below=span.below) as file,
-    ):
-        size = file.seek(0, 2)
-        end = size if span.end is None else min(span.end, size)
-        begin = max(span.start, end - most)
-        file.seek(begin)
-        return file.read(max(0, end - begin)).decode(errors="replace").split("\n")
+def _last_lines(span: Span, most: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return end_of(span, most).decode(errors="replace").split("\n")
     return []
