@@ -126,7 +126,7 @@ def test_odd_lines_among_the_marks_are_passed_over(own_user: Path) -> None:
     for key, bad in values.items():
         odd += (json.dumps(json.loads(good) | {key: value}) for value in bad)
     path.write_text("\n".join([*odd, good]))
-    (found,) = run_secrets.known()
+    (found,) = run_secrets.stored_marks()
     assert found.length == len(PLAIN)
     assert run_secrets.mask_of(None).hide(f"a {PLAIN}") == "a ***X***"
 
@@ -136,7 +136,7 @@ def test_the_oldest_marks_are_forgotten(own_user: Path, monkeypatch: pytest.Monk
     for number in range(12):
         run_secrets.remember({"X": f"value-number-{number}"})
     mask = run_secrets.mask_of(None)
-    assert len(run_secrets.known()) < 40
+    assert len(run_secrets.stored_marks()) < 40
     assert mask.hide("value-number-11 value-number-0") == "***X*** value-number-0"
 
 

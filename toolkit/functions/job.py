@@ -125,8 +125,8 @@ class FunctionJob(core.Job[R]):
         self._index = index
         self._rank = rank
         self._cancel_at_deletion = False
-        script = f"{run.record.job}.sbatch" if run.uri.startswith("slurm:") else "run.sh"
-        self._job_id = run.uri.rpartition("/")[2]
+        scheme, _, self._job_id = run.record.address
+        script = f"{run.record.job}.sbatch" if scheme == "slurm" else "run.sh"
         self._paths = FunctionPaths(self._call, self._job_id, rank, script)
         ranks = range(self._call.ranks) if rank is None else ()
         self._tasks = tuple(ranks) or (rank or 0,)

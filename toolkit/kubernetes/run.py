@@ -51,7 +51,7 @@ class KubernetesRun(Run):
         super().__init__(record)
         self.cluster = cluster
         self.kind = kind
-        self.object_name = object_name or record.uri.rpartition("/")[2]
+        self.object_name = object_name or record.address[2]
         self._environ = environ
         self.begun = begun
         """When its submission went on last, if it was cut short; else None."""

@@ -1,1 +1,1 @@
-"""What is the same wherever a run is: its handle, status, record, directory, logs and failure."""
+"""Runs wherever they are: handle, status, record, run directory, logs and failure."""

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from toolkit.errors import LauncherError
 
@@ -58,13 +58,21 @@ def run(
         subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environ
         ) as process,
+        selectors.DefaultSelector() as selector,
     ):
+        assert process.stdout is not None
+        selector.register(process.stdout, selectors.EVENT_READ)
         writer = threading.Thread(target=_write, args=(process, stdin), daemon=True)
         writer.start()
+        output = bytearray()
         try:
-            output = bytearray()
-            for chunk in _chunks(process, deadline):
-                output += chunk
+            while True:
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                if selector.select(min(1.0, left_s)):
+                    if not (chunk := os.read(process.stdout.fileno(), _CHUNK)):
+                        break
+                    output += chunk
                 if len(output) + os.fstat(errors.fileno()).st_size > limit_bytes:
                     raise TooLong(f"{argv[0]} prints more than {limit_bytes >> 20} MiB: ended")
             process.wait(None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()))
@@ -89,28 +97,6 @@ def _write(process: "subprocess.Popen[bytes]", stdin: bytes) -> None:
         process.stdin.write(stdin)
     with contextlib.suppress(OSError):
         process.stdin.close()
-
-
-def _chunks(process: "subprocess.Popen[bytes]", deadline: float) -> Iterator[bytes]:
-    """Yield what a process prints until it closes its output; b"" each second meanwhile.
-
-    Raises:
-        TimeoutError: the deadline is over.
-    """
-    assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            if not selector.select(min(1.0, left)):
-                yield b""
-                continue
-            chunk = os.read(process.stdout.fileno(), _CHUNK)
-            if not chunk:
-                return
-            yield chunk
 
 
 def only_asks(argv: Sequence[str]) -> bool:

@@ -194,10 +194,10 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
     earlier = []
     before = [start for start in starts if not start.last]
     for restart in sorted({start.restart for start in before}):
-        those = [start for start in before if start.restart == restart]
-        judged = [_judge(attempt, s, bases) or _unreported(attempt, s, bases) for s in those]
-        if found := [one for one in judged if one]:
-            earlier.append(first_of(found))
+        ranks = [start for start in before if start.restart == restart]
+        judged = [_judge(attempt, s, bases) or _unreported(attempt, s, bases) for s in ranks]
+        if any(judged):
+            earlier.append(first_of(filter(None, judged)))
     return replace(first_of(failures), earlier=tuple(earlier))
 
 

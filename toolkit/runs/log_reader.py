@@ -88,8 +88,8 @@ _STOP_TRACE = re.compile(
     r"|torch\.distributed\.elastic\.\S*SignalException|--- Logging error ---|Call stack:"
     r"|Message: |Arguments: |RuntimeError: reentrant call"
 )
-"""Lines of the traceback with which torchrun ends when it is asked to stop: its own
-`SignalException`, which looks like a failure but is not. Those of several nodes may be mixed."""
+"""Lines of torchrun's traceback after a stop signal: its own `SignalException` looks like a failure
+but is none. The lines of several nodes may be mixed."""
 
 _LOG_LINE = re.compile(r"\[|[WIE]\d{4} |srun: |slurmstepd")
 """Lines that come in between."""
@@ -235,11 +235,11 @@ def follow_files(
         ask_every_s: How long to wait at least between two questions whether it has ended.
     """
     tails = _Tails()
-    asked, last_round = float("-inf"), False
+    asked_s, last_round = float("-inf"), False
     while not last_round:
-        if (now := time.monotonic()) >= asked + ask_every_s:
+        if (now := time.monotonic()) >= asked_s + ask_every_s:
             last_round = ended()  # asked first: lines from before the end are still read
-            asked = now
+            asked_s = now
         any_line = False
         for line in tails.new_lines(find(), ended=last_round):
             any_line = True
@@ -300,8 +300,8 @@ def refuse_attempt(run_dir: Path, view: LogView) -> None:
         return
     numbers = attempt_numbers(run_dir)
     if view.attempt not in numbers:
-        there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "none has begun"
-        raise InputError([Problem(place=f"--attempt {view.attempt}", message=f"{there} of it")])
+        attempts = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "none has begun"
+        raise InputError([Problem(place=f"--attempt {view.attempt}", message=f"{attempts} of it")])
 
 
 def _noted(folder: Path) -> tuple[int, str] | None:
@@ -416,9 +416,9 @@ def follow_points(
     logs = {point.uri: _PointLog(point=point, view=view, spans=spans) for point in sweep.points}
     states: dict[str, RunState] = {}
     while True:
-        asked = time.monotonic()
+        asked_s = time.monotonic()
         point_statuses = sweep.statuses()
-        took_s = time.monotonic() - asked
+        took_s = time.monotonic() - asked_s
         on_status(sweep.sum_of(point_statuses))
         busy = []
         for point, status in zip(sweep.points, point_statuses, strict=True):
@@ -434,7 +434,7 @@ def follow_points(
         if not logs:
             return
         pause_s = max(_PAUSE_S, _PAUSE_PER_POINT_S * len(busy))
-        while time.monotonic() < asked + max(ask_every_s, _BUSY * took_s):
+        while time.monotonic() < asked_s + max(ask_every_s, _BUSY * took_s):
             lines = 0
             for log in busy:
                 for line in log.new_lines():

@@ -72,9 +72,21 @@ class RunRecord:
     """Why the run cannot be queried; empty where all is known."""
 
     @property
+    def address(self) -> tuple[str, str, str]:
+        """The URI's scheme, the cluster or namespace, and the run's id there.
+
+        >>> RunRecord(uri="slurm://c/7", name="a", job="a", profile={}, created=0.0).address
+        ('slurm', 'c', '7')
+        """
+        scheme, _, path = self.uri.partition("://")
+        site, _, run_id = path.rpartition("/")
+        return scheme, site, run_id
+
+    @property
     def begun(self) -> bool:
         """Whether the job id is not known yet: the submission may have been interrupted."""
-        return self.uri.endswith(f"/{self.name}") and self.uri.startswith("slurm://")
+        scheme, _, run_id = self.address
+        return scheme == "slurm" and run_id == self.name
 
     @property
     def remote(self) -> str:
@@ -83,7 +95,7 @@ class RunRecord:
         return f"{host}:{self.remote_dir}" if self.remote_dir else ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return what is written down; what a machine without mirrors does not know is left out."""
+        """Return the record as it is stored, without keys that only machines with mirrors know."""
         data = asdict(self) | {"version": _VERSION, "run_dir": self.run_dir and str(self.run_dir)}
         del data["believed"], data["problem"]
         return {k: v for k, v in data.items() if k != "remote_dir" or v is not None}
@@ -244,8 +256,8 @@ def withdraw_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> 
     path = _file(environ, "cancelled")
     with contextlib.suppress(OSError):
         lines = untrusted.read_text(path, limit=_BYTES).splitlines()
-        kept = "".join(f"{line}\n" for line in lines if line != uri)
-        path.write_text(kept, encoding="utf-8")
+        others = "".join(f"{line}\n" for line in lines if line != uri)
+        path.write_text(others, encoding="utf-8")
 
 
 def parse(data: Any) -> RunRecord | None:

@@ -280,7 +280,7 @@ class Launcher(abc.ABC, Generic[PlanT]):
         """Return the handle of a run that any process has submitted before."""
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
-        """Let a run that has ended go on from its checkpoints; of a sweep, what did not succeed.
+        """Continue an ended run from its checkpoints; of a sweep, the points that did not succeed.
 
         Raises:
             LauncherError: it has succeeded or not ended, or the place cannot do this.

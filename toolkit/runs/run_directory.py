@@ -61,7 +61,7 @@ _OUTCOMES = {
     "fatal": RunState.FAILED,
     "preempted": RunState.PREEMPTED,
     "retryable": RunState.FAILED,
-    "running": RunState.FAILED,  # it never came to say how it ended
+    "running": RunState.FAILED,  # it ended before it could record how
 }
 
 _WORDS = {
@@ -162,7 +162,7 @@ def outcome(run_dir: Path) -> Mapping[str, Any] | None:
 
 
 def request_cancel(run_dir: Path) -> None:
-    """Leave a mark by which a later status tells a cancelled run from a failed one."""
+    """Leave a file by which a later status distinguishes a cancelled run from a failed one."""
     with contextlib.suppress(OSError):  # a full disk must not keep a run alive
         untrusted.write_bytes(run_dir / _CANCEL, b"")
         os.utime(run_dir / _CANCEL, follow_symlinks=False)  # it may be there, from an earlier time
@@ -175,7 +175,7 @@ def withdraw_cancel(run_dir: Path) -> None:
 
 
 def cancel_requested(run_dir: Path) -> bool:
-    """Whether the run was asked to stop."""
+    """Whether a user has cancelled the run."""
     return os.path.exists(f"{run_dir}/{_CANCEL}")  # noqa: PTH110  # called for each of many runs
 
 
@@ -190,7 +190,7 @@ def ended_status(run_dir: Path) -> RunStatus:
             return RunStatus(state=RunState.SUCCEEDED)
     numbers = attempt_numbers(run_dir)
     if numbers and content.get("attempt") != numbers[-1]:
-        content = {}  # an earlier attempt's; the newest one never came to say anything
+        content = {}  # an earlier attempt's; the newest one has recorded none
     state = _OUTCOMES.get(str(content.get("status")))
     if state is RunState.SUCCEEDED:
         return RunStatus(state=state)

@@ -1,4 +1,4 @@
-"""The secrets of runs: required before a run is submitted, and hidden in what is shown of it.
+"""The secrets of runs: each must be set before a run is submitted, and is hidden in its output.
 
 Salted hashes of the values stay in the state folder (see toolkit/text/masking.py), so that logs
 hide the values later, when the variables are no longer set. Such a hash reveals nothing about a
@@ -22,7 +22,7 @@ from toolkit.text import secret_scan, untrusted
 from toolkit.text.masking import Mark, Mask, marks_of
 from toolkit.text.yaml_reader import read_document
 
-__all__ = ["known", "mask_of", "redacted", "remember", "require_secrets"]
+__all__ = ["mask_of", "redacted", "remember", "require_secrets", "stored_marks"]
 
 _JOB_BYTES = 5 << 20
 _SECRET_BYTES = 1 << 16
@@ -69,9 +69,9 @@ def mask_of(run_dir: Path | None, environ: Mapping[str, str] = os.environ) -> Ma
     except (InputError, OSError):
         data = None
     places = data.get("secrets") if isinstance(data, dict) else None
-    remembered = tuple(known(environ))
+    marks = tuple(stored_marks(environ))
     if not isinstance(places, dict | list) or not places:
-        return _mask_of_all(tuple(environ.items()), remembered)
+        return _mask_of_all(tuple(environ.items()), marks)
     variables = dict(environ)
     for name, place in places.items() if isinstance(places, dict) else ():
         file = place.get("file") if isinstance(place, dict) else None
@@ -80,13 +80,13 @@ def mask_of(run_dir: Path | None, environ: Mapping[str, str] = os.environ) -> Ma
                 path = Path(file).expanduser().resolve()
                 variables[name] = untrusted.read_text(path, limit=_SECRET_BYTES).rstrip("\n")
     names = [name for name in places if isinstance(name, str)]
-    return Mask(secret_scan.values_of(variables, names=names), remembered)
+    return Mask(secret_scan.values_of(variables, names=names), marks)
 
 
 @functools.lru_cache(maxsize=4)
-def _mask_of_all(variables: tuple[tuple[str, str], ...], remembered: tuple[Mark, ...]) -> Mask:
+def _mask_of_all(variables: tuple[tuple[str, str], ...], marks: tuple[Mark, ...]) -> Mask:
     """Return a mask of the secrets among variables: one for all runs of a list."""
-    return Mask(secret_scan.values_of(dict(variables)), remembered)
+    return Mask(secret_scan.values_of(dict(variables)), marks)
 
 
 def redacted(
@@ -105,14 +105,14 @@ def remember(secrets: Mapping[str, str], environ: Mapping[str, str] = os.environ
     """Keep the marks of variables' values, once each; a full disk stops no submission."""
     if not secrets:
         return
-    path, before = _path(environ), known(environ)
+    path, before = _path(environ), stored_marks(environ)
     salt = before[-1].salt if before else os.urandom(_SALT_BYTES)
     there = {(mark.name, mark.digest) for mark in before}
     with contextlib.suppress(OSError):
         if len(before) > _MOST:
             draft = path.with_name(f".{path.name}.{os.getpid()}")
-            kept = "".join(f"{_line(mark)}\n" for mark in before[-_MOST // 2 :])
-            untrusted.write_bytes(draft, kept.encode())
+            newer = "".join(f"{_line(mark)}\n" for mark in before[-_MOST // 2 :])
+            untrusted.write_bytes(draft, newer.encode())
             draft.replace(path)
         for name, value in secret_scan.values_of(secrets, names=secrets):
             for mark in marks_of(name, value, salt):
@@ -121,7 +121,7 @@ def remember(secrets: Mapping[str, str], environ: Mapping[str, str] = os.environ
                 append(path, _line(mark))
 
 
-def known(environ: Mapping[str, str] = os.environ) -> list[Mark]:
+def stored_marks(environ: Mapping[str, str] = os.environ) -> list[Mark]:
     """Return the marks, the oldest first."""
     try:
         path = _path(environ)
@@ -134,28 +134,27 @@ def known(environ: Mapping[str, str] = os.environ) -> list[Mark]:
 @functools.lru_cache(maxsize=2)
 def _read(path: Path, *_: int) -> tuple[Mark, ...]:
     lines = untrusted.lines_of_json(path, limit=_BYTES)
-    return tuple(mark for line in lines if (mark := _mark(line)) is not None)
+    return tuple(mark for line in lines if (mark := _mark(untrusted.mapping(line))) is not None)
 
 
-def _path(environ: Mapping[str, str]) -> Path:
-    return state_folder(environ) / "masked.jsonl"
+def _mark(data: Mapping[str, Any]) -> Mark | None:
+    name = data.get("name")
+    length = untrusted.whole(data.get("length"), least=1, most=_LONGEST)
+    start = untrusted.whole(data.get("start"), most=0xFFFF)
+    try:
+        salt, digest = (bytes.fromhex(str(data.get(key))) for key in ("salt", "digest"))
+    except ValueError:
+        return None
+    if length is None or start is None or not isinstance(name, str):
+        return None
+    if not 0 < len(salt) <= 64:  # as much as a hash takes for its key
+        return None
+    return Mark(name=name, length=length, salt=salt, start=start, digest=digest)
 
 
 def _line(mark: Mark) -> str:
     return json.dumps(asdict(mark) | {"salt": mark.salt.hex(), "digest": mark.digest.hex()})
 
 
-def _mark(line: Any) -> Mark | None:
-    data = untrusted.mapping(line)
-    name, salt, digest = (data.get(key) for key in ("name", "salt", "digest"))
-    length = untrusted.whole(data.get("length"), least=1, most=_LONGEST)
-    start = untrusted.whole(data.get("start"), most=0xFFFF)
-    if length is None or start is None or not isinstance(name, str):
-        return None
-    try:
-        salt, digest = bytes.fromhex(str(salt)), bytes.fromhex(str(digest))
-    except ValueError:
-        return None
-    if not 0 < len(salt) <= 64:  # as much as a hash takes for its key
-        return None
-    return Mark(name=name, length=length, salt=salt, start=start, digest=digest)
+def _path(environ: Mapping[str, str]) -> Path:
+    return state_folder(environ) / "masked.jsonl"

@@ -78,7 +78,7 @@ def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
 
 
 def take(folder: Path, name: str) -> Intent | None:
-    """Return this run's unfinished submission; None if there is none, or another process has it."""
+    """Return this run's unfinished submission; None if it has none, or another process has it."""
     path = folder / f"{name}.json"
     try:
         file = untrusted.open_untrusted(path)

@@ -285,7 +285,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             record, point = registry.find_point(dependency.run, environ=self._environ)
             if not record.believed or record.problem:
                 raise LauncherError(f"after {dependency.run}: it is not in your list of runs")
-            if not record.uri.startswith(f"slurm://{cluster}/"):
+            if record.address[:2] != ("slurm", cluster):
                 raise LauncherError(
                     f"after {record.uri}: it is not of cluster {cluster!r}, whose jobs can wait "
                     f"only for each other; `toolkit wait {record.name}` and submit then"

@@ -53,7 +53,7 @@ class SlurmRun(Run):
         self._login = login or Here(SlurmProfile(), command)
         self._command = command
         self._queue = queue or Queue(command)
-        self.job_id = record.uri.rpartition("/")[2]
+        self.job_id = record.address[2]
 
     @property
     def run_dir(self) -> Path | None:
