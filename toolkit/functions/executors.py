@@ -37,7 +37,7 @@ def _site(profile: str | Profile, kind: type[ProfileT], wanted: str) -> ProfileT
     """Return a profile of this kind.
 
     Raises:
-        ProfileError: there is no such profile, or it is not `wanted`.
+        ProfileError: the profile does not exist, or is not `wanted`.
     """
     site = as_profile(profile)
     if not isinstance(site, kind):
@@ -169,7 +169,7 @@ class LocalExecutor(_RunExecutor[LocalProfile]):
     def __init__(self, profile: str | Profile = "local", **parameters: Any) -> None:
         """Prepare to submit, with the arguments and errors of `SlurmExecutor`.
 
-        The profile only says where run directories are made.
+        The profile names the folder of the run directories, and nothing else.
         """
         site = _site(profile, LocalProfile, _LOCAL)
         super().__init__(site, site.runs_dir, parameters)
@@ -189,7 +189,7 @@ class LocalExecutor(_RunExecutor[LocalProfile]):
 class DebugExecutor(submitit.DebugExecutor):
     """Calls functions in this process when results are requested, so that pdb can stop there.
 
-    The process group has one rank, whatever the parameters are.
+    The process group has one rank with any parameters.
     """
 
     def __init__(self, profile: str | Profile = "local", **parameters: Any) -> None:

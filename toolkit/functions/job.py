@@ -226,7 +226,7 @@ class FunctionJob(core.Job[R]):
         path, base = self._call.result(rank), self._call.run_dir
         self._wait_for(path.exists)
         try:
-            # Unpickling can do anything, so nobody else may be able to write here.
+            # Unpickling can do anything, so no other user may write here.
             for part in (path, *(above for above in path.parents if above.is_relative_to(base))):
                 run_directory.require_own(part)
             with untrusted.open_untrusted(path, below=base) as file:
@@ -334,7 +334,7 @@ def attach(run: str | Run) -> FunctionJob[Any]:
         run: The run of one call, or its URI, name or run directory.
 
     Raises:
-        RunNotFound: there is no such run.
+        RunNotFound: the run does not exist.
         LauncherError: the run is not the call of a function, or it is an array of calls.
     """
     opened = open_run(run) if isinstance(run, str) else run

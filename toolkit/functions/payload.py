@@ -108,7 +108,7 @@ def files_in(lines: Iterable[str], key: str) -> dict[str, bytes]:
 
 
 def _weight(outcome: bytes) -> tuple[int, ...]:
-    """Return the weight of an outcome; what is not an outcome weighs least."""
+    """Return the weight of an outcome; any other text weighs least."""
     try:
         weighed = weight(untrusted.mapping(untrusted.parse_json(outcome)))
     except ValueError:

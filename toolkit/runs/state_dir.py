@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from toolkit.errors import LauncherError
 
-__all__ = ["append", "lock", "state_folder"]
+__all__ = ["append", "lock_file", "state_folder"]
 
 _PRIVATE = 0o700
 
@@ -59,7 +59,7 @@ def append(path: Path, line: str) -> None:
         file.write((b"\n" if torn else b"") + line.encode() + b"\n")
 
 
-def lock(file: IO[Any], *, wait_s: float | None = 0.0) -> bool:
+def lock_file(file: IO[Any] | int, *, wait_s: float | None = 0.0) -> bool:
     """Lock a file until it is closed; False if another process still has it after `wait_s`.
 
     None waits as long as it takes. On a file system without locks, no process has to wait.

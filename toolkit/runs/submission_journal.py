@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.errors import LauncherError
-from toolkit.runs.state_dir import lock
+from toolkit.runs.state_dir import lock_file
 from toolkit.text import untrusted
 
 __all__ = ["Intent", "begin", "orphans", "take"]
@@ -68,7 +68,7 @@ def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = part.open("w", encoding="utf-8")
-        lock(file)  # the lock belongs to the file, not to its name
+        lock_file(file)  # the lock belongs to the file, not to its name
         json.dump({"version": _VERSION, **data}, file)
         file.flush()
         part.replace(path)
@@ -85,7 +85,7 @@ def take(folder: Path, name: str) -> Intent | None:
     except OSError:
         return None
     data = None
-    if lock(file):
+    if lock_file(file):
         with contextlib.suppress(OSError, ValueError):
             data = untrusted.parse_json(file.read(_BYTES))
             if not os.path.samestat(path.stat(), os.fstat(file.fileno())):

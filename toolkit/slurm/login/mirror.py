@@ -5,7 +5,6 @@ files stay where they are.
 """
 
 import contextlib
-import fcntl
 import os
 import stat
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from toolkit.errors import LauncherError
 from toolkit.runs.registry import RunRecord
+from toolkit.runs.state_dir import lock_file
 from toolkit.slurm.login.ssh import Host
 
 __all__ = ["Mirrors"]
@@ -99,8 +99,7 @@ class Mirrors:
         """Let one process at a time write: rsync deletes what it does not know, unfinished too."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / ".lock").open("w", encoding="utf-8") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_file(lock, wait_s=None)
             yield
 
     def _remove_links(self) -> None:
