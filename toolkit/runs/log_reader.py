@@ -145,11 +145,7 @@ class Span:
 
 
 def end_of(span: Span, most: int) -> bytes:
-    """Return the last bytes of a part of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the last bytes of a part of a file."""
     with untrusted.open_untrusted(span.path, below=span.below) as file:
         size = file.seek(0, os.SEEK_END)
         end = size if span.end is None else min(span.end, size)

@@ -95,6 +95,8 @@ class Run(abc.ABC):
 
     def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
         """Return the status of a sweep from those of its points."""
+        if not self.points:
+            raise LauncherError(f"{self.uri} is no sweep")
         return sum_of(point_statuses)
 
     def statuses(self) -> list[RunStatus]:
@@ -341,15 +343,11 @@ class ShownRun(Run):
         return RunStatus(state=RunState.UNKNOWN, reason=self._why, lost=True)
 
     def refuse(self, what: str) -> NoReturn:
-        """Refuse an action on the run, with the reason.
-
-        Raises:
-            LauncherError: always.
-        """
+        """Raise a LauncherError for an action on the run, with the reason."""
         raise LauncherError(f"{self.name} is not asked to {what}: {self._why}")
 
     def cancel(self) -> None:
-        """Refuse: raises LauncherError."""
+        """Raise a LauncherError: such a run is never acted upon."""
         self.refuse("stop")
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
