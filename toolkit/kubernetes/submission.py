@@ -203,7 +203,7 @@ def _apply_workload(cluster: Cluster, kind: Kind, body: Object) -> Object:
         try:
             return _apply(cluster, kind, body)
         except LauncherError as error:
-            if kind.kind != "TrainJob" or not _NO_RUNTIME.search(error.answer):
+            if kind.kind != "TrainJob" or not _NO_RUNTIME.search(str(error)):
                 raise
             failed = error
         cluster.connection.sleep(pause_s)
@@ -303,7 +303,7 @@ def _explained(
                 f"the cluster knows no {what} ({error}): what makes use of it is not "
                 "installed there; leave gang_scheduler out of the profile"
             )
-        case _ if _NO_NAMESPACE.search(error.answer):
+        case _ if _NO_NAMESPACE.search(str(error)):
             return type(error)(
                 f"{error}; correct `namespace` in the profile, or have it made: "
                 "`kubectl apply -k k8s/base` makes one called training"
@@ -318,7 +318,7 @@ def _explained(
                 f"{error}; name a headless Service that is there already: service: training in the "
                 "profile, if k8s/base has made the namespace"
             )
-        case Denied() if _RBAC.search(error.answer):
+        case Denied() if _RBAC.search(str(error)):
             return Denied(f"{error}; k8s/base has a Role with all that submitting needs")
     return error
 

@@ -5,6 +5,7 @@ files stay where they are.
 """
 
 import contextlib
+import fcntl
 import os
 import stat
 import threading
@@ -16,7 +17,6 @@ from pathlib import Path
 
 from toolkit.errors import LauncherError
 from toolkit.runs.registry import RunRecord
-from toolkit.runs.state_dir import lock_file
 from toolkit.slurm.login.ssh import Host
 
 __all__ = ["Mirrors"]
@@ -99,7 +99,8 @@ class Mirrors:
         """Let one process at a time write: rsync deletes what it does not know, unfinished too."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / ".lock").open("w", encoding="utf-8") as lock:
-            lock_file(lock, wait_s=None)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def _remove_links(self) -> None:
