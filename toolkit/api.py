@@ -25,8 +25,7 @@ from toolkit.profile import (
     require_default_profile,
 )
 from toolkit.runs import registry
-from toolkit.runs.foreign import ForeignRun, ShownRun
-from toolkit.runs.run import Launcher, Run, pauses
+from toolkit.runs.run import ForeignRun, Launcher, Run, ShownRun, pauses
 from toolkit.runs.state import RunStatus
 
 __all__ = ["ask_site", "list_runs", "open_run", "resubmit", "run", "statuses", "submit", "wait"]
@@ -106,7 +105,7 @@ def resubmit(run: str | Run, *, chain: int = 1) -> Run:
         chain: How many jobs take turns.
 
     Raises:
-        RunNotFound: there is no such run.
+        RunNotFound: the run does not exist.
         LauncherError: the run has succeeded or not ended, or the place refused.
     """
     opened = open_run(run) if isinstance(run, str) else run
@@ -151,7 +150,7 @@ def open_run(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.
         environ: The variables that locate the user's list of runs.
 
     Raises:
-        RunNotFound: there is no such run.
+        RunNotFound: the run does not exist.
     """
     try:
         record, point = registry.find_point(name, trust=trust, environ=environ)

@@ -98,7 +98,7 @@ class LauncherError(ToolkitError):
     """The scheduler refused, failed, or gave an answer that cannot be understood."""
 
     answer: str = ""
-    """The scheduler's own message; empty if there is none."""
+    """The scheduler's own message, or an empty text."""
 
 
 class SchedulerMissing(LauncherError):
@@ -106,7 +106,7 @@ class SchedulerMissing(LauncherError):
 
 
 class RunNotFound(LauncherError):
-    """There is no run with this URI or name."""
+    """No run has this URI or name."""
 
     exit_status = 2
 

@@ -13,7 +13,7 @@ from toolkit.errors import RunNotFound
 from toolkit.kubernetes.failure import ContainerOutput, first_failure
 from toolkit.kubernetes.pods import attempt_of, index_of, last_words, short_name
 from toolkit.profile.detect import discover
-from toolkit.runs.sweep_status import index_of as position
+from toolkit.runs.run import Run
 
 LONG = "9" * 5000
 
@@ -122,9 +122,9 @@ def test_a_failure_that_a_pod_has_printed() -> None:
 def test_the_number_of_a_point() -> None:
     points = [SimpleNamespace(name=f"s/{name}") for name in ("a", "b")]
     sweep: Any = SimpleNamespace(points=points, name="s", uri="slurm://c/7")
-    assert position(sweep, "1") == position(sweep, "b") == 1
+    assert Run.point(sweep, "1") == Run.point(sweep, "b") == points[1]
     with pytest.raises(RunNotFound, match="has no point"):
-        position(sweep, LONG)
+        Run.point(sweep, LONG)
 
 
 def test_what_scontrol_and_sinfo_say() -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import toolkit
 from tests.security.fuzzing import guarded
-from toolkit.runs import run_directory, secret_hashes
-from toolkit.runs.run import require_secrets
+from toolkit.runs import run_secrets
+from toolkit.runs.run_secrets import require_secrets
 from toolkit.text import secret_scan
 from toolkit.text.secret_scan import Mask, marks_of
 
@@ -99,7 +99,7 @@ def test_logs_hide_tomorrow_what_was_exported_today(own_user: Path, tmp_path: Pa
     key.unlink()
     printed = f"token={PLAIN} and from-a-file-once {json.dumps({'a': PLAIN})}"
     for folder in (None, tmp_path):
-        mask = run_directory.mask_of(folder, environ)
+        mask = run_secrets.mask_of(folder, environ)
         assert mask.hide(printed) == ('token=***HF_TOKEN*** and ***DB*** {"a": "***HF_TOKEN***"}')
     path = own_user / "state/torch-deploy-toolkit/masked.jsonl"
     assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -108,12 +108,12 @@ def test_logs_hide_tomorrow_what_was_exported_today(own_user: Path, tmp_path: Pa
     require_secrets(plan, environ | {"HF_TOKEN": PLAIN})
     assert path.read_text() == text  # once
     require_secrets(plan, environ | {"HF_TOKEN": "another-one"})
-    shown = run_directory.mask_of(None, environ).hide(f"another-one {PLAIN}")
+    shown = run_secrets.mask_of(None, environ).hide(f"another-one {PLAIN}")
     assert shown == "***HF_TOKEN*** ***HF_TOKEN***"
 
 
 def test_odd_lines_among_the_marks_are_passed_over(own_user: Path) -> None:
-    secret_hashes.remember({"X": PLAIN})
+    run_secrets.remember({"X": PLAIN})
     path = own_user / "state/torch-deploy-toolkit/masked.jsonl"
     good, odd = path.read_text().splitlines()[0], ["[]", "{", "\xff", "5"]
     values: dict[str, list[object]] = {
@@ -126,17 +126,17 @@ def test_odd_lines_among_the_marks_are_passed_over(own_user: Path) -> None:
     for key, bad in values.items():
         odd += (json.dumps(json.loads(good) | {key: value}) for value in bad)
     path.write_text("\n".join([*odd, good]))
-    (found,) = secret_hashes.known()
+    (found,) = run_secrets.stored_marks()
     assert found.length == len(PLAIN)
-    assert run_directory.mask_of(None).hide(f"a {PLAIN}") == "a ***X***"
+    assert run_secrets.mask_of(None).hide(f"a {PLAIN}") == "a ***X***"
 
 
 def test_the_oldest_marks_are_forgotten(own_user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secret_hashes, "_MOST", 20)
+    monkeypatch.setattr(run_secrets, "_MOST", 20)
     for number in range(12):
-        secret_hashes.remember({"X": f"value-number-{number}"})
-    mask = run_directory.mask_of(None)
-    assert len(secret_hashes.known()) < 40
+        run_secrets.remember({"X": f"value-number-{number}"})
+    mask = run_secrets.mask_of(None)
+    assert len(run_secrets.stored_marks()) < 40
     assert mask.hide("value-number-11 value-number-0") == "***X*** value-number-0"
 
 

@@ -149,9 +149,9 @@ def report(run: toolkit.Run, status: toolkit.RunStatus) -> None:
 
 
 def _say(run: toolkit.Run, text: str) -> None:
-    from toolkit.runs import run_directory
+    from toolkit.runs.run_secrets import mask_of
 
-    say(run_directory.mask_of(run.run_dir).hide(text), err=True)
+    say(mask_of(run.run_dir).hide(text), err=True)
 
 
 def stop_writing() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from toolkit.api import statuses
 from toolkit.runs import run_directory
-from toolkit.runs.metrics import figures
 from toolkit.runs.run import Run
+from toolkit.runs.run_directory import figures
+from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
 
 __all__ = ["rows_of", "summary_lines", "summary_of"]
@@ -43,7 +44,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         shown = {"summary": str(failure), **asdict(failure)} if failure else None
         return summary | {"failure": shown}
     point_statuses = run.statuses()
-    mask = run_directory.mask_of(run.run_dir)
+    mask = mask_of(run.run_dir)
     points = [
         {
             "uri": point.uri,
@@ -67,7 +68,7 @@ def _standing(
         "uri": run.uri,
         "name": run.name,
         "state": status.state.upper(),
-        "reason": run_directory.mask_of(run.run_dir, environ).hide(reason) if reason else "",
+        "reason": mask_of(run.run_dir, environ).hide(reason) if reason else "",
     }
 
 

@@ -7,9 +7,13 @@ except ImportError as error:
         "functions are submitted with submitit: pip install 'torch-deploy-toolkit[submitit]'"
     ) from error
 
-from toolkit.functions.executors import DebugExecutor, LocalExecutor, SlurmExecutor
+from toolkit.functions.executors import (
+    DebugExecutor,
+    KubernetesExecutor,
+    LocalExecutor,
+    SlurmExecutor,
+)
 from toolkit.functions.job import FunctionJob, attach
-from toolkit.functions.pod_executor import KubernetesExecutor
 
 __all__ = [
     "DebugExecutor",

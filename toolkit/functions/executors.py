@@ -1,8 +1,7 @@
-"""submitit's executors for calls on all ranks of a group: on Slurm, here, and in this process."""
+"""submitit's executors for calls on all ranks of a group: on Slurm, in pods, on this machine."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -10,22 +9,43 @@ import submitit
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission
 
-from toolkit.errors import ProfileError
-from toolkit.functions.job import FunctionJob, StatusPoll
+from toolkit.errors import PlanError, ProfileError
+from toolkit.functions.job import FunctionJob, PodJob, StatusPoll
 from toolkit.functions.parameters import job_of, name_of, updated
 from toolkit.functions.payload import files_of
 from toolkit.functions.worker import join_group
 from toolkit.job.spec import JobSpec
+from toolkit.kubernetes import KubernetesLauncher
+from toolkit.kubernetes.workloads import PAYLOAD_LIMIT, apart
+from toolkit.local.launcher import LocalLauncher
 from toolkit.planning import plan
-from toolkit.profile import LocalProfile, Profile, SlurmProfile, as_profile
+from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile, as_profile
+from toolkit.runs.state_dir import state_folder
+from toolkit.slurm import SlurmLauncher
+from toolkit.text.quantities import format_size
 
-__all__ = ["DebugExecutor", "LocalExecutor", "RunExecutor", "SlurmExecutor"]
+__all__ = ["DebugExecutor", "KubernetesExecutor", "LocalExecutor", "SlurmExecutor"]
 
 R = TypeVar("R")
 ProfileT = TypeVar("ProfileT", bound=Profile)
 
 
-class RunExecutor(core.Executor, Generic[ProfileT]):
+_LOCAL = "for this machine; leave it out"
+
+
+def _site(profile: str | Profile, kind: type[ProfileT], wanted: str) -> ProfileT:
+    """Return a profile of this kind.
+
+    Raises:
+        ProfileError: the profile does not exist, or is not `wanted`.
+    """
+    site = as_profile(profile)
+    if not isinstance(site, kind):
+        raise ProfileError(f"profile {site.name!r} is not {wanted}")
+    return site
+
+
+class _RunExecutor(core.Executor, Generic[ProfileT]):
     """An executor whose calls are runs, so that `toolkit list` and the other commands know them."""
 
     job_class = FunctionJob
@@ -49,7 +69,7 @@ class RunExecutor(core.Executor, Generic[ProfileT]):
         return job_of(parameters, name=name, calls=calls, source=type(self).__name__)
 
 
-class SlurmExecutor(RunExecutor[SlurmProfile]):
+class SlurmExecutor(_RunExecutor[SlurmProfile]):
     """Calls functions on every rank of a multi-node torchrun group on Slurm.
 
     The batch script is that of any other job: stopped with a checkpoint, requeued by its outcome.
@@ -70,11 +90,7 @@ class SlurmExecutor(RunExecutor[SlurmProfile]):
             SpecError: parameters that are unknown or cannot be used.
             PlanError: the parameters cannot work at the site.
         """
-        site = as_profile(profile)
-        if not isinstance(site, SlurmProfile):
-            raise ProfileError(
-                f"profile {site.name!r} is not a Slurm site; toolkit.LocalExecutor needs none"
-            )
+        site = _site(profile, SlurmProfile, "a Slurm site; toolkit.LocalExecutor needs none")
         if site.via:
             raise ProfileError(
                 f"profile {site.name!r} reaches its site by {site.via!r}, and this process must "
@@ -85,8 +101,6 @@ class SlurmExecutor(RunExecutor[SlurmProfile]):
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[core.Job[Any]]:
-        from toolkit.slurm import SlurmLauncher
-
         calls = list(delayed_submissions)
         job = self._job(self.parameters, calls[0].function, len(calls))
         made = plan(job, self._profile)
@@ -104,32 +118,65 @@ class SlurmExecutor(RunExecutor[SlurmProfile]):
         ]
 
 
-class LocalExecutor(RunExecutor[LocalProfile]):
+class KubernetesExecutor(_RunExecutor[KubernetesProfile]):
+    """Calls functions on every rank of a torchrun group in pods.
+
+    The function travels in a ConfigMap, and results come back in the logs of the pods, so pods and
+    this process need not share a disk. A helper pod copies larger data to and from the volume of
+    the run directories. Calls of an array are runs of their own.
+    """
+
+    job_class = PodJob
+
+    def __init__(self, profile: str | Profile, **parameters: Any) -> None:
+        """Prepare to submit, with the arguments and errors of `SlurmExecutor`.
+
+        `image` must hold torch, cloudpickle, and the same version of Python as here.
+        """
+        others = "toolkit.SlurmExecutor and LocalExecutor are for the others"
+        site = _site(profile, KubernetesProfile, f"a Kubernetes site; {others}")
+        super().__init__(site, str(state_folder() / "calls"), parameters)
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[core.Job[Any]]:
+        prepared: list[tuple[JobSpec, dict[str, bytes]]] = []
+        for call in delayed_submissions:
+            job = self._job(self.parameters, call.function)
+            files = files_of(job, call, delivered=True)
+            if apart(files) and self._profile.runs_claim is None:
+                raise PlanError(
+                    f"the call of {job.name!r} is {format_size(sum(map(len, files.values())))} "
+                    f"pickled, and a ConfigMap holds {format_size(PAYLOAD_LIMIT)}; name a "
+                    f"runs_claim in profile {self._profile.name!r}, by which it can travel, or let "
+                    "the function read its data in the pod, from a volume (mounts) or the network"
+                )
+            prepared.append((job, files))
+        # Nothing is submitted unless all calls can be: none is left behind alone.
+        launcher = KubernetesLauncher(self._profile)
+        return [
+            PodJob(launcher.submit(plan(job, self._profile), files=files))
+            for job, files in prepared
+        ]
+
+
+class LocalExecutor(_RunExecutor[LocalProfile]):
     """Calls functions on every rank of a torchrun group on this machine, on simulated nodes.
 
     All calls of an array start immediately. Parameters that only Slurm has are ignored.
     """
 
     def __init__(self, profile: str | Profile = "local", **parameters: Any) -> None:
-        """Prepare to submit.
+        """Prepare to submit, with the arguments and errors of `SlurmExecutor`.
 
-        Args:
-            profile: Where run directories are made: a profile, its name, or the path of its file.
-            parameters: As those of `SlurmExecutor`.
-
-        Raises:
-            ProfileError: no such profile, or one of another kind.
-            SpecError: parameters that are unknown or cannot be used.
-            PlanError: the parameters cannot work on this machine.
+        The profile names the folder of the run directories, and nothing else.
         """
-        site = _local(profile)
+        site = _site(profile, LocalProfile, _LOCAL)
         super().__init__(site, site.runs_dir, parameters)
 
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[core.Job[Any]]:
-        from toolkit.local.launcher import LocalLauncher
-
         jobs: list[core.Job[Any]] = []
         for call in delayed_submissions:
             job = self._job(self.parameters, call.function)
@@ -139,34 +186,18 @@ class LocalExecutor(RunExecutor[LocalProfile]):
         return jobs
 
 
-def _local(profile: str | Profile) -> LocalProfile:
-    site = as_profile(profile)
-    if not isinstance(site, LocalProfile):
-        raise ProfileError(f"profile {site.name!r} is not for this machine; leave it out")
-    return site
-
-
-# ---- For debuggers
-
-
 class DebugExecutor(submitit.DebugExecutor):
     """Calls functions in this process when results are requested, so that pdb can stop there.
 
-    The process group has one rank, whatever the parameters are.
+    The process group has one rank with any parameters.
     """
 
     def __init__(self, profile: str | Profile = "local", **parameters: Any) -> None:
-        """Prepare to call.
+        """Prepare to call, with the arguments and errors of `SlurmExecutor`.
 
-        Args:
-            profile: Where run directories are made: a profile, its name, or the path of its file.
-            parameters: As those of `SlurmExecutor`; only `env` and `gpus_per_node` have an effect.
-
-        Raises:
-            ProfileError: no such profile, or one of another kind.
-            SpecError: parameters that are unknown or cannot be used.
+        Of the parameters, only `env` and `gpus_per_node` have an effect.
         """
-        super().__init__(Path(_local(profile).runs_dir) / "debug")
+        super().__init__(Path(_site(profile, LocalProfile, _LOCAL).runs_dir) / "debug")
         self.update_parameters(**parameters)
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
@@ -203,20 +234,14 @@ class _OneRankCall(DelayedSubmission):
 
     def result(self) -> Any:
         """Call the function, once."""
-        with _environment(self._env):
+        before = dict(os.environ)
+        os.environ.update(self._env)
+        try:
             leave_group = join_group(None, rank=0, world_size=1, gpu=self._gpu)
             try:
                 return super().result()
             finally:
                 leave_group()
-
-
-@contextlib.contextmanager
-def _environment(env: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -14,14 +13,16 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, Unc
 
 from toolkit.api import open_run
 from toolkit.errors import LauncherError
-from toolkit.functions.payload import SubmittedCall
+from toolkit.functions.payload import SubmittedCall, files_in
+from toolkit.kubernetes import KubernetesRun, volume
 from toolkit.runs import run_directory
-from toolkit.runs.foreign import ShownRun
-from toolkit.runs.run import Run, pauses
+from toolkit.runs.log_reader import Span, end_of
+from toolkit.runs.run import Run, ShownRun, pauses
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
+from toolkit.text.quantities import format_size
 
-__all__ = ["FunctionJob", "StatusPoll", "attach"]
+__all__ = ["FunctionJob", "PodJob", "StatusPoll", "attach"]
 
 R = TypeVar("R", covariant=True)
 
@@ -114,11 +115,6 @@ class FunctionJob(core.Job[R]):
     0, where submitit refuses jobs of several tasks; `task(k).result()` returns that of rank k.
     """
 
-    def __init_subclass__(cls, *, scheme: str = "") -> None:
-        super().__init_subclass__()
-        if scheme:
-            _CLASSES[scheme] = cls
-
     def __init__(
         self, run: Run, *, poll: StatusPoll | None = None, index: int = 0, rank: int | None = None
     ) -> None:
@@ -129,8 +125,8 @@ class FunctionJob(core.Job[R]):
         self._index = index
         self._rank = rank
         self._cancel_at_deletion = False
-        script = f"{run.record.job}.sbatch" if run.uri.startswith("slurm:") else "run.sh"
-        self._job_id = run.uri.rpartition("/")[2]
+        scheme, _, self._job_id = run.record.address
+        script = f"{run.record.job}.sbatch" if scheme == "slurm" else "run.sh"
         self._paths = FunctionPaths(self._call, self._job_id, rank, script)
         ranks = range(self._call.ranks) if rank is None else ()
         self._tasks = tuple(ranks) or (rank or 0,)
@@ -169,12 +165,7 @@ class FunctionJob(core.Job[R]):
         return self.results()[0]
 
     def results(self) -> list[R]:
-        """Wait, and return the results of all ranks, or of this job's own.
-
-        Raises:
-            FailedJobError: the function has raised an exception.
-            UncompletedJobError: the job has ended otherwise.
-        """
+        """Wait, and return the results of all ranks, or of this job's own; errors as `result`."""
         if (error := self.exception()) is not None:
             raise error
         ranks = range(self._call.ranks) if self._rank is None else (self._rank,)
@@ -196,7 +187,7 @@ class FunctionJob(core.Job[R]):
             return None
         failures = self._call.failures()
         if self._rank is not None:
-            if self._has_returned(self._call.result(self._rank)):
+            if self._call.result(self._rank).exists() or self._call.size_elsewhere(self._rank):
                 return None
             failures = [f for f in failures if f.rank == self._rank and not f.echo] or failures
         logs = self._call.run_dir / "logs"
@@ -229,21 +220,13 @@ class FunctionJob(core.Job[R]):
         """Copy the files of the ranks here, if this process does not see their run directory."""
 
     def _fetch_large(self, ranks: Sequence[int]) -> None:
-        """Copy results here that `_fetch()` leaves out because of their size.
-
-        Raises:
-            UncompletedJobError: they cannot be copied.
-        """
-
-    def _has_returned(self, path: Path) -> bool:
-        """Whether a rank has left this result, here or where it can be copied from."""
-        return path.exists()
+        """Copy results here that `_fetch()` leaves out because of their size."""
 
     def _load(self, rank: int) -> Any:
         path, base = self._call.result(rank), self._call.run_dir
         self._wait_for(path.exists)
         try:
-            # Unpickling can do anything, so nobody else may be able to write here.
+            # Unpickling can do anything, so no other user may write here.
             for part in (path, *(above for above in path.parents if above.is_relative_to(base))):
                 run_directory.require_own(part)
             with untrusted.open_untrusted(path, below=base) as file:
@@ -287,8 +270,13 @@ class FunctionJob(core.Job[R]):
 
     def _get_logs_string(self, name: str) -> str | None:
         """Return a rank's `stdout` or `stderr` of all attempts; None if it has not started."""
-        files = self._call.streams(self._rank or 0, name)
-        return "".join(_end_of(path) for path in files) if files else None
+        ends = []
+        for path in self._call.streams(self._rank or 0, name):
+            try:
+                ends.append(end_of(Span(path=path), _STREAM_BYTES).decode("utf-8", "replace"))
+            except OSError as error:
+                ends.append(f"{path} is not shown: {error.strerror}\n")
+        return "".join(ends) if ends else None
 
     def __reduce__(self) -> tuple[Callable[..., "FunctionJob[Any]"], tuple[Any, ...]]:
         return _reopen, (self.uri, self._rank)
@@ -298,18 +286,45 @@ class FunctionJob(core.Job[R]):
             self.cancel(check=False)
 
 
-def _end_of(path: Path) -> str:
-    """Return the end of a rank's output, or why it is not shown."""
-    try:
-        with untrusted.open_untrusted(path) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _STREAM_BYTES))
-            return file.read(_STREAM_BYTES).decode("utf-8", "replace")
-    except OSError as error:
-        return f"{path} is not shown: {error.strerror}\n"
+class PodJob(FunctionJob[R]):
+    """A call in pods, whose disks this process does not see: it reads results from their logs.
 
+    For a file that is too large the log holds only its size; the file is read from the claim.
+    """
 
-_CLASSES: dict[str, type[FunctionJob[Any]]] = {}
-"""The classes for runs of one place, by the scheme of their URIs."""
+    def _fetch(self) -> None:
+        assert isinstance(self.run, KubernetesRun)
+        # A failure is tried again, and at last reported as a missing file.
+        with contextlib.suppress(LauncherError):
+            self._call.write(files_in(self.run.delivered(), self.run.key))
+
+    def _fetch_large(self, ranks: Sequence[int]) -> None:
+        call = self._call
+        if not all(call.result(rank).exists() or call.size_elsewhere(rank) for rank in ranks):
+            self._fetch()
+        sizes = {call.result(rank): size for rank in ranks if (size := call.size_elsewhere(rank))}
+        if not sizes:
+            return
+        assert isinstance(self.run, KubernetesRun)
+        try:
+            if self.run.record.profile.get("runs_claim") is None:
+                raise LauncherError(
+                    "results come back in the logs of the pods, a few MiB from each; name a "
+                    "runs_claim in the profile, which has room for more, or return less"
+                )
+            targets = {str(path.relative_to(call.run_dir)): path for path in sizes}
+            if missing := volume.fetch(self.run, targets):
+                raise LauncherError(f"not found on the claim: {', '.join(sorted(missing))}")
+        except LauncherError as error:
+            raise UncompletedJobError(
+                f"Job {self.job_id} has results of {format_size(sum(sizes.values()))} that cannot "
+                f"be copied here: {error}"
+            ) from error
+
+    def _get_logs_string(self, name: str) -> str | None:
+        """Return the output of a rank; a pod's log has both streams in one."""
+        lines = list(self.run.logs(ranks=[self._rank or 0]))
+        return "".join(f"{line}\n" for line in lines) if lines else None
 
 
 def attach(run: str | Run) -> FunctionJob[Any]:
@@ -319,7 +334,7 @@ def attach(run: str | Run) -> FunctionJob[Any]:
         run: The run of one call, or its URI, name or run directory.
 
     Raises:
-        RunNotFound: there is no such run.
+        RunNotFound: the run does not exist.
         LauncherError: the run is not the call of a function, or it is an array of calls.
     """
     opened = open_run(run) if isinstance(run, str) else run
@@ -334,7 +349,7 @@ def attach(run: str | Run) -> FunctionJob[Any]:
         raise LauncherError(
             f"{opened.uri} is not the call of a function; toolkit.open_run opens it"
         )
-    return _CLASSES.get(opened.uri.partition(":")[0], FunctionJob)(opened)
+    return (PodJob if isinstance(opened, KubernetesRun) else FunctionJob)(opened)
 
 
 def _reopen(uri: str, rank: int | None) -> FunctionJob[Any]:

@@ -117,7 +117,7 @@ def _setting(name: str, value: Any) -> tuple[str, Any]:
     """Return the key of a parameter and its value.
 
     Raises:
-        ValueError: there is no such parameter, with the reason.
+        ValueError: the parameter does not exist, with the reason.
     """
     if name in (*_RESOURCES, *_KEYS, *_OWN):
         return name, value

@@ -8,7 +8,7 @@ import pickle
 import re
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,22 @@ import cloudpickle
 from submitit.core.utils import DelayedSubmission
 
 from toolkit.errors import LauncherError
+from toolkit.functions.worker import weight
 from toolkit.job.spec import JobSpec
 from toolkit.job.types import IN_RUN_DIR
+from toolkit.kubernetes.delivered_files import whole_files
 from toolkit.runs import run_directory
 from toolkit.runs.log_reader import attempt_numbers
 from toolkit.text import untrusted
 
-__all__ = ["SCRIPT", "RankFailure", "SubmittedCall", "files_of"]
+__all__ = ["SCRIPT", "RankFailure", "SubmittedCall", "files_in", "files_of"]
 
 FOLDER = "function"
 _VERSION = 1
 _ERROR = re.compile(r"rank-[0-9]{1,9}\.error\.json", re.ASCII)
-
-_PROGRAMS = {"worker.py": "worker.py", "deliver.py": "pod_results.py"}
-"""Files of this package that are copied into a run directory, by their names there."""
+_DELIVERED = re.compile(r"outcome\.json|function/attempt-\d{1,6}/rank-\d{1,9}\.(?:pkl|error\.json)")
+_SIZE = ".size"
+"""The ending of a file that holds the size of a result, which was too large for a pod's log."""
 
 SCRIPT = f"{IN_RUN_DIR}{FOLDER}/worker.py"
 """The script that torchrun starts."""
@@ -74,7 +76,7 @@ def files_of(job: JobSpec, call: DelayedSubmission, *, delivered: bool = False) 
     }
     if delivered:  # signs the lines in the log that hold results
         facts["key"] = secrets.token_hex(32)
-    programs = _PROGRAMS if delivered else {"worker.py": _PROGRAMS["worker.py"]}
+    programs = {"worker.py": "worker.py"} | ({"deliver.py": "pod_results.py"} if delivered else {})
     return {
         f"{FOLDER}/call.json": json.dumps(facts).encode(),
         f"{FOLDER}/call.pkl": cloudpickle.dumps((call.function, call.args, call.kwargs)),
@@ -83,6 +85,35 @@ def files_of(job: JobSpec, call: DelayedSubmission, *, delivered: bool = False) 
             for name, source in programs.items()
         },
     }
+
+
+def files_in(lines: Iterable[str], key: str) -> dict[str, bytes]:
+    """Return the files that the pods of a run deliver; of several outcomes, the heaviest.
+
+    For a file that was too large for the log, the size is returned, under a name of its own.
+
+    Args:
+        lines: Lines of the pods' logs; the ranks' own output is skipped.
+        key: The key of the run.
+    """
+    contents: dict[str, bytes] = {}
+    for name, content in whole_files(lines, key):
+        if not _DELIVERED.fullmatch(name):
+            continue
+        if isinstance(content, int):
+            contents[f"{name}{_SIZE}"] = str(content).encode()
+        elif name != "outcome.json" or _weight(content) >= _weight(contents.get(name, b"")):
+            contents[name] = content
+    return contents
+
+
+def _weight(outcome: bytes) -> tuple[int, ...]:
+    """Return the weight of an outcome; any other text weighs least."""
+    try:
+        weighed = weight(untrusted.mapping(untrusted.parse_json(outcome)))
+    except ValueError:
+        return ()
+    return weighed if all(isinstance(number, int) for number in weighed) else ()
 
 
 class SubmittedCall:
@@ -141,6 +172,26 @@ class SubmittedCall:
         """Return the path of a rank's result."""
         return self.folder / f"attempt-{self.attempt}" / f"rank-{rank}.pkl"
 
+    def size_elsewhere(self, rank: int) -> int:
+        """Return the size of a rank's result that is still on the claim of its pods; else 0."""
+        path = self.result(rank)
+        try:
+            size = untrusted.read_text(path.with_name(f"{path.name}{_SIZE}"), limit=20)
+            return 0 if path.exists() else int(size)
+        except (OSError, ValueError):
+            return 0
+
+    def write(self, files: Mapping[str, bytes]) -> None:
+        """Write files that pods have delivered; the outcome comes last and completes them."""
+        for name, content in sorted(files.items(), key=lambda item: item[0] == "outcome.json"):
+            path = self.run_dir / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if attempt := re.match(r"function/(attempt-\d+)/", name):
+                (self.run_dir / "logs" / attempt[1]).mkdir(parents=True, exist_ok=True)
+            draft = path.with_name(f".{path.name}")
+            draft.write_bytes(content)
+            draft.replace(path)
+
     def failures(self) -> list[RankFailure]:
         """Return the failures of ranks in the newest attempt, the cause first."""
         folder = self.folder / f"attempt-{self.attempt}"
@@ -157,14 +208,15 @@ class SubmittedCall:
             rank, time = untrusted.whole(extra.get("rank")), untrusted.finite(extra.get("time"))
             if rank is None or time is None:
                 continue
-            failure = RankFailure(
-                rank=rank,
-                host=str(extra.get("host") or ""),
-                time=time,
-                echo=extra.get("echo") is True,
-                trace=str(extra.get("py_callstack") or ""),
+            failures.append(
+                RankFailure(
+                    rank=rank,
+                    host=str(extra.get("host") or ""),
+                    time=time,
+                    echo=extra.get("echo") is True,
+                    trace=str(extra.get("py_callstack") or ""),
+                )
             )
-            failures.append(failure)
         return sorted(failures, key=lambda failure: (failure.echo, failure.time))
 
     def streams(self, rank: int, name: str) -> list[Path]:

@@ -32,7 +32,7 @@ NOTIFIED_WITHIN_S = 10.0
 """A stop reaches all ranks within this time; if it reaches only some, another rank has failed."""
 FILE_WITHIN_S = 60.0
 """How long a file from another machine may take to appear."""
-KNOCK_S = 5.0
+STORE_WITHIN_S = 5.0
 """How long to poll for rank 0's store; torch's own client waits longer after each try."""
 ECHO_S = 10
 """A rank that has lost another one dates its error so much later: torchrun takes the first."""
@@ -58,7 +58,7 @@ ECHOES = (
     "^the same as (rank [0-9]+|another rank)",
 )
 NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
-"""As in `toolkit.runs.echoes`."""
+"""As in `toolkit.runs.failure`."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -79,7 +79,7 @@ class WorkerId:
         self.attempt_dir = self.function_dir / f"attempt-{self.attempt}"
 
 
-class Notes:
+class RankFiles:
     """Writes the files of this rank into the run directory."""
 
     def __init__(self, worker: WorkerId) -> None:
@@ -96,11 +96,11 @@ class Notes:
     def result(self, value: Any) -> None:
         """Write the result of the function."""
         try:
-            self.pickled(f"rank-{self._worker.rank}.pkl", value)
+            self.write_pickle(f"rank-{self._worker.rank}.pkl", value)
         except (TypeError, pickle.PicklingError) as error:
             raise TypeError(f"the result cannot be pickled: {error}") from error
 
-    def pickled(self, name: str, value: Any) -> None:
+    def write_pickle(self, name: str, value: Any) -> None:
         """Write a value for another process."""
         import cloudpickle  # the job's own
 
@@ -170,7 +170,7 @@ def weight(outcome: dict[str, Any]) -> tuple[int, int, int]:
 
 
 class StopHandler:
-    """Handles the signals that ask this rank to stop.
+    """Handles the signals by which a rank is stopped.
 
     Before the function is called, a signal ends the process immediately: it may be in C++, where no
     Python handler runs, waiting for a peer that the same signal has ended. Afterwards rank 0 writes
@@ -178,10 +178,10 @@ class StopHandler:
     meanwhile, since rank 0 may need them to reach its next line.
     """
 
-    def __init__(self, worker: WorkerId, notes: Notes) -> None:
+    def __init__(self, worker: WorkerId, files: RankFiles) -> None:
         """Take over the signals."""
         self._worker = worker
-        self._notes = notes
+        self._files = files
         self._call: Call | None = None
         self._channel: Any = None
         self._answered = self._over = False
@@ -211,7 +211,7 @@ class StopHandler:
             self._channel.add("notified", 1)
             if self._worker.rank == 0:
                 return  # the main thread handles it
-            if self._notes.peer_has_failed() or not self._all_notified():
+            if self._files.peer_has_failed() or not self._all_notified():
                 os._exit(1)
             while not self._channel.check(["stopped"]):
                 time.sleep(0.1)
@@ -233,39 +233,39 @@ class StopHandler:
             return
         self._answered = True
         try:
-            if self._notes.peer_has_failed():
-                leave(1)
+            if self._files.peer_has_failed():
+                exit_now(1)
             status, why = "preempted", f"stopped by {signal.Signals(number).name}"
             if not self._all_notified():
                 status, why = "retryable", "another rank has gone"
-            self._notes.outcome(status, f"{why}; {self._checkpoint(self._call, frame)}")
+            self._files.outcome(status, f"{why}; {self._checkpoint(self._call, frame)}")
             self._channel.set("stopped", "")
         except BaseException as error:
-            self._notes.failure(error, echo=False)
-            leave(1)
-        leave(EXIT_STOPPED)
+            self._files.failure(error, echo=False)
+            exit_now(1)
+        exit_now(EXIT_STOPPED)
 
     def _checkpoint(self, call: Call, frame: FrameType | None) -> str:
-        """Ask the function what the next attempt must call; return a note for the outcome."""
+        """Store the next attempt's call, as the function has it; return a note for the outcome."""
         function, args, kwargs = call
         own = getattr(function, "__submitit_checkpoint__", None)
         checkpoint = own or getattr(function, "checkpoint", None)
         if checkpoint is None:
-            if not self._notes.out_of_time():
+            if not self._files.out_of_time():
                 return "without a method checkpoint, the call starts anew"
-            stood = "".join(traceback.format_stack(frame))
+            stack = "".join(traceback.format_stack(frame))
             raise RuntimeError(
                 "Job not requeued because: timed-out and not checkpointable. Give the function a "
-                f"method checkpoint, or a longer time_limit. It stood here:\n{stood}"
+                f"method checkpoint, or a longer time_limit. It stood here:\n{stack}"
             )
         following = checkpoint(*args, **kwargs)
         if following is None:
             raise RuntimeError("Job not requeued because: checkpoint function returned None.")
-        self._notes.pickled("next.pkl", (following.function, following.args, following.kwargs))
+        self._files.write_pickle("next.pkl", (following.function, following.args, following.kwargs))
         return "checkpoint was called"
 
 
-def leave(status: int) -> None:
+def exit_now(status: int) -> None:
     """End the process immediately: destructors of a broken process group may wait for ever."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -293,13 +293,13 @@ def is_echo(error: BaseException) -> bool:
     )
 
 
-def meet(worker: WorkerId) -> tuple[Any, Any]:
+def open_stores(worker: WorkerId) -> tuple[Any, Any]:
     """Return the store of all ranks, and a second connection to it for the watching thread."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch.distributed.rendezvous import rendezvous
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    until_s = time.monotonic() + KNOCK_S
+    until_s = time.monotonic() + STORE_WITHIN_S
     while worker.rank != 0 and time.monotonic() < until_s:
         try:
             socket.create_connection((host, port), timeout=1).close()
@@ -309,8 +309,8 @@ def meet(worker: WorkerId) -> tuple[Any, Any]:
     store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=30)))
     channel = TCPStore(host, port, wait_for_workers=False)
     # Only a store of torchrun itself outlives a restart.
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    prefix = f"function/{worker.restart if kept else 0}"
+    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    prefix = f"function/{worker.restart if agent_store else 0}"
     return PrefixStore(prefix, store), PrefixStore(prefix, channel)
 
 
@@ -335,9 +335,9 @@ def gpu_of(worker: WorkerId, per_node: int) -> int | None:
         return None
     import torch
 
-    if (seen := torch.cuda.device_count()) < worker.local_world_size:
+    if (gpus := torch.cuda.device_count()) < worker.local_world_size:
         raise RuntimeError(
-            f"the job has asked for {per_node} GPUs per node, and torch sees {seen} on "
+            f"the job has asked for {per_node} GPUs per node, and torch sees {gpus} on "
             f"{socket.gethostname()} for {worker.local_world_size} ranks"
         )
     return worker.local_rank
@@ -347,21 +347,20 @@ def load(worker: WorkerId, store: Any, python: str) -> Call:
     """Read the call, once all ranks have started: the last checkpoint, or the submitted call."""
     if worker.rank == 0:
         older = (f"attempt-{number}/next.pkl" for number in range(worker.attempt - 1, -1, -1))
-        left = (name for name in older if (worker.function_dir / name).exists())
-        store.set("call", next(left, "call.pkl"))
+        checkpoints = (name for name in older if (worker.function_dir / name).exists())
+        store.set("call", next(checkpoints, "call.pkl"))
     path = worker.submitted_dir / (name := store.get("call").decode())
-    path = (
-        path if path.exists() else worker.function_dir / name
-    )  # a checkpoint, or too large to mount
+    if not path.exists():  # a checkpoint, or too large to mount
+        path = worker.function_dir / name
     until_s = time.monotonic() + FILE_WITHIN_S
     while not path.exists() and time.monotonic() < until_s:
         time.sleep(0.1)
     try:
         call: Call = pickle.loads(path.read_bytes())
     except Exception as error:
-        mine = "{}.{}".format(*sys.version_info)
+        version = "{}.{}".format(*sys.version_info)
         raise RuntimeError(
-            f"{path}, pickled by Python {python}, cannot be read by Python {mine}: {error!r}"
+            f"{path}, pickled by Python {python}, cannot be read by Python {version}: {error!r}"
         ) from error
     if store.add("here", 1) == worker.world_size:
         store.set("all here", "")
@@ -369,7 +368,7 @@ def load(worker: WorkerId, store: Any, python: str) -> Call:
     return call
 
 
-def tell_submitit(worker: WorkerId) -> None:
+def set_submitit_variables(worker: WorkerId) -> None:
     """Set the variables from which `submitit.JobEnvironment()` reads its ranks."""
     array, task = (os.environ.get(f"SLURM_ARRAY_{key}_ID") for key in ("JOB", "TASK"))
     job_id = os.environ.get("SLURM_JOB_ID", worker.run_dir.name)
@@ -389,35 +388,35 @@ def main() -> int:
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     # Files that are unpickled later must not be writable by others.
     os.umask(os.umask(0o022) | 0o022)
-    notes = Notes(worker := WorkerId())
-    stop = StopHandler(worker, notes)
-    tell_submitit(worker)
-    met = False
+    files = RankFiles(worker := WorkerId())
+    stop = StopHandler(worker, files)
+    set_submitit_variables(worker)
+    joined = False
     try:
         facts = json.loads((worker.submitted_dir / "call.json").read_text(encoding="utf-8"))
         gpu = gpu_of(worker, facts["gpus_per_node"])
-        store, channel = meet(worker)
+        store, channel = open_stores(worker)
         leave_group = join_group(store, rank=worker.rank, world_size=worker.world_size, gpu=gpu)
-        met = True
+        joined = True
         call = load(worker, store, facts["python"])
         if worker.rank == 0:
-            notes.outcome("running")
+            files.outcome("running")
         stop.agree(call, channel)
-        notes.result(call[0](*call[1], **call[2]))
+        files.result(call[0](*call[1], **call[2]))
         leave_group()
-        left = channel.add("left", 1)
-        while worker.rank == 0 and left < worker.world_size:  # it holds the store, and can stop
+        ended = channel.add("left", 1)
+        while worker.rank == 0 and ended < worker.world_size:  # it holds the store, and can stop
             time.sleep(0.02)
-            left = channel.add("left", 0)
+            ended = channel.add("left", 0)
         stop.over()
         if worker.rank == 0:
-            notes.outcome("done")
+            files.outcome("done")
         atexit._run_exitfuncs()  # forked processes skip them
     except BaseException as error:
         # A failed rendezvous may pass: a lost node, a port that is in use.
         lost = worker.world_size > 1 and is_echo(error)
-        notes.failure(error, echo=lost or not met)
-        leave(1)
+        files.failure(error, echo=lost or not joined)
+        exit_now(1)
     return 0
 
 

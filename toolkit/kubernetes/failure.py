@@ -31,10 +31,15 @@ from toolkit.kubernetes.pods import (
 )
 from toolkit.kubernetes.status import listed_or_none
 from toolkit.kubernetes.workloads import Object, WorkloadKind
-from toolkit.runs.echoes import is_echo
-from toolkit.runs.failure import STOPS, Failure, Kind, first_of
-from toolkit.runs.torchrun_log_dir import shift_s
-from toolkit.runs.torchrun_report import Reported, Trace, last_trace, read_reports, report_texts
+from toolkit.runs.failure import STOPS, Failure, Kind, first_of, is_echo
+from toolkit.runs.torchrun_report import (
+    Reported,
+    Trace,
+    last_trace,
+    read_reports,
+    report_texts,
+    shift_s,
+)
 
 __all__ = ["ContainerOutput", "LogLine", "failure_of", "first_failure"]
 

@@ -17,8 +17,7 @@ from toolkit.kubernetes.client.connection import Away, Missing, hang_up, lines_o
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.pods import attempt_of, container_statuses
 from toolkit.kubernetes.workloads import Object, WorkloadKind
-from toolkit.runs.log_reader import LogView
-from toolkit.runs.torchrun_report import StopTraces
+from toolkit.runs.log_reader import LogView, StopTraces
 
 __all__ = ["STAMPED", "Round", "read_lines"]
 

@@ -30,11 +30,12 @@ from toolkit.kubernetes.status import (
 from toolkit.kubernetes.volume import fetch
 from toolkit.kubernetes.workloads import Object, WorkloadKind, pods_of
 from toolkit.planning.pods import RUN_LABEL
-from toolkit.runs import registry, run_directory
+from toolkit.runs import registry
 from toolkit.runs.failure import Failure
 from toolkit.runs.log_reader import LogView
-from toolkit.runs.metrics import read_metrics
 from toolkit.runs.run import Run
+from toolkit.runs.run_directory import read_metrics
+from toolkit.runs.run_secrets import mask_of, redacted
 from toolkit.runs.state import RunState, RunStatus
 
 __all__ = ["SETTLED_S", "KubernetesRun"]
@@ -214,7 +215,7 @@ class KubernetesRun(Run):
             failure = failure_of(self.cluster, self.kind, obj, self.selector, attempt)
         except LauncherError:
             return None
-        return failure and failure.redacted(run_directory.mask_of(self.run_dir, self.environ))
+        return failure and failure.redacted(mask_of(self.run_dir, self.environ))
 
     def _measured(self) -> list[dict[str, Any]]:
         """Return what the run has measured, from the claim, by a pod of the run or a helper pod."""
@@ -285,7 +286,7 @@ class KubernetesRun(Run):
         return Round(pods=pods, ended=status.state.final)
 
     def _redacted(self, lines: Iterator[str]) -> Iterator[str]:
-        return run_directory.redacted(lines, self.run_dir, self.environ)
+        return redacted(lines, self.run_dir, self.environ)
 
     def cancel(self) -> None:
         """Delete the object; its pods get SIGTERM and their grace period.

@@ -187,7 +187,7 @@ def _apply_workload(cluster: Cluster, run: RunObjects) -> Object:
         try:
             return _apply(cluster, run.kind, run.workload)
         except LauncherError as error:
-            if run.kind.kind != "TrainJob" or not _NO_RUNTIME.search(str(error)):
+            if run.kind.kind != "TrainJob" or not _NO_RUNTIME.search(error.answer):
                 raise
             refusal = error
         cluster.connection.sleep(FIRST_PAUSE_S * 2**attempt)
@@ -261,7 +261,7 @@ def _explained(
                 f"the cluster knows no {refused['kind']} ({error}): what makes use of it is not "
                 "installed there; leave gang_scheduler out of the profile"
             )
-        case _ if _NO_NAMESPACE.search(str(error)):
+        case _ if _NO_NAMESPACE.search(error.answer):
             return type(error)(
                 f"{error}; correct `namespace` in the profile, or have it made: "
                 "`kubectl apply -k k8s/base` makes one called training"
@@ -276,6 +276,6 @@ def _explained(
                 f"{error}; name a headless Service that is there already: service: training in the "
                 "profile, if k8s/base has made the namespace"
             )
-        case Denied() if _RBAC.search(str(error)):
+        case Denied() if _RBAC.search(error.answer):
             return Denied(f"{error}; k8s/base has a Role with all that submitting needs")
     return error

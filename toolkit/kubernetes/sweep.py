@@ -14,8 +14,8 @@ from toolkit.kubernetes.run import KubernetesRun
 from toolkit.kubernetes.workloads import Object
 from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL
 from toolkit.runs.log_reader import LogView
+from toolkit.runs.run import unfinished_of
 from toolkit.runs.state import RunStatus
-from toolkit.runs.sweep_status import index_of, sum_of, unfinished_of
 
 __all__ = ["KubernetesPoint", "KubernetesSweep"]
 
@@ -35,14 +35,6 @@ class KubernetesSweep(KubernetesRun):
     def parts(self) -> "Sequence[KubernetesPoint]":
         """The points."""
         return self.points
-
-    def point(self, key: str) -> "KubernetesPoint":
-        """Return a point by its number or its name, or raise RunNotFound."""
-        return self.points[index_of(self, key)]
-
-    def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
-        """Return the status of the whole from those of its points."""
-        return sum_of(point_statuses)
 
     def status(self) -> RunStatus:
         """Return the status of the sweep, from those of its points."""

@@ -19,10 +19,10 @@ from toolkit.planning.local import LocalPlan
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
 from toolkit.runs import log_reader, registry, run_directory
-from toolkit.runs.log_reader import LogView, Span
-from toolkit.runs.run import Launcher, Run, new_run_name, require_secrets
+from toolkit.runs.log_reader import LogView, Span, without_stop_traces
+from toolkit.runs.run import Launcher, Run, new_run_name
+from toolkit.runs.run_secrets import require_secrets
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.torchrun_report import without_stop_traces
 from toolkit.text import untrusted
 
 __all__ = ["LocalLauncher", "LocalRun", "count_gpus"]

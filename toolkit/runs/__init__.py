@@ -1,7 +1,1 @@
-"""Launchers: from a plan to a run, one module per place."""
-
-from toolkit.runs.registry import RunRecord
-from toolkit.runs.run import Launcher, Run
-from toolkit.runs.state import RunState, RunStatus
-
-__all__ = ["Launcher", "Run", "RunRecord", "RunState", "RunStatus"]
+"""Runs wherever they are: handle, status, record, run directory, logs and failure."""

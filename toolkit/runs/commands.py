@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from toolkit.errors import LauncherError
 
@@ -48,15 +48,8 @@ def run(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command and return its output; bytes that are not UTF-8 become U+FFFD.
 
-    Args:
-        argv: The command.
-        stdin: What it reads.
-        environ: Its environment; this process's where it is None.
-        limit_s: How long it may take.
-        limit_bytes: How much it may print.
-
     Raises:
-        TooLong: it has taken longer, or printed more.
+        TooLong: it has taken longer than `limit_s`, or printed more than `limit_bytes`.
     """
     deadline = time.monotonic() + limit_s
     # stderr goes to a file: what ssh leaves in the background keeps it, and would keep a pipe open.
@@ -65,13 +58,21 @@ def run(
         subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environ
         ) as process,
+        selectors.DefaultSelector() as selector,
     ):
-        writer = threading.Thread(target=_give, args=(process, stdin), daemon=True)
+        assert process.stdout is not None
+        selector.register(process.stdout, selectors.EVENT_READ)
+        writer = threading.Thread(target=_write, args=(process, stdin), daemon=True)
         writer.start()
+        output = bytearray()
         try:
-            output = bytearray()
-            for chunk in _chunks(process, deadline):
-                output += chunk
+            while True:
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                if selector.select(min(1.0, left_s)):
+                    if not (chunk := os.read(process.stdout.fileno(), _CHUNK)):
+                        break
+                    output += chunk
                 if len(output) + os.fstat(errors.fileno()).st_size > limit_bytes:
                     raise TooLong(f"{argv[0]} prints more than {limit_bytes >> 20} MiB: ended")
             process.wait(None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()))
@@ -85,43 +86,17 @@ def run(
             # The process may still be writing when its output is closed.
             writer.join(timeout=1.0)
         errors.seek(0)
-        errors_seen = errors.read(limit_bytes)
-    return subprocess.CompletedProcess(
-        argv,
-        process.returncode,
-        output.decode(errors="replace"),
-        errors_seen.decode(errors="replace"),
-    )
+        printed = (bytes(output), errors.read(limit_bytes))
+    stdout, stderr = (text.decode(errors="replace") for text in printed)
+    return subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
 
 
-def _give(process: "subprocess.Popen[bytes]", stdin: bytes) -> None:
+def _write(process: "subprocess.Popen[bytes]", stdin: bytes) -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError, ValueError):  # it may end before it has read all
         process.stdin.write(stdin)
     with contextlib.suppress(OSError):
         process.stdin.close()
-
-
-def _chunks(process: "subprocess.Popen[bytes]", deadline: float) -> Iterator[bytes]:
-    """Yield what a process prints until it closes its output; b"" each second meanwhile.
-
-    Raises:
-        TimeoutError: the deadline is over.
-    """
-    assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            if not selector.select(min(1.0, left)):
-                yield b""
-                continue
-            chunk = os.read(process.stdout.fileno(), _CHUNK)
-            if not chunk:
-                return
-            yield chunk
 
 
 def only_asks(argv: Sequence[str]) -> bool:

@@ -6,6 +6,7 @@ with their signals. All of these lie in the folder of the attempt.
 """
 
 import contextlib
+import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,18 +14,37 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from toolkit.runs.echoes import is_echo
 from toolkit.runs.log_reader import attempt_folders
-from toolkit.runs.run_directory import STOP_WORDS, outcome, reason_of
-from toolkit.runs.torchrun_log_dir import Start, reports_of, starts_of
-from toolkit.runs.torchrun_report import Reported, Trace, last_trace
+from toolkit.runs.run_directory import (
+    STOP_WORDS,
+    cancel_requested,
+    exit_status_of,
+    outcome,
+    reason_of,
+)
+from toolkit.runs.torchrun_report import (
+    RankStart,
+    Reported,
+    Trace,
+    last_trace,
+    reports_of,
+    starts_of,
+)
 from toolkit.text import untrusted
 from toolkit.text.secret_scan import Mask
 
-__all__ = ["STOPS", "Failure", "Kind", "first_failure", "first_of"]
+__all__ = [
+    "ECHOES",
+    "NO_ECHOES",
+    "STOPS",
+    "Failure",
+    "Kind",
+    "first_failure",
+    "first_of",
+    "is_echo",
+]
 
 _LAST_WORDS = 5
-_READ_BYTES = 1 << 16
 _UNREPORTED_S = 120.0
 """How long before others a rank can have failed whose torchrun was ended before it could report."""
 
@@ -36,6 +56,53 @@ _NOT_BEGUN = ("gave_up", "no_progress")
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """The signals that torchrun forwards to its ranks, and ends the other ranks with."""
+
+# ---- Messages that only report another rank's loss, so that they name no cause
+#
+# Four programs need the list, and three of them import nothing of the toolkit: `train/errors.py`,
+# `toolkit/functions/worker.py` (copied beside the payload) and `templates/first_error.sh` (rendered
+# into scripts) hold copies. A test compares them.
+
+ECHOES = (
+    "connection (closed|reset) by peer",
+    "connection (refused|was closed)",
+    "broken pipe",
+    "remote process exited",
+    "connectfullmesh failed",
+    "gloo/transport",
+    "(recv|send)(value|bytes) failed",
+    "failed to (recv|send)",
+    "nccl error",
+    "nccl communicator was aborted",
+    "dist(backend|network|store)error",
+    "watchdog caught collective",
+    "timed ?out",
+    "wait timeout",
+    "ends because of others",
+    "another rank went away",
+    "^the same as (rank [0-9]+|another rank)",
+)
+"""Regular expressions over lower-case text, which Python and awk read alike: gloo's, NCCL's and
+torch's messages of a lost connection, and those of `train/`."""
+
+NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
+"""NCCL's messages about a mistake or a defect on this side, such as two ranks on one GPU."""
+
+_ECHO = re.compile("|".join(ECHOES))
+_NO_ECHO = re.compile(NO_ECHOES)
+
+
+def is_echo(message: str) -> bool:
+    """Whether a message only reports the loss of another rank.
+
+    >>> is_echo("RuntimeError: Connection closed by peer"), is_echo("ValueError: sample 7")
+    (True, False)
+    """
+    text = message.lower()
+    return bool(_ECHO.search(text)) and not _NO_ECHO.search(text)
+
+
+# ---- The failure of a run
 
 Kind = Literal["exception", "signal", "exit", "echo"]
 
@@ -107,11 +174,8 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
     """Return what failed first in an attempt; None if no rank failed, or the cause is unknown.
 
     Of several starts of the ranks within the attempt, the last one counts. Ranks that have only
-    lost another one often notice that before the other's torchrun does, so they come last.
-
-    Args:
-        run_dir: The run directory.
-        number: Which attempt; the newest where it is None.
+    lost another one often notice that before the other's torchrun does, so they come last. Without
+    a number, the newest attempt is meant.
     """
     attempt = _newest(run_dir) if number is None else run_dir / "logs" / f"attempt-{number}"
     if attempt is None or _ended_well(run_dir, attempt):
@@ -127,7 +191,19 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
         failures += [one for one in silent if one and one.time >= since]
     if not failures:
         return None
-    return replace(first_of(failures), earlier=tuple(_earlier(attempt, starts, bases)))
+    earlier = []
+    before = [start for start in starts if not start.last]
+    for restart in sorted({start.restart for start in before}):
+        ranks = [start for start in before if start.restart == restart]
+        judged = [_judge(attempt, s, bases) or _unreported(attempt, s, bases) for s in ranks]
+        if any(judged):
+            earlier.append(first_of(filter(None, judged)))
+    return replace(first_of(failures), earlier=tuple(earlier))
+
+
+def first_of(failures: Iterable[Failure]) -> Failure:
+    """Return what failed first; failures that only report the loss of another rank come last."""
+    return min(failures, key=lambda one: (one.kind == "echo", one.time))
 
 
 def _newest(run_dir: Path) -> Path | None:
@@ -145,12 +221,12 @@ def _ended_well(run_dir: Path, attempt: Path) -> bool:
     status = content.get("status") if attempt.name == f"attempt-{content.get('attempt')}" else ""
     if status == "fatal" and word in STOP_WORDS:
         return False  # it failed while it was being stopped
-    stopped = not word and (status == "preempted" or (run_dir / "cancel_requested").exists())
-    return _read(attempt / "exit_status") == "0" or word in _WELL or stopped
+    stopped = not word and (status == "preempted" or cancel_requested(run_dir))
+    return exit_status_of(attempt) == 0 or word in _WELL or stopped
 
 
 def _judge(
-    attempt: Path, start: Start, bases: Mapping[str, int], reported: Reported | None = None
+    attempt: Path, start: RankStart, bases: Mapping[str, int], reported: Reported | None = None
 ) -> Failure | None:
     """Return a rank's failure from its error file, or else from torchrun's report."""
     if error := start.error():
@@ -175,36 +251,35 @@ def _judge(
         else:
             kind = "exit"
             message = f"exit status {reported.exitcode}" + (f": {lines[-1]}" if lines else "")
-    rank = reported.rank if reported else _rank(start, trace, bases)
-    return _failure(attempt, start, kind=kind, rank=rank, time=time, message=message, lines=lines)
+    one = _failure(attempt, start, bases, trace, kind=kind, time=time, message=message, lines=lines)
+    return replace(one, rank=reported.rank) if reported else one
 
 
-def _unreported(attempt: Path, start: Start, bases: Mapping[str, int]) -> Failure | None:
+def _unreported(attempt: Path, start: RankStart, bases: Mapping[str, int]) -> Failure | None:
     """Return a rank's failure from the end of its stderr, if its torchrun was killed as well."""
     trace = last_trace(start.stderr())
     if trace is None or not trace.at_end or is_echo(trace.message):
         return None
+    time, message, lines = start.silent_since(), trace.message, trace.lines
     return _failure(
-        attempt,
-        start,
-        kind="exception",
-        rank=_rank(start, trace, bases),
-        time=start.silent_since(),
-        message=trace.message,
-        lines=trace.lines,
+        attempt, start, bases, trace, kind="exception", time=time, message=message, lines=lines
     )
 
 
 def _failure(
     attempt: Path,
-    start: Start,
+    start: RankStart,
+    bases: Mapping[str, int],
+    trace: Trace | None,
     *,
     kind: Kind,
-    rank: int | None,
     time: float,
     message: str,
     lines: tuple[str, ...],
 ) -> Failure:
+    rank = trace.rank if trace else None
+    if rank is None and start.key in bases:
+        rank = bases[start.key] + start.local_rank
     return Failure(
         kind=kind,
         rank=rank,
@@ -218,37 +293,10 @@ def _failure(
     )
 
 
-def _rank(start: Start, trace: Trace | None, bases: Mapping[str, int]) -> int | None:
-    if trace is not None and trace.rank is not None:
-        return trace.rank
-    return bases[start.key] + start.local_rank if start.key in bases else None
-
-
-def _signalled(attempt: Path, start: Start, number: int) -> str:
+def _signalled(attempt: Path, start: RankStart, number: int) -> str:
     name = f"signal {number}"
     with contextlib.suppress(ValueError):
         name = signal.Signals(number).name
     if number == signal.SIGKILL and (attempt / f"oom-{start.key}").exists():
         return f"killed by {name}; the kernel has killed a process there for want of memory"
     return f"killed by {name}"
-
-
-def first_of(failures: Iterable[Failure]) -> Failure:
-    """Return what failed first; failures that only report the loss of another rank come last."""
-    return min(failures, key=lambda one: (one.kind == "echo", one.time))
-
-
-def _earlier(attempt: Path, starts: list[Start], bases: Mapping[str, int]) -> Iterator[Failure]:
-    """Yield what failed first in each start but the last, as far as it has left a word."""
-    before = [start for start in starts if not start.last]
-    for restart in sorted({start.restart for start in before}):
-        those = [start for start in before if start.restart == restart]
-        judged = [_judge(attempt, s, bases) or _unreported(attempt, s, bases) for s in those]
-        if failures := [one for one in judged if one]:
-            yield first_of(failures)
-
-
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return untrusted.read_text(path, limit=_READ_BYTES, below=path.parents[2]).strip()
-    return ""

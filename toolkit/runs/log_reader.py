@@ -1,4 +1,4 @@
-"""What a run has printed: from which files it is read, as they grow, and which lines are wanted.
+"""What a run has printed: from which files it is read, as they grow, and which lines are shown.
 
 On Slurm one file holds what all jobs of a run print, and each attempt notes where its part begins
 (`logs/attempt-N/log`); on this machine each node of an attempt has a file (`node-K.log`). Both hold
@@ -10,25 +10,35 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.errors import InputError, LauncherError, Problem
+from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.state_dir import state_folder
 from toolkit.text import untrusted
+
+if TYPE_CHECKING:
+    from toolkit.runs.run import Run
 
 __all__ = [
     "LogView",
     "Span",
+    "StopTraces",
     "Tail",
     "all_spans",
     "attempt_folders",
     "attempt_numbers",
     "attempt_spans",
     "by_number",
+    "end_of",
     "follow_files",
+    "follow_points",
+    "read_points",
     "refuse_attempt",
+    "without_stop_traces",
 ]
 
 _CHUNK = 1 << 20
@@ -36,8 +46,12 @@ _LINE_BYTES = 16 << 20
 """Longer lines are shown in parts, so that a file without a line end cannot fill the memory."""
 
 _ATTEMPT = re.compile(r"attempt-(0|[1-9][0-9]{0,8})", re.ASCII)
+_NODE_LOG = re.compile(r"node-.*\.log", re.DOTALL)
 _NOTE = re.compile(r"([0-9]{1,18}) (.+)\n", re.ASCII)
 _NOTE_BYTES = 1 << 14
+
+# ---- Which lines are shown
+
 _RANK = re.compile(r"\[rank (\d{1,9})\] ")
 """What torchrun puts before the lines of a rank: see TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
 
@@ -59,33 +73,6 @@ class LogView:
     attempt: int | None = None
     """The attempt whose lines are wanted; those of all where it is None."""
 
-    pattern: re.Pattern[str] | None = None
-    """What a line must hold somewhere."""
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        follow: bool = False,
-        ranks: Collection[int] = (),
-        attempt: int | None = None,
-        grep: str | None = None,
-    ) -> "LogView":
-        """Return the view for a user's choice of ranks, nodes and attempt.
-
-        Raises:
-            InputError: `grep` is no regular expression.
-        """
-        pattern = None
-        if grep is not None:
-            try:
-                pattern = re.compile(grep)
-            except (re.error, OverflowError, RecursionError) as error:
-                raise InputError(
-                    [Problem(place=f"--grep {grep}", message=f"no regular expression: {error}")]
-                ) from None
-        return cls(follow=follow, ranks=frozenset(ranks), attempt=attempt, pattern=pattern)
-
     def of_ranks(self, lines: Iterator[str]) -> Iterator[str]:
         """Yield the lines of the ranks that are wanted, as the ranks have written them."""
         for line in lines:
@@ -95,10 +82,50 @@ class LogView:
             if not self.ranks or (of and int(of[1]) in self.ranks):
                 yield line
 
-    def grepped(self, lines: Iterator[str]) -> Iterator[str]:
-        """Yield the lines that hold the pattern, as they are shown."""
-        pattern = self.pattern
-        return lines if pattern is None else (line for line in lines if pattern.search(line))
+
+_STOP_TRACE = re.compile(
+    r"\s|$|Traceback \(most recent call last\):|During handling of the above exception"
+    r"|torch\.distributed\.elastic\.\S*SignalException|--- Logging error ---|Call stack:"
+    r"|Message: |Arguments: |RuntimeError: reentrant call"
+)
+"""Lines of torchrun's traceback after a stop signal: its own `SignalException` looks like a failure
+but is none. The lines of several nodes may be mixed."""
+
+_LOG_LINE = re.compile(r"\[|[WIE]\d{4} |srun: |slurmstepd")
+"""Lines that come in between."""
+
+
+class StopTraces:
+    """Holds back tracebacks until it is clear whether they are torchrun's of being stopped."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+
+    def take(self, line: str) -> list[str]:
+        """Return what may be shown, now that this line has come."""
+        starts = line.startswith(("Traceback (most recent call last):", "--- Logging error ---"))
+        if starts or (self._held and _STOP_TRACE.match(line)):
+            self._held.append(line)
+            return []
+        if self._held and _LOG_LINE.match(line):
+            return [line]
+        return [*self.rest(), line]
+
+    def rest(self) -> list[str]:
+        """Return the lines that are held back, at the end of the log."""
+        held, self._held = self._held, []
+        return [] if any("SignalException" in line for line in held) else held
+
+
+def without_stop_traces(lines: Iterable[str]) -> Iterator[str]:
+    """Yield `lines` without torchrun's tracebacks of being stopped; all others stay."""
+    traces = StopTraces()
+    for line in lines:
+        yield from traces.take(line)
+    yield from traces.rest()
+
+
+# ---- Files that grow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +133,6 @@ class Span:
     """A part of a file."""
 
     path: Path
-    """The file."""
 
     start: int = 0
     """Its first byte."""
@@ -116,6 +142,15 @@ class Span:
 
     below: Path | None = None
     """The folder from which on no part of the path may be a link; None for the file alone."""
+
+
+def end_of(span: Span, most: int) -> bytes:
+    """Return the last bytes of a part of a file."""
+    with untrusted.open_untrusted(span.path, below=span.below) as file:
+        size = file.seek(0, os.SEEK_END)
+        end = size if span.end is None else min(span.end, size)
+        begin = file.seek(max(span.start, end - most))
+        return file.read(max(0, end - begin))
 
 
 @dataclass(kw_only=True)
@@ -131,12 +166,7 @@ class Tail:
     def new_lines(
         self, path: Path, end: int | None = None, below: Path | None = None
     ) -> Iterator[str]:
-        """Yield the whole lines that have come since, up to the byte `end`.
-
-        Args:
-            path: The file.
-            end: The byte behind the last one that is wanted.
-            below: The folder from which on no part of the path may be a link.
+        """Yield the whole lines that have come since, up to the byte `end`; `below` as in `Span`.
 
         Raises:
             LauncherError: the file cannot be read, or is none.
@@ -149,7 +179,7 @@ class Tail:
         except OSError as error:
             raise LauncherError(f"{path} cannot be read: {error.strerror}") from error
         with file:
-            if file.seek(0, 2) < self.offset:  # it was truncated
+            if file.seek(0, os.SEEK_END) < self.offset:  # it was truncated
                 self.offset, self.torn = 0, b""
             file.seek(self.offset)
             while chunk := file.read(
@@ -169,6 +199,22 @@ class Tail:
             self.torn = b""
 
 
+class _Tails:
+    """How far the files of a run have been read."""
+
+    def __init__(self) -> None:
+        self._tails: dict[Path, Tail] = {}
+
+    def new_lines(self, spans: Iterable[Span], *, ended: bool) -> Iterator[str]:
+        """Yield the lines since the last call; with `ended`, also those without a line end."""
+        for span in spans:
+            tail = self._tails.setdefault(span.path, Tail(offset=span.start))
+            yield from tail.new_lines(span.path, span.end, span.below)
+        if ended:
+            for tail in self._tails.values():
+                yield from tail.last_words()
+
+
 def follow_files(
     find: Callable[[], list[Span]],
     *,
@@ -184,25 +230,21 @@ def follow_files(
         pause_s: How long to wait when there is nothing new.
         ask_every_s: How long to wait at least between two questions whether it has ended.
     """
-    tails: dict[Path, Tail] = {}
-    asked = float("-inf")
-    while True:
-        last_round = False
-        if (now := time.monotonic()) >= asked + ask_every_s:
+    tails = _Tails()
+    asked_s, last_round = float("-inf"), False
+    while not last_round:
+        if (now := time.monotonic()) >= asked_s + ask_every_s:
             last_round = ended()  # asked first: lines from before the end are still read
-            asked = now
+            asked_s = now
         any_line = False
-        for span in find():
-            tail = tails.setdefault(span.path, Tail(offset=span.start))
-            for line in tail.new_lines(span.path, span.end, span.below):
-                any_line = True
-                yield line
-        if last_round:
-            for tail in tails.values():
-                yield from tail.last_words()
-            return
-        if not any_line:
+        for line in tails.new_lines(find(), ended=last_round):
+            any_line = True
+            yield line
+        if not any_line and not last_round:
             time.sleep(pause_s)
+
+
+# ---- Where the lines of the attempts stand
 
 
 def attempt_folders(run_dir: Path) -> list[Path]:
@@ -233,7 +275,8 @@ def all_spans(run_dir: Path, first: Path) -> list[Span]:
 
     A run that was continued by hand (`sbatch FILE RUN_DIR continue`) prints to another file.
     """
-    noted: dict[Path, Span] = {first: Span(path=first, below=_below(first, run_dir))}
+    below = next((p for p in (run_dir, run_dir.parent) if first.is_relative_to(p)), None)
+    noted: dict[Path, Span] = {first: Span(path=first, below=below)}
     nodes: list[Span] = []
     for folder in attempt_folders(run_dir):
         if (own := _noted(folder)) is None:
@@ -253,8 +296,8 @@ def refuse_attempt(run_dir: Path, view: LogView) -> None:
         return
     numbers = attempt_numbers(run_dir)
     if view.attempt not in numbers:
-        there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "none has begun"
-        raise InputError([Problem(place=f"--attempt {view.attempt}", message=f"{there} of it")])
+        attempts = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "none has begun"
+        raise InputError([Problem(place=f"--attempt {view.attempt}", message=f"{attempts} of it")])
 
 
 def _noted(folder: Path) -> tuple[int, str] | None:
@@ -278,8 +321,7 @@ def _here(name: str, run_dir: Path, attempt: Path) -> Span | None:
 
     The run directory may be a mirror of another. A log outside of the run directory, as of a job
     that was submitted by hand, is read only if the note and the log belong to this user and no
-    other user may write the note:
-    otherwise a note could have any file shown as the run's log.
+    other user may write the note: otherwise a note could have any file shown as the run's log.
     """
     path = Path(name)
     if path.parent.name == "logs":
@@ -296,17 +338,10 @@ def _here(name: str, run_dir: Path, attempt: Path) -> Span | None:
     return None
 
 
-def _below(path: Path, run_dir: Path) -> Path | None:
-    return next((p for p in (run_dir, run_dir.parent) if path.is_relative_to(p)), None)
-
-
 def _of_nodes(folder: Path, run_dir: Path) -> list[Span]:
-    names = [e.name for e in untrusted.entries(folder, below=run_dir) if e.is_file]
-    return [Span(path=folder / name, below=run_dir) for name in by_number(names) if _is_node(name)]
-
-
-def _is_node(name: str) -> bool:
-    return name.startswith("node-") and name.endswith(".log")
+    files = (entry.name for entry in untrusted.entries(folder, below=run_dir) if entry.is_file)
+    names = by_number(name for name in files if _NODE_LOG.fullmatch(name))
+    return [Span(path=folder / name, below=run_dir) for name in names]
 
 
 def by_number(names: Iterable[str]) -> list[str]:
@@ -316,3 +351,90 @@ def by_number(names: Iterable[str]) -> list[str]:
     ['node-9.log', 'node-10.log']
     """
     return sorted(names, key=lambda name: [(len(n), n) for n in re.findall("[1-9][0-9]*", name)])
+
+
+# ---- Sweeps: the lines of all points in one stream, each after its point's name
+#
+# There may be thousands of points. So files are opened only where something may have been written:
+# those of points that run, and once more when a point has ended.
+
+_BUSY = 5
+"""Of so many parts of the time, asking where the points stand takes one at most."""
+
+_PAUSE_S = 0.5
+_PAUSE_PER_POINT_S = 0.005
+"""How long to wait when there is nothing new; more points are looked at less often."""
+
+Spans = Callable[["Run", LogView], list[Span]]
+"""Where the lines of a point stand."""
+
+
+@dataclass(kw_only=True)
+class _PointLog:
+    """How far a point's log has been read."""
+
+    point: "Run"
+    view: LogView
+    spans: Spans
+    tails: _Tails = field(default_factory=_Tails)
+    traces: StopTraces = field(default_factory=StopTraces)
+
+    def new_lines(self, *, ended: bool = False) -> Iterator[str]:
+        """Yield the lines since the last call; all that is left if the point has `ended`."""
+        name = self.point.name.rpartition("/")[2]
+        return (f"[{name}] {line}" for line in self.view.of_ranks(self._shown(ended)))
+
+    def _shown(self, ended: bool) -> Iterator[str]:
+        for line in self.tails.new_lines(self.spans(self.point, self.view), ended=ended):
+            yield from self.traces.take(line)
+        if ended:
+            yield from self.traces.rest()
+
+
+def read_points(points: "Sequence[Run]", view: LogView, spans: Spans) -> Iterator[str]:
+    """Yield what the points have printed, one after the other."""
+    for point in points:
+        yield from _PointLog(point=point, view=view, spans=spans).new_lines(ended=True)
+
+
+def follow_points(
+    sweep: "Run",
+    view: LogView,
+    spans: Spans,
+    on_status: Callable[[RunStatus], object],
+    *,
+    ask_every_s: float = 3.0,
+) -> Iterator[str]:
+    """Yield what the points print as it comes, until all have ended.
+
+    Each answer of the scheduler, at most one in `ask_every_s`, is handed to `on_status`.
+    """
+    logs = {point.uri: _PointLog(point=point, view=view, spans=spans) for point in sweep.points}
+    states: dict[str, RunState] = {}
+    while True:
+        asked_s = time.monotonic()
+        point_statuses = sweep.statuses()
+        took_s = time.monotonic() - asked_s
+        on_status(sweep.sum_of(point_statuses))
+        busy = []
+        for point, status in zip(sweep.points, point_statuses, strict=True):
+            if (log := logs.get(point.uri)) is None:
+                continue
+            if status.state.final or status.lost:
+                yield from logs.pop(point.uri).new_lines(ended=True)
+            elif status.state is not RunState.PENDING:
+                busy.append(log)
+            elif states.get(point.uri) is not RunState.PENDING:
+                yield from log.new_lines()  # lines from before it was requeued
+            states[point.uri] = status.state
+        if not logs:
+            return
+        pause_s = max(_PAUSE_S, _PAUSE_PER_POINT_S * len(busy))
+        while time.monotonic() < asked_s + max(ask_every_s, _BUSY * took_s):
+            lines = 0
+            for log in busy:
+                for line in log.new_lines():
+                    lines += 1
+                    yield line
+            if not lines:
+                time.sleep(pause_s)

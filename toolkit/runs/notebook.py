@@ -3,17 +3,20 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.errors import LauncherError
 from toolkit.rendering import page_environment
 from toolkit.runs import run_directory
-from toolkit.runs.metrics import figures, read_metrics
-from toolkit.runs.run import Run
+from toolkit.runs.run_directory import figures, read_metrics
+from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 
-__all__ = ["Curve", "Extent", "Progress", "extent_of", "html_of", "page_of"]
+if TYPE_CHECKING:
+    from toolkit.runs.run import Run
+
+__all__ = ["Curve", "ProgressDisplay", "html_of"]
 
 _COLOURS = {
     RunState.CANCELLED: "#6b7280",
@@ -28,18 +31,12 @@ _MOST_POINTS = 200
 """Rows of a sweep's table; more would make the notebook slow."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extent:
-    """How far something is."""
+class _Extent(NamedTuple):
+    """How many `steps` of a run, or `points` of a sweep, are done."""
 
     done: int
-    """How many of them are done."""
-
     total: int
-    """How many there are."""
-
     unit: str
-    """The unit of progress: `steps`, or the `points` of a sweep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +47,15 @@ class Curve:
     """`x,y x,y …`"""
 
     first: int
-    """The first step."""
-
     last: int
-    """The last step."""
+    """The first and last step."""
 
     lowest: str
-    """The lowest value."""
-
     highest: str
-    """The highest value."""
+    """The lowest and highest value."""
 
     width: int = 600
-    """Of the drawing."""
-
     height: int = 160
-    """Of the drawing."""
-
     left: int = 60
     top: int = 10
     right: int = 590
@@ -98,42 +87,43 @@ class Curve:
         )
 
 
-def extent_of(run: Run, points: Sequence[RunStatus] = ()) -> Extent | None:
+def _extent_of(run: "Run", points: Sequence[RunStatus] = ()) -> _Extent | None:
     """Return the progress of a run, or of a sweep by its points' statuses; None if unknown."""
     if run.points:
         ended = sum(status.state.final for status in points)
-        return Extent(done=ended, total=len(run.points), unit="points")
+        return _Extent(ended, len(run.points), "points")
     if run.run_dir is None:
         return None
     steps = untrusted.whole((run_directory.outcome(run.run_dir) or {}).get("steps"))
     done = untrusted.whole((run_directory.last_metrics(run.run_dir) or {}).get("step"))
-    return None if steps is None else Extent(done=done or 0, total=steps, unit="steps")
+    return None if steps is None else _Extent(done or 0, steps, "steps")
 
 
-def html_of(run: Run) -> str:
+def html_of(run: "Run") -> str:
     """Return the status of a run as a piece of HTML."""
     try:
         points = run.statuses() if run.points else []
         status = run.sum_of(points) if run.points else run.status()
     except LauncherError as error:  # a page must not fail because a cluster is away
         points, status = [], RunStatus(state=RunState.UNKNOWN, reason=str(error))
-    return page_of(run, status, points)
+    return _page_of(run, status, points)
 
 
-def page_of(run: Run, now: RunStatus, statuses: Sequence[RunStatus]) -> str:
+def _page_of(run: "Run", now: RunStatus, statuses: Sequence[RunStatus]) -> str:
     """Return a run as a piece of HTML; everything in it is escaped, and secrets are left out."""
-    mask = run_directory.mask_of(run.run_dir)
+    mask = mask_of(run.run_dir)
     rows = [] if run.points or run.run_dir is None else read_metrics(run.run_dir)
-    extent = extent_of(run, statuses)
+    extent = _extent_of(run, statuses)
     points = [
         {
             "name": point.name.rpartition("/")[2],
             "settings": point.settings,
             "state": status.state.upper(),
             "colour": _COLOURS[status.state],
-            "said": mask.hide(_said(point, status)),
+            "said": mask.hide("; ".join(filter(None, [_newest_figures(point), reason]))),
         }
         for point, status in list(zip(run.points, statuses, strict=False))[:_MOST_POINTS]
+        for reason in [status.reason.partition("\n")[0]]
     ]
     values = {
         "name": run.name,
@@ -154,16 +144,15 @@ def page_of(run: Run, now: RunStatus, statuses: Sequence[RunStatus]) -> str:
     return page_environment().get_template("notebook/run.html.j2").render(values)
 
 
-def _said(point: Run, status: RunStatus) -> str:
+def _newest_figures(point: "Run") -> str:
     metrics = run_directory.last_metrics(point.run_dir) if point.run_dir else None
-    reason = status.reason.partition("\n")[0]
-    return "; ".join(filter(None, [figures(metrics or {}), reason]))
+    return figures(metrics or {})
 
 
-class Progress:
+class ProgressDisplay:
     """Shows a run's progress to a waiting caller: a page in a notebook, a bar in a terminal."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: "Run") -> None:
         self._run = run
         self._bar: Any = None
         self._handle: Any = None
@@ -176,15 +165,12 @@ class Progress:
 
     def show(self, status: RunStatus, points: Sequence[RunStatus]) -> None:
         """Show where the run stands, and of a sweep each of its points."""
-        if _in_notebook():
-            self._show_page(status, points)
-        else:
+        if not _in_notebook():
             self._show_bar(status, points)
-
-    def _show_page(self, status: RunStatus, points: Sequence[RunStatus]) -> None:
+            return
         from IPython import display
 
-        page = display.HTML(page_of(self._run, status, points))  # type: ignore[no-untyped-call]
+        page = display.HTML(_page_of(self._run, status, points))  # type: ignore[no-untyped-call]
         if self._handle is None:
             self._handle = display.display(page, display_id=True)  # type: ignore[no-untyped-call]
         else:
@@ -193,14 +179,15 @@ class Progress:
     def _show_bar(self, status: RunStatus, points: Sequence[RunStatus]) -> None:
         import click
 
-        extent = extent_of(self._run, points)
-        if self._bar is None and extent is not None and not status.state.final:
+        if (extent := _extent_of(self._run, points)) is None:
+            return
+        if self._bar is None and not status.state.final:
             label = f"{self._run.name} ({extent.unit})"
             self._bar = click.progressbar(
                 length=extent.total, label=label, file=sys.stderr, show_pos=True
             )
             self._bar.__enter__()
-        if self._bar is not None and extent is not None:
+        if self._bar is not None:
             self._bar.update(extent.done - self._shown)
             self._shown = extent.done
 

@@ -37,8 +37,6 @@ _VERSION = 1
 _BYTES = 1 << 30
 _RECORD_BYTES = 1 << 20
 _WORD = 4096
-_LAST = 32503680000.0
-"""The year 3000: later times cannot be formatted as dates on every platform."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +72,21 @@ class RunRecord:
     """Why the run cannot be queried; empty where all is known."""
 
     @property
+    def address(self) -> tuple[str, str, str]:
+        """The URI's scheme, the cluster or namespace, and the run's id there.
+
+        >>> RunRecord(uri="slurm://c/7", name="a", job="a", profile={}, created=0.0).address
+        ('slurm', 'c', '7')
+        """
+        scheme, _, path = self.uri.partition("://")
+        site, _, run_id = path.rpartition("/")
+        return scheme, site, run_id
+
+    @property
     def begun(self) -> bool:
         """Whether the job id is not known yet: the submission may have been interrupted."""
-        return self.uri.endswith(f"/{self.name}") and self.uri.startswith("slurm://")
+        scheme, _, run_id = self.address
+        return scheme == "slurm" and run_id == self.name
 
     @property
     def remote(self) -> str:
@@ -85,7 +95,7 @@ class RunRecord:
         return f"{host}:{self.remote_dir}" if self.remote_dir else ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return what is written down; what a machine without mirrors does not know is left out."""
+        """Return the record as it is stored, without keys that only machines with mirrors know."""
         data = asdict(self) | {"version": _VERSION, "run_dir": self.run_dir and str(self.run_dir)}
         del data["believed"], data["problem"]
         return {k: v for k, v in data.items() if k != "remote_dir" or v is not None}
@@ -96,8 +106,8 @@ def intents_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return state_folder(environ) / "submitting"
 
 
-def _file(environ: Mapping[str, str]) -> Path:
-    return state_folder(environ) / "runs.jsonl"
+def _file(environ: Mapping[str, str], name: str = "runs.jsonl") -> Path:
+    return state_folder(environ) / name
 
 
 def check(*, environ: Mapping[str, str] = os.environ) -> None:
@@ -150,11 +160,9 @@ def add(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> RunRecord
         LauncherError: nothing can be written there.
     """
     line = json.dumps(run.as_json())
-    path = _file(environ)
     try:
         # The user's list first: it may lie on another disk than a run directory that is full.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        append(path, line)
+        append(_file(environ), line)
         if run.run_dir is not None:
             untrusted.write_bytes(run.run_dir / "launch.json", f"{line}\n".encode())
     except OSError as error:
@@ -196,22 +204,18 @@ def find(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.envi
         if name in (run.uri, run.name) or (name and name in (run.remote, run.remote_dir)):
             return run
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # a name need not be a path
-        if (record := _of_folder(Path(name).resolve(), all_records, trust=trust)) is not None:
-            return record
+        folder = Path(name).resolve()
+        for run in reversed(all_records):
+            own = run.run_dir
+            if own is not None and own.name == folder.name and own.resolve() == folder:
+                return run
+        record = parse(untrusted.read_json(folder / "launch.json", limit=_RECORD_BYTES))
+        if record is not None:
+            # The run directory is the one that was opened, even if its files name another.
+            return replace(record, run_dir=folder, remote_dir=None, believed=trust)
     latest = ", ".join(run.name for run in all_records[-3:])
     hint = f"the latest are {latest}" if latest else "nothing was submitted from here yet"
     raise RunNotFound(f"no run {name!r}; {hint} (see `toolkit list`)")
-
-
-def _of_folder(folder: Path, all_records: list[RunRecord], *, trust: bool) -> RunRecord | None:
-    """Return the run of a run directory: from the user's list, or else from the files in it."""
-    for run in reversed(all_records):
-        own = run.run_dir
-        if own is not None and own.name == folder.name and own.resolve() == folder:
-            return run
-    record = parse(untrusted.read_json(folder / "launch.json", limit=_RECORD_BYTES))
-    # The run directory is the one that was opened, even if its files name another.
-    return record and replace(record, run_dir=folder, remote_dir=None, believed=trust)
 
 
 def find_point(
@@ -219,13 +223,7 @@ def find_point(
 ) -> tuple[RunRecord, str | None]:
     """Return a run, or a sweep and which of its points: `RUN_7`, or `RUN/NAME` of the point.
 
-    Args:
-        name: One of these.
-        trust: Whether to believe a run directory that is not in the user's list.
-        environ: Where the user's list of runs is looked for.
-
-    Raises:
-        RunNotFound: there is none.
+    The arguments and errors are those of `find`.
     """
     try:
         return find(name, trust=trust, environ=environ), None
@@ -241,31 +239,25 @@ def find_point(
 
 def mark_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:
     """Record that a run was cancelled, for schedulers that keep no trace of a cancellation."""
-    path = _cancelled(environ)
     with contextlib.suppress(OSError):  # a full disk must not keep a job running
-        path.parent.mkdir(parents=True, exist_ok=True)
-        append(path, uri)
+        append(_file(environ, "cancelled"), uri)
 
 
 def is_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this user cancelled the run from this machine."""
     try:
-        return uri in untrusted.read_text(_cancelled(environ), limit=_BYTES).splitlines()
+        return uri in untrusted.read_text(_file(environ, "cancelled"), limit=_BYTES).splitlines()
     except OSError:
         return False
 
 
 def withdraw_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:
     """Take back that a run was cancelled, since it is submitted again."""
-    path = _cancelled(environ)
+    path = _file(environ, "cancelled")
     with contextlib.suppress(OSError):
         lines = untrusted.read_text(path, limit=_BYTES).splitlines()
-        kept = "".join(f"{line}\n" for line in lines if line != uri)
-        path.write_text(kept, encoding="utf-8")
-
-
-def _cancelled(environ: Mapping[str, str]) -> Path:
-    return _file(environ).with_name("cancelled")
+        others = "".join(f"{line}\n" for line in lines if line != uri)
+        path.write_text(others, encoding="utf-8")
 
 
 def parse(data: Any) -> RunRecord | None:
@@ -275,29 +267,29 @@ def parse(data: Any) -> RunRecord | None:
     its `problem`.
     """
     content = untrusted.mapping(data)
-    uri, name = (_word(content.get(key)) for key in ("uri", "name"))
+    uri, name, job = (_word(content.get(key)) for key in ("uri", "name", "job"))
     if not uri or not name:
         return None
-    if content.get("version") != _VERSION:
-        version = untrusted.whole(content.get("version"))
-        return _odd(uri, name, f"its record is of version {version}, and this one reads 1")
     run_dir, remote_dir = content.get("run_dir"), content.get("remote_dir")
-    job = _word(content.get("job"))
-    created = untrusted.finite(content.get("created"))
+    created = untrusted.moment(content.get("created"))
     profile = content.get("profile")
     odd = [
         key
         for key, good in {
             "job": job,
-            "created": created is not None and 0 <= created < _LAST,
+            "created": created is not None,
             "profile": isinstance(profile, dict),
             "run_dir": run_dir is None or _is_path(_word(run_dir)),
             "remote_dir": remote_dir is None or _word(remote_dir),
         }.items()
         if not good
     ]
-    if odd or created is None or not isinstance(profile, dict):
-        return _odd(uri, name, f"its record has no right value of {', '.join(odd)}")
+    problem = f"its record has no right value of {', '.join(odd)}" if odd else ""
+    if content.get("version") != _VERSION:
+        version = untrusted.whole(content.get("version"))
+        problem = f"its record is of version {version}, and this one reads {_VERSION}"
+    if problem or created is None or not isinstance(profile, dict):
+        return RunRecord(uri=uri, name=name, job=name, profile={}, created=0.0, problem=problem)
     return RunRecord(
         uri=uri,
         name=name,
@@ -307,10 +299,6 @@ def parse(data: Any) -> RunRecord | None:
         run_dir=Path(run_dir) if run_dir else None,
         remote_dir=remote_dir,
     )
-
-
-def _odd(uri: str, name: str, problem: str) -> RunRecord:
-    return RunRecord(uri=uri, name=name, job=name, profile={}, created=0.0, problem=problem)
 
 
 def _is_path(text: str) -> bool:

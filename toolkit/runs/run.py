@@ -1,34 +1,44 @@
-"""The interface of all launchers: Launcher and Run."""
+"""The interface of all launchers: Launcher and Run; and runs that are shown, never acted upon."""
 
 import abc
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from toolkit.errors import LauncherError, RunLost, RunNotFound
+from toolkit.errors import InputError, LauncherError, Problem, RunLost, RunNotFound
 from toolkit.planning import LaunchPlan
-from toolkit.runs import secret_hashes
-from toolkit.runs.log_reader import LogView
+from toolkit.runs import run_directory
+from toolkit.runs.log_reader import (
+    LogView,
+    all_spans,
+    attempt_spans,
+    follow_files,
+    refuse_attempt,
+    without_stop_traces,
+)
 from toolkit.runs.registry import RunRecord
-from toolkit.runs.state import RunState, RunStatus
-from toolkit.text import untrusted
+from toolkit.runs.run_secrets import mask_of, redacted
+from toolkit.runs.state import RunState, RunStatus, sum_of
+from toolkit.text.quantities import whole_number
 
 if TYPE_CHECKING:
     from toolkit.runs.failure import Failure
 
 __all__ = [
+    "ForeignRun",
     "Launcher",
     "Run",
+    "ShownRun",
     "new_run_name",
     "pauses",
-    "require_secrets",
+    "unfinished_of",
 ]
 
-_SECRET_BYTES = 1 << 16
 _NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
 
 PlanT = TypeVar("PlanT", bound=LaunchPlan)
@@ -71,11 +81,23 @@ class Run(abc.ABC):
         Raises:
             RunNotFound: there is none.
         """
-        raise RunNotFound(f"no point {key!r}: {self.uri} is no sweep")
+        if not self.points:
+            raise RunNotFound(f"no point {key!r}: {self.uri} is no sweep")
+        names = [point.name.rpartition("/")[2] for point in self.points]
+        if key in names:
+            return self.points[names.index(key)]
+        if (number := whole_number(key)) is not None and number < len(names):
+            return self.points[number]
+        raise RunNotFound(
+            f"{self.uri} has no point {key!r}; it has 0 to {len(names) - 1}, as in "
+            f"{self.uri}_0 or {self.name}/{names[0]}"
+        )
 
     def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
         """Return the status of a sweep from those of its points."""
-        raise LauncherError(f"{self.uri} is no sweep")
+        if not self.points:
+            raise LauncherError(f"{self.uri} is no sweep")
+        return sum_of(point_statuses)
 
     def statuses(self) -> list[RunStatus]:
         """Return the statuses of all points, by one query if possible."""
@@ -92,23 +114,20 @@ class Run(abc.ABC):
 
     def statuses_of(self, runs: "Sequence[Run]") -> list[RunStatus]:
         """Return the statuses of runs with this batch key, UNKNOWN if the query fails."""
-
-        def told(run: Run) -> RunStatus:
+        statuses = []
+        for run in runs:
             try:
-                return run.status()
+                statuses.append(run.status())
             except LauncherError as error:
-                return RunStatus(state=RunState.UNKNOWN, reason=str(error))
-
-        return [told(run) for run in runs]
+                statuses.append(RunStatus(state=RunState.UNKNOWN, reason=str(error)))
+        return statuses
 
     def watching(
         self, runs: "Sequence[Run]", *, explained: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         """Watch runs of this batch while a caller waits, if that is cheaper than polling.
 
-        Args:
-            runs: The runs.
-            explained: Whether the caller shows meanwhile what each of them waits for.
+        `explained`: whether the caller shows meanwhile what each of them waits for.
         """
         return contextlib.nullcontext()
 
@@ -138,33 +157,35 @@ class Run(abc.ABC):
             InputError: the attempt does not exist, or `grep` is not a regular expression.
             LauncherError: the log cannot be read from here, or not by rank.
         """
-        view = LogView.of(follow=follow, ranks=ranks, attempt=attempt, grep=grep)
-        return view.grepped(self._redacted(self._lines(view, on_status)))
+        try:
+            pattern = re.compile(grep) if grep is not None else None
+        except (re.error, OverflowError, RecursionError) as error:
+            raise InputError(
+                [Problem(place=f"--grep {grep}", message=f"no regular expression: {error}")]
+            ) from None
+        view = LogView(follow=follow, ranks=frozenset(ranks), attempt=attempt)
+        lines = self._redacted(self._lines(view, on_status))
+        return lines if pattern is None else (line for line in lines if pattern.search(line))
 
     @abc.abstractmethod
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         """Yield the lines of the view's attempt and ranks, without torchrun's stop traces."""
 
     def _redacted(self, lines: Iterator[str]) -> Iterator[str]:
-        from toolkit.runs import run_directory
-
-        return run_directory.redacted(lines, self.run_dir)
+        return redacted(lines, self.run_dir)
 
     def failure(self, *, attempt: int | None = None) -> "Failure | None":
         """Return what failed first in an attempt; None if no rank failed, or the cause is unknown.
 
-        It is read from the run directory; no scheduler is queried.
-
-        Args:
-            attempt: Which one; the newest where it is None.
+        It is read from the run directory; no scheduler is queried. Without a number, the newest
+        attempt is meant.
         """
-        from toolkit.runs import run_directory
         from toolkit.runs.failure import first_failure
 
         if self.run_dir is None:
             return None
         failure = first_failure(self.run_dir, attempt)
-        return failure and failure.redacted(run_directory.mask_of(self.run_dir))
+        return failure and failure.redacted(mask_of(self.run_dir))
 
     @abc.abstractmethod
     def cancel(self) -> None:
@@ -185,25 +206,17 @@ class Run(abc.ABC):
         Raises:
             LauncherError: the run directory cannot be seen from here.
         """
-        from toolkit.runs.metrics import table
-
-        if not self.points:
-            return table(self._measured())
-        return table(
-            [
-                {"point": point.name.rpartition("/")[2], **point.settings, **row}
-                for point in self.points
-                for row in point._measured()
-            ]
-        )
+        rows = self._measured() if not self.points else []
+        for point in self.points:
+            name = {"point": point.name.rpartition("/")[2]}
+            rows += [{**name, **point.settings, **row} for row in point._measured()]
+        return run_directory.table(rows)
 
     def _measured(self) -> list[dict[str, Any]]:
         """Return what a run that is no sweep has measured."""
-        from toolkit.runs.metrics import read_metrics
-
         if self.run_dir is None:
             raise LauncherError(f"{self.uri}: its run directory cannot be seen from here")
-        return read_metrics(self.run_dir)
+        return run_directory.read_metrics(self.run_dir)
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> RunStatus:
         """Return the status once the run has ended.
@@ -216,12 +229,12 @@ class Run(abc.ABC):
             TimeoutError: it has not ended, `timeout_s` seconds later.
             RunLost: its status is lost for good.
         """
-        from toolkit.runs.notebook import Progress
+        from toolkit.runs.notebook import ProgressDisplay
 
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        shown = (
-            Progress(self) if (Progress.is_watched() if progress is None else progress) else None
-        )
+        if progress is None:
+            progress = ProgressDisplay.is_watched()
+        shown = ProgressDisplay(self) if progress else None
         try:
             with self.watching([self], explained=shown is not None):
                 for pause_s in pauses():
@@ -269,7 +282,7 @@ class Launcher(abc.ABC, Generic[PlanT]):
         """Return the handle of a run that any process has submitted before."""
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
-        """Let a run that has ended go on from its checkpoints; of a sweep, what did not succeed.
+        """Continue an ended run from its checkpoints; of a sweep, the points that did not succeed.
 
         Raises:
             LauncherError: it has succeeded or not ended, or the place cannot do this.
@@ -294,23 +307,81 @@ def new_run_name(job_name: str) -> str:
     return f"{job_name}-{stamp}-" + "".join(secrets.choice(_NAME_ALPHABET) for _ in range(4))
 
 
-def require_secrets(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Make sure that the secrets are there which the job takes from here.
-
-    A file that is not here may be on the node; the script checks again. Hashes of the values are
-    kept, so that logs hide the values later, when the variables are no longer set.
+def unfinished_of(sweep: Run, point_statuses: Sequence[RunStatus]) -> list[int]:
+    """Return the points that have ended without success.
 
     Raises:
-        LauncherError: a variable is not set, or others may read a file.
+        LauncherError: all have succeeded, or one has not ended.
     """
-    if missing := [name for name in plan.exported_secrets if not environ.get(name)]:
-        raise LauncherError(f"secrets are not set here: {', '.join(missing)}; export them first")
-    values = {name: environ[name] for name in plan.exported_secrets}
-    for name, written in plan.secret_files.items():
-        at_home = written.startswith("~/")
-        path = Path(environ.get("HOME", "/"), written[2:]) if at_home else Path(written)
-        if path.is_file() and path.stat().st_mode & 0o077:
-            raise LauncherError(f"secret {name}: others may read {path}; chmod 600 it")
-        with contextlib.suppress(OSError):
-            values[name] = untrusted.read_text(path.resolve(), limit=_SECRET_BYTES).rstrip("\n")
-    secret_hashes.remember(values, environ)
+    if live := [status for status in point_statuses if not (status.state.final or status.lost)]:
+        raise LauncherError(
+            f"{sweep.uri}: {len(live)} of {len(point_statuses)} points have not ended (the first "
+            f"is {live[0].state.upper()}: {live[0].reason or 'no reason'}); `toolkit wait` for "
+            f"them, or name one point that has ended, like {sweep.uri}_0"
+        )
+    again = [i for i, status in enumerate(point_statuses) if status.state is not RunState.SUCCEEDED]
+    if not again:
+        raise LauncherError(f"{sweep.uri}: all points have succeeded; there is nothing to do")
+    return again
+
+
+# ---- Runs that are shown, never acted upon
+#
+# A run directory that is not in the user's list of runs may name any job, process, host or cluster.
+# Its contents are shown, but cause no query, signal or connection.
+
+
+class ShownRun(Run):
+    """A run whose record is unusable: only its submission and the reason are known."""
+
+    def __init__(self, record: RunRecord, why: str) -> None:
+        super().__init__(record)
+        self._why = why
+
+    def status(self) -> RunStatus:
+        """Return why nothing is known."""
+        return RunStatus(state=RunState.UNKNOWN, reason=self._why, lost=True)
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise a LauncherError for an action on the run, with the reason."""
+        raise LauncherError(f"{self.name} is not asked to {what}: {self._why}")
+
+    def cancel(self) -> None:
+        """Raise a LauncherError: such a run is never acted upon."""
+        self.refuse("stop")
+
+    def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
+        raise LauncherError(f"{self.name} has no log here: {self._why}")
+
+
+class ForeignRun(ShownRun):
+    """A run directory that is not in the user's list of runs, by what its files say."""
+
+    def __init__(self, record: RunRecord) -> None:
+        super().__init__(
+            record,
+            f"{record.run_dir} is not in your list of runs and may be anybody's; --trust believes "
+            "what it says of its jobs, hosts and clusters",
+        )
+
+    def status(self) -> RunStatus:
+        """Return the status from the files alone; no scheduler is queried."""
+        assert self.run_dir is not None
+        status = run_directory.ended_status(self.run_dir)
+        outcome = run_directory.outcome(self.run_dir) or {}
+        if not status.state.final or outcome.get("status") == "running":
+            return RunStatus(state=RunState.UNKNOWN, reason=self._why, lost=True)
+        reason = "; ".join(filter(None, [status.reason, self._why]))
+        return RunStatus(state=status.state, reason=reason)
+
+    def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
+        """Yield the lines that are written so far."""
+        run_dir = self.run_dir
+        assert run_dir is not None
+        refuse_attempt(run_dir, view)
+        if view.attempt is None:
+            spans = all_spans(run_dir, run_dir / "logs" / "job.log")
+        else:
+            spans = attempt_spans(run_dir, view.attempt)
+        lines = follow_files(lambda: spans, ended=lambda: True)
+        return view.of_ranks(without_stop_traces(lines))

@@ -4,21 +4,19 @@ Files that a training script does not write (outcome, metrics) are missing from 
 """
 
 import contextlib
-import functools
+import importlib.util
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.errors import InputError, LauncherError
+from toolkit.errors import LauncherError
 from toolkit.job.spec import JobSpec
-from toolkit.runs import secret_hashes
-from toolkit.runs.log_reader import attempt_folders, attempt_numbers
+from toolkit.runs.log_reader import Span, attempt_folders, attempt_numbers, end_of
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.text import secret_scan, untrusted
-from toolkit.text.secret_scan import Mark, Mask
-from toolkit.text.yaml_reader import read_document, write_document
+from toolkit.text import untrusted
+from toolkit.text.yaml_reader import write_document
 
 __all__ = [
     "STOP_WORDS",
@@ -26,18 +24,20 @@ __all__ = [
     "cancel_requested",
     "changed_at",
     "ended_status",
+    "exit_status_of",
+    "figures",
     "has_attempts",
     "is_over",
     "last_metrics",
     "last_reason",
     "make",
-    "mask_of",
     "newest_reason",
     "outcome",
+    "read_metrics",
     "reason_of",
-    "redacted",
     "request_cancel",
     "require_own",
+    "table",
     "withdraw_cancel",
     "write_inputs",
 ]
@@ -47,19 +47,21 @@ _CANCEL = "cancel_requested"
 _NOT_OTHERS = 0o755
 """What folders may at most be: their owner's to write."""
 
-_JOB_BYTES = 5 << 20
-_SECRET_BYTES = 1 << 16
 _OUTCOME_BYTES = 1 << 20
 _REASON_BYTES = 1 << 16
 _LAST_BYTES = 1 << 16
 """How much is read of what a run leaves; its newest figures stand in the last of them."""
+
+_METRICS_BYTES = 1 << 30
+"""How much of the curves is read: those of millions of steps."""
+
 
 _OUTCOMES = {
     "done": RunState.SUCCEEDED,
     "fatal": RunState.FAILED,
     "preempted": RunState.PREEMPTED,
     "retryable": RunState.FAILED,
-    "running": RunState.FAILED,  # it never came to say how it ended
+    "running": RunState.FAILED,  # it ended before it could record how
 }
 
 _WORDS = {
@@ -108,12 +110,7 @@ def write_inputs(
 ) -> Path:
     """Write the resolved job file and the rendered script; return the script's path.
 
-    Args:
-        run_dir: Where.
-        job: The job.
-        script: The rendered script.
-        file_name: Its name there.
-        files: What else the job finds there, by its path below the run directory.
+    `files` is what else the job finds there, by its path below the run directory.
 
     Raises:
         LauncherError: they cannot be written.
@@ -155,45 +152,6 @@ def require_own(path: Path) -> None:
         )
 
 
-def mask_of(run_dir: Path | None, environ: Mapping[str, str] = os.environ) -> Mask:
-    """Return the mask of a run's secrets, from variables and files, or from kept hashes."""
-    if run_dir is not None and not os.path.exists(f"{run_dir}/job.yaml"):  # noqa: PTH110  # any name
-        run_dir = run_dir.parent  # a point of a sweep
-    try:
-        text = untrusted.read_text(run_dir / "job.yaml", limit=_JOB_BYTES) if run_dir else ""
-        data = read_document(text, "job.yaml").data if "secrets" in text else None
-    except (InputError, OSError):
-        data = None
-    places = data.get("secrets") if isinstance(data, dict) else None
-    remembered = tuple(secret_hashes.known(environ))
-    if not isinstance(places, dict | list) or not places:
-        return _mask_of_all(tuple(environ.items()), remembered)
-    variables = dict(environ)
-    for name, place in places.items() if isinstance(places, dict) else ():
-        file = place.get("file") if isinstance(place, dict) else None
-        if isinstance(name, str) and isinstance(file, str) and "\0" not in file:
-            with contextlib.suppress(OSError, RuntimeError):  # no such home, or links in a ring
-                path = Path(file).expanduser().resolve()
-                variables[name] = untrusted.read_text(path, limit=_SECRET_BYTES).rstrip("\n")
-    names = [name for name in places if isinstance(name, str)]
-    return Mask(secret_scan.values_of(variables, names=names), remembered)
-
-
-@functools.lru_cache(maxsize=4)
-def _mask_of_all(variables: tuple[tuple[str, str], ...], remembered: tuple[Mark, ...]) -> Mask:
-    """Return a mask of the secrets among variables: one for all runs of a list."""
-    return Mask(secret_scan.values_of(dict(variables)), remembered)
-
-
-def redacted(
-    lines: Iterator[str], run_dir: Path | None, environ: Mapping[str, str] = os.environ
-) -> Iterator[str]:
-    """Yield `lines` with `***NAME***` in place of every secret that is known here."""
-    mask = mask_of(run_dir, environ)
-    for line in lines:
-        yield mask.hide(line)
-
-
 def outcome(run_dir: Path) -> Mapping[str, Any] | None:
     """Return the outcome that the training has written, or None without one."""
     try:
@@ -203,26 +161,8 @@ def outcome(run_dir: Path) -> Mapping[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return the newest whole record of `metrics.jsonl`, or None."""
-    try:
-        with untrusted.open_untrusted(run_dir / "metrics.jsonl") as file:
-            file.seek(max(0, file.seek(0, 2) - _LAST_BYTES))
-            lines = file.read(_LAST_BYTES).split(b"\n")
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            row = untrusted.parse_json(line)
-        except ValueError:
-            continue  # the first or the last line may be torn
-        if isinstance(row, dict):
-            return row
-    return None
-
-
 def request_cancel(run_dir: Path) -> None:
-    """Leave a mark by which a later status tells a cancelled run from a failed one."""
+    """Leave a file by which a later status distinguishes a cancelled run from a failed one."""
     with contextlib.suppress(OSError):  # a full disk must not keep a run alive
         untrusted.write_bytes(run_dir / _CANCEL, b"")
         os.utime(run_dir / _CANCEL, follow_symlinks=False)  # it may be there, from an earlier time
@@ -235,18 +175,22 @@ def withdraw_cancel(run_dir: Path) -> None:
 
 
 def cancel_requested(run_dir: Path) -> bool:
-    """Whether the run was asked to stop."""
+    """Whether a user has cancelled the run."""
     return os.path.exists(f"{run_dir}/{_CANCEL}")  # noqa: PTH110  # called for each of many runs
 
 
 def ended_status(run_dir: Path) -> RunStatus:
     """Return the status of a run that has ended, from the files in its run directory."""
     content = outcome(run_dir) or {}
-    if content.get("status") == "done" and _is_of_newest(content.get("attempt"), run_dir):
-        return RunStatus(state=RunState.SUCCEEDED)  # as most of a long list
+    attempt = untrusted.whole(content.get("attempt"))
+    if content.get("status") == "done" and attempt is not None:
+        # Most runs of a long list: two files are looked up by name, and no folder is listed.
+        own, later = (f"{run_dir}/logs/attempt-{number}" for number in (attempt, attempt + 1))
+        if os.path.exists(own) and not os.path.exists(later):  # noqa: PTH110
+            return RunStatus(state=RunState.SUCCEEDED)
     numbers = attempt_numbers(run_dir)
     if numbers and content.get("attempt") != numbers[-1]:
-        content = {}  # an earlier attempt's; the newest one never came to say anything
+        content = {}  # an earlier attempt's; the newest one has recorded none
     state = _OUTCOMES.get(str(content.get("status")))
     if state is RunState.SUCCEEDED:
         return RunStatus(state=state)
@@ -269,15 +213,6 @@ def ended_status(run_dir: Path) -> RunStatus:
     if cancel_requested(run_dir):
         state = RunState.CANCELLED
     return RunStatus(state=state, reason=reason, word=word)
-
-
-def _is_of_newest(attempt: object, run_dir: Path) -> bool:
-    """Whether an attempt has been, and none after it; looked up by two names, not in a list."""
-    if untrusted.whole(attempt) is None:
-        return False
-    assert isinstance(attempt, int)
-    own, later = (f"{run_dir}/logs/attempt-{number}" for number in (attempt, attempt + 1))
-    return os.path.exists(own) and not os.path.exists(later)  # noqa: PTH110  # of many runs
 
 
 def changed_at(run_dir: Path) -> float:
@@ -303,18 +238,6 @@ def is_over(run_dir: Path) -> bool:
     return newest_reason(run_dir).word in _OVER
 
 
-def newest_reason(run_dir: Path) -> "Reason":
-    """Return the newest attempt's reason; empty texts where it has none."""
-    attempts = attempt_folders(run_dir)
-    return reason_of(attempts[-1]) if attempts else Reason("", "")
-
-
-def last_reason(run_dir: Path) -> str:
-    """Return the newest attempt's reason and decision, or "" without one."""
-    texts = (reason_of(attempt).text for attempt in reversed(attempt_folders(run_dir)))
-    return next(filter(None, texts), "")
-
-
 class Reason(NamedTuple):
     """Why an attempt ended, as the retry policy has written it."""
 
@@ -335,13 +258,31 @@ def reason_of(attempt: Path) -> Reason:
     return Reason(text.partition(":")[0], text)
 
 
+def newest_reason(run_dir: Path) -> Reason:
+    """Return the newest attempt's reason; empty texts where it has none."""
+    attempts = attempt_folders(run_dir)
+    return reason_of(attempts[-1]) if attempts else Reason("", "")
+
+
+def last_reason(run_dir: Path) -> str:
+    """Return the newest attempt's reason and decision, or "" without one."""
+    texts = (reason_of(attempt).text for attempt in reversed(attempt_folders(run_dir)))
+    return next(filter(None, texts), "")
+
+
+def exit_status_of(attempt: Path) -> int | None:
+    """Return the exit status of an attempt; None while it has not written one."""
+    with contextlib.suppress(OSError, ValueError):
+        path = attempt / "exit_status"
+        return int(untrusted.read_text(path, limit=_REASON_BYTES, below=attempt.parents[1]))
+    return None
+
+
 def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     """Go by the exit status of the newest attempt, where the training wrote no outcome."""
     attempts = attempt_folders(run_dir)
-    try:
-        path = attempts[-1] / "exit_status"
-        status = int(untrusted.read_text(path, limit=_REASON_BYTES, below=run_dir))
-    except (IndexError, OSError, ValueError):
+    status = exit_status_of(attempts[-1]) if attempts else None
+    if status is None:
         full = ""
         with contextlib.suppress(OSError):
             full = ": No space left on device" if os.statvfs(run_dir).f_bavail == 0 else ""
@@ -349,3 +290,60 @@ def _exit_status(run_dir: Path) -> tuple[RunState, str]:
     if status == 0:
         return RunState.SUCCEEDED, ""
     return RunState.FAILED, f"exit status {status}; see {attempts[-1]}"
+
+
+# ---- Metrics: one row per step
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return one row per step, in the order of the steps; none where nothing was measured.
+
+    Training and evaluation records of a step make one row. Steps that were made again after a
+    failure count once: a new start voids what earlier ones have written from its first step on.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    newest = (0, 0)
+    # Lines may be torn by a kill, or just being written.
+    for line in untrusted.lines_of_json(run_dir / "metrics.jsonl", limit=_METRICS_BYTES):
+        record = untrusted.mapping(line)
+        step, *numbers = (untrusted.whole(record.get(k)) for k in ("step", "attempt", "restart"))
+        if step is None:
+            continue
+        start = (numbers[0] or 0, numbers[1] or 0)
+        if start > newest:
+            newest = start
+            rows = {earlier: row for earlier, row in rows.items() if earlier < step}
+        shown = {key: value for key, value in record.items() if key != "version"}
+        rows[step] = rows.get(step, {}) | shown
+    return [rows[step] for step in sorted(rows)]
+
+
+def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
+    """Return the newest whole record of `metrics.jsonl`, or None."""
+    try:
+        lines = end_of(Span(path=run_dir / "metrics.jsonl"), _LAST_BYTES).split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):  # the first or the last line may be torn
+            if isinstance(row := untrusted.parse_json(line), dict):
+                return row
+    return None
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return rows as a pandas DataFrame where pandas is installed, else as they are."""
+    if importlib.util.find_spec("pandas") is None:
+        return list(rows)
+    import pandas
+
+    return pandas.DataFrame(list(rows))
+
+
+def figures(metrics: Mapping[str, Any]) -> str:
+    """Return the figures of a step as one line."""
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in metrics.items()
+        if key not in ("version", "time", "attempt", "restart")
+    )

@@ -1,9 +1,11 @@
 """Where a run stands, in the words of all schedulers."""
 
 import enum
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["RunState", "RunStatus"]
+__all__ = ["RunState", "RunStatus", "sum_of"]
 
 
 class RunState(enum.StrEnum):
@@ -57,3 +59,27 @@ class RunStatus:
     expected_start: str = ""
     """When the scheduler expects to start it, in the scheduler's words (local time there), or
     empty."""
+
+
+_STATES_OF_SWEEPS = (
+    RunState.RUNNING,
+    RunState.PENDING,
+    RunState.UNKNOWN,
+    RunState.FAILED,
+    RunState.PREEMPTED,
+    RunState.CANCELLED,
+    RunState.SUCCEEDED,
+)
+"""The state of a sweep is the first of these that a point has."""
+
+
+def sum_of(point_statuses: Sequence[RunStatus]) -> RunStatus:
+    """Return the status of a sweep from those of its points."""
+    counts = Counter(status.state for status in point_statuses)
+    state = next(state for state in _STATES_OF_SWEEPS if counts[state])
+    shown = ", ".join(f"{counts[s]} {s.upper()}" for s in RunState if counts[s])
+    unknown = [status for status in point_statuses if status.state is RunState.UNKNOWN]
+    if state is RunState.UNKNOWN:
+        shown += f": {unknown[0].reason}"
+    lost = state is RunState.UNKNOWN and all(status.lost for status in unknown)
+    return RunStatus(state=state, reason=shown, lost=lost)

@@ -4,14 +4,17 @@ Its files decide which runs are submitted, cancelled and read in the user's name
 """
 
 import contextlib
+import fcntl
 import os
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, Any
 
 from toolkit.errors import LauncherError
 
-__all__ = ["append", "state_folder"]
+__all__ = ["append", "lock_file", "state_folder"]
 
 _PRIVATE = 0o700
 
@@ -54,3 +57,23 @@ def append(path: Path, line: str) -> None:
             file.seek(-1, os.SEEK_END)
             torn = file.read(1) != b"\n"
         file.write((b"\n" if torn else b"") + line.encode() + b"\n")
+
+
+def lock_file(file: IO[Any] | int, *, wait_s: float | None = 0.0) -> bool:
+    """Lock a file until it is closed; False if another process still has it after `wait_s`.
+
+    None waits as long as it takes. On a file system without locks, no process has to wait.
+    """
+    mode = fcntl.LOCK_EX if wait_s is None else fcntl.LOCK_EX | fcntl.LOCK_NB
+    until_s = time.monotonic() + (wait_s or 0.0)
+    while True:
+        try:
+            fcntl.flock(file, mode)
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(0.02)
+        except OSError:
+            return True
+        else:
+            return True

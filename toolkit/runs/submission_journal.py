@@ -5,7 +5,6 @@ finish the submission.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.errors import LauncherError
+from toolkit.runs.state_dir import lock_file
 from toolkit.text import untrusted
 
 __all__ = ["Intent", "begin", "orphans", "take"]
@@ -58,15 +58,17 @@ def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
     Raises:
         LauncherError: it cannot be written, or another process submits for this run just now.
     """
-    path = _path(folder, name)
+    path = folder / f"{name}.json"
     if path.exists():  # of an earlier call, which is unfinished
-        with take(folder, name) or _nobody(name):
+        if (unfinished := take(folder, name)) is None:
+            raise LauncherError(f"{name} is being submitted by another process just now")
+        with unfinished:
             pass
     part = path.with_name(f".{name}.{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = part.open("w", encoding="utf-8")
-        _lock(file)  # the lock belongs to the file, not to its name
+        lock_file(file)  # the lock belongs to the file, not to its name
         json.dump({"version": _VERSION, **data}, file)
         file.flush()
         part.replace(path)
@@ -76,14 +78,14 @@ def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
 
 
 def take(folder: Path, name: str) -> Intent | None:
-    """Return this run's unfinished submission; None if there is none, or another process has it."""
+    """Return this run's unfinished submission; None if it has none, or another process has it."""
+    path = folder / f"{name}.json"
     try:
-        file = untrusted.open_untrusted(f"{folder}/{name}.json")
+        file = untrusted.open_untrusted(path)
     except OSError:
         return None
-    path = _path(folder, name)
     data = None
-    if _lock(file):
+    if lock_file(file):
         with contextlib.suppress(OSError, ValueError):
             data = untrusted.parse_json(file.read(_BYTES))
             if not os.path.samestat(path.stat(), os.fstat(file.fileno())):
@@ -100,21 +102,3 @@ def orphans(folder: Path) -> Iterator[Mapping[str, Any]]:
         if (intent := take(folder, path.stem)) is not None:
             with intent:
                 yield intent.data
-
-
-def _nobody(name: str) -> Intent:
-    raise LauncherError(f"{name} is being submitted by another process just now")
-
-
-def _path(folder: Path, name: str) -> Path:
-    return folder / f"{name}.json"
-
-
-def _lock(file: IO[Any]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks
-    return True

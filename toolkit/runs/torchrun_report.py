@@ -1,65 +1,35 @@
-"""What torchrun prints: what people should not see, and what its reports and tracebacks say.
+"""What torchrun leaves of the ranks that failed: the report in its log, and a folder for each rank.
 
-Asked to stop, torchrun stops its workers and then ends with a traceback of its own
-`SignalException`, which looks like a failure but is not.
+    logs/attempt-N/node-KEY/RUN_ID/attempt_RESTART/LOCAL_RANK/{stdout.log,stderr.log,error.json}
+
+`KEY` is the node's number, or `joined-by-JOB`. One torchrun has one `RUN_ID`; a node has several of
+them where its torchrun was started anew. Each report belongs to one start of a rank.
 """
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import takewhile
+from pathlib import Path
+
+from toolkit.runs.log_reader import Span, attempt_spans, end_of
+from toolkit.text import untrusted
 
 __all__ = [
+    "RankStart",
     "Reported",
-    "StopTraces",
     "Trace",
     "last_trace",
     "read_reports",
     "report_texts",
-    "without_stop_traces",
+    "reports_of",
+    "shift_s",
+    "starts_of",
 ]
 
-_TRACE = re.compile(
-    r"\s|$|Traceback \(most recent call last\):|During handling of the above exception"
-    r"|torch\.distributed\.elastic\.\S*SignalException|--- Logging error ---|Call stack:"
-    r"|Message: |Arguments: |RuntimeError: reentrant call"
-)
-"""Lines of tracebacks; those of several nodes may be mixed."""
-
-_LOG = re.compile(r"\[|[WIE]\d{4} |srun: |slurmstepd")
-"""Lines that come in between."""
-
-
-class StopTraces:
-    """Holds back tracebacks until it is clear whether they are torchrun's of being stopped."""
-
-    def __init__(self) -> None:
-        self._held: list[str] = []
-
-    def take(self, line: str) -> list[str]:
-        """Return what may be shown, now that this line has come."""
-        starts = line.startswith(("Traceback (most recent call last):", "--- Logging error ---"))
-        if starts or (self._held and _TRACE.match(line)):
-            self._held.append(line)
-            return []
-        if self._held and _LOG.match(line):
-            return [line]
-        return [*self.rest(), line]
-
-    def rest(self) -> list[str]:
-        """Return the lines that are held back, at the end of the log."""
-        held, self._held = self._held, []
-        return [] if any("SignalException" in line for line in held) else held
-
-
-def without_stop_traces(lines: Iterable[str]) -> Iterator[str]:
-    """Yield `lines` without torchrun's tracebacks of being stopped; all others stay."""
-    traces = StopTraces()
-    for line in lines:
-        yield from traces.take(line)
-    yield from traces.rest()
+# ---- The report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +37,14 @@ class Reported:
     """A rank that has failed, as torchrun reports it at its end."""
 
     time: float
-    """When torchrun noticed the failure, or the time in the error file;
-    a node's clock, whole seconds."""
+    """When torchrun noticed the failure, or the time in the error file; a node's clock, whole
+    seconds."""
 
     host: str
     """The node's name of itself, without its domain."""
 
     rank: int
-    """The global rank."""
-
     local_rank: int
-    """Its number on the node."""
 
     exitcode: int
     """The exit status; a signal's number is negative."""
@@ -93,22 +60,37 @@ _REPORT_LINE = re.compile(r" {2}(time|host|rank|exitcode|error_file) *: (.*)")
 def read_reports(lines: Iterable[str]) -> list[Reported]:
     """Return the failures of all reports in a log; those of several nodes may be mixed."""
     reports: list[Reported] = []
-    begun: list[list[str]] = []
+    incomplete: list[list[str]] = []
     for line in lines:
         if not (match := _REPORT_LINE.match(line)):
             continue
-        place = _REPORT_KEYS.index(match[1])
-        if place == 0:
-            begun.append([])
-        block = next((block for block in begun if len(block) == place), None)
+        position = _REPORT_KEYS.index(match[1])
+        if position == 0:
+            incomplete.append([])
+        block = next((block for block in incomplete if len(block) == position), None)
         if block is None:
             continue
         block.append(match[2].strip())
         if len(block) == len(_REPORT_KEYS):
-            begun.remove(block)
-            with contextlib.suppress(ValueError, TypeError, OverflowError, OSError):
+            incomplete.remove(block)
+            with contextlib.suppress(ValueError, OverflowError, OSError):
                 reports.append(_reported(*block))
     return reports
+
+
+def _reported(time: str, host: str, rank: str, exitcode: str, error_file: str) -> Reported:
+    ranks = re.match(r"(\d{1,9}) \(local_rank: (\d{1,9})\)", rank)
+    code = re.match(r"-?\d{1,9}", exitcode)
+    if ranks is None or code is None:
+        raise ValueError
+    return Reported(
+        time=datetime.fromisoformat(time.replace("_", " ")).timestamp(),
+        host=host.partition(".")[0],
+        rank=int(ranks[1]),
+        local_rank=int(ranks[2]),
+        exitcode=int(code[0]),
+        error_file="" if error_file == "<N/A>" else error_file,
+    )
 
 
 def report_texts(lines: Iterable[str]) -> dict[int, tuple[str, ...]]:
@@ -118,8 +100,7 @@ def report_texts(lines: Iterable[str]) -> dict[int, tuple[str, ...]]:
     """
     texts: dict[int, list[str]] = {}
     lines_of_rank: list[str] | None = None
-    rank = -1
-    written = False
+    rank, written = -1, False
     for line in lines:
         if match := _REPORT_LINE.match(line):
             lines_of_rank = None
@@ -133,26 +114,11 @@ def report_texts(lines: Iterable[str]) -> dict[int, tuple[str, ...]]:
             lines_of_rank, written = None, False
         elif lines_of_rank is not None:
             lines_of_rank.append(line.removeprefix("  "))
-    return {
-        rank: tuple("\n".join(text).rstrip().split("\n"))
-        for rank, text in texts.items()
-        if rank >= 0
-    }
+    texts.pop(-1, None)
+    return {rank: tuple("\n".join(text).rstrip().split("\n")) for rank, text in texts.items()}
 
 
-def _reported(time: str, host: str, rank: str, exitcode: str, error_file: str) -> Reported:
-    both = re.match(r"(\d{1,9}) \(local_rank: (\d{1,9})\)", rank)
-    code = re.match(r"-?\d{1,9}", exitcode)
-    if both is None or code is None:
-        raise ValueError
-    return Reported(
-        time=datetime.fromisoformat(time.replace("_", " ")).timestamp(),
-        host=host.partition(".")[0],
-        rank=int(both[1]),
-        local_rank=int(both[2]),
-        exitcode=int(code[0]),
-        error_file="" if error_file == "<N/A>" else error_file,
-    )
+# ---- Tracebacks in what a rank has printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +146,9 @@ _FOREIGN = re.compile(
 )
 """Lines after a traceback that do not belong to it: what C++ and Python log at their end."""
 
+_SYNTAX_ERROR = re.compile(r"(Syntax|Indentation|Tab)Error: ")
+_SYNTAX_ERROR_FILE = re.compile(r' +File ".*", line \d+$')
+
 _MOST_WORDS = 50
 """How many lines an exception may say."""
 
@@ -194,8 +163,9 @@ def last_trace(printed: Sequence[str]) -> Trace | None:
             line = line[match.end() :]
         lines.append(line)
     starts = [number for number, line in enumerate(lines) if _START.match(line)]
-    if not starts:
-        starts = _of_syntax(lines)
+    if not starts:  # Python reports a syntax error of the script with no headline
+        error = next((n for n, line in enumerate(lines) if _SYNTAX_ERROR.match(line)), 0)
+        starts = [n for n in range(error) if _SYNTAX_ERROR_FILE.match(lines[n])][-1:]
     if not starts:
         return None
     start = begin = starts[-1]
@@ -212,11 +182,9 @@ def last_trace(printed: Sequence[str]) -> Trace | None:
             break
         lines_of_error.append(lines[number])
     end = start + 1 + len(frames) + len(lines_of_error)
-    message = (
-        lines_of_error[0]
-        if lines_of_error and not lines[start].startswith("Fatal")
-        else lines[start]
-    )
+    message = lines[start]
+    if lines_of_error and not message.startswith("Fatal"):
+        message = lines_of_error[0]
     if lines[start].startswith("  + "):
         message = next((line[4:] for line in frames if re.match(r"  \| \S", line)), message)
     while lines_of_error and not lines_of_error[-1]:
@@ -229,9 +197,162 @@ def last_trace(printed: Sequence[str]) -> Trace | None:
     )
 
 
-def _of_syntax(lines: Sequence[str]) -> list[int]:
-    """Return the line at which Python reports a syntax error of the script: with no headline."""
-    for number, line in enumerate(lines):
-        if re.match(r"(Syntax|Indentation|Tab)Error: ", line):
-            return [n for n in range(number) if re.match(r' +File ".*", line \d+$', lines[n])][-1:]
+# ---- The folders of the ranks
+
+_LOG_BYTES = 8 << 20
+"""How much of the end of an attempt's log may hold torchrun's reports, one per node."""
+
+_STDERR_BYTES = 1 << 16
+_ERROR_BYTES = 4 << 20
+
+_NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
+_GROUP = re.compile(r"attempt_([0-9]{1,9})", re.ASCII)
+
+_QUARTER_S = 900
+"""Time zones differ by multiples of this; that of a container may not be ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStart:
+    """One start of a rank."""
+
+    folder: Path
+    """Where its output and its error file lie."""
+
+    key: str
+    """That of its node."""
+
+    node: str
+    """Its node's name; `node-1` on this machine."""
+
+    restart: int
+    """How often its torchrun had started the ranks before."""
+
+    last: bool = True
+    """Whether its node has started no other after it."""
+
+    @property
+    def local_rank(self) -> int:
+        """Its number on its node."""
+        return int(self.folder.name)
+
+    @property
+    def _run_dir(self) -> Path | None:
+        """The run directory, below which nothing is a link; None for a rank that is elsewhere."""
+        parents = self.folder.parents  # group, RUN_ID, node, attempt, logs, run directory
+        return parents[5] if len(parents) > 5 and parents[4].name == "logs" else None
+
+    def stderr(self) -> list[str]:
+        """Return the last lines of the rank's stderr."""
+        return _last_lines(
+            Span(path=self.folder / "stderr.log", below=self._run_dir), _STDERR_BYTES
+        )
+
+    def silent_since(self) -> float:
+        """Return when it has written to its stderr last."""
+        return (self.folder / "stderr.log").lstat().st_mtime
+
+    def error(self) -> tuple[str, tuple[str, ...], float] | None:
+        """Return message, traceback and time of its error file."""
+        path = self.folder / "error.json"
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            content = untrusted.read_json(path, limit=_ERROR_BYTES, below=self._run_dir)
+            message = untrusted.mapping(untrusted.mapping(content)["message"])
+            extra = untrusted.mapping(message["extraInfo"])
+            stamp = untrusted.moment(float(str(extra["timestamp"])[:40]))  # a number, or its text
+            if stamp is None:
+                return None
+            trace = str(extra.get("py_callstack") or "").rstrip("\n")
+            written = path.lstat().st_mtime  # finer than the whole seconds in it
+            time = written if 0 <= written - stamp < 2 else stamp
+            return str(message["message"]), tuple(trace.split("\n") if trace else ()), time
+        return None
+
+
+def starts_of(attempt: Path) -> list[RankStart]:
+    """Return all starts of ranks in the folder of an attempt."""
+    starts = []
+    for node in _folders(attempt, attempt):
+        if not node.name.startswith("node-"):
+            continue
+        key = node.name.removeprefix("node-")
+        name = _name_of(attempt, key)
+        # Torchruns in the order of their age, and the groups of one torchrun by their number.
+        groups = sorted(
+            (_age(torchrun), int(named[1]), group)
+            for torchrun in _folders(node, attempt)
+            for group in _folders(torchrun, attempt)
+            if (named := _GROUP.fullmatch(group.name))
+        )
+        for _, restart, group in groups:
+            last = group == groups[-1][2]
+            starts += [
+                RankStart(folder=folder, key=key, node=name, restart=restart, last=last)
+                for folder in _folders(group, attempt)
+                if _NUMBER.fullmatch(folder.name)
+            ]
+    return starts
+
+
+def _folders(folder: Path, attempt: Path) -> list[Path]:
+    run_dir = attempt.parents[1]
+    return [folder / e.name for e in untrusted.entries(folder, below=run_dir) if e.is_folder]
+
+
+def _age(folder: Path) -> float:
+    with contextlib.suppress(OSError):
+        return folder.lstat().st_mtime
+    return 0.0
+
+
+def _name_of(attempt: Path, key: str) -> str:
+    run_dir = attempt.parents[1]
+    with contextlib.suppress(OSError, IndexError):
+        if _NUMBER.fullmatch(key):
+            return untrusted.read_text(attempt / "nodes", below=run_dir).splitlines()[int(key)]
+        return untrusted.read_text(attempt / f"failed-{key}", below=run_dir).split()[1]
+    return f"node-{key}"
+
+
+def reports_of(run_dir: Path, attempt: Path, starts: list[RankStart]) -> dict[RankStart, Reported]:
+    """Return what torchrun reports of the ranks that have failed, each with its last start."""
+    reports: dict[RankStart, Reported] = {}
+    for span in attempt_spans(run_dir, int(attempt.name.split("-")[1])):
+        key = span.path.stem.removeprefix("node-") if span.path.parent == attempt else None
+        for reported in read_reports(_last_lines(span, _LOG_BYTES)):
+            reports[_start_of(reported, key, starts, attempt)] = reported
+    for start, reported in reports.items():
+        away_s = error[2] - reported.time if (error := start.error()) else 0.0
+        if (shift := shift_s(away_s)) and abs(away_s - shift) < 30:
+            return {one: replace(r, time=r.time + shift) for one, r in reports.items()}
+    return reports
+
+
+def _start_of(
+    reported: Reported, key: str | None, starts: list[RankStart], attempt: Path
+) -> RankStart:
+    for start in starts:
+        path = start.folder.relative_to(attempt.parent) / "error.json"
+        if reported.error_file.endswith(f"/{path}"):  # the run directory may be another's mirror
+            return start
+    last = [start for start in starts if start.last and start.local_rank == reported.local_rank]
+    for start in last:
+        if start.key == key or start.node.partition(".")[0] == reported.host or len(last) == 1:
+            return start
+    return RankStart(  # of a node that names itself otherwise than Slurm does
+        folder=attempt / "elsewhere" / reported.host / str(reported.local_rank),
+        key=reported.host,
+        node=reported.host,
+        restart=0,
+    )
+
+
+def shift_s(away_s: float) -> int:
+    """Return how far two time zones are apart whose clocks show times that differ by so much."""
+    return round(away_s / _QUARTER_S) * _QUARTER_S
+
+
+def _last_lines(span: Span, most: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return end_of(span, most).decode(errors="replace").split("\n")
     return []

@@ -14,7 +14,8 @@ from toolkit.planning.slurm import SlurmPlan, array_of
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import render
 from toolkit.runs import registry, run_directory, submission_journal
-from toolkit.runs.run import Launcher, Run, new_run_name, require_secrets
+from toolkit.runs.run import Launcher, Run, new_run_name
+from toolkit.runs.run_secrets import require_secrets
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.login.host import LoginNode, RunFolder
 from toolkit.slurm.login.ssh_host import SshLoginNode
@@ -292,7 +293,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             record, point = registry.find_point(dependency.run, environ=self._environ)
             if not record.believed or record.problem:
                 raise LauncherError(f"after {dependency.run}: it is not in your list of runs")
-            if not record.uri.startswith(f"slurm://{cluster}/"):
+            if record.address[:2] != ("slurm", cluster):
                 raise LauncherError(
                     f"after {record.uri}: it is not of cluster {cluster!r}, whose jobs can wait "
                     f"only for each other; `toolkit wait {record.name}` and submit then"

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from toolkit.errors import LauncherError
 from toolkit.runs import log_reader, registry, run_directory
-from toolkit.runs.log_reader import LogView, Span
+from toolkit.runs.log_reader import LogView, Span, without_stop_traces
 from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.torchrun_report import without_stop_traces
 from toolkit.slurm.login.host import LoginNode
 from toolkit.slurm.snapshot import Snapshot
 from toolkit.slurm.squeue import first_line

@@ -15,12 +15,10 @@ from pathlib import Path
 from toolkit.errors import LauncherError
 from toolkit.job.sweep import Point
 from toolkit.runs import run_directory
-from toolkit.runs.log_reader import LogView, Span
-from toolkit.runs.run import Run
-from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.sweep_logs import follow_points
-from toolkit.runs.sweep_logs import read_points as read_lines_of
-from toolkit.runs.sweep_status import index_of, sum_of, unfinished_of
+from toolkit.runs.log_reader import LogView, Span, follow_points
+from toolkit.runs.log_reader import read_points as read_lines_of
+from toolkit.runs.run import Run, unfinished_of
+from toolkit.runs.state import RunState, RunStatus, sum_of
 from toolkit.slurm.run import CONDITIONS, SlurmRun
 from toolkit.slurm.snapshot import Snapshot
 from toolkit.slurm.status import JobRow, judge
@@ -45,18 +43,10 @@ class SlurmSweep(SlurmRun):
             SlurmPoint(self, index, name, settings) for index, (name, settings) in enumerate(points)
         )
 
-    def point(self, key: str) -> "SlurmPoint":
-        """Return a point by its number or its name."""
-        return self.points[index_of(self, key)]
-
     @property
     def parts(self) -> "Sequence[SlurmPoint]":
         """The points."""
         return self.points
-
-    def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
-        """Return the status of the whole from those of its points."""
-        return sum_of(point_statuses)
 
     def status(self) -> RunStatus:
         """Return the status of the whole."""

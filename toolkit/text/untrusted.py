@@ -29,6 +29,7 @@ __all__ = [
     "for_terminal",
     "lines_of_json",
     "mapping",
+    "moment",
     "open_untrusted",
     "parse_json",
     "printable",
@@ -282,6 +283,15 @@ def finite(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def moment(value: Any) -> float | None:
+    """Return a time in seconds since 1970; None for any other value.
+
+    From the year 3000 on, not every platform can format a time.
+    """
+    seconds = finite(value)
+    return seconds if seconds is not None and 0 <= seconds < 32503680000 else None
 
 
 def printable(text: str) -> str:

@@ -22,7 +22,7 @@ import toolkit
 from tests.conftest import ROOT, Until
 from tests.fakes.kubernetes import FakeKubernetes, Fault
 from tests.support import calls
-from toolkit.functions import pod_executor, pod_results
+from toolkit.functions import payload, pod_results
 from toolkit.functions.payload import files_of
 from toolkit.functions.pod_results import CHUNK, LIMIT, LONGEST, MARK, left_here
 from toolkit.kubernetes.client.resources import Cluster
@@ -37,7 +37,7 @@ def lines_of(name: str, content: bytes, room: int = LIMIT, *, key: str = KEY) ->
 
 
 def files_in(lines: Iterable[str], key: str = KEY) -> dict[str, bytes]:
-    return pod_executor.files_in(lines, key)
+    return payload.files_in(lines, key)
 
 
 NAMES = st.sampled_from(["outcome.json", "function/attempt-0/rank-1.pkl"])

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import ROOT
 from toolkit.functions import worker
-from toolkit.runs import echoes
+from toolkit.runs import failure as echoes
 from train import errors
 
 

@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.output import follow_lines
-from toolkit.runs.log_reader import LogView, Span, Tail, all_spans, attempt_spans, follow_files
+from toolkit.runs.log_reader import (
+    LogView,
+    Span,
+    Tail,
+    all_spans,
+    attempt_spans,
+    follow_files,
+    follow_points,
+    read_points,
+)
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.sweep_logs import follow_points, read_points
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from typing import Any
 import pandas
 import pytest
 
-from toolkit.runs.metrics import read_metrics
 from toolkit.runs.notebook import Curve
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Run
+from toolkit.runs.run_directory import read_metrics
 from toolkit.runs.state import RunState, RunStatus
 
 
@@ -82,7 +82,7 @@ def test_metrics_are_a_data_frame_and_a_list_without_pandas(tmp_path: Path) -> N
         "import sys; sys.modules['pandas'] = None\n"  # as where it is not installed
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'pandas' else find(name, *a)\n"
-        "from pathlib import Path; from toolkit.runs.metrics import read_metrics, table\n"
+        "from pathlib import Path; from toolkit.runs.run_directory import read_metrics, table\n"
         "print([row['loss'] for row in table(read_metrics(Path(sys.argv[1])))])"
     )
     argv = [sys.executable, "-c", code, str(tmp_path)]

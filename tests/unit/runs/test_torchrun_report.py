@@ -2,7 +2,8 @@
 
 import pytest
 
-from toolkit.runs.torchrun_report import last_trace, read_reports, without_stop_traces
+from toolkit.runs.log_reader import without_stop_traces
+from toolkit.runs.torchrun_report import last_trace, read_reports
 
 STOPPED = """\
 Traceback (most recent call last):

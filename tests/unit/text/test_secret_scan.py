@@ -12,7 +12,7 @@ from tests.conftest import TOOLKIT
 from tests.fakes import fake_slurm
 from toolkit.errors import InputError, LauncherError, PlanError, ProfileError
 from toolkit.runs import run_directory
-from toolkit.runs.run import require_secrets
+from toolkit.runs.run_secrets import redacted, require_secrets
 from toolkit.text import secret_scan
 
 LETTERS = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0xF"
@@ -312,12 +312,12 @@ def test_known_values_are_taken_out_of_logs(tmp_path: Path) -> None:
     run_directory.write_inputs(tmp_path, spec, script="", file_name="run.sh")
     environ = {"LOGIN": "me:abcdef", "SHORT": "1", "HF_TOKEN": "tok-123", "HOME": "/home/me"}
     lines = ["login me:abcdef 1", "hub tok-123 at /home/me", "x 0123456789abcdefghij"]
-    assert list(run_directory.redacted(iter(lines), tmp_path, environ)) == [
+    assert list(redacted(iter(lines), tmp_path, environ)) == [
         "login ***LOGIN*** 1",
         "hub ***HF_TOKEN*** at /home/me",
         "x ***KEY_A***",
     ]
-    assert list(run_directory.redacted(iter(lines), None, environ))[:2] == [
+    assert list(redacted(iter(lines), None, environ))[:2] == [
         lines[0],
         "hub ***HF_TOKEN*** at /home/me",
     ]

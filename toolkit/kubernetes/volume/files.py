@@ -120,7 +120,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except Denied as error:
-        if not _RBAC.search(str(error)):
+        if not _RBAC.search(error.answer):
             raise
         raise Denied(
             f"{error}; files go to and from the claim through a pod that is made for it, and the "
