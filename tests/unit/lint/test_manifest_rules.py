@@ -27,10 +27,9 @@ from tests.conftest import ROOT
 from toolkit.checks import Finding, check
 from toolkit.cli import cli
 from toolkit.errors import InputError
+from toolkit.lint.check import CLUSTER_RULES, MANIFEST_RULES, check_manifests
 from toolkit.lint.manifests import fields
-from toolkit.lint.manifests.check import MANIFEST_RULES, check_manifests
-from toolkit.lint.manifests.schema import Schemas, read_schemas
-from toolkit.lint.rules import CLUSTER_RULES
+from toolkit.lint.manifests.rules.schema import Schemas, read_schemas
 from toolkit.text.manifests import is_manifest, read_manifests
 
 FOLDER = ROOT / "tests/data/manifests"

@@ -1,23 +1,23 @@
 """From words to commands: lists, pipelines, compound commands, functions."""
 
 import re
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import InputError, Problem
 from toolkit.lint.bash.ast import (
     AndOr,
     Assignment,
-    Command,
+    CommandList,
     Compound,
-    Function,
+    FunctionDefinition,
     Node,
-    Part,
     Pipeline,
     Redirection,
-    Sequence,
-    Span,
+    SimpleCommand,
+    SourceText,
     Word,
+    WordPart,
 )
 from toolkit.lint.bash.lexer import WordReader
 
@@ -37,8 +37,8 @@ _LAST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}", ")",
 class ReadScript:
     """A script, read."""
 
-    commands: Sequence
-    comments: tuple[Span, ...]
+    commands: CommandList
+    comments: tuple[SourceText, ...]
 
 
 def read_script(text: str, source: str) -> ReadScript:
@@ -47,12 +47,12 @@ def read_script(text: str, source: str) -> ReadScript:
     Raises:
         InputError: bash would refuse it as well, or it is nested beyond reason.
     """
-    reader = _Reader([Span(text, 1)], source)
+    reader = _Reader([SourceText(text, 1)], source)
     commands = _whole(reader)
     return ReadScript(commands=commands, comments=tuple(reader.comments))
 
 
-def read_commands(spans: Several[Span], source: str) -> Sequence:
+def read_commands(spans: Sequence[SourceText], source: str) -> CommandList:
     """Read commands that stand inside a script, as those of `bash -c`.
 
     Raises:
@@ -61,7 +61,7 @@ def read_commands(spans: Several[Span], source: str) -> Sequence:
     return _whole(_Reader(spans, source))
 
 
-def _whole(reader: "_Reader") -> Sequence:
+def _whole(reader: "_Reader") -> CommandList:
     try:
         return reader.commands(frozenset())
     except RecursionError:
@@ -72,7 +72,7 @@ def _whole(reader: "_Reader") -> Sequence:
 class _Reader(WordReader):
     """Recursive descent over bash's grammar (bash manual, SHELL GRAMMAR)."""
 
-    def commands(self, ends: frozenset[str]) -> Sequence:
+    def commands(self, ends: frozenset[str]) -> CommandList:
         commands: list[AndOr] = []
         while True:
             self._separators()
@@ -84,7 +84,7 @@ class _Reader(WordReader):
                 self.fail(f"{end!r} closes nothing here")
             commands.append(self._and_or())
 
-    def nested(self, spans: Several[Span]) -> Sequence:
+    def nested(self, spans: Sequence[SourceText]) -> CommandList:
         return _Reader(spans, self.source).commands(frozenset())
 
     def _separators(self) -> None:
@@ -198,8 +198,8 @@ class _Reader(WordReader):
         kind: str,
         line: int,
         *,
-        conditions: tuple[Sequence, ...] = (),
-        bodies: tuple[Sequence, ...] = (),
+        conditions: tuple[CommandList, ...] = (),
+        bodies: tuple[CommandList, ...] = (),
         words: tuple[Word, ...] = (),
     ) -> Compound:
         redirections = []
@@ -237,7 +237,7 @@ class _Reader(WordReader):
         start: int,
         line: int,
         *,
-        conditions: tuple[Sequence, ...] = (),
+        conditions: tuple[CommandList, ...] = (),
         words: tuple[Word, ...] = (),
     ) -> Compound:
         self._expect("do", start)
@@ -276,7 +276,7 @@ class _Reader(WordReader):
         self.blanks()
         subject = self.word()
         self._expect("in", start)
-        bodies: list[Sequence] = []
+        bodies: list[CommandList] = []
         while True:
             self._separators()
             if self._reserved("esac"):
@@ -297,14 +297,14 @@ class _Reader(WordReader):
                 break
         return self._compound("case", line, bodies=tuple(bodies), words=(subject,))
 
-    def _function(self, name: str, line: int) -> Function:
+    def _function(self, name: str, line: int) -> FunctionDefinition:
         self._separators()
         body = self._node()
-        if isinstance(body, Function):
+        if isinstance(body, FunctionDefinition):
             self.fail(f"the function {name!r} has no body")
-        return Function(name=name, body=body, line=line)
+        return FunctionDefinition(name=name, body=body, line=line)
 
-    def _test(self, line: int) -> Command:
+    def _test(self, line: int) -> SimpleCommand:
         start, words = self.at, list[Word]()
         while True:
             while self.char() in (" ", "\t", "\n") or self.sees("\\\n"):
@@ -316,7 +316,9 @@ class _Reader(WordReader):
                 break
             words.append(self.test_word())
         redirections = self._compound("test", line).redirections
-        return Command(assignments=(), words=tuple(words), redirections=redirections, line=line)
+        return SimpleCommand(
+            assignments=(), words=tuple(words), redirections=redirections, line=line
+        )
 
     def _simple(self, line: int) -> Node:
         assignments: list[Assignment] = []
@@ -344,7 +346,7 @@ class _Reader(WordReader):
                 words.append(self.word())
         if self.at == start:
             self.fail("a command is missing here")
-        return Command(
+        return SimpleCommand(
             assignments=tuple(assignments),
             words=tuple(words),
             redirections=tuple(redirections),
@@ -383,7 +385,7 @@ class _Reader(WordReader):
         target = self.word()
         if not target.parts:
             self.fail(f"nothing follows {operator}")
-        body: tuple[Part, ...] = ()
+        body: tuple[WordPart, ...] = ()
         if operator in ("<<", "<<-"):
             body = self.here_document(target, tabs=operator == "<<-")
         return Redirection(operator=operator, target=target, body=body)

@@ -2,18 +2,142 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
+from typing import Literal
 
 from toolkit.errors import InputError
-from toolkit.lint.bash.ast import Command, Compound, Function, Node, Part, Span, Word
-from toolkit.lint.bash.ast import Sequence as Commands
+from toolkit.lint.bash.ast import (
+    CommandList,
+    Compound,
+    FunctionDefinition,
+    Node,
+    SimpleCommand,
+    SourceText,
+    Word,
+    WordPart,
+)
 from toolkit.lint.bash.parser import DECLARES, read_commands
-from toolkit.lint.scripts.calls import Call, Level, Setting, Step, Torchrun, Trap, Walk
-from toolkit.lint.scripts.options import SRUN, TORCHRUN, names, read_options
+from toolkit.lint.scripts.options import SRUN, TORCHRUN, Option, names, read_options
 from toolkit.lint.scripts.values import Argument, Values
 
-__all__ = ["QUIET", "REMOTE", "walk"]
+__all__ = [
+    "QUIET",
+    "REMOTE",
+    "Call",
+    "Level",
+    "Setting",
+    "SrunStep",
+    "Torchrun",
+    "Trap",
+    "Walk",
+    "walk",
+]
+
+Level = Literal["batch", "task", "handler"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SrunStep:
+    """An srun."""
+
+    options: dict[str, Option]
+    program: tuple[Argument, ...]
+    call: "Call"
+
+    @property
+    def line(self) -> int:
+        """Where it stands."""
+        return self.call.line
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Torchrun:
+    """A torchrun, or `python -m torch.distributed.run`."""
+
+    options: dict[str, Option]
+    line: int
+    step: SrunStep | None
+    remote: str
+    """The program that starts it on other nodes, where that is not srun."""
+
+    call: "Call"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trap:
+    """A `trap`."""
+
+    signals: tuple[str, ...]
+    handler: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A variable that is set."""
+
+    name: str
+    value: Argument
+    line: int
+    exported: bool
+    prefix: bool
+    """Whether it is set for one command only."""
+
+    call: "Call"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A command as it is called."""
+
+    arguments: tuple[Argument, ...]
+    line: int
+    node: SimpleCommand
+    level: Level
+    """`task` where it runs on every node; `handler` in what a trap calls."""
+
+    function: str
+    """The function in which it stands."""
+
+    container: str
+    """What runs the container around it; empty without one."""
+
+    captured: bool
+    """Whether its output becomes part of a word that is not only printed."""
+
+    background: bool
+    looped: bool
+    piped_to: SimpleCommand | None
+    """The command that reads its output."""
+
+    on_nodes: bool
+    """Whether a shell on each node expands its words."""
+
+    errexit: bool
+    pipefail: bool
+    order: int
+    parent: "Call | None" = None
+    """The call that starts it: srun, or `bash -c`."""
+
+    @property
+    def name(self) -> str:
+        """The program's name without its folder."""
+        return self.arguments[0].text.rpartition("/")[2] if self.arguments else ""
+
+
+@dataclass
+class Walk:
+    """The collected steps and settings, in the order of the script."""
+
+    calls: list[Call] = field(default_factory=list)
+    steps: list[SrunStep] = field(default_factory=list)
+    torchruns: list[Torchrun] = field(default_factory=list)
+    traps: list[Trap] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
+    functions: dict[str, FunctionDefinition] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+
 
 QUIET = names("""
     : [ [[ alias cat complete declare echo export grep hash help local logger man pip pip3
@@ -50,15 +174,15 @@ class _Place:
     captured: bool = False
     background: bool = False
     looped: bool = False
-    piped_to: Command | None = None
+    piped_to: SimpleCommand | None = None
     on_nodes: bool = False
     depth: int = 0
-    step: Step | None = None
+    step: SrunStep | None = None
     remote: str = ""
     parent: Call | None = None
 
 
-def walk(commands: Commands, source: str, *, errexit: bool = False) -> Walk:
+def walk(commands: CommandList, source: str, *, errexit: bool = False) -> Walk:
     """Walk over a script.
 
     Raises:
@@ -77,16 +201,16 @@ class _Walker:
 
     # ---- Over the grammar
 
-    def sequence(self, commands: Commands, place: _Place, values: Values) -> None:
+    def sequence(self, commands: CommandList, place: _Place, values: Values) -> None:
         for item in commands:
             here = replace(place, background=place.background or item.background)
             for pipeline in item.pipelines:
                 for node, after in zip(pipeline.nodes, (*pipeline.nodes[1:], None), strict=True):
-                    reader = after if isinstance(after, Command) else None
+                    reader = after if isinstance(after, SimpleCommand) else None
                     self._node(node, replace(here, piped_to=reader), values)
 
     def _node(self, node: Node, place: _Place, values: Values) -> None:
-        if isinstance(node, Function):
+        if isinstance(node, FunctionDefinition):
             self.found.functions[node.name] = node
             state = self.errexit, self.pipefail
             self._node(node.body, replace(place, function=node.name), values)
@@ -113,7 +237,7 @@ class _Walker:
         for part in word.parts:
             self._inner(part, place, values, kept=kept)
 
-    def _inner(self, part: Part, place: _Place, values: Values, *, kept: bool = True) -> None:
+    def _inner(self, part: WordPart, place: _Place, values: Values, *, kept: bool = True) -> None:
         if part.inner:
             inside = replace(place, captured=kept, background=False)
             state = self.errexit, self.pipefail
@@ -124,7 +248,7 @@ class _Walker:
 
     # ---- One command
 
-    def _command(self, node: Command, place: _Place, values: Values) -> None:
+    def _command(self, node: SimpleCommand, place: _Place, values: Values) -> None:
         for redirection in node.redirections:
             for part in (*redirection.target.parts, *redirection.body):
                 self._inner(part, place, values)
@@ -159,7 +283,7 @@ class _Walker:
                 body = values.one(Word(parts=redirection.body, line=node.line))
                 self._again(body.spans, place, values, call)
 
-    def _call(self, node: Command, arguments: Sequence[Argument], place: _Place) -> Call:
+    def _call(self, node: SimpleCommand, arguments: Sequence[Argument], place: _Place) -> Call:
         line = arguments[0].line if arguments else node.line
         call = Call(
             arguments=tuple(arguments),
@@ -229,7 +353,7 @@ class _Walker:
             if name in REMOTE:
                 place = replace(place, remote=name, level="task")
             elif name == "eval":
-                spans = [s for a in rest for s in (*a.spans, Span(" ", a.line))]
+                spans = [s for a in rest for s in (*a.spans, SourceText(" ", a.line))]
                 return self._again(spans, place, values, call)
             elif name == "srun":
                 return self._step(call, rest, place, values)
@@ -243,7 +367,7 @@ class _Walker:
 
     def _step(self, call: Call, rest: Sequence[Argument], place: _Place, values: Values) -> None:
         options, program = read_options(rest, SRUN)
-        step = Step(options=options, program=program, call=call)
+        step = SrunStep(options=options, program=program, call=call)
         self.found.steps.append(step)
         pyxis = any(name.startswith("container") for name in options)
         inside = replace(
@@ -281,7 +405,9 @@ class _Walker:
         self._call(call.node, program, place)
         self._start(self.found.calls[-1], program, place, values)
 
-    def _again(self, spans: Iterable[Span], place: _Place, values: Values, call: Call) -> None:
+    def _again(
+        self, spans: Iterable[SourceText], place: _Place, values: Values, call: Call
+    ) -> None:
         """Read a text of commands, as that of `bash -c`."""
         if place.depth > _DEEPEST:
             return

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 
-from toolkit.lint.bash.ast import Sequence, Span
+from toolkit.lint.bash.ast import CommandList, SourceText
 from toolkit.lint.bash.parser import read_script
-from toolkit.lint.scripts.calls import Setting, Step, Torchrun, Walk
-from toolkit.lint.scripts.directives import Directive, read_directives
-from toolkit.lint.scripts.interpreter import walk
-from toolkit.lint.scripts.options import Option, names
+from toolkit.lint.scripts.interpreter import Setting, SrunStep, Torchrun, Walk, walk
+from toolkit.lint.scripts.options import Directive, Option, names, read_directives
 from toolkit.lint.scripts.values import Argument
 from toolkit.text.quantities import whole_number
 
@@ -34,8 +32,8 @@ class BatchScript:
     source: str
     text: str
     directives: tuple[Directive, ...]
-    comments: tuple[Span, ...]
-    commands: Sequence
+    comments: tuple[SourceText, ...]
+    commands: CommandList
     walk: Walk
     rendered: bool
     """Whether the toolkit has rendered it, so that omissions are decisions of the job file."""
@@ -81,12 +79,12 @@ class BatchScript:
         return torchrun.step is None and not torchrun.remote and self.several_nodes
 
     @cached_property
-    def training(self) -> list[Step]:
+    def training(self) -> list[SrunStep]:
         """The steps that do the work; not those of a tool."""
         return [step for step in self.walk.steps if is_work(step)]
 
     @cached_property
-    def starts(self) -> list[Step]:
+    def starts(self) -> list[SrunStep]:
         """The steps that start torchrun."""
         steps = {id(run.step): run.step for run in self.walk.torchruns if run.step}
         return list(steps.values())
@@ -110,8 +108,8 @@ def read_batch_script(text: str, source: str) -> BatchScript:
         InputError: its bash cannot be read.
     """
     first = text.partition("\n")[0]
-    commands: Sequence = ()
-    comments: tuple[Span, ...] = ()
+    commands: CommandList = ()
+    comments: tuple[SourceText, ...] = ()
     if not first.startswith("#!") or _SHELL.match(first):
         read = read_script(text.replace("\r\n", "\n"), source)
         commands, comments = read.commands, read.comments
@@ -144,7 +142,7 @@ def count(text: str | None) -> int | None:
     return whole_number(match[1]) if match else None
 
 
-def is_work(step: Step) -> bool:
+def is_work(step: SrunStep) -> bool:
     """Whether a step does the work, rather than running a tool."""
     words: list[Argument] = list(step.program)
     while words and (words[0].text in ("env", "exec", "time") or "=" in words[0].text):

@@ -7,7 +7,7 @@ command or arithmetic gives is unknown, and stays so.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from toolkit.lint.bash.ast import Assignment, Part, Span, Word
+from toolkit.lint.bash.ast import Assignment, SourceText, Word, WordPart
 from toolkit.text.quantities import whole_number
 
 __all__ = ["Argument", "Piece", "Values", "uncovered"]
@@ -63,10 +63,10 @@ class Argument:
         return whole_number(self.text) if self.known else None
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[SourceText, ...]:
         """The argument as a text to be parsed again, with expanded parts marked."""
         return tuple(
-            Span(p.text if p.known else f"{_MARK}{_hidden(p.text)}{_END}", p.line)
+            SourceText(p.text if p.known else f"{_MARK}{_hidden(p.text)}{_END}", p.line)
             for p in self.pieces
         )
 
@@ -145,7 +145,7 @@ class Values:
                 return list(self.arrays[name])
         return list(_split(Argument(pieces=tuple(self._pieces(word.parts)), line=word.line), word))
 
-    def _pieces(self, parts: Iterable[Part], depth: int = 0) -> Iterator[Piece]:
+    def _pieces(self, parts: Iterable[WordPart], depth: int = 0) -> Iterator[Piece]:
         for part in parts:
             if part.kind == "text":
                 yield from _texts(part)
@@ -155,7 +155,7 @@ class Values:
                 source = part.text if part.kind == "command" else part.shown
                 yield Piece(text=source, line=part.line, known=False, quoted=part.quoted)
 
-    def _variable(self, part: Part, depth: int) -> Iterator[Piece]:
+    def _variable(self, part: WordPart, depth: int) -> Iterator[Piece]:
         name = part.text
         unknown = Piece(text=part.shown, line=part.line, known=False, quoted=part.quoted, name=name)
         if part.operator and part.operator not in _DEFAULTS:
@@ -196,7 +196,7 @@ def uncovered(text: str) -> str:
     return _uncovered(text.replace(_MARK, "").replace(_END, ""))
 
 
-def _texts(part: Part) -> Iterator[Piece]:
+def _texts(part: WordPart) -> Iterator[Piece]:
     text, line = part.text, part.line
     if _MARK not in text:
         yield Piece(text=text, line=line, quoted=part.quoted)

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from toolkit.lint.manifests.command import launches
-from toolkit.lint.manifests.pods import Container, Pods, pods_of
-from toolkit.lint.manifests.registry import Fault, rule
+from toolkit.lint.manifests.pods import Container, Pods, launches, pods_of
 from toolkit.lint.manifests.rules.schema import said
+from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 
 __all__: list[str] = []
@@ -32,7 +31,7 @@ _PLAIN_CAPABILITIES = frozenset(
 _LEVELS = ("baseline", "restricted")
 
 
-@rule(
+@MANIFESTS.rule(
     "pod-security",
     finds="pods that Pod Security refuses, at the level that the namespace is known to have; where "
     "that is not known, at `restricted`",
@@ -40,7 +39,7 @@ _LEVELS = ("baseline", "restricted")
     "status stays empty (Kubernetes 1.34).",
     fix="write it as `restricted` wants it, or check against the level of the namespace",
 )
-def _levels(stream: Stream) -> Iterator[Fault]:
+def _levels(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         level = stream.level_of(pods.owner)
         if level not in _LEVELS or not pods.spec:
@@ -55,16 +54,14 @@ def _levels(stream: Stream) -> Iterator[Fault]:
             lacks = _lacking(pods, containers)
             if lacks and pods.kind != "TrainJob":
                 # A patch adds to a runtime, which may say the rest.
-                yield Fault(
-                    at=pods.spec,
-                    what=f"{who} pods without {', without '.join(lacks)}",
-                    fix="write it",
+                yield Violation(
+                    pods.spec, f"{who} pods without {', without '.join(lacks)}", fix="write it"
                 )
 
 
-def _against(who: str, violations: Iterator[tuple[View, str]]) -> Iterator[Fault]:
+def _against(who: str, violations: Iterator[tuple[View, str]]) -> Iterator[Violation[View]]:
     for at, what in violations:
-        yield Fault(at=at, what=f"{who} {what}", fix="leave it out")
+        yield Violation(at, f"{who} {what}", fix="leave it out")
 
 
 def _loose(pods: Pods, containers: tuple[Container, ...]) -> Iterator[tuple[View, str]]:
@@ -134,28 +131,28 @@ def _lacking(pods: Pods, containers: tuple[Container, ...]) -> list[str]:
     return lacks
 
 
-@rule(
+@MANIFESTS.rule(
     "host-path",
     finds="a folder of the node in a pod",
     reason="Pods see the node's files, and each node has others; Pod Security refuses it but at "
     "`privileged`.",
     fix="use a PersistentVolumeClaim",
 )
-def _host_paths(stream: Stream) -> Iterator[Fault]:
+def _host_paths(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         for volume in pods.spec.at("volumes").items():
             path = volume.at("hostPath")
             if path and stream.level_of(pods.owner) != "privileged":
-                yield Fault(at=path, what=f"the node's folder {said(path.at('path').value)}")
+                yield Violation(path, f"the node's folder {said(path.at('path').value)}")
 
 
-@rule(
+@MANIFESTS.rule(
     "token-mounted",
     finds="training whose pods get the token of their ServiceAccount",
     reason="Training does not ask the API; whoever breaks into the pod could, with its rights.",
     fix="write automountServiceAccountToken: false",
 )
-def _tokens(stream: Stream) -> Iterator[Fault]:
+def _tokens(stream: Stream) -> Iterator[Violation[View]]:
     accounts = {
         account.name: account.view.at("automountServiceAccountToken").value
         for account in stream.of("ServiceAccount")
@@ -171,4 +168,4 @@ def _tokens(stream: Stream) -> Iterator[Fault]:
             continue
         if not mounted and accounts.get(account) is False:
             continue
-        yield Fault(at=mounted, what=f"the token of the ServiceAccount {account!r} is mounted")
+        yield Violation(mounted, f"the token of the ServiceAccount {account!r} is mounted")

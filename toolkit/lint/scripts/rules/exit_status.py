@@ -4,9 +4,18 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-from toolkit.lint.bash.ast import AndOr, Command, Compound, Function, Node, Pipeline, Sequence, Word
-from toolkit.lint.scripts.calls import Call
-from toolkit.lint.scripts.registry import Fault, rule
+from toolkit.lint.bash.ast import (
+    AndOr,
+    CommandList,
+    Compound,
+    FunctionDefinition,
+    Node,
+    Pipeline,
+    SimpleCommand,
+    Word,
+)
+from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.scripts.interpreter import Call
 from toolkit.lint.scripts.script import BatchScript
 
 __all__: list[str] = []
@@ -20,14 +29,14 @@ _MOST_WORK, _MOST_AFTER = 200, 500
 _ASKS = re.compile(r"\$\{?(\?|PIPESTATUS)")
 
 
-@rule(
+@SCRIPTS.rule(
     "failure-masked",
     finds="a training whose exit status is lost",
     reason="A job ends with the exit status of its script: Slurm says COMPLETED, and what waits "
     "for its success begins.",
     fix="write set -eo pipefail at the top, or end the script with the status of srun",
 )
-def _masked(script: BatchScript) -> Iterator[Fault]:
+def _masked(script: BatchScript) -> Iterator[Violation[int]]:
     work: dict[int, Call] = {id(step.call.node): step.call for step in script.training}
     for run in script.walk.torchruns:
         if run.step is None and not run.call.captured:
@@ -42,7 +51,7 @@ class _Flow:
         self.script = script
         self.work = work
 
-    def faults(self, commands: Sequence, *, ends: bool) -> Iterator[Fault]:
+    def faults(self, commands: CommandList, *, ends: bool) -> Iterator[Violation[int]]:
         """Yield where the status of a training is lost.
 
         Args:
@@ -67,29 +76,26 @@ class _Flow:
         return [self.work[id(node)] for node in pipeline.nodes if id(node) in self.work]
 
     def _lost(
-        self, call: Call, item: AndOr, place: int, after: Sequence, *, ends: bool
-    ) -> Fault | None:
+        self, call: Call, item: AndOr, place: int, after: CommandList, *, ends: bool
+    ) -> Violation[int] | None:
         pipeline = item.pipelines[place]
         last = pipeline.nodes[-1]
         if last is not call.node and not call.pipefail and not self._asked(after, "PIPESTATUS"):
-            name = last.name if isinstance(last, Command) else "what follows"
-            return Fault(
-                line=call.line,
-                what=f"the status of this pipeline is that of {name}, not of {call.name}",
+            name = last.name if isinstance(last, SimpleCommand) else "what follows"
+            return Violation(
+                call.line,
+                f"the status of this pipeline is that of {name}, not of {call.name}",
                 fix="write set -o pipefail above",
             )
         if self._kept(item, place, after, ends=ends, errexit=call.errexit):
             return None
-        return Fault(
-            line=call.line,
-            what=f"{call.name} may fail here, and the script still succeeds",
-        )
+        return Violation(call.line, f"{call.name} may fail here, and the script still succeeds")
 
     def _kept(
         self,
         item: AndOr,
         place: int,
-        after: Sequence,
+        after: CommandList,
         *,
         ends: bool,
         errexit: bool = False,
@@ -108,12 +114,12 @@ class _Flow:
             return ends
         return self._asked(after)
 
-    def _asked(self, after: Sequence, word: str = "") -> bool:
+    def _asked(self, after: CommandList, word: str = "") -> bool:
         """Whether the next commands test the exit status and act on it."""
         if not after:
             return False
         first = after[0].pipelines[0].nodes[0]
-        if isinstance(first, Command):
+        if isinstance(first, SimpleCommand):
             if first.name in ("exit", "return") and len(first.words) == 1:
                 return True
             words = [*first.words, *(a.value for a in first.assignments)]
@@ -124,18 +130,20 @@ class _Flow:
             return first.name not in ("echo", "printf")
         if isinstance(first, Compound):
             conditions = [node for c in first.conditions for node in _nodes(c)]
-            shown = " ".join(w.shown for n in conditions if isinstance(n, Command) for w in n.words)
+            shown = " ".join(
+                w.shown for n in conditions if isinstance(n, SimpleCommand) for w in n.words
+            )
             asked = f"{shown} {' '.join(w.shown for w in first.words)}"
             return _ASKS.search(asked) is not None and word in asked
         return False
 
-    def _assigned_is_used(self, pipeline: Pipeline, after: Sequence) -> bool:
+    def _assigned_is_used(self, pipeline: Pipeline, after: CommandList) -> bool:
         node = pipeline.nodes[0]
-        if isinstance(node, Command) and node.assignments and not node.words:
+        if isinstance(node, SimpleCommand) and node.assignments and not node.words:
             return self._used_later(node, after)
         return True
 
-    def _used_later(self, command: Command, after: Sequence) -> bool:
+    def _used_later(self, command: SimpleCommand, after: CommandList) -> bool:
         """Whether a variable that holds the status is looked at again, beside being printed."""
         names = {assignment.name for assignment in command.assignments}
         line = command.line
@@ -149,7 +157,7 @@ class _Flow:
         arithmetic = rf"\(\([^)]*\b({'|'.join(map(re.escape, names))})\b"
         return re.search(arithmetic, source) is not None
 
-    def _waited_for(self, call: Call, after: Sequence) -> Iterator[Fault]:
+    def _waited_for(self, call: Call, after: CommandList) -> Iterator[Violation[int]]:
         """Look for a `wait` whose status counts; one without a process always succeeds."""
         calls = self.script.walk.calls
         # In the background, wait is a child that has none to wait for.
@@ -158,9 +166,9 @@ class _Flow:
             return  # srun-without-wait reports the first
         bare = [wait for wait in waits if len(wait.arguments) == 1]
         if len(bare) == len(waits):
-            yield Fault(
-                line=bare[0].line,
-                what=f"wait without a process succeeds even where {call.name} has failed",
+            yield Violation(
+                bare[0].line,
+                f"wait without a process succeeds even where {call.name} has failed",
                 fix='write step=$! below srun … & and wait "$step"',
             )
             return
@@ -173,19 +181,19 @@ class _Flow:
 def _harmless(pipeline: Pipeline) -> bool:
     """Whether a list after `||` always succeeds."""
     for node in pipeline.nodes:
-        if isinstance(node, Command):
+        if isinstance(node, SimpleCommand):
             if node.name not in _HARMLESS:
                 return False
         elif isinstance(node, Compound):
             inner = [n for body in node.bodies for n in _nodes(body)]
-            if any(not isinstance(n, Command) or n.name not in _HARMLESS for n in inner):
+            if any(not isinstance(n, SimpleCommand) or n.name not in _HARMLESS for n in inner):
                 return False
         else:
             return False
     return True
 
 
-def _nodes(commands: Sequence) -> Iterator[Node]:
+def _nodes(commands: CommandList) -> Iterator[Node]:
     for item in commands:
         for pipeline in item.pipelines:
             for node in pipeline.nodes:
@@ -193,7 +201,7 @@ def _nodes(commands: Sequence) -> Iterator[Node]:
                 if isinstance(node, Compound):
                     for inner in (*node.conditions, *node.bodies):
                         yield from _nodes(inner)
-                if isinstance(node, Function) and isinstance(node.body, Compound):
+                if isinstance(node, FunctionDefinition) and isinstance(node.body, Compound):
                     for inner in node.body.bodies:
                         yield from _nodes(inner)
 

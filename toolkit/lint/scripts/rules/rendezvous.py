@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterator
 
-from toolkit.lint.scripts.calls import Torchrun
+from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.scripts.interpreter import Torchrun
 from toolkit.lint.scripts.options import Option
-from toolkit.lint.scripts.registry import Fault, rule
 from toolkit.lint.scripts.script import BatchScript
 from toolkit.lint.scripts.values import Argument
 from toolkit.text.quantities import whole_number
@@ -43,14 +43,14 @@ def _backend(script: BatchScript, run: Torchrun) -> str:
     return _text(_given(script, run, "rdzv-backend")) or "static"
 
 
-@rule(
+@SCRIPTS.rule(
     "fixed-port",
     finds="a rendezvous port that is the same for every job",
     reason="Two jobs on one node, or what is left of one, meet at the same port: the second fails, "
     "or joins the first.",
     fix="compute it from the job id: port=$((61000 + SLURM_JOB_ID % 4000))",
 )
-def _port(script: BatchScript) -> Iterator[Fault]:
+def _port(script: BatchScript) -> Iterator[Violation[int]]:
     lines: dict[int, str] = {}
     for setting in script.settings(*_PORTS):
         if setting.value.number is not None:
@@ -76,7 +76,7 @@ def _port(script: BatchScript) -> Iterator[Fault]:
             where = endpoint.line if endpoint is not None else run.line
             lines.setdefault(where, f"{default} (torchrun's default, as no port is given)")
     for line, port in sorted(lines.items()):
-        yield Fault(line=line, what=f"the port {port} is the same for every job on the node")
+        yield Violation(line, f"the port {port} is the same for every job on the node")
 
 
 def _port_of(endpoint: Argument) -> Argument | str | None:
@@ -89,14 +89,14 @@ def _port_of(endpoint: Argument) -> Argument | str | None:
     return None if may_hold_a_port or len(endpoint.pieces) != 1 else ""
 
 
-@rule(
+@SCRIPTS.rule(
     "localhost-master",
     finds="several nodes that meet at localhost",
     reason="Each node meets itself there: every one trains alone, or waits for the others.",
     fix='take the first node: hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") and '
     "head=${hosts%%$'\\n'*}; fail where it is empty",
 )
-def _localhost(script: BatchScript) -> Iterator[Fault]:
+def _localhost(script: BatchScript) -> Iterator[Violation[int]]:
     if not script.several_nodes:
         return
     lines: dict[int, str] = {}
@@ -121,7 +121,7 @@ def _localhost(script: BatchScript) -> Iterator[Fault]:
         if master and setting.value.known and (match := _LOCALHOST.match(setting.value.text)):
             lines.setdefault(setting.value.line_at(0), _meets(match[1]))
     for line, what in sorted(lines.items()):
-        yield Fault(line=line, what=what)
+        yield Violation(line, what)
 
 
 def _meets(host: str) -> str:
@@ -132,53 +132,53 @@ def _is_head(name: str) -> bool:
     return re.search(r"HEAD|MASTER|RDZV|RENDEZVOUS", name.upper()) is not None
 
 
-@rule(
+@SCRIPTS.rule(
     "head-address",
     finds="`hostname --ip-address` or `-I` for the address of the head node",
     reason="On many systems the first gives 127.0.1.1; the second lists the addresses of all "
     "networks, in no order that one can rely on.",
     fix="use the name of the node, which Slurm's nodes resolve: head=${hosts%%$'\\n'*}",
 )
-def _address(script: BatchScript) -> Iterator[Fault]:
+def _address(script: BatchScript) -> Iterator[Violation[int]]:
     for call in script.walk.calls:
         words = [argument.text for argument in call.arguments]
         if not call.captured or call.on_nodes or call.name != "hostname":
             continue  # each node may have its own
         asked = [w for w in words[1:] if w in ("-i", "-I", "--ip-address", "--all-ip-addresses")]
         if asked:
-            yield Fault(
-                line=call.line,
-                what=f"hostname {asked[0]} may give a loopback address, or one of another network",
+            yield Violation(
+                call.line,
+                f"hostname {asked[0]} may give a loopback address, or one of another network",
             )
 
 
-@rule(
+@SCRIPTS.rule(
     "head-pipe",
     finds="`scontrol … | head` under pipefail",
     reason="head closes the pipe after one line; scontrol may die by SIGPIPE then, more likely the "
     "more nodes there are, and with it the script.",
     fix="write hosts=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\") and head=${hosts%%$'\\n'*}",
 )
-def _pipe(script: BatchScript) -> Iterator[Fault]:
+def _pipe(script: BatchScript) -> Iterator[Violation[int]]:
     for call in script.walk.calls:
         shows = call.name == "scontrol" and [a.text for a in call.arguments[1:2]] == ["show"]
         if not (shows and call.pipefail and call.piped_to is not None):
             continue
         name, words = call.piped_to.name, [word.shown for word in call.piped_to.words]
         if name == "head" or (name == "sed" and any("q" in word for word in words[1:])):
-            yield Fault(
-                line=call.line, what=f"under pipefail, scontrol fails once {name} has read enough"
+            yield Violation(
+                call.line, f"under pipefail, scontrol fails once {name} has read enough"
             )
 
 
-@rule(
+@SCRIPTS.rule(
     "rdzv-id",
     finds="c10d without a rendezvous id, or with one that every job has, or each node another",
     reason="Who brings the same id to the same endpoint is the same run: what is left of an "
     "attempt joins the next one.",
     fix='give torchrun --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
 )
-def _id(script: BatchScript) -> Iterator[Fault]:
+def _id(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
         backend = _given(script, run, "rdzv-backend")
         if _text(backend) != "c10d" or "standalone" in run.options:
@@ -186,18 +186,18 @@ def _id(script: BatchScript) -> Iterator[Fault]:
         given = _given(script, run, "rdzv-id")
         if given is None or given.value is None:
             if script.several(run):
-                yield Fault(line=run.line, what="c10d without --rdzv-id: every job has the same")
+                yield Violation(run.line, "c10d without --rdzv-id: every job has the same")
         elif given.value.known:
-            yield Fault(
-                line=given.value.line_at(0),
-                what=f"the rendezvous id {given.value.text!r} is the same for every job",
+            yield Violation(
+                given.value.line_at(0),
+                f"the rendezvous id {given.value.text!r} is the same for every job",
             )
         elif run.call.on_nodes:
             for piece in given.value.pieces:
                 if not piece.outer and piece.name in _DIFFER:
-                    yield Fault(
-                        line=piece.line,
-                        what=f"the rendezvous id holds ${piece.name}, which differs on every node",
+                    yield Violation(
+                        piece.line,
+                        f"the rendezvous id holds ${piece.name}, which differs on every node",
                     )
 
 
@@ -207,7 +207,7 @@ def _by_another_script(run: Torchrun) -> bool:
     return shell.text in ("bash", "sh") and bool(words) and not words[0].text.startswith("-")
 
 
-@rule(
+@SCRIPTS.rule(
     "node-rank",
     finds="a static rendezvous whose nodes have no rank of their own",
     reason="Without --node-rank every node is node 0; and $SLURM_NODEID outside of single quotes "
@@ -215,7 +215,7 @@ def _by_another_script(run: Torchrun) -> bool:
     fix="let every task expand it: srun bash -c 'torchrun --node-rank=$SLURM_NODEID …'; or use "
     "--rdzv-backend=c10d, which needs none",
 )
-def _node_rank(script: BatchScript) -> Iterator[Fault]:
+def _node_rank(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
         backend = _backend(script, run)
         if not script.several(run) or run.step is None or "standalone" in run.options:
@@ -225,31 +225,30 @@ def _node_rank(script: BatchScript) -> Iterator[Fault]:
             continue
         if given is None or given.value is None:
             if _endpoint(script, run) is not None:
-                yield Fault(line=run.line, what="every node is node 0: --node-rank is missing")
+                yield Violation(run.line, "every node is node 0: --node-rank is missing")
             continue
         if given.value.number is not None:
-            yield Fault(
-                line=given.value.line_at(0),
-                what=f"--node-rank={given.value.text} is the same on every node",
+            yield Violation(
+                given.value.line_at(0), f"--node-rank={given.value.text} is the same on every node"
             )
             continue
         for piece in given.value.pieces:
             if piece.name in _RANKS and (piece.outer or not run.call.on_nodes):
-                yield Fault(
-                    line=piece.line,
-                    what=f"${piece.name} is expanded by the batch script, where it is 0: every "
+                yield Violation(
+                    piece.line,
+                    f"${piece.name} is expanded by the batch script, where it is 0: every "
                     "node is node 0",
                 )
 
 
-@rule(
+@SCRIPTS.rule(
     "nnodes-mismatch",
     finds="torchrun's number of nodes is not that of the job",
     reason="With more than there are, torchrun waits for nodes that never come; with fewer, some "
     "nodes are left over.",
     fix='write --nnodes="$SLURM_JOB_NUM_NODES"',
 )
-def _nnodes(script: BatchScript) -> Iterator[Fault]:
+def _nnodes(script: BatchScript) -> Iterator[Violation[int]]:
     asked = script.options.get("nodes")
     for run in script.walk.torchruns:
         given = _given(script, run, "nnodes")
@@ -261,10 +260,9 @@ def _nnodes(script: BatchScript) -> Iterator[Fault]:
             continue
         if wanted[0] > nodes[1] or wanted[1] < nodes[0]:
             where = "srun" if own else "#SBATCH"
-            yield Fault(
-                line=given.value.line_at(0),
-                what=f"--nnodes={given.value.text}, and {where} asks for "
-                f"{_text(own or asked) or '1'}",
+            yield Violation(
+                given.value.line_at(0),
+                f"--nnodes={given.value.text}, and {where} asks for {_text(own or asked) or '1'}",
             )
 
 
@@ -273,13 +271,13 @@ def _range(text: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2] or match[1])) if match else None
 
 
-@rule(
+@SCRIPTS.rule(
     "nproc-mismatch",
     finds="torchrun's workers per node are not as many as the node's GPUs",
     reason="With more, two workers share a GPU, which NCCL refuses; with fewer, GPUs are idle.",
     fix="write --nproc-per-node=gpu, or the same number twice",
 )
-def _nproc(script: BatchScript) -> Iterator[Fault]:
+def _nproc(script: BatchScript) -> Iterator[Violation[int]]:
     option, gpus = _gpus_per_node(script)
     if gpus is None or script.rendered:
         return
@@ -287,14 +285,13 @@ def _nproc(script: BatchScript) -> Iterator[Fault]:
         given = _given(script, run, "nproc-per-node")
         workers = given.value.number if given and given.value else None
         if given is None and gpus > 1:
-            yield Fault(
-                line=run.line,
-                what=f"torchrun starts one worker per node, and {option} asks for {gpus} GPUs",
+            yield Violation(
+                run.line, f"torchrun starts one worker per node, and {option} asks for {gpus} GPUs"
             )
         elif given and given.value and workers is not None and workers != gpus:
-            yield Fault(
-                line=given.value.line_at(0),
-                what=f"--nproc-per-node={workers}, and {option} asks for {gpus} GPUs per node",
+            yield Violation(
+                given.value.line_at(0),
+                f"--nproc-per-node={workers}, and {option} asks for {gpus} GPUs per node",
             )
 
 

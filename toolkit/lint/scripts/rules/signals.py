@@ -4,8 +4,8 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from toolkit.lint.scripts.calls import Call, Trap
-from toolkit.lint.scripts.registry import Fault, rule
+from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.scripts.interpreter import Call, Trap
 from toolkit.lint.scripts.script import BatchScript
 from toolkit.lint.scripts.values import Argument
 
@@ -47,81 +47,80 @@ def _handled_by_torchrun(script: BatchScript, signal: str) -> bool:
     return signal in _TORCHRUNS or any(signal in map(_name, words.split(",")) for words in lists)
 
 
-@rule(
+@SCRIPTS.rule(
     "signal-unhandled",
     finds="a warning by `--signal` that nothing in the script answers",
     reason="An unanswered signal ends the batch script, and with it the job, that much earlier; a "
     "trap that the signal does not reach never runs.",
     fix="with B:, add trap '…' USR1 and wait for srun in the background; else leave --signal out",
 )
-def _unhandled(script: BatchScript) -> Iterator[Fault]:
+def _unhandled(script: BatchScript) -> Iterator[Violation[int]]:
     warning = _warning(script)
     if warning is None or not script.commands:
         return
     line, signal, to_shell = warning
     traps = _traps(script, signal)
     if to_shell and not traps:
-        yield Fault(
-            line=line,
-            what=f"--signal=B:{signal} reaches the batch script, which has no trap for it and ends",
+        yield Violation(
+            line,
+            f"--signal=B:{signal} reaches the batch script, which has no trap for it and ends",
             fix=f"add trap 'kill -USR1 $step' {signal} and wait for srun in the background",
         )
     elif traps and not to_shell and not script.starts:
-        yield Fault(
-            line=traps[0].line,
-            what=f"without B: --signal={signal} does not reach the batch script, and this trap "
+        yield Violation(
+            traps[0].line,
+            f"without B: --signal={signal} does not reach the batch script, and this trap "
             "never runs",
             fix=f"write --signal=B:{signal}@SECONDS",
         )
 
 
-@rule(
+@SCRIPTS.rule(
     "signal-orphans",
     finds="`--signal=USR1@…` without `B:` for a step of torchruns",
     reason="Every process of the step gets the signal: it ends torchrun, and its workers live on "
     "without it.",
     fix="write --signal=B:USR1@SECONDS with a trap, or give torchrun --signals-to-handle with USR1",
 )
-def _orphans(script: BatchScript) -> Iterator[Fault]:
+def _orphans(script: BatchScript) -> Iterator[Violation[int]]:
     warning = _warning(script)
     if warning is None or warning[2] or not script.starts:
         return
     line, signal, _ = warning
     if not _handled_by_torchrun(script, signal):
-        yield Fault(
-            line=line,
-            what=f"without B: every torchrun gets {signal} and ends, and its workers live on",
+        yield Violation(
+            line,
+            f"without B: every torchrun gets {signal} and ends, and its workers live on",
             fix=f"write --signal=B:{signal}@SECONDS and a trap that passes it on, or give torchrun "
             f"--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIG{signal}",
         )
 
 
-@rule(
+@SCRIPTS.rule(
     "trap-blocked",
     finds="a trap for Slurm's warning above an srun in the foreground",
     reason="bash runs a trap after the command in the foreground has ended: too late.",
     fix="start srun with & and wait for it: srun … & wait $!",
 )
-def _blocked(script: BatchScript) -> Iterator[Fault]:
+def _blocked(script: BatchScript) -> Iterator[Violation[int]]:
     warning = _warning(script)
     if warning is None or not warning[2] or not _traps(script, warning[1]):
         return
     steps = [step for step in script.training if step.call.level == "batch"]
     if steps and not any(step.call.background for step in steps):
-        yield Fault(
-            line=steps[0].line,
-            what=f"the trap for {warning[1]} runs when this srun has ended, not before",
+        yield Violation(
+            steps[0].line, f"the trap for {warning[1]} runs when this srun has ended, not before"
         )
 
 
-@rule(
+@SCRIPTS.rule(
     "wait-interrupted",
     finds="one `wait` for a step, in a script that traps signals",
     reason="A trapped signal ends `wait`: the script goes on, ends, and Slurm kills the step at "
     "its checkpoint.",
     fix='wait in a loop: while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done',
 )
-def _interrupted(script: BatchScript) -> Iterator[Fault]:
+def _interrupted(script: BatchScript) -> Iterator[Violation[int]]:
     traps = [t for t in script.walk.traps if t.handler and {*map(_name, t.signals)} - _NOT_SENT]
     waits = [call for call in script.walk.calls if call.name == "wait"]
     background = [s for s in script.training if s.call.background and s.call.level == "batch"]
@@ -129,10 +128,9 @@ def _interrupted(script: BatchScript) -> Iterator[Fault]:
         return
     if waits[0].order < background[0].call.order or _handlers_end(script, traps):
         return
-    yield Fault(
-        line=waits[0].line,
-        what=f"the signal of the trap in line {traps[-1].line} ends this wait, while srun still "
-        "runs",
+    yield Violation(
+        waits[0].line,
+        f"the signal of the trap in line {traps[-1].line} ends this wait, while srun still runs",
     )
 
 
@@ -149,13 +147,13 @@ def _handlers_end(script: BatchScript, traps: list[Trap]) -> bool:
     return False
 
 
-@rule(
+@SCRIPTS.rule(
     "srun-sigterm",
     finds="SIGTERM for srun itself",
     reason="srun answers it by killing the step at once, by SIGKILL: there is no checkpoint.",
     fix='pass USR1 on, which srun forwards: kill -USR1 "$step"; or scancel --signal=TERM JOB.STEP',
 )
-def _sigterm(script: BatchScript) -> Iterator[Fault]:
+def _sigterm(script: BatchScript) -> Iterator[Violation[int]]:
     steps = {step.call.order for step in script.walk.steps if step.call.background}
     started: dict[str, int] = {}
     background = [call.order for call in script.walk.calls if call.background]
@@ -176,7 +174,7 @@ def _sigterm(script: BatchScript) -> Iterator[Fault]:
         if since < call.order and _only_tests(script.walk.calls[since + 1 : call.order]):
             continue  # a signal while srun was being started: there is no step to lose yet
         if trapped or direct or (jobs and steps):
-            yield Fault(line=call.line, what="this SIGTERM makes srun kill the step at once")
+            yield Violation(call.line, "this SIGTERM makes srun kill the step at once")
 
 
 def _begun(script: BatchScript, order: int) -> int:

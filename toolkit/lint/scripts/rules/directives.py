@@ -1,71 +1,73 @@
-"""Rules about the resources that a script requests of Slurm."""
+"""Rules about the head of a script, its `#SBATCH` options, and secrets in it."""
 
 import itertools
 import re
 from collections.abc import Iterator
 
+from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.scripts.interpreter import QUIET
 from toolkit.lint.scripts.options import PYXIS, SBATCH
-from toolkit.lint.scripts.registry import Fault, rule
 from toolkit.lint.scripts.script import BatchScript
+from toolkit.text import secret_scan
 from toolkit.text.did_you_mean import nearest
 
 __all__: list[str] = []
 
 
-@rule(
+@SCRIPTS.rule(
     "shebang-missing",
     finds="the first line does not begin with `#!`",
     reason="sbatch refuses such a file: “This does not look like a batch script”.",
     fix="begin the file with #!/bin/bash",
 )
-def _shebang(script: BatchScript) -> Iterator[Fault]:
+def _shebang(script: BatchScript) -> Iterator[Violation[int]]:
     first = script.text.partition("\n")[0]
     if not first.startswith("#!"):
-        yield Fault(line=1, what="the first line does not begin with #!, and sbatch refuses that")
+        yield Violation(1, "the first line does not begin with #!, and sbatch refuses that")
 
 
-@rule(
+@SCRIPTS.rule(
     "dos-line-breaks",
     finds="lines end as on Windows (CR LF)",
     reason="sbatch refuses such a file: “Batch script contains DOS line breaks”.",
     fix="convert it: sed -i 's/\\r$//' FILE",
 )
-def _line_breaks(script: BatchScript) -> Iterator[Fault]:
+def _line_breaks(script: BatchScript) -> Iterator[Violation[int]]:
     if (at := script.text.find("\r\n")) >= 0:
         line = script.text.count("\n", 0, at) + 1
-        yield Fault(line=line, what="this line ends with CR LF, and sbatch refuses that")
+        yield Violation(line, "this line ends with CR LF, and sbatch refuses that")
 
 
-@rule(
+@SCRIPTS.rule(
     "directive-late",
     finds="an `#SBATCH` line below the first command",
     reason="sbatch stops reading options at the first line that is neither empty nor a comment, "
     "and says nothing: the job runs without them.",
     fix="move it above the first command",
 )
-def _late(script: BatchScript) -> Iterator[Fault]:
+def _late(script: BatchScript) -> Iterator[Violation[int]]:
     for directive in script.directives:
         if directive.late:
-            yield Fault(
-                line=directive.line,
-                what="this #SBATCH line stands below a command, so sbatch does not read it",
+            yield Violation(
+                directive.line,
+                "this #SBATCH line stands below a command, so sbatch does not read it",
             )
 
 
-@rule(
+@SCRIPTS.rule(
     "directive-unknown",
     finds="an option that sbatch does not have, or a word that is none",
     reason="sbatch refuses the script, or another version of it does.",
     fix="write its name as in sbatch(1)",
 )
-def _unknown(script: BatchScript) -> Iterator[Fault]:
+def _unknown(script: BatchScript) -> Iterator[Violation[int]]:
     for directive in script.directives:
         for option in directive.options:
             if option.name in SBATCH.names | PYXIS:
                 if option.value is None and option.name not in SBATCH.flags | SBATCH.optional:
-                    yield Fault(
-                        line=directive.line,
-                        what=f"--{option.name} has no value",
+                    yield Violation(
+                        directive.line,
+                        f"--{option.name} has no value",
                         fix=f"write --{option.name}=VALUE",
                     )
                 continue
@@ -73,112 +75,107 @@ def _unknown(script: BatchScript) -> Iterator[Fault]:
             meant = nearest(f"--{plain}", sorted(f"--{name}" for name in SBATCH.names))
             way_out = f"did you mean {meant!r}?" if meant else "write its name as in sbatch(1)"
             dashes = "--" if len(option.name) > 1 else "-"
-            yield Fault(
-                line=directive.line,
-                what=f"sbatch has no option {dashes}{option.name}",
-                fix=way_out,
+            yield Violation(
+                directive.line, f"sbatch has no option {dashes}{option.name}", fix=way_out
             )
         for word in directive.stray:
-            yield Fault(
-                line=directive.line,
-                what=f"{word!r} is no option, and sbatch refuses the line",
+            yield Violation(
+                directive.line,
+                f"{word!r} is no option, and sbatch refuses the line",
                 fix="write --NAME=VALUE without blanks, and comments after #",
             )
 
 
-@rule(
+@SCRIPTS.rule(
     "directive-variable",
     finds="a shell variable in an `#SBATCH` line",
     reason="No shell reads these lines: the log goes to a folder that is really called `$HOME`.",
     fix="write the value out, or give the option to sbatch on its command line",
 )
-def _variable(script: BatchScript) -> Iterator[Fault]:
+def _variable(script: BatchScript) -> Iterator[Violation[int]]:
     if script.rendered:  # its values stand as the job file has them
         return
     for directive in script.directives:
         for option in directive.options:
             text = option.value.text if option.value else ""
             if not directive.late and (match := re.search(r"\$\{?\w+\}?|\$\(|`", text)):
-                yield Fault(
-                    line=directive.line,
-                    what=f"--{option.name} holds {match[0]}, which nothing expands here",
+                yield Violation(
+                    directive.line, f"--{option.name} holds {match[0]}, which nothing expands here"
                 )
 
 
-@rule(
+@SCRIPTS.rule(
     "container-on-sbatch",
     finds="an option of pyxis in an `#SBATCH` line",
     reason="sbatch does not know it, or starts the batch script itself in the container, where "
     "there is no srun.",
     fix="give it to srun",
 )
-def _pyxis(script: BatchScript) -> Iterator[Fault]:
+def _pyxis(script: BatchScript) -> Iterator[Violation[int]]:
     for directive in script.directives:
         for option in directive.options:
             if option.name in PYXIS:
-                yield Fault(line=directive.line, what=f"--{option.name} is pyxis' option for srun")
+                yield Violation(directive.line, f"--{option.name} is pyxis' option for srun")
 
 
-@rule(
+@SCRIPTS.rule(
     "time-missing",
     finds="no time limit",
     reason="The partition's default holds, which may be minutes, and the scheduler cannot start "
     "the job in a gap.",
     fix="add #SBATCH --time=HH:MM:SS",
 )
-def _time(script: BatchScript) -> Iterator[Fault]:
+def _time(script: BatchScript) -> Iterator[Violation[int]]:
     # A job file may leave it out; `check --server` compares that with the partition.
     if "time" not in script.options and not script.rendered:
         lines = [directive.line for directive in script.directives if not directive.late]
-        yield Fault(line=lines[-1] if lines else 1, what="the job names no time limit")
+        yield Violation(lines[-1] if lines else 1, "the job names no time limit")
 
 
-@rule(
+@SCRIPTS.rule(
     "log-truncated",
     finds="a job that is queued again, without `--open-mode=append`",
     reason="Slurm opens the log anew at each start, and what the start before has printed is gone.",
     fix="add #SBATCH --open-mode=append",
 )
-def _open_mode(script: BatchScript) -> Iterator[Fault]:
+def _open_mode(script: BatchScript) -> Iterator[Violation[int]]:
     if "open-mode" in script.options:
         return
     if (asked := script.options.get("requeue")) is not None:
-        yield Fault(
-            line=asked.line, what="--requeue without --open-mode: a new start empties the log"
-        )
+        yield Violation(asked.line, "--requeue without --open-mode: a new start empties the log")
         return
     for call in script.walk.calls:
         if call.name == "scontrol" and [a.text for a in call.arguments[1:2]] == ["requeue"]:
-            yield Fault(
-                line=call.line,
-                what="the job is queued again without --open-mode: a new start empties the log",
+            yield Violation(
+                call.line,
+                "the job is queued again without --open-mode: a new start empties the log",
             )
             return
 
 
-@rule(
+@SCRIPTS.rule(
     "gpus-per-task-typed",
     finds="`--gpus-per-task` with a type of GPU",
     reason="Slurm 22.05 leaves CUDA_VISIBLE_DEVICES unset then, and each job sees all GPUs.",
     fix="use --gres=gpu:TYPE:N or --gpus-per-node=TYPE:N",
 )
-def _typed(script: BatchScript) -> Iterator[Fault]:
+def _typed(script: BatchScript) -> Iterator[Violation[int]]:
     asked = script.options.get("gpus-per-task")
     if asked is not None and asked.value is not None and ":" in asked.value.text:
-        yield Fault(
-            line=asked.line,
-            what=f"--gpus-per-task={asked.value.text} names a type of GPU, and Slurm 22.05 then "
+        yield Violation(
+            asked.line,
+            f"--gpus-per-task={asked.value.text} names a type of GPU, and Slurm 22.05 then "
             "hides none",
         )
 
 
-@rule(
+@SCRIPTS.rule(
     "export-comma",
     finds="`--export` with a value that holds a comma",
     reason="Slurm parts the list at every comma: of `K=a,b` the program sees `K=a`.",
     fix="export K='a,b' in a line of its own, and leave --export=ALL",
 )
-def _commas(script: BatchScript) -> Iterator[Fault]:
+def _commas(script: BatchScript) -> Iterator[Violation[int]]:
     names = {setting.name for setting in script.walk.settings}
     given = [script.options.get("export"), *(s.options.get("export") for s in script.walk.steps)]
     for option in given:
@@ -190,21 +187,21 @@ def _commas(script: BatchScript) -> Iterator[Fault]:
             meant = whole and ("=" in item or item.isupper() or item in names)
             if "=" in before and not meant and "$" not in item:
                 name = before.partition("=")[0]
-                yield Fault(
-                    line=option.line,
-                    what=f"--export cuts the value of {name} at its comma: {item!r} is lost",
+                yield Violation(
+                    option.line,
+                    f"--export cuts the value of {name} at its comma: {item!r} is lost",
                     fix=f"write export {name}='…' in a line of its own, and --export=ALL",
                 )
                 break
 
 
-@rule(
+@SCRIPTS.rule(
     "export-none",
     finds="`--export=NONE` with an srun that does not take it back",
     reason="srun inherits it (SLURM_EXPORT_ENV), and its programs lose even PATH.",
     fix="write srun --export=ALL",
 )
-def _none(script: BatchScript) -> Iterator[Fault]:
+def _none(script: BatchScript) -> Iterator[Violation[int]]:
     asked = script.options.get("export")
     none = asked is not None and asked.value is not None and asked.value.text.upper() == "NONE"
     undone = script.exports("SLURM_EXPORT_ENV") or any(
@@ -214,9 +211,43 @@ def _none(script: BatchScript) -> Iterator[Fault]:
     for step in script.walk.steps:
         own = step.options.get("export")
         if own is not None and own.value is not None and own.value.text.upper() == "NONE":
-            yield Fault(line=own.line, what="srun --export=NONE: the program loses even PATH")
+            yield Violation(own.line, "srun --export=NONE: the program loses even PATH")
         elif none and own is None and not undone and step.program:
-            yield Fault(
-                line=step.line,
-                what="srun inherits --export=NONE from #SBATCH, and its program loses even PATH",
+            yield Violation(
+                step.line,
+                "srun inherits --export=NONE from #SBATCH, and its program loses even PATH",
             )
+
+
+# ---- Secrets
+
+
+@SCRIPTS.rule(
+    "secret-literal",
+    finds="a token, key or password in the script",
+    reason="Whoever may read the script has it, `scontrol show job` and the accounting keep it, "
+    "and the repository remembers it for ever.",
+    fix="read it from a file that only you may read: export NAME=$(<~/.secrets/name); and change "
+    "what has been written down",
+)
+def _secrets(script: BatchScript) -> Iterator[Violation[int]]:
+    lines: dict[int, str] = {}
+    for number, row in enumerate(script.text.splitlines(), start=1):
+        if kind := secret_scan.kind_of(row):
+            lines.setdefault(number, kind)
+    for setting in script.walk.settings:
+        if kind := secret_scan.kind_of(setting.value.text, name=setting.name):
+            lines.setdefault(setting.line, kind)
+    for call in script.walk.calls:
+        if call.name in QUIET:
+            continue
+        for index, kind in secret_scan.kinds_of_words([a.text for a in call.arguments]):
+            lines.setdefault(call.arguments[index].line_at(0), kind)
+    exports = [script.options.get("export"), *(s.options.get("export") for s in script.walk.steps)]
+    for option in exports:
+        for item in option.value.text.split(",") if option and option.value else ():
+            name, _, value = item.partition("=")
+            if option is not None and (kind := secret_scan.kind_of(value, name=name)):
+                lines.setdefault(option.line, kind)
+    for line, kind in sorted(lines.items()):
+        yield Violation(line, f"what looks like {kind} stands in the script")

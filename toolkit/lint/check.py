@@ -1,69 +1,128 @@
-"""Rules that `toolkit check` holds files to: what each finds, why it matters, and the way out."""
+"""Every rule by the kind of file, and the functions that hold a text to them, all at once."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Generic, TypeVar
+import re
+from collections.abc import Iterable, Iterator
 
-__all__ = ["CLUSTER_RULES", "JOB_RULES", "SITE_RULES", "Rule", "RuleBook"]
+from toolkit.errors import InputError, Problem
+from toolkit.lint.manifests.rules import (
+    object_names,
+    operators,
+    processes,
+    resources,
+    schema,
+    security,
+    training,
+    volumes,
+)
+from toolkit.lint.manifests.rules import rendezvous as manifest_rendezvous
+from toolkit.lint.manifests.rules.schema import CRD_RULE, Schemas, schema_violations
+from toolkit.lint.registry import MANIFESTS, SCRIPTS, Rule, Violation, allowed_rules
+from toolkit.lint.scripts.rules import directives, exit_status, rendezvous, signals, tasks
+from toolkit.lint.scripts.script import read_batch_script
+from toolkit.lint.scripts.values import uncovered
+from toolkit.text.manifests import Stream, View, read_manifests
+from toolkit.text.yaml_reader import KeyPath
 
-SubjectT = TypeVar("SubjectT")
-FaultT = TypeVar("FaultT")
+__all__ = [
+    *("CLUSTER_RULES", "JOB_RULES", "MANIFEST_RULES", "SCRIPT_RULES", "SITE_RULES"),
+    *("check_manifests", "check_script", "in_order", "manifest_violations", "not_allowed"),
+]
+
+SCRIPT_RULES = SCRIPTS.order((directives, rendezvous, exit_status, tasks, signals))
+"""The rules for batch scripts."""
+
+MANIFEST_RULES = (
+    *MANIFESTS.order(
+        (
+            *(schema, volumes, manifest_rendezvous, object_names, operators, security),
+            *(resources, processes, training),
+        )
+    ),
+    CRD_RULE,
+)
+"""The rules for manifests."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One rule."""
+def check_script(text: str, source: str) -> list[Problem]:
+    """Return the problems of a batch script, by line; each one once.
 
-    id: str
-    """Its name, the same in every message and for ever."""
+    A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
 
-    finds: str
-    """The fault that the rule finds."""
+    Raises:
+        InputError: its bash cannot be read.
+    """
+    if not text.strip():
+        raise InputError([Problem(place=source, message="the file is empty")])
+    script = read_batch_script(text, source)
+    allowed = allowed_rules(text, [(comment.line, comment.text) for comment in script.comments])
+    problems = []
+    for rule, violation in SCRIPTS.violations(script):
+        if rule.id not in allowed.get(violation.at, ()):
+            place = f"{source}:{violation.at}"
+            message = f"{uncovered(violation.what)}; {violation.fix or rule.fix}"
+            problems.append(Problem(place=place, message=message, rule=rule.id))
+    return in_order(problems)
 
-    reason: str
-    """What happens then."""
 
-    fix: str
-    """What to do about it."""
+def check_manifests(
+    text: str,
+    source: str,
+    *,
+    pod_security: str | None = None,
+    schemas: Schemas | None = None,
+) -> list[Problem]:
+    """Return the problems of a stream of manifests, by line; each one once.
+
+    A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
+
+    Args:
+        text: YAML, of one document or of several.
+        source: The file's name.
+        pod_security: The Pod Security level of the namespace, where it is known.
+        schemas: Those of the cluster's own kinds.
+
+    Raises:
+        InputError: it cannot be read, or a document is not an object.
+    """
+    stream = read_manifests(text, source, pod_security=pod_security)
+    problems = []
+    for rule, violation in manifest_violations(stream, schemas):
+        place = violation.at.manifest.place(violation.at.path)
+        message = f"{violation.what}; {violation.fix or rule.fix}"
+        problems.append(Problem(place=place, message=message, rule=rule.id))
+    return in_order(not_allowed(problems, text))
 
 
-class RuleBook(Generic[SubjectT, FaultT]):
-    """The rules for one kind of file, each with the function that finds its faults."""
+def manifest_violations(
+    stream: Stream, schemas: Schemas | None = None
+) -> Iterator[tuple[Rule, Violation[View]]]:
+    """Yield what all rules find; what a schema has against a place of a rule is left out."""
+    reported: set[tuple[int, KeyPath]] = set()
+    for rule, violation in MANIFESTS.violations(stream):
+        reported.add((violation.at.manifest.index, violation.at.path))
+        yield rule, violation
+    for violation in schema_violations(stream, schemas) if schemas else ():
+        if (violation.at.manifest.index, violation.at.path) not in reported:
+            yield CRD_RULE, violation
 
-    def __init__(self) -> None:
-        self._checks: dict[str, tuple[Rule, Callable[[SubjectT], Iterator[FaultT]]]] = {}
 
-    def order(self, modules: Sequence[ModuleType]) -> None:
-        """Sort the rules by these modules, in any order of imports."""
-        names = [module.__name__ for module in modules]
-        rows = sorted(self._checks.items(), key=lambda row: names.index(row[1][1].__module__))
-        self._checks = dict(rows)
+def not_allowed(problems: Iterable[Problem], text: str) -> list[Problem]:
+    """Return those problems of a manifest that no comment of its text takes back."""
+    allowed = allowed_rules(text, enumerate(text.splitlines(), start=1))
+    return [problem for problem in problems if problem.rule not in allowed.get(_line(problem), ())]
 
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """All rules, in order."""
-        return tuple(rule for rule, _ in self._checks.values())
 
-    def rule(
-        self, id: str, *, finds: str, reason: str, fix: str
-    ) -> Callable[[Callable[[SubjectT], Iterator[FaultT]]], Callable[[SubjectT], Iterator[FaultT]]]:
-        """Make a function a rule."""
+def in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Return problems by line, each once."""
+    return sorted(dict.fromkeys(problems), key=_line)
 
-        def keep(
-            check: Callable[[SubjectT], Iterator[FaultT]],
-        ) -> Callable[[SubjectT], Iterator[FaultT]]:
-            assert id not in self._checks, id
-            self._checks[id] = (Rule(id=id, finds=finds, reason=reason, fix=fix), check)
-            return check
 
-        return keep
+def _line(problem: Problem) -> int:
+    match = re.search(r":(\d{1,18})$", problem.place or "")
+    return int(match[1]) if match else 0
 
-    def faults(self, subject: SubjectT) -> Iterator[tuple[Rule, FaultT]]:
-        """Yield what the rules find, rule by rule."""
-        for rule, check in self._checks.values():
-            for fault in check(subject):
-                yield rule, fault
+
+# ---- Rules that the planner and the sites apply; their functions stand there
 
 
 JOB_RULES = (
