@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from toolkit.lint.manifests.pods import Pods, containers_of, launches, pods_of
-from toolkit.lint.manifests.rules.schema import said
+from toolkit.lint.manifests.rules.schema import shown
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 from toolkit.text.quantities import amount, whole_number
@@ -31,7 +31,7 @@ def _roles(stream: Stream) -> Iterator[Violation[View]]:
             if role not in ("Master", "Worker"):
                 yield Violation(entry, f"a PyTorchJob has no {role!r}")
             elif role == "Master" and replicas and replicas.value != 1:
-                yield Violation(replicas, f"{said(replicas.value)} Masters")
+                yield Violation(replicas, f"{shown(replicas.value)} Masters")
 
 
 @MANIFESTS.rule(
@@ -184,7 +184,7 @@ def _indexed(stream: Stream) -> Iterator[Violation[View]]:
         elif completions and completions.value != pods.count:
             yield Violation(
                 completions,
-                f"{said(completions.value)} completions, and {pods.count} pods at a time",
+                f"{shown(completions.value)} completions, and {pods.count} pods at a time",
             )
 
 
@@ -246,7 +246,7 @@ def _gang(stream: Stream) -> Iterator[Violation[View]]:
             continue
         limit = pods.job.at("backoffLimit")
         if policy.whole("maxRestarts") and limit.value != 0:
-            there = f"backoffLimit: {said(limit.value)}" if limit else "no backoffLimit: 6"
+            there = f"backoffLimit: {shown(limit.value)}" if limit else "no backoffLimit: 6"
             yield Violation(limit, f"{there} restarts of a pod alone")
 
 
@@ -335,7 +335,8 @@ def _ranges(stream: Stream) -> Iterator[Violation[View]]:
         elif policy and count is not None and not (least or 0) <= count <= (most or count):
             yield Violation(
                 replicas,
-                f"{count} workers, where minReplicas is {said(least)} and maxReplicas {said(most)}",
+                f"{count} workers, where minReplicas is {shown(least)} and maxReplicas "
+                f"{shown(most)}",
             )
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from toolkit.lint.manifests.pods import Launch, containers_of, launches, pods_of
-from toolkit.lint.manifests.rules.schema import said
+from toolkit.lint.manifests.rules.schema import shown
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 from toolkit.text.quantities import whole_number
@@ -79,7 +79,7 @@ def _nproc(stream: Stream) -> Iterator[Violation[View]]:
         count = manifest.view.at("spec", "nprocPerNode")
         good = re.fullmatch(r"auto|gpu|cpu|[1-9][0-9]*", count.text())
         if count and not good:
-            yield Violation(count, f"nprocPerNode: {said(count.value)} is no such string")
+            yield Violation(count, f"nprocPerNode: {shown(count.value)} is no such string")
 
 
 @MANIFESTS.rule(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from toolkit.lint.manifests.pods import Container, Pods, launches, pods_of
-from toolkit.lint.manifests.rules.schema import said
+from toolkit.lint.manifests.rules.schema import shown
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 
@@ -143,7 +143,7 @@ def _host_paths(stream: Stream) -> Iterator[Violation[View]]:
         for volume in pods.spec.at("volumes").items():
             path = volume.at("hostPath")
             if path and stream.level_of(pods.owner) != "privileged":
-                yield Violation(path, f"the node's folder {said(path.at('path').value)}")
+                yield Violation(path, f"the node's folder {shown(path.at('path').value)}")
 
 
 @MANIFESTS.rule(

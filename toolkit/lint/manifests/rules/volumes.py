@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from toolkit.job.kubernetes_options import is_image_name
 from toolkit.lint.manifests.pods import containers_of, pods_of
-from toolkit.lint.manifests.rules.schema import said
+from toolkit.lint.manifests.rules.schema import shown
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 
@@ -96,7 +96,7 @@ def _ports(stream: Stream) -> Iterator[Violation[View]]:
 
 def _number(view: View, *, least: int = 1) -> Iterator[Violation[View]]:
     if view and not (view.whole() is not None and least <= (view.whole() or 0) <= 65535):
-        yield Violation(view, f"{said(view.value)} is no port")
+        yield Violation(view, f"{shown(view.value)} is no port")
 
 
 def _target(view: View) -> Iterator[Violation[View]]:
@@ -108,7 +108,7 @@ def _target(view: View) -> Iterator[Violation[View]]:
 
 def _port_name(view: View) -> Iterator[Violation[View]]:
     if view and not _PORT_NAME.fullmatch(view.text()):
-        yield Violation(view, f"{said(view.value)} is no name of a port")
+        yield Violation(view, f"{shown(view.value)} is no name of a port")
 
 
 # ---- Volumes
