@@ -32,6 +32,21 @@ class Option:
 
     line: int
 
+    @property
+    def text(self) -> str:
+        """The text of its value; empty without one."""
+        return self.value.text if self.value else ""
+
+    @property
+    def number(self) -> int | None:
+        """Its value, where that is a known whole number."""
+        return self.value.number if self.value else None
+
+    @property
+    def value_line(self) -> int:
+        """Where its value stands; a variable's value stands where it is set."""
+        return self.value.line_at(0) if self.value else self.line
+
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
@@ -210,29 +225,22 @@ def read_directives(text: str, hidden: range | None = None) -> Iterator[Directiv
         if hidden is not None and number in hidden:
             return
         if _LINE.match(row):
-            words = [_argument(word, number) for word in _words(row[len("#SBATCH") :])]
-            options, stray = _options(words)
-            yield Directive(line=number, options=options, stray=stray, late=late)
+            words: Sequence[Argument] = [
+                Argument(pieces=(Piece(text=word, line=number),), line=number)
+                for word in _words(row[len("#SBATCH") :])
+            ]
+            collected: list[Option] = []
+            stray: list[str] = []
+            while words:
+                if words[0].text.startswith("-") and words[0].text != "-":
+                    options, words = read_options(words, SBATCH)
+                    collected += options.values()
+                else:
+                    stray.append(words[0].text)
+                    words = words[1:]
+            yield Directive(line=number, options=tuple(collected), stray=tuple(stray), late=late)
         elif row.strip() and not row.lstrip().startswith("#"):
             late = True
-
-
-def _options(words: list[Argument]) -> tuple[tuple[Option, ...], tuple[str, ...]]:
-    collected: list[Option] = []
-    stray: list[str] = []
-    while words:
-        # A hyphen alone is no option either.
-        if not words[0].text.startswith("-") or words[0].text == "-":
-            stray.append(words.pop(0).text)
-            continue
-        options, rest = read_options(words, SBATCH)
-        collected += options.values()
-        words = list(rest)
-    return tuple(collected), tuple(stray)
-
-
-def _argument(word: str, line: int) -> Argument:
-    return Argument(pieces=(Piece(text=word, line=line),), line=line)
 
 
 def _words(row: str) -> Iterator[str]:

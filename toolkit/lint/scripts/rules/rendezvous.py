@@ -14,33 +14,25 @@ __all__: list[str] = []
 
 _LOCALHOST = re.compile(r"\[?(localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0)\]?(?=:|$)")
 _DEFAULT_PORTS = {"c10d": 29400, "static": 29500}
-_MASTERS = ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "RDZV_ENDPOINT")
+_MASTER = re.compile(r"HEAD|MASTER|RDZV|RENDEZVOUS", re.IGNORECASE)
 _DIFFER = ("HOSTNAME", "RANDOM", "SLURMD_NODENAME", "SLURM_NODEID", "SLURM_PROCID")
 _RANKS = ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_PROCID")
 _PORTS = ("MASTER_PORT", "PET_MASTER_PORT")
 
 
-def _given(script: BatchScript, run: Torchrun, name: str) -> Option | None:
-    """Return an option of torchrun, given on its command line or as `PET_…`."""
-    if name in run.options:
-        return run.options[name]
-    variable = f"PET_{name.upper().replace('-', '_')}"
-    for setting in script.settings(variable):
-        return Option(name=name, value=setting.value, line=setting.line)
+def _given(script: BatchScript, run: Torchrun, *names: str) -> Option | None:
+    """Return the first of these options that the command line, or a `PET_…`, gives torchrun."""
+    for name in names:
+        if name in run.options:
+            return run.options[name]
+        for setting in script.settings(f"PET_{name.upper().replace('-', '_')}"):
+            return Option(name=name, value=setting.value, line=setting.line)
     return None
 
 
-def _text(option: Option | None) -> str:
-    return option.value.text if option is not None and option.value is not None else ""
-
-
-def _endpoint(script: BatchScript, run: Torchrun) -> Option | None:
-    options = (_given(script, run, name) for name in ("rdzv-endpoint", "master-addr"))
-    return next((option for option in options if option is not None), None)
-
-
 def _backend(script: BatchScript, run: Torchrun) -> str:
-    return _text(_given(script, run, "rdzv-backend")) or "static"
+    backend = _given(script, run, "rdzv-backend")
+    return (backend.text if backend else "") or "static"
 
 
 @SCRIPTS.rule(
@@ -51,30 +43,27 @@ def _backend(script: BatchScript, run: Torchrun) -> str:
     fix="compute it from the job id: port=$((61000 + SLURM_JOB_ID % 4000))",
 )
 def _port(script: BatchScript) -> Iterator[Violation[int]]:
+    values = [setting.value for setting in script.settings(*_PORTS)]
     lines: dict[int, str] = {}
-    for setting in script.settings(*_PORTS):
-        if setting.value.number is not None:
-            lines.setdefault(setting.value.line_at(0), setting.value.text)
     for run in script.walk.torchruns:
         if "standalone" in run.options:
             continue
-        given = _given(script, run, "master-port")
-        if given is not None:
-            if given.value is not None and given.value.number is not None:
-                lines.setdefault(given.value.line_at(0), given.value.text)
+        if (given := _given(script, run, "master-port")) is not None:
+            values += [given.value] if given.value else []
             continue
         endpoint = _given(script, run, "rdzv-endpoint")
         if endpoint is None and _given(script, run, "master-addr") is None:
             continue
-        value = endpoint.value if endpoint is not None else None
-        written_port = _port_of(value) if value is not None else ""
-        if isinstance(written_port, Argument):
-            if written_port.number is not None:
-                lines.setdefault(written_port.line_at(0), written_port.text)
-        elif written_port is not None and script.several(run):
+        port = _port_of(endpoint.value) if endpoint and endpoint.value else ""
+        if isinstance(port, Argument):
+            values.append(port)
+        elif port is not None and script.several(run):
             default = _DEFAULT_PORTS.get(_backend(script, run), 29400)
             where = endpoint.line if endpoint is not None else run.line
             lines.setdefault(where, f"{default} (torchrun's default, as no port is given)")
+    for value in values:
+        if value.number is not None:
+            lines.setdefault(value.line_at(0), value.text)
     for line, port in sorted(lines.items()):
         yield Violation(line, f"the port {port} is the same for every job on the node")
 
@@ -100,36 +89,29 @@ def _localhost(script: BatchScript) -> Iterator[Violation[int]]:
     if not script.several_nodes:
         return
     lines: dict[int, str] = {}
-    used = set[str]()
+    values: list[Argument] = []
     for run in script.walk.torchruns:
-        endpoint, nnodes = _endpoint(script, run), _text(_given(script, run, "nnodes"))
-        lonely = "standalone" in run.options or nnodes == "1" or endpoint is None
+        endpoint = _given(script, run, "rdzv-endpoint", "master-addr")
+        nnodes, alone = _given(script, run, "nnodes"), run.options.get("standalone")
+        lonely = alone or endpoint is None or (nnodes is not None and nnodes.text == "1")
         if not script.several(run) or (lonely and script.stranded(run)):
             continue  # torchrun-without-srun reports the latter
-        if (alone := run.options.get("standalone")) is not None:
+        if alone:
             lines.setdefault(alone.line, "--standalone makes every node a job of its own")
-            continue
-        if endpoint is None:
+        elif endpoint is None:
             lines.setdefault(run.line, "torchrun is given no endpoint and takes localhost")
-        elif endpoint.value is not None:
-            match = _LOCALHOST.match(endpoint.value.text)
-            if match:
-                lines.setdefault(endpoint.value.line_at(0), _meets(match[1]))
-            used |= {piece.name for piece in endpoint.value.pieces}
+        elif endpoint.value:
+            values.append(endpoint.value)
+    used = {piece.name for value in values for piece in value.pieces}
     for setting in script.walk.settings:
-        master = setting.name in _MASTERS or setting.name in used or _is_head(setting.name)
-        if master and setting.value.known and (match := _LOCALHOST.match(setting.value.text)):
-            lines.setdefault(setting.value.line_at(0), _meets(match[1]))
+        if setting.value.known and (setting.name in used or _MASTER.search(setting.name)):
+            values.append(setting.value)
+    for value in values:
+        if match := _LOCALHOST.match(value.text):
+            what = f"on several nodes, {match[1]} is each node itself"
+            lines.setdefault(value.line_at(0), what)
     for line, what in sorted(lines.items()):
         yield Violation(line, what)
-
-
-def _meets(host: str) -> str:
-    return f"on several nodes, {host} is each node itself"
-
-
-def _is_head(name: str) -> bool:
-    return re.search(r"HEAD|MASTER|RDZV|RENDEZVOUS", name.upper()) is not None
 
 
 @SCRIPTS.rule(
@@ -180,31 +162,20 @@ def _pipe(script: BatchScript) -> Iterator[Violation[int]]:
 )
 def _id(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
-        backend = _given(script, run, "rdzv-backend")
-        if _text(backend) != "c10d" or "standalone" in run.options:
+        if _backend(script, run) != "c10d" or "standalone" in run.options:
             continue
         given = _given(script, run, "rdzv-id")
         if given is None or given.value is None:
             if script.several(run):
                 yield Violation(run.line, "c10d without --rdzv-id: every job has the same")
         elif given.value.known:
-            yield Violation(
-                given.value.line_at(0),
-                f"the rendezvous id {given.value.text!r} is the same for every job",
-            )
+            what = f"the rendezvous id {given.text!r} is the same for every job"
+            yield Violation(given.value_line, what)
         elif run.call.on_nodes:
             for piece in given.value.pieces:
                 if not piece.outer and piece.name in _DIFFER:
-                    yield Violation(
-                        piece.line,
-                        f"the rendezvous id holds ${piece.name}, which differs on every node",
-                    )
-
-
-def _by_another_script(run: Torchrun) -> bool:
-    """Whether a script that is not read starts it, as ours does: that may number its node."""
-    shell, *words = run.call.arguments
-    return shell.text in ("bash", "sh") and bool(words) and not words[0].text.startswith("-")
+                    what = f"the rendezvous id holds ${piece.name}, which differs on every node"
+                    yield Violation(piece.line, what)
 
 
 @SCRIPTS.rule(
@@ -217,28 +188,25 @@ def _by_another_script(run: Torchrun) -> bool:
 )
 def _node_rank(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
-        backend = _backend(script, run)
         if not script.several(run) or run.step is None or "standalone" in run.options:
             continue
+        shell, *words = run.call.arguments
+        if shell.text in ("bash", "sh") and words and not words[0].text.startswith("-"):
+            continue  # a script that is not read starts it, as ours does, and may number its node
+        if _backend(script, run) != "static":
+            continue
         given = _given(script, run, "node-rank")
-        if backend != "static" or _by_another_script(run):
-            continue
         if given is None or given.value is None:
-            if _endpoint(script, run) is not None:
+            if _given(script, run, "rdzv-endpoint", "master-addr") is not None:
                 yield Violation(run.line, "every node is node 0: --node-rank is missing")
-            continue
-        if given.value.number is not None:
-            yield Violation(
-                given.value.line_at(0), f"--node-rank={given.value.text} is the same on every node"
-            )
-            continue
-        for piece in given.value.pieces:
-            if piece.name in _RANKS and (piece.outer or not run.call.on_nodes):
-                yield Violation(
-                    piece.line,
-                    f"${piece.name} is expanded by the batch script, where it is 0: every "
-                    "node is node 0",
-                )
+        elif given.number is not None:
+            what = f"--node-rank={given.text} is the same on every node"
+            yield Violation(given.value_line, what)
+        else:
+            for piece in given.value.pieces:
+                if piece.name in _RANKS and (piece.outer or not run.call.on_nodes):
+                    what = f"${piece.name} is expanded by the batch script, where it is 0: "
+                    yield Violation(piece.line, f"{what}every node is node 0")
 
 
 @SCRIPTS.rule(
@@ -249,21 +217,18 @@ def _node_rank(script: BatchScript) -> Iterator[Violation[int]]:
     fix='write --nnodes="$SLURM_JOB_NUM_NODES"',
 )
 def _nnodes(script: BatchScript) -> Iterator[Violation[int]]:
-    asked = script.options.get("nodes")
     for run in script.walk.torchruns:
         given = _given(script, run, "nnodes")
-        if given is None or given.value is None or "standalone" in run.options:
+        if given is None or "standalone" in run.options or script.stranded(run):
             continue
         own = run.step.options.get("nodes") if run.step else None
-        nodes, wanted = _range(_text(own or asked) or "1"), _range(given.value.text)
-        if nodes is None or wanted is None or script.stranded(run):
-            continue
-        if wanted[0] > nodes[1] or wanted[1] < nodes[0]:
+        asked = own or script.options.get("nodes")
+        written = (asked.text if asked else "") or "1"
+        nodes, wanted = _range(written), _range(given.text)
+        if nodes and wanted and (wanted[0] > nodes[1] or wanted[1] < nodes[0]):
             where = "srun" if own else "#SBATCH"
-            yield Violation(
-                given.value.line_at(0),
-                f"--nnodes={given.value.text}, and {where} asks for {_text(own or asked) or '1'}",
-            )
+            what = f"--nnodes={given.text}, and {where} asks for {written}"
+            yield Violation(given.value_line, what)
 
 
 def _range(text: str) -> tuple[int, int] | None:
@@ -283,33 +248,29 @@ def _nproc(script: BatchScript) -> Iterator[Violation[int]]:
         return
     for run in script.walk.torchruns:
         given = _given(script, run, "nproc-per-node")
-        workers = given.value.number if given and given.value else None
         if given is None and gpus > 1:
-            yield Violation(
-                run.line, f"torchrun starts one worker per node, and {option} asks for {gpus} GPUs"
-            )
-        elif given and given.value and workers is not None and workers != gpus:
-            yield Violation(
-                given.value.line_at(0),
-                f"--nproc-per-node={workers}, and {option} asks for {gpus} GPUs per node",
-            )
+            what = f"torchrun starts one worker per node, and {option} asks for {gpus} GPUs"
+            yield Violation(run.line, what)
+        elif given and given.number is not None and given.number != gpus:
+            what = f"--nproc-per-node={given.number}, and {option} asks for {gpus} GPUs per node"
+            yield Violation(given.value_line, what)
 
 
 def _gpus_per_node(script: BatchScript) -> tuple[str, int | None]:
     """Return the option that requests GPUs, and their number per node."""
+
+    def last_number(text: str) -> int | None:
+        return whole_number(re.sub(r"\(.*\)", "", text).rpartition(":")[2])
+
     if (text := script.value("gpus-per-node")) is not None:
-        return "--gpus-per-node", _last_number(text)
+        return "--gpus-per-node", last_number(text)
     for word in (script.value("gres") or "").split(","):
         if re.match(r"(gres[/:])?gpu(:|$)", word):
-            return "--gres", _last_number(word) if ":" in word else 1
+            return "--gres", last_number(word) if ":" in word else 1
     if (text := script.value("gpus")) is not None and script.nodes:
-        number = _last_number(text)
+        number = last_number(text)
         return "--gpus", number // script.nodes if number and not number % script.nodes else None
     text = script.value("gpus-per-task")
     if text is not None and script.value("ntasks-per-node") == "1":
-        return "--gpus-per-task", _last_number(text)
+        return "--gpus-per-task", last_number(text)
     return "", None
-
-
-def _last_number(text: str) -> int | None:
-    return whole_number(re.sub(r"\(.*\)", "", text).rpartition(":")[2])
