@@ -36,7 +36,6 @@ _GROUPS = {
     "Job": "batch",
     "Pod": "",
 }
-_NAMES = {"PyTorchJob": "pytorch", "TrainJob": "node"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +45,7 @@ class Pods:
     owner: Manifest
     """The object that makes them."""
 
-    role: str
+    role: str = ""
     """Master, Worker, or the name of the replicated job; empty where there is one template."""
 
     template: View
@@ -55,10 +54,10 @@ class Pods:
     job: View
     """The spec of the batch Job around them, or of the role; of a Pod the pod itself."""
 
-    count: int | None
+    count: int | None = None
     """How many there are; None if it is not in the manifest."""
 
-    together: int | None
+    together: int | None = None
     """How many the object has in all; None if it is unknown."""
 
     partly: bool = False
@@ -82,17 +81,17 @@ class Pods:
     @functools.cached_property
     def containers(self) -> tuple["Container", ...]:
         """Their containers; those that prepare them are left out."""
-        return tuple(
-            Container(pods=self, view=one, resources=one.at("resources"))
-            for one in self.spec.at("containers").items()
-        )
+        return self._containers("containers")
 
     @functools.cached_property
-    def prepares(self) -> tuple["Container", ...]:
-        """Their init containers."""
+    def all_containers(self) -> tuple["Container", ...]:
+        """Their containers and their init containers."""
+        return (*self.containers, *self._containers("initContainers"))
+
+    def _containers(self, key: str) -> tuple["Container", ...]:
         return tuple(
             Container(pods=self, view=one, resources=one.at("resources"))
-            for one in self.spec.at("initContainers").items()
+            for one in self.spec.at(key).items()
         )
 
     @functools.cached_property
@@ -119,10 +118,6 @@ class Pods:
             }
         return added | self.template.labels("metadata", "labels")
 
-    def known_container(self) -> str | None:
-        """Return the name by which the operator finds the training container, if it has one."""
-        return _NAMES.get(self.kind)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Container:
@@ -138,7 +133,7 @@ class Container:
         return self.view.text("name")
 
     @property
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         """What it starts: command and arguments."""
         return [*self.view.words("command"), *self.view.words("args")]
 
@@ -146,11 +141,6 @@ class Container:
     def env(self) -> dict[str, View]:
         """Its variables, by name: each an entry with `value` or `valueFrom`."""
         return {entry.text("name"): entry for entry in self.view.at("env").items()}
-
-    def variable(self, name: str) -> str | None:
-        """Return what a variable is set to; None if it is not in the manifest."""
-        entry = self.env.get(name)
-        return entry.text("value") if entry is not None and entry.at("value") else None
 
 
 @functools.lru_cache(maxsize=1)
@@ -164,12 +154,21 @@ def containers_of(stream: Stream) -> tuple[Container, ...]:
     """Return what runs in the pods of a stream: containers, and the trainers of TrainJobs."""
     containers = [container for pods in pods_of(stream) for container in pods.containers]
     for manifest in stream.of("TrainJob"):
-        trainer = manifest.view.at("spec", "trainer")
+        spec = manifest.view.at("spec")
+        trainer = spec.at("trainer")
         if manifest.group == _GROUPS["TrainJob"] and trainer:
-            pods = _pods_of_trainjob(manifest)
-            containers.append(
-                Container(pods=pods, view=trainer, resources=trainer.at("resourcesPerNode"))
+            nodes = trainer.whole("numNodes")
+            pods = Pods(  # its runtime defines the rest
+                owner=manifest,
+                role="node",
+                template=View(value=None, path=spec.path, manifest=manifest),
+                job=spec,
+                count=nodes,
+                together=nodes,
+                partly=True,
             )
+            resources = trainer.at("resourcesPerNode")
+            containers.append(Container(pods=pods, view=trainer, resources=resources))
     return tuple(containers)
 
 
@@ -180,93 +179,57 @@ def _pods(manifest: Manifest) -> Iterator[Pods]:
     match manifest.kind:
         case "Pod":
             view = manifest.view
-            yield Pods(owner=manifest, role="", template=view, job=view, count=1, together=1)
+            yield Pods(owner=manifest, template=view, job=view, count=1, together=1)
         case "Job":
-            count = _number(spec.at("parallelism"), default=1)
-            yield _of_job(manifest, spec, role="", count=count, together=count)
+            count = _number(spec.at("parallelism"))
+            template = spec.at("template")
+            yield Pods(owner=manifest, template=template, job=spec, count=count, together=count)
         case "PyTorchJob":
-            yield from _of_pytorchjob(manifest, spec.at("pytorchReplicaSpecs"))
+            roles = dict(spec.at("pytorchReplicaSpecs").entries())
+            counts = {role: _number(entry.at("replicas")) for role, entry in roles.items()}
+            for role, entry in roles.items():
+                yield Pods(
+                    owner=manifest,
+                    role=role,
+                    template=entry.at("template"),
+                    job=entry,
+                    count=counts[role],
+                    together=_sum([*counts.values()]),
+                )
         case "JobSet":
             yield from _of_jobset(manifest, spec)
         case "TrainingRuntime" | "ClusterTrainingRuntime":
             yield from _of_jobset(manifest, spec.at("template", "spec"), partly=True)
         case "TrainJob":
             for patch in spec.at("runtimePatches").items():
-                jobs = patch.at("trainingRuntimeSpec", "template", "spec", "replicatedJobs")
-                for job in jobs.items():
-                    inner = job.at("template", "spec")
-                    yield _of_job(manifest, inner, role=job.text("name"), partly=True)
-
-
-def _pods_of_trainjob(manifest: Manifest) -> Pods:
-    """Return the pods that a TrainJob itself describes; its runtime defines the rest."""
-    view = manifest.view.at("spec")
-    nodes = _number(view.at("trainer", "numNodes"), default=None)
-    return Pods(
-        owner=manifest,
-        role="node",
-        template=View(value=None, path=view.path, manifest=manifest),
-        job=view,
-        count=nodes,
-        together=nodes,
-        partly=True,
-    )
-
-
-def _of_pytorchjob(manifest: Manifest, roles: View) -> Iterator[Pods]:
-    counts = {role: _number(entry.at("replicas"), default=1) for role, entry in roles.entries()}
-    for role, entry in roles.entries():
-        yield Pods(
-            owner=manifest,
-            role=role,
-            template=entry.at("template"),
-            job=entry,
-            count=counts[role],
-            together=_sum(list(counts.values())),
-        )
+                jobset = patch.at("trainingRuntimeSpec", "template", "spec")
+                yield from _of_jobset(manifest, jobset, partly=True)
 
 
 def _of_jobset(manifest: Manifest, spec: View, *, partly: bool = False) -> Iterator[Pods]:
     jobs = list(spec.at("replicatedJobs").items())
     counts = []
     for job in jobs:
-        replicas = _number(job.at("replicas"), default=1)
-        each = _number(job.at("template", "spec", "parallelism"), default=1)
+        replicas, each = _number(job.at("replicas")), _number(job.at(*_JOB, "parallelism"))
         counts.append(None if replicas is None or each is None else replicas * each)
     for job, count in zip(jobs, counts, strict=True):
-        inner = job.at("template", "spec")
-        yield _of_job(
-            manifest,
-            inner,
+        inner = job.at(*_JOB)
+        yield Pods(
+            owner=manifest,
             role=job.text("name"),
+            template=inner.at("template"),
+            job=inner,
             count=None if partly else count,
             together=None if partly else _sum(counts),
             partly=partly,
         )
 
 
-def _of_job(
-    manifest: Manifest,
-    spec: View,
-    *,
-    role: str,
-    count: int | None = None,
-    together: int | None = None,
-    partly: bool = False,
-) -> Pods:
-    return Pods(
-        owner=manifest,
-        role=role,
-        template=spec.at("template"),
-        job=spec,
-        count=count,
-        together=together,
-        partly=partly,
-    )
+_JOB = ("template", "spec")
 
 
-def _number(view: View, *, default: int | None) -> int | None:
-    return view.whole() if view else default
+def _number(view: View) -> int | None:
+    return view.whole() if view else 1  # every default
 
 
 def _sum(counts: list[int | None]) -> int | None:
@@ -313,7 +276,7 @@ class Launch:
             return self.given[name]
         variable = f"PET_{name.upper().replace('-', '_')}"
         if variable in self.container.env:
-            return self.container.variable(variable) or ""
+            return self.container.env[variable].text("value")
         return "" if variable in self.script else None
 
 
@@ -325,23 +288,22 @@ def launches(stream: Stream) -> tuple[Launch, ...]:
 
 
 def _launch(container: Container) -> Launch | None:
-    words = container.words
-    outer = _walked(shlex.join(words))
+    argv = container.argv
+    outer = _walked(shlex.join(argv))
     if outer is None:
         return None
-    shell, script, rest = shell_of(words)
+    shell, script, rest = shell_of(argv)
     inner = rest if '"$@"' in script or "exec $@" in script else []
     started = _walked(shlex.join(inner)) if inner else outer
     if started is None or not started.torchruns:
         return None
     torchrun = started.torchruns[0]
-    passed = not shell or _passes(shell, script, outer, None if inner else torchrun)
     return Launch(
         container=container,
-        given={name: o.value.text if o.value else "" for name, o in torchrun.options.items()},
+        given={name: option.text for name, option in torchrun.options.items()},
         shell=shell,
         script=script,
-        passes=passed,
+        passes=not shell or _passes(shell, script, outer, None if inner else torchrun),
         maps=bool(shell) and any(call.name in ("exit", "return") for call in outer.calls),
     )
 

@@ -134,6 +134,11 @@ class Call(_Surroundings):
         """The program's name without its folder."""
         return self.arguments[0].text.rpartition("/")[2] if self.arguments else ""
 
+    @property
+    def words(self) -> list[str]:
+        """The texts of its arguments; the program is the first."""
+        return [argument.text for argument in self.arguments]
+
 
 @dataclass
 class Walk:
@@ -293,7 +298,7 @@ class _Walker:
         return call
 
     def builtin(self, call: Call, values: Values) -> None:
-        match [argument.text for argument in call.arguments]:
+        match call.words:
             case ["set", *options] if call.level == "batch":
                 for index, option in enumerate(options):
                     if option[:1] not in "+-" or not option:

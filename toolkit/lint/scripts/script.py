@@ -51,7 +51,7 @@ class BatchScript:
     def value(self, name: str) -> str | None:
         """Return what an option is set to."""
         option = self.options.get(name)
-        return option.value.text if option and option.value else None
+        return option.text if option and option.value else None
 
     @cached_property
     def nodes(self) -> int | None:

@@ -48,7 +48,7 @@ def _names(stream: Stream) -> Iterator[Violation[View]]:
             for job in _replicated(pods):
                 if job.value != "" and not _1035.fullmatch(job.text()):
                     yield Violation(job, f"the name {job.text()!r} is not {_1035_WORDS}")
-        for container in (*pods.containers, *pods.prepares):
+        for container in pods.all_containers:
             yield from _label_name(container.view.at("name"), "container")
         for volume in pods.spec.at("volumes").items():
             yield from _label_name(volume.at("name"), "volume")

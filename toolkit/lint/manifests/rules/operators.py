@@ -150,7 +150,7 @@ def _restarts(stream: Stream) -> Iterator[Violation[View]]:
 )
 def _failure_rules(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
-        names = [one.name for one in (*pods.containers, *pods.prepares)]
+        names = [one.name for one in pods.all_containers]
         for entry in pods.job.at("podFailurePolicy", "rules").items():
             name = entry.at("onExitCodes", "containerName")
             if name.text() and names and name.text() not in names:

@@ -206,7 +206,7 @@ def _unknown(text: str, defined: set[str]) -> list[str]:
 
 def _words(container: Container) -> Iterator[tuple[View, bool]]:
     """Yield what a container starts, and whether a shell reads the word."""
-    _, script, _ = shell_of(container.words)
+    _, script, _ = shell_of(container.argv)
     for key in ("command", "args"):
         for item in container.view.at(key).items():
             yield item, bool(script) and item.value == script

@@ -44,7 +44,7 @@ def _levels(stream: Stream) -> Iterator[Violation[View]]:
         level = stream.level_of(pods.owner)
         if level not in _LEVELS or not pods.spec:
             continue
-        containers = (*pods.containers, *pods.prepares)
+        containers = pods.all_containers
         who = f"Pod Security {level!r} refuses"
         if stream.known_level_of(pods.owner) is None:
             who = f"a namespace with Pod Security {level!r} refuses"

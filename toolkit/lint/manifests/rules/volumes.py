@@ -26,7 +26,7 @@ _MOST_BYTES, _MOST_APPLIED = 1_048_576, 262_144
 def _no_image(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         if not pods.partly:
-            for one in (*pods.containers, *pods.prepares):
+            for one in pods.all_containers:
                 if one.view.at("name") and not one.view.at("image"):
                     yield Violation(one.view, f"container {one.name!r} has no image")
 
@@ -127,7 +127,7 @@ def _mounts(stream: Stream) -> Iterator[Violation[View]]:
             volumes |= {made.text("metadata", "name") for made in claim.at("templates").items()}
         if pods.partly and pods.kind == "TrainJob":
             continue  # the runtime may have it
-        for one in (*pods.containers, *pods.prepares):
+        for one in pods.all_containers:
             for mount in one.view.at("volumeMounts").items():
                 name = mount.at("name")
                 if name.text() and name.text() not in volumes:
@@ -144,7 +144,7 @@ def _unused(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         used = {
             mount.text("name")
-            for one in (*pods.containers, *pods.prepares)
+            for one in pods.all_containers
             for key in ("volumeMounts", "volumeDevices")
             for mount in one.view.at(key).items()
         }

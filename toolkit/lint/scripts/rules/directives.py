@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.lint.registry import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import QUIET
-from toolkit.lint.scripts.options import PYXIS, SBATCH
+from toolkit.lint.scripts.options import PYXIS, SBATCH, Option
 from toolkit.lint.scripts.script import BatchScript
 from toolkit.text import secret_scan
 from toolkit.text.did_you_mean import nearest
@@ -75,9 +75,8 @@ def _unknown(script: BatchScript) -> Iterator[Violation[int]]:
             meant = nearest(f"--{plain}", sorted(f"--{name}" for name in SBATCH.names))
             way_out = f"did you mean {meant!r}?" if meant else "write its name as in sbatch(1)"
             dashes = "--" if len(option.name) > 1 else "-"
-            yield Violation(
-                directive.line, f"sbatch has no option {dashes}{option.name}", fix=way_out
-            )
+            what = f"sbatch has no option {dashes}{option.name}"
+            yield Violation(directive.line, what, fix=way_out)
         for word in directive.stray:
             yield Violation(
                 directive.line,
@@ -97,11 +96,9 @@ def _variable(script: BatchScript) -> Iterator[Violation[int]]:
         return
     for directive in script.directives:
         for option in directive.options:
-            text = option.value.text if option.value else ""
-            if not directive.late and (match := re.search(r"\$\{?\w+\}?|\$\(|`", text)):
-                yield Violation(
-                    directive.line, f"--{option.name} holds {match[0]}, which nothing expands here"
-                )
+            if not directive.late and (match := re.search(r"\$\{?\w+\}?|\$\(|`", option.text)):
+                what = f"--{option.name} holds {match[0]}, which nothing expands here"
+                yield Violation(directive.line, what)
 
 
 @SCRIPTS.rule(
@@ -145,11 +142,9 @@ def _open_mode(script: BatchScript) -> Iterator[Violation[int]]:
         yield Violation(asked.line, "--requeue without --open-mode: a new start empties the log")
         return
     for call in script.walk.calls:
-        if call.name == "scontrol" and [a.text for a in call.arguments[1:2]] == ["requeue"]:
-            yield Violation(
-                call.line,
-                "the job is queued again without --open-mode: a new start empties the log",
-            )
+        if call.name == "scontrol" and call.words[1:2] == ["requeue"]:
+            what = "the job is queued again without --open-mode: a new start empties the log"
+            yield Violation(call.line, what)
             return
 
 
@@ -161,12 +156,9 @@ def _open_mode(script: BatchScript) -> Iterator[Violation[int]]:
 )
 def _typed(script: BatchScript) -> Iterator[Violation[int]]:
     asked = script.options.get("gpus-per-task")
-    if asked is not None and asked.value is not None and ":" in asked.value.text:
-        yield Violation(
-            asked.line,
-            f"--gpus-per-task={asked.value.text} names a type of GPU, and Slurm 22.05 then "
-            "hides none",
-        )
+    if asked is not None and ":" in asked.text:
+        what = f"--gpus-per-task={asked.text} names a type of GPU, and Slurm 22.05 then hides none"
+        yield Violation(asked.line, what)
 
 
 @SCRIPTS.rule(
@@ -177,12 +169,8 @@ def _typed(script: BatchScript) -> Iterator[Violation[int]]:
 )
 def _commas(script: BatchScript) -> Iterator[Violation[int]]:
     names = {setting.name for setting in script.walk.settings}
-    given = [script.options.get("export"), *(s.options.get("export") for s in script.walk.steps)]
-    for option in given:
-        if option is None or option.value is None:
-            continue
-        items = option.value.text.split(",")
-        for before, item in itertools.pairwise(items):
+    for option in _exports(script):
+        for before, item in itertools.pairwise(option.text.split(",")):
             whole = re.fullmatch(r"[A-Za-z_]\w*(=.*)?", item, re.DOTALL)
             meant = whole and ("=" in item or item.isupper() or item in names)
             if "=" in before and not meant and "$" not in item:
@@ -195,6 +183,12 @@ def _commas(script: BatchScript) -> Iterator[Violation[int]]:
                 break
 
 
+def _exports(script: BatchScript) -> list[Option]:
+    """Return every `--export`: that of sbatch first, then those of srun."""
+    owners = (script.options, *(step.options for step in script.walk.steps))
+    return [options["export"] for options in owners if "export" in options]
+
+
 @SCRIPTS.rule(
     "export-none",
     finds="`--export=NONE` with an srun that does not take it back",
@@ -203,20 +197,17 @@ def _commas(script: BatchScript) -> Iterator[Violation[int]]:
 )
 def _none(script: BatchScript) -> Iterator[Violation[int]]:
     asked = script.options.get("export")
-    none = asked is not None and asked.value is not None and asked.value.text.upper() == "NONE"
+    none = asked is not None and asked.text.upper() == "NONE"
     undone = script.exports("SLURM_EXPORT_ENV") or any(
-        call.name == "unset" and "SLURM_EXPORT_ENV" in [a.text for a in call.arguments]
-        for call in script.walk.calls
+        call.name == "unset" and "SLURM_EXPORT_ENV" in call.words for call in script.walk.calls
     )
     for step in script.walk.steps:
         own = step.options.get("export")
-        if own is not None and own.value is not None and own.value.text.upper() == "NONE":
+        if own is not None and own.text.upper() == "NONE":
             yield Violation(own.line, "srun --export=NONE: the program loses even PATH")
         elif none and own is None and not undone and step.program:
-            yield Violation(
-                step.line,
-                "srun inherits --export=NONE from #SBATCH, and its program loses even PATH",
-            )
+            what = "srun inherits --export=NONE from #SBATCH, and its program loses even PATH"
+            yield Violation(step.line, what)
 
 
 # ---- Secrets
@@ -241,13 +232,12 @@ def _secrets(script: BatchScript) -> Iterator[Violation[int]]:
     for call in script.walk.calls:
         if call.name in QUIET:
             continue
-        for index, kind in secret_scan.kinds_of_words([a.text for a in call.arguments]):
+        for index, kind in secret_scan.kinds_of_words(call.words):
             lines.setdefault(call.arguments[index].line_at(0), kind)
-    exports = [script.options.get("export"), *(s.options.get("export") for s in script.walk.steps)]
-    for option in exports:
-        for item in option.value.text.split(",") if option and option.value else ():
+    for option in _exports(script):
+        for item in option.text.split(","):
             name, _, value = item.partition("=")
-            if option is not None and (kind := secret_scan.kind_of(value, name=name)):
+            if kind := secret_scan.kind_of(value, name=name):
                 lines.setdefault(option.line, kind)
     for line, kind in sorted(lines.items()):
         yield Violation(line, f"what looks like {kind} stands in the script")

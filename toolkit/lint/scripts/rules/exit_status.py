@@ -12,7 +12,6 @@ from toolkit.lint.bash.ast import (
     Node,
     Pipeline,
     SimpleCommand,
-    Word,
 )
 from toolkit.lint.registry import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import Call
@@ -61,7 +60,7 @@ class _Flow:
         for index, item in enumerate(commands):
             after = commands[index + 1 : index + 1 + _MOST_AFTER]
             for place, pipeline in enumerate(item.pipelines):
-                for call in self._in_pipeline(pipeline):
+                for call in (self.work[id(n)] for n in pipeline.nodes if id(n) in self.work):
                     if item.background:
                         yield from self._waited_for(call, after)
                     elif fault := self._lost(call, item, place, after, ends=ends):
@@ -71,9 +70,6 @@ class _Flow:
                         kept = self._kept(item, place, after, ends=ends)
                         for inner in node.bodies:
                             yield from self.faults(inner, ends=kept)
-
-    def _in_pipeline(self, pipeline: Pipeline) -> list[Call]:
-        return [self.work[id(node)] for node in pipeline.nodes if id(node) in self.work]
 
     def _lost(
         self, call: Call, item: AndOr, place: int, after: CommandList, *, ends: bool
@@ -92,27 +88,20 @@ class _Flow:
         return Violation(call.line, f"{call.name} may fail here, and the script still succeeds")
 
     def _kept(
-        self,
-        item: AndOr,
-        place: int,
-        after: CommandList,
-        *,
-        ends: bool,
-        errexit: bool = False,
+        self, item: AndOr, place: int, after: CommandList, *, ends: bool, errexit: bool = False
     ) -> bool:
         """Whether the status of a pipeline still matters after its list."""
         if item.pipelines[place].negated:
             return True
-        for operator, pipeline in zip(
-            item.operators[place:], item.pipelines[place + 1 :], strict=True
-        ):
-            if operator == "||":
-                return not _harmless(pipeline) and self._assigned_is_used(pipeline, after)
+        if "||" in item.operators[place:]:
+            pipeline = item.pipelines[item.operators.index("||", place) + 1]
+            first = pipeline.nodes[0]
+            if isinstance(first, SimpleCommand) and first.assignments and not first.words:
+                return self._used_later(first)
+            return not _harmless(pipeline)
         if errexit and place == len(item.pipelines) - 1:
             return True
-        if not after:
-            return ends
-        return self._asked(after)
+        return self._asked(after) if after else ends
 
     def _asked(self, after: CommandList, word: str = "") -> bool:
         """Whether the next commands test the exit status and act on it."""
@@ -126,34 +115,27 @@ class _Flow:
             if not any(_ASKS.search(w.shown) and word in w.shown for w in words):
                 return False
             if first.assignments and not first.words:
-                return self._used_later(first, after[1:])
+                return self._used_later(first)
             return first.name not in ("echo", "printf")
         if isinstance(first, Compound):
             conditions = [node for c in first.conditions for node in _nodes(c)]
-            shown = " ".join(
-                w.shown for n in conditions if isinstance(n, SimpleCommand) for w in n.words
-            )
-            asked = f"{shown} {' '.join(w.shown for w in first.words)}"
+            words = [w for n in conditions if isinstance(n, SimpleCommand) for w in n.words]
+            asked = " ".join(word.shown for word in (*words, *first.words))
             return _ASKS.search(asked) is not None and word in asked
         return False
 
-    def _assigned_is_used(self, pipeline: Pipeline, after: CommandList) -> bool:
-        node = pipeline.nodes[0]
-        if isinstance(node, SimpleCommand) and node.assignments and not node.words:
-            return self._used_later(node, after)
-        return True
-
-    def _used_later(self, command: SimpleCommand, after: CommandList) -> bool:
+    def _used_later(self, command: SimpleCommand) -> bool:
         """Whether a variable that holds the status is looked at again, beside being printed."""
         names = {assignment.name for assignment in command.assignments}
-        line = command.line
         for call in self.script.walk.calls:
-            if call.node.line < line or call.name in ("echo", "printf") or call.node is command:
+            node = call.node
+            if node.line < command.line or call.name in ("echo", "printf") or node is command:
                 continue
-            for word in (*call.node.words, *(a.value for a in call.node.assignments)):
-                if names & _variables(word):
+            for word in (*node.words, *(a.value for a in node.assignments)):
+                variables = (part.text for part in word.parts if part.kind == "variable")
+                if names & {variable.partition("[")[0] for variable in variables}:
                     return True
-        source = "\n".join(self.script.text.splitlines()[line:])
+        source = "\n".join(self.script.text.splitlines()[command.line :])
         arithmetic = rf"\(\([^)]*\b({'|'.join(map(re.escape, names))})\b"
         return re.search(arithmetic, source) is not None
 
@@ -204,7 +186,3 @@ def _nodes(commands: CommandList) -> Iterator[Node]:
                 if isinstance(node, FunctionDefinition) and isinstance(node.body, Compound):
                     for inner in node.body.bodies:
                         yield from _nodes(inner)
-
-
-def _variables(word: Word) -> set[str]:
-    return {part.text.partition("[")[0] for part in word.parts if part.kind == "variable"}

@@ -123,15 +123,13 @@ def _localhost(script: BatchScript) -> Iterator[Violation[int]]:
 )
 def _address(script: BatchScript) -> Iterator[Violation[int]]:
     for call in script.walk.calls:
-        words = [argument.text for argument in call.arguments]
         if not call.captured or call.on_nodes or call.name != "hostname":
             continue  # each node may have its own
-        asked = [w for w in words[1:] if w in ("-i", "-I", "--ip-address", "--all-ip-addresses")]
-        if asked:
-            yield Violation(
-                call.line,
-                f"hostname {asked[0]} may give a loopback address, or one of another network",
-            )
+        for word in call.words[1:]:
+            if word in ("-i", "-I", "--ip-address", "--all-ip-addresses"):
+                what = f"hostname {word} may give a loopback address, or one of another network"
+                yield Violation(call.line, what)
+                break
 
 
 @SCRIPTS.rule(
@@ -143,14 +141,13 @@ def _address(script: BatchScript) -> Iterator[Violation[int]]:
 )
 def _pipe(script: BatchScript) -> Iterator[Violation[int]]:
     for call in script.walk.calls:
-        shows = call.name == "scontrol" and [a.text for a in call.arguments[1:2]] == ["show"]
+        shows = call.name == "scontrol" and call.words[1:2] == ["show"]
         if not (shows and call.pipefail and call.piped_to is not None):
             continue
         name, words = call.piped_to.name, [word.shown for word in call.piped_to.words]
         if name == "head" or (name == "sed" and any("q" in word for word in words[1:])):
-            yield Violation(
-                call.line, f"under pipefail, scontrol fails once {name} has read enough"
-            )
+            what = f"under pipefail, scontrol fails once {name} has read enough"
+            yield Violation(call.line, what)
 
 
 @SCRIPTS.rule(

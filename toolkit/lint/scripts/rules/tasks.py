@@ -11,6 +11,7 @@ __all__: list[str] = []
 EXIT_BARRIER_S = 300
 """How long torchruns wait for each other at the end (torch, elastic agent, exit barrier)."""
 
+_NAMES_CPUS = {"cpus-per-task", "cpus-per-gpu", "exclusive", "cores-per-socket"}
 _ALL_NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 
 
@@ -26,18 +27,10 @@ def _cpus(script: BatchScript) -> Iterator[Violation[int]]:
     if asked in (None, "1") or script.exports("SRUN_CPUS_PER_TASK"):
         return
     for step in script.training:
-        if "cpus-per-task" not in step.options and not _alone(script, step):
-            yield Violation(
-                step.line,
-                f"srun does not inherit --cpus-per-task={asked} since Slurm 22.05; its tasks "
-                "count one CPU each",
-            )
+        if not _NAMES_CPUS & step.options.keys():
+            what = f"srun does not inherit --cpus-per-task={asked} since Slurm 22.05; "
+            yield Violation(step.line, f"{what}its tasks count one CPU each")
             return
-
-
-def _alone(script: BatchScript, step: SrunStep) -> bool:
-    """Whether a step names its CPUs in another way."""
-    return bool({"cpus-per-gpu", "exclusive", "cores-per-socket"} & step.options.keys())
 
 
 @SCRIPTS.rule(
@@ -51,37 +44,34 @@ def _several(script: BatchScript) -> Iterator[Violation[int]]:
     for step in script.starts:
         own = step.options.get("ntasks-per-node")
         given = own or script.options.get("ntasks-per-node")
-        each = given.value.text if given and given.value else None
         if own is None and _one_per_node(script, step):
             continue
-        if given is not None and count(each) not in (None, 1):
-            assert given is not None
-            yield Violation(
-                given.line,
-                f"--ntasks-per-node={each} starts {each} torchruns on each node",
-                fix="write --ntasks-per-node=1; torchrun starts the workers (--nproc-per-node)",
-            )
-        elif given is None:
+        if given is None:
             yield Violation(
                 step.line,
                 "nothing says that this srun starts one torchrun per node",
                 fix="give srun --ntasks-per-node=1",
+            )
+        elif count(given.text) not in (None, 1):
+            yield Violation(
+                given.line,
+                f"--ntasks-per-node={given.text} starts {given.text} torchruns on each node",
+                fix="write --ntasks-per-node=1; torchrun starts the workers (--nproc-per-node)",
             )
 
 
 def _one_per_node(script: BatchScript, step: SrunStep) -> bool:
     """Whether a step's own numbers of tasks and nodes are the same."""
     tasks, nodes = step.options.get("ntasks"), step.options.get("nodes")
+    if (tasks is None or tasks.value is None) and nodes is None:
+        tasks = script.options.get("ntasks")
     if tasks is None or tasks.value is None:
-        tasks = None if nodes is not None else script.options.get("ntasks")
-        if tasks is None or tasks.value is None:
-            return False
+        return False
     if not tasks.value.known:
-        return any(piece.name in _ALL_NODES for piece in tasks.value.pieces) or (
-            nodes is not None and nodes.value is not None and nodes.value.text == tasks.value.text
-        )
-    most = count(nodes.value.text) if nodes and nodes.value else script.nodes
-    return tasks.value.number is not None and tasks.value.number == (most or 1)
+        same = nodes is not None and nodes.value is not None and nodes.text == tasks.text
+        return same or any(piece.name in _ALL_NODES for piece in tasks.value.pieces)
+    most = count(nodes.text) if nodes and nodes.value else script.nodes
+    return tasks.number is not None and tasks.number == (most or 1)
 
 
 @SCRIPTS.rule(
@@ -96,10 +86,8 @@ def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
     for step in script.starts:
         several = any(script.several(run) for run in script.walk.torchruns if run.step is step)
         if several and not {"kill-on-bad-exit", "no-kill"} & step.options.keys():
-            yield Violation(
-                step.line,
-                "this srun goes on when a node's torchrun has failed, and the others wait for it",
-            )
+            what = "this srun goes on when a node's torchrun has failed, and the others wait for it"
+            yield Violation(step.line, what)
 
 
 @SCRIPTS.rule(
@@ -110,22 +98,15 @@ def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
     fix="leave --wait out, or give it 0 (for ever) or more than 300",
 )
 def _wait(script: BatchScript) -> Iterator[Violation[int]]:
-    for step in script.starts:
-        given = step.options.get("wait")
-        seconds = given.value.number if given and given.value else None
-        if given is not None and seconds is not None and 0 < seconds < EXIT_BARRIER_S:
-            yield Violation(
-                given.line,
-                f"--wait={seconds} is shorter than torchrun's exit barrier of {EXIT_BARRIER_S} s",
-            )
-    for setting in script.settings("SLURM_WAIT"):
-        seconds = setting.value.number
-        if script.starts and seconds is not None and 0 < seconds < EXIT_BARRIER_S:
-            yield Violation(
-                setting.line,
-                f"SLURM_WAIT={seconds} is shorter than torchrun's exit barrier of "
-                f"{EXIT_BARRIER_S} s",
-            )
+    given = [step.options["wait"] for step in script.starts if "wait" in step.options]
+    times = [("--wait", option.line, option.number) for option in given]
+    if script.starts:
+        settings = script.settings("SLURM_WAIT")
+        times += [(setting.name, setting.line, setting.value.number) for setting in settings]
+    for name, line, seconds in times:
+        if seconds is not None and 0 < seconds < EXIT_BARRIER_S:
+            what = f"{name}={seconds} is shorter than torchrun's exit barrier of "
+            yield Violation(line, f"{what}{EXIT_BARRIER_S} s")
 
 
 @SCRIPTS.rule(
@@ -157,20 +138,13 @@ def _overlap(script: BatchScript) -> Iterator[Violation[int]]:
 def _in_the_way(script: BatchScript, one: SrunStep, other: SrunStep) -> bool:
     """Whether two steps need more nodes than the job has, each for itself."""
     apart = {"overlap", "exact", "exclusive", "nodelist", "relative", "het-group", "exclude"}
-    if any(apart & step.options.keys() for step in (one, other)):
+    if apart & (one.options.keys() | other.options.keys()):
         return False
-    if one.call.function != other.call.function:
-        return False
-    needed = 0
-    for step in (one, other):
-        asked = step.options.get("nodes")
-        if asked is None:
-            needed += script.nodes or 1
-        elif asked.value is None or asked.value.number is None:
-            return False
-        else:
-            needed += asked.value.number
-    return needed > (script.nodes or 1)
+    asked = [step.options.get("nodes") for step in (one, other)]
+    nodes = [option.number if option else script.nodes or 1 for option in asked]
+    known = [number for number in nodes if number is not None]
+    same_function = one.call.function == other.call.function
+    return same_function and len(known) == 2 and sum(known) > (script.nodes or 1)
 
 
 @SCRIPTS.rule(
@@ -185,8 +159,8 @@ def _no_wait(script: BatchScript) -> Iterator[Violation[int]]:
     last = max(waits, default=-1)
     for step in script.training:
         call = step.call
-        started = call.background and call.level == "batch"
-        if started and not call.function and last <= call.order:
+        top = call.level == "batch" and not call.function
+        if call.background and top and last <= call.order:
             yield Violation(
                 step.line,
                 "nothing waits for this srun, and Slurm kills it at the script's end",
@@ -204,10 +178,8 @@ def _no_wait(script: BatchScript) -> Iterator[Violation[int]]:
 def _no_srun(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
         if script.stranded(run) and not run.call.function:
-            yield Violation(
-                run.line,
-                "the job has several nodes, and this torchrun starts on the first one only",
-            )
+            what = "the job has several nodes, and this torchrun starts on the first one only"
+            yield Violation(run.line, what)
 
 
 @SCRIPTS.rule(
@@ -220,7 +192,5 @@ def _in_container(script: BatchScript) -> Iterator[Violation[int]]:
     slurm = {"scontrol", "squeue", "sinfo", "sacct", "scancel", "sbatch", "srun"}
     for call in script.walk.calls:
         if call.container and call.name in slurm:
-            yield Violation(
-                call.line,
-                f"{call.name} runs inside the container of {call.container}, which has no Slurm",
-            )
+            where = f"inside the container of {call.container}, which has no Slurm"
+            yield Violation(call.line, f"{call.name} runs {where}")
