@@ -100,9 +100,8 @@ def _backoff(stream: Stream) -> Iterator[Violation[View]]:
         count = pods[0].together if pods else None
         whole = limit.whole()
         if whole is not None and count and restarts and whole <= count:
-            yield Violation(
-                limit, f"backoffLimit: {whole} for {count} pods, each of which restarts"
-            )
+            what = f"backoffLimit: {whole} for {count} pods, each of which restarts"
+            yield Violation(limit, what)
 
 
 @MANIFESTS.rule(
@@ -182,10 +181,8 @@ def _indexed(stream: Stream) -> Iterator[Violation[View]]:
         if mode.value != "Indexed":
             yield Violation(mode, f"{pods.count} pods without an index")
         elif completions and completions.value != pods.count:
-            yield Violation(
-                completions,
-                f"{shown(completions.value)} completions, and {pods.count} pods at a time",
-            )
+            what = f"{shown(completions.value)} completions, and {pods.count} pods at a time"
+            yield Violation(completions, what)
 
 
 @MANIFESTS.rule(

@@ -58,10 +58,8 @@ def _grace(stream: Stream) -> Iterator[Violation[View]]:
         timeout = SHUTDOWN_TIMEOUT_S if given is None else seconds(given)
         if limit is not None and timeout is not None and limit <= timeout:
             default = "" if grace else ", which is the default,"
-            yield Violation(
-                grace,
-                f"{limit} s of grace{default} and {timeout} s that torchrun gives its workers",
-            )
+            what = f"{limit} s of grace{default} and {timeout} s that torchrun gives its workers"
+            yield Violation(grace, what)
 
 
 @MANIFESTS.rule(

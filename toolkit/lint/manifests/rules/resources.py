@@ -127,10 +127,8 @@ def _missing(stream: Stream) -> Iterator[Violation[View]]:
         container = launch.container
         if launch.pods.partly or _shm(container) or not _several_workers(container, launch):
             continue
-        yield Violation(
-            container.view.at("volumeMounts"),
-            f"container {container.name!r} has several workers and 64 MiB of /dev/shm",
-        )
+        what = f"container {container.name!r} has several workers and 64 MiB of /dev/shm"
+        yield Violation(container.view.at("volumeMounts"), what)
 
 
 def _several_workers(container: Container, launch: Launch) -> bool:
@@ -173,6 +171,5 @@ def _size(stream: Stream) -> Iterator[Violation[View]]:
         size = shm[1].at("emptyDir", "sizeLimit")
         value = amount(size.value)
         if value is not None and value >= most:
-            yield Violation(
-                size, f"/dev/shm may hold {size.value}, and the memory limit is {limit}"
-            )
+            what = f"/dev/shm may hold {size.value}, and the memory limit is {limit}"
+            yield Violation(size, what)

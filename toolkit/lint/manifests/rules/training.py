@@ -63,10 +63,8 @@ def _targets(stream: Stream) -> Iterator[Violation[View]]:
             continue
         for container in pods.containers:
             if there and container.name not in names:
-                yield Violation(
-                    container.view.at("name"),
-                    f"no container {container.name!r}; the runtime has {', '.join(names)}",
-                )
+                what = f"no container {container.name!r}; the runtime has {', '.join(names)}"
+                yield Violation(container.view.at("name"), what)
 
 
 @MANIFESTS.rule(

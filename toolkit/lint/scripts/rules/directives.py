@@ -48,10 +48,8 @@ def _line_breaks(script: BatchScript) -> Iterator[Violation[int]]:
 def _late(script: BatchScript) -> Iterator[Violation[int]]:
     for directive in script.directives:
         if directive.late:
-            yield Violation(
-                directive.line,
-                "this #SBATCH line stands below a command, so sbatch does not read it",
-            )
+            what = "this #SBATCH line stands below a command, so sbatch does not read it"
+            yield Violation(directive.line, what)
 
 
 @SCRIPTS.rule(
