@@ -107,7 +107,8 @@ class WordReader:
         line, parts = self.line(), list[WordPart]()
         while not self.done:
             if self.char() in "<>" and self.char(1) == "(":
-                parts.append(self._process())
+                self.at += 2
+                parts.append(self._commands(self.at - 2, "(", quoted=False))
             elif self.char() in "?*+@!" and self.char(1) == "(":
                 start = self.at
                 self.at += 1
@@ -178,11 +179,17 @@ class WordReader:
         start = self.at
         self.at += 1
         parts: list[WordPart] = [self._text("", start, quoted=True)]
-        while not self.take('"'):
-            if self.done:
-                self.fail("this double quote is never closed", start)
+        while self._inside('"', "double quote", start):
             parts += self.parts(double=True)
         return parts
+
+    def _inside(self, end: str, what: str, start: int) -> bool:
+        """Whether `end` is still to come; step over it where it is here."""
+        if self.take(end):
+            return False
+        if self.done:
+            self.fail(f"this {what} is never closed", start)
+        return True
 
     def _text(self, text: str, at: int, *, quoted: bool = False) -> WordPart:
         return WordPart(kind="text", text=text, line=self.line(at), quoted=quoted)
@@ -199,10 +206,7 @@ class WordReader:
         if self.sees("$((") and self._arithmetic_ends(start + 3):
             return [self._computed(start, quoted=double)]
         if self.take("$("):
-            inner = self.commands(frozenset({")"}))
-            if not self.take(")"):
-                self.fail("this $( is never closed", start)
-            return [self._substitution(start, inner, quoted=double)]
+            return [self._commands(start, "$(", quoted=double)]
         if self.take("${"):
             return [self._braces(start, double=double)]
         if not double and self.char(1) == "'":
@@ -222,6 +226,13 @@ class WordReader:
     def _substitution(self, start: int, inner: CommandList, *, quoted: bool) -> WordPart:
         source, line = self.text[start : self.at], self.line(start)
         return WordPart(kind="command", text=source, line=line, quoted=quoted, inner=inner)
+
+    def _commands(self, start: int, opening: str, *, quoted: bool) -> WordPart:
+        """Read the commands of a substitution up to its bracket."""
+        inner = self.commands(frozenset({")"}))
+        if not self.take(")"):
+            self.fail(f"this {opening} is never closed", start)
+        return self._substitution(start, inner, quoted=quoted)
 
     def _braces(self, start: int, *, double: bool) -> WordPart:
         name = self.match(_NAME)
@@ -253,9 +264,7 @@ class WordReader:
         start = self.at
         self.at += 2
         text = ""
-        while not self.take("'"):
-            if self.done:
-                self.fail("this single quote is never closed", start)
+        while self._inside("'", "single quote", start):
             if self.take("\\"):
                 text += _ESCAPES.get(self.char(), self.char())
             else:
@@ -267,23 +276,13 @@ class WordReader:
         start = self.at
         self.at += 1
         text = ""
-        while not self.take("`"):
-            if self.done:
-                self.fail("this backtick is never closed", start)
+        while self._inside("`", "backtick", start):
             if self.char() == "\\" and self.char(1) in ("`", "\\", "$"):
                 self.at += 1
             text += self.char()
             self.at += 1
         inner = self.nested([SourceText(text, self.line(start))])
         return self._substitution(start, inner, quoted=quoted)
-
-    def _process(self) -> WordPart:
-        start = self.at
-        self.at += 2
-        inner = self.commands(frozenset({")"}))
-        if not self.take(")"):
-            self.fail("this ( is never closed", start)
-        return self._substitution(start, inner, quoted=False)
 
     def _arithmetic_ends(self, at: int) -> bool:
         """Step over `… ))`, if that is what closes it; else stay."""

@@ -88,10 +88,9 @@ class _Reader(WordReader):
         return _Reader(spans, self.source).commands(frozenset())
 
     def _separators(self) -> None:
-        while True:
+        self.blanks()
+        while self.newline():
             self.blanks()
-            if not self.newline():
-                return
 
     def _ending(self) -> str | None:
         """Return the word or operator that ends a list here."""
@@ -202,15 +201,12 @@ class _Reader(WordReader):
         bodies: tuple[CommandList, ...] = (),
         words: tuple[Word, ...] = (),
     ) -> Compound:
-        redirections = []
-        while (redirection := self._redirection()) is not None:
-            redirections.append(redirection)
         return Compound(
             kind=kind,
             conditions=conditions,
             bodies=bodies,
             words=words,
-            redirections=tuple(redirections),
+            redirections=tuple(iter(self._redirection, None)),
             line=line,
         )
 
@@ -222,14 +218,11 @@ class _Reader(WordReader):
             if self._reserved("elif"):
                 conditions.append(self.commands(frozenset({"then"})))
                 self._expect("then", start)
-            elif self._reserved("else"):
+                continue
+            if self._reserved("else"):
                 bodies.append(self.commands(frozenset({"fi"})))
-                self._expect("fi", start)
-                break
-            else:
-                self._expect("fi", start)
-                break
-        return self._compound("if", line, conditions=tuple(conditions), bodies=tuple(bodies))
+            self._expect("fi", start)
+            return self._compound("if", line, conditions=tuple(conditions), bodies=tuple(bodies))
 
     def _loop(
         self,
@@ -315,7 +308,7 @@ class _Reader(WordReader):
                 self.at += 2
                 break
             words.append(self.test_word())
-        redirections = self._compound("test", line).redirections
+        redirections = tuple(iter(self._redirection, None))
         return SimpleCommand(
             assignments=(), words=tuple(words), redirections=redirections, line=line
         )

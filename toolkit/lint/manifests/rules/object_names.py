@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from toolkit.lint.manifests.pods import Pods, containers_of, pods_of
+from toolkit.lint.manifests.pods import containers_of, pods_of
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 
@@ -36,39 +36,33 @@ _1123_WORDS = "small letters, digits and '-' (RFC 1123)"
 )
 def _names(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.manifests:
-        yield from _name_of(manifest)
+        yield from _object_name(manifest)
         for rules in (("failurePolicy",), ("template", "spec", "failurePolicy")):
             for entry in manifest.view.at("spec", *rules, "rules").items():
                 name = entry.at("name")
                 if name.text() and not _RULE.fullmatch(name.text()):
-                    words = "letters, digits and '_'"
-                    yield Violation(name, f"the rule's name {name.text()!r} is not {words}")
+                    what = f"the rule's name {name.text()!r} is not letters, digits and '_'"
+                    yield Violation(name, what)
     for pods in pods_of(stream):
         if pods.kind in ("JobSet", "TrainingRuntime", "ClusterTrainingRuntime"):
-            for job in _replicated(pods):
-                if job.value != "" and not _1035.fullmatch(job.text()):
-                    yield Violation(job, f"the name {job.text()!r} is not {_1035_WORDS}")
-        for container in pods.all_containers:
-            yield from _label_name(container.view.at("name"), "container")
-        for volume in pods.spec.at("volumes").items():
-            yield from _label_name(volume.at("name"), "volume")
+            path = pods.job.path[:-2]  # …, replicatedJobs, N, template, spec
+            job = pods.owner.view.at(*path).at("name")
+            if job.text() and not _1035.fullmatch(job.text()):
+                yield Violation(job, f"the name {job.text()!r} is not {_1035_WORDS}")
+        named = [(one.view.at("name"), "container") for one in pods.all_containers]
+        named += [(one.at("name"), "volume") for one in pods.spec.at("volumes").items()]
+        for name, kind in named:
+            text = name.text()
+            if isinstance(name.value, str) and not (_1123.fullmatch(text) and len(text) <= _MOST):
+                what = f"the name {text!r} of a {kind} is not {_1123_WORDS}, at most {_MOST}"
+                yield Violation(name, what)
 
 
-def _replicated(pods: Pods) -> Iterator[View]:
-    """Yield the name of the replicated job around pods."""
-    path = pods.job.path[:-2]  # …, replicatedJobs, N, template, spec
-    name = pods.owner.view.at(*path).at("name")
-    if isinstance(name.value, str):
-        yield name
-
-
-def _name_of(manifest: Manifest) -> Iterator[Violation[View]]:
-    name = manifest.view.at("metadata", "name")
-    if not name:
-        if not manifest.view.text("metadata", "generateName") and manifest.view.at("metadata"):
-            yield Violation(manifest.view.at("metadata"), f"this {manifest.kind} has no name")
-        return
-    text = name.text()
+def _object_name(manifest: Manifest) -> Iterator[Violation[View]]:
+    metadata = manifest.view.at("metadata")
+    name, text = metadata.at("name"), manifest.name
+    if not name and metadata and not metadata.text("generateName"):
+        yield Violation(metadata, f"this {manifest.kind} has no name")
     if not isinstance(name.value, str):
         return  # field-type
     if manifest.kind in _STRICT:
@@ -81,14 +75,6 @@ def _name_of(manifest: Manifest) -> Iterator[Violation[View]]:
         yield Violation(name, f"the name {text!r} of a {manifest.kind} is not {words}")
     elif len(text) > most:
         yield Violation(name, f"the name {text!r} has {len(text)} characters; {most} are taken")
-
-
-def _label_name(name: View, what: str) -> Iterator[Violation[View]]:
-    text = name.text()
-    if isinstance(name.value, str) and not (_1123.fullmatch(text) and len(text) <= _MOST):
-        yield Violation(
-            name, f"the name {text!r} of a {what} is not {_1123_WORDS}, at most {_MOST}"
-        )
 
 
 @MANIFESTS.rule(

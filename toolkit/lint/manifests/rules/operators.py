@@ -11,8 +11,10 @@ from toolkit.text.quantities import amount, whole_number
 
 __all__: list[str] = []
 
+_DROP = ("securityContext", "capabilities", "drop")
 
-def _training_jobs(stream: Stream) -> Iterator[tuple[Manifest, View]]:
+
+def _pytorchjobs(stream: Stream) -> Iterator[tuple[Manifest, View]]:
     for manifest in stream.of("PyTorchJob"):
         yield manifest, manifest.view.at("spec")
 
@@ -25,7 +27,7 @@ def _training_jobs(stream: Stream) -> Iterator[tuple[Manifest, View]]:
     fix="write Master (replicas: 1) and Worker, or Worker alone with an elasticPolicy",
 )
 def _roles(stream: Stream) -> Iterator[Violation[View]]:
-    for _, spec in _training_jobs(stream):
+    for _, spec in _pytorchjobs(stream):
         for role, entry in spec.at("pytorchReplicaSpecs").entries():
             replicas = entry.at("replicas")
             if role not in ("Master", "Worker"):
@@ -44,13 +46,8 @@ def _roles(stream: Stream) -> Iterator[Violation[View]]:
 )
 def _containers(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
-        wanted = {
-            "PyTorchJob": "pytorch",
-            "TrainingRuntime": "node",
-            "ClusterTrainingRuntime": "node",
-        }.get(pods.kind)
-        if pods.kind.endswith("Runtime") and pods.role != "node":
-            continue
+        runtime = pods.kind.endswith("Runtime") and pods.role == "node"
+        wanted = "pytorch" if pods.kind == "PyTorchJob" else "node" if runtime else ""
         names = [one.name for one in pods.containers]
         if wanted and names and wanted not in names:
             at = pods.containers[0].view.at("name")
@@ -66,23 +63,19 @@ def _containers(stream: Stream) -> Iterator[Violation[View]]:
     "maxReplicas: N}",
 )
 def _masters(stream: Stream) -> Iterator[Violation[View]]:
-    for manifest, spec in _training_jobs(stream):
+    for manifest, spec in _pytorchjobs(stream):
         roles = spec.at("pytorchReplicaSpecs")
         workers = roles.at("Worker")
         if not roles.at("Master") or not workers or workers.whole("replicas") == 0:
             continue
-        if _is_restricted(stream, manifest, workers.at("template", "spec")):
+        pod, level = workers.at("template", "spec"), stream.known_level_of(manifest)
+        restricted = level == "restricted"
+        if level is None:
+            drops = [one.words(*_DROP) for one in pod.at("containers").items()]
+            unprivileged = pod.at("securityContext", "runAsNonRoot").value
+            restricted = bool(unprivileged) and all("ALL" in dropped for dropped in drops)
+        if restricted:
             yield Violation(roles.at("Master"), "Master and Worker in restricted pods")
-
-
-def _is_restricted(stream: Stream, manifest: Manifest, pod: View) -> bool:
-    if (level := stream.known_level_of(manifest)) is not None:
-        return level == "restricted"
-    security = [c.at("securityContext") for c in pod.at("containers").items()]
-    own = pod.at("securityContext")
-    return bool(own.at("runAsNonRoot").value) and all(
-        "ALL" in one.words("capabilities", "drop") for one in security
-    )
 
 
 @MANIFESTS.rule(
@@ -93,7 +86,7 @@ def _is_restricted(stream: Stream, manifest: Manifest, pod: View) -> bool:
     fix="write incidents x pods + 1, or leave it out",
 )
 def _backoff(stream: Stream) -> Iterator[Violation[View]]:
-    for manifest, spec in _training_jobs(stream):
+    for manifest, spec in _pytorchjobs(stream):
         limit = spec.at("runPolicy", "backoffLimit")
         pods = [one for one in pods_of(stream) if one.owner is manifest]
         restarts = any(one.job.text("restartPolicy") in ("OnFailure", "Always") for one in pods)
@@ -112,7 +105,7 @@ def _backoff(stream: Stream) -> Iterator[Violation[View]]:
     fix="write runPolicy: {cleanPodPolicy: Running}",
 )
 def _clean(stream: Stream) -> Iterator[Violation[View]]:
-    for _, spec in _training_jobs(stream):
+    for _, spec in _pytorchjobs(stream):
         policy = spec.at("runPolicy", "cleanPodPolicy")
         if not policy or policy.value == "None":
             yield Violation(policy, "pods of a job that has ended stay behind, and may run")
@@ -130,15 +123,13 @@ def _restarts(stream: Stream) -> Iterator[Violation[View]]:
         if pods.kind not in ("Job", "JobSet", "TrainingRuntime", "ClusterTrainingRuntime"):
             continue
         policy = pods.spec.at("restartPolicy")
-        if not pods.spec or (policy and policy.value not in ("Always", "OnFailure")):
-            continue
-        if pods.kind != "Job" and not policy:
-            continue  # JobSet writes OnFailure there
-        if policy.value == "OnFailure" and not pods.job.at("podFailurePolicy"):
-            continue
-        said_there = f"restartPolicy: {policy.value}" if policy else "no restartPolicy"
-        beside = " beside a podFailurePolicy" if policy.value == "OnFailure" else ""
-        yield Violation(policy, f"{said_there}{beside}")
+        if not policy:
+            if pods.spec and pods.kind == "Job":  # JobSet writes OnFailure there
+                yield Violation(policy, "no restartPolicy")
+        elif policy.value == "Always":
+            yield Violation(policy, "restartPolicy: Always")
+        elif policy.value == "OnFailure" and pods.job.at("podFailurePolicy"):
+            yield Violation(policy, "restartPolicy: OnFailure beside a podFailurePolicy")
 
 
 @MANIFESTS.rule(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from fractions import Fraction
 
-from toolkit.lint.manifests.pods import Container, Launch, containers_of, launches, pods_of
+from toolkit.lint.manifests.pods import Container, containers_of, launches, pods_of
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import amount, whole_number
@@ -13,7 +13,6 @@ __all__: list[str] = []
 _MEMORY = ("memory", "ephemeral-storage")
 _SMALLEST = 2**20  # nothing that trains fits into a mebibyte
 _OWN = ("cpu", "memory", "ephemeral-storage", "storage")
-SHM = "/dev/shm"
 
 
 def _asked(container: Container) -> Iterator[tuple[str, str, View, Fraction]]:
@@ -24,18 +23,6 @@ def _asked(container: Container) -> Iterator[tuple[str, str, View, Fraction]]:
                 yield where, name, entry, value
 
 
-def _sizes(stream: Stream) -> Iterator[tuple[str, View]]:
-    """Yield every amount of memory: those of containers, and the limits of volumes."""
-    for container in containers_of(stream):
-        for _, name, entry, _ in _asked(container):
-            if name in _MEMORY:
-                yield name, entry
-    for pods in pods_of(stream):
-        for volume in pods.spec.at("volumes").items():
-            if limit := volume.at("emptyDir", "sizeLimit"):
-                yield "sizeLimit", limit
-
-
 @MANIFESTS.rule(
     "memory-unit",
     finds="an amount of memory of less than a mebibyte: `512m`, or a number without a unit",
@@ -43,11 +30,19 @@ def _sizes(stream: Stream) -> Iterator[tuple[str, View]]:
     fix="write 512Mi, or 64Gi",
 )
 def _units(stream: Stream) -> Iterator[Violation[View]]:
-    for name, entry in _sizes(stream):
+    sizes = [
+        (name, entry)
+        for container in containers_of(stream)
+        for _, name, entry, _ in _asked(container)
+        if name in _MEMORY
+    ]
+    for pods in pods_of(stream):
+        volumes = pods.spec.at("volumes").items()
+        sizes += [("sizeLimit", volume.at("emptyDir", "sizeLimit")) for volume in volumes]
+    for name, entry in sizes:
         value = amount(entry.value)
         if value is not None and 0 < value < _SMALLEST:
-            size = f"{float(value):g} bytes"
-            yield Violation(entry, f"{name}: {entry.value} is {size}")
+            yield Violation(entry, f"{name}: {entry.value} is {float(value):g} bytes")
 
 
 @MANIFESTS.rule(
@@ -105,13 +100,12 @@ def _is_device(name: str) -> bool:
 # ---- Shared memory
 
 
-def _shm(container: Container) -> tuple[View, View] | None:
-    """Return a container's mount at /dev/shm and its volume, if it has one."""
+def _shm(container: Container) -> View | None:
+    """Return the volume that a container mounts at /dev/shm, if it mounts one."""
     volumes = {v.text("name"): v for v in container.pods.spec.at("volumes").items()}
     for mount in container.view.at("volumeMounts").items():
-        if mount.text("mountPath").rstrip("/") == SHM:
-            volume = volumes.get(mount.text("name"))
-            return mount, volume if volume is not None else container.view.at("no-volume")
+        if mount.text("mountPath").rstrip("/") == "/dev/shm":
+            return volumes.get(mount.text("name"), container.view.at("no-volume"))
     return None
 
 
@@ -125,19 +119,16 @@ def _shm(container: Container) -> tuple[View, View] | None:
 def _missing(stream: Stream) -> Iterator[Violation[View]]:
     for launch in launches(stream):
         container = launch.container
-        if launch.pods.partly or _shm(container) or not _several_workers(container, launch):
+        if launch.pods.partly or _shm(container) is not None:
             continue
-        what = f"container {container.name!r} has several workers and 64 MiB of /dev/shm"
-        yield Violation(container.view.at("volumeMounts"), what)
-
-
-def _several_workers(container: Container, launch: Launch) -> bool:
-    spec = container.pods.owner.view.at("spec")
-    number = launch.option("nproc-per-node") or spec.text("nprocPerNode")
-    gpus = [v for _, name, _, v in _asked(container) if _is_device(name) and "gpu" in name]
-    if (workers := whole_number(number)) is not None:
-        return workers > 1
-    return any(count > 1 for count in gpus)
+        spec = container.pods.owner.view.at("spec")
+        number = launch.option("nproc-per-node") or spec.text("nprocPerNode")
+        asked = _asked(container)
+        gpus = [count for _, name, _, count in asked if _is_device(name) and "gpu" in name]
+        workers = whole_number(number)
+        if (workers if workers is not None else max(gpus, default=0)) > 1:
+            what = f"container {container.name!r} has several workers and 64 MiB of /dev/shm"
+            yield Violation(container.view.at("volumeMounts"), what)
 
 
 @MANIFESTS.rule(
@@ -148,8 +139,8 @@ def _several_workers(container: Container, launch: Launch) -> bool:
 )
 def _on_disk(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
-        if shm := _shm(container):
-            empty = shm[1].at("emptyDir")
+        if (volume := _shm(container)) is not None:
+            empty = volume.at("emptyDir")
             if empty and empty.text("medium") != "Memory":
                 yield Violation(empty, "the emptyDir at /dev/shm is on the node's disk")
 
@@ -163,12 +154,12 @@ def _on_disk(stream: Stream) -> Iterator[Violation[View]]:
 )
 def _size(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
-        shm = _shm(container)
+        volume = _shm(container)
         limit = container.resources.at("limits", "memory").value
         most = amount(limit)
-        if shm is None or most is None:
+        if volume is None or most is None:
             continue
-        size = shm[1].at("emptyDir", "sizeLimit")
+        size = volume.at("emptyDir", "sizeLimit")
         value = amount(size.value)
         if value is not None and value >= most:
             what = f"/dev/shm may hold {size.value}, and the memory limit is {limit}"

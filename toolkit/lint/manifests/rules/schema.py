@@ -353,12 +353,6 @@ def _mismatches(stream: Stream) -> tuple[_Mismatch, ...]:
     )
 
 
-def _violations(stream: Stream, rule: str) -> Iterator[Violation[View]]:
-    for one in _mismatches(stream):
-        if one.rule == rule:
-            yield Violation(one.at, one.what, fix=one.way_out)
-
-
 @MANIFESTS.rule(
     "api-version",
     finds="a kind in a version of its API that is not served",
@@ -400,38 +394,36 @@ _MOVED = {
 """Kinds and groups that they are looked for in, and are not."""
 
 
-@MANIFESTS.rule(
+def _form_rule(id: str, *, finds: str, reason: str, fix: str) -> None:
+    """Make a rule that reports the mismatches of its name."""
+
+    @MANIFESTS.rule(id, finds=finds, reason=reason, fix=fix)
+    def check(stream: Stream) -> Iterator[Violation[View]]:
+        for one in _mismatches(stream):
+            if one.rule == id:
+                yield Violation(one.at, one.what, fix=one.way_out)
+
+
+_form_rule(
     "field-unknown",
     finds="a field that the API does not have",
     reason="kubectl refuses it; other clients send it, and the server drops it without a word, or "
     "leaves the object with no status.",
     fix="correct its name, or its place",
 )
-def _unknown(stream: Stream) -> Iterator[Violation[View]]:
-    return _violations(stream, "field-unknown")
-
-
-@MANIFESTS.rule(
+_form_rule(
     "field-missing",
     finds="an object without a field that it must have",
     reason="The server refuses it.",
     fix="write it",
 )
-def _missing(stream: Stream) -> Iterator[Violation[View]]:
-    return _violations(stream, "field-missing")
-
-
-@MANIFESTS.rule(
+_form_rule(
     "field-type",
     finds="a value of another type than the API's: a number for a string, yes for true",
     reason="The server refuses it; numbers and yes, no, on, off in YAML are no strings.",
     fix="write it as the API wants it",
 )
-def _types(stream: Stream) -> Iterator[Violation[View]]:
-    return _violations(stream, "field-type")
-
-
-@MANIFESTS.rule(
+_form_rule(
     "field-word",
     finds="a word that is none of those that the field knows (restartPolicy, effect, operator …)",
     reason="Kubernetes refuses it where it checks; the Training Operator's webhook takes any "
@@ -439,16 +431,10 @@ def _types(stream: Stream) -> Iterator[Violation[View]]:
     "(Training Operator 1.9).",
     fix="write one that there is",
 )
-def _words(stream: Stream) -> Iterator[Violation[View]]:
-    return _violations(stream, "field-word")
-
-
-@MANIFESTS.rule(
+_form_rule(
     "quantity-malformed",
     finds="an amount of CPU, memory or a device that is no quantity",
     reason="The server refuses it: units are Ki, Mi, Gi, Ti (of 1024), k, M, G, T (of 1000) and m "
     "(thousandths), without a space.",
     fix="write it like 500m, 64Gi or 8",
 )
-def _quantities(stream: Stream) -> Iterator[Violation[View]]:
-    return _violations(stream, "quantity-malformed")
