@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from toolkit.lint.manifests.pods import (
     SHUTDOWN_TIMEOUT_S,
     Container,
-    Launch,
     containers_of,
     launches,
     pods_of,
@@ -22,11 +21,6 @@ __all__: list[str] = []
 _GRACE_S = 30  # the API's default
 
 
-def _command(launch: Launch) -> View:
-    view = launch.container.view
-    return view.at("command") if view.at("command") else view.at("args")
-
-
 @MANIFESTS.rule(
     "sigterm-lost",
     finds="torchrun below a shell that does not pass SIGTERM on",
@@ -38,7 +32,8 @@ def _lost(stream: Stream) -> Iterator[Violation[View]]:
     for launch in launches(stream):
         if launch.shell and not launch.passes:
             what = f"{launch.shell} is the first process, and torchrun never hears of SIGTERM"
-            yield Violation(_command(launch), what)
+            view = launch.container.view
+            yield Violation(view.at("command" if view.at("command") else "args"), what)
 
 
 @MANIFESTS.rule(
@@ -98,18 +93,15 @@ def _deadlines(stream: Stream) -> Iterator[Violation[View]]:
     seen: set[tuple[int, tuple[str | int, ...]]] = set()
     for pods in pods_of(stream):
         grace = pods.spec.whole("terminationGracePeriodSeconds")
+        if grace is None and not pods.partly:
+            grace = _GRACE_S
         spec = pods.owner.view.at("spec")
-        places = [pods.job.at("activeDeadlineSeconds"), pods.spec.at("activeDeadlineSeconds")]
-        places += [spec.at("activeDeadlineSeconds")]
-        places += [spec.at("runPolicy", "activeDeadlineSeconds")]
-        for deadline in places:
-            key = (id(pods.owner), deadline.path)
-            limit = deadline.whole()
-            given = _GRACE_S if grace is None and not pods.partly else grace
-            if limit is None or given is None or limit > given or key in seen:
-                continue
-            seen.add(key)
-            yield Violation(deadline, f"{limit} s, of which {given} s are the grace period")
+        for view in (pods.job, pods.spec, spec, spec.at("runPolicy")):
+            deadline = view.at("activeDeadlineSeconds")
+            limit, key = deadline.whole(), (id(pods.owner), deadline.path)
+            if limit is not None and grace is not None and limit <= grace and key not in seen:
+                seen.add(key)
+                yield Violation(deadline, f"{limit} s, of which {grace} s are the grace period")
 
 
 # ---- Variables and arguments

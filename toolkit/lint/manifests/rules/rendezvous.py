@@ -1,12 +1,12 @@
 """Rules about how pods meet: the rendezvous, the variables of the operators, Services."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from toolkit.lint.manifests.pods import Launch, containers_of, launches, pods_of
 from toolkit.lint.manifests.rules.schema import shown
 from toolkit.lint.registry import MANIFESTS, Violation
-from toolkit.text.manifests import Manifest, Stream, View
+from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import whole_number
 
 __all__: list[str] = []
@@ -91,23 +91,15 @@ def _nproc(stream: Stream) -> Iterator[Violation[View]]:
 )
 def _ids(stream: Stream) -> Iterator[Violation[View]]:
     for launch in launches(stream):
-        if launch.option("rdzv-id") is not None:
-            continue
-        elastic = _elastic(launch)
-        backend = launch.option("rdzv-backend")
-        if elastic and launch.pods.kind == "PyTorchJob":
-            continue  # reported below, once for all roles
-        if backend == "c10d" and launch.pods.several and not elastic:
+        c10d = launch.option("rdzv-backend") == "c10d" and launch.pods.several
+        if c10d and launch.option("rdzv-id") is None and not _elastic(launch):
             at = launch.container.view.at("args")
             yield Violation(at, "torchrun meets by c10d and has no --rdzv-id")
     for manifest in stream.of("PyTorchJob"):
         policy = manifest.view.at("spec", "elasticPolicy")
-        said_there = any(
-            launch.option("rdzv-id") is not None
-            for launch in launches(stream)
-            if launch.pods.owner is manifest
-        )
-        if policy and not policy.at("rdzvId") and not said_there:
+        own = [launch for launch in launches(stream) if launch.pods.owner is manifest]
+        given = any(launch.option("rdzv-id") is not None for launch in own)
+        if policy and not policy.at("rdzvId") and not given:
             yield Violation(policy, "this elastic job has no rdzvId")
 
 
@@ -129,9 +121,8 @@ def _stores(stream: Stream) -> Iterator[Violation[View]]:
 
 
 def _elastic(launch: Launch) -> bool:
-    return launch.pods.kind == "PyTorchJob" and bool(
-        launch.pods.owner.view.at("spec", "elasticPolicy")
-    )
+    policy = launch.pods.owner.view.at("spec", "elasticPolicy")
+    return launch.pods.kind == "PyTorchJob" and bool(policy)
 
 
 @MANIFESTS.rule(
@@ -214,19 +205,11 @@ def _selectors(stream: Stream) -> Iterator[Violation[View]]:
     if not owners or foreign:
         return  # its target is in another file
     for manifest in stream.of("Service", "NetworkPolicy"):
-        selector = _selector(manifest)
+        service = manifest.kind == "Service"
+        path = ("selector",) if service else ("podSelector", "matchLabels")
+        selector = manifest.view.at("spec", *path)
         wanted = selector.labels()
         near = [p for p in pods if manifest.namespace in ("", p.owner.namespace)]
-        if wanted and not any(_match(wanted, one.labels) for one in near):
+        if wanted and not any(wanted.items() <= one.labels.items() for one in near):
             what = ", ".join(f"{key}={value}" for key, value in wanted.items())
             yield Violation(selector, f"no pod here has the labels {what}")
-
-
-def _selector(manifest: Manifest) -> View:
-    if manifest.kind == "Service":
-        return manifest.view.at("spec", "selector")
-    return manifest.view.at("spec", "podSelector", "matchLabels")
-
-
-def _match(wanted: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    return all(labels.get(key) == value for key, value in wanted.items())

@@ -54,9 +54,8 @@ def _levels(stream: Stream) -> Iterator[Violation[View]]:
             lacks = _lacking(pods, containers)
             if lacks and pods.kind != "TrainJob":
                 # A patch adds to a runtime, which may say the rest.
-                yield Violation(
-                    pods.spec, f"{who} pods without {', without '.join(lacks)}", fix="write it"
-                )
+                what = f"{who} pods without {', without '.join(lacks)}"
+                yield Violation(pods.spec, what, fix="write it")
 
 
 def _against(who: str, violations: Iterator[tuple[View, str]]) -> Iterator[Violation[View]]:
@@ -120,9 +119,8 @@ def _lacking(pods: Pods, containers: tuple[Container, ...]) -> list[str]:
     lacks = []
     if not pod.at("runAsNonRoot") and not all(one.at("runAsNonRoot") for one in own):
         lacks.append("runAsNonRoot: true")
-    if not pod.at("seccompProfile", "type") and not all(
-        one.at("seccompProfile", "type") for one in own
-    ):
+    seccomp = ("seccompProfile", "type")
+    if not pod.at(*seccomp) and not all(one.at(*seccomp) for one in own):
         lacks.append("seccompProfile: {type: RuntimeDefault}")
     if not all(one.at("allowPrivilegeEscalation") for one in own):
         lacks.append("allowPrivilegeEscalation: false in each container")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from toolkit.lint.manifests.pods import WORKLOADS, pods_of
+from toolkit.lint.manifests.pods import WORKLOADS, Pods, pods_of
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 
@@ -104,11 +104,6 @@ def _labels(stream: Stream) -> Iterator[Violation[View]]:
 # ---- Queues
 
 
-def _suspend(manifest: Manifest) -> View:
-    spec = manifest.view.at("spec")
-    return spec.at("runPolicy", "suspend") if manifest.kind == "PyTorchJob" else spec.at("suspend")
-
-
 @MANIFESTS.rule(
     "queue-suspended",
     finds="`suspend` in an object that a queue of Kueue admits",
@@ -119,7 +114,8 @@ def _suspend(manifest: Manifest) -> View:
 def _suspended(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.manifests:
         queue = manifest.view.text("metadata", "labels", _QUEUE[0])
-        if queue and (suspend := _suspend(manifest)):
+        above = ("runPolicy",) if manifest.kind == "PyTorchJob" else ()
+        if queue and (suspend := manifest.view.at("spec", *above, "suspend")):
             yield Violation(suspend, f"suspend beside the queue {queue!r}")
 
 
@@ -155,18 +151,15 @@ def _misplaced(stream: Stream) -> Iterator[Violation[View]]:
 def _groups(stream: Stream) -> Iterator[Violation[View]]:
     for group in stream.of("PodGroup"):
         least = group.view.at("spec", "minMember")
-        counts = [pods.count for pods in pods_of(stream) if _belongs(pods.template, group.name)]
+        counts = [pods.count for pods in pods_of(stream) if group.name in _groups_of(pods)]
         given = [count for count in counts if count is not None]
         total = sum(given)
         if given and len(given) == len(counts) and (least.whole() or 0) > total:
             yield Violation(least, f"minMember: {least.value}, and {total} pods belong to it")
 
 
-def _belongs(template: View, name: str) -> bool:
-    labels = template.labels("metadata", "labels")
-    notes = template.labels("metadata", "annotations")
-    return name in (
-        labels.get("scheduling.x-k8s.io/pod-group"),
-        notes.get("scheduling.k8s.io/group-name"),
-        notes.get("scheduling.volcano.sh/group-name"),
-    )
+def _groups_of(pods: Pods) -> list[str | None]:
+    labels = pods.template.labels("metadata", "labels")
+    notes = pods.template.labels("metadata", "annotations")
+    names = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")
+    return [labels.get("scheduling.x-k8s.io/pod-group"), *map(notes.get, names)]

@@ -86,7 +86,8 @@ def _ports(stream: Stream) -> Iterator[Violation[View]]:
         for port in ports:
             yield from _number(port.at("port"))
             yield from _number(port.at("nodePort"), least=0)
-            yield from _target(port.at("targetPort"))
+            target = port.at("targetPort")
+            yield from _port_name(target) if isinstance(target.value, str) else _number(target)
             yield from _port_name(port.at("name"))
             if len(ports) > 1 and not port.at("name"):
                 yield Violation(port, "one of several ports has no name", fix="name it")
@@ -97,13 +98,6 @@ def _ports(stream: Stream) -> Iterator[Violation[View]]:
 def _number(view: View, *, least: int = 1) -> Iterator[Violation[View]]:
     if view and not (view.whole() is not None and least <= (view.whole() or 0) <= 65535):
         yield Violation(view, f"{shown(view.value)} is no port")
-
-
-def _target(view: View) -> Iterator[Violation[View]]:
-    if isinstance(view.value, str):
-        yield from _port_name(view)
-    else:
-        yield from _number(view)
 
 
 def _port_name(view: View) -> Iterator[Violation[View]]:
