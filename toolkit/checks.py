@@ -168,7 +168,7 @@ def _job_findings(
     *,
     schemas: Schemas | None,
 ) -> list[Finding]:
-    """Plan and render a job for each profile; check what is rendered for Kubernetes."""
+    """Plan and render a job for each profile; check the manifests that Kubernetes gets."""
     job, document = load(path, overrides), read_job(path, overrides)
     findings: list[Finding] = []
     for name in to:

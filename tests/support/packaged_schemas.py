@@ -2,10 +2,10 @@
 
 `make golden` writes `toolkit/lint/manifests/schemas.json` from the schemas of kubernetes-validate
 (Kubernetes' own kinds, and what stands in pods) and from the CustomResourceDefinitions of the
-operators in `tests/fakes/kubernetes/schemas`. Fields, types and what is required come from there.
-What no schema holds stands here: the words that Go code checks, the least numbers, what an
-operator fills in, and the parts that are left alone because another rule looks at them, or nobody
-writes them for training.
+operators in `tests/fakes/kubernetes/schemas`. They give fields, types and required fields. This
+module adds the facts that no schema holds: the words and the least numbers that Go code checks, the
+fields that an operator fills in, and the parts that the linter leaves alone, because another rule
+checks them, or training does not use them.
 """
 
 import json
@@ -81,7 +81,7 @@ _ALSO = {
     "TrainJob.spec.runtimePatches.trainingRuntimeSpec.template.spec.replicatedJobs.template.spec"
     ".template.spec.containers": ("image",),
 }
-"""Fields that are no longer there, or refused, of which a rule of its own tells more."""
+"""Fields that no schema has any more, or a webhook refuses; a rule of its own reports them."""
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("Job", "JobSet", "PersistentVolumeClaim", "Pod", "PyTorchJob"), ("spec",)),

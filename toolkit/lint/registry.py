@@ -46,29 +46,27 @@ class Violation(Generic[PlaceT]):
     """The way out, where the rule's own is too general."""
 
 
+_Check = Callable[[SubjectT], Iterator[Violation[PlaceT]]]
+
+
 class RuleBook(Generic[SubjectT, PlaceT]):
     """The rules for one kind of file, each with the function that finds its violations."""
 
     def __init__(self) -> None:
-        self._checks: list[tuple[Rule, Callable[[SubjectT], Iterator[Violation[PlaceT]]]]] = []
+        self._checks: list[tuple[Rule, _Check[SubjectT, PlaceT]]] = []
 
     def order(self, modules: Sequence[ModuleType]) -> tuple[Rule, ...]:
-        """Sort the rules by these modules, whatever the order of imports, and return them."""
+        """Sort the rules by these modules, in any order of imports; return them."""
         names = [module.__name__ for module in modules]
         self._checks.sort(key=lambda row: names.index(row[1].__module__))
         return tuple(rule for rule, _ in self._checks)
 
     def rule(
         self, id: str, *, finds: str, reason: str, fix: str
-    ) -> Callable[
-        [Callable[[SubjectT], Iterator[Violation[PlaceT]]]],
-        Callable[[SubjectT], Iterator[Violation[PlaceT]]],
-    ]:
+    ) -> Callable[[_Check[SubjectT, PlaceT]], _Check[SubjectT, PlaceT]]:
         """Make a function a rule."""
 
-        def register(
-            check: Callable[[SubjectT], Iterator[Violation[PlaceT]]],
-        ) -> Callable[[SubjectT], Iterator[Violation[PlaceT]]]:
+        def register(check: _Check[SubjectT, PlaceT]) -> _Check[SubjectT, PlaceT]:
             self._checks.append((Rule(id=id, finds=finds, reason=reason, fix=fix), check))
             return check
 

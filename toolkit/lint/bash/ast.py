@@ -189,17 +189,15 @@ def joined(parts: Iterable[WordPart]) -> Iterator[WordPart]:
     like: list[WordPart] = []
     ends = 0  # the line on which the last of them ends
     for part in parts:
-        if like and not (_alike(like[0], part) and part.line == ends):
+        first = like[0] if like else part
+        alike = first.kind == part.kind == "text" and first.quoted == part.quoted
+        if like and not (alike and part.line == ends):
             yield _one(like)
             like = []
         like.append(part)
         ends = part.line + part.text.count("\n")
     if like:
         yield _one(like)
-
-
-def _alike(one: WordPart, other: WordPart) -> bool:
-    return one.kind == other.kind == "text" and one.quoted == other.quoted
 
 
 def _one(parts: list[WordPart]) -> WordPart:

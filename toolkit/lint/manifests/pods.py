@@ -233,8 +233,8 @@ def _number(view: View) -> int | None:
 
 
 def _sum(counts: list[int | None]) -> int | None:
-    given = [count for count in counts if count is not None]
-    return sum(given) if len(given) == len(counts) else None
+    numbers = [count for count in counts if count is not None]
+    return sum(numbers) if len(numbers) == len(counts) else None
 
 
 # ---- What a container starts: torchrun and its options, and the shell around it
@@ -250,7 +250,7 @@ class Launch:
     """A torchrun that a container starts."""
 
     container: Container
-    given: Mapping[str, str]
+    options: Mapping[str, str]
     """Its options by their long names; unknown parts are empty."""
 
     shell: str
@@ -271,9 +271,9 @@ class Launch:
         return self.container.pods
 
     def option(self, name: str) -> str | None:
-        """Return an option, given on the command line or as `PET_…`; None where it is not."""
-        if name in self.given:
-            return self.given[name]
+        """Return an option, from the command line or as `PET_…`; None where it is not."""
+        if name in self.options:
+            return self.options[name]
         variable = f"PET_{name.upper().replace('-', '_')}"
         if variable in self.container.env:
             return self.container.env[variable].text("value")
@@ -300,7 +300,7 @@ def _launch(container: Container) -> Launch | None:
     torchrun = started.torchruns[0]
     return Launch(
         container=container,
-        given={name: option.text for name, option in torchrun.options.items()},
+        options={name: option.text for name, option in torchrun.options.items()},
         shell=shell,
         script=script,
         passes=not shell or _passes(shell, script, outer, None if inner else torchrun),

@@ -196,7 +196,7 @@ class _Walker:
 
     @contextmanager
     def own_options(self) -> Iterator[None]:
-        """Keep `set -e` and `set -o pipefail` of what is inside from what follows."""
+        """Keep `set -e` and `set -o pipefail` inside from the commands that follow."""
         state = self.errexit, self.pipefail
         yield
         self.errexit, self.pipefail = state

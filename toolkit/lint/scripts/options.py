@@ -72,8 +72,8 @@ class Grammar:
         name = written.replace("_", "-") if self.underscores else written
         if name in self.names:
             return name
-        begun = [option for option in self.names if option.startswith(name)]
-        return begun[0] if len(begun) == 1 and name else name
+        candidates = [option for option in self.names if option.startswith(name)]
+        return candidates[0] if len(candidates) == 1 and name else name
 
 
 def names(words: str) -> frozenset[str]:
@@ -245,28 +245,28 @@ def read_directives(text: str, hidden: range | None = None) -> Iterator[Directiv
 
 def _words(row: str) -> Iterator[str]:
     """Split as sbatch does: with quotes, and backslashes in both kinds; `$` is a character."""
-    word, begun, quote, escaped = list[str](), False, "", False
+    word, in_word, quote, escaped = list[str](), False, "", False
     for char in row:
         if escaped:
             word.append(char)
             escaped = False
         elif char == "\\":
-            begun = escaped = True
+            in_word = escaped = True
         elif quote:
             if char == quote:
                 quote = ""
             else:
                 word.append(char)
         elif char in "\"'":
-            begun, quote = True, char
+            in_word, quote = True, char
         elif char.isspace():
-            if begun:
+            if in_word:
                 yield "".join(word)
-            word, begun = [], False
-        elif char == "#" and not begun:
+            word, in_word = [], False
+        elif char == "#" and not in_word:
             return
         else:
             word.append(char)
-            begun = True
-    if begun:
+            in_word = True
+    if in_word:
         yield "".join(word)

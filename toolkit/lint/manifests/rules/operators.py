@@ -47,11 +47,11 @@ def _roles(stream: Stream) -> Iterator[Violation[View]]:
 def _containers(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         runtime = pods.kind.endswith("Runtime") and pods.role == "node"
-        wanted = "pytorch" if pods.kind == "PyTorchJob" else "node" if runtime else ""
+        required = "pytorch" if pods.kind == "PyTorchJob" else "node" if runtime else ""
         names = [one.name for one in pods.containers]
-        if wanted and names and wanted not in names:
+        if required and names and required not in names:
             at = pods.containers[0].view.at("name")
-            yield Violation(at, f"no container is called {wanted!r}; found {', '.join(names)}")
+            yield Violation(at, f"no container is called {required!r}; found {', '.join(names)}")
 
 
 @MANIFESTS.rule(

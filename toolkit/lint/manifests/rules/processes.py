@@ -49,8 +49,8 @@ def _grace(stream: Stream) -> Iterator[Violation[View]]:
             continue
         grace = launch.pods.spec.at("terminationGracePeriodSeconds")
         limit = grace.whole() if grace else _GRACE_S
-        given = launch.option("shutdown-timeout")
-        timeout = SHUTDOWN_TIMEOUT_S if given is None else seconds(given)
+        option = launch.option("shutdown-timeout")
+        timeout = SHUTDOWN_TIMEOUT_S if option is None else seconds(option)
         if limit is not None and timeout is not None and limit <= timeout:
             default = "" if grace else ", which is the default,"
             what = f"{limit} s of grace{default} and {timeout} s that torchrun gives its workers"

@@ -98,8 +98,8 @@ def _ids(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.of("PyTorchJob"):
         policy = manifest.view.at("spec", "elasticPolicy")
         own = [launch for launch in launches(stream) if launch.pods.owner is manifest]
-        given = any(launch.option("rdzv-id") is not None for launch in own)
-        if policy and not policy.at("rdzvId") and not given:
+        has_id = any(launch.option("rdzv-id") is not None for launch in own)
+        if policy and not policy.at("rdzvId") and not has_id:
             yield Violation(policy, "this elastic job has no rdzvId")
 
 
@@ -208,8 +208,8 @@ def _selectors(stream: Stream) -> Iterator[Violation[View]]:
         service = manifest.kind == "Service"
         path = ("selector",) if service else ("podSelector", "matchLabels")
         selector = manifest.view.at("spec", *path)
-        wanted = selector.labels()
+        labels = selector.labels()
         near = [p for p in pods if manifest.namespace in ("", p.owner.namespace)]
-        if wanted and not any(wanted.items() <= one.labels.items() for one in near):
-            what = ", ".join(f"{key}={value}" for key, value in wanted.items())
+        if labels and not any(labels.items() <= one.labels.items() for one in near):
+            what = ", ".join(f"{key}={value}" for key, value in labels.items())
             yield Violation(selector, f"no pod here has the labels {what}")

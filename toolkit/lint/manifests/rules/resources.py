@@ -15,7 +15,7 @@ _SMALLEST = 2**20  # nothing that trains fits into a mebibyte
 _OWN = ("cpu", "memory", "ephemeral-storage", "storage")
 
 
-def _asked(container: Container) -> Iterator[tuple[str, str, View, Fraction]]:
+def _amounts(container: Container) -> Iterator[tuple[str, str, View, Fraction]]:
     """Yield place, resource and amount of a container's requests."""
     for where in ("requests", "limits"):
         for name, entry in container.resources.at(where).entries():
@@ -33,7 +33,7 @@ def _units(stream: Stream) -> Iterator[Violation[View]]:
     sizes = [
         (name, entry)
         for container in containers_of(stream)
-        for _, name, entry, _ in _asked(container)
+        for _, name, entry, _ in _amounts(container)
         if name in _MEMORY
     ]
     for pods in pods_of(stream):
@@ -53,7 +53,7 @@ def _units(stream: Stream) -> Iterator[Violation[View]]:
 )
 def _requests(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
-        for where, name, entry, value in _asked(container):
+        for where, name, entry, value in _amounts(container):
             limit = container.resources.at("limits", name).value
             most = amount(limit)
             if where == "requests" and name in _OWN and most is not None and value > most:
@@ -69,7 +69,7 @@ def _requests(stream: Stream) -> Iterator[Violation[View]]:
 )
 def _devices(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
-        for where, name, entry, value in _asked(container):
+        for where, name, entry, value in _amounts(container):
             if where != "requests" or not _is_device(name):
                 continue
             limit = container.resources.at("limits", name)
@@ -87,7 +87,7 @@ def _devices(stream: Stream) -> Iterator[Violation[View]]:
 def _fractions(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
         seen: set[str] = set()
-        for _, name, entry, value in _asked(container):
+        for _, name, entry, value in _amounts(container):
             if _is_device(name) and value.denominator != 1 and name not in seen:
                 seen.add(name)
                 yield Violation(entry, f"{name}: {entry.value} is no whole number")
@@ -123,8 +123,8 @@ def _missing(stream: Stream) -> Iterator[Violation[View]]:
             continue
         spec = container.pods.owner.view.at("spec")
         number = launch.option("nproc-per-node") or spec.text("nprocPerNode")
-        asked = _asked(container)
-        gpus = [count for _, name, _, count in asked if _is_device(name) and "gpu" in name]
+        amounts = _amounts(container)
+        gpus = [count for _, name, _, count in amounts if _is_device(name) and "gpu" in name]
         workers = whole_number(number)
         if (workers if workers is not None else max(gpus, default=0)) > 1:
             what = f"container {container.name!r} has several workers and 64 MiB of /dev/shm"

@@ -200,7 +200,7 @@ class _Checker:
             yield from self.combined(view, schema)
 
     def fields(self, view: View, schema: _Schema, *, own: Sequence[str] = ()) -> _Mismatches:
-        """Yield what is wrong in a mapping; the server itself knows the fields `own`."""
+        """Yield the mismatches of a mapping; the server itself knows the fields `own`."""
         fields: Mapping[str, _Schema] = schema.get("properties", {})
         others = schema.get("additionalProperties")
         free = schema.get("x-kubernetes-preserve-unknown-fields") or others is True

@@ -45,22 +45,22 @@ def _levels(stream: Stream) -> Iterator[Violation[View]]:
         if level not in _LEVELS or not pods.spec:
             continue
         containers = pods.all_containers
-        who = f"Pod Security {level!r} refuses"
+        refuser = f"Pod Security {level!r} refuses"
         if stream.known_level_of(pods.owner) is None:
-            who = f"a namespace with Pod Security {level!r} refuses"
-        yield from _against(who, _loose(pods, containers))
+            refuser = f"a namespace with Pod Security {level!r} refuses"
+        yield from _against(refuser, _loose(pods, containers))
         if level == "restricted":
-            yield from _against(who, _against_restricted(pods, containers))
+            yield from _against(refuser, _against_restricted(pods, containers))
             lacks = _lacking(pods, containers)
             if lacks and pods.kind != "TrainJob":
                 # A patch adds to a runtime, which may say the rest.
-                what = f"{who} pods without {', without '.join(lacks)}"
+                what = f"{refuser} pods without {', without '.join(lacks)}"
                 yield Violation(pods.spec, what, fix="write it")
 
 
-def _against(who: str, violations: Iterator[tuple[View, str]]) -> Iterator[Violation[View]]:
+def _against(refuser: str, violations: Iterator[tuple[View, str]]) -> Iterator[Violation[View]]:
     for at, what in violations:
-        yield Violation(at, f"{who} {what}", fix="leave it out")
+        yield Violation(at, f"{refuser} {what}", fix="leave it out")
 
 
 def _loose(pods: Pods, containers: tuple[Container, ...]) -> Iterator[tuple[View, str]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from toolkit.lint.manifests.pods import WORKLOADS, Pods, pods_of
+from toolkit.lint.manifests.pods import WORKLOADS, pods_of
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 
@@ -12,6 +12,7 @@ _JOBS = ("node", "dataset-initializer", "model-initializer", "launcher")
 """Jobs of the runtimes that Trainer brings, each with a container of the same name."""
 
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+_GROUP_NOTES = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")
 _QUEUE = ("kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class")
 _QUEUED = (
     *WORKLOADS,
@@ -54,15 +55,15 @@ def _targets(stream: Stream) -> Iterator[Violation[View]]:
         ref = pods.owner.view.at("spec", "runtimeRef")
         kind = ref.text("kind", default="ClusterTrainingRuntime")
         runtime = _runtimes(stream).get((kind, ref.text("name")))
-        there = [one for one in pods_of(stream) if one.owner is runtime]
-        jobs = [one.role for one in there] or list(_JOBS)
-        names = [c.name for one in there if one.role == pods.role for c in one.containers]
+        runtime_pods = [one for one in pods_of(stream) if one.owner is runtime]
+        jobs = [one.role for one in runtime_pods] or list(_JOBS)
+        names = [c.name for one in runtime_pods if one.role == pods.role for c in one.containers]
         name = pods.owner.view.at(*pods.job.path[:-2]).at("name")
         if pods.role not in jobs:
             yield Violation(name, f"no job {pods.role!r}; the runtime has {', '.join(jobs)}")
             continue
         for container in pods.containers:
-            if there and container.name not in names:
+            if runtime_pods and container.name not in names:
                 what = f"no container {container.name!r}; the runtime has {', '.join(names)}"
                 yield Violation(container.view.at("name"), what)
 
@@ -151,15 +152,13 @@ def _misplaced(stream: Stream) -> Iterator[Violation[View]]:
 def _groups(stream: Stream) -> Iterator[Violation[View]]:
     for group in stream.of("PodGroup"):
         least = group.view.at("spec", "minMember")
-        counts = [pods.count for pods in pods_of(stream) if group.name in _groups_of(pods)]
-        given = [count for count in counts if count is not None]
-        total = sum(given)
-        if given and len(given) == len(counts) and (least.whole() or 0) > total:
+        counts = []
+        for pods in pods_of(stream):
+            labels = pods.template.labels("metadata", "labels")
+            notes = pods.template.labels("metadata", "annotations")
+            names = [labels.get("scheduling.x-k8s.io/pod-group"), *map(notes.get, _GROUP_NOTES)]
+            counts += [pods.count] if group.name in names else []
+        sizes = [count for count in counts if count is not None]
+        total = sum(sizes)
+        if sizes and len(sizes) == len(counts) and (least.whole() or 0) > total:
             yield Violation(least, f"minMember: {least.value}, and {total} pods belong to it")
-
-
-def _groups_of(pods: Pods) -> list[str | None]:
-    labels = pods.template.labels("metadata", "labels")
-    notes = pods.template.labels("metadata", "annotations")
-    names = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")
-    return [labels.get("scheduling.x-k8s.io/pod-group"), *map(notes.get, names)]

@@ -57,8 +57,8 @@ def _tags(stream: Stream) -> Iterator[Violation[View]]:
         name, digest, _ = image.text().partition("@")
         tag = name.rpartition("/")[2].partition(":")[2]
         local = name.startswith("localhost/")  # loaded into the nodes: there is nothing to pull
-        kept = container.view.text("imagePullPolicy") == "IfNotPresent"
-        if name and kept and not digest and not local and tag in ("", "latest"):
+        cached = container.view.text("imagePullPolicy") == "IfNotPresent"
+        if name and cached and not digest and not local and tag in ("", "latest"):
             yield Violation(
                 image,
                 f"{image.text()!r} has {'the tag latest' if tag else 'no tag'}, and nodes "
@@ -176,7 +176,11 @@ def _sizes(stream: Stream) -> Iterator[Violation[View]]:
         data, binary = config.view.labels("data"), config.view.labels("binaryData")
         size = sum(len(key) + len(value.encode()) for key, value in data.items())
         written = size + sum(len(key) + len(value) for key, value in binary.items())
-        size += sum(len(key) + _decoded(value) for key, value in binary.items())
+        for key, value in binary.items():
+            try:
+                size += len(key) + len(base64.b64decode(value))
+            except binascii.Error:
+                size += len(key) + len(value)
         at = config.view.at("data" if data else "binaryData")
         if size > _MOST_BYTES:
             yield Violation(at, f"{size} bytes; a ConfigMap holds {_MOST_BYTES}")
@@ -186,10 +190,3 @@ def _sizes(stream: Stream) -> Iterator[Violation[View]]:
                 f"{written} bytes; `kubectl apply` takes {_MOST_APPLIED}",
                 fix="use kubectl create, or kubectl apply --server-side",
             )
-
-
-def _decoded(value: str) -> int:
-    try:
-        return len(base64.b64decode(value))
-    except binascii.Error:
-        return len(value)

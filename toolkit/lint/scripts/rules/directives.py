@@ -136,8 +136,8 @@ def _time(script: BatchScript) -> Iterator[Violation[int]]:
 def _open_mode(script: BatchScript) -> Iterator[Violation[int]]:
     if "open-mode" in script.options:
         return
-    if (asked := script.options.get("requeue")) is not None:
-        yield Violation(asked.line, "--requeue without --open-mode: a new start empties the log")
+    if (requeue := script.options.get("requeue")) is not None:
+        yield Violation(requeue.line, "--requeue without --open-mode: a new start empties the log")
         return
     for call in script.walk.calls:
         if call.name == "scontrol" and call.words[1:2] == ["requeue"]:
@@ -153,10 +153,10 @@ def _open_mode(script: BatchScript) -> Iterator[Violation[int]]:
     fix="use --gres=gpu:TYPE:N or --gpus-per-node=TYPE:N",
 )
 def _typed(script: BatchScript) -> Iterator[Violation[int]]:
-    asked = script.options.get("gpus-per-task")
-    if asked is not None and ":" in asked.text:
-        what = f"--gpus-per-task={asked.text} names a type of GPU, and Slurm 22.05 then hides none"
-        yield Violation(asked.line, what)
+    option = script.options.get("gpus-per-task")
+    if option is not None and ":" in option.text:
+        what = f"--gpus-per-task={option.text} names a type of GPU, and Slurm 22.05 then hides none"
+        yield Violation(option.line, what)
 
 
 @SCRIPTS.rule(
@@ -194,8 +194,8 @@ def _exports(script: BatchScript) -> list[Option]:
     fix="write srun --export=ALL",
 )
 def _none(script: BatchScript) -> Iterator[Violation[int]]:
-    asked = script.options.get("export")
-    none = asked is not None and asked.text.upper() == "NONE"
+    export = script.options.get("export")
+    none = export is not None and export.text.upper() == "NONE"
     undone = script.exports("SLURM_EXPORT_ENV") or any(
         call.name == "unset" and "SLURM_EXPORT_ENV" in call.words for call in script.walk.calls
     )

@@ -42,7 +42,7 @@ def _masked(script: BatchScript) -> Iterator[Violation[int]]:
             work[id(run.call.node)] = run.call
     batch = ((key, call) for key, call in work.items() if call.level == "batch")
     work = dict(islice(batch, _MOST_WORK))
-    yield from _Flow(script, work).faults(script.commands, ends=True)
+    yield from _Flow(script, work).violations(script.commands, ends=True)
 
 
 class _Flow:
@@ -50,7 +50,7 @@ class _Flow:
         self.script = script
         self.work = work
 
-    def faults(self, commands: CommandList, *, ends: bool) -> Iterator[Violation[int]]:
+    def violations(self, commands: CommandList, *, ends: bool) -> Iterator[Violation[int]]:
         """Yield where the status of a training is lost.
 
         Args:
@@ -63,13 +63,13 @@ class _Flow:
                 for call in (self.work[id(n)] for n in pipeline.nodes if id(n) in self.work):
                     if item.background:
                         yield from self._waited_for(call, after)
-                    elif fault := self._lost(call, item, place, after, ends=ends):
-                        yield fault
+                    elif violation := self._lost(call, item, place, after, ends=ends):
+                        yield violation
                 for node in pipeline.nodes:
                     if isinstance(node, Compound) and not item.background:
-                        kept = self._kept(item, place, after, ends=ends)
+                        counts = self._kept(item, place, after, ends=ends)
                         for inner in node.bodies:
-                            yield from self.faults(inner, ends=kept)
+                            yield from self.violations(inner, ends=counts)
 
     def _lost(
         self, call: Call, item: AndOr, place: int, after: CommandList, *, ends: bool
@@ -120,8 +120,8 @@ class _Flow:
         if isinstance(first, Compound):
             conditions = [node for c in first.conditions for node in _nodes(c)]
             words = [w for n in conditions if isinstance(n, SimpleCommand) for w in n.words]
-            asked = " ".join(word.shown for word in (*words, *first.words))
-            return _ASKS.search(asked) is not None and word in asked
+            condition = " ".join(word.shown for word in (*words, *first.words))
+            return _ASKS.search(condition) is not None and word in condition
         return False
 
     def _used_later(self, command: SimpleCommand) -> bool:
@@ -155,7 +155,7 @@ class _Flow:
             )
             return
         work = {id(wait.node): wait for wait in waits if len(wait.arguments) > 1}
-        lost = list(_Flow(self.script, work).faults(after, ends=True))
+        lost = list(_Flow(self.script, work).violations(after, ends=True))
         if work and len(lost) >= len(work):
             yield lost[0]
 

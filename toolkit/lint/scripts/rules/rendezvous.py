@@ -20,7 +20,7 @@ _RANKS = ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_PROCID")
 _PORTS = ("MASTER_PORT", "PET_MASTER_PORT")
 
 
-def _given(script: BatchScript, run: Torchrun, *names: str) -> Option | None:
+def _option(script: BatchScript, run: Torchrun, *names: str) -> Option | None:
     """Return the first of these options that the command line, or a `PET_…`, gives torchrun."""
     for name in names:
         if name in run.options:
@@ -31,7 +31,7 @@ def _given(script: BatchScript, run: Torchrun, *names: str) -> Option | None:
 
 
 def _backend(script: BatchScript, run: Torchrun) -> str:
-    backend = _given(script, run, "rdzv-backend")
+    backend = _option(script, run, "rdzv-backend")
     return (backend.text if backend else "") or "static"
 
 
@@ -48,11 +48,11 @@ def _port(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
         if "standalone" in run.options:
             continue
-        if (given := _given(script, run, "master-port")) is not None:
-            values += [given.value] if given.value else []
+        if (option := _option(script, run, "master-port")) is not None:
+            values += [option.value] if option.value else []
             continue
-        endpoint = _given(script, run, "rdzv-endpoint")
-        if endpoint is None and _given(script, run, "master-addr") is None:
+        endpoint = _option(script, run, "rdzv-endpoint")
+        if endpoint is None and _option(script, run, "master-addr") is None:
             continue
         port = _port_of(endpoint.value) if endpoint and endpoint.value else ""
         if isinstance(port, Argument):
@@ -91,8 +91,8 @@ def _localhost(script: BatchScript) -> Iterator[Violation[int]]:
     lines: dict[int, str] = {}
     values: list[Argument] = []
     for run in script.walk.torchruns:
-        endpoint = _given(script, run, "rdzv-endpoint", "master-addr")
-        nnodes, alone = _given(script, run, "nnodes"), run.options.get("standalone")
+        endpoint = _option(script, run, "rdzv-endpoint", "master-addr")
+        nnodes, alone = _option(script, run, "nnodes"), run.options.get("standalone")
         lonely = alone or endpoint is None or (nnodes is not None and nnodes.text == "1")
         if not script.several(run) or (lonely and script.stranded(run)):
             continue  # torchrun-without-srun reports the latter
@@ -161,15 +161,15 @@ def _id(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
         if _backend(script, run) != "c10d" or "standalone" in run.options:
             continue
-        given = _given(script, run, "rdzv-id")
-        if given is None or given.value is None:
+        rdzv_id = _option(script, run, "rdzv-id")
+        if rdzv_id is None or rdzv_id.value is None:
             if script.several(run):
                 yield Violation(run.line, "c10d without --rdzv-id: every job has the same")
-        elif given.value.known:
-            what = f"the rendezvous id {given.text!r} is the same for every job"
-            yield Violation(given.value_line, what)
+        elif rdzv_id.value.known:
+            what = f"the rendezvous id {rdzv_id.text!r} is the same for every job"
+            yield Violation(rdzv_id.value_line, what)
         elif run.call.on_nodes:
-            for piece in given.value.pieces:
+            for piece in rdzv_id.value.pieces:
                 if not piece.outer and piece.name in _DIFFER:
                     what = f"the rendezvous id holds ${piece.name}, which differs on every node"
                     yield Violation(piece.line, what)
@@ -192,15 +192,15 @@ def _node_rank(script: BatchScript) -> Iterator[Violation[int]]:
             continue  # a script that is not read starts it, as ours does, and may number its node
         if _backend(script, run) != "static":
             continue
-        given = _given(script, run, "node-rank")
-        if given is None or given.value is None:
-            if _given(script, run, "rdzv-endpoint", "master-addr") is not None:
+        rank = _option(script, run, "node-rank")
+        if rank is None or rank.value is None:
+            if _option(script, run, "rdzv-endpoint", "master-addr") is not None:
                 yield Violation(run.line, "every node is node 0: --node-rank is missing")
-        elif given.number is not None:
-            what = f"--node-rank={given.text} is the same on every node"
-            yield Violation(given.value_line, what)
+        elif rank.number is not None:
+            what = f"--node-rank={rank.text} is the same on every node"
+            yield Violation(rank.value_line, what)
         else:
-            for piece in given.value.pieces:
+            for piece in rank.value.pieces:
                 if piece.name in _RANKS and (piece.outer or not run.call.on_nodes):
                     what = f"${piece.name} is expanded by the batch script, where it is 0: "
                     yield Violation(piece.line, f"{what}every node is node 0")
@@ -215,17 +215,17 @@ def _node_rank(script: BatchScript) -> Iterator[Violation[int]]:
 )
 def _nnodes(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
-        given = _given(script, run, "nnodes")
-        if given is None or "standalone" in run.options or script.stranded(run):
+        nnodes = _option(script, run, "nnodes")
+        if nnodes is None or "standalone" in run.options or script.stranded(run):
             continue
         own = run.step.options.get("nodes") if run.step else None
-        asked = own or script.options.get("nodes")
-        written = (asked.text if asked else "") or "1"
-        nodes, wanted = _range(written), _range(given.text)
-        if nodes and wanted and (wanted[0] > nodes[1] or wanted[1] < nodes[0]):
+        request = own or script.options.get("nodes")
+        written = (request.text if request else "") or "1"
+        job, torchrun = _range(written), _range(nnodes.text)
+        if job and torchrun and (torchrun[0] > job[1] or torchrun[1] < job[0]):
             where = "srun" if own else "#SBATCH"
-            what = f"--nnodes={given.text}, and {where} asks for {written}"
-            yield Violation(given.value_line, what)
+            what = f"--nnodes={nnodes.text}, and {where} asks for {written}"
+            yield Violation(nnodes.value_line, what)
 
 
 def _range(text: str) -> tuple[int, int] | None:
@@ -244,13 +244,13 @@ def _nproc(script: BatchScript) -> Iterator[Violation[int]]:
     if gpus is None or script.rendered:
         return
     for run in script.walk.torchruns:
-        given = _given(script, run, "nproc-per-node")
-        if given is None and gpus > 1:
+        workers = _option(script, run, "nproc-per-node")
+        if workers is None and gpus > 1:
             what = f"torchrun starts one worker per node, and {option} asks for {gpus} GPUs"
             yield Violation(run.line, what)
-        elif given and given.number is not None and given.number != gpus:
-            what = f"--nproc-per-node={given.number}, and {option} asks for {gpus} GPUs per node"
-            yield Violation(given.value_line, what)
+        elif workers and workers.number is not None and workers.number != gpus:
+            what = f"--nproc-per-node={workers.number}, and {option} asks for {gpus} GPUs per node"
+            yield Violation(workers.value_line, what)
 
 
 def _gpus_per_node(script: BatchScript) -> tuple[str, int | None]:

@@ -79,8 +79,8 @@ def _orphans(script: BatchScript) -> Iterator[Violation[int]]:
         return
     line, signal, _ = warning
     lists = [setting.value.text for setting in script.settings("PET_SIGNALS_TO_HANDLE")]
-    given = [run.options.get("signals-to-handle") for run in script.walk.torchruns]
-    lists += [option.text for option in given if option]
+    options = [run.options.get("signals-to-handle") for run in script.walk.torchruns]
+    lists += [option.text for option in options if option]
     handled = {_name(word) for words in lists for word in words.split(",")}
     if signal not in _TORCHRUNS | handled:
         yield Violation(
@@ -165,7 +165,7 @@ def _sigterm(script: BatchScript) -> Iterator[Violation[int]]:
         since = min((started[name] for name in trapped), default=call.order)
         between = script.walk.calls[since + 1 : call.order]
         if since < call.order and all(one.name in ("[", "[[", "test") for one in between):
-            continue  # a signal while srun was being started: there is no step to lose yet
+            continue  # a signal while srun was being started loses no step
         if trapped or direct or (jobs and steps):
             yield Violation(call.line, "this SIGTERM makes srun kill the step at once")
 

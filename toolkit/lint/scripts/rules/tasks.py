@@ -23,12 +23,12 @@ _ALL_NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     fix="add export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK above, or give srun --cpus-per-task",
 )
 def _cpus(script: BatchScript) -> Iterator[Violation[int]]:
-    asked = script.value("cpus-per-task")
-    if asked in (None, "1") or script.exports("SRUN_CPUS_PER_TASK"):
+    cpus = script.value("cpus-per-task")
+    if cpus in (None, "1") or script.exports("SRUN_CPUS_PER_TASK"):
         return
     for step in script.training:
         if not _NAMES_CPUS & step.options.keys():
-            what = f"srun does not inherit --cpus-per-task={asked} since Slurm 22.05; "
+            what = f"srun does not inherit --cpus-per-task={cpus} since Slurm 22.05; "
             yield Violation(step.line, f"{what}its tasks count one CPU each")
             return
 
@@ -43,19 +43,19 @@ def _cpus(script: BatchScript) -> Iterator[Violation[int]]:
 def _several(script: BatchScript) -> Iterator[Violation[int]]:
     for step in script.starts:
         own = step.options.get("ntasks-per-node")
-        given = own or script.options.get("ntasks-per-node")
+        option = own or script.options.get("ntasks-per-node")
         if own is None and _one_per_node(script, step):
             continue
-        if given is None:
+        if option is None:
             yield Violation(
                 step.line,
                 "nothing says that this srun starts one torchrun per node",
                 fix="give srun --ntasks-per-node=1",
             )
-        elif count(given.text) not in (None, 1):
+        elif count(option.text) not in (None, 1):
             yield Violation(
-                given.line,
-                f"--ntasks-per-node={given.text} starts {given.text} torchruns on each node",
+                option.line,
+                f"--ntasks-per-node={option.text} starts {option.text} torchruns on each node",
                 fix="write --ntasks-per-node=1; torchrun starts the workers (--nproc-per-node)",
             )
 
@@ -98,8 +98,8 @@ def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
     fix="leave --wait out, or give it 0 (for ever) or more than 300",
 )
 def _wait(script: BatchScript) -> Iterator[Violation[int]]:
-    given = [step.options["wait"] for step in script.starts if "wait" in step.options]
-    times = [("--wait", option.line, option.number) for option in given]
+    options = [step.options["wait"] for step in script.starts if "wait" in step.options]
+    times = [("--wait", option.line, option.number) for option in options]
     if script.starts:
         settings = script.settings("SLURM_WAIT")
         times += [(setting.name, setting.line, setting.value.number) for setting in settings]
@@ -140,11 +140,11 @@ def _in_the_way(script: BatchScript, one: SrunStep, other: SrunStep) -> bool:
     apart = {"overlap", "exact", "exclusive", "nodelist", "relative", "het-group", "exclude"}
     if apart & (one.options.keys() | other.options.keys()):
         return False
-    asked = [step.options.get("nodes") for step in (one, other)]
-    nodes = [option.number if option else script.nodes or 1 for option in asked]
-    known = [number for number in nodes if number is not None]
+    options = [step.options.get("nodes") for step in (one, other)]
+    nodes = [option.number if option else script.nodes or 1 for option in options]
+    numbers = [number for number in nodes if number is not None]
     same_function = one.call.function == other.call.function
-    return same_function and len(known) == 2 and sum(known) > (script.nodes or 1)
+    return same_function and len(numbers) == 2 and sum(numbers) > (script.nodes or 1)
 
 
 @SCRIPTS.rule(
