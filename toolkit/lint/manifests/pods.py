@@ -133,6 +133,11 @@ class Container:
         return self.view.text("name")
 
     @property
+    def security(self) -> View:
+        """Its securityContext."""
+        return self.view.at("securityContext")
+
+    @property
     def argv(self) -> list[str]:
         """What it starts: command and arguments."""
         return [*self.view.words("command"), *self.view.words("args")]

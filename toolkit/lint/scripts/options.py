@@ -1,7 +1,7 @@
 """How sbatch, srun and torchrun read their options, on command lines and in `#SBATCH` lines."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from toolkit.job.sbatch_options import ALLOWED, DECIDED, FLAGS, OPTIONAL
@@ -144,47 +144,36 @@ def read_options(
 ) -> tuple[dict[str, Option], tuple[Argument, ...]]:
     """Return the options at the beginning by their long names, and what follows them."""
     options: dict[str, Option] = {}
-    rest = list(arguments)
-    while rest:
-        argument = rest[0]
-        text = argument.text
-        if text == "--":
-            return options, tuple(rest[1:])
-        if not text.startswith("-") or text == "-":
+    at = 0
+    while at < len(arguments):
+        argument = arguments[at]
+        if not argument.text.startswith("-") or argument.text == "-":
             break
-        rest.pop(0)
-        for option, takes_next in _read_one(argument, grammar):
-            value = option.value
-            if takes_next and rest:
-                value = rest.pop(0)
-            options[option.name] = Option(name=option.name, value=value, line=option.line)
-    return options, tuple(rest)
+        at += 1
+        if argument.text == "--":
+            break
+        for name, value in _read_one(argument, grammar):
+            if value is None and name not in grammar.flags | grammar.optional:
+                value = arguments[at] if at < len(arguments) else None
+                at += 1
+            options[name] = Option(name=name, value=value, line=argument.line_at(0))
+    return options, tuple(arguments[at:])
 
 
-def _read_one(argument: Argument, grammar: Grammar) -> Iterable[tuple[Option, bool]]:
-    """Yield the options of one word, and whether the next word is its value."""
-    text, line = argument.text, argument.line_at(0)
+def _read_one(argument: Argument, grammar: Grammar) -> Iterator[tuple[str, Argument | None]]:
+    """Yield the options of one word by their long names, with the values that it holds."""
+    text = argument.text
     if text.startswith("--"):
         written, equals, _ = text[2:].partition("=")
-        name = grammar.full(written)
-        value = argument.cut(len(written) + 3) if equals else None
-        valued = name not in grammar.flags | grammar.optional
-        yield Option(name=name, value=value, line=line), valued and not equals
+        yield grammar.full(written), argument.cut(len(written) + 3) if equals else None
         return
-    at = 1
-    while at < len(text):
+    for at in range(1, len(text)):
         name = grammar.short.get(text[at], text[at])
-        at += 1
-        if name in grammar.flags:
-            yield Option(name=name, value=None, line=line), False
-            continue
-        start = at + (text[at : at + 1] == "=")
-        rest = argument.cut(start) if at < len(text) else None
-        yield (
-            Option(name=name, value=rest, line=line),
-            rest is None and name not in grammar.optional,
-        )
-        return
+        if name not in grammar.flags:
+            start = at + 1 + (text[at + 1 : at + 2] == "=")
+            yield name, argument.cut(start) if at + 1 < len(text) else None
+            return
+        yield name, None
 
 
 # ---- `#SBATCH` lines
