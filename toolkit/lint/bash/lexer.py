@@ -229,7 +229,7 @@ class WordReader:
 
     def _commands(self, start: int, opening: str, *, quoted: bool) -> WordPart:
         """Read the commands of a substitution up to its bracket."""
-        inner = self.commands(frozenset({")"}))
+        inner = self.commands(")")
         if not self.take(")"):
             self.fail(f"this {opening} is never closed", start)
         return self._substitution(start, inner, quoted=quoted)
@@ -353,7 +353,7 @@ class WordReader:
 
     # ---- Commands, which the reader of commands knows
 
-    def commands(self, ends: frozenset[str]) -> CommandList:
+    def commands(self, *ends: str) -> CommandList:
         """Read commands up to one of `ends`."""
         raise NotImplementedError
 

@@ -63,7 +63,7 @@ def read_commands(spans: Sequence[SourceText], source: str) -> CommandList:
 
 def _whole(reader: "_Reader") -> CommandList:
     try:
-        return reader.commands(frozenset())
+        return reader.commands()
     except RecursionError:
         message = "nested too deeply to be read"
         raise InputError([Problem(place=reader.source, message=message)]) from None
@@ -72,7 +72,7 @@ def _whole(reader: "_Reader") -> CommandList:
 class _Reader(WordReader):
     """Recursive descent over bash's grammar (bash manual, SHELL GRAMMAR)."""
 
-    def commands(self, ends: frozenset[str]) -> CommandList:
+    def commands(self, *ends: str) -> CommandList:
         commands: list[AndOr] = []
         while True:
             self._separators()
@@ -85,7 +85,7 @@ class _Reader(WordReader):
             commands.append(self._and_or())
 
     def nested(self, spans: Sequence[SourceText]) -> CommandList:
-        return _Reader(spans, self.source).commands(frozenset())
+        return _Reader(spans, self.source).commands()
 
     def _separators(self) -> None:
         self.blanks()
@@ -164,18 +164,18 @@ class _Reader(WordReader):
         if self.arithmetic():
             return self._compound("arithmetic", line)
         if self.take("("):
-            body = self.commands(frozenset({")"}))
+            body = self.commands(")")
             self._expect(")", start)
             return self._compound("subshell", line, bodies=(body,))
         word = self._reserved("{", "if", "while", "until", "for", "select", "case", "function")
         if word == "{":
-            body = self.commands(frozenset({"}"}))
+            body = self.commands("}")
             self._expect("}", start)
             return self._compound("group", line, bodies=(body,))
         if word == "if":
             return self._if(start, line)
         if word in ("while", "until"):
-            condition = self.commands(frozenset({"do"}))
+            condition = self.commands("do")
             return self._loop(word, start, line, conditions=(condition,))
         if word in ("for", "select"):
             return self._for(start, line)
@@ -211,16 +211,16 @@ class _Reader(WordReader):
         )
 
     def _if(self, start: int, line: int) -> Compound:
-        conditions, bodies = [self.commands(frozenset({"then"}))], []
+        conditions, bodies = [self.commands("then")], []
         self._expect("then", start)
         while True:
-            bodies.append(self.commands(frozenset({"elif", "else", "fi"})))
+            bodies.append(self.commands("elif", "else", "fi"))
             if self._reserved("elif"):
-                conditions.append(self.commands(frozenset({"then"})))
+                conditions.append(self.commands("then"))
                 self._expect("then", start)
                 continue
             if self._reserved("else"):
-                bodies.append(self.commands(frozenset({"fi"})))
+                bodies.append(self.commands("fi"))
             self._expect("fi", start)
             return self._compound("if", line, conditions=tuple(conditions), bodies=tuple(bodies))
 
@@ -234,7 +234,7 @@ class _Reader(WordReader):
         words: tuple[Word, ...] = (),
     ) -> Compound:
         self._expect("do", start)
-        body = self.commands(frozenset({"done"}))
+        body = self.commands("done")
         self._expect("done", start)
         return self._compound(kind, line, conditions=conditions, bodies=(body,), words=words)
 
@@ -284,7 +284,7 @@ class _Reader(WordReader):
                     break
                 if not self.take("|") or self.at == before:
                     self.fail("this case has a pattern that cannot be read", start)
-            bodies.append(self.commands(frozenset({";;", ";&", ";;&", "esac"})))
+            bodies.append(self.commands(";;", ";&", ";;&", "esac"))
             if not any(self.take(end) for end in (";;&", ";;", ";&")):
                 self._expect("esac", start)
                 break
