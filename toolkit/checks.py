@@ -9,13 +9,21 @@ from typing import Any
 from toolkit.api import ask_site
 from toolkit.errors import InputError, PlanError, Problem, ProfileError
 from toolkit.job.spec import load, read_job
-from toolkit.lint.manifests.check import MANIFEST_RULES, allowed, check_manifests, faults, in_order
-from toolkit.lint.manifests.registry import Fault
-from toolkit.lint.manifests.schema import Schemas, read_schemas, schemas_of
-from toolkit.lint.manifests.source_map import key_of
-from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
-from toolkit.lint.scripts.check import SCRIPT_RULES, check_script
-from toolkit.lint.scripts.directives import is_batch_script
+from toolkit.lint.check import (
+    CLUSTER_RULES,
+    JOB_RULES,
+    MANIFEST_RULES,
+    SCRIPT_RULES,
+    SITE_RULES,
+    check_manifests,
+    check_script,
+    in_order,
+    manifest_violations,
+    not_allowed,
+)
+from toolkit.lint.manifests.rules.schema import Schemas, read_schemas, schemas_of
+from toolkit.lint.registry import Rule, Violation
+from toolkit.lint.scripts.options import is_batch_script
 from toolkit.lint.scripts.script import read_batch_script
 from toolkit.planning import plan
 from toolkit.planning.kubernetes import KubernetesPlan
@@ -23,8 +31,8 @@ from toolkit.profile import KubernetesProfile, Profile, as_profile
 from toolkit.rendering import render
 from toolkit.runs.run import new_run_name
 from toolkit.slurm.squeue import Command, run_command
-from toolkit.text.manifests import Manifest, is_manifest, read_manifests
-from toolkit.text.yaml_reader import Document, read_text
+from toolkit.text.manifests import Manifest, View, is_manifest, read_manifests
+from toolkit.text.yaml_reader import Document, KeyPath, read_text
 
 __all__ = ["Finding", "check", "finding", "is_manifests", "is_script"]
 
@@ -160,7 +168,7 @@ def _job_findings(
     *,
     schemas: Schemas | None,
 ) -> list[Finding]:
-    """Plan and render a job for each profile; check what is rendered for Kubernetes."""
+    """Plan and render a job for each profile; check the manifests that Kubernetes gets."""
     job, document = load(path, overrides), read_job(path, overrides)
     findings: list[Finding] = []
     for name in to:
@@ -185,29 +193,85 @@ def _shortened(made: KubernetesPlan) -> KubernetesPlan:
 def _rendered_problems(made: KubernetesPlan, schemas: Schemas | None) -> Iterator[Problem]:
     """Yield the problems of a rendered manifest, each with the key of the job that causes it."""
     unpatched: set[tuple[str, str]] | None = None
-    for rule, fault in _rendered_faults(made, schemas):
-        key, where = key_of(fault.at), "rendered"
+    for rule, violation in _rendered_violations(made, schemas):
+        key, where = _key_of(violation.at), "rendered"
         if made.patches:
             if unpatched is None:
                 options = made.job.kubernetes.model_copy(update={"patches": ()})
                 job = made.job.model_copy(update={"kubernetes": options})
                 profile = made.profile.model_copy(update={"patches": ()})
                 plain = _shortened(plan(job, profile, run_name=made.run_name))
-                unpatched = {(r.id, f.what) for r, f in _rendered_faults(plain, schemas)}
-            if (rule.id, fault.what) not in unpatched:
+                unpatched = {(r.id, v.what) for r, v in _rendered_violations(plain, schemas)}
+            if (rule.id, violation.what) not in unpatched:
                 key, where = ("kubernetes", "patches"), "patched"
         yield Problem(
             key=key,
-            message=f"{fault.what}; {fault.fix or rule.fix} (in the {fault.at.manifest.kind} "
-            f"{where} for {made.profile.name!r}: {fault.at.where})",
+            message=f"{violation.what}; {violation.fix or rule.fix} (in the "
+            f"{violation.at.manifest.kind} {where} for {made.profile.name!r}: "
+            f"{violation.at.where})",
             rule=rule.id,
         )
 
 
-def _rendered_faults(made: KubernetesPlan, schemas: Schemas | None) -> list[tuple[Rule, Fault]]:
+_QUEUE = ("kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class")
+_KEYS: dict[str, KeyPath] = {
+    "activeDeadlineSeconds": ("time_limit",),
+    "args": ("args",),
+    "backoffLimit": ("retries", "requeue"),
+    "backoffLimitPerIndex": ("retries", "requeue"),
+    "completions": ("resources", "nnodes"),
+    "hostPath": ("mounts",),
+    "image": ("image",),
+    "maxReplicas": ("resources", "nnodes"),
+    "maxRestarts": ("retries", "requeue"),
+    "minReplicas": ("resources", "nnodes"),
+    "name": ("name",),
+    "nfs": ("mounts",),
+    "nprocPerNode": ("resources", "nproc_per_node"),
+    "numNodes": ("resources", "nnodes"),
+    "numProcPerNode": ("resources", "nproc_per_node"),
+    "parallelism": ("resources", "nnodes"),
+    "priorityClassName": ("kubernetes", "priority_class"),
+    "replicas": ("resources", "nnodes"),
+    "sizeLimit": ("resources", "shm"),
+    "terminationGracePeriodSeconds": ("stop", "grace"),
+    "volumeMounts": ("mounts",),
+    "volumes": ("mounts",),
+}
+"""The last key of a place whose origin is known, and the key of the job."""
+
+_RESOURCES: dict[str, KeyPath] = {
+    "cpu": ("resources", "cpus_per_node"),
+    "memory": ("resources", "memory"),
+}
+
+
+def _key_of(at: View) -> KeyPath:
+    """Return the job's key behind a place of a rendered manifest; empty where it is none's.
+
+    It need not be there: then the job leaves it to the profile, or to what follows from others.
+    """
+    path = at.path
+    if "env" in path:
+        index = path.index("env")
+        name = at.manifest.view.at(*path[: index + 2]).text("name")
+        return ("env", name) if name else ("env",)
+    if path[-2:-1] in (("requests",), ("limits",)):
+        return _RESOURCES.get(str(path[-1]), ("resources", "gpus_per_node"))
+    if path[-1:] in ((_QUEUE[0],), (_QUEUE[1],)):
+        return ("kubernetes", "queue")
+    for key in reversed(path):
+        if isinstance(key, str) and key in _KEYS:
+            return _KEYS[key]
+    return ()
+
+
+def _rendered_violations(
+    made: KubernetesPlan, schemas: Schemas | None
+) -> list[tuple[Rule, Violation[View]]]:
     source = f"rendered for {made.profile.name}"
     stream = read_manifests(render(made), source, pod_security=made.profile.pod_security)
-    return list(faults(stream, schemas))
+    return list(manifest_violations(stream, schemas))
 
 
 # ---- Manifests
@@ -238,7 +302,7 @@ def _manifest_problems(
     level = site.pod_security if site else None
     problems = check_manifests(text, str(path), pod_security=level, schemas=schemas)
     if server:
-        problems += allowed(_server_problems(manifests, cluster, api_client), text)
+        problems += not_allowed(_server_problems(manifests, cluster, api_client), text)
     return in_order(problems)
 
 

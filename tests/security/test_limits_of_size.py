@@ -16,11 +16,10 @@ import pytest
 
 import toolkit
 from toolkit.errors import InputError, RenderError
-from toolkit.lint.bash.ast import Part, joined
+from toolkit.lint.bash.ast import WordPart, joined
 from toolkit.lint.bash.parser import read_script
-from toolkit.lint.manifests.check import check_manifests
-from toolkit.lint.scripts.check import check_script
-from toolkit.lint.scripts.directives import read_directives
+from toolkit.lint.check import check_manifests, check_script
+from toolkit.lint.scripts.options import read_directives
 from toolkit.lint.scripts.values import Values
 from toolkit.rendering import templates_dir
 from toolkit.text import manifests, yaml_reader
@@ -234,7 +233,7 @@ def test_the_lines_of_a_here_document_are_joined_at_once() -> None:
     body = script.commands[0].pipelines[0].nodes[0].redirections[0].body  # type: ignore[union-attr]
     assert [part.text for part in body] == ["a ", "x", "\nb\na ", "x", "\nb\na ", "x", "\nb\n"]
     Counted.copied = 0
-    parts = [Part(kind="text", text=Counted("a"), line=1) for _ in range(1000)]
+    parts = [WordPart(kind="text", text=Counted("a"), line=1) for _ in range(1000)]
     assert [part.text for part in joined(parts)] == ["a" * 1000]
     assert Counted.copied == 0
 

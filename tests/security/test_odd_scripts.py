@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.lint.scripts.check import check_script
+from toolkit.lint.check import check_script
 
 HEAD = "#!/bin/bash\n#SBATCH --time=1\nset -e\nsrun torchrun --nnodes=1 train.py &\n"
 

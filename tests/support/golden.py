@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import toolkit
+from tests.support import packaged_schemas
 from tests.support.reference import PAGES
 
 ROOT = Path(__file__).parents[2]
@@ -54,13 +55,14 @@ def rendered(job: str, profile: str, *changes: str) -> str:
 
 
 def main() -> None:
-    """Write every example and the JSON Schema again."""
+    """Write every example, the reference pages and the schemas again."""
     for path, example in EXAMPLES.items():
         (ROOT / path).write_text(rendered(*example))
     schema = json.dumps(toolkit.json_schema(), indent=2, ensure_ascii=False)
     for path, text in PAGES.items():
         (ROOT / path).write_text(text)
     (ROOT / "docs/reference/job.schema.json").write_text(schema + "\n")
+    packaged_schemas.PATH.write_text(packaged_schemas.text())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from kubernetes_validate.utils import all_versions, major_minor, schema_contents
 from referencing import Registry, Resource
 
-__all__ = ["VERSIONS", "faults_of"]
+__all__ = ["VERSIONS", "faults_of", "folder_of"]
 
 VERSIONS = tuple(f"1.{minor}" for minor in range(30, 38))
 """The versions that are served."""
@@ -29,7 +29,7 @@ def faults_of(document: Mapping[str, Any], version: str) -> list[str]:
 
 @functools.cache
 def _validator(name: str, version: str) -> Draft202012Validator:
-    folder = _folder(version)
+    folder = folder_of(version)
     schema = schema_contents(f"{folder}/{name}.json", version)
     return Draft202012Validator(
         schema, registry=Resource.from_contents(schema) @ _definitions(folder)
@@ -43,6 +43,7 @@ def _definitions(folder: str) -> "Registry[Any]":
     return (Resource.from_contents(known) @ registry).crawl()
 
 
-def _folder(version: str) -> str:
+def folder_of(version: str) -> str:
+    """Return where kubernetes-validate keeps the schemas of a version."""
     (exact,) = {known for known in all_versions() if major_minor(known) == version}
     return f"kubernetes-json-schema/v{exact}-local-strict"

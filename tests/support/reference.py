@@ -11,9 +11,14 @@ from pydantic_core import PydanticUndefined
 from toolkit import profile
 from toolkit.job import kubernetes_options, schema, spec, sweep
 from toolkit.job.types import FrozenModel
-from toolkit.lint.manifests.check import MANIFEST_RULES
-from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES, Rule
-from toolkit.lint.scripts.check import SCRIPT_RULES
+from toolkit.lint.check import (
+    CLUSTER_RULES,
+    JOB_RULES,
+    MANIFEST_RULES,
+    SCRIPT_RULES,
+    SITE_RULES,
+)
+from toolkit.lint.registry import Rule
 from toolkit.profile.kubernetes import Toleration, Topology
 from toolkit.text.quantities import format_duration
 from train.cli import flags

@@ -76,7 +76,8 @@ def test_the_wheel_holds_toolkit_and_its_templates_and_nothing_else(built: Path)
     package = {str(path.relative_to(ROOT)) for path in python_files("toolkit")}
     templates = {f"toolkit/{path.relative_to(ROOT)}" for path in (ROOT / "templates").rglob("*.*")}
     assert templates
-    assert names == package | templates | {"toolkit/py.typed"}
+    data = {"toolkit/lint/manifests/schemas.json", "toolkit/lint/rules.toml", "toolkit/py.typed"}
+    assert names == package | templates | data
 
 
 def test_the_sdist_holds_what_a_stranger_needs_to_go_on(built: Path) -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.conftest import ROOT
 from toolkit.errors import InputError
-from toolkit.lint.bash.ast import Command, Compound, Function, Node, Sequence
+from toolkit.lint.bash.ast import CommandList, Compound, FunctionDefinition, Node, SimpleCommand
 from toolkit.lint.bash.parser import read_script
 
 
-def commands(found: Sequence) -> Iterator[Command]:
+def commands(found: CommandList) -> Iterator[SimpleCommand]:
     """Yield the simple commands of a script, those in substitutions last."""
     for item in found:
         for pipeline in item.pipelines:
@@ -24,8 +24,8 @@ def commands(found: Sequence) -> Iterator[Command]:
                 yield from of_node(node)
 
 
-def of_node(node: Node) -> Iterator[Command]:
-    if isinstance(node, Function):
+def of_node(node: Node) -> Iterator[SimpleCommand]:
+    if isinstance(node, FunctionDefinition):
         yield from of_node(node.body)
     elif isinstance(node, Compound):
         for inner in (*node.conditions, *node.bodies):

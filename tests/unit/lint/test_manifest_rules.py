@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,13 +25,12 @@ from kubernetes import client
 
 import toolkit
 from tests.conftest import ROOT
+from tests.support import packaged_schemas
 from toolkit.checks import Finding, check
 from toolkit.cli import cli
 from toolkit.errors import InputError
-from toolkit.lint.manifests import fields
-from toolkit.lint.manifests.check import MANIFEST_RULES, check_manifests
-from toolkit.lint.manifests.schema import Schemas, read_schemas
-from toolkit.lint.rules import CLUSTER_RULES
+from toolkit.lint.check import CLUSTER_RULES, MANIFEST_RULES, check_manifests
+from toolkit.lint.manifests.rules.schema import Schemas, read_schemas
 from toolkit.text.manifests import is_manifest, read_manifests
 
 FOLDER = ROOT / "tests/data/manifests"
@@ -434,46 +434,56 @@ def test_a_level_of_pod_security_comes_from_the_profile(tmp_path: Path) -> None:
     assert {"pod-security", "host-path"} <= {one.rule for one in check(path)}
 
 
-def test_every_type_in_the_table_of_fields_is_there() -> None:
-    shapes = fields._shapes()
-    types = {field.type.strip("[]{}") for shape in shapes.values() for field in shape.values()}
-    named = {one for one in types if one[:1].isupper() and "|" not in one}
-    assert named <= shapes.keys()
-    assert {shape for _, shape in fields.KINDS.values()} <= shapes.keys()
+# ---- The schemas of the package
 
 
-MODELS = {
-    "Claim": "PersistentVolumeClaim",
-    "ClaimSpec": "PersistentVolumeClaimSpec",
-    "ConfigMap": "ConfigMap",
-    "ConfigMapVolume": "ConfigMapVolumeSource",
-    "Container": "Container",
-    "Csi": "CSIVolumeSource",
-    "EmptyDir": "EmptyDirVolumeSource",
-    "Env": "EnvVar",
-    "ExitCodes": "PodFailurePolicyOnExitCodesRequirement",
-    "JobSpec": "JobSpec",
-    "Meta": "ObjectMeta",
-    "Mount": "VolumeMount",
-    "PodFailure": "PodFailurePolicyRule",
-    "PodSecurity": "PodSecurityContext",
-    "PodSpec": "PodSpec",
-    "PodTerm": "PodAffinityTerm",
-    "PolicySpec": "NetworkPolicySpec",
-    "Port": "ContainerPort",
-    "Secret": "Secret",
-    "SecretVolume": "SecretVolumeSource",
-    "Security": "SecurityContext",
-    "ServicePort": "ServicePort",
-    "ServiceSpec": "ServiceSpec",
-    "Spread": "TopologySpreadConstraint",
-    "Toleration": "Toleration",
-    "ValueFrom": "EnvVarSource",
-    "Volume": "Volume",
-}
+def packaged() -> Any:
+    return json.loads(packaged_schemas.PATH.read_text())
 
 
-@pytest.mark.parametrize("shape", MODELS)
-def test_no_field_of_kubernetes_is_unknown(shape: str) -> None:
-    model = getattr(client, f"V1{MODELS[shape]}")
-    assert set(model.attribute_map.values()) <= (fields.fields_of(shape) or {}).keys()
+def test_the_packaged_schemas_are_those_of_their_sources() -> None:
+    assert packaged_schemas.PATH.read_text() == packaged_schemas.text()
+
+
+def test_every_definition_that_a_packaged_schema_refers_to_is_there() -> None:
+    names = set(packaged()["$defs"])
+    assert set(packaged()["kinds"].values()) <= names
+    references = re.findall(r'"\$ref": "#/\$defs/(\w+)"', packaged_schemas.PATH.read_text())
+    assert names == {*references, *packaged()["kinds"].values()}
+
+
+MODELS = (
+    "CSIVolumeSource",
+    "ConfigMap",
+    "ConfigMapVolumeSource",
+    "Container",
+    "ContainerPort",
+    "EmptyDirVolumeSource",
+    "EnvVar",
+    "EnvVarSource",
+    "JobSpec",
+    "NetworkPolicySpec",
+    "ObjectMeta",
+    "PersistentVolumeClaim",
+    "PersistentVolumeClaimSpec",
+    "PodAffinityTerm",
+    "PodFailurePolicyOnExitCodesRequirement",
+    "PodFailurePolicyRule",
+    "PodSecurityContext",
+    "PodSpec",
+    "Secret",
+    "SecretVolumeSource",
+    "SecurityContext",
+    "ServicePort",
+    "ServiceSpec",
+    "Toleration",
+    "TopologySpreadConstraint",
+    "Volume",
+    "VolumeMount",
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_field_of_kubernetes_is_unknown(name: str) -> None:
+    model = getattr(client, f"V1{name}")
+    assert set(model.attribute_map.values()) <= packaged()["$defs"][name]["properties"].keys()

@@ -14,9 +14,7 @@ import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster
 from tests.unit.slurm.test_site_check import CONFIG, PARTITIONS, Site
 from toolkit.checks import check
-from toolkit.lint.manifests.check import MANIFEST_RULES
-from toolkit.lint.rules import CLUSTER_RULES, JOB_RULES, SITE_RULES
-from toolkit.lint.scripts.check import SCRIPT_RULES
+from toolkit.lint.check import CLUSTER_RULES, JOB_RULES, MANIFEST_RULES, SCRIPT_RULES, SITE_RULES
 from toolkit.slurm import SlurmLauncher
 
 JOB = "name: probe\nmodule: train\nimage: r.io/t:1\n"

@@ -13,8 +13,8 @@ from tests.support.any_job import JOBS
 from tests.unit.lint.test_bash import PIECES
 from tests.unit.rendering.test_environment import HOSTILE, scripts
 from toolkit.errors import InputError
-from toolkit.lint.scripts.check import SCRIPT_RULES, check_script
-from toolkit.lint.scripts.directives import read_directives
+from toolkit.lint.check import SCRIPT_RULES, check_script
+from toolkit.lint.scripts.options import read_directives
 
 SCRIPTS = ROOT / "tests/data/scripts"
 

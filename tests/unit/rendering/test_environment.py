@@ -21,7 +21,7 @@ from tests.fakes import fake_slurm
 from tests.support.golden import EXAMPLES, ROOT, rendered
 from tests.support.reference import PAGES
 from toolkit.errors import RenderError
-from toolkit.lint.scripts.directives import read_directives
+from toolkit.lint.scripts.options import read_directives
 from toolkit.rendering import sbatch_quote, shell_quote
 
 HOSTILE = [

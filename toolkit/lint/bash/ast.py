@@ -7,21 +7,21 @@ from typing import Literal
 __all__ = [
     "AndOr",
     "Assignment",
-    "Command",
+    "CommandList",
     "Compound",
-    "Function",
+    "FunctionDefinition",
     "Node",
-    "Part",
     "Pipeline",
     "Redirection",
-    "Sequence",
-    "Span",
+    "SimpleCommand",
+    "SourceText",
     "Word",
+    "WordPart",
 ]
 
 
 @dataclass(frozen=True)
-class Span:
+class SourceText:
     """A piece of text and the line on which it begins."""
 
     text: str
@@ -29,7 +29,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class WordPart:
     """A piece of a word: literal text, or an expansion."""
 
     kind: Literal["text", "variable", "command", "computed"]
@@ -48,10 +48,10 @@ class Part:
     operator: str = ""
     """What follows a variable's name in its braces: `:-`, `%%`."""
 
-    argument: tuple["Part", ...] = ()
+    argument: tuple["WordPart", ...] = ()
     """What follows that."""
 
-    inner: "Sequence" = ()
+    inner: "CommandList" = ()
     """The commands of a substitution."""
 
     @property
@@ -70,7 +70,7 @@ class Part:
 class Word:
     """A word before expansion."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WordPart, ...]
     line: int
 
     @property
@@ -112,12 +112,12 @@ class Redirection:
 
     operator: str
     target: Word
-    body: tuple[Part, ...] = ()
+    body: tuple[WordPart, ...] = ()
     """The text of a here-document, expanded where bash would."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class SimpleCommand:
     """A simple command."""
 
     assignments: tuple[Assignment, ...]
@@ -136,10 +136,10 @@ class Compound:
     """`if`, `while`, `until`, `for`, `case`, `{ }`, `( )`."""
 
     kind: str
-    conditions: tuple["Sequence", ...]
+    conditions: tuple["CommandList", ...]
     """The commands whose exit status is tested."""
 
-    bodies: tuple["Sequence", ...]
+    bodies: tuple["CommandList", ...]
     words: tuple[Word, ...]
     """What a loop goes over, or what `case` looks at."""
 
@@ -150,15 +150,15 @@ class Compound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Function:
+class FunctionDefinition:
     """The definition of a function."""
 
     name: str
-    body: "Compound | Command"
+    body: "Compound | SimpleCommand"
     line: int
 
 
-Node = Command | Compound | Function
+Node = SimpleCommand | Compound | FunctionDefinition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,15 +181,17 @@ class AndOr:
     line: int
 
 
-Sequence = tuple[AndOr, ...]
+CommandList = tuple[AndOr, ...]
 
 
-def joined(parts: Iterable[Part]) -> Iterator[Part]:
+def joined(parts: Iterable[WordPart]) -> Iterator[WordPart]:
     """Join neighbours of literal text that stand on one line and are quoted alike."""
-    like: list[Part] = []
+    like: list[WordPart] = []
     ends = 0  # the line on which the last of them ends
     for part in parts:
-        if like and not (_alike(like[0], part) and part.line == ends):
+        first = like[0] if like else part
+        alike = first.kind == part.kind == "text" and first.quoted == part.quoted
+        if like and not (alike and part.line == ends):
             yield _one(like)
             like = []
         like.append(part)
@@ -198,10 +200,6 @@ def joined(parts: Iterable[Part]) -> Iterator[Part]:
         yield _one(like)
 
 
-def _alike(one: Part, other: Part) -> bool:
-    return one.kind == other.kind == "text" and one.quoted == other.quoted
-
-
-def _one(parts: list[Part]) -> Part:
+def _one(parts: list[WordPart]) -> WordPart:
     # At once: a here-document has two parts per line.
     return replace(parts[0], text="".join(p.text for p in parts)) if len(parts) > 1 else parts[0]

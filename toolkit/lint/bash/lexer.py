@@ -2,11 +2,11 @@
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from typing import NoReturn
 
 from toolkit.errors import InputError, Problem
-from toolkit.lint.bash.ast import Part, Sequence, Span, Word, joined
+from toolkit.lint.bash.ast import CommandList, SourceText, Word, WordPart, joined
 
 __all__ = ["WordReader"]
 
@@ -23,7 +23,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "e": "\x1b"}
 class WordReader:
     """A position in the text, with the functions that read from there."""
 
-    def __init__(self, spans: Several[Span], source: str) -> None:
+    def __init__(self, spans: Sequence[SourceText], source: str) -> None:
         """Prepare to read.
 
         Args:
@@ -33,7 +33,7 @@ class WordReader:
         self.text = "".join(span.text for span in spans)
         self.source = source
         self.at, self.limit = 0, len(self.text)
-        self.comments: list[Span] = []
+        self.comments: list[SourceText] = []
         self._lines = [span.line for span in spans] or [1]
         self._starts = [0]
         for span in spans[:-1]:
@@ -88,7 +88,7 @@ class WordReader:
             elif self.char() == "#":
                 end = self.text.find("\n", self.at, self.limit)
                 end = self.limit if end < 0 else end
-                self.comments.append(Span(self.text[self.at : end], self.line()))
+                self.comments.append(SourceText(self.text[self.at : end], self.line()))
                 self.at = end
             else:
                 return
@@ -104,10 +104,11 @@ class WordReader:
 
     def word(self) -> Word:
         """Read a word; it may be empty."""
-        line, parts = self.line(), list[Part]()
+        line, parts = self.line(), list[WordPart]()
         while not self.done:
             if self.char() in "<>" and self.char(1) == "(":
-                parts.append(self._process())
+                self.at += 2
+                parts.append(self._commands(self.at - 2, "(", quoted=False))
             elif self.char() in "?*+@!" and self.char(1) == "(":
                 start = self.at
                 self.at += 1
@@ -121,7 +122,7 @@ class WordReader:
 
     def test_word(self) -> Word:
         """Read a word inside `[[ ]]`, where only blanks part words."""
-        line, parts = self.line(), list[Part]()
+        line, parts = self.line(), list[WordPart]()
         while not self.done and self.char() not in " \t\n":
             if self.char() in _ENDS_WORD:
                 parts.append(self._text(self.char(), self.at))
@@ -130,7 +131,7 @@ class WordReader:
                 parts += self.parts()
         return Word(parts=tuple(joined(parts)), line=line)
 
-    def parts(self, *, double: bool = False, plain_quotes: bool = False) -> list[Part]:
+    def parts(self, *, double: bool = False, plain_quotes: bool = False) -> list[WordPart]:
         """Read the next part: plain characters, or a quoted or expanded piece.
 
         Args:
@@ -162,9 +163,9 @@ class WordReader:
         self.at = plain.end() if plain else start + 1
         return [self._text(self.text[start : self.at], start, quoted=double)]
 
-    def until(self, end: str, *, double: bool, plain_quotes: bool) -> tuple[Part, ...]:
+    def until(self, end: str, *, double: bool, plain_quotes: bool) -> tuple[WordPart, ...]:
         """Read parts up to `end`, which is stepped over."""
-        start, parts = self.at, list[Part]()
+        start, parts = self.at, list[WordPart]()
         while not self.take(end):
             if self.done:
                 self.fail(f"{end} is missing for what begins here", start)
@@ -174,35 +175,38 @@ class WordReader:
             parts += self.parts(double=double, plain_quotes=plain_quotes)
         return tuple(joined(parts))
 
-    def _double(self) -> list[Part]:
+    def _double(self) -> list[WordPart]:
         start = self.at
         self.at += 1
-        parts: list[Part] = [self._text("", start, quoted=True)]
-        while not self.take('"'):
-            if self.done:
-                self.fail("this double quote is never closed", start)
+        parts: list[WordPart] = [self._text("", start, quoted=True)]
+        while self._inside('"', "double quote", start):
             parts += self.parts(double=True)
         return parts
 
-    def _text(self, text: str, at: int, *, quoted: bool = False) -> Part:
-        return Part(kind="text", text=text, line=self.line(at), quoted=quoted)
+    def _inside(self, end: str, what: str, start: int) -> bool:
+        """Whether `end` is still to come; step over it where it is here."""
+        if self.take(end):
+            return False
+        if self.done:
+            self.fail(f"this {what} is never closed", start)
+        return True
 
-    def _computed(self, start: int, *, quoted: bool) -> Part:
+    def _text(self, text: str, at: int, *, quoted: bool = False) -> WordPart:
+        return WordPart(kind="text", text=text, line=self.line(at), quoted=quoted)
+
+    def _computed(self, start: int, *, quoted: bool) -> WordPart:
         source = self.text[start : self.at]
-        return Part(kind="computed", text=source, line=self.line(start), quoted=quoted)
+        return WordPart(kind="computed", text=source, line=self.line(start), quoted=quoted)
 
     # ---- Expansions
 
-    def _expansion(self, *, double: bool) -> list[Part] | None:
+    def _expansion(self, *, double: bool) -> list[WordPart] | None:
         """Read what `$` begins; None where it stands for itself."""
         start = self.at
         if self.sees("$((") and self._arithmetic_ends(start + 3):
             return [self._computed(start, quoted=double)]
         if self.take("$("):
-            inner = self.commands(frozenset({")"}))
-            if not self.take(")"):
-                self.fail("this $( is never closed", start)
-            return [self._substitution(start, inner, quoted=double)]
+            return [self._commands(start, "$(", quoted=double)]
         if self.take("${"):
             return [self._braces(start, double=double)]
         if not double and self.char(1) == "'":
@@ -215,15 +219,22 @@ class WordReader:
             self.at = name.end()
             text = "*[@]" if name[0] in "@*" else name[0]
             line = self.line(start)
-            return [Part(kind="variable", text=text, line=line, quoted=double)]
+            return [WordPart(kind="variable", text=text, line=line, quoted=double)]
         self.at = start
         return None
 
-    def _substitution(self, start: int, inner: Sequence, *, quoted: bool) -> Part:
+    def _substitution(self, start: int, inner: CommandList, *, quoted: bool) -> WordPart:
         source, line = self.text[start : self.at], self.line(start)
-        return Part(kind="command", text=source, line=line, quoted=quoted, inner=inner)
+        return WordPart(kind="command", text=source, line=line, quoted=quoted, inner=inner)
 
-    def _braces(self, start: int, *, double: bool) -> Part:
+    def _commands(self, start: int, opening: str, *, quoted: bool) -> WordPart:
+        """Read the commands of a substitution up to its bracket."""
+        inner = self.commands(")")
+        if not self.take(")"):
+            self.fail(f"this {opening} is never closed", start)
+        return self._substitution(start, inner, quoted=quoted)
+
+    def _braces(self, start: int, *, double: bool) -> WordPart:
         name = self.match(_NAME)
         special = name is None or (name[0] in "#!" and self.char(1) not in ("}", ":", "-"))
         if special or name is None:  # a length, an indirect one: known to a running shell only
@@ -240,7 +251,7 @@ class WordReader:
         self.at += len(operator)
         plain = double and operator in _DEFAULTS
         argument = self.until("}", double=double and operator in _DEFAULTS, plain_quotes=plain)
-        return Part(
+        return WordPart(
             kind="variable",
             text=text,
             line=self.line(start),
@@ -249,13 +260,11 @@ class WordReader:
             argument=argument,
         )
 
-    def _ansi(self) -> Part:
+    def _ansi(self) -> WordPart:
         start = self.at
         self.at += 2
         text = ""
-        while not self.take("'"):
-            if self.done:
-                self.fail("this single quote is never closed", start)
+        while self._inside("'", "single quote", start):
             if self.take("\\"):
                 text += _ESCAPES.get(self.char(), self.char())
             else:
@@ -263,27 +272,17 @@ class WordReader:
             self.at += 1
         return self._text(text, start, quoted=True)
 
-    def _backticks(self, *, quoted: bool) -> Part:
+    def _backticks(self, *, quoted: bool) -> WordPart:
         start = self.at
         self.at += 1
         text = ""
-        while not self.take("`"):
-            if self.done:
-                self.fail("this backtick is never closed", start)
+        while self._inside("`", "backtick", start):
             if self.char() == "\\" and self.char(1) in ("`", "\\", "$"):
                 self.at += 1
             text += self.char()
             self.at += 1
-        inner = self.nested([Span(text, self.line(start))])
+        inner = self.nested([SourceText(text, self.line(start))])
         return self._substitution(start, inner, quoted=quoted)
-
-    def _process(self) -> Part:
-        start = self.at
-        self.at += 2
-        inner = self.commands(frozenset({")"}))
-        if not self.take(")"):
-            self.fail("this ( is never closed", start)
-        return self._substitution(start, inner, quoted=False)
 
     def _arithmetic_ends(self, at: int) -> bool:
         """Step over `… ))`, if that is what closes it; else stay."""
@@ -321,7 +320,7 @@ class WordReader:
 
     # ---- Here-documents
 
-    def here_document(self, delimiter: Word, *, tabs: bool) -> tuple[Part, ...]:
+    def here_document(self, delimiter: Word, *, tabs: bool) -> tuple[WordPart, ...]:
         """Read the text below the line in which `delimiter` stands."""
         newline = self.at
         while (newline := self.text.find("\n", newline, self.limit)) >= 0:
@@ -346,7 +345,7 @@ class WordReader:
             return (self._text(self.text[start:at], start, quoted=True),)
         place, limit = self.at, self.limit
         self.at, self.limit = start, at
-        parts: list[Part] = []
+        parts: list[WordPart] = []
         while not self.done:
             parts += self.parts(double=True, plain_quotes=True)
         self.at, self.limit = place, limit
@@ -354,10 +353,10 @@ class WordReader:
 
     # ---- Commands, which the reader of commands knows
 
-    def commands(self, ends: frozenset[str]) -> Sequence:
+    def commands(self, *ends: str) -> CommandList:
         """Read commands up to one of `ends`."""
         raise NotImplementedError
 
-    def nested(self, spans: Several[Span]) -> Sequence:
+    def nested(self, spans: Sequence[SourceText]) -> CommandList:
         """Read commands that are a text of their own."""
         raise NotImplementedError

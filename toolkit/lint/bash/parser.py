@@ -1,23 +1,23 @@
 """From words to commands: lists, pipelines, compound commands, functions."""
 
 import re
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import InputError, Problem
 from toolkit.lint.bash.ast import (
     AndOr,
     Assignment,
-    Command,
+    CommandList,
     Compound,
-    Function,
+    FunctionDefinition,
     Node,
-    Part,
     Pipeline,
     Redirection,
-    Sequence,
-    Span,
+    SimpleCommand,
+    SourceText,
     Word,
+    WordPart,
 )
 from toolkit.lint.bash.lexer import WordReader
 
@@ -37,8 +37,8 @@ _LAST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}", ")",
 class ReadScript:
     """A script, read."""
 
-    commands: Sequence
-    comments: tuple[Span, ...]
+    commands: CommandList
+    comments: tuple[SourceText, ...]
 
 
 def read_script(text: str, source: str) -> ReadScript:
@@ -47,12 +47,12 @@ def read_script(text: str, source: str) -> ReadScript:
     Raises:
         InputError: bash would refuse it as well, or it is nested beyond reason.
     """
-    reader = _Reader([Span(text, 1)], source)
+    reader = _Reader([SourceText(text, 1)], source)
     commands = _whole(reader)
     return ReadScript(commands=commands, comments=tuple(reader.comments))
 
 
-def read_commands(spans: Several[Span], source: str) -> Sequence:
+def read_commands(spans: Sequence[SourceText], source: str) -> CommandList:
     """Read commands that stand inside a script, as those of `bash -c`.
 
     Raises:
@@ -61,9 +61,9 @@ def read_commands(spans: Several[Span], source: str) -> Sequence:
     return _whole(_Reader(spans, source))
 
 
-def _whole(reader: "_Reader") -> Sequence:
+def _whole(reader: "_Reader") -> CommandList:
     try:
-        return reader.commands(frozenset())
+        return reader.commands()
     except RecursionError:
         message = "nested too deeply to be read"
         raise InputError([Problem(place=reader.source, message=message)]) from None
@@ -72,7 +72,7 @@ def _whole(reader: "_Reader") -> Sequence:
 class _Reader(WordReader):
     """Recursive descent over bash's grammar (bash manual, SHELL GRAMMAR)."""
 
-    def commands(self, ends: frozenset[str]) -> Sequence:
+    def commands(self, *ends: str) -> CommandList:
         commands: list[AndOr] = []
         while True:
             self._separators()
@@ -84,14 +84,13 @@ class _Reader(WordReader):
                 self.fail(f"{end!r} closes nothing here")
             commands.append(self._and_or())
 
-    def nested(self, spans: Several[Span]) -> Sequence:
-        return _Reader(spans, self.source).commands(frozenset())
+    def nested(self, spans: Sequence[SourceText]) -> CommandList:
+        return _Reader(spans, self.source).commands()
 
     def _separators(self) -> None:
-        while True:
+        self.blanks()
+        while self.newline():
             self.blanks()
-            if not self.newline():
-                return
 
     def _ending(self) -> str | None:
         """Return the word or operator that ends a list here."""
@@ -165,18 +164,18 @@ class _Reader(WordReader):
         if self.arithmetic():
             return self._compound("arithmetic", line)
         if self.take("("):
-            body = self.commands(frozenset({")"}))
+            body = self.commands(")")
             self._expect(")", start)
             return self._compound("subshell", line, bodies=(body,))
         word = self._reserved("{", "if", "while", "until", "for", "select", "case", "function")
         if word == "{":
-            body = self.commands(frozenset({"}"}))
+            body = self.commands("}")
             self._expect("}", start)
             return self._compound("group", line, bodies=(body,))
         if word == "if":
             return self._if(start, line)
         if word in ("while", "until"):
-            condition = self.commands(frozenset({"do"}))
+            condition = self.commands("do")
             return self._loop(word, start, line, conditions=(condition,))
         if word in ("for", "select"):
             return self._for(start, line)
@@ -198,38 +197,32 @@ class _Reader(WordReader):
         kind: str,
         line: int,
         *,
-        conditions: tuple[Sequence, ...] = (),
-        bodies: tuple[Sequence, ...] = (),
+        conditions: tuple[CommandList, ...] = (),
+        bodies: tuple[CommandList, ...] = (),
         words: tuple[Word, ...] = (),
     ) -> Compound:
-        redirections = []
-        while (redirection := self._redirection()) is not None:
-            redirections.append(redirection)
         return Compound(
             kind=kind,
             conditions=conditions,
             bodies=bodies,
             words=words,
-            redirections=tuple(redirections),
+            redirections=tuple(iter(self._redirection, None)),
             line=line,
         )
 
     def _if(self, start: int, line: int) -> Compound:
-        conditions, bodies = [self.commands(frozenset({"then"}))], []
+        conditions, bodies = [self.commands("then")], []
         self._expect("then", start)
         while True:
-            bodies.append(self.commands(frozenset({"elif", "else", "fi"})))
+            bodies.append(self.commands("elif", "else", "fi"))
             if self._reserved("elif"):
-                conditions.append(self.commands(frozenset({"then"})))
+                conditions.append(self.commands("then"))
                 self._expect("then", start)
-            elif self._reserved("else"):
-                bodies.append(self.commands(frozenset({"fi"})))
-                self._expect("fi", start)
-                break
-            else:
-                self._expect("fi", start)
-                break
-        return self._compound("if", line, conditions=tuple(conditions), bodies=tuple(bodies))
+                continue
+            if self._reserved("else"):
+                bodies.append(self.commands("fi"))
+            self._expect("fi", start)
+            return self._compound("if", line, conditions=tuple(conditions), bodies=tuple(bodies))
 
     def _loop(
         self,
@@ -237,11 +230,11 @@ class _Reader(WordReader):
         start: int,
         line: int,
         *,
-        conditions: tuple[Sequence, ...] = (),
+        conditions: tuple[CommandList, ...] = (),
         words: tuple[Word, ...] = (),
     ) -> Compound:
         self._expect("do", start)
-        body = self.commands(frozenset({"done"}))
+        body = self.commands("done")
         self._expect("done", start)
         return self._compound(kind, line, conditions=conditions, bodies=(body,), words=words)
 
@@ -276,7 +269,7 @@ class _Reader(WordReader):
         self.blanks()
         subject = self.word()
         self._expect("in", start)
-        bodies: list[Sequence] = []
+        bodies: list[CommandList] = []
         while True:
             self._separators()
             if self._reserved("esac"):
@@ -291,20 +284,20 @@ class _Reader(WordReader):
                     break
                 if not self.take("|") or self.at == before:
                     self.fail("this case has a pattern that cannot be read", start)
-            bodies.append(self.commands(frozenset({";;", ";&", ";;&", "esac"})))
+            bodies.append(self.commands(";;", ";&", ";;&", "esac"))
             if not any(self.take(end) for end in (";;&", ";;", ";&")):
                 self._expect("esac", start)
                 break
         return self._compound("case", line, bodies=tuple(bodies), words=(subject,))
 
-    def _function(self, name: str, line: int) -> Function:
+    def _function(self, name: str, line: int) -> FunctionDefinition:
         self._separators()
         body = self._node()
-        if isinstance(body, Function):
+        if isinstance(body, FunctionDefinition):
             self.fail(f"the function {name!r} has no body")
-        return Function(name=name, body=body, line=line)
+        return FunctionDefinition(name=name, body=body, line=line)
 
-    def _test(self, line: int) -> Command:
+    def _test(self, line: int) -> SimpleCommand:
         start, words = self.at, list[Word]()
         while True:
             while self.char() in (" ", "\t", "\n") or self.sees("\\\n"):
@@ -315,8 +308,10 @@ class _Reader(WordReader):
                 self.at += 2
                 break
             words.append(self.test_word())
-        redirections = self._compound("test", line).redirections
-        return Command(assignments=(), words=tuple(words), redirections=redirections, line=line)
+        redirections = tuple(iter(self._redirection, None))
+        return SimpleCommand(
+            assignments=(), words=tuple(words), redirections=redirections, line=line
+        )
 
     def _simple(self, line: int) -> Node:
         assignments: list[Assignment] = []
@@ -344,7 +339,7 @@ class _Reader(WordReader):
                 words.append(self.word())
         if self.at == start:
             self.fail("a command is missing here")
-        return Command(
+        return SimpleCommand(
             assignments=tuple(assignments),
             words=tuple(words),
             redirections=tuple(redirections),
@@ -383,7 +378,7 @@ class _Reader(WordReader):
         target = self.word()
         if not target.parts:
             self.fail(f"nothing follows {operator}")
-        body: tuple[Part, ...] = ()
+        body: tuple[WordPart, ...] = ()
         if operator in ("<<", "<<-"):
             body = self.here_document(target, tabs=operator == "<<-")
         return Redirection(operator=operator, target=target, body=body)

@@ -1,12 +1,28 @@
-"""The pods that the objects of a stream make, each kind in its own way."""
+"""The pods that the objects of a stream make, and the torchruns that their containers start."""
 
 import functools
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from toolkit.errors import InputError
+from toolkit.lint.scripts.interpreter import Torchrun, Walk
+from toolkit.lint.scripts.script import read_batch_script
 from toolkit.text.manifests import Manifest, Stream, View
+from toolkit.text.quantities import parse_duration
 
-__all__ = ["WORKLOADS", "Container", "Pods", "containers_of", "pods_of"]
+__all__ = [
+    "SHUTDOWN_TIMEOUT_S",
+    "WORKLOADS",
+    "Container",
+    "Launch",
+    "Pods",
+    "containers_of",
+    "launches",
+    "pods_of",
+    "seconds",
+    "shell_of",
+]
 
 WORKLOADS = ("PyTorchJob", "TrainJob", "JobSet", "Job", "Pod")
 """The kinds that run something."""
@@ -20,7 +36,6 @@ _GROUPS = {
     "Job": "batch",
     "Pod": "",
 }
-_NAMES = {"PyTorchJob": "pytorch", "TrainJob": "node"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,7 +45,7 @@ class Pods:
     owner: Manifest
     """The object that makes them."""
 
-    role: str
+    role: str = ""
     """Master, Worker, or the name of the replicated job; empty where there is one template."""
 
     template: View
@@ -39,10 +54,10 @@ class Pods:
     job: View
     """The spec of the batch Job around them, or of the role; of a Pod the pod itself."""
 
-    count: int | None
+    count: int | None = None
     """How many there are; None if it is not in the manifest."""
 
-    together: int | None
+    together: int | None = None
     """How many the object has in all; None if it is unknown."""
 
     partly: bool = False
@@ -66,17 +81,17 @@ class Pods:
     @functools.cached_property
     def containers(self) -> tuple["Container", ...]:
         """Their containers; those that prepare them are left out."""
-        return tuple(
-            Container(pods=self, view=one, resources=one.at("resources"))
-            for one in self.spec.at("containers").items()
-        )
+        return self._containers("containers")
 
     @functools.cached_property
-    def prepares(self) -> tuple["Container", ...]:
-        """Their init containers."""
+    def all_containers(self) -> tuple["Container", ...]:
+        """Their containers and their init containers."""
+        return (*self.containers, *self._containers("initContainers"))
+
+    def _containers(self, key: str) -> tuple["Container", ...]:
         return tuple(
             Container(pods=self, view=one, resources=one.at("resources"))
-            for one in self.spec.at("initContainers").items()
+            for one in self.spec.at(key).items()
         )
 
     @functools.cached_property
@@ -103,10 +118,6 @@ class Pods:
             }
         return added | self.template.labels("metadata", "labels")
 
-    def known_container(self) -> str | None:
-        """Return the name by which the operator finds the training container, if it has one."""
-        return _NAMES.get(self.kind)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Container:
@@ -122,7 +133,12 @@ class Container:
         return self.view.text("name")
 
     @property
-    def words(self) -> list[str]:
+    def security(self) -> View:
+        """Its securityContext."""
+        return self.view.at("securityContext")
+
+    @property
+    def argv(self) -> list[str]:
         """What it starts: command and arguments."""
         return [*self.view.words("command"), *self.view.words("args")]
 
@@ -130,11 +146,6 @@ class Container:
     def env(self) -> dict[str, View]:
         """Its variables, by name: each an entry with `value` or `valueFrom`."""
         return {entry.text("name"): entry for entry in self.view.at("env").items()}
-
-    def variable(self, name: str) -> str | None:
-        """Return what a variable is set to; None if it is not in the manifest."""
-        entry = self.env.get(name)
-        return entry.text("value") if entry is not None and entry.at("value") else None
 
 
 @functools.lru_cache(maxsize=1)
@@ -148,12 +159,21 @@ def containers_of(stream: Stream) -> tuple[Container, ...]:
     """Return what runs in the pods of a stream: containers, and the trainers of TrainJobs."""
     containers = [container for pods in pods_of(stream) for container in pods.containers]
     for manifest in stream.of("TrainJob"):
-        trainer = manifest.view.at("spec", "trainer")
+        spec = manifest.view.at("spec")
+        trainer = spec.at("trainer")
         if manifest.group == _GROUPS["TrainJob"] and trainer:
-            pods = _pods_of_trainjob(manifest)
-            containers.append(
-                Container(pods=pods, view=trainer, resources=trainer.at("resourcesPerNode"))
+            nodes = trainer.whole("numNodes")
+            pods = Pods(  # its runtime defines the rest
+                owner=manifest,
+                role="node",
+                template=View(value=None, path=spec.path, manifest=manifest),
+                job=spec,
+                count=nodes,
+                together=nodes,
+                partly=True,
             )
+            resources = trainer.at("resourcesPerNode")
+            containers.append(Container(pods=pods, view=trainer, resources=resources))
     return tuple(containers)
 
 
@@ -164,95 +184,187 @@ def _pods(manifest: Manifest) -> Iterator[Pods]:
     match manifest.kind:
         case "Pod":
             view = manifest.view
-            yield Pods(owner=manifest, role="", template=view, job=view, count=1, together=1)
+            yield Pods(owner=manifest, template=view, job=view, count=1, together=1)
         case "Job":
-            count = _number(spec.at("parallelism"), default=1)
-            yield _of_job(manifest, spec, role="", count=count, together=count)
+            count = _number(spec.at("parallelism"))
+            template = spec.at("template")
+            yield Pods(owner=manifest, template=template, job=spec, count=count, together=count)
         case "PyTorchJob":
-            yield from _of_pytorchjob(manifest, spec.at("pytorchReplicaSpecs"))
+            roles = dict(spec.at("pytorchReplicaSpecs").entries())
+            counts = {role: _number(entry.at("replicas")) for role, entry in roles.items()}
+            for role, entry in roles.items():
+                yield Pods(
+                    owner=manifest,
+                    role=role,
+                    template=entry.at("template"),
+                    job=entry,
+                    count=counts[role],
+                    together=_sum([*counts.values()]),
+                )
         case "JobSet":
             yield from _of_jobset(manifest, spec)
         case "TrainingRuntime" | "ClusterTrainingRuntime":
             yield from _of_jobset(manifest, spec.at("template", "spec"), partly=True)
         case "TrainJob":
             for patch in spec.at("runtimePatches").items():
-                jobs = patch.at("trainingRuntimeSpec", "template", "spec", "replicatedJobs")
-                for job in jobs.items():
-                    inner = job.at("template", "spec")
-                    yield _of_job(manifest, inner, role=job.text("name"), partly=True)
-
-
-def _pods_of_trainjob(manifest: Manifest) -> Pods:
-    """Return the pods that a TrainJob itself describes; its runtime defines the rest."""
-    view = manifest.view.at("spec")
-    nodes = _number(view.at("trainer", "numNodes"), default=None)
-    return Pods(
-        owner=manifest,
-        role="node",
-        template=View(value=None, path=view.path, manifest=manifest),
-        job=view,
-        count=nodes,
-        together=nodes,
-        partly=True,
-    )
-
-
-def _of_pytorchjob(manifest: Manifest, roles: View) -> Iterator[Pods]:
-    counts = {role: _number(entry.at("replicas"), default=1) for role, entry in roles.entries()}
-    for role, entry in roles.entries():
-        yield Pods(
-            owner=manifest,
-            role=role,
-            template=entry.at("template"),
-            job=entry,
-            count=counts[role],
-            together=_sum(list(counts.values())),
-        )
+                jobset = patch.at("trainingRuntimeSpec", "template", "spec")
+                yield from _of_jobset(manifest, jobset, partly=True)
 
 
 def _of_jobset(manifest: Manifest, spec: View, *, partly: bool = False) -> Iterator[Pods]:
     jobs = list(spec.at("replicatedJobs").items())
     counts = []
     for job in jobs:
-        replicas = _number(job.at("replicas"), default=1)
-        each = _number(job.at("template", "spec", "parallelism"), default=1)
+        replicas, each = _number(job.at("replicas")), _number(job.at(*_JOB, "parallelism"))
         counts.append(None if replicas is None or each is None else replicas * each)
     for job, count in zip(jobs, counts, strict=True):
-        inner = job.at("template", "spec")
-        yield _of_job(
-            manifest,
-            inner,
+        inner = job.at(*_JOB)
+        yield Pods(
+            owner=manifest,
             role=job.text("name"),
+            template=inner.at("template"),
+            job=inner,
             count=None if partly else count,
             together=None if partly else _sum(counts),
             partly=partly,
         )
 
 
-def _of_job(
-    manifest: Manifest,
-    spec: View,
-    *,
-    role: str,
-    count: int | None = None,
-    together: int | None = None,
-    partly: bool = False,
-) -> Pods:
-    return Pods(
-        owner=manifest,
-        role=role,
-        template=spec.at("template"),
-        job=spec,
-        count=count,
-        together=together,
-        partly=partly,
-    )
+_JOB = ("template", "spec")
 
 
-def _number(view: View, *, default: int | None) -> int | None:
-    return view.whole() if view else default
+def _number(view: View) -> int | None:
+    return view.whole() if view else 1  # every default
 
 
 def _sum(counts: list[int | None]) -> int | None:
-    given = [count for count in counts if count is not None]
-    return sum(given) if len(given) == len(counts) else None
+    numbers = [count for count in counts if count is not None]
+    return sum(numbers) if len(numbers) == len(counts) else None
+
+
+# ---- What a container starts: torchrun and its options, and the shell around it
+
+SHUTDOWN_TIMEOUT_S = 30
+"""torchrun's default time for its workers to stop, in seconds (torch, elastic agent)."""
+
+_SHELLS = ("sh", "bash", "dash", "ash", "zsh", "ksh")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Launch:
+    """A torchrun that a container starts."""
+
+    container: Container
+    options: Mapping[str, str]
+    """Its options by their long names; unknown parts are empty."""
+
+    shell: str
+    """The shell that is the container's first process; empty where torchrun is."""
+
+    script: str
+    """What that shell runs."""
+
+    passes: bool
+    """Whether SIGTERM reaches torchrun."""
+
+    maps: bool
+    """Whether the shell decides about the exit status."""
+
+    @property
+    def pods(self) -> Pods:
+        """The pods that it runs in."""
+        return self.container.pods
+
+    def option(self, name: str) -> str | None:
+        """Return an option, from the command line or as `PET_…`; None where it is not."""
+        if name in self.options:
+            return self.options[name]
+        variable = f"PET_{name.upper().replace('-', '_')}"
+        if variable in self.container.env:
+            return self.container.env[variable].text("value")
+        return "" if variable in self.script else None
+
+
+@functools.lru_cache(maxsize=1)
+def launches(stream: Stream) -> tuple[Launch, ...]:
+    """Return every torchrun of a stream."""
+    parsed = (_launch(container) for container in containers_of(stream))
+    return tuple(launch for launch in parsed if launch is not None)
+
+
+def _launch(container: Container) -> Launch | None:
+    argv = container.argv
+    outer = _walked(shlex.join(argv))
+    if outer is None:
+        return None
+    shell, script, rest = shell_of(argv)
+    inner = rest if '"$@"' in script or "exec $@" in script else []
+    started = _walked(shlex.join(inner)) if inner else outer
+    if started is None or not started.torchruns:
+        return None
+    torchrun = started.torchruns[0]
+    return Launch(
+        container=container,
+        options={name: option.text for name, option in torchrun.options.items()},
+        shell=shell,
+        script=script,
+        passes=not shell or _passes(shell, script, outer, None if inner else torchrun),
+        maps=bool(shell) and any(call.name in ("exit", "return") for call in outer.calls),
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _walked(text: str) -> Walk | None:
+    """Return what a command does; None where it cannot be read."""
+    if "torchrun" not in text and "torch.distributed" not in text and "$@" not in text:
+        return None
+    try:
+        return read_batch_script(f"#!/bin/bash\n{text}\n", "").walk
+    except InputError:
+        return None
+
+
+def shell_of(words: list[str]) -> tuple[str, str, list[str]]:
+    """Return the shell that words start, its script and that script's arguments."""
+    for index, word in enumerate(words):
+        name = word.rpartition("/")[2]
+        if name in _SHELLS:
+            after = words[index + 1 :]
+            for place, option in enumerate(after):
+                if option.startswith("-") and not option.startswith("--") and "c" in option:
+                    rest = after[place + 1 :]
+                    return name, rest[0] if rest else "", rest[2:]
+                if not option.startswith(("-", "+")):
+                    break
+            return "", "", []
+        if name in ("exec", "torchrun") or name.startswith("python"):
+            break
+    return "", "", []
+
+
+def _passes(shell: str, script: str, walk: Walk, torchrun: Torchrun | None) -> bool:
+    """Whether a shell that runs torchrun lets SIGTERM through to it.
+
+    `exec` does, and a trap with the child in the background. bash puts a single command in its
+    own place; dash, which is `sh` on Debian and Ubuntu, does not.
+    """
+    if any("TERM" in trap.signals or "15" in trap.signals for trap in walk.traps):
+        return True
+    if torchrun is None:
+        return 'exec "$@"' in script or "exec $@" in script
+    if torchrun.call.name == "exec":
+        return torchrun.call.piped_to is None
+    inside = [call for call in walk.calls if call.parent is not None]
+    return shell == "bash" and len(inside) == 1 and torchrun.call.piped_to is None
+
+
+def seconds(text: str | None) -> int | None:
+    """Return the seconds of an option's value; None if it is not a number.
+
+    >>> seconds("60"), seconds("1.5"), seconds(""), seconds(None)
+    (60, 2, None, None)
+    """
+    try:
+        return parse_duration(f"{text}s") if text else None
+    except ValueError:
+        return None

@@ -1,19 +1,157 @@
 """One walk over a script: every command as it is called, steps and torchruns among them."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
+from typing import Literal
 
 from toolkit.errors import InputError
-from toolkit.lint.bash.ast import Command, Compound, Function, Node, Part, Span, Word
-from toolkit.lint.bash.ast import Sequence as Commands
+from toolkit.lint.bash.ast import (
+    CommandList,
+    Compound,
+    FunctionDefinition,
+    Node,
+    SimpleCommand,
+    SourceText,
+    Word,
+    WordPart,
+)
 from toolkit.lint.bash.parser import DECLARES, read_commands
-from toolkit.lint.scripts.calls import Call, Level, Setting, Step, Torchrun, Trap, Walk
-from toolkit.lint.scripts.options import SRUN, TORCHRUN, names, read_options
+from toolkit.lint.scripts.options import SRUN, TORCHRUN, Option, names, read_options
 from toolkit.lint.scripts.values import Argument, Values
 
-__all__ = ["QUIET", "REMOTE", "walk"]
+__all__ = [
+    "QUIET",
+    "REMOTE",
+    "Call",
+    "Setting",
+    "SrunStep",
+    "Torchrun",
+    "Trap",
+    "Walk",
+    "walk",
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SrunStep:
+    """An srun."""
+
+    options: dict[str, Option]
+    program: tuple[Argument, ...]
+    call: "Call"
+
+    @property
+    def line(self) -> int:
+        """Where it stands."""
+        return self.call.line
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Torchrun:
+    """A torchrun, or `python -m torch.distributed.run`."""
+
+    options: dict[str, Option]
+    line: int
+    step: SrunStep | None
+    remote: str
+    """The program that starts it on other nodes, where that is not srun."""
+
+    call: "Call"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trap:
+    """A `trap`."""
+
+    signals: tuple[str, ...]
+    handler: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A variable that is set."""
+
+    name: str
+    value: Argument
+    line: int
+    exported: bool
+    prefix: bool
+    """Whether it is set for one command only."""
+
+    call: "Call"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Surroundings:
+    """What stands around a command."""
+
+    level: Literal["batch", "task", "handler"] = "batch"
+    """`task` where it runs on every node; `handler` in what a trap calls."""
+
+    function: str = ""
+    """The function in which it stands."""
+
+    container: str = ""
+    """What runs the container around it; empty without one."""
+
+    captured: bool = False
+    """Whether its output becomes part of a word that is not only printed."""
+
+    background: bool = False
+    looped: bool = False
+    piped_to: SimpleCommand | None = None
+    """The command that reads its output."""
+
+    on_nodes: bool = False
+    """Whether a shell on each node expands its words."""
+
+    step: SrunStep | None = None
+    remote: str = ""
+    parent: "Call | None" = None
+    """The call that starts it: srun, or `bash -c`."""
+
+    depth: int = 0
+    """How many programs and shells start each other down to here."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call(_Surroundings):
+    """A command as it is called."""
+
+    arguments: tuple[Argument, ...]
+    line: int
+    node: SimpleCommand
+    errexit: bool
+    pipefail: bool
+    order: int
+
+    @property
+    def name(self) -> str:
+        """The program's name without its folder."""
+        return self.arguments[0].text.rpartition("/")[2] if self.arguments else ""
+
+    @property
+    def words(self) -> list[str]:
+        """The texts of its arguments; the program is the first."""
+        return [argument.text for argument in self.arguments]
+
+
+@dataclass
+class Walk:
+    """The collected steps and settings, in the order of the script."""
+
+    calls: list[Call] = field(default_factory=list)
+    steps: list[SrunStep] = field(default_factory=list)
+    torchruns: list[Torchrun] = field(default_factory=list)
+    traps: list[Trap] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
+    functions: dict[str, FunctionDefinition] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+
 
 QUIET = names("""
     : [ [[ alias cat complete declare echo export grep hash help local logger man pip pip3
@@ -33,192 +171,162 @@ _CONTAINERS = {
 REMOTE = frozenset({"mpirun", "mpiexec", "ssh", "pdsh", "clush", "parallel", "pbsdsh"})
 """Programs that start others on other nodes, each in its own way."""
 
-_PRINTS = ("echo", "printf")
 _PYTHON = re.compile(r"python[0-9.]*")
 _RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _DEEPEST = 8
 _MOST_WORDS = 1000  # before the program that a command starts
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where the walk is."""
-
-    level: Level = "batch"
-    function: str = ""
-    container: str = ""
-    captured: bool = False
-    background: bool = False
-    looped: bool = False
-    piped_to: Command | None = None
-    on_nodes: bool = False
-    depth: int = 0
-    step: Step | None = None
-    remote: str = ""
-    parent: Call | None = None
-
-
-def walk(commands: Commands, source: str, *, errexit: bool = False) -> Walk:
+def walk(commands: CommandList, source: str, *, errexit: bool = False) -> Walk:
     """Walk over a script.
 
     Raises:
         InputError: a script inside it (`bash -c '…'`) cannot be read.
     """
     walker = _Walker(source, errexit=errexit)
-    walker.sequence(commands, _Place(), Values())
-    return walker.found
+    walker.commands(commands, _Surroundings(), Values())
+    return walker.walk
 
 
 class _Walker:
     def __init__(self, source: str, *, errexit: bool) -> None:
         self.source = source
-        self.found = Walk()
+        self.walk = Walk()
         self.errexit, self.pipefail = errexit, False
+
+    @contextmanager
+    def own_options(self) -> Iterator[None]:
+        """Keep `set -e` and `set -o pipefail` inside from the commands that follow."""
+        state = self.errexit, self.pipefail
+        yield
+        self.errexit, self.pipefail = state
 
     # ---- Over the grammar
 
-    def sequence(self, commands: Commands, place: _Place, values: Values) -> None:
+    def commands(self, commands: CommandList, around: _Surroundings, values: Values) -> None:
         for item in commands:
-            here = replace(place, background=place.background or item.background)
+            here = replace(around, background=around.background or item.background)
             for pipeline in item.pipelines:
                 for node, after in zip(pipeline.nodes, (*pipeline.nodes[1:], None), strict=True):
-                    reader = after if isinstance(after, Command) else None
-                    self._node(node, replace(here, piped_to=reader), values)
+                    reader = after if isinstance(after, SimpleCommand) else None
+                    self.node(node, replace(here, piped_to=reader), values)
 
-    def _node(self, node: Node, place: _Place, values: Values) -> None:
-        if isinstance(node, Function):
-            self.found.functions[node.name] = node
-            state = self.errexit, self.pipefail
-            self._node(node.body, replace(place, function=node.name), values)
-            self.errexit, self.pipefail = state
+    def node(self, node: Node, around: _Surroundings, values: Values) -> None:
+        if isinstance(node, FunctionDefinition):
+            self.walk.functions[node.name] = node
+            with self.own_options():
+                self.node(node.body, replace(around, function=node.name), values)
         elif isinstance(node, Compound):
-            inner = values.copy() if node.kind == "subshell" else values
-            state = self.errexit, self.pipefail
             for word in node.words:
-                self._substitutions(word, place, values)
+                self.substitutions(word.parts, around, values)
             if node.variable:
                 values.forget(node.variable)
             if node.kind in ("for", "while", "until"):
-                place = replace(place, looped=True)
-            for commands in (*node.conditions, *node.bodies):
-                self.sequence(commands, place, inner)
-            if node.kind == "subshell":
-                self.errexit, self.pipefail = state
+                around = replace(around, looped=True)
+            subshell = node.kind == "subshell"
+            inner = values.copy() if subshell else values
+            with self.own_options() if subshell else nullcontext():
+                for commands in (*node.conditions, *node.bodies):
+                    self.commands(commands, around, inner)
         else:
-            self._command(node, place, values)
+            self.command(node, around, values)
 
-    def _substitutions(
-        self, word: Word, place: _Place, values: Values, *, kept: bool = True
+    def substitutions(
+        self,
+        parts: Iterable[WordPart],
+        around: _Surroundings,
+        values: Values,
+        *,
+        captured: bool = True,
     ) -> None:
-        for part in word.parts:
-            self._inner(part, place, values, kept=kept)
-
-    def _inner(self, part: Part, place: _Place, values: Values, *, kept: bool = True) -> None:
-        if part.inner:
-            inside = replace(place, captured=kept, background=False)
-            state = self.errexit, self.pipefail
-            self.sequence(part.inner, inside, values.copy())
-            self.errexit, self.pipefail = state
-        for below in part.argument:
-            self._inner(below, place, values, kept=kept)
+        for part in parts:
+            if part.inner:
+                with self.own_options():
+                    inside = replace(around, captured=captured, background=False)
+                    self.commands(part.inner, inside, values.copy())
+            self.substitutions(part.argument, around, values, captured=captured)
 
     # ---- One command
 
-    def _command(self, node: Command, place: _Place, values: Values) -> None:
+    def command(self, node: SimpleCommand, around: _Surroundings, values: Values) -> None:
         for redirection in node.redirections:
-            for part in (*redirection.target.parts, *redirection.body):
-                self._inner(part, place, values)
+            self.substitutions((*redirection.target.parts, *redirection.body), around, values)
         for assignment in node.assignments:
             for word in (assignment.value, *(assignment.items or ())):
-                self._substitutions(word, place, values)
+                self.substitutions(word.parts, around, values)
         for word in node.words:
-            self._substitutions(word, place, values, kept=node.name not in _PRINTS)
+            captured = node.name not in ("echo", "printf")
+            self.substitutions(word.parts, around, values, captured=captured)
         arguments = tuple(a for word in node.words for a in values.arguments(word))
-        call = self._call(node, arguments, place)
+        call = self.call(node, arguments, around)
         declares = node.name in DECLARES
         scope = values if declares or not node.words else values.copy()
         for assignment in node.assignments:
             value = scope.assign(assignment)
-            exported = node.name == "export" or any(a.text == "-x" for a in arguments[1:])
-            if exported:
-                self.found.exported.add(assignment.name)
-            self.found.settings.append(
+            if node.name == "export" or any(a.text == "-x" for a in arguments[1:]):
+                self.walk.exported.add(assignment.name)
+            self.walk.settings.append(
                 Setting(
                     name=assignment.name,
                     value=value,
                     line=assignment.line,
-                    exported=exported or assignment.name in self.found.exported,
+                    exported=assignment.name in self.walk.exported,
                     prefix=bool(node.words) and not declares,
                     call=call,
                 )
             )
-        self._builtins(call, values)
-        self._start(call, arguments, place, values)
+        self.builtin(call, values)
+        self.start(call, arguments, around, values)
         for redirection in node.redirections:
-            if redirection.body and arguments and call.name in _SHELLS and len(arguments) == 1:
+            if redirection.body and call.name in _SHELLS and len(arguments) == 1:
                 body = values.one(Word(parts=redirection.body, line=node.line))
-                self._again(body.spans, place, values, call)
+                self.again(body.spans, around, values, call)
 
-    def _call(self, node: Command, arguments: Sequence[Argument], place: _Place) -> Call:
-        line = arguments[0].line if arguments else node.line
+    def call(
+        self, node: SimpleCommand, arguments: Sequence[Argument], around: _Surroundings
+    ) -> Call:
         call = Call(
+            **vars(around),
             arguments=tuple(arguments),
-            line=line,
+            line=arguments[0].line if arguments else node.line,
             node=node,
-            level=place.level,
-            function=place.function,
-            container=place.container,
-            captured=place.captured,
-            background=place.background,
-            looped=place.looped,
-            piped_to=place.piped_to,
-            on_nodes=place.on_nodes,
             errexit=self.errexit,
             pipefail=self.pipefail,
-            order=len(self.found.calls),
-            parent=place.parent,
+            order=len(self.walk.calls),
         )
-        self.found.calls.append(call)
+        self.walk.calls.append(call)
         return call
 
-    def _builtins(self, call: Call, values: Values) -> None:
-        words = [argument.text for argument in call.arguments]
-        match words:
+    def builtin(self, call: Call, values: Values) -> None:
+        match call.words:
             case ["set", *options] if call.level == "batch":
-                self._set(options)
+                for index, option in enumerate(options):
+                    if option[:1] not in "+-" or not option:
+                        continue
+                    on, after = option[0] == "-", options[index + 1 : index + 2]
+                    named = after if option[1:].endswith("o") else []
+                    if "e" in option[1:] or "errexit" in named:
+                        self.errexit = on
+                    if "pipefail" in named:
+                        self.pipefail = on
             case ["export", *names]:
-                self.found.exported |= {name for name in names if name.isidentifier()}
+                self.walk.exported |= {name for name in names if name.isidentifier()}
             case ["read" | "mapfile" | "readarray" | "unset", *names]:
                 for name in names:
                     values.forget(name)
             case ["trap", handler, *signals] if signals and not handler.startswith("-"):
-                self._trap(call, signals)
-
-    def _set(self, options: Sequence[str]) -> None:
-        for index, option in enumerate(options):
-            if option[:1] not in "+-" or not option:
-                continue
-            on, after = option[0] == "-", options[index + 1 : index + 2]
-            named = after if option[1:].endswith("o") else []
-            if "e" in option[1:] or "errexit" in named:
-                self.errexit = on
-            if "pipefail" in named:
-                self.pipefail = on
-
-    def _trap(self, call: Call, signals: Sequence[str]) -> None:
-        handler = call.arguments[1]
-        names = tuple(signal.upper().removeprefix("SIG") for signal in signals)
-        self.found.traps.append(Trap(signals=names, handler=handler.text, line=call.line))
-        place = _Place(level="handler", parent=call, depth=1)
-        self._again(handler.spans, place, Values(), call)
+                plain = tuple(signal.upper().removeprefix("SIG") for signal in signals)
+                self.walk.traps.append(Trap(signals=plain, handler=handler, line=call.line))
+                around = _Surroundings(level="handler", parent=call, depth=1)
+                self.again(call.arguments[1].spans, around, Values(), call)
 
     # ---- What a command starts
 
-    def _start(
-        self, call: Call, arguments: Sequence[Argument], place: _Place, values: Values
+    def start(
+        self, call: Call, arguments: Sequence[Argument], around: _Surroundings, values: Values
     ) -> None:
         """Look for what the words start: a step, a container, a shell, torchrun."""
-        if not arguments or place.depth > _DEEPEST:
+        if not arguments or around.depth > _DEEPEST:
             return
         words = [argument.text for argument in arguments[:2]]
         asks = words[0] == "command" and words[1:] in (["-v"], ["-V"])
@@ -227,66 +335,55 @@ class _Walker:
         for index, argument in enumerate(arguments[:_MOST_WORDS]):
             name, rest = PurePath(argument.text).name, arguments[index + 1 :]
             if name in REMOTE:
-                place = replace(place, remote=name, level="task")
+                around = replace(around, remote=name, level="task")
             elif name == "eval":
-                spans = [s for a in rest for s in (*a.spans, Span(" ", a.line))]
-                return self._again(spans, place, values, call)
+                spans = [s for a in rest for s in (*a.spans, SourceText(" ", a.line))]
+                return self.again(spans, around, values, call)
             elif name == "srun":
-                return self._step(call, rest, place, values)
-            elif name in _CONTAINERS and (index == 0 or place.level == "task" or call.parent):
-                return self._container(name, call, rest, place, values)
+                options, program = read_options(rest, SRUN)
+                step = SrunStep(options=options, program=program, call=call)
+                self.walk.steps.append(step)
+                pyxis = any(option.startswith("container") for option in options)
+                container = "srun --container-image" if pyxis else around.container
+                around = replace(around, level="task", step=step, container=container)
+                return self.inside(program, call, around, values)
+            elif name in _CONTAINERS and (index == 0 or around.level == "task" or call.parent):
+                verbs = _CONTAINERS[name]
+                verb = next((w for w in enumerate(a.text for a in rest) if w[1] in verbs), None)
+                if verb is not None:
+                    name, rest = f"{name} {verb[1]}", rest[verb[0] + 1 :]
+                if verb is not None or not verbs:
+                    self.inside(rest, call, replace(around, container=name), values)
+                return
             elif name in _SHELLS and (script := _of_shell(rest)) is not None:
-                return self._again(script.spans, place, values, call)
+                return self.again(script.spans, around, values, call)
             elif name == "torchrun" or (_PYTHON.fullmatch(name) and _runs(rest)):
                 after = rest if name == "torchrun" else rest[_runs(rest) :]
-                return self._torchrun(argument, after, call, place)
+                self.walk.torchruns.append(
+                    Torchrun(
+                        options=read_options(after, TORCHRUN)[0],
+                        line=argument.line_at(0),
+                        step=around.step,
+                        remote=around.remote,
+                        call=call,
+                    )
+                )
+                return
 
-    def _step(self, call: Call, rest: Sequence[Argument], place: _Place, values: Values) -> None:
-        options, program = read_options(rest, SRUN)
-        step = Step(options=options, program=program, call=call)
-        self.found.steps.append(step)
-        pyxis = any(name.startswith("container") for name in options)
-        inside = replace(
-            place,
-            level="task",
-            step=step,
-            container="srun --container-image" if pyxis else place.container,
-            depth=place.depth + 1,
-            parent=call,
-        )
-        self._inside(program, call, inside, values)
-
-    def _container(
-        self, name: str, call: Call, rest: Sequence[Argument], place: _Place, values: Values
-    ) -> None:
-        verbs = _CONTAINERS[name]
-        words = [argument.text for argument in rest]
-        at = next((i for i, word in enumerate(words) if word in verbs), None if verbs else -1)
-        if at is None:
-            return
-        inside = replace(
-            place,
-            container=f"{name} {words[at]}" if verbs else name,
-            depth=place.depth + 1,
-            parent=call,
-        )
-        self._inside(rest[at + 1 :], call, inside, values)
-
-    def _inside(
-        self, program: Sequence[Argument], call: Call, place: _Place, values: Values
+    def inside(
+        self, program: Sequence[Argument], call: Call, around: _Surroundings, values: Values
     ) -> None:
         """Look at a command that another one starts."""
-        if not program:
-            return
-        self._call(call.node, program, place)
-        self._start(self.found.calls[-1], program, place, values)
+        if program:
+            around = replace(around, depth=around.depth + 1, parent=call)
+            self.start(self.call(call.node, program, around), program, around, values)
 
-    def _again(self, spans: Iterable[Span], place: _Place, values: Values, call: Call) -> None:
+    def again(
+        self, spans: Iterable[SourceText], around: _Surroundings, values: Values, call: Call
+    ) -> None:
         """Read a text of commands, as that of `bash -c`."""
-        if place.depth > _DEEPEST:
+        if around.depth > _DEEPEST:
             return
-        state = self.errexit, self.pipefail
-        self.errexit = self.pipefail = False
         try:
             commands = read_commands(list(spans), self.source)
         except InputError:
@@ -294,27 +391,14 @@ class _Walker:
                 return  # an expansion at run time may be half of a command
             raise
         inside = replace(
-            place,
-            depth=place.depth + 1,
-            parent=place.parent or call,
-            on_nodes=place.level == "task",
+            around,
+            depth=around.depth + 1,
+            parent=around.parent or call,
+            on_nodes=around.level == "task",
         )
-        self.sequence(commands, inside, values.copy())
-        self.errexit, self.pipefail = state
-
-    def _torchrun(
-        self, program: Argument, rest: Sequence[Argument], call: Call, place: _Place
-    ) -> None:
-        options, _ = read_options(rest, TORCHRUN)
-        self.found.torchruns.append(
-            Torchrun(
-                options=options,
-                line=program.line_at(0),
-                step=place.step,
-                remote=place.remote,
-                call=call,
-            )
-        )
+        with self.own_options():
+            self.errexit = self.pipefail = False
+            self.commands(commands, inside, values.copy())
 
 
 def _of_shell(arguments: Sequence[Argument]) -> Argument | None:

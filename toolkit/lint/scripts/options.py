@@ -1,19 +1,23 @@
-"""How sbatch, srun and torchrun read their options."""
+"""How sbatch, srun and torchrun read their options, on command lines and in `#SBATCH` lines."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from toolkit.job.sbatch_options import ALLOWED, DECIDED, FLAGS, OPTIONAL
-from toolkit.lint.scripts.values import Argument
+from toolkit.lint.scripts.values import Argument, Piece
 
 __all__ = [
     "PYXIS",
     "SBATCH",
     "SRUN",
     "TORCHRUN",
+    "Directive",
     "Grammar",
     "Option",
+    "is_batch_script",
     "names",
+    "read_directives",
     "read_options",
 ]
 
@@ -27,6 +31,21 @@ class Option:
     """None for one without a value."""
 
     line: int
+
+    @property
+    def text(self) -> str:
+        """The text of its value; empty without one."""
+        return self.value.text if self.value else ""
+
+    @property
+    def number(self) -> int | None:
+        """Its value, where that is a known whole number."""
+        return self.value.number if self.value else None
+
+    @property
+    def value_line(self) -> int:
+        """Where its value stands; a variable's value stands where it is set."""
+        return self.value.line_at(0) if self.value else self.line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +72,8 @@ class Grammar:
         name = written.replace("_", "-") if self.underscores else written
         if name in self.names:
             return name
-        begun = [option for option in self.names if option.startswith(name)]
-        return begun[0] if len(begun) == 1 and name else name
+        candidates = [option for option in self.names if option.startswith(name)]
+        return candidates[0] if len(candidates) == 1 and name else name
 
 
 def names(words: str) -> frozenset[str]:
@@ -125,44 +144,118 @@ def read_options(
 ) -> tuple[dict[str, Option], tuple[Argument, ...]]:
     """Return the options at the beginning by their long names, and what follows them."""
     options: dict[str, Option] = {}
-    rest = list(arguments)
-    while rest:
-        argument = rest[0]
-        text = argument.text
-        if text == "--":
-            return options, tuple(rest[1:])
-        if not text.startswith("-") or text == "-":
+    at = 0
+    while at < len(arguments):
+        argument = arguments[at]
+        if not argument.text.startswith("-") or argument.text == "-":
             break
-        rest.pop(0)
-        for option, takes_next in _read_one(argument, grammar):
-            value = option.value
-            if takes_next and rest:
-                value = rest.pop(0)
-            options[option.name] = Option(name=option.name, value=value, line=option.line)
-    return options, tuple(rest)
+        at += 1
+        if argument.text == "--":
+            break
+        for name, value in _read_one(argument, grammar):
+            if value is None and name not in grammar.flags | grammar.optional:
+                value = arguments[at] if at < len(arguments) else None
+                at += 1
+            options[name] = Option(name=name, value=value, line=argument.line_at(0))
+    return options, tuple(arguments[at:])
 
 
-def _read_one(argument: Argument, grammar: Grammar) -> Iterable[tuple[Option, bool]]:
-    """Yield the options of one word, and whether the next word is its value."""
-    text, line = argument.text, argument.line_at(0)
+def _read_one(argument: Argument, grammar: Grammar) -> Iterator[tuple[str, Argument | None]]:
+    """Yield the options of one word by their long names, with the values that it holds."""
+    text = argument.text
     if text.startswith("--"):
         written, equals, _ = text[2:].partition("=")
-        name = grammar.full(written)
-        value = argument.cut(len(written) + 3) if equals else None
-        valued = name not in grammar.flags | grammar.optional
-        yield Option(name=name, value=value, line=line), valued and not equals
+        yield grammar.full(written), argument.cut(len(written) + 3) if equals else None
         return
-    at = 1
-    while at < len(text):
+    for at in range(1, len(text)):
         name = grammar.short.get(text[at], text[at])
-        at += 1
-        if name in grammar.flags:
-            yield Option(name=name, value=None, line=line), False
-            continue
-        start = at + (text[at : at + 1] == "=")
-        rest = argument.cut(start) if at < len(text) else None
-        yield (
-            Option(name=name, value=rest, line=line),
-            rest is None and name not in grammar.optional,
-        )
-        return
+        if name not in grammar.flags:
+            start = at + 1 + (text[at + 1 : at + 2] == "=")
+            yield name, argument.cut(start) if at + 1 < len(text) else None
+            return
+        yield name, None
+
+
+# ---- `#SBATCH` lines
+
+_SUFFIXES = (".sbatch", ".sh", ".slurm", ".job")
+_LINE = re.compile(r"#SBATCH(?=\s|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Directive:
+    """One `#SBATCH` line."""
+
+    line: int
+    options: tuple[Option, ...]
+    stray: tuple[str, ...]
+    """Words that are no options."""
+
+    late: bool
+    """Whether a command stands above, so that sbatch does not read it."""
+
+
+def is_batch_script(path: str, text: str) -> bool:
+    """Whether a file is a batch script, rather than a job file."""
+    if path.endswith(_SUFFIXES) or text.startswith("#!"):
+        return True
+    return re.search(r"^#SBATCH\s", text, re.MULTILINE) is not None
+
+
+def read_directives(text: str, hidden: range | None = None) -> Iterator[Directive]:
+    """Yield the directives in order.
+
+    Args:
+        text: The script.
+        hidden: Lines that are another script's.
+    """
+    late = False
+    for number, row in enumerate(text.splitlines(), start=1):
+        if hidden is not None and number in hidden:
+            return
+        if _LINE.match(row):
+            words: Sequence[Argument] = [
+                Argument(pieces=(Piece(text=word, line=number),), line=number)
+                for word in _words(row[len("#SBATCH") :])
+            ]
+            collected: list[Option] = []
+            stray: list[str] = []
+            while words:
+                if words[0].text.startswith("-") and words[0].text != "-":
+                    options, words = read_options(words, SBATCH)
+                    collected += options.values()
+                else:
+                    stray.append(words[0].text)
+                    words = words[1:]
+            yield Directive(line=number, options=tuple(collected), stray=tuple(stray), late=late)
+        elif row.strip() and not row.lstrip().startswith("#"):
+            late = True
+
+
+def _words(row: str) -> Iterator[str]:
+    """Split as sbatch does: with quotes, and backslashes in both kinds; `$` is a character."""
+    word, in_word, quote, escaped = list[str](), False, "", False
+    for char in row:
+        if escaped:
+            word.append(char)
+            escaped = False
+        elif char == "\\":
+            in_word = escaped = True
+        elif quote:
+            if char == quote:
+                quote = ""
+            else:
+                word.append(char)
+        elif char in "\"'":
+            in_word, quote = True, char
+        elif char.isspace():
+            if in_word:
+                yield "".join(word)
+            word, in_word = [], False
+        elif char == "#" and not in_word:
+            return
+        else:
+            word.append(char)
+            in_word = True
+    if in_word:
+        yield "".join(word)

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 
-from toolkit.lint.bash.ast import Sequence, Span
+from toolkit.lint.bash.ast import CommandList, SourceText
 from toolkit.lint.bash.parser import read_script
-from toolkit.lint.scripts.calls import Setting, Step, Torchrun, Walk
-from toolkit.lint.scripts.directives import Directive, read_directives
-from toolkit.lint.scripts.interpreter import walk
-from toolkit.lint.scripts.options import Option, names
-from toolkit.lint.scripts.values import Argument
+from toolkit.lint.scripts.interpreter import Setting, SrunStep, Torchrun, Walk, walk
+from toolkit.lint.scripts.options import Directive, Option, names, read_directives
 from toolkit.text.quantities import whole_number
 
 __all__ = ["TOOLS", "BatchScript", "read_batch_script"]
@@ -34,8 +31,8 @@ class BatchScript:
     source: str
     text: str
     directives: tuple[Directive, ...]
-    comments: tuple[Span, ...]
-    commands: Sequence
+    comments: tuple[SourceText, ...]
+    commands: CommandList
     walk: Walk
     rendered: bool
     """Whether the toolkit has rendered it, so that omissions are decisions of the job file."""
@@ -53,7 +50,7 @@ class BatchScript:
     def value(self, name: str) -> str | None:
         """Return what an option is set to."""
         option = self.options.get(name)
-        return option.value.text if option and option.value else None
+        return option.text if option and option.value else None
 
     @cached_property
     def nodes(self) -> int | None:
@@ -71,22 +68,28 @@ class BatchScript:
 
     def several(self, torchrun: Torchrun) -> bool:
         """Whether a torchrun is one of several nodes'."""
-        if torchrun.step is not None and (own := torchrun.step.options.get("nodes")):
-            most = own.value.number if own.value else None
-            return self.several_nodes if most is None else most > 1
-        return self.several_nodes
+        own = torchrun.step.options.get("nodes") if torchrun.step else None
+        number = own.number if own else None
+        return self.several_nodes if number is None else number > 1
 
     def stranded(self, torchrun: Torchrun) -> bool:
         """Whether a torchrun starts on the first node only, though the job has more."""
         return torchrun.step is None and not torchrun.remote and self.several_nodes
 
     @cached_property
-    def training(self) -> list[Step]:
+    def training(self) -> list[SrunStep]:
         """The steps that do the work; not those of a tool."""
-        return [step for step in self.walk.steps if is_work(step)]
+        steps = []
+        for step in self.walk.steps:
+            words = [argument.text for argument in step.program]
+            while words and (words[0] in ("env", "exec", "time") or "=" in words[0]):
+                words.pop(0)
+            if words and PurePath(words[0]).name not in TOOLS:
+                steps.append(step)
+        return steps
 
     @cached_property
-    def starts(self) -> list[Step]:
+    def starts(self) -> list[SrunStep]:
         """The steps that start torchrun."""
         steps = {id(run.step): run.step for run in self.walk.torchruns if run.step}
         return list(steps.values())
@@ -97,10 +100,8 @@ class BatchScript:
 
     def exports(self, name: str) -> bool:
         """Whether a variable reaches the programs that the script starts."""
-        return any(
-            setting.exported or setting.prefix or setting.name in self.walk.exported
-            for setting in self.settings(name)
-        )
+        exported = name in self.walk.exported
+        return any(one.exported or one.prefix or exported for one in self.settings(name))
 
 
 def read_batch_script(text: str, source: str) -> BatchScript:
@@ -110,8 +111,8 @@ def read_batch_script(text: str, source: str) -> BatchScript:
         InputError: its bash cannot be read.
     """
     first = text.partition("\n")[0]
-    commands: Sequence = ()
-    comments: tuple[Span, ...] = ()
+    commands: CommandList = ()
+    comments: tuple[SourceText, ...] = ()
     if not first.startswith("#!") or _SHELL.match(first):
         read = read_script(text.replace("\r\n", "\n"), source)
         commands, comments = read.commands, read.comments
@@ -142,11 +143,3 @@ def count(text: str | None) -> int | None:
     """Return the number that `2` or the least that `2-4` stands for."""
     match = re.match(r"([0-9]+)(-[0-9]+)?$", text or "")
     return whole_number(match[1]) if match else None
-
-
-def is_work(step: Step) -> bool:
-    """Whether a step does the work, rather than running a tool."""
-    words: list[Argument] = list(step.program)
-    while words and (words[0].text in ("env", "exec", "time") or "=" in words[0].text):
-        words.pop(0)
-    return bool(words) and PurePath(words[0].text).name not in TOOLS

@@ -7,7 +7,7 @@ command or arithmetic gives is unknown, and stays so.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from toolkit.lint.bash.ast import Assignment, Part, Span, Word
+from toolkit.lint.bash.ast import Assignment, SourceText, Word, WordPart
 from toolkit.text.quantities import whole_number
 
 __all__ = ["Argument", "Piece", "Values", "uncovered"]
@@ -63,12 +63,16 @@ class Argument:
         return whole_number(self.text) if self.known else None
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[SourceText, ...]:
         """The argument as a text to be parsed again, with expanded parts marked."""
-        return tuple(
-            Span(p.text if p.known else f"{_MARK}{_hidden(p.text)}{_END}", p.line)
-            for p in self.pieces
-        )
+        spans = []
+        for piece in self.pieces:
+            text = piece.text
+            if not piece.known:
+                hidden = "".join(chr(_HIDDEN + ord(c)) if ord(c) < 128 else c for c in text)
+                text = f"{_MARK}{hidden}{_END}"
+            spans.append(SourceText(text, piece.line))
+        return tuple(spans)
 
     def line_at(self, offset: int) -> int:
         """Return where the character at `offset` of the text stands."""
@@ -86,8 +90,8 @@ class Argument:
             left, right = max(start - at, 0), min(end - at, len(piece.text))
             if left < right:
                 line = piece.line + piece.text.count("\n", 0, left)
-                kept = piece.text[left:right]
-                pieces.append(replace(piece, text=kept, line=line))
+                text = piece.text[left:right]
+                pieces.append(replace(piece, text=text, line=line))
             at += len(piece.text)
         return Argument(pieces=tuple(pieces), line=pieces[0].line if pieces else self.line)
 
@@ -136,16 +140,14 @@ class Values:
 
     def arguments(self, word: Word) -> list[Argument]:
         """Expand a word into the arguments that it becomes, none or several."""
-        if len(word.parts) >= 1:
-            part = next((p for p in word.parts if p.kind != "text" or p.text), word.parts[0])
-            rest = [p for p in word.parts if p is not part and (p.kind != "text" or p.text)]
-            name = part.text.removesuffix("[@]")
-            whole = part.kind == "variable" and part.text.endswith("[@]")
-            if whole and not rest and name in self.arrays:
+        parts = [part for part in word.parts if part.kind != "text" or part.text]
+        if len(parts) == 1 and parts[0].kind == "variable" and parts[0].text.endswith("[@]"):
+            name = parts[0].text.removesuffix("[@]")
+            if name in self.arrays:
                 return list(self.arrays[name])
-        return list(_split(Argument(pieces=tuple(self._pieces(word.parts)), line=word.line), word))
+        return list(_split(self.one(word), word))
 
-    def _pieces(self, parts: Iterable[Part], depth: int = 0) -> Iterator[Piece]:
+    def _pieces(self, parts: Iterable[WordPart], depth: int = 0) -> Iterator[Piece]:
         for part in parts:
             if part.kind == "text":
                 yield from _texts(part)
@@ -155,7 +157,7 @@ class Values:
                 source = part.text if part.kind == "command" else part.shown
                 yield Piece(text=source, line=part.line, known=False, quoted=part.quoted)
 
-    def _variable(self, part: Part, depth: int) -> Iterator[Piece]:
+    def _variable(self, part: WordPart, depth: int) -> Iterator[Piece]:
         name = part.text
         unknown = Piece(text=part.shown, line=part.line, known=False, quoted=part.quoted, name=name)
         if part.operator and part.operator not in _DEFAULTS:
@@ -183,10 +185,6 @@ class Values:
         return items[number] if number is not None and number < len(items) else None
 
 
-def _hidden(text: str) -> str:
-    return "".join(chr(_HIDDEN + ord(c)) if ord(c) < 128 else c for c in text)
-
-
 def _uncovered(text: str) -> str:
     return "".join(chr(ord(c) - _HIDDEN) if _HIDDEN <= ord(c) < _HIDDEN + 128 else c for c in text)
 
@@ -196,7 +194,7 @@ def uncovered(text: str) -> str:
     return _uncovered(text.replace(_MARK, "").replace(_END, ""))
 
 
-def _texts(part: Part) -> Iterator[Piece]:
+def _texts(part: WordPart) -> Iterator[Piece]:
     text, line = part.text, part.line
     if _MARK not in text:
         yield Piece(text=text, line=line, quoted=part.quoted)
@@ -214,25 +212,22 @@ def _texts(part: Part) -> Iterator[Piece]:
 def _split(argument: Argument, word: Word) -> Iterator[Argument]:
     """Split where an expansion without quotes holds blanks."""
     quoted = any(part.quoted for part in word.parts)
-    current: list[Piece] = []
+    words: list[list[Piece]] = [[]]
     for piece in argument.pieces:
         if piece.quoted or not piece.known or not any(c in piece.text for c in " \t\n"):
-            current.append(piece)
+            words[-1].append(piece)
             continue
-        line = piece.line
-        if piece.text[0] in " \t\n" and current:
-            yield Argument(pieces=tuple(current), line=argument.line)
-            current = []
-        words = piece.text.split()
-        for index, text in enumerate(words):
+        if piece.text[0] in " \t\n" and words[-1]:
+            words.append([])
+        for index, text in enumerate(piece.text.split()):
             if index:
-                yield Argument(pieces=tuple(current), line=argument.line)
-                current = []
-            current.append(Piece(text=text, line=line, quoted=False))
-        if piece.text[-1] in " \t\n" and current:
-            yield Argument(pieces=tuple(current), line=argument.line)
-            current = []
-    if current and (quoted or any(piece.text for piece in current)):
-        yield Argument(pieces=tuple(current), line=argument.line)
+                words.append([])
+            words[-1].append(Piece(text=text, line=piece.line, quoted=False))
+        if piece.text[-1] in " \t\n" and words[-1]:
+            words.append([])
+    *whole, last = words
+    yield from (Argument(pieces=tuple(pieces), line=argument.line) for pieces in whole)
+    if last and (quoted or any(piece.text for piece in last)):
+        yield Argument(pieces=tuple(last), line=argument.line)
     elif not argument.pieces and quoted:
         yield argument

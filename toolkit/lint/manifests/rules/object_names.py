@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from toolkit.lint.manifests.pods import Pods, containers_of, pods_of
-from toolkit.lint.manifests.registry import Fault, rule
+from toolkit.lint.manifests.pods import containers_of, pods_of
+from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 
 __all__: list[str] = []
@@ -27,48 +27,42 @@ _1035_WORDS = "small letters, digits and '-', beginning with a letter (RFC 1035)
 _1123_WORDS = "small letters, digits and '-' (RFC 1123)"
 
 
-@rule(
+@MANIFESTS.rule(
     "name-invalid",
     finds="a name that Kubernetes, or the kind's webhook, refuses",
     reason="Names become host names: small letters, digits and '-', at most 63, for a PyTorchJob, "
     "TrainJob, JobSet or Service beginning with a letter.",
     fix="give it another name",
 )
-def _names(stream: Stream) -> Iterator[Fault]:
+def _names(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.manifests:
-        yield from _name_of(manifest)
+        yield from _object_name(manifest)
         for rules in (("failurePolicy",), ("template", "spec", "failurePolicy")):
             for entry in manifest.view.at("spec", *rules, "rules").items():
                 name = entry.at("name")
                 if name.text() and not _RULE.fullmatch(name.text()):
-                    words = "letters, digits and '_'"
-                    yield Fault(at=name, what=f"the rule's name {name.text()!r} is not {words}")
+                    what = f"the rule's name {name.text()!r} is not letters, digits and '_'"
+                    yield Violation(name, what)
     for pods in pods_of(stream):
         if pods.kind in ("JobSet", "TrainingRuntime", "ClusterTrainingRuntime"):
-            for job in _replicated(pods):
-                if job.value != "" and not _1035.fullmatch(job.text()):
-                    yield Fault(at=job, what=f"the name {job.text()!r} is not {_1035_WORDS}")
-        for container in (*pods.containers, *pods.prepares):
-            yield from _label_name(container.view.at("name"), "container")
-        for volume in pods.spec.at("volumes").items():
-            yield from _label_name(volume.at("name"), "volume")
+            path = pods.job.path[:-2]  # …, replicatedJobs, N, template, spec
+            job = pods.owner.view.at(*path).at("name")
+            if job.text() and not _1035.fullmatch(job.text()):
+                yield Violation(job, f"the name {job.text()!r} is not {_1035_WORDS}")
+        named = [(one.view.at("name"), "container") for one in pods.all_containers]
+        named += [(one.at("name"), "volume") for one in pods.spec.at("volumes").items()]
+        for name, kind in named:
+            text = name.text()
+            if isinstance(name.value, str) and not (_1123.fullmatch(text) and len(text) <= _MOST):
+                what = f"the name {text!r} of a {kind} is not {_1123_WORDS}, at most {_MOST}"
+                yield Violation(name, what)
 
 
-def _replicated(pods: Pods) -> Iterator[View]:
-    """Yield the name of the replicated job around pods."""
-    path = pods.job.path[:-2]  # …, replicatedJobs, N, template, spec
-    name = pods.owner.view.at(*path).at("name")
-    if isinstance(name.value, str):
-        yield name
-
-
-def _name_of(manifest: Manifest) -> Iterator[Fault]:
-    name = manifest.view.at("metadata", "name")
-    if not name:
-        if not manifest.view.text("metadata", "generateName") and manifest.view.at("metadata"):
-            yield Fault(at=manifest.view.at("metadata"), what=f"this {manifest.kind} has no name")
-        return
-    text = name.text()
+def _object_name(manifest: Manifest) -> Iterator[Violation[View]]:
+    metadata = manifest.view.at("metadata")
+    name, text = metadata.at("name"), manifest.name
+    if not name and metadata and not metadata.text("generateName"):
+        yield Violation(metadata, f"this {manifest.kind} has no name")
     if not isinstance(name.value, str):
         return  # field-type
     if manifest.kind in _STRICT:
@@ -78,27 +72,19 @@ def _name_of(manifest: Manifest) -> Iterator[Fault]:
     else:
         pattern, most, words = _SUBDOMAIN, 253, f"{_1123_WORDS}, parted by '.'"
     if not pattern.fullmatch(text):
-        yield Fault(at=name, what=f"the name {text!r} of a {manifest.kind} is not {words}")
+        yield Violation(name, f"the name {text!r} of a {manifest.kind} is not {words}")
     elif len(text) > most:
-        yield Fault(at=name, what=f"the name {text!r} has {len(text)} characters; {most} are taken")
+        yield Violation(name, f"the name {text!r} has {len(text)} characters; {most} are taken")
 
 
-def _label_name(name: View, what: str) -> Iterator[Fault]:
-    text = name.text()
-    if isinstance(name.value, str) and not (_1123.fullmatch(text) and len(text) <= _MOST):
-        yield Fault(
-            at=name, what=f"the name {text!r} of a {what} is not {_1123_WORDS}, at most {_MOST}"
-        )
-
-
-@rule(
+@MANIFESTS.rule(
     "pod-name-too-long",
     finds="a name that is too long with what is added to it for the pods",
     reason="NAME-worker-12, NAME-node-0-12-abcde and NAME-12 are host names, of 63 characters at "
     "most: the webhook refuses the object, or no pod is made (Training Operator 1.9, JobSet 0.12).",
     fix="shorten the name of the object, or of the replicated job",
 )
-def _pod_names(stream: Stream) -> Iterator[Fault]:
+def _pod_names(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.of("PyTorchJob", "JobSet", "TrainJob", "Job"):
         name, longest = manifest.name, ""
         if len(name) > _MOST:
@@ -118,21 +104,21 @@ def _pod_names(stream: Stream) -> Iterator[Fault]:
             nodes = manifest.view.whole("spec", "trainer", "numNodes") or 1
             longest = f"{name}-node-0-{nodes - 1}{_SUFFIX}"
         if len(longest) > _MOST:
-            yield Fault(
-                at=manifest.view.at("metadata", "name"),
-                what=f"{name!r} makes the pod {longest!r}, of {len(longest)} characters; {_MOST} "
+            yield Violation(
+                manifest.view.at("metadata", "name"),
+                f"{name!r} makes the pod {longest!r}, of {len(longest)} characters; {_MOST} "
                 "are taken",
             )
 
 
-@rule(
+@MANIFESTS.rule(
     "label-invalid",
     finds="a label, selector or annotation whose key or value Kubernetes refuses",
     reason="A label's value has at most 63 of letters, digits, '-', '_' and '.'; its key may have "
     "a domain and '/' in front.",
     fix="shorten it, or write it as an annotation",
 )
-def _labels(stream: Stream) -> Iterator[Fault]:
+def _labels(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.manifests:
         yield from _metadata(manifest.view.at("metadata"))
         for field in (("spec", "selector"), ("spec", "podSelector", "matchLabels")):
@@ -144,28 +130,28 @@ def _labels(stream: Stream) -> Iterator[Fault]:
         yield from _pairs(pods.spec.at("nodeSelector"))
 
 
-def _metadata(view: View) -> Iterator[Fault]:
+def _metadata(view: View) -> Iterator[Violation[View]]:
     yield from _pairs(view.at("labels"))
     yield from _pairs(view.at("annotations"), values=False)
 
 
-def _pairs(view: View, *, values: bool = True) -> Iterator[Fault]:
+def _pairs(view: View, *, values: bool = True) -> Iterator[Violation[View]]:
     for key, entry in view.entries():
         prefix, slash, name = key.rpartition("/")
         good = _SUBDOMAIN.fullmatch(prefix) and len(prefix) <= 253 if slash else True
         if not (good and _LABEL.fullmatch(name)):
-            yield Fault(at=entry, what=f"{key!r} is no key of a label or annotation")
+            yield Violation(entry, f"{key!r} is no key of a label or annotation")
         elif values and entry.text() and not _LABEL.fullmatch(entry.text()):
-            yield Fault(at=entry, what=f"{key}: {entry.text()!r} is no value of a label")
+            yield Violation(entry, f"{key}: {entry.text()!r} is no value of a label")
 
 
-@rule(
+@MANIFESTS.rule(
     "entry-duplicate",
     finds="two containers, volumes, variables, mounts or ports of one name",
     reason="Server-side apply refuses them; elsewhere the last one wins, or the pod is refused.",
     fix="leave one of them out",
 )
-def _duplicates(stream: Stream) -> Iterator[Fault]:
+def _duplicates(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         listed = (*pods.spec.at("containers").items(), *pods.spec.at("initContainers").items())
         yield from _twice(listed, "name", "container")
@@ -180,30 +166,30 @@ def _duplicates(stream: Stream) -> Iterator[Fault]:
         yield from _twice(jobs, "name", "replicated job")
 
 
-def _twice(entries: Iterator[View] | tuple[View, ...], key: str, what: str) -> Iterator[Fault]:
+def _twice(
+    entries: Iterator[View] | tuple[View, ...], key: str, what: str
+) -> Iterator[Violation[View]]:
     seen: set[str] = set()
     for entry in entries:
         name = entry.text(key)
         if key == "mountPath":
             name = name.rstrip("/") or name
         if name and name in seen:
-            yield Fault(at=entry, what=f"a second {what} {name!r}")
+            yield Violation(entry, f"a second {what} {name!r}")
         seen.add(name)
 
 
-@rule(
+@MANIFESTS.rule(
     "object-duplicate",
     finds="an object that stands twice in a file",
     reason="The second one overwrites the first.",
     fix="leave one out, or give it another name",
 )
-def _objects(stream: Stream) -> Iterator[Fault]:
+def _objects(stream: Stream) -> Iterator[Violation[View]]:
     seen: dict[tuple[str, ...], View] = {}
     for manifest in stream.manifests:
         key = (manifest.group, manifest.kind, manifest.namespace, manifest.name)
         name = manifest.view.at("metadata", "name")
         if manifest.name and (first := seen.setdefault(key, name)) is not name:
             place = first.manifest.place(first.path)
-            yield Fault(
-                at=name, what=f"{manifest.kind} {manifest.name!r} stands at {place} already"
-            )
+            yield Violation(name, f"{manifest.kind} {manifest.name!r} stands at {place} already")

@@ -1,13 +1,12 @@
 """Rules about how pods meet: the rendezvous, the variables of the operators, Services."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from toolkit.lint.manifests.command import Launch, launches
-from toolkit.lint.manifests.pods import containers_of, pods_of
-from toolkit.lint.manifests.registry import Fault, rule
-from toolkit.lint.manifests.rules.schema import said
-from toolkit.text.manifests import Manifest, Stream, View
+from toolkit.lint.manifests.pods import Launch, containers_of, launches, pods_of
+from toolkit.lint.manifests.rules.schema import shown
+from toolkit.lint.registry import MANIFESTS, Violation
+from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import whole_number
 
 __all__: list[str] = []
@@ -28,21 +27,21 @@ _EACH_RANK = ("LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE")
 """What only torchrun can say, to each worker."""
 
 
-@rule(
+@MANIFESTS.rule(
     "variable-reserved",
     finds="a variable in a TrainJob that Trainer keeps for itself (PET_NNODES …)",
     reason="Its webhook refuses the TrainJob (Trainer 2.3).",
     fix="set trainer.numNodes and trainer.numProcPerNode",
 )
-def _reserved(stream: Stream) -> Iterator[Fault]:
+def _reserved(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
         if container.pods.kind == "TrainJob" and container.view.path[-1] == "trainer":
             for name, entry in container.env.items():
                 if name in _RESERVED:
-                    yield Fault(at=entry, what=f"{name} is Trainer's own")
+                    yield Violation(entry, f"{name} is Trainer's own")
 
 
-@rule(
+@MANIFESTS.rule(
     "variable-by-hand",
     finds="RANK, WORLD_SIZE, MASTER_ADDR or PET_… set by hand, beside what the operator or "
     "torchrun sets",
@@ -50,7 +49,7 @@ def _reserved(stream: Stream) -> Iterator[Fault]:
     "others that never come.",
     fix="leave it out; the operator sets it in each pod as it must be",
 )
-def _by_hand(stream: Stream) -> Iterator[Fault]:
+def _by_hand(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
         taken: tuple[str, ...] = ()
         if container.pods.kind == "PyTorchJob":
@@ -59,60 +58,52 @@ def _by_hand(stream: Stream) -> Iterator[Fault]:
         for name, entry in container.env.items():
             fixed = entry.at("value") and name in ("RANK", "PET_NODE_RANK", "NODE_RANK")
             if name in taken or name in _EACH_RANK:
-                yield Fault(at=entry, what=f"{name} is set by hand")
+                yield Violation(entry, f"{name} is set by hand")
             elif fixed and container.pods.several and container.pods.kind != "TrainJob":
-                yield Fault(
-                    at=entry,
-                    what=f"{name}={entry.text('value')} is the same in every pod",
+                yield Violation(
+                    entry,
+                    f"{name}={entry.text('value')} is the same in every pod",
                     fix="take it from the pod's index: valueFrom: {fieldRef: {fieldPath: "
                     "metadata.annotations['batch.kubernetes.io/job-completion-index']}}",
                 )
 
 
-@rule(
+@MANIFESTS.rule(
     "nproc-per-node",
     finds="nprocPerNode that is no string of a number, nor auto, gpu or cpu",
     reason="The field is a string, which torchrun reads.",
     fix='write nprocPerNode: "8"',
 )
-def _nproc(stream: Stream) -> Iterator[Fault]:
+def _nproc(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.of("PyTorchJob"):
         count = manifest.view.at("spec", "nprocPerNode")
         good = re.fullmatch(r"auto|gpu|cpu|[1-9][0-9]*", count.text())
         if count and not good:
-            yield Fault(at=count, what=f"nprocPerNode: {said(count.value)} is no such string")
+            yield Violation(count, f"nprocPerNode: {shown(count.value)} is no such string")
 
 
-@rule(
+@MANIFESTS.rule(
     "rdzv-id-missing",
     finds="an elastic PyTorchJob, or torchrun with c10d, without an id for the rendezvous",
     reason="Every run meets as `none`: pods of another run, or of an earlier one with the same "
     "name, could join.",
     fix="write elasticPolicy.rdzvId, or torchrun --rdzv-id=NAME",
 )
-def _ids(stream: Stream) -> Iterator[Fault]:
+def _ids(stream: Stream) -> Iterator[Violation[View]]:
     for launch in launches(stream):
-        if launch.option("rdzv-id") is not None:
-            continue
-        elastic = _elastic(launch)
-        backend = launch.option("rdzv-backend")
-        if elastic and launch.pods.kind == "PyTorchJob":
-            continue  # reported below, once for all roles
-        if backend == "c10d" and launch.pods.several and not elastic:
+        c10d = launch.option("rdzv-backend") == "c10d" and launch.pods.several
+        if c10d and launch.option("rdzv-id") is None and not _elastic(launch):
             at = launch.container.view.at("args")
-            yield Fault(at=at, what="torchrun meets by c10d and has no --rdzv-id")
+            yield Violation(at, "torchrun meets by c10d and has no --rdzv-id")
     for manifest in stream.of("PyTorchJob"):
         policy = manifest.view.at("spec", "elasticPolicy")
-        said_there = any(
-            launch.option("rdzv-id") is not None
-            for launch in launches(stream)
-            if launch.pods.owner is manifest
-        )
-        if policy and not policy.at("rdzvId") and not said_there:
-            yield Fault(at=policy, what="this elastic job has no rdzvId")
+        own = [launch for launch in launches(stream) if launch.pods.owner is manifest]
+        has_id = any(launch.option("rdzv-id") is not None for launch in own)
+        if policy and not policy.at("rdzvId") and not has_id:
+            yield Violation(policy, "this elastic job has no rdzvId")
 
 
-@rule(
+@MANIFESTS.rule(
     "store-shared",
     finds="torchrun with c10d and restarts without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     reason="The ranks of a restart meet in the store of the rendezvous, find the keys of the start "
@@ -120,29 +111,28 @@ def _ids(stream: Stream) -> Iterator[Fault]:
     "2.13).",
     fix='set the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE to "1"',
 )
-def _stores(stream: Stream) -> Iterator[Fault]:
+def _stores(stream: Stream) -> Iterator[Violation[View]]:
     for launch in launches(stream):
         c10d = _elastic(launch) or launch.option("rdzv-backend") == "c10d"
         set_there = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in launch.container.env
         if c10d and launch.pods.several and not set_there and not launch.pods.partly:
             at = launch.container.view.at("env")
-            yield Fault(at=at, what="restarts share the store of the rendezvous")
+            yield Violation(at, "restarts share the store of the rendezvous")
 
 
 def _elastic(launch: Launch) -> bool:
-    return launch.pods.kind == "PyTorchJob" and bool(
-        launch.pods.owner.view.at("spec", "elasticPolicy")
-    )
+    policy = launch.pods.owner.view.at("spec", "elasticPolicy")
+    return launch.pods.kind == "PyTorchJob" and bool(policy)
 
 
-@rule(
+@MANIFESTS.rule(
     "torchrun-alone",
     finds="torchrun in several pods of a Job or JobSet that is not told of the others",
     reason="Nothing tells it there: each pod trains alone, and writes the same checkpoints.",
     fix="give torchrun --nnodes, --rdzv-backend=c10d and --rdzv-endpoint=NAME-0.SUBDOMAIN:29500, "
     "or set PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT",
 )
-def _alone(stream: Stream) -> Iterator[Fault]:
+def _alone(stream: Stream) -> Iterator[Violation[View]]:
     for launch in launches(stream):
         if launch.pods.kind not in ("Job", "JobSet") or not launch.pods.several:
             continue
@@ -153,15 +143,15 @@ def _alone(stream: Stream) -> Iterator[Fault]:
         at = at if at else launch.container.view.at("command")
         count = launch.pods.together
         if standalone or nodes is None or nodes == "1":
-            yield Fault(at=at, what=f"torchrun knows of one node, and there are {count} pods")
+            yield Violation(at, f"torchrun knows of one node, and there are {count} pods")
         elif nodes.isdecimal() and whole_number(nodes) != count:
-            yield Fault(
-                at=at,
-                what=f"torchrun waits for {nodes} nodes, and there are {count} pods",
+            yield Violation(
+                at,
+                f"torchrun waits for {nodes} nodes, and there are {count} pods",
                 fix="make them equal",
             )
         elif where is not None and re.match(r"localhost|127\.", where):
-            yield Fault(at=at, what=f"every pod meets at {where}, which is itself")
+            yield Violation(at, f"every pod meets at {where}, which is itself")
 
 
 # ---- Services and selectors
@@ -170,13 +160,13 @@ _OTHERS = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet")
 """Kinds with pods that are no training."""
 
 
-@rule(
+@MANIFESTS.rule(
     "service-not-ready",
     finds="a headless Service without publishNotReadyAddresses",
     reason="Pods that meet to become ready cannot find each other before they are.",
     fix="write publishNotReadyAddresses: true",
 )
-def _not_ready(stream: Stream) -> Iterator[Fault]:
+def _not_ready(stream: Stream) -> Iterator[Violation[View]]:
     if next(stream.of(*_OTHERS), None) is not None:
         return  # whose pods may want it so
     for service in stream.of("Service"):
@@ -185,49 +175,41 @@ def _not_ready(stream: Stream) -> Iterator[Fault]:
             spec.at("publishNotReadyAddresses").value is not True
         ):
             at = spec.at("publishNotReadyAddresses")
-            yield Fault(at=at, what=f"the Service {service.name!r} hides pods that are not ready")
+            yield Violation(at, f"the Service {service.name!r} hides pods that are not ready")
 
 
-@rule(
+@MANIFESTS.rule(
     "service-not-headless",
     finds="a subdomain whose Service is not headless",
     reason="Only a headless Service gives each pod a name.",
     fix="write clusterIP: None",
 )
-def _not_headless(stream: Stream) -> Iterator[Fault]:
+def _not_headless(stream: Stream) -> Iterator[Violation[View]]:
     subdomains = {pods.spec.text("subdomain") for pods in pods_of(stream)}
     for service in stream.of("Service"):
         address = service.view.at("spec", "clusterIP")
         if service.name in subdomains and address.value != "None":
-            yield Fault(at=address, what=f"the Service {service.name!r} is not headless")
+            yield Violation(address, f"the Service {service.name!r} is not headless")
 
 
-@rule(
+@MANIFESTS.rule(
     "selector-matches-nothing",
     finds="a Service or NetworkPolicy that selects no pod of the file",
     reason="The Service has no addresses, and the policy protects nothing: one label differs.",
     fix="write the labels that the pods have",
 )
-def _selectors(stream: Stream) -> Iterator[Fault]:
+def _selectors(stream: Stream) -> Iterator[Violation[View]]:
     pods = [pods for pods in pods_of(stream) if not pods.partly]
     owners = {id(one.owner) for one in pods_of(stream)}
     foreign = any(manifest.kind in ("TrainJob", *_OTHERS) for manifest in stream.manifests)
     if not owners or foreign:
         return  # its target is in another file
     for manifest in stream.of("Service", "NetworkPolicy"):
-        selector = _selector(manifest)
-        wanted = selector.labels()
+        service = manifest.kind == "Service"
+        path = ("selector",) if service else ("podSelector", "matchLabels")
+        selector = manifest.view.at("spec", *path)
+        labels = selector.labels()
         near = [p for p in pods if manifest.namespace in ("", p.owner.namespace)]
-        if wanted and not any(_match(wanted, one.labels) for one in near):
-            what = ", ".join(f"{key}={value}" for key, value in wanted.items())
-            yield Fault(at=selector, what=f"no pod here has the labels {what}")
-
-
-def _selector(manifest: Manifest) -> View:
-    if manifest.kind == "Service":
-        return manifest.view.at("spec", "selector")
-    return manifest.view.at("spec", "podSelector", "matchLabels")
-
-
-def _match(wanted: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    return all(labels.get(key) == value for key, value in wanted.items())
+        if labels and not any(labels.items() <= one.labels.items() for one in near):
+            what = ", ".join(f"{key}={value}" for key, value in labels.items())
+            yield Violation(selector, f"no pod here has the labels {what}")

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from fractions import Fraction
 
-from toolkit.lint.manifests.command import Launch, launches
-from toolkit.lint.manifests.pods import Container, containers_of, pods_of
-from toolkit.lint.manifests.registry import Fault, rule
+from toolkit.lint.manifests.pods import Container, containers_of, launches, pods_of
+from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import amount, whole_number
 
@@ -14,10 +13,9 @@ __all__: list[str] = []
 _MEMORY = ("memory", "ephemeral-storage")
 _SMALLEST = 2**20  # nothing that trains fits into a mebibyte
 _OWN = ("cpu", "memory", "ephemeral-storage", "storage")
-SHM = "/dev/shm"
 
 
-def _asked(container: Container) -> Iterator[tuple[str, str, View, Fraction]]:
+def _amounts(container: Container) -> Iterator[tuple[str, str, View, Fraction]]:
     """Yield place, resource and amount of a container's requests."""
     for where in ("requests", "limits"):
         for name, entry in container.resources.at(where).entries():
@@ -25,78 +23,74 @@ def _asked(container: Container) -> Iterator[tuple[str, str, View, Fraction]]:
                 yield where, name, entry, value
 
 
-def _sizes(stream: Stream) -> Iterator[tuple[str, View]]:
-    """Yield every amount of memory: those of containers, and the limits of volumes."""
-    for container in containers_of(stream):
-        for _, name, entry, _ in _asked(container):
-            if name in _MEMORY:
-                yield name, entry
-    for pods in pods_of(stream):
-        for volume in pods.spec.at("volumes").items():
-            if limit := volume.at("emptyDir", "sizeLimit"):
-                yield "sizeLimit", limit
-
-
-@rule(
+@MANIFESTS.rule(
     "memory-unit",
     finds="an amount of memory of less than a mebibyte: `512m`, or a number without a unit",
     reason="A small m stands for thousandths: 512m is half a byte. No container starts with it.",
     fix="write 512Mi, or 64Gi",
 )
-def _units(stream: Stream) -> Iterator[Fault]:
-    for name, entry in _sizes(stream):
+def _units(stream: Stream) -> Iterator[Violation[View]]:
+    sizes = [
+        (name, entry)
+        for container in containers_of(stream)
+        for _, name, entry, _ in _amounts(container)
+        if name in _MEMORY
+    ]
+    for pods in pods_of(stream):
+        volumes = pods.spec.at("volumes").items()
+        sizes += [("sizeLimit", volume.at("emptyDir", "sizeLimit")) for volume in volumes]
+    for name, entry in sizes:
         value = amount(entry.value)
         if value is not None and 0 < value < _SMALLEST:
-            size = f"{float(value):g} bytes"
-            yield Fault(at=entry, what=f"{name}: {entry.value} is {size}")
+            yield Violation(entry, f"{name}: {entry.value} is {float(value):g} bytes")
 
 
-@rule(
+@MANIFESTS.rule(
     "requests-exceed-limits",
     finds="a request above its limit",
     reason="The server refuses the pod.",
     fix="make them equal",
 )
-def _requests(stream: Stream) -> Iterator[Fault]:
+def _requests(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
-        for where, name, entry, value in _asked(container):
+        for where, name, entry, value in _amounts(container):
             limit = container.resources.at("limits", name).value
             most = amount(limit)
             if where == "requests" and name in _OWN and most is not None and value > most:
-                yield Fault(at=entry, what=f"{name}: {entry.value} is more than the limit {limit}")
+                yield Violation(entry, f"{name}: {entry.value} is more than the limit {limit}")
 
 
-@rule(
+@MANIFESTS.rule(
     "device-request",
     finds="GPUs or other devices whose request and limit differ, or that have no limit",
     reason="Devices cannot be overcommitted: requests must equal limits, else the pod is refused "
     "(Kubernetes, extended resources).",
     fix="write the same number under requests and limits",
 )
-def _devices(stream: Stream) -> Iterator[Fault]:
+def _devices(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
-        for where, name, entry, value in _asked(container):
+        for where, name, entry, value in _amounts(container):
             if where != "requests" or not _is_device(name):
                 continue
             limit = container.resources.at("limits", name)
             if amount(limit.value) != value:
                 there = f"and the limit is {limit.value}" if limit else "without a limit"
-                yield Fault(at=entry, what=f"{name}: {entry.value} is requested, {there}")
+                yield Violation(entry, f"{name}: {entry.value} is requested, {there}")
 
 
-@rule(
+@MANIFESTS.rule(
     "device-fraction",
     finds="a part of a GPU or of another device",
     reason="Devices are counted in whole numbers; the server refuses the pod.",
     fix="ask for whole ones; for parts of a GPU, for what MIG or time-slicing calls them",
 )
-def _fractions(stream: Stream) -> Iterator[Fault]:
+def _fractions(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
         seen: set[str] = set()
-        for _, name, entry, value in _asked(container):
+        for _, name, entry, value in _amounts(container):
             if _is_device(name) and value.denominator != 1 and name not in seen:
                 seen.add(name)
-                yield Fault(at=entry, what=f"{name}: {entry.value} is no whole number")
+                yield Violation(entry, f"{name}: {entry.value} is no whole number")
 
 
 def _is_device(name: str) -> bool:
@@ -106,75 +100,67 @@ def _is_device(name: str) -> bool:
 # ---- Shared memory
 
 
-def _shm(container: Container) -> tuple[View, View] | None:
-    """Return a container's mount at /dev/shm and its volume, if it has one."""
+def _shm(container: Container) -> View | None:
+    """Return the volume that a container mounts at /dev/shm, if it mounts one."""
     volumes = {v.text("name"): v for v in container.pods.spec.at("volumes").items()}
     for mount in container.view.at("volumeMounts").items():
-        if mount.text("mountPath").rstrip("/") == SHM:
-            volume = volumes.get(mount.text("name"))
-            return mount, volume if volume is not None else container.view.at("no-volume")
+        if mount.text("mountPath").rstrip("/") == "/dev/shm":
+            return volumes.get(mount.text("name"), container.view.at("no-volume"))
     return None
 
 
-@rule(
+@MANIFESTS.rule(
     "shm-missing",
     finds="several workers in a pod that has the default shared memory",
     reason="/dev/shm holds 64 MiB in a container; NCCL and loaders of data (num_workers) share "
     "memory there, and die with a bus error.",
     fix="mount an emptyDir of medium: Memory at /dev/shm",
 )
-def _missing(stream: Stream) -> Iterator[Fault]:
+def _missing(stream: Stream) -> Iterator[Violation[View]]:
     for launch in launches(stream):
         container = launch.container
-        if launch.pods.partly or _shm(container) or not _several_workers(container, launch):
+        if launch.pods.partly or _shm(container) is not None:
             continue
-        yield Fault(
-            at=container.view.at("volumeMounts"),
-            what=f"container {container.name!r} has several workers and 64 MiB of /dev/shm",
-        )
+        spec = container.pods.owner.view.at("spec")
+        number = launch.option("nproc-per-node") or spec.text("nprocPerNode")
+        amounts = _amounts(container)
+        gpus = [count for _, name, _, count in amounts if _is_device(name) and "gpu" in name]
+        workers = whole_number(number)
+        if (workers if workers is not None else max(gpus, default=0)) > 1:
+            what = f"container {container.name!r} has several workers and 64 MiB of /dev/shm"
+            yield Violation(container.view.at("volumeMounts"), what)
 
 
-def _several_workers(container: Container, launch: Launch) -> bool:
-    spec = container.pods.owner.view.at("spec")
-    number = launch.option("nproc-per-node") or spec.text("nprocPerNode")
-    gpus = [v for _, name, _, v in _asked(container) if _is_device(name) and "gpu" in name]
-    if (workers := whole_number(number)) is not None:
-        return workers > 1
-    return any(count > 1 for count in gpus)
-
-
-@rule(
+@MANIFESTS.rule(
     "shm-on-disk",
     finds="a volume at /dev/shm that is not in memory",
     reason="What ranks share would be written to the node's disk.",
     fix="write emptyDir: {medium: Memory}",
 )
-def _on_disk(stream: Stream) -> Iterator[Fault]:
+def _on_disk(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
-        if shm := _shm(container):
-            empty = shm[1].at("emptyDir")
+        if (volume := _shm(container)) is not None:
+            empty = volume.at("emptyDir")
             if empty and empty.text("medium") != "Memory":
-                yield Fault(at=empty, what="the emptyDir at /dev/shm is on the node's disk")
+                yield Violation(empty, "the emptyDir at /dev/shm is on the node's disk")
 
 
-@rule(
+@MANIFESTS.rule(
     "shm-size",
     finds="shared memory as large as the container's memory limit, which it is part of",
     reason="What lies in /dev/shm counts as the container's memory: it is killed before /dev/shm "
     "is full.",
     fix="lower sizeLimit, or raise the memory limit",
 )
-def _size(stream: Stream) -> Iterator[Fault]:
+def _size(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
-        shm = _shm(container)
+        volume = _shm(container)
         limit = container.resources.at("limits", "memory").value
         most = amount(limit)
-        if shm is None or most is None:
+        if volume is None or most is None:
             continue
-        size = shm[1].at("emptyDir", "sizeLimit")
+        size = volume.at("emptyDir", "sizeLimit")
         value = amount(size.value)
         if value is not None and value >= most:
-            yield Fault(
-                at=size,
-                what=f"/dev/shm may hold {size.value}, and the memory limit is {limit}",
-            )
+            what = f"/dev/shm may hold {size.value}, and the memory limit is {limit}"
+            yield Violation(size, what)

@@ -1,44 +1,66 @@
-"""Rules about the form of manifests: versions, fields, types, fixed words, quantities."""
+"""Rules about the form of manifests: versions, fields, types, fixed words, quantities.
+
+The schemas of Kubernetes and of the operators are data, in `schemas.json` (Kubernetes 1.37,
+Training Operator 1.9, Trainer 2.3, JobSet 0.12, Volcano 1.12, scheduler-plugins 0.31), which is
+read when the first manifest is checked. A cluster's own kinds are held to the schemas of their
+CustomResourceDefinitions. Only OpenAPI parts of a schema are checked; its rules in CEL
+(x-kubernetes-validations) are for the server.
+"""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-from toolkit.errors import nearest
-from toolkit.lint.manifests.fields import KINDS, fields_of
-from toolkit.lint.manifests.registry import Fault, rule
-from toolkit.text.manifests import Manifest, Stream, View
+import yaml
+
+from toolkit.errors import InputError, Problem, nearest
+from toolkit.lint.registry import MANIFESTS, Rule, Violation
+from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import amount
+from toolkit.text.yaml_reader import read_text
 
-__all__ = ["mismatches", "near", "said"]
+__all__ = ["CRD_RULE", "Schemas", "read_schemas", "schema_violations", "schemas_of", "shown"]
 
-_NAMES = {
-    "bool": "true or false",
-    "int": "an integer",
-    "nat": "an integer from 0 on",
-    "port": "a port's number or name",
-    "pos": "an integer from 1 on",
-    "quantity": "a quantity",
-    "str": "a string",
+CRD_RULE = Rule(
+    id="crd-schema",
+    finds="with `--schemas` or `--server`: what the schema of a kind (CustomResourceDefinition) "
+    "does not allow",
+    reason="The server refuses it, or drops the field without a word.",
+    fix="write what the schema of the cluster's version has",
+)
+
+_Schema = Mapping[str, Any]
+_PACKAGED = Path(__file__).parents[1] / "schemas.json"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "array": ((tuple,), "a list"),
+    "boolean": ((bool,), "true or false"),
+    "integer": ((int,), "an integer"),
+    "number": ((int, float), "a number"),
+    "object": ((Mapping,), "a mapping"),
+    "string": ((str,), "a string"),
 }
+_SIZES = (
+    (str, "characters", "minLength", "maxLength"),
+    (tuple, "items", "minItems", "maxItems"),
+    (Mapping, "keys", "minProperties", "maxProperties"),
+)
+_BITS = {"int32": 31, "int64": 63}
+_FILLED = re.compile(r"failurePolicy\.rules\[\d+\]\.name")
+"""Fields that a schema requires and an operator's webhook fills in before (JobSet's)."""
+
 _SHOWN = 60
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mismatch:
-    """A value that is not what the API holds at its place."""
-
-    kind: Literal["unknown", "missing", "type", "enum", "quantity"]
-    at: View
-    what: str
-    way_out: str | None = None
-
-
-def said(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value for a message: short, and as YAML writes it.
 
-    >>> said(True), said(None), said(3), said("a"), said({"a": 1})
+    >>> shown(True), shown(None), shown(3), shown("a"), shown({"a": 1})
     ('true', 'null', '3', "'a'", 'a mapping')
     """
     if isinstance(value, bool):
@@ -55,135 +77,290 @@ def said(value: Any) -> str:
     return str(value)
 
 
-@functools.lru_cache(maxsize=1)
-def mismatches(stream: Stream) -> tuple[Mismatch, ...]:
-    """Return where the objects of a stream are not what the API holds."""
-    collected: list[Mismatch] = []
-    for manifest in stream.manifests:
-        if served := _served(manifest):
-            collected += _of_shape(manifest.view, served[1])
-    return tuple(collected)
+# ---- Schemas
 
 
-def _served(manifest: Manifest) -> tuple[str, str] | None:
-    return KINDS.get((manifest.group, manifest.kind))
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schemas:
+    """The schemas of some kinds."""
+
+    served: Mapping[tuple[str, str, str], _Schema]
+    """API group, version and kind: the schema of the whole object."""
+
+    definitions: Mapping[str, _Schema]
+    """What the schemas refer to, by name; empty for CustomResourceDefinitions."""
+
+    def versions(self, group: str, kind: str) -> list[str]:
+        """Return the versions in which a kind is served."""
+        return [v for g, v, k in self.served if (g, k) == (group, kind)]
 
 
-def _of_value(view: View, type: str) -> Iterator[Mismatch]:
-    value = view.value
-    if value is None or type == "any":
-        return  # null is the lack of a value, which a server drops
-    if type.startswith("["):
-        if not isinstance(value, tuple):
-            yield _wrong(view, "a list")
-        for item in view.items():
-            if item.value is None:
-                yield _wrong(item, "no item of a list")
-            yield from _of_value(item, type[1:-1])
-    elif type.startswith("{"):
-        if not isinstance(value, Mapping):
-            yield _wrong(view, "a mapping")
-        for _, entry in view.entries():
-            yield from _of_value(entry, type[1:-1])
-    elif fields_of(type) is not None:
-        yield from _of_shape(view, type)
-    elif type in _NAMES:
-        yield from _of_scalar(view, type)
-    else:
-        yield from _of_words(view, [word.replace("~", "") for word in type.split("|")])
+@functools.cache
+def _packaged() -> Schemas:
+    data = json.loads(_PACKAGED.read_text(encoding="utf-8"))
+    served = {}
+    for name, definition in data["kinds"].items():
+        group, version, kind = name.split("/")
+        served[group, version, kind] = data["$defs"][definition]
+    return Schemas(served=served, definitions=data["$defs"])
 
 
-def _of_shape(view: View, type: str) -> Iterator[Mismatch]:
-    fields = fields_of(type) or {}
-    if not isinstance(view.value, Mapping):
-        yield _wrong(view, "a mapping")
-        return
-    for key, entry in view.entries():
-        if (field_type := fields.get(key)) is None:
-            meant = near(key, fields)
-            yield Mismatch(
-                kind="unknown",
-                at=entry,
-                what=f"{entry.where}: the API has no such field",
-                way_out=f"did you mean {meant!r}?" if meant else None,
-            )
-        else:
-            yield from _of_value(entry, field_type.type)
-    for key, field in fields.items():
-        if field.required and view.at(key).value is None:
+def read_schemas(folder: Path) -> Schemas:
+    """Read every CustomResourceDefinition below a folder, as `kubectl get crd -o yaml` prints it.
+
+    Raises:
+        InputError: it holds none, or a file of it is no YAML.
+    """
+    if not folder.is_dir():
+        raise InputError([Problem(place=str(folder), message="there is no such folder")])
+    objects: list[Any] = []
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".yaml", ".yml", ".json")):
+        try:
+            text = read_text(path)
+            is_json = path.suffix == ".json"
+            objects += [json.loads(text)] if is_json else yaml.load_all(text, Loader=_LOADER)
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            words = " ".join(str(error).split())
+            raise InputError([Problem(place=str(path), message=f"not YAML: {words}")]) from error
+    schemas = schemas_of(objects)
+    if not schemas.served:
+        what = "holds no CustomResourceDefinition; write them there: kubectl get crd -o yaml"
+        raise InputError([Problem(place=str(folder), message=what)])
+    return schemas
+
+
+def schemas_of(objects: Iterable[Any]) -> Schemas:
+    """Return the schemas among objects: CustomResourceDefinitions, and lists of them."""
+    served: dict[tuple[str, str, str], _Schema] = {}
+    waiting = [*objects][::-1]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, Mapping):
+            continue
+        if isinstance(one.get("items"), list):
+            waiting += reversed(one["items"])
+        spec = one.get("spec")
+        if one.get("kind") != "CustomResourceDefinition" or not isinstance(spec, Mapping):
+            continue
+        for version in spec.get("versions", ()):
+            schema = version.get("schema", {}).get("openAPIV3Schema")
+            if schema and version.get("served", True):
+                served[spec["group"], version["name"], spec["names"]["kind"]] = schema
+    return Schemas(served=served, definitions={})
+
+
+# ---- Values held to a schema
+
+
+@dataclass(frozen=True)
+class _Mismatch:
+    """A value that is not what a schema allows at its place."""
+
+    rule: str
+    """The rule that reports it, for a schema of the package."""
+
+    at: View
+    what: str
+    way_out: str | None = None
+
+
+_Mismatches = Iterator[_Mismatch]
+
+
+class _Checker:
+    def __init__(self, schemas: Schemas, author: str) -> None:
+        self.definitions = schemas.definitions
+        self.author = author
+
+    def value(self, view: View, schema: _Schema) -> _Mismatches:
+        value = view.value
+        if value is None:
+            return  # null is the lack of a value, which a server drops
+        if reference := schema.get("$ref"):
+            schema = self.definitions[reference.rpartition("/")[2]]
+        if expected := _expected(value, schema):
+            quotable = schema.get("type") == "string" and not isinstance(value, (Mapping, tuple))
+            way_out = 'write it in "quotes"' if quotable and "enum" not in schema else None
+            yield _wrong_type(view, expected, way_out)
+            return
+        yield from _scalar(view, schema)
+        if isinstance(value, Mapping):
+            yield from self.fields(view, schema)
+        elif isinstance(value, tuple):
+            yield from self.items(view, schema)
+        for kind, unit, low, high in _SIZES:
+            if isinstance(value, kind) and not len(value) >= schema.get(low, 0):
+                what = f"{view.where} has {len(value)} {unit}; it must have {schema[low]}"
+                yield _Mismatch("", view, what)
+            if isinstance(value, kind) and high in schema and len(value) > schema[high]:
+                what = f"{view.where} has {len(value)} {unit}; it may have {schema[high]}"
+                yield _Mismatch("", view, what)
+        if not schema.get("x-kubernetes-int-or-string"):  # whose anyOf is the same condition
+            yield from self.combined(view, schema)
+
+    def fields(self, view: View, schema: _Schema, *, own: Sequence[str] = ()) -> _Mismatches:
+        """Yield the mismatches of a mapping; the server itself knows the fields `own`."""
+        fields: Mapping[str, _Schema] = schema.get("properties", {})
+        others = schema.get("additionalProperties")
+        free = schema.get("x-kubernetes-preserve-unknown-fields") or others is True
+        if schema.get("x-kubernetes-embedded-resource"):
+            own = _OWN
+        for key, entry in view.entries():
+            if key in own:
+                continue
+            if key in fields:
+                yield from self.value(entry, fields[key])
+            elif isinstance(others, Mapping):
+                yield from self.value(entry, others)
+            elif not free and (fields or schema.get("type") == "object") and others is None:
+                lower = {name.lower(): name for name in fields}
+                meant = nearest(key.lower(), lower, cutoff=0.75)
+                what = f"{entry.where}: the {self.author} has no such field"
+                way_out = f"did you mean {lower[meant]!r}?" if meant else None
+                yield _Mismatch("field-unknown", entry, what, way_out)
+        for key in schema.get("required", ()):
             lack = view.at(key)
-            yield Mismatch(kind="missing", at=lack, what=f"{lack.where} is missing")
+            filled = "default" in fields.get(key, {}) or _FILLED.search(lack.where)
+            if lack.value is None and not filled:
+                yield _Mismatch("field-missing", lack, f"{lack.where} is missing")
+
+    def items(self, view: View, schema: _Schema) -> _Mismatches:
+        items = schema.get("items", {})
+        for item in view.items():
+            if item.value is None and items and not items.get("nullable"):
+                yield _wrong_type(item, "no item of a list")
+            yield from self.value(item, items)
+        kind = schema.get("x-kubernetes-list-type")
+        names = schema.get("x-kubernetes-list-map-keys", ())
+        defaults = items.get("properties", {})
+        seen = set()
+        for item in view.items() if kind in ("map", "set") else ():
+            entries = [(item.at(name).value, defaults.get(name, {})) for name in names]
+            values = [other.get("default") if one is None else one for one, other in entries]
+            key = tuple(map(repr, values)) if kind == "map" else (repr(item.value),)
+            if key in seen:
+                what = f"{item.where} stands twice in the list: {', '.join(key)}"
+                yield _Mismatch("", item, what)
+            seen.add(key)
+
+    def combined(self, view: View, schema: _Schema) -> _Mismatches:
+        """Yield violations of anyOf, oneOf, allOf and not, whose parts mean little alone."""
+
+        def part(schema: _Schema) -> _Mismatches:  # a part does not list all fields
+            return self.value(view, {"x-kubernetes-preserve-unknown-fields": True, **schema})
+
+        where, value = view.where, shown(view.value)
+        for one in schema.get("allOf", ()):
+            yield from part(one)
+        fits = [not any(part(one)) for one in schema.get("anyOf", ())]
+        if fits and not any(fits):
+            yield _Mismatch("", view, f"{where}: {value} is none of what the schema allows there")
+        fits = [not any(part(one)) for one in schema.get("oneOf", ())]
+        if fits and sum(fits) != 1:
+            what = f"{where}: the schema allows one of {len(fits)} forms; {sum(fits)} fit"
+            yield _Mismatch("", view, what)
+        if "not" in schema and not any(part(schema["not"])):
+            yield _Mismatch("", view, f"{where}: {value} is what the schema forbids")
 
 
-def near(key: str, fields: Iterable[str]) -> str | None:
-    """Return the field that is meant, if one is nearly called so."""
-    lower = {name.lower(): name for name in fields}
-    meant = nearest(key.lower(), lower, cutoff=0.75)
-    return lower[meant] if meant else None
+_OWN = ("apiVersion", "kind", "metadata", "status")
 
 
-def _of_scalar(view: View, type: str) -> Iterator[Mismatch]:
-    value = view.value
-    number = isinstance(value, int) and not isinstance(value, bool)
-    if type == "quantity":
-        if isinstance(value, (Mapping, tuple, bool)):
-            yield _wrong(view, _NAMES[type])
-        elif amount(value) is None:
-            yield Mismatch(
-                kind="quantity", at=view, what=f"{view.where}: {said(value)} is no quantity"
-            )
-        return
-    fits = {
-        "bool": isinstance(value, bool),
-        "int": number,
-        "nat": number and value >= 0,
-        "pos": number and value >= 1,
-        "port": number or isinstance(value, str),
-        "str": isinstance(value, str),
-    }[type]
-    if not fits:
-        quoted = type == "str" and not isinstance(value, (Mapping, tuple))
-        yield _wrong(view, _NAMES[type], way_out='write it in "quotes"' if quoted else None)
+def _expected(value: Any, schema: _Schema) -> str | None:
+    """Return the type that a schema wants, in words; None where the value has it."""
+    plain = isinstance(value, (int, str)) and not isinstance(value, bool)
+    if schema.get("format") == "quantity":
+        return None if plain or isinstance(value, float) else "a quantity"
+    if schema.get("x-kubernetes-int-or-string"):
+        return None if plain else "an integer or a string"
+    name = schema.get("type", "")
+    if name not in _TYPES:
+        return None
+    types, words = _TYPES[name]
+    fits = isinstance(value, types) and (name == "boolean" or not isinstance(value, bool))
+    if fits and not ("minimum" in schema and value < schema["minimum"]):
+        return None
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, filter(None, schema['enum'])))}"
+    return f"{words} from {schema['minimum']} on" if "minimum" in schema else words
 
 
-def _of_words(view: View, words: list[str]) -> Iterator[Mismatch]:
-    value = view.value
-    if not isinstance(value, str):
-        yield _wrong(view, f"one of {', '.join(filter(None, words))}")
-    elif value not in words:
-        meant = nearest(value, words)
+def _wrong_type(view: View, expected: str, way_out: str | None = None) -> _Mismatch:
+    what = f"{view.where} must be {expected}, and is {shown(view.value)}"
+    return _Mismatch("field-type", view, what, way_out)
+
+
+def _scalar(view: View, schema: _Schema) -> _Mismatches:
+    """Yield violations of the limits of a single value."""
+    value, where = view.value, view.where
+    if schema.get("format") == "quantity" and amount(value) is None:
+        yield _Mismatch("quantity-malformed", view, f"{where}: {shown(value)} is no quantity")
+    if "enum" in schema and value not in schema["enum"]:
+        words = [str(word) for word in schema["enum"]]
         choice = f"write one of {', '.join(filter(None, words))}"
-        yield Mismatch(
-            kind="enum",
-            at=view,
-            what=f"{view.where}: {said(value)} means nothing",
-            way_out=f"did you mean {meant!r}? {choice}" if meant else choice,
-        )
+        meant = nearest(str(value), words)
+        way_out = f"did you mean {meant!r}? {choice}" if meant else choice
+        yield _Mismatch("field-word", view, f"{where}: {shown(value)} means nothing", way_out)
+    if isinstance(value, str) and (pattern := schema.get("pattern")):
+        try:
+            matches = re.search(pattern, value) is not None
+        except re.error:
+            matches = True  # Go's syntax, which Python does not know
+        if not matches:
+            yield _Mismatch("", view, f"{where}: {shown(value)} is not like {pattern}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        bits = _BITS.get(schema.get("format", ""))
+        most = schema.get("maximum", 2**bits - 1 if bits else None)
+        if bits and value < -(2**bits):
+            yield _Mismatch("", view, f"{where}: {value} is less than {-(2**bits)}")
+        if most is not None and value > most:
+            yield _Mismatch("", view, f"{where}: {value} is more than {most}")
 
 
-def _wrong(view: View, wanted: str, *, way_out: str | None = None) -> Mismatch:
-    what = f"{view.where} must be {wanted}, and is {said(view.value)}"
-    return Mismatch(kind="type", at=view, what=what, way_out=way_out)
-
-
-def _faults(stream: Stream, kind: str) -> Iterator[Fault]:
-    for one in mismatches(stream):
-        if one.kind == kind:
-            yield Fault(at=one.at, what=one.what, fix=one.way_out)
+def schema_violations(stream: Stream, schemas: Schemas) -> Iterator[Violation[View]]:
+    """Yield where the objects of a stream are not what their own kinds' schemas allow."""
+    checker = _Checker(schemas, "schema")
+    for manifest in stream.manifests:
+        written = manifest.view.at("apiVersion")
+        version = written.text().rpartition("/")[2]
+        versions = schemas.versions(manifest.group, manifest.kind)
+        if versions and version not in versions:
+            what = f"{manifest.kind} is served as {', '.join(versions)}"
+            fix = f"write apiVersion: {manifest.group}/{versions[-1]}"
+            yield Violation(written, what, fix=fix)
+        elif versions:
+            schema = schemas.served[manifest.group, version, manifest.kind]
+            for one in checker.fields(manifest.view, schema, own=_OWN):
+                yield Violation(one.at, one.what, fix=one.way_out)
 
 
 # ---- The rules
 
 
-@rule(
+@functools.lru_cache(maxsize=1)
+def _mismatches(stream: Stream) -> tuple[_Mismatch, ...]:
+    """Return where the objects of a stream are not what the API holds."""
+    packaged = _packaged()
+    checker = _Checker(packaged, "API")
+    served = {(group, kind): schema for (group, _, kind), schema in packaged.served.items()}
+    return tuple(
+        mismatch
+        for manifest in stream.manifests
+        for mismatch in checker.value(
+            manifest.view, served.get((manifest.group, manifest.kind), {})
+        )
+    )
+
+
+@MANIFESTS.rule(
     "api-version",
     finds="a kind in a version of its API that is not served",
     reason='The server answers "no matches for kind".',
     fix="write the version that the cluster serves: kubectl api-resources",
 )
-def _versions(stream: Stream) -> Iterator[Fault]:
+def _versions(stream: Stream) -> Iterator[Violation[View]]:
     groups: dict[str, list[tuple[str, str]]] = {}
-    for (group, kind), (version, _) in KINDS.items():
+    for group, version, kind in _packaged().served:
         groups.setdefault(kind, []).append((group, version))
     for manifest in stream.manifests:
         written = manifest.view.at("apiVersion")
@@ -192,9 +369,9 @@ def _versions(stream: Stream) -> Iterator[Fault]:
             moved = (manifest.kind, group) in _MOVED
             if (group == api_version and version != served) or moved:
                 way_out = f"{api_version}/{served}".lstrip("/")
-                yield Fault(
-                    at=written,
-                    what=f"{manifest.kind} is not served as {written.value}",
+                yield Violation(
+                    written,
+                    f"{manifest.kind} is not served as {written.value}",
                     fix=f"write apiVersion: {way_out}",
                 )
                 break
@@ -216,38 +393,36 @@ _MOVED = {
 """Kinds and groups that they are looked for in, and are not."""
 
 
-@rule(
+def _form_rule(id: str, *, finds: str, reason: str, fix: str) -> None:
+    """Make a rule that reports the mismatches of its name."""
+
+    @MANIFESTS.rule(id, finds=finds, reason=reason, fix=fix)
+    def check(stream: Stream) -> Iterator[Violation[View]]:
+        for one in _mismatches(stream):
+            if one.rule == id:
+                yield Violation(one.at, one.what, fix=one.way_out)
+
+
+_form_rule(
     "field-unknown",
     finds="a field that the API does not have",
     reason="kubectl refuses it; other clients send it, and the server drops it without a word, or "
     "leaves the object with no status.",
     fix="correct its name, or its place",
 )
-def _unknown(stream: Stream) -> Iterator[Fault]:
-    return _faults(stream, "unknown")
-
-
-@rule(
+_form_rule(
     "field-missing",
     finds="an object without a field that it must have",
     reason="The server refuses it.",
     fix="write it",
 )
-def _missing(stream: Stream) -> Iterator[Fault]:
-    return _faults(stream, "missing")
-
-
-@rule(
+_form_rule(
     "field-type",
     finds="a value of another type than the API's: a number for a string, yes for true",
     reason="The server refuses it; numbers and yes, no, on, off in YAML are no strings.",
     fix="write it as the API wants it",
 )
-def _types(stream: Stream) -> Iterator[Fault]:
-    return _faults(stream, "type")
-
-
-@rule(
+_form_rule(
     "field-word",
     finds="a word that is none of those that the field knows (restartPolicy, effect, operator …)",
     reason="Kubernetes refuses it where it checks; the Training Operator's webhook takes any "
@@ -255,16 +430,10 @@ def _types(stream: Stream) -> Iterator[Fault]:
     "(Training Operator 1.9).",
     fix="write one that there is",
 )
-def _words(stream: Stream) -> Iterator[Fault]:
-    return _faults(stream, "enum")
-
-
-@rule(
+_form_rule(
     "quantity-malformed",
     finds="an amount of CPU, memory or a device that is no quantity",
     reason="The server refuses it: units are Ki, Mi, Gi, Ti (of 1024), k, M, G, T (of 1000) and m "
     "(thousandths), without a space.",
     fix="write it like 500m, 64Gi or 8",
 )
-def _quantities(stream: Stream) -> Iterator[Fault]:
-    return _faults(stream, "quantity")

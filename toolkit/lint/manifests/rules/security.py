@@ -2,37 +2,23 @@
 
 from collections.abc import Iterator
 
-from toolkit.lint.manifests.command import launches
-from toolkit.lint.manifests.pods import Container, Pods, pods_of
-from toolkit.lint.manifests.registry import Fault, rule
-from toolkit.lint.manifests.rules.schema import said
+from toolkit.lint.manifests.pods import Pods, launches, pods_of
+from toolkit.lint.manifests.rules.schema import shown
+from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 
 __all__: list[str] = []
 
 _PLAIN_CAPABILITIES = frozenset(
-    {
-        "AUDIT_WRITE",
-        "CHOWN",
-        "DAC_OVERRIDE",
-        "FOWNER",
-        "FSETID",
-        "KILL",
-        "MKNOD",
-        "NET_BIND_SERVICE",
-        "SETFCAP",
-        "SETGID",
-        "SETPCAP",
-        "SETUID",
-        "SYS_CHROOT",
-    }
+    {"AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD"}
+    | {"NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"}
 )
 """What `baseline` lets a container keep (Pod Security Standards)."""
 
 _LEVELS = ("baseline", "restricted")
 
 
-@rule(
+@MANIFESTS.rule(
     "pod-security",
     finds="pods that Pod Security refuses, at the level that the namespace is known to have; where "
     "that is not known, at `restricted`",
@@ -40,68 +26,57 @@ _LEVELS = ("baseline", "restricted")
     "status stays empty (Kubernetes 1.34).",
     fix="write it as `restricted` wants it, or check against the level of the namespace",
 )
-def _levels(stream: Stream) -> Iterator[Fault]:
+def _levels(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         level = stream.level_of(pods.owner)
         if level not in _LEVELS or not pods.spec:
             continue
-        containers = (*pods.containers, *pods.prepares)
-        who = f"Pod Security {level!r} refuses"
+        refuser = f"Pod Security {level!r} refuses"
         if stream.known_level_of(pods.owner) is None:
-            who = f"a namespace with Pod Security {level!r} refuses"
-        yield from _against(who, _loose(pods, containers))
-        if level == "restricted":
-            yield from _against(who, _against_restricted(pods, containers))
-            lacks = _lacking(pods, containers)
-            if lacks and pods.kind != "TrainJob":
-                # A patch adds to a runtime, which may say the rest.
-                yield Fault(
-                    at=pods.spec,
-                    what=f"{who} pods without {', without '.join(lacks)}",
-                    fix="write it",
-                )
+            refuser = f"a namespace with Pod Security {level!r} refuses"
+        restricted = level == "restricted"
+        more = _against_restricted(pods) if restricted else ()
+        for at, what in (*_against_baseline(pods), *more):
+            yield Violation(at, f"{refuser} {what}", fix="leave it out")
+        # A patch adds to a runtime, which may have the rest.
+        lacks = _lacking(pods) if restricted and pods.kind != "TrainJob" else []
+        if lacks:
+            what = f"{refuser} pods without {', without '.join(lacks)}"
+            yield Violation(pods.spec, what, fix="write it")
 
 
-def _against(who: str, violations: Iterator[tuple[View, str]]) -> Iterator[Fault]:
-    for at, what in violations:
-        yield Fault(at=at, what=f"{who} {what}", fix="leave it out")
-
-
-def _loose(pods: Pods, containers: tuple[Container, ...]) -> Iterator[tuple[View, str]]:
+def _against_baseline(pods: Pods) -> Iterator[tuple[View, str]]:
     """Yield violations of `baseline`; folders of the node have a rule of their own."""
     for key in ("hostNetwork", "hostPID", "hostIPC"):
         if pods.spec.at(key).value is True:
             yield pods.spec.at(key), f"{key}: true"
-    for one in containers:
-        security = one.view.at("securityContext")
-        if security.at("privileged").value is True:
-            yield security.at("privileged"), "privileged: true"
-        for added in security.at("capabilities", "add").items():
+    for one in pods.all_containers:
+        if one.security.at("privileged").value is True:
+            yield one.security.at("privileged"), "privileged: true"
+        for added in one.security.at("capabilities", "add").items():
             if added.text() not in _PLAIN_CAPABILITIES:
                 yield added, f"the capability {added.text()}"
         for port in one.view.at("ports").items():
             if port.whole("hostPort"):
                 yield port.at("hostPort"), "a hostPort"
-    for security in _contexts(pods, containers):
+    for security in _contexts(pods):
         profile = security.at("seccompProfile", "type")
         if profile.value == "Unconfined":
             yield profile, "seccompProfile: Unconfined"
 
 
-def _against_restricted(
-    pods: Pods, containers: tuple[Container, ...]
-) -> Iterator[tuple[View, str]]:
+def _against_restricted(pods: Pods) -> Iterator[tuple[View, str]]:
     """Yield values that are against `restricted` alone."""
-    for security in _contexts(pods, containers):
+    for security in _contexts(pods):
         if security.at("runAsUser").value == 0:
             yield security.at("runAsUser"), "runAsUser: 0"
         if security.at("runAsNonRoot").value is False:
             yield security.at("runAsNonRoot"), "runAsNonRoot: false"
-    for one in containers:
-        security = one.view.at("securityContext")
-        if security.at("allowPrivilegeEscalation").value is True:
-            yield security.at("allowPrivilegeEscalation"), "allowPrivilegeEscalation: true"
-        for added in security.at("capabilities", "add").items():
+    for one in pods.all_containers:
+        escalation = one.security.at("allowPrivilegeEscalation")
+        if escalation.value is True:
+            yield escalation, "allowPrivilegeEscalation: true"
+        for added in one.security.at("capabilities", "add").items():
             if added.text() in _PLAIN_CAPABILITIES - {"NET_BIND_SERVICE"}:
                 yield added, f"the capability {added.text()}"
     for volume in pods.spec.at("volumes").items():
@@ -110,22 +85,18 @@ def _against_restricted(
                 yield volume.at(key), f"a volume of the kind {key}"
 
 
-def _contexts(pods: Pods, containers: tuple[Container, ...]) -> Iterator[View]:
-    yield pods.spec.at("securityContext")
-    for one in containers:
-        yield one.view.at("securityContext")
+def _contexts(pods: Pods) -> list[View]:
+    return [pods.spec.at("securityContext"), *(one.security for one in pods.all_containers)]
 
 
-def _lacking(pods: Pods, containers: tuple[Container, ...]) -> list[str]:
+def _lacking(pods: Pods) -> list[str]:
     """Return the fields that `restricted` requires and that are missing."""
-    pod = pods.spec.at("securityContext")
-    own = [one.view.at("securityContext") for one in containers]
+    pod, *own = _contexts(pods)
+    seccomp = ("seccompProfile", "type")
     lacks = []
     if not pod.at("runAsNonRoot") and not all(one.at("runAsNonRoot") for one in own):
         lacks.append("runAsNonRoot: true")
-    if not pod.at("seccompProfile", "type") and not all(
-        one.at("seccompProfile", "type") for one in own
-    ):
+    if not pod.at(*seccomp) and not all(one.at(*seccomp) for one in own):
         lacks.append("seccompProfile: {type: RuntimeDefault}")
     if not all(one.at("allowPrivilegeEscalation") for one in own):
         lacks.append("allowPrivilegeEscalation: false in each container")
@@ -134,28 +105,28 @@ def _lacking(pods: Pods, containers: tuple[Container, ...]) -> list[str]:
     return lacks
 
 
-@rule(
+@MANIFESTS.rule(
     "host-path",
     finds="a folder of the node in a pod",
     reason="Pods see the node's files, and each node has others; Pod Security refuses it but at "
     "`privileged`.",
     fix="use a PersistentVolumeClaim",
 )
-def _host_paths(stream: Stream) -> Iterator[Fault]:
+def _host_paths(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         for volume in pods.spec.at("volumes").items():
             path = volume.at("hostPath")
             if path and stream.level_of(pods.owner) != "privileged":
-                yield Fault(at=path, what=f"the node's folder {said(path.at('path').value)}")
+                yield Violation(path, f"the node's folder {shown(path.at('path').value)}")
 
 
-@rule(
+@MANIFESTS.rule(
     "token-mounted",
     finds="training whose pods get the token of their ServiceAccount",
     reason="Training does not ask the API; whoever breaks into the pod could, with its rights.",
     fix="write automountServiceAccountToken: false",
 )
-def _tokens(stream: Stream) -> Iterator[Fault]:
+def _tokens(stream: Stream) -> Iterator[Violation[View]]:
     accounts = {
         account.name: account.view.at("automountServiceAccountToken").value
         for account in stream.of("ServiceAccount")
@@ -171,4 +142,4 @@ def _tokens(stream: Stream) -> Iterator[Fault]:
             continue
         if not mounted and accounts.get(account) is False:
             continue
-        yield Fault(at=mounted, what=f"the token of the ServiceAccount {account!r} is mounted")
+        yield Violation(mounted, f"the token of the ServiceAccount {account!r} is mounted")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from toolkit.lint.manifests.pods import WORKLOADS, pods_of
-from toolkit.lint.manifests.registry import Fault, rule
+from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 
 __all__: list[str] = []
@@ -12,6 +12,7 @@ _JOBS = ("node", "dataset-initializer", "model-initializer", "launcher")
 """Jobs of the runtimes that Trainer brings, each with a container of the same name."""
 
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+_GROUP_NOTES = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")
 _QUEUE = ("kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class")
 _QUEUED = (
     *WORKLOADS,
@@ -27,148 +28,137 @@ def _runtimes(stream: Stream) -> dict[tuple[str, str], Manifest]:
     }
 
 
-@rule(
+@MANIFESTS.rule(
     "pod-template-overrides",
     finds="podTemplateOverrides in a TrainJob",
     reason="Trainer 2.3 has no such field: it is dropped, or the TrainJob is refused.",
     fix="write runtimePatches: [{manager: NAME, trainingRuntimeSpec: {template: {spec: "
     "{replicatedJobs: [{name: node, …}]}}}}]",
 )
-def _overrides(stream: Stream) -> Iterator[Fault]:
+def _overrides(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.of("TrainJob"):
         if overrides := manifest.view.at("spec", "podTemplateOverrides"):
-            yield Fault(at=overrides, what="podTemplateOverrides is gone")
+            yield Violation(overrides, "podTemplateOverrides is gone")
 
 
-@rule(
+@MANIFESTS.rule(
     "patch-target",
     finds="a patch of a TrainJob for a job or container that the runtime does not have",
     reason="It is taken, no pod is made, and status stays empty: only events tell it (Trainer "
     "2.3).",
     fix="name the runtime's own: job `node`, container `node`",
 )
-def _targets(stream: Stream) -> Iterator[Fault]:
+def _targets(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         if pods.kind != "TrainJob":
             continue
         ref = pods.owner.view.at("spec", "runtimeRef")
         kind = ref.text("kind", default="ClusterTrainingRuntime")
         runtime = _runtimes(stream).get((kind, ref.text("name")))
-        there = [one for one in pods_of(stream) if one.owner is runtime]
-        jobs = [one.role for one in there] or list(_JOBS)
-        names = [c.name for one in there if one.role == pods.role for c in one.containers]
+        runtime_pods = [one for one in pods_of(stream) if one.owner is runtime]
+        jobs = [one.role for one in runtime_pods] or list(_JOBS)
+        names = [c.name for one in runtime_pods if one.role == pods.role for c in one.containers]
         name = pods.owner.view.at(*pods.job.path[:-2]).at("name")
         if pods.role not in jobs:
-            yield Fault(at=name, what=f"no job {pods.role!r}; the runtime has {', '.join(jobs)}")
+            yield Violation(name, f"no job {pods.role!r}; the runtime has {', '.join(jobs)}")
             continue
         for container in pods.containers:
-            if there and container.name not in names:
-                yield Fault(
-                    at=container.view.at("name"),
-                    what=f"no container {container.name!r}; the runtime has {', '.join(names)}",
-                )
+            if runtime_pods and container.name not in names:
+                what = f"no container {container.name!r}; the runtime has {', '.join(names)}"
+                yield Violation(container.view.at("name"), what)
 
 
-@rule(
+@MANIFESTS.rule(
     "patch-refused",
     finds="a patch of a TrainJob that sets an image, or variables of the trainer's container",
     reason="The webhook refuses it (Trainer 2.3).",
     fix="write spec.trainer.image and spec.trainer.env",
 )
-def _refused(stream: Stream) -> Iterator[Fault]:
+def _refused(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         for container in pods.containers if pods.kind == "TrainJob" else ():
             if image := container.view.at("image"):
-                yield Fault(at=image, what="a patch cannot set the image")
+                yield Violation(image, "a patch cannot set the image")
             if (env := container.view.at("env")) and container.name == "node":
-                yield Fault(at=env, what="a patch cannot set the trainer's variables")
+                yield Violation(env, "a patch cannot set the trainer's variables")
 
 
-@rule(
+@MANIFESTS.rule(
     "runtime-label",
     finds="a TrainingRuntime without the labels by which Trainer knows what it is",
     reason="Without trainer.kubeflow.org/framework the SDK does not list it; without "
     f"{_STEP}: trainer no TrainJob's command and image reach its pods (Trainer 2.3).",
     fix="write both labels: framework on the runtime, the step on the template of the job `node`",
 )
-def _labels(stream: Stream) -> Iterator[Fault]:
+def _labels(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in _runtimes(stream).values():
         metadata = manifest.view.at("metadata", "labels")
         if "trainer.kubeflow.org/framework" not in metadata.labels():
-            yield Fault(at=metadata, what="no label trainer.kubeflow.org/framework: torch")
+            yield Violation(metadata, "no label trainer.kubeflow.org/framework: torch")
         jobs = list(manifest.view.at("spec", "template", "spec", "replicatedJobs").items())
         steps = [job.labels("template", "metadata", "labels").get(_STEP) for job in jobs]
         if jobs and "trainer" not in steps:
             at = next((job for job in jobs if job.text("name") == "node"), jobs[0])
-            yield Fault(at=at.at("template"), what=f"no job has the label {_STEP}: trainer")
+            yield Violation(at.at("template"), f"no job has the label {_STEP}: trainer")
 
 
 # ---- Queues
 
 
-def _suspend(manifest: Manifest) -> View:
-    spec = manifest.view.at("spec")
-    return spec.at("runPolicy", "suspend") if manifest.kind == "PyTorchJob" else spec.at("suspend")
-
-
-@rule(
+@MANIFESTS.rule(
     "queue-suspended",
     finds="`suspend` in an object that a queue of Kueue admits",
     reason="Kueue sets it: to apply the file again is a conflict with Kueue, or stops the run "
     "(Kueue 0.19).",
     fix="leave suspend out",
 )
-def _suspended(stream: Stream) -> Iterator[Fault]:
+def _suspended(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.manifests:
         queue = manifest.view.text("metadata", "labels", _QUEUE[0])
-        if queue and (suspend := _suspend(manifest)):
-            yield Fault(at=suspend, what=f"suspend beside the queue {queue!r}")
+        above = ("runPolicy",) if manifest.kind == "PyTorchJob" else ()
+        if queue and (suspend := manifest.view.at("spec", *above, "suspend")):
+            yield Violation(suspend, f"suspend beside the queue {queue!r}")
 
 
-@rule(
+@MANIFESTS.rule(
     "queue-label",
     finds="Kueue's label where Kueue does not look: in a pod template, as an annotation, or on a "
     "kind that does not queue",
     reason="It is ignored, and the job runs past the queue (Kueue 0.19).",
     fix="write it under metadata.labels of the job",
 )
-def _misplaced(stream: Stream) -> Iterator[Fault]:
+def _misplaced(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.manifests:
         metadata = manifest.view.at("metadata")
         for key in _QUEUE:
             if annotation := metadata.at("annotations", key):
-                yield Fault(at=annotation, what=f"{key} is an annotation here, and must be a label")
+                yield Violation(annotation, f"{key} is an annotation here, and must be a label")
             if manifest.kind not in _QUEUED and (annotation := metadata.at("labels", key)):
-                yield Fault(at=annotation, what=f"{key} means nothing on a {manifest.kind}")
+                yield Violation(annotation, f"{key} means nothing on a {manifest.kind}")
     for pods in pods_of(stream):
         if pods.kind == "Pod":
             continue
         for key in _QUEUE:
             if annotation := pods.template.at("metadata", "labels", key):
-                yield Fault(at=annotation, what=f"{key} stands on the pods, not on the {pods.kind}")
+                yield Violation(annotation, f"{key} stands on the pods, not on the {pods.kind}")
 
 
-@rule(
+@MANIFESTS.rule(
     "pod-group",
     finds="a PodGroup that waits for more pods than the file has",
     reason="The gang is never whole, and none of its pods starts.",
     fix="write the number of pods into minMember",
 )
-def _groups(stream: Stream) -> Iterator[Fault]:
+def _groups(stream: Stream) -> Iterator[Violation[View]]:
     for group in stream.of("PodGroup"):
         least = group.view.at("spec", "minMember")
-        counts = [pods.count for pods in pods_of(stream) if _belongs(pods.template, group.name)]
-        given = [count for count in counts if count is not None]
-        total = sum(given)
-        if given and len(given) == len(counts) and (least.whole() or 0) > total:
-            yield Fault(at=least, what=f"minMember: {least.value}, and {total} pods belong to it")
-
-
-def _belongs(template: View, name: str) -> bool:
-    labels = template.labels("metadata", "labels")
-    notes = template.labels("metadata", "annotations")
-    return name in (
-        labels.get("scheduling.x-k8s.io/pod-group"),
-        notes.get("scheduling.k8s.io/group-name"),
-        notes.get("scheduling.volcano.sh/group-name"),
-    )
+        counts = []
+        for pods in pods_of(stream):
+            labels = pods.template.labels("metadata", "labels")
+            notes = pods.template.labels("metadata", "annotations")
+            names = [labels.get("scheduling.x-k8s.io/pod-group"), *map(notes.get, _GROUP_NOTES)]
+            counts += [pods.count] if group.name in names else []
+        sizes = [count for count in counts if count is not None]
+        total = sum(sizes)
+        if sizes and len(sizes) == len(counts) and (least.whole() or 0) > total:
+            yield Violation(least, f"minMember: {least.value}, and {total} pods belong to it")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from toolkit.job.kubernetes_options import is_image_name
 from toolkit.lint.manifests.pods import containers_of, pods_of
-from toolkit.lint.manifests.registry import Fault, rule
-from toolkit.lint.manifests.rules.schema import said
+from toolkit.lint.manifests.rules.schema import shown
+from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 
 __all__: list[str] = []
@@ -17,51 +17,51 @@ _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9]|-(?!-)){0,14}(?<!-)")
 _MOST_BYTES, _MOST_APPLIED = 1_048_576, 262_144
 
 
-@rule(
+@MANIFESTS.rule(
     "container-without-image",
     finds="a container without an image",
     reason="The server refuses the pods: nothing says what to run.",
     fix="write image: REGISTRY/NAME:TAG",
 )
-def _no_image(stream: Stream) -> Iterator[Fault]:
+def _no_image(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         if not pods.partly:
-            for one in (*pods.containers, *pods.prepares):
+            for one in pods.all_containers:
                 if one.view.at("name") and not one.view.at("image"):
-                    yield Fault(at=one.view, what=f"container {one.name!r} has no image")
+                    yield Violation(one.view, f"container {one.name!r} has no image")
 
 
-@rule(
+@MANIFESTS.rule(
     "image-name",
     finds="an image that no registry could have",
     reason="The pod stays in InvalidImageName.",
     fix="write it like registry.example.com/team/train:1.2",
 )
-def _image_name(stream: Stream) -> Iterator[Fault]:
+def _image_name(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
         image = container.view.at("image")
         if image.text() and not is_image_name(image.text()):
-            yield Fault(at=image, what=f"{image.text()!r} is no name of an image")
+            yield Violation(image, f"{image.text()!r} is no name of an image")
 
 
-@rule(
+@MANIFESTS.rule(
     "image-tag",
     finds="the tag `latest`, or none, with imagePullPolicy: IfNotPresent",
     reason="Each node keeps the image that it has pulled first: the pods of a job run different "
     "code.",
     fix="name a version or a digest (@sha256:…)",
 )
-def _tags(stream: Stream) -> Iterator[Fault]:
+def _tags(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
         image = container.view.at("image")
         name, digest, _ = image.text().partition("@")
         tag = name.rpartition("/")[2].partition(":")[2]
         local = name.startswith("localhost/")  # loaded into the nodes: there is nothing to pull
-        kept = container.view.text("imagePullPolicy") == "IfNotPresent"
-        if name and kept and not digest and not local and tag in ("", "latest"):
-            yield Fault(
-                at=image,
-                what=f"{image.text()!r} has {'the tag latest' if tag else 'no tag'}, and nodes "
+        cached = container.view.text("imagePullPolicy") == "IfNotPresent"
+        if name and cached and not digest and not local and tag in ("", "latest"):
+            yield Violation(
+                image,
+                f"{image.text()!r} has {'the tag latest' if tag else 'no tag'}, and nodes "
                 "that know it do not pull it again",
             )
 
@@ -69,13 +69,13 @@ def _tags(stream: Stream) -> Iterator[Fault]:
 # ---- Ports
 
 
-@rule(
+@MANIFESTS.rule(
     "port-invalid",
     finds="a port outside of 1 to 65535, or with a name that is too long",
     reason="The server refuses it; names of ports have at most 15 small letters, digits and '-'.",
     fix="write a number from 1 to 65535, and a shorter name",
 )
-def _ports(stream: Stream) -> Iterator[Fault]:
+def _ports(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
         for port in container.view.at("ports").items():
             yield from _number(port.at("containerPort"))
@@ -86,116 +86,107 @@ def _ports(stream: Stream) -> Iterator[Fault]:
         for port in ports:
             yield from _number(port.at("port"))
             yield from _number(port.at("nodePort"), least=0)
-            yield from _target(port.at("targetPort"))
+            target = port.at("targetPort")
+            yield from _port_name(target) if isinstance(target.value, str) else _number(target)
             yield from _port_name(port.at("name"))
             if len(ports) > 1 and not port.at("name"):
-                yield Fault(at=port, what="one of several ports has no name", fix="name it")
+                yield Violation(port, "one of several ports has no name", fix="name it")
     for job in stream.of("PyTorchJob"):
         yield from _number(job.view.at("spec", "elasticPolicy", "rdzvPort"))
 
 
-def _number(view: View, *, least: int = 1) -> Iterator[Fault]:
+def _number(view: View, *, least: int = 1) -> Iterator[Violation[View]]:
     if view and not (view.whole() is not None and least <= (view.whole() or 0) <= 65535):
-        yield Fault(at=view, what=f"{said(view.value)} is no port")
+        yield Violation(view, f"{shown(view.value)} is no port")
 
 
-def _target(view: View) -> Iterator[Fault]:
-    if isinstance(view.value, str):
-        yield from _port_name(view)
-    else:
-        yield from _number(view)
-
-
-def _port_name(view: View) -> Iterator[Fault]:
+def _port_name(view: View) -> Iterator[Violation[View]]:
     if view and not _PORT_NAME.fullmatch(view.text()):
-        yield Fault(at=view, what=f"{said(view.value)} is no name of a port")
+        yield Violation(view, f"{shown(view.value)} is no name of a port")
 
 
 # ---- Volumes
 
 
-@rule(
+@MANIFESTS.rule(
     "mount-unknown",
     finds="a mount of a volume that the pod does not have",
     reason="The server refuses the pod.",
     fix="add the volume, or correct the name",
 )
-def _mounts(stream: Stream) -> Iterator[Fault]:
+def _mounts(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         volumes = {volume.text("name") for volume in pods.spec.at("volumes").items()}
         for claim in pods.owner.view.at("spec", "volumeClaimPolicies").items():  # of a JobSet
             volumes |= {made.text("metadata", "name") for made in claim.at("templates").items()}
         if pods.partly and pods.kind == "TrainJob":
             continue  # the runtime may have it
-        for one in (*pods.containers, *pods.prepares):
+        for one in pods.all_containers:
             for mount in one.view.at("volumeMounts").items():
                 name = mount.at("name")
                 if name.text() and name.text() not in volumes:
-                    yield Fault(at=name, what=f"there is no volume {name.text()!r}")
+                    yield Violation(name, f"there is no volume {name.text()!r}")
 
 
-@rule(
+@MANIFESTS.rule(
     "volume-unused",
     finds="a volume that no container mounts",
     reason="It is made or waited for, and nobody sees it; often a mount has been forgotten.",
     fix="mount it, or leave it out",
 )
-def _unused(stream: Stream) -> Iterator[Fault]:
+def _unused(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         used = {
             mount.text("name")
-            for one in (*pods.containers, *pods.prepares)
+            for one in pods.all_containers
             for key in ("volumeMounts", "volumeDevices")
             for mount in one.view.at(key).items()
         }
         for volume in pods.spec.at("volumes").items():
             name = volume.at("name")
             if name.text() and name.text() not in used and not pods.partly:
-                yield Fault(at=name, what=f"no container mounts the volume {name.text()!r}")
+                yield Violation(name, f"no container mounts the volume {name.text()!r}")
 
 
-@rule(
+@MANIFESTS.rule(
     "volume-source",
     finds="a volume that is of no kind, or of two",
     reason="The server refuses the pod.",
     fix="write one of emptyDir, persistentVolumeClaim, configMap, secret …",
 )
-def _sources(stream: Stream) -> Iterator[Fault]:
+def _sources(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         for volume in pods.spec.at("volumes").items():
             kinds = [key for key, entry in volume.entries() if key != "name" and entry]
             if len(kinds) != 1:
                 name = volume.text("name")
                 what = f"is both {' and '.join(kinds)}" if kinds else "says nothing of what it is"
-                yield Fault(at=volume, what=f"the volume {name!r} {what}")
+                yield Violation(volume, f"the volume {name!r} {what}")
 
 
-@rule(
+@MANIFESTS.rule(
     "config-map-size",
     finds="a ConfigMap that is too large",
     reason="One holds at most 1048576 bytes; above 262144, `kubectl apply` cannot note what it has "
     "applied in an annotation, and fails (Kubernetes 1.34).",
     fix="keep large files on a volume",
 )
-def _sizes(stream: Stream) -> Iterator[Fault]:
+def _sizes(stream: Stream) -> Iterator[Violation[View]]:
     for config in stream.of("ConfigMap"):
         data, binary = config.view.labels("data"), config.view.labels("binaryData")
         size = sum(len(key) + len(value.encode()) for key, value in data.items())
         written = size + sum(len(key) + len(value) for key, value in binary.items())
-        size += sum(len(key) + _decoded(value) for key, value in binary.items())
+        for key, value in binary.items():
+            try:
+                size += len(key) + len(base64.b64decode(value))
+            except binascii.Error:
+                size += len(key) + len(value)
         at = config.view.at("data" if data else "binaryData")
         if size > _MOST_BYTES:
-            yield Fault(at=at, what=f"{size} bytes; a ConfigMap holds {_MOST_BYTES}")
+            yield Violation(at, f"{size} bytes; a ConfigMap holds {_MOST_BYTES}")
         elif written > _MOST_APPLIED:
-            yield Fault(
-                at=at,
-                what=f"{written} bytes; `kubectl apply` takes {_MOST_APPLIED}",
+            yield Violation(
+                at,
+                f"{written} bytes; `kubectl apply` takes {_MOST_APPLIED}",
                 fix="use kubectl create, or kubectl apply --server-side",
             )
-
-
-def _decoded(value: str) -> int:
-    try:
-        return len(base64.b64decode(value))
-    except binascii.Error:
-        return len(value)

@@ -4,9 +4,17 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-from toolkit.lint.bash.ast import AndOr, Command, Compound, Function, Node, Pipeline, Sequence, Word
-from toolkit.lint.scripts.calls import Call
-from toolkit.lint.scripts.registry import Fault, rule
+from toolkit.lint.bash.ast import (
+    AndOr,
+    CommandList,
+    Compound,
+    FunctionDefinition,
+    Node,
+    Pipeline,
+    SimpleCommand,
+)
+from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.scripts.interpreter import Call
 from toolkit.lint.scripts.script import BatchScript
 
 __all__: list[str] = []
@@ -20,21 +28,21 @@ _MOST_WORK, _MOST_AFTER = 200, 500
 _ASKS = re.compile(r"\$\{?(\?|PIPESTATUS)")
 
 
-@rule(
+@SCRIPTS.rule(
     "failure-masked",
     finds="a training whose exit status is lost",
     reason="A job ends with the exit status of its script: Slurm says COMPLETED, and what waits "
     "for its success begins.",
     fix="write set -eo pipefail at the top, or end the script with the status of srun",
 )
-def _masked(script: BatchScript) -> Iterator[Fault]:
+def _masked(script: BatchScript) -> Iterator[Violation[int]]:
     work: dict[int, Call] = {id(step.call.node): step.call for step in script.training}
     for run in script.walk.torchruns:
         if run.step is None and not run.call.captured:
             work[id(run.call.node)] = run.call
     batch = ((key, call) for key, call in work.items() if call.level == "batch")
     work = dict(islice(batch, _MOST_WORK))
-    yield from _Flow(script, work).faults(script.commands, ends=True)
+    yield from _Flow(script, work).violations(script.commands, ends=True)
 
 
 class _Flow:
@@ -42,7 +50,7 @@ class _Flow:
         self.script = script
         self.work = work
 
-    def faults(self, commands: Sequence, *, ends: bool) -> Iterator[Fault]:
+    def violations(self, commands: CommandList, *, ends: bool) -> Iterator[Violation[int]]:
         """Yield where the status of a training is lost.
 
         Args:
@@ -52,104 +60,86 @@ class _Flow:
         for index, item in enumerate(commands):
             after = commands[index + 1 : index + 1 + _MOST_AFTER]
             for place, pipeline in enumerate(item.pipelines):
-                for call in self._in_pipeline(pipeline):
+                for call in (self.work[id(n)] for n in pipeline.nodes if id(n) in self.work):
                     if item.background:
                         yield from self._waited_for(call, after)
-                    elif fault := self._lost(call, item, place, after, ends=ends):
-                        yield fault
+                    elif violation := self._lost(call, item, place, after, ends=ends):
+                        yield violation
                 for node in pipeline.nodes:
                     if isinstance(node, Compound) and not item.background:
-                        kept = self._kept(item, place, after, ends=ends)
+                        counts = self._kept(item, place, after, ends=ends)
                         for inner in node.bodies:
-                            yield from self.faults(inner, ends=kept)
-
-    def _in_pipeline(self, pipeline: Pipeline) -> list[Call]:
-        return [self.work[id(node)] for node in pipeline.nodes if id(node) in self.work]
+                            yield from self.violations(inner, ends=counts)
 
     def _lost(
-        self, call: Call, item: AndOr, place: int, after: Sequence, *, ends: bool
-    ) -> Fault | None:
+        self, call: Call, item: AndOr, place: int, after: CommandList, *, ends: bool
+    ) -> Violation[int] | None:
         pipeline = item.pipelines[place]
         last = pipeline.nodes[-1]
         if last is not call.node and not call.pipefail and not self._asked(after, "PIPESTATUS"):
-            name = last.name if isinstance(last, Command) else "what follows"
-            return Fault(
-                line=call.line,
-                what=f"the status of this pipeline is that of {name}, not of {call.name}",
+            name = last.name if isinstance(last, SimpleCommand) else "what follows"
+            return Violation(
+                call.line,
+                f"the status of this pipeline is that of {name}, not of {call.name}",
                 fix="write set -o pipefail above",
             )
         if self._kept(item, place, after, ends=ends, errexit=call.errexit):
             return None
-        return Fault(
-            line=call.line,
-            what=f"{call.name} may fail here, and the script still succeeds",
-        )
+        return Violation(call.line, f"{call.name} may fail here, and the script still succeeds")
 
     def _kept(
-        self,
-        item: AndOr,
-        place: int,
-        after: Sequence,
-        *,
-        ends: bool,
-        errexit: bool = False,
+        self, item: AndOr, place: int, after: CommandList, *, ends: bool, errexit: bool = False
     ) -> bool:
         """Whether the status of a pipeline still matters after its list."""
         if item.pipelines[place].negated:
             return True
-        for operator, pipeline in zip(
-            item.operators[place:], item.pipelines[place + 1 :], strict=True
-        ):
-            if operator == "||":
-                return not _harmless(pipeline) and self._assigned_is_used(pipeline, after)
+        if "||" in item.operators[place:]:
+            pipeline = item.pipelines[item.operators.index("||", place) + 1]
+            first = pipeline.nodes[0]
+            if isinstance(first, SimpleCommand) and first.assignments and not first.words:
+                return self._used_later(first)
+            return not _harmless(pipeline)
         if errexit and place == len(item.pipelines) - 1:
             return True
-        if not after:
-            return ends
-        return self._asked(after)
+        return self._asked(after) if after else ends
 
-    def _asked(self, after: Sequence, word: str = "") -> bool:
+    def _asked(self, after: CommandList, word: str = "") -> bool:
         """Whether the next commands test the exit status and act on it."""
         if not after:
             return False
         first = after[0].pipelines[0].nodes[0]
-        if isinstance(first, Command):
+        if isinstance(first, SimpleCommand):
             if first.name in ("exit", "return") and len(first.words) == 1:
                 return True
             words = [*first.words, *(a.value for a in first.assignments)]
             if not any(_ASKS.search(w.shown) and word in w.shown for w in words):
                 return False
             if first.assignments and not first.words:
-                return self._used_later(first, after[1:])
+                return self._used_later(first)
             return first.name not in ("echo", "printf")
         if isinstance(first, Compound):
             conditions = [node for c in first.conditions for node in _nodes(c)]
-            shown = " ".join(w.shown for n in conditions if isinstance(n, Command) for w in n.words)
-            asked = f"{shown} {' '.join(w.shown for w in first.words)}"
-            return _ASKS.search(asked) is not None and word in asked
+            words = [w for n in conditions if isinstance(n, SimpleCommand) for w in n.words]
+            condition = " ".join(word.shown for word in (*words, *first.words))
+            return _ASKS.search(condition) is not None and word in condition
         return False
 
-    def _assigned_is_used(self, pipeline: Pipeline, after: Sequence) -> bool:
-        node = pipeline.nodes[0]
-        if isinstance(node, Command) and node.assignments and not node.words:
-            return self._used_later(node, after)
-        return True
-
-    def _used_later(self, command: Command, after: Sequence) -> bool:
+    def _used_later(self, command: SimpleCommand) -> bool:
         """Whether a variable that holds the status is looked at again, beside being printed."""
         names = {assignment.name for assignment in command.assignments}
-        line = command.line
         for call in self.script.walk.calls:
-            if call.node.line < line or call.name in ("echo", "printf") or call.node is command:
+            node = call.node
+            if node.line < command.line or call.name in ("echo", "printf") or node is command:
                 continue
-            for word in (*call.node.words, *(a.value for a in call.node.assignments)):
-                if names & _variables(word):
+            for word in (*node.words, *(a.value for a in node.assignments)):
+                variables = (part.text for part in word.parts if part.kind == "variable")
+                if names & {variable.partition("[")[0] for variable in variables}:
                     return True
-        source = "\n".join(self.script.text.splitlines()[line:])
+        source = "\n".join(self.script.text.splitlines()[command.line :])
         arithmetic = rf"\(\([^)]*\b({'|'.join(map(re.escape, names))})\b"
         return re.search(arithmetic, source) is not None
 
-    def _waited_for(self, call: Call, after: Sequence) -> Iterator[Fault]:
+    def _waited_for(self, call: Call, after: CommandList) -> Iterator[Violation[int]]:
         """Look for a `wait` whose status counts; one without a process always succeeds."""
         calls = self.script.walk.calls
         # In the background, wait is a child that has none to wait for.
@@ -158,14 +148,14 @@ class _Flow:
             return  # srun-without-wait reports the first
         bare = [wait for wait in waits if len(wait.arguments) == 1]
         if len(bare) == len(waits):
-            yield Fault(
-                line=bare[0].line,
-                what=f"wait without a process succeeds even where {call.name} has failed",
+            yield Violation(
+                bare[0].line,
+                f"wait without a process succeeds even where {call.name} has failed",
                 fix='write step=$! below srun … & and wait "$step"',
             )
             return
         work = {id(wait.node): wait for wait in waits if len(wait.arguments) > 1}
-        lost = list(_Flow(self.script, work).faults(after, ends=True))
+        lost = list(_Flow(self.script, work).violations(after, ends=True))
         if work and len(lost) >= len(work):
             yield lost[0]
 
@@ -173,19 +163,19 @@ class _Flow:
 def _harmless(pipeline: Pipeline) -> bool:
     """Whether a list after `||` always succeeds."""
     for node in pipeline.nodes:
-        if isinstance(node, Command):
+        if isinstance(node, SimpleCommand):
             if node.name not in _HARMLESS:
                 return False
         elif isinstance(node, Compound):
             inner = [n for body in node.bodies for n in _nodes(body)]
-            if any(not isinstance(n, Command) or n.name not in _HARMLESS for n in inner):
+            if any(not isinstance(n, SimpleCommand) or n.name not in _HARMLESS for n in inner):
                 return False
         else:
             return False
     return True
 
 
-def _nodes(commands: Sequence) -> Iterator[Node]:
+def _nodes(commands: CommandList) -> Iterator[Node]:
     for item in commands:
         for pipeline in item.pipelines:
             for node in pipeline.nodes:
@@ -193,10 +183,6 @@ def _nodes(commands: Sequence) -> Iterator[Node]:
                 if isinstance(node, Compound):
                     for inner in (*node.conditions, *node.bodies):
                         yield from _nodes(inner)
-                if isinstance(node, Function) and isinstance(node.body, Compound):
+                if isinstance(node, FunctionDefinition) and isinstance(node.body, Compound):
                     for inner in node.body.bodies:
                         yield from _nodes(inner)
-
-
-def _variables(word: Word) -> set[str]:
-    return {part.text.partition("[")[0] for part in word.parts if part.kind == "variable"}

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterator
 
-from toolkit.lint.scripts.calls import Torchrun
+from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.scripts.interpreter import Torchrun
 from toolkit.lint.scripts.options import Option
-from toolkit.lint.scripts.registry import Fault, rule
 from toolkit.lint.scripts.script import BatchScript
 from toolkit.lint.scripts.values import Argument
 from toolkit.text.quantities import whole_number
@@ -14,69 +14,58 @@ __all__: list[str] = []
 
 _LOCALHOST = re.compile(r"\[?(localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0)\]?(?=:|$)")
 _DEFAULT_PORTS = {"c10d": 29400, "static": 29500}
-_MASTERS = ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "RDZV_ENDPOINT")
+_MASTER = re.compile(r"HEAD|MASTER|RDZV|RENDEZVOUS", re.IGNORECASE)
 _DIFFER = ("HOSTNAME", "RANDOM", "SLURMD_NODENAME", "SLURM_NODEID", "SLURM_PROCID")
 _RANKS = ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_PROCID")
 _PORTS = ("MASTER_PORT", "PET_MASTER_PORT")
 
 
-def _given(script: BatchScript, run: Torchrun, name: str) -> Option | None:
-    """Return an option of torchrun, given on its command line or as `PET_…`."""
-    if name in run.options:
-        return run.options[name]
-    variable = f"PET_{name.upper().replace('-', '_')}"
-    for setting in script.settings(variable):
-        return Option(name=name, value=setting.value, line=setting.line)
+def _option(script: BatchScript, run: Torchrun, *names: str) -> Option | None:
+    """Return the first of these options that the command line, or a `PET_…`, gives torchrun."""
+    for name in names:
+        if name in run.options:
+            return run.options[name]
+        for setting in script.settings(f"PET_{name.upper().replace('-', '_')}"):
+            return Option(name=name, value=setting.value, line=setting.line)
     return None
 
 
-def _text(option: Option | None) -> str:
-    return option.value.text if option is not None and option.value is not None else ""
-
-
-def _endpoint(script: BatchScript, run: Torchrun) -> Option | None:
-    options = (_given(script, run, name) for name in ("rdzv-endpoint", "master-addr"))
-    return next((option for option in options if option is not None), None)
-
-
 def _backend(script: BatchScript, run: Torchrun) -> str:
-    return _text(_given(script, run, "rdzv-backend")) or "static"
+    backend = _option(script, run, "rdzv-backend")
+    return (backend.text if backend else "") or "static"
 
 
-@rule(
+@SCRIPTS.rule(
     "fixed-port",
     finds="a rendezvous port that is the same for every job",
     reason="Two jobs on one node, or what is left of one, meet at the same port: the second fails, "
     "or joins the first.",
     fix="compute it from the job id: port=$((61000 + SLURM_JOB_ID % 4000))",
 )
-def _port(script: BatchScript) -> Iterator[Fault]:
+def _port(script: BatchScript) -> Iterator[Violation[int]]:
+    values = [setting.value for setting in script.settings(*_PORTS)]
     lines: dict[int, str] = {}
-    for setting in script.settings(*_PORTS):
-        if setting.value.number is not None:
-            lines.setdefault(setting.value.line_at(0), setting.value.text)
     for run in script.walk.torchruns:
         if "standalone" in run.options:
             continue
-        given = _given(script, run, "master-port")
-        if given is not None:
-            if given.value is not None and given.value.number is not None:
-                lines.setdefault(given.value.line_at(0), given.value.text)
+        if (option := _option(script, run, "master-port")) is not None:
+            values += [option.value] if option.value else []
             continue
-        endpoint = _given(script, run, "rdzv-endpoint")
-        if endpoint is None and _given(script, run, "master-addr") is None:
+        endpoint = _option(script, run, "rdzv-endpoint")
+        if endpoint is None and _option(script, run, "master-addr") is None:
             continue
-        value = endpoint.value if endpoint is not None else None
-        written_port = _port_of(value) if value is not None else ""
-        if isinstance(written_port, Argument):
-            if written_port.number is not None:
-                lines.setdefault(written_port.line_at(0), written_port.text)
-        elif written_port is not None and script.several(run):
+        port = _port_of(endpoint.value) if endpoint and endpoint.value else ""
+        if isinstance(port, Argument):
+            values.append(port)
+        elif port is not None and script.several(run):
             default = _DEFAULT_PORTS.get(_backend(script, run), 29400)
             where = endpoint.line if endpoint is not None else run.line
             lines.setdefault(where, f"{default} (torchrun's default, as no port is given)")
+    for value in values:
+        if value.number is not None:
+            lines.setdefault(value.line_at(0), value.text)
     for line, port in sorted(lines.items()):
-        yield Fault(line=line, what=f"the port {port} is the same for every job on the node")
+        yield Violation(line, f"the port {port} is the same for every job on the node")
 
 
 def _port_of(endpoint: Argument) -> Argument | str | None:
@@ -89,125 +78,104 @@ def _port_of(endpoint: Argument) -> Argument | str | None:
     return None if may_hold_a_port or len(endpoint.pieces) != 1 else ""
 
 
-@rule(
+@SCRIPTS.rule(
     "localhost-master",
     finds="several nodes that meet at localhost",
     reason="Each node meets itself there: every one trains alone, or waits for the others.",
     fix='take the first node: hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") and '
     "head=${hosts%%$'\\n'*}; fail where it is empty",
 )
-def _localhost(script: BatchScript) -> Iterator[Fault]:
+def _localhost(script: BatchScript) -> Iterator[Violation[int]]:
     if not script.several_nodes:
         return
     lines: dict[int, str] = {}
-    used = set[str]()
+    values: list[Argument] = []
     for run in script.walk.torchruns:
-        endpoint, nnodes = _endpoint(script, run), _text(_given(script, run, "nnodes"))
-        lonely = "standalone" in run.options or nnodes == "1" or endpoint is None
+        endpoint = _option(script, run, "rdzv-endpoint", "master-addr")
+        nnodes, alone = _option(script, run, "nnodes"), run.options.get("standalone")
+        lonely = alone or endpoint is None or (nnodes is not None and nnodes.text == "1")
         if not script.several(run) or (lonely and script.stranded(run)):
             continue  # torchrun-without-srun reports the latter
-        if (alone := run.options.get("standalone")) is not None:
+        if alone:
             lines.setdefault(alone.line, "--standalone makes every node a job of its own")
-            continue
-        if endpoint is None:
+        elif endpoint is None:
             lines.setdefault(run.line, "torchrun is given no endpoint and takes localhost")
-        elif endpoint.value is not None:
-            match = _LOCALHOST.match(endpoint.value.text)
-            if match:
-                lines.setdefault(endpoint.value.line_at(0), _meets(match[1]))
-            used |= {piece.name for piece in endpoint.value.pieces}
+        elif endpoint.value:
+            values.append(endpoint.value)
+    used = {piece.name for value in values for piece in value.pieces}
     for setting in script.walk.settings:
-        master = setting.name in _MASTERS or setting.name in used or _is_head(setting.name)
-        if master and setting.value.known and (match := _LOCALHOST.match(setting.value.text)):
-            lines.setdefault(setting.value.line_at(0), _meets(match[1]))
+        if setting.value.known and (setting.name in used or _MASTER.search(setting.name)):
+            values.append(setting.value)
+    for value in values:
+        if match := _LOCALHOST.match(value.text):
+            what = f"on several nodes, {match[1]} is each node itself"
+            lines.setdefault(value.line_at(0), what)
     for line, what in sorted(lines.items()):
-        yield Fault(line=line, what=what)
+        yield Violation(line, what)
 
 
-def _meets(host: str) -> str:
-    return f"on several nodes, {host} is each node itself"
-
-
-def _is_head(name: str) -> bool:
-    return re.search(r"HEAD|MASTER|RDZV|RENDEZVOUS", name.upper()) is not None
-
-
-@rule(
+@SCRIPTS.rule(
     "head-address",
     finds="`hostname --ip-address` or `-I` for the address of the head node",
     reason="On many systems the first gives 127.0.1.1; the second lists the addresses of all "
     "networks, in no order that one can rely on.",
     fix="use the name of the node, which Slurm's nodes resolve: head=${hosts%%$'\\n'*}",
 )
-def _address(script: BatchScript) -> Iterator[Fault]:
+def _address(script: BatchScript) -> Iterator[Violation[int]]:
     for call in script.walk.calls:
-        words = [argument.text for argument in call.arguments]
         if not call.captured or call.on_nodes or call.name != "hostname":
             continue  # each node may have its own
-        asked = [w for w in words[1:] if w in ("-i", "-I", "--ip-address", "--all-ip-addresses")]
-        if asked:
-            yield Fault(
-                line=call.line,
-                what=f"hostname {asked[0]} may give a loopback address, or one of another network",
-            )
+        for word in call.words[1:]:
+            if word in ("-i", "-I", "--ip-address", "--all-ip-addresses"):
+                what = f"hostname {word} may give a loopback address, or one of another network"
+                yield Violation(call.line, what)
+                break
 
 
-@rule(
+@SCRIPTS.rule(
     "head-pipe",
     finds="`scontrol … | head` under pipefail",
     reason="head closes the pipe after one line; scontrol may die by SIGPIPE then, more likely the "
     "more nodes there are, and with it the script.",
     fix="write hosts=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\") and head=${hosts%%$'\\n'*}",
 )
-def _pipe(script: BatchScript) -> Iterator[Fault]:
+def _pipe(script: BatchScript) -> Iterator[Violation[int]]:
     for call in script.walk.calls:
-        shows = call.name == "scontrol" and [a.text for a in call.arguments[1:2]] == ["show"]
+        shows = call.name == "scontrol" and call.words[1:2] == ["show"]
         if not (shows and call.pipefail and call.piped_to is not None):
             continue
         name, words = call.piped_to.name, [word.shown for word in call.piped_to.words]
         if name == "head" or (name == "sed" and any("q" in word for word in words[1:])):
-            yield Fault(
-                line=call.line, what=f"under pipefail, scontrol fails once {name} has read enough"
-            )
+            what = f"under pipefail, scontrol fails once {name} has read enough"
+            yield Violation(call.line, what)
 
 
-@rule(
+@SCRIPTS.rule(
     "rdzv-id",
     finds="c10d without a rendezvous id, or with one that every job has, or each node another",
     reason="Who brings the same id to the same endpoint is the same run: what is left of an "
     "attempt joins the next one.",
     fix='give torchrun --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
 )
-def _id(script: BatchScript) -> Iterator[Fault]:
+def _id(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
-        backend = _given(script, run, "rdzv-backend")
-        if _text(backend) != "c10d" or "standalone" in run.options:
+        if _backend(script, run) != "c10d" or "standalone" in run.options:
             continue
-        given = _given(script, run, "rdzv-id")
-        if given is None or given.value is None:
+        rdzv_id = _option(script, run, "rdzv-id")
+        if rdzv_id is None or rdzv_id.value is None:
             if script.several(run):
-                yield Fault(line=run.line, what="c10d without --rdzv-id: every job has the same")
-        elif given.value.known:
-            yield Fault(
-                line=given.value.line_at(0),
-                what=f"the rendezvous id {given.value.text!r} is the same for every job",
-            )
+                yield Violation(run.line, "c10d without --rdzv-id: every job has the same")
+        elif rdzv_id.value.known:
+            what = f"the rendezvous id {rdzv_id.text!r} is the same for every job"
+            yield Violation(rdzv_id.value_line, what)
         elif run.call.on_nodes:
-            for piece in given.value.pieces:
+            for piece in rdzv_id.value.pieces:
                 if not piece.outer and piece.name in _DIFFER:
-                    yield Fault(
-                        line=piece.line,
-                        what=f"the rendezvous id holds ${piece.name}, which differs on every node",
-                    )
+                    what = f"the rendezvous id holds ${piece.name}, which differs on every node"
+                    yield Violation(piece.line, what)
 
 
-def _by_another_script(run: Torchrun) -> bool:
-    """Whether a script that is not read starts it, as ours does: that may number its node."""
-    shell, *words = run.call.arguments
-    return shell.text in ("bash", "sh") and bool(words) and not words[0].text.startswith("-")
-
-
-@rule(
+@SCRIPTS.rule(
     "node-rank",
     finds="a static rendezvous whose nodes have no rank of their own",
     reason="Without --node-rank every node is node 0; and $SLURM_NODEID outside of single quotes "
@@ -215,57 +183,49 @@ def _by_another_script(run: Torchrun) -> bool:
     fix="let every task expand it: srun bash -c 'torchrun --node-rank=$SLURM_NODEID …'; or use "
     "--rdzv-backend=c10d, which needs none",
 )
-def _node_rank(script: BatchScript) -> Iterator[Fault]:
+def _node_rank(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
-        backend = _backend(script, run)
         if not script.several(run) or run.step is None or "standalone" in run.options:
             continue
-        given = _given(script, run, "node-rank")
-        if backend != "static" or _by_another_script(run):
+        shell, *words = run.call.arguments
+        if shell.text in ("bash", "sh") and words and not words[0].text.startswith("-"):
+            continue  # a script that is not read starts it, as ours does, and may number its node
+        if _backend(script, run) != "static":
             continue
-        if given is None or given.value is None:
-            if _endpoint(script, run) is not None:
-                yield Fault(line=run.line, what="every node is node 0: --node-rank is missing")
-            continue
-        if given.value.number is not None:
-            yield Fault(
-                line=given.value.line_at(0),
-                what=f"--node-rank={given.value.text} is the same on every node",
-            )
-            continue
-        for piece in given.value.pieces:
-            if piece.name in _RANKS and (piece.outer or not run.call.on_nodes):
-                yield Fault(
-                    line=piece.line,
-                    what=f"${piece.name} is expanded by the batch script, where it is 0: every "
-                    "node is node 0",
-                )
+        rank = _option(script, run, "node-rank")
+        if rank is None or rank.value is None:
+            if _option(script, run, "rdzv-endpoint", "master-addr") is not None:
+                yield Violation(run.line, "every node is node 0: --node-rank is missing")
+        elif rank.number is not None:
+            what = f"--node-rank={rank.text} is the same on every node"
+            yield Violation(rank.value_line, what)
+        else:
+            for piece in rank.value.pieces:
+                if piece.name in _RANKS and (piece.outer or not run.call.on_nodes):
+                    what = f"${piece.name} is expanded by the batch script, where it is 0: "
+                    yield Violation(piece.line, f"{what}every node is node 0")
 
 
-@rule(
+@SCRIPTS.rule(
     "nnodes-mismatch",
     finds="torchrun's number of nodes is not that of the job",
     reason="With more than there are, torchrun waits for nodes that never come; with fewer, some "
     "nodes are left over.",
     fix='write --nnodes="$SLURM_JOB_NUM_NODES"',
 )
-def _nnodes(script: BatchScript) -> Iterator[Fault]:
-    asked = script.options.get("nodes")
+def _nnodes(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
-        given = _given(script, run, "nnodes")
-        if given is None or given.value is None or "standalone" in run.options:
+        nnodes = _option(script, run, "nnodes")
+        if nnodes is None or "standalone" in run.options or script.stranded(run):
             continue
         own = run.step.options.get("nodes") if run.step else None
-        nodes, wanted = _range(_text(own or asked) or "1"), _range(given.value.text)
-        if nodes is None or wanted is None or script.stranded(run):
-            continue
-        if wanted[0] > nodes[1] or wanted[1] < nodes[0]:
+        request = own or script.options.get("nodes")
+        written = (request.text if request else "") or "1"
+        job, torchrun = _range(written), _range(nnodes.text)
+        if job and torchrun and (torchrun[0] > job[1] or torchrun[1] < job[0]):
             where = "srun" if own else "#SBATCH"
-            yield Fault(
-                line=given.value.line_at(0),
-                what=f"--nnodes={given.value.text}, and {where} asks for "
-                f"{_text(own or asked) or '1'}",
-            )
+            what = f"--nnodes={nnodes.text}, and {where} asks for {written}"
+            yield Violation(nnodes.value_line, what)
 
 
 def _range(text: str) -> tuple[int, int] | None:
@@ -273,46 +233,41 @@ def _range(text: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2] or match[1])) if match else None
 
 
-@rule(
+@SCRIPTS.rule(
     "nproc-mismatch",
     finds="torchrun's workers per node are not as many as the node's GPUs",
     reason="With more, two workers share a GPU, which NCCL refuses; with fewer, GPUs are idle.",
     fix="write --nproc-per-node=gpu, or the same number twice",
 )
-def _nproc(script: BatchScript) -> Iterator[Fault]:
+def _nproc(script: BatchScript) -> Iterator[Violation[int]]:
     option, gpus = _gpus_per_node(script)
     if gpus is None or script.rendered:
         return
     for run in script.walk.torchruns:
-        given = _given(script, run, "nproc-per-node")
-        workers = given.value.number if given and given.value else None
-        if given is None and gpus > 1:
-            yield Fault(
-                line=run.line,
-                what=f"torchrun starts one worker per node, and {option} asks for {gpus} GPUs",
-            )
-        elif given and given.value and workers is not None and workers != gpus:
-            yield Fault(
-                line=given.value.line_at(0),
-                what=f"--nproc-per-node={workers}, and {option} asks for {gpus} GPUs per node",
-            )
+        workers = _option(script, run, "nproc-per-node")
+        if workers is None and gpus > 1:
+            what = f"torchrun starts one worker per node, and {option} asks for {gpus} GPUs"
+            yield Violation(run.line, what)
+        elif workers and workers.number is not None and workers.number != gpus:
+            what = f"--nproc-per-node={workers.number}, and {option} asks for {gpus} GPUs per node"
+            yield Violation(workers.value_line, what)
 
 
 def _gpus_per_node(script: BatchScript) -> tuple[str, int | None]:
     """Return the option that requests GPUs, and their number per node."""
+
+    def last_number(text: str) -> int | None:
+        return whole_number(re.sub(r"\(.*\)", "", text).rpartition(":")[2])
+
     if (text := script.value("gpus-per-node")) is not None:
-        return "--gpus-per-node", _last_number(text)
+        return "--gpus-per-node", last_number(text)
     for word in (script.value("gres") or "").split(","):
         if re.match(r"(gres[/:])?gpu(:|$)", word):
-            return "--gres", _last_number(word) if ":" in word else 1
+            return "--gres", last_number(word) if ":" in word else 1
     if (text := script.value("gpus")) is not None and script.nodes:
-        number = _last_number(text)
+        number = last_number(text)
         return "--gpus", number // script.nodes if number and not number % script.nodes else None
     text = script.value("gpus-per-task")
     if text is not None and script.value("ntasks-per-node") == "1":
-        return "--gpus-per-task", _last_number(text)
+        return "--gpus-per-task", last_number(text)
     return "", None
-
-
-def _last_number(text: str) -> int | None:
-    return whole_number(re.sub(r"\(.*\)", "", text).rpartition(":")[2])

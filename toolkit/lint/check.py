@@ -1,0 +1,136 @@
+"""Every rule by the kind of file, and the functions that hold a text to them, all at once."""
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from toolkit.errors import InputError, Problem
+from toolkit.lint.manifests.rules import (
+    object_names,
+    operators,
+    processes,
+    resources,
+    schema,
+    security,
+    training,
+    volumes,
+)
+from toolkit.lint.manifests.rules import rendezvous as manifest_rendezvous
+from toolkit.lint.manifests.rules.schema import CRD_RULE, Schemas, schema_violations
+from toolkit.lint.registry import MANIFESTS, SCRIPTS, Rule, Violation, allowed_rules
+from toolkit.lint.scripts.rules import directives, exit_status, rendezvous, signals, tasks
+from toolkit.lint.scripts.script import read_batch_script
+from toolkit.lint.scripts.values import uncovered
+from toolkit.text.manifests import Stream, View, read_manifests
+from toolkit.text.yaml_reader import KeyPath
+
+__all__ = [
+    *("CLUSTER_RULES", "JOB_RULES", "MANIFEST_RULES", "SCRIPT_RULES", "SITE_RULES"),
+    *("check_manifests", "check_script", "in_order", "manifest_violations", "not_allowed"),
+]
+
+SCRIPT_RULES = SCRIPTS.order((directives, rendezvous, exit_status, tasks, signals))
+"""The rules for batch scripts."""
+
+MANIFEST_RULES = (
+    *MANIFESTS.order(
+        (
+            *(schema, volumes, manifest_rendezvous, object_names, operators, security),
+            *(resources, processes, training),
+        )
+    ),
+    CRD_RULE,
+)
+"""The rules for manifests."""
+
+_ELSEWHERE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+"""The rules whose functions stand with the planner and with the sites."""
+
+JOB_RULES = tuple(Rule(id=id, **texts) for id, texts in _ELSEWHERE["job"].items())
+"""What `plan` holds a job and a profile to; `render` and `submit` refuse by them, too."""
+
+SITE_RULES = tuple(Rule(id=id, **texts) for id, texts in _ELSEWHERE["site"].items())
+"""The rules of `check --server` at a Slurm site, for a job file and for a script."""
+
+CLUSTER_RULES = tuple(Rule(id=id, **texts) for id, texts in _ELSEWHERE["cluster"].items())
+"""The rules of `check --server` at a Kubernetes cluster, for a job file and for manifests."""
+
+
+def check_script(text: str, source: str) -> list[Problem]:
+    """Return the problems of a batch script, by line; each one once.
+
+    A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
+
+    Raises:
+        InputError: its bash cannot be read.
+    """
+    if not text.strip():
+        raise InputError([Problem(place=source, message="the file is empty")])
+    script = read_batch_script(text, source)
+    allowed = allowed_rules(text, [(comment.line, comment.text) for comment in script.comments])
+    problems = []
+    for rule, violation in SCRIPTS.violations(script):
+        if rule.id not in allowed.get(violation.at, ()):
+            place = f"{source}:{violation.at}"
+            message = f"{uncovered(violation.what)}; {violation.fix or rule.fix}"
+            problems.append(Problem(place=place, message=message, rule=rule.id))
+    return in_order(problems)
+
+
+def check_manifests(
+    text: str,
+    source: str,
+    *,
+    pod_security: str | None = None,
+    schemas: Schemas | None = None,
+) -> list[Problem]:
+    """Return the problems of a stream of manifests, by line; each one once.
+
+    A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
+
+    Args:
+        text: YAML, of one document or of several.
+        source: The file's name.
+        pod_security: The Pod Security level of the namespace, where it is known.
+        schemas: Those of the cluster's own kinds.
+
+    Raises:
+        InputError: it cannot be read, or a document is not an object.
+    """
+    stream = read_manifests(text, source, pod_security=pod_security)
+    problems = []
+    for rule, violation in manifest_violations(stream, schemas):
+        place = violation.at.manifest.place(violation.at.path)
+        message = f"{violation.what}; {violation.fix or rule.fix}"
+        problems.append(Problem(place=place, message=message, rule=rule.id))
+    return in_order(not_allowed(problems, text))
+
+
+def manifest_violations(
+    stream: Stream, schemas: Schemas | None = None
+) -> Iterator[tuple[Rule, Violation[View]]]:
+    """Yield what all rules find; what a schema has against a place of a rule is left out."""
+    reported: set[tuple[int, KeyPath]] = set()
+    for rule, violation in MANIFESTS.violations(stream):
+        reported.add((violation.at.manifest.index, violation.at.path))
+        yield rule, violation
+    for violation in schema_violations(stream, schemas) if schemas else ():
+        if (violation.at.manifest.index, violation.at.path) not in reported:
+            yield CRD_RULE, violation
+
+
+def not_allowed(problems: Iterable[Problem], text: str) -> list[Problem]:
+    """Return those problems of a manifest that no comment of its text takes back."""
+    allowed = allowed_rules(text, enumerate(text.splitlines(), start=1))
+    return [problem for problem in problems if problem.rule not in allowed.get(_line(problem), ())]
+
+
+def in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Return problems by line, each once."""
+    return sorted(dict.fromkeys(problems), key=_line)
+
+
+def _line(problem: Problem) -> int:
+    match = re.search(r":(\d{1,18})$", problem.place or "")
+    return int(match[1]) if match else 0

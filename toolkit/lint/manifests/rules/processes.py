@@ -1,0 +1,202 @@
+"""Rules about a container's process: SIGTERM, exit statuses, deadlines, variables, `$(NAME)`."""
+
+import re
+from collections.abc import Iterator
+
+from toolkit.lint.manifests.pods import (
+    SHUTDOWN_TIMEOUT_S,
+    Container,
+    containers_of,
+    launches,
+    pods_of,
+    seconds,
+    shell_of,
+)
+from toolkit.lint.registry import MANIFESTS, Violation
+from toolkit.text import secret_scan
+from toolkit.text.manifests import Stream, View
+
+__all__: list[str] = []
+
+_GRACE_S = 30  # the API's default
+
+
+@MANIFESTS.rule(
+    "sigterm-lost",
+    finds="torchrun below a shell that does not pass SIGTERM on",
+    reason="The shell is the container's first process: it gets SIGTERM, ignores it, and all are "
+    "killed after the grace period without a checkpoint.",
+    fix="write exec torchrun … as the last command; or start it with &, trap TERM, and wait",
+)
+def _lost(stream: Stream) -> Iterator[Violation[View]]:
+    for launch in launches(stream):
+        if launch.shell and not launch.passes:
+            what = f"{launch.shell} is the first process, and torchrun never hears of SIGTERM"
+            view = launch.container.view
+            yield Violation(view.at("command" if view.at("command") else "args"), what)
+
+
+@MANIFESTS.rule(
+    "grace-too-short",
+    finds="a terminationGracePeriodSeconds that is not longer than torchrun's shutdown timeout",
+    reason="torchrun gives its workers that time for a checkpoint after SIGTERM; at the end of the "
+    "grace period all are killed, at it or in the midst of it (torch 2.13).",
+    fix="raise terminationGracePeriodSeconds above --shutdown-timeout, by 15 s or more",
+)
+def _grace(stream: Stream) -> Iterator[Violation[View]]:
+    for launch in launches(stream):
+        if launch.pods.partly:
+            continue
+        grace = launch.pods.spec.at("terminationGracePeriodSeconds")
+        limit = grace.whole() if grace else _GRACE_S
+        option = launch.option("shutdown-timeout")
+        timeout = SHUTDOWN_TIMEOUT_S if option is None else seconds(option)
+        if limit is not None and timeout is not None and limit <= timeout:
+            default = "" if grace else ", which is the default,"
+            what = f"{limit} s of grace{default} and {timeout} s that torchrun gives its workers"
+            yield Violation(grace, what)
+
+
+@MANIFESTS.rule(
+    "exit-status-unmapped",
+    finds="`restartPolicy: ExitCode`, or a podFailurePolicy on exit statuses, with a torchrun that "
+    "is the first process",
+    reason="torchrun exits 1 whatever has happened to its workers: ExitCode never starts anything "
+    "again, and rules on other statuses never match (torch 2.13).",
+    fix="let a shell around it turn outcomes into statuses, or restart OnFailure",
+)
+def _unmapped(stream: Stream) -> Iterator[Violation[View]]:
+    for launch in launches(stream):
+        if launch.maps:
+            continue
+        policy = launch.pods.job.at("restartPolicy")
+        if launch.pods.kind == "PyTorchJob" and policy.value == "ExitCode":
+            yield Violation(policy, "ExitCode tries statuses from 128 on again, and 1 never")
+        for entry in launch.pods.job.at("podFailurePolicy", "rules").items():
+            codes = entry.at("onExitCodes")
+            values = [item.whole() for item in codes.at("values").items()]
+            container = codes.text("containerName")
+            if container not in ("", launch.container.name) or codes.text("operator") != "In":
+                continue
+            if values and 1 not in values:
+                listed = ", ".join(map(str, values))
+                yield Violation(codes, f"torchrun never exits with {listed}")
+
+
+@MANIFESTS.rule(
+    "deadline-below-grace",
+    finds="an activeDeadlineSeconds that is not longer than the grace period",
+    reason="The run would be told to stop before it has begun.",
+    fix="raise activeDeadlineSeconds",
+)
+def _deadlines(stream: Stream) -> Iterator[Violation[View]]:
+    seen: set[tuple[int, tuple[str | int, ...]]] = set()
+    for pods in pods_of(stream):
+        grace = pods.spec.whole("terminationGracePeriodSeconds")
+        if grace is None and not pods.partly:
+            grace = _GRACE_S
+        spec = pods.owner.view.at("spec")
+        for view in (pods.job, pods.spec, spec, spec.at("runPolicy")):
+            deadline = view.at("activeDeadlineSeconds")
+            limit, key = deadline.whole(), (id(pods.owner), deadline.path)
+            if limit is not None and grace is not None and limit <= grace and key not in seen:
+                seen.add(key)
+                yield Violation(deadline, f"{limit} s, of which {grace} s are the grace period")
+
+
+# ---- Variables and arguments
+
+_REFERENCE = re.compile(r"\$\$|\$\(([^()\s$`'\"]+)\)")
+_PLACEHOLDER = re.compile(r"\s*(<.*|\$.*|\{\{.*|)")
+_SPECIAL = re.compile(
+    r"(MASTER_ADDR|MASTER_PORT|WORLD_SIZE|RANK|PYTHONUNBUFFERED|PET_\w+|JOB_COMPLETION_INDEX"
+    r"|\w+_SERVICE_HOST|\w+_SERVICE_PORT(_\w+)?|\w+_PORT(_\w+)?)"
+)
+"""Variables that operators and Services bring."""
+
+
+@MANIFESTS.rule(
+    "secret-value",
+    finds="a token, key or password in a manifest, be it that of a Secret",
+    reason="Whoever may read the file or the object has it, and the repository remembers it for "
+    "ever; base64 hides nothing.",
+    fix="write valueFrom: {secretKeyRef: …}, make the Secret with `kubectl create secret`, and "
+    "change what has been written down",
+)
+def _secrets(stream: Stream) -> Iterator[Violation[View]]:
+    for container in containers_of(stream):
+        for name, entry in container.env.items():
+            if kind := secret_scan.kind_of(entry.text("value"), name=name):
+                yield Violation(entry.at("value"), f"what looks like {kind} stands in env")
+        for key in ("command", "args"):
+            words = container.view.at(key)
+            texts = [item.text() for item in words.items()]
+            for index, kind in secret_scan.kinds_of_words(texts):
+                yield Violation(words.at(index), f"what looks like {kind} stands in {key}")
+    for manifest in stream.of("ConfigMap"):
+        for key, entry in manifest.view.at("data").entries():
+            if kind := secret_scan.kind_of(entry.text(), name=key):
+                yield Violation(entry, f"what looks like {kind} stands in a ConfigMap")
+    for manifest in stream.of("Secret"):
+        for where in ("data", "stringData"):
+            for key, entry in manifest.view.at(where).entries():
+                if not _PLACEHOLDER.fullmatch(entry.text()):
+                    yield Violation(entry, f"the value of {key!r} stands in a Secret's file")
+                    break
+
+
+@MANIFESTS.rule(
+    "reference-unknown",
+    finds="`$(NAME)` with the name of no variable of the container",
+    reason="Kubernetes leaves it as it stands: the program gets the characters $(NAME), and a "
+    "shell takes NAME for a command (k8s.io/kubernetes, expansion).",
+    fix='set the variable in env, above its use; in a shell write "$NAME"; as plain text write '
+    "$$(NAME)",
+)
+def _references(stream: Stream) -> Iterator[Violation[View]]:
+    for container in containers_of(stream):
+        if container.view.at("envFrom") or container.pods.partly:
+            continue  # there may be others
+        names: set[str] = set()
+        for name, entry in container.env.items():
+            for used in _unknown(entry.text("value"), names):
+                later = used in container.env
+                yield Violation(
+                    entry.at("value"),
+                    f"$({used}) in the value of {name}: the container has no such variable "
+                    f"{'above it' if later else ''}".rstrip(),
+                    fix="move its variable up" if later else None,
+                )
+            names.add(name)
+        for word, script in _words(container):
+            for used in _unknown(word.text(), names):
+                if not script or used.isupper():
+                    what = f"$({used}): the container has no variable of this name"
+                    yield Violation(word, what)
+
+
+@MANIFESTS.rule(
+    "dollars-halved",
+    finds="`$$` in a script of `command` or `args`",
+    reason="Kubernetes makes one $ of two before the shell sees them: $$ is no process id.",
+    fix="write $$$$",
+)
+def _dollars(stream: Stream) -> Iterator[Violation[View]]:
+    for container in containers_of(stream):
+        for word, script in _words(container):
+            text = word.text()
+            if script and "$$" in text and "$$(" not in text and "$$$" not in text:
+                yield Violation(word, "$$ in this script becomes $")
+
+
+def _unknown(text: str, defined: set[str]) -> list[str]:
+    names = dict.fromkeys(match[1] for match in _REFERENCE.finditer(text) if match[1])
+    return [name for name in names if name not in defined and not _SPECIAL.fullmatch(name)]
+
+
+def _words(container: Container) -> Iterator[tuple[View, bool]]:
+    """Yield what a container starts, and whether a shell reads the word."""
+    _, script, _ = shell_of(container.argv)
+    for key in ("command", "args"):
+        for item in container.view.at(key).items():
+            yield item, bool(script) and item.value == script

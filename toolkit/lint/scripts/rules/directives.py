@@ -1,0 +1,241 @@
+"""Rules about the head of a script, its `#SBATCH` options, and secrets in it."""
+
+import itertools
+import re
+from collections.abc import Iterator
+
+from toolkit.errors import nearest
+from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.scripts.interpreter import QUIET
+from toolkit.lint.scripts.options import PYXIS, SBATCH, Option
+from toolkit.lint.scripts.script import BatchScript
+from toolkit.text import secret_scan
+
+__all__: list[str] = []
+
+
+@SCRIPTS.rule(
+    "shebang-missing",
+    finds="the first line does not begin with `#!`",
+    reason="sbatch refuses such a file: “This does not look like a batch script”.",
+    fix="begin the file with #!/bin/bash",
+)
+def _shebang(script: BatchScript) -> Iterator[Violation[int]]:
+    first = script.text.partition("\n")[0]
+    if not first.startswith("#!"):
+        yield Violation(1, "the first line does not begin with #!, and sbatch refuses that")
+
+
+@SCRIPTS.rule(
+    "dos-line-breaks",
+    finds="lines end as on Windows (CR LF)",
+    reason="sbatch refuses such a file: “Batch script contains DOS line breaks”.",
+    fix="convert it: sed -i 's/\\r$//' FILE",
+)
+def _line_breaks(script: BatchScript) -> Iterator[Violation[int]]:
+    if (at := script.text.find("\r\n")) >= 0:
+        line = script.text.count("\n", 0, at) + 1
+        yield Violation(line, "this line ends with CR LF, and sbatch refuses that")
+
+
+@SCRIPTS.rule(
+    "directive-late",
+    finds="an `#SBATCH` line below the first command",
+    reason="sbatch stops reading options at the first line that is neither empty nor a comment, "
+    "and says nothing: the job runs without them.",
+    fix="move it above the first command",
+)
+def _late(script: BatchScript) -> Iterator[Violation[int]]:
+    for directive in script.directives:
+        if directive.late:
+            what = "this #SBATCH line stands below a command, so sbatch does not read it"
+            yield Violation(directive.line, what)
+
+
+@SCRIPTS.rule(
+    "directive-unknown",
+    finds="an option that sbatch does not have, or a word that is none",
+    reason="sbatch refuses the script, or another version of it does.",
+    fix="write its name as in sbatch(1)",
+)
+def _unknown(script: BatchScript) -> Iterator[Violation[int]]:
+    for directive in script.directives:
+        for option in directive.options:
+            if option.name in SBATCH.names | PYXIS:
+                if option.value is None and option.name not in SBATCH.flags | SBATCH.optional:
+                    yield Violation(
+                        directive.line,
+                        f"--{option.name} has no value",
+                        fix=f"write --{option.name}=VALUE",
+                    )
+                continue
+            plain = option.name.replace("_", "-")
+            meant = nearest(f"--{plain}", sorted(f"--{name}" for name in SBATCH.names))
+            way_out = f"did you mean {meant!r}?" if meant else "write its name as in sbatch(1)"
+            dashes = "--" if len(option.name) > 1 else "-"
+            what = f"sbatch has no option {dashes}{option.name}"
+            yield Violation(directive.line, what, fix=way_out)
+        for word in directive.stray:
+            yield Violation(
+                directive.line,
+                f"{word!r} is no option, and sbatch refuses the line",
+                fix="write --NAME=VALUE without blanks, and comments after #",
+            )
+
+
+@SCRIPTS.rule(
+    "directive-variable",
+    finds="a shell variable in an `#SBATCH` line",
+    reason="No shell reads these lines: the log goes to a folder that is really called `$HOME`.",
+    fix="write the value out, or give the option to sbatch on its command line",
+)
+def _variable(script: BatchScript) -> Iterator[Violation[int]]:
+    if script.rendered:  # its values stand as the job file has them
+        return
+    for directive in script.directives:
+        for option in directive.options:
+            if not directive.late and (match := re.search(r"\$\{?\w+\}?|\$\(|`", option.text)):
+                what = f"--{option.name} holds {match[0]}, which nothing expands here"
+                yield Violation(directive.line, what)
+
+
+@SCRIPTS.rule(
+    "container-on-sbatch",
+    finds="an option of pyxis in an `#SBATCH` line",
+    reason="sbatch does not know it, or starts the batch script itself in the container, where "
+    "there is no srun.",
+    fix="give it to srun",
+)
+def _pyxis(script: BatchScript) -> Iterator[Violation[int]]:
+    for directive in script.directives:
+        for option in directive.options:
+            if option.name in PYXIS:
+                yield Violation(directive.line, f"--{option.name} is pyxis' option for srun")
+
+
+@SCRIPTS.rule(
+    "time-missing",
+    finds="no time limit",
+    reason="The partition's default holds, which may be minutes, and the scheduler cannot start "
+    "the job in a gap.",
+    fix="add #SBATCH --time=HH:MM:SS",
+)
+def _time(script: BatchScript) -> Iterator[Violation[int]]:
+    # A job file may leave it out; `check --server` compares that with the partition.
+    if "time" not in script.options and not script.rendered:
+        lines = [directive.line for directive in script.directives if not directive.late]
+        yield Violation(lines[-1] if lines else 1, "the job names no time limit")
+
+
+@SCRIPTS.rule(
+    "log-truncated",
+    finds="a job that is queued again, without `--open-mode=append`",
+    reason="Slurm opens the log anew at each start, and what the start before has printed is gone.",
+    fix="add #SBATCH --open-mode=append",
+)
+def _open_mode(script: BatchScript) -> Iterator[Violation[int]]:
+    if "open-mode" in script.options:
+        return
+    if (requeue := script.options.get("requeue")) is not None:
+        yield Violation(requeue.line, "--requeue without --open-mode: a new start empties the log")
+        return
+    for call in script.walk.calls:
+        if call.name == "scontrol" and call.words[1:2] == ["requeue"]:
+            what = "the job is queued again without --open-mode: a new start empties the log"
+            yield Violation(call.line, what)
+            return
+
+
+@SCRIPTS.rule(
+    "gpus-per-task-typed",
+    finds="`--gpus-per-task` with a type of GPU",
+    reason="Slurm 22.05 leaves CUDA_VISIBLE_DEVICES unset then, and each job sees all GPUs.",
+    fix="use --gres=gpu:TYPE:N or --gpus-per-node=TYPE:N",
+)
+def _typed(script: BatchScript) -> Iterator[Violation[int]]:
+    option = script.options.get("gpus-per-task")
+    if option is not None and ":" in option.text:
+        what = f"--gpus-per-task={option.text} names a type of GPU, and Slurm 22.05 then hides none"
+        yield Violation(option.line, what)
+
+
+@SCRIPTS.rule(
+    "export-comma",
+    finds="`--export` with a value that holds a comma",
+    reason="Slurm parts the list at every comma: of `K=a,b` the program sees `K=a`.",
+    fix="export K='a,b' in a line of its own, and leave --export=ALL",
+)
+def _commas(script: BatchScript) -> Iterator[Violation[int]]:
+    names = {setting.name for setting in script.walk.settings}
+    for option in _exports(script):
+        for before, item in itertools.pairwise(option.text.split(",")):
+            whole = re.fullmatch(r"[A-Za-z_]\w*(=.*)?", item, re.DOTALL)
+            meant = whole and ("=" in item or item.isupper() or item in names)
+            if "=" in before and not meant and "$" not in item:
+                name = before.partition("=")[0]
+                yield Violation(
+                    option.line,
+                    f"--export cuts the value of {name} at its comma: {item!r} is lost",
+                    fix=f"write export {name}='…' in a line of its own, and --export=ALL",
+                )
+                break
+
+
+def _exports(script: BatchScript) -> list[Option]:
+    """Return every `--export`: that of sbatch first, then those of srun."""
+    owners = (script.options, *(step.options for step in script.walk.steps))
+    return [options["export"] for options in owners if "export" in options]
+
+
+@SCRIPTS.rule(
+    "export-none",
+    finds="`--export=NONE` with an srun that does not take it back",
+    reason="srun inherits it (SLURM_EXPORT_ENV), and its programs lose even PATH.",
+    fix="write srun --export=ALL",
+)
+def _none(script: BatchScript) -> Iterator[Violation[int]]:
+    export = script.options.get("export")
+    none = export is not None and export.text.upper() == "NONE"
+    undone = script.exports("SLURM_EXPORT_ENV") or any(
+        call.name == "unset" and "SLURM_EXPORT_ENV" in call.words for call in script.walk.calls
+    )
+    for step in script.walk.steps:
+        own = step.options.get("export")
+        if own is not None and own.text.upper() == "NONE":
+            yield Violation(own.line, "srun --export=NONE: the program loses even PATH")
+        elif none and own is None and not undone and step.program:
+            what = "srun inherits --export=NONE from #SBATCH, and its program loses even PATH"
+            yield Violation(step.line, what)
+
+
+# ---- Secrets
+
+
+@SCRIPTS.rule(
+    "secret-literal",
+    finds="a token, key or password in the script",
+    reason="Whoever may read the script has it, `scontrol show job` and the accounting keep it, "
+    "and the repository remembers it for ever.",
+    fix="read it from a file that only you may read: export NAME=$(<~/.secrets/name); and change "
+    "what has been written down",
+)
+def _secrets(script: BatchScript) -> Iterator[Violation[int]]:
+    lines: dict[int, str] = {}
+    for number, row in enumerate(script.text.splitlines(), start=1):
+        if kind := secret_scan.kind_of(row):
+            lines.setdefault(number, kind)
+    for setting in script.walk.settings:
+        if kind := secret_scan.kind_of(setting.value.text, name=setting.name):
+            lines.setdefault(setting.line, kind)
+    for call in script.walk.calls:
+        if call.name in QUIET:
+            continue
+        for index, kind in secret_scan.kinds_of_words(call.words):
+            lines.setdefault(call.arguments[index].line_at(0), kind)
+    for option in _exports(script):
+        for item in option.text.split(","):
+            name, _, value = item.partition("=")
+            if kind := secret_scan.kind_of(value, name=name):
+                lines.setdefault(option.line, kind)
+    for line, kind in sorted(lines.items()):
+        yield Violation(line, f"what looks like {kind} stands in the script")
