@@ -14,14 +14,11 @@ from train.data.loader import Feed
 from train.data.order import Order, resident, seed_of, source_of
 from train.data.seeding import mixed, seed_device
 from train.errors import NonFiniteLoss
-from train.model.clipping import clip, total_norm
 from train.model.evaluation import batch_size, evaluated_epoch, measure
-from train.model.loss_scaling import LossScaler
-from train.model.optimizer import NamedOptimizer
-from train.model.schedule import Schedule
+from train.model.gradients import LossScaler, clip, total_norm
+from train.model.optimizer import LearningRate, NamedOptimizer
 from train.parallel.base import Strategy, Sums, is_sharded
-from train.parallel.rank_consistency import check_counters, check_data
-from train.parallel.trained_parameters import Untrained, some_of
+from train.parallel.rank_consistency import Untrained, check_counters, check_data, some_of
 from train.profiling.capture import Profiler
 from train.rundir.console import Console, figures
 from train.rundir.files import RunDirectory
@@ -69,7 +66,7 @@ class Trainer:
         )
         self.micro_batches = strategy.micro_batches()
         self.untrained = Untrained(strategy, group)
-        self.schedule = Schedule(config, progress.steps)
+        self.learning_rate = LearningRate(config, progress.steps)
         self.seed = seed_of("step", config.seed, *strategy.axes)
         # Gradients are divided by this on the way. A function of the run, so that a resumed one
         # rounds alike; what it is wrong by is made good once all ranks know the true count.
@@ -168,7 +165,7 @@ class Trainer:
         Raises:
             NonFiniteLoss: the gradients are not finite.
         """
-        progress, lr = self.progress, self.schedule.at(self.progress.step)
+        progress, lr = self.progress, self.learning_rate.at(self.progress.step)
         # By the count of the whole global batch: a mean of means would weigh items differently.
         # Where it is what was expected, this is 1, and nothing is left to do.
         self.strategy.scale_gradients(divisor / max(count, 1.0))

@@ -21,8 +21,7 @@ from train.checkpoints.store import Position, State
 from train.cli.config import Config
 from train.cli.config_changes import changes, plain
 from train.errors import CheckpointError, FencedError, NonFiniteLoss, UsageError
-from train.model.clipping import not_finite
-from train.model.loss_scaling import LossScaler
+from train.model.gradients import LossScaler, not_finite
 from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Strategy
 from train.rundir.console import Console

@@ -33,7 +33,7 @@ from train.dryrun.autocast import as_on_cuda
 from train.dryrun.op_mode import wraps_others
 from train.model.trees import Tree, sample_count
 from train.parallel import cp, inventory, tp
-from train.parallel.pipeline.forward import Relay, Untransferable
+from train.parallel.pipeline.stages import Relay, Untransferable
 from train.runtime.process_group import Group
 from train.runtime.rank import Place
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -15,7 +15,8 @@ from train.errors import UsageError
 from train.model import compilation
 from train.model.prepare import prepare
 from train.model.trees import Tree, mapped
-from train.parallel.inventory import Inventory, check_alike, check_unchanged
+from train.parallel.inventory import Inventory, check_unchanged
+from train.parallel.rank_consistency import check_alike
 from train.tasks.base import model_of
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Parts:
         return prepare(model, self.task, self.config, device=self.group.device)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Multiply matrices in the precision that was asked for."""
+        """Multiply matrices in the precision of `--precision`."""
         if self.config.precision == "fp32":
             return _AS_IT_IS
         return torch.autocast(self.group.device.type, DTYPES[self.config.precision])
@@ -95,25 +96,42 @@ class Strategy(ABC):
     the strategy has wrapped or sharded the model, never before.
     """
 
-    shard: int = 0
+    shard: int
     """Which slice of the global batch this rank works on."""
-    shards: int = 1
+    shards: int
     """How many slices there are; fewer than ranks when some share one (tensor parallel)."""
-    axes: tuple[int, ...] = (0,)
+    axes: tuple[int, ...]
     """Coordinates with random numbers of their own; ranks that must draw the same share them."""
-
-    norm_device: torch.device = torch.device("cpu")
+    norm_device: torch.device
     """Where sums over ranks are computed."""
     stage_group: ProcessGroup | None = None
     """Ranks that hold other parameters than this one (pipeline stages), one of each stage."""
+    _without_gradient: frozenset[str] = frozenset()
+
+    def __init__(self, parts: Parts, model: nn.Module) -> None:
+        """Note what the model consists of, before the strategy cuts it."""
+        self.parts, self.task = parts, parts.task
+        self._given = Inventory.of([model])
+        self.shard = parts.layout.shard(parts.group.place.rank)
+        self.shards = parts.layout.shards
+        self.axes = (self.shard,)
+        self.norm_device = parts.group.device
 
     @abstractmethod
+    def modules(self) -> Sequence[nn.Module]:
+        """Give the model, or this rank's stages of it."""
+
     def verify(self) -> None:
-        """Make sure that the strategy has kept all that the model consisted of.
+        """Compare what this rank holds with the model that was given to the strategy.
 
         Raises:
             UsageError: names the lost or changed part.
         """
+        config, group, layout = self.parts.config, self.parts.group, self.parts.layout
+        how = f"--strategy {config.strategy_on(group.place)} ({layout})"
+        check_alike(self._given, group, task=self.task.name)
+        made = Inventory.of(self.modules())
+        check_unchanged(self._given, made, how=how, whole=layout.pp == 1)
 
     def describe(self) -> str:
         """Say which part of the model is where, as far as that is worth a line."""
@@ -153,7 +171,7 @@ class Strategy(ABC):
 
         Only those for which zeros stand in, because other ranks may have one.
         """
-        return frozenset()
+        return self._without_gradient
 
     def scale_gradients(self, factor: float) -> None:
         """Make the gradients those of `factor` times the loss summed over all ranks."""
@@ -192,24 +210,13 @@ class WholeModel(Strategy):
 
     def __init__(self, parts: Parts, model: nn.Module) -> None:
         """Take the model over; training passes go through `run`, which may wrap it."""
-        self.parts, self.task, self.model = parts, parts.task, model
-        self._given = Inventory.of([model])
+        super().__init__(parts, model)
+        self.model = model
         self.run: nn.Module = model
-        self.shard = parts.layout.shard(parts.group.place.rank)
-        self.shards = parts.layout.shards
-        self.axes = (self.shard,)
-        self.norm_device = parts.group.device
 
-    def verify(self) -> None:
-        """Compare the model's inventory with the one that was given to the strategy.
-
-        Raises:
-            UsageError: names the lost or changed part.
-        """
-        config, group = self.parts.config, self.parts.group
-        how = f"--strategy {config.strategy_on(group.place)} ({self.parts.layout})"
-        check_alike(self._given, group, task=self.task.name)
-        check_unchanged(self._given, Inventory.of([self.model]), how=how)
+    def modules(self) -> Sequence[nn.Module]:
+        """Give the model."""
+        return [self.model]
 
     def micro_batches(self) -> int:
         """Count those of the largest share: all ranks exchange as often."""
@@ -241,6 +248,14 @@ class WholeModel(Strategy):
         if self.parts.config.compile:
             compilation.check_compiled(self.task)
         return Sums(loss=loss.detach(), count=self.task.count(batch.targets))
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Make passes without a trace: drop their gradients, put running statistics back."""
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        yield
+        self.model.zero_grad(set_to_none=True)
+        self.model.load_state_dict(state)
 
     @staticmethod
     def total(sums: Sequence[Sums]) -> Sums:

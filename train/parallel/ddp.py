@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from train.data.order import Batch
-from train.model import buffers, compilation
+from train.model import batchnorm, compilation
 from train.parallel.base import Parts, Sums, WholeModel
 
 # How the reducer reports the parameters that it still waits for, and their numbers.
@@ -22,12 +22,11 @@ class DataParallel(WholeModel):
     """Averages gradients over the ranks while the backward pass is still running."""
 
     def __init__(self, parts: Parts) -> None:
-        """Make the model on the rank's device and wrap it."""
         super().__init__(parts, parts.model())
         device = parts.group.device
-        compilation.whole(self.model, parts.config)
+        compilation.compile_whole(self.model, parts.config)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]  # torch's
-            self.model, buffers.never_sent(self.model)
+            self.model, batchnorm.never_sent(self.model)
         )
         # The wrapper, not the model, must run the training passes: it is what exchanges gradients.
         self.run = self._ddp = DistributedDataParallel(
@@ -36,18 +35,11 @@ class DataParallel(WholeModel):
             device_ids=[device.index] if device.type == "cuda" else None,
             # Gradients live in the communication buckets: no copy in, no copy out.
             gradient_as_bucket_view=True,
-            # Running statistics are averaged instead, see buffers.py.
+            # Running statistics are averaged instead, see batchnorm.py.
             forward_sync_buffers=False,
         )
-        self._register_hook(parts.config.comm_hook)
-        self._running_statistics = buffers.moving(self.model)
-        # In the order in which the reducer numbers them.
-        self._trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        self._without_gradient: frozenset[str] = frozenset()
-
-    def _register_hook(self, name: str) -> None:
-        """Compress the gradients that are exchanged: half the bytes, or factors of low rank."""
-        match name:
+        # Compress the gradients that are exchanged: half the bytes, or factors of low rank.
+        match parts.config.comm_hook:
             case "fp16":
                 self._ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
             case "bf16":
@@ -58,6 +50,9 @@ class DataParallel(WholeModel):
                     process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=10
                 )
                 self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        self._running_statistics = batchnorm.moving_buffers(self.model)
+        # In the order in which the reducer numbers them.
+        self._trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
     def warm_up(self, batch: Batch) -> None:
         """Let DDP rebuild its buckets now, so that a resumed run sums in the same order.
@@ -70,13 +65,9 @@ class DataParallel(WholeModel):
         the final buckets from its first real step on. (With two ranks a + b = b + a hides all
         this.)
         """
-        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        zeros = batch.zeros()
-        for _ in range(2):
-            self.accumulate([zeros])
-        self._ddp.zero_grad(set_to_none=True)
-        # Running statistics (batch normalisation) have moved: put them back.
-        self.model.load_state_dict(state)
+        with self.unchanged():
+            for _ in range(2):
+                self.accumulate([batch.zeros()])
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; exchange them once, in the last backward pass."""
@@ -89,12 +80,8 @@ class DataParallel(WholeModel):
                 # DDP takes the mean over the ranks: this turns it back into a sum.
                 sums.append(self.backward(batch, factor * self.shards))
         self._complete()
-        buffers.average(self._running_statistics)
+        batchnorm.average_buffers(self._running_statistics)
         return self.total(sums)
-
-    def without_gradient(self) -> frozenset[str]:
-        """Name the parameters that this rank's data have given no gradient in this step."""
-        return self._without_gradient
 
     def _complete(self) -> None:
         """Send zeros for what the last backward pass did not reach: the other ranks wait for it.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from train.cli.compatibility import exact_problems
 from train.data.order import Batch, seed_of, share_of
 from train.errors import UsageError
-from train.model import buffers, compilation
+from train.model import batchnorm, compilation
 from train.model.trees import joined
 from train.parallel.base import Parts, Sums, WholeModel
 
@@ -29,20 +29,13 @@ class ExactDataParallel(WholeModel):
     """Sums the gradients of virtual shards in fixed order."""
 
     def __init__(self, parts: Parts) -> None:
-        """Make the model on the rank's device.
-
-        Raises:
-            UsageError: the virtual shards cannot be shared evenly, or another option depends on the
-            number of ranks.
-        """
         if problems := exact_problems(parts.config, parts.layout):
             raise UsageError("\n".join(problems))
         super().__init__(parts, parts.model())
         fix_arithmetic(parts.group.device)
-        compilation.whole(self.model, parts.config)
+        compilation.compile_whole(self.model, parts.config)
         self._ranks, self._virtual = parts.layout.world_size, parts.config.virtual_shards
         self._step = 0
-        self._without_gradient: frozenset[str] = frozenset()
 
     def warm_up(self, batch: Batch) -> None:
         """Refuse operations that do not give the same bits again, before the first step.
@@ -54,11 +47,11 @@ class ExactDataParallel(WholeModel):
         """
         if not (torch.are_deterministic_algorithms_enabled() and len(batch)):
             return
-        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         try:
-            self.run.train(True)
-            self.backward(batch.zeros(), 1.0)
-            self.evaluate(batch.zeros())
+            with self.unchanged():
+                self.run.train(True)
+                self.backward(batch.zeros(), 1.0)
+                self.evaluate(batch.zeros())
         except RuntimeError as error:
             if "does not have a deterministic implementation" not in str(error):
                 raise
@@ -67,9 +60,6 @@ class ExactDataParallel(WholeModel):
                 f"operation whose bits are left to chance here: {str(error).partition(',')[0]}; "
                 "use another one, or leave out --reduce exact"
             ) from error
-        self.model.zero_grad(set_to_none=True)
-        # Running statistics have moved.
-        self.model.load_state_dict(state)
 
     def begin_step(self, step: int) -> None:
         """Note the step, on which random numbers depend."""
@@ -78,17 +68,23 @@ class ExactDataParallel(WholeModel):
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss over all ranks: the same on each."""
         self.run.train(True)
-        start = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        buffers = batchnorm.numeric_buffers(self.model)
+        start = {name: buffer.clone() for name, buffer in buffers.items()}
         rows, count = [], 0
         lacking = {name for name, p in self.model.named_parameters() if p.requires_grad}
         for number, batch in self._virtual_shards(micro_batches):
             torch.manual_seed(seed_of("virtual", self.parts.config.seed, self._step, number))
-            sums = self._one_by_one(batch, factor)
+            # Leaves the gradients of this virtual shard alone in the parameters.
+            self.model.zero_grad(set_to_none=True)
+            passes = batch.split_into(self.parts.config.micro_batches(self._virtual))
+            sums = self.total([self.backward(part, factor) for part in passes if len(part)])
             if lacking:
                 lacking -= {n for n, p in self.model.named_parameters() if p.grad is not None}
             rows.append(self._row(start, sums.loss))
             count += sums.count
-            self._restore(start)
+            # Anew: a model may replace its buffers.
+            for name, buffer in batchnorm.numeric_buffers(self.model).items():
+                buffer.copy_(start[name])
         self._without_gradient = frozenset(lacking)
         own_loss = torch.stack([row[-1] for row in rows]).sum()
         loss = self._apply(sum_rows(torch.stack(rows), self._ranks))
@@ -98,10 +94,6 @@ class ExactDataParallel(WholeModel):
         elif not loss.isfinite():
             loss = own_loss
         return Sums(loss=loss, count=count)
-
-    def without_gradient(self) -> frozenset[str]:
-        """Name the parameters that this rank's data have given no gradient in this step."""
-        return self._without_gradient
 
     def _virtual_shards(self, micro_batches: Sequence[Batch]) -> list[tuple[int, Batch]]:
         """Cut this rank's slice anew: how it was cut so far depends on the number of ranks."""
@@ -121,19 +113,16 @@ class ExactDataParallel(WholeModel):
             shards.append((number, part.mapped(Tensor.clone)))
         return shards
 
-    def _one_by_one(self, batch: Batch, factor: float) -> Sums:
-        """Run a virtual shard's micro-batches; leaves its gradients alone in the parameters."""
-        self.model.zero_grad(set_to_none=True)
-        parts = batch.split_into(self.parts.config.micro_batches(self._virtual))
-        return self.total([self.backward(part, factor) for part in parts if len(part)])
-
     def _row(self, start: dict[str, Tensor], loss: Tensor) -> Tensor:
         """Put side by side: gradients, how far the buffers have moved, the loss."""
         columns = [
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
             for p in self._trainable()
         ]
-        columns += [(b - start[name]).reshape(-1) for name, b in self._buffers().items()]
+        columns += [
+            (b - start[name]).reshape(-1)
+            for name, b in batchnorm.numeric_buffers(self.model).items()
+        ]
         return torch.cat([*columns, loss.reshape(1)])
 
     def _apply(self, total: Tensor) -> Tensor:
@@ -143,7 +132,7 @@ class ExactDataParallel(WholeModel):
             stop = taken + parameter.numel()
             parameter.grad = total[taken:stop].view_as(parameter).to(parameter.dtype)
             taken = stop
-        for buffer in self._buffers().values():
+        for buffer in batchnorm.numeric_buffers(self.model).values():
             moved = total[taken : taken + buffer.numel()].view_as(buffer) / self._virtual
             # Counters of steps are whole numbers, and move alike in all virtual shards.
             buffer += (moved if buffer.is_floating_point() else moved.round()).to(buffer.dtype)
@@ -153,14 +142,6 @@ class ExactDataParallel(WholeModel):
     def _trainable(self) -> list[nn.Parameter]:
         """Give the parameters that may have gradients: frozen parameters must get none."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """Give the buffers that training may move, such as running statistics."""
-        return buffers.numbers(self.model)
-
-    def _restore(self, start: dict[str, Tensor]) -> None:
-        for name, buffer in self._buffers().items():
-            buffer.copy_(start[name])
 
 
 def sum_rows(mine: Tensor, ranks: int) -> Tensor:

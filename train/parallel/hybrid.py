@@ -7,21 +7,19 @@ parameters, and cuts them once more along another dimension of the same mesh.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from train.data.order import Batch
-from train.model import batchnorm, buffers, compilation
+from train.model import batchnorm, compilation
 from train.model.trees import Tree
-from train.parallel import cp, fsdp, gradient_sync, inventory, pieces, tp
+from train.parallel import cp, fsdp, inventory, pieces, tp
 from train.parallel.base import Parts, Sums, Tally, WholeModel, local
-from train.parallel.fsdp_units import Units
 from train.runtime.process_group import arrange, limit_waiting
 
 # Dimensions of the mesh whose ranks see different samples, or different parts of a sequence.
@@ -34,7 +32,7 @@ class Cut:
 
     sequence: cp.SequenceSlice
     """This rank's part of each sequence."""
-    units: Units | None
+    units: fsdp.Units | None
     """The units that are gathered and reduced along the data axes; None: nothing is."""
 
 
@@ -42,7 +40,6 @@ class Composed(WholeModel):
     """Applies a layout to one model."""
 
     def __init__(self, parts: Parts) -> None:
-        """Make the model, cut it and shard it."""
         meta = parts.config.meta_init
         super().__init__(parts, parts.model(torch.device("meta") if meta else None))
         mesh = build_mesh(parts)
@@ -54,11 +51,8 @@ class Composed(WholeModel):
         self.axes = (self.shard, at["cp"])
         if meta:
             materialise([self.model], parts)
-        # After the tensors on the device `meta` have been replaced.
-        self._running_statistics = buffers.moving(self.model)
-        self._data_groups = data_groups(mesh)
-        self._uncut = tp.UncutGradients(mesh["tp"], task=self.task.name)
-        self.gradient_sync = gradient_sync.choose(parts, self.model, self.micro_batches())
+        self._settlement = Settlement([self.model], mesh, parts)
+        self.gradient_sync = fsdp.choose_gradient_sync(parts, self.model, self.micro_batches())
 
     def describe(self) -> str:
         """Say when gradients are reduced, where that is a choice."""
@@ -67,8 +61,8 @@ class Composed(WholeModel):
     def warm_up(self, batch: Batch) -> None:
         """Refuse a model that does not bear cutting its sequences, or sharding its pieces."""
         if self._units:
-            asked = f"--strategy {self.parts.config.strategy_on(self.parts.group.place)}"
-            pieces.check_at_home(self.parts, batch, self._units.pieces, asked=asked)
+            flags = f"--strategy {self.parts.config.strategy_on(self.parts.group.place)}"
+            pieces.check_at_home(self.parts, batch, self._units.pieces, flags=flags)
         cp.verify(self.model, self._outputs, batch, self.parts)
 
     def _outputs(self, inputs: Tree) -> Tree:
@@ -83,13 +77,10 @@ class Composed(WholeModel):
             self._units.begin_step()
         sums = []
         for number, batch in enumerate(micro_batches, start=1):
-            last, each = number == len(micro_batches), self.gradient_sync.when == "each"
-            fsdp.exchange_gradients(self.model, last=last, each=each)
+            self.gradient_sync.prepare(self.model, last=number == len(micro_batches))
             with tp.losses_stay_apart(self.parts):
                 sums.append(self.backward(self._slice.of(batch), factor))
-        tp.finish_gradients(self.model, self.parts.layout.tp)
-        self._uncut.check([self.model], halves=self.parts.config.precision != "fp32")
-        buffers.average(self._running_statistics, self._data_groups)
+        self._settlement.run()
         total = self.total(sums)
         return total if self._reports else Sums(loss=torch.zeros_like(total.loss), count=0)
 
@@ -123,10 +114,26 @@ def build_mesh(parts: Parts) -> DeviceMesh:
     return arrange(parts.group, sizes, timeout_s=parts.config.timeout_s)
 
 
-def data_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
-    """Give this rank's groups along the dimensions whose ranks see different samples."""
-    names = mesh.mesh_dim_names or ()
-    return [mesh.get_group(n) for n in names if n in DATA and mesh.size(names.index(n)) > 1]
+class Settlement:
+    """What follows a step's last backward pass on each rank, beside the reduction into shards.
+
+    Gradients of cut parameters are laid out like these, those of uncut ones are compared, and
+    running statistics are averaged.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, parts: Parts) -> None:
+        """Prepare for the model or this rank's stages, without tensors on the device `meta`."""
+        self._modules, self._parts = modules, parts
+        self._running_statistics = [b for m in modules for b in batchnorm.moving_buffers(m)]
+        self._data_groups = [group for group in map(mesh.get_group, DATA) if group.size() > 1]
+        self._uncut = tp.UncutGradients(mesh["tp"], task=parts.task.name)
+
+    def run(self) -> None:
+        """Do it; all ranks call this."""
+        for module in self._modules:
+            tp.finish_gradients(module, self._parts.layout.tp)
+        self._uncut.check(self._modules, halves=self._parts.config.precision != "fp32")
+        batchnorm.average_buffers(self._running_statistics, self._data_groups)
 
 
 def parallelise(model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh) -> Cut:
@@ -139,8 +146,8 @@ def parallelise(model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: Dev
         # Others hold the same samples, or another stage.
         group = mesh[DATA]._flatten("data").get_group()
         limit_waiting(group, timeout_s=config.timeout_s)
-        batchnorm.among(model, group)
-    compilation.pieces(model, pieces, config, cut=layout.tp > 1)
+        batchnorm.limit_to_group(model, group)
+    compilation.compile_pieces(model, pieces, config, cut=layout.tp > 1)
     units, name = None, parts.task.name
     if layout.dp_replicate > 1:
         # Also where nothing is sharded: DDP does not know tensor-parallel parameters.
@@ -171,7 +178,10 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
         mine.update(_tensors(module))
     first = parts.group.place.rank == 0
     weights = _tensors(parts.model(torch.device("cpu"))) if first else {}
-    for names in parts.group.broadcast(_by_tensor(weights)):
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in weights.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    for names in parts.group.broadcast(list(names_of.values())):
         sent = {names[0]: weights[names[0]].detach()} if first else {}
         whole = parts.group.broadcast_tensors(sent, source=0)[names[0]]
         # Under any name: a stage may hold the second of two only.
@@ -189,11 +199,3 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Name parameters and buffers, under all their names, also those that no checkpoint holds."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
-
-
-def _by_tensor(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """List the names of each tensor."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-    return list(names.values())

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.errors import UsageError
-from train.parallel.rank_consistency import differing, fingerprint
-from train.parallel.trained_parameters import some_of
-
-if TYPE_CHECKING:
-    from train.runtime.process_group import Group
+from train.parallel.rank_consistency import fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,24 +55,23 @@ class Inventory:
         places: dict[int, dict[int, str]] = {}
         fingerprints: dict[str, str] = {}
         for module in modules:
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                kind = "parameter" if parameter.requires_grad else "frozen parameter"
-                entries[name] = _entry(kind, parameter)
-                names.setdefault(id(parameter), []).append(name)
-                if not isinstance(parameter, DTensor):
-                    fingerprints[name] = fingerprint(parameter)
-                    if parameter.numel() and not parameter.is_meta:
-                        places.setdefault(parameter.data_ptr(), {})[id(parameter)] = name
+            tensors: list[tuple[str, str, Tensor]] = [
+                ("parameter" if parameter.requires_grad else "frozen parameter", name, parameter)
+                for name, parameter in module.named_parameters(remove_duplicate=False)
+            ]
             for prefix, owner in module.named_modules(remove_duplicate=False):
                 for own, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-                    name = f"{prefix}.{own}" if prefix else own
                     saved = own not in owner._non_persistent_buffers_set
-                    entries[name] = _entry(
-                        "buffer" if saved else "buffer that is not saved", buffer
-                    )
-                    names.setdefault(id(buffer), []).append(name)
-                    if not isinstance(buffer, DTensor):
-                        fingerprints[name] = fingerprint(buffer)
+                    kind = "buffer" if saved else "buffer that is not saved"
+                    tensors.append((kind, f"{prefix}.{own}" if prefix else own, buffer))
+            for kind, name, tensor in tensors:
+                entries[name] = Entry(kind=kind, shape=tuple(tensor.shape), dtype=tensor.dtype)
+                names.setdefault(id(tensor), []).append(name)
+                if isinstance(tensor, DTensor):
+                    continue
+                fingerprints[name] = fingerprint(tensor)
+                if not kind.startswith("buffer") and tensor.numel() and not tensor.is_meta:
+                    places.setdefault(tensor.data_ptr(), {})[id(tensor)] = name
         ties = tuple(tuple(sorted({*same})) for same in names.values())
         return cls(
             entries=entries,
@@ -87,27 +81,22 @@ class Inventory:
         )
 
     def problems(self, made: Inventory, *, whole: bool) -> list[str]:
-        """Say in what another inventory differs from this one, by name.
-
-        Args:
-            made: what a strategy has made of this model.
-            whole: whether it is all of it, rather than a rank's stages.
-        """
+        """Say in what a strategy's model, or a rank's stages of it, differs from this one."""
         problems = []
         for name in sorted({*self.entries, *made.entries}):
             given, got = self.entries.get(name), made.entries.get(name)
             if given != got and (whole or got is not None):
                 problems.append(f"{name}: {given or 'nothing'} was given, {got or 'nothing'} made")
-        held = [tuple(name for name in tie if name in made.entries) for tie in self.ties]
-        for tie in sorted({*held} - {*made.ties}):
+        ties = {tuple(name for name in tie if name in made.entries) for tie in self.ties}
+        for tie in sorted(ties - {*made.ties}):
             if len(tie) > 1:
                 problems.append(f"{' and '.join(tie)}: one {self.entries[tie[0]].kind}, no longer")
-        for tie in sorted({*made.ties} - {*held}):
+        for tie in sorted({*made.ties} - ties):
             problems.append(f"{' and '.join(tie)}: are one {made.entries[tie[0]].kind} now")
         return problems
 
 
-def check_unchanged(given: Inventory, made: Inventory, *, how: str, whole: bool = True) -> None:
+def check_unchanged(given: Inventory, made: Inventory, *, how: str, whole: bool) -> None:
     """Make sure that a strategy has kept all names, ties, shapes, types and frozen parameters.
 
     Args:
@@ -127,26 +116,6 @@ def check_unchanged(given: Inventory, made: Inventory, *, how: str, whole: bool 
         )
 
 
-def check_alike(given: Inventory, group: Group, *, task: str) -> None:
-    """Make sure that all ranks begin with the same model, and that it has no hidden ties.
-
-    Raises:
-        UsageError: on all ranks; names what differs.
-    """
-    for names in given.overlaps:
-        raise UsageError(
-            f"task {task!r}: {' and '.join(names)} are different parameters in the same memory, "
-            "which do not stay together when the model is cut or moved; share the parameter itself "
-            "(`head.weight = embedding.weight`, without .data)"
-        )
-    if others := differing(given.fingerprints, group):
-        raise UsageError(
-            f"task {task!r}: model() has given the ranks different initial values of "
-            f"{some_of(frozenset(others))}; draw them from torch's global generator, which is "
-            "seeded alike everywhere, or from a generator with a fixed seed"
-        )
-
-
 def ties_of(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """List the parameters that several modules share: owners, each with its name for it."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -161,7 +130,3 @@ def tie(places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter) -> Non
     """Make several modules share a parameter."""
     for module, name in places:
         module._parameters[name] = parameter
-
-
-def _entry(kind: str, tensor: Tensor) -> Entry:
-    return Entry(kind=kind, shape=tuple(tensor.shape), dtype=tensor.dtype)

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from train.data.order import Batch
 from train.errors import UsageError
-from train.model import compilation
-from train.model.buffers import moving
+from train.model import batchnorm, compilation
 from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts, Sums, WholeModel, scale
 
@@ -31,18 +30,13 @@ class LocalSgd(WholeModel):
     """Averages weights and the optimizer's moments now and then."""
 
     def __init__(self, parts: Parts) -> None:
-        """Make the model on the rank's device.
-
-        Raises:
-            UsageError: an option needs agreement of the ranks at each step.
-        """
         if parts.config.precision == "fp16":
             raise UsageError(
                 "--strategy local-sgd does not go with --precision fp16: ranks that step by "
                 "themselves would scale their losses differently; use --precision bf16"
             )
         super().__init__(parts, parts.model())
-        compilation.whole(self.model, parts.config)
+        compilation.compile_whole(self.model, parts.config)
         self._optimizer: NamedOptimizer | None = None
         self._last_step = 0
         self._step_count, self._factor = 0, 1.0
@@ -109,4 +103,4 @@ class LocalSgd(WholeModel):
         state = self._optimizer.tensors()
         # Counters of steps are alike everywhere; a mean could only round them.
         moments = [tensor for key, tensor in state.items() if not key.endswith("/step")]
-        return [*weights, *moments, *moving(self.model)]
+        return [*weights, *moments, *batchnorm.moving_buffers(self.model)]

@@ -30,13 +30,10 @@ ASKED_MOST = 1000
 """How often a model may read a number of its data before it is taken for a loop."""
 
 
-def check_complete(parts: Parts, batch: Batch, *, asked: str) -> None:
-    """Make sure that the pieces are all that the model does.
+def check_complete(parts: Parts, batch: Batch, *, flags: str) -> None:
+    """Make sure, with one of rank 0's samples, that the pieces are all that the model does.
 
-    Args:
-        parts: what the strategy is made of.
-        batch: some samples; one of rank 0's is used.
-        asked: the flags that run the pieces by themselves, for the message.
+    Messages name the flags that run the pieces by themselves.
 
     Raises:
         UsageError: on all ranks; the model does something else, too.
@@ -46,20 +43,16 @@ def check_complete(parts: Parts, batch: Batch, *, asked: str) -> None:
         problem = _difference(parts, batch.part(0, 1).inputs)
     if problem := parts.group.broadcast(problem):
         raise UsageError(
-            f"{asked}: the pieces of task {parts.task.name!r}, one after the other, do not compute "
+            f"{flags}: the pieces of task {parts.task.name!r}, one after the other, do not compute "
             f"what its model does: {problem}; move that into one of the modules that pieces() "
             "names, or use --strategy fsdp"
         )
 
 
-def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, asked: str) -> None:
+def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, flags: str) -> None:
     """Make sure that parameters which are gathered for a piece are used in that piece only.
 
-    Args:
-        parts: what the strategy is made of.
-        batch: some samples; the first is used.
-        units: the pieces that are sharded by themselves.
-        asked: the flags that shard them, for the message.
+    `units` are the pieces that are sharded by themselves, under these flags.
 
     Raises:
         UsageError: on all ranks; names the parameter.
@@ -78,7 +71,7 @@ def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, asked: st
         abroad += record.abroad
     for name, piece in abroad:
         raise UsageError(
-            f"{asked}: parameter {name!r} of task {parts.task.name!r} is used outside of piece "
+            f"{flags}: parameter {name!r} of task {parts.task.name!r} is used outside of piece "
             f"{piece!r}, for which alone it is gathered; share it between two modules "
             "(`head.weight = embedding.weight`) instead, or have pieces() name '' (the whole "
             "model), or use --strategy ddp"
@@ -93,18 +86,18 @@ def looks_at_data(parts: Parts, batch: Batch) -> bool:
     return any(name.startswith("aten._local_scalar_dense") for name, _, _ in record.operations)
 
 
+# Its name, the parameters that it takes, and the shapes of all tensors that it takes.
+_Operation = tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]
+
+
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations of a forward pass, and which parameters they take."""
 
     def __init__(self, number: int | None = None) -> None:
-        """Begin.
-
-        Args:
-            number: the value that the model gets for a number that `meta` does not have.
-        """
+        """Begin; the model gets `number` for a number that `meta` does not have."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._number, self._asked = number, 0
-        self.operations: list[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]] = []
+        self.operations: list[_Operation] = []
         self.abroad: list[tuple[str, str]] = []
         self._names: dict[int, str] = {}
         self._homes: dict[int, str] = {}
@@ -145,12 +138,22 @@ def _difference(parts: Parts, inputs: Tree) -> str:
     try:
         model = parts.model(torch.device("meta"))
         whole, apart = _Record(), _Record()
-        given = mapped(_to_meta, inputs)
         for record, run in ((whole, model), (apart, _in_turn(model, parts))):
             record.watch(model, ())
-            _run(run, given, record)
+            _run(run, mapped(_to_meta, inputs), record)
     except Exception:
-        return _numeric_difference(parts, inputs)
+        model = parts.model(torch.device("cpu")).eval()
+        given = mapped(lambda t: t.cpu() if isinstance(t, Tensor) else t, inputs)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            of_model, of_pieces = (
+                tensors_of(model(given)),
+                tensors_of(_in_turn(model, parts)(given)),
+            )
+        same = len(of_model) == len(of_pieces) and all(
+            a.shape == b.shape and bool((a - b).norm() <= FAR * a.norm())
+            for a, b in zip(of_model, of_pieces, strict=True)
+        )
+        return "" if same else "for the same sample other numbers come out"
     if whole.operations == apart.operations:
         return ""
     pairs = zip([*whole.operations, None], [*apart.operations, None], strict=False)
@@ -158,18 +161,6 @@ def _difference(parts: Parts, inputs: Tree) -> str:
         if one != other:
             return f"{_described(one)} in the model, {_described(other)} in the pieces"
     return "they end at another place"
-
-
-def _numeric_difference(parts: Parts, inputs: Tree) -> str:
-    model = parts.model(torch.device("cpu")).eval()
-    given = mapped(lambda t: t.cpu() if isinstance(t, Tensor) else t, inputs)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        whole, apart = tensors_of(model(given)), tensors_of(_in_turn(model, parts)(given))
-    same = len(whole) == len(apart) and all(
-        a.shape == b.shape and bool((a - b).norm() <= FAR * a.norm())
-        for a, b in zip(whole, apart, strict=True)
-    )
-    return "" if same else "for the same sample other numbers come out"
 
 
 def _in_turn(model: nn.Module, parts: Parts) -> Callable[[Tree], Tree]:
@@ -190,7 +181,7 @@ def _run(model: Callable[[Tree], Tree], inputs: Tree, record: _Record) -> None:
         model(inputs)
 
 
-def _described(operation: tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]] | None) -> str:
+def _described(operation: _Operation | None) -> str:
     if operation is None:
         return "nothing more"
     name, parameters, shapes = operation

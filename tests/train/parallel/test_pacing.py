@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from train.parallel.parameter_server.pacing import Apart, InStep
+from train.parallel.parameter_server.server import Apart, InStep
 
 
 class Naive(Apart):

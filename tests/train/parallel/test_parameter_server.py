@@ -24,10 +24,8 @@ from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts, Sums
 from train.parallel.layout import Layout
 from train.parallel.parameter_server import wire
-from train.parallel.parameter_server.loop import Alone, ServedTrainer
-from train.parallel.parameter_server.pacing import Apart, Ticket
-from train.parallel.parameter_server.server import Gradient, Server, Stretch, Work
-from train.parallel.parameter_server.strategy import check
+from train.parallel.parameter_server.server import Apart, Gradient, Server, Stretch, Ticket, Work
+from train.parallel.parameter_server.strategy import Alone, ServedTrainer, check
 from train.rundir.files import read_lines
 from train.runtime.process_group import Group
 from train.runtime.rank import Place

@@ -1,26 +1,45 @@
-"""nn.DataParallel: one process, a thread per GPU. Kept for comparison; `ddp` is what to use.
+"""The strategies of one process: the plain model, threads on several GPUs, pieces on devices.
 
+`single` is the reference that every other strategy must equal.
+
+`dataparallel` is nn.DataParallel, a thread per GPU, kept for comparison; `ddp` is what to use.
 Before every pass the model is copied from the first GPU to all others, after it their outputs are
 gathered there, and gradients as well: the first GPU does and holds more than the rest, and Python's
 threads take turns. `report()` prints how much more.
+
+`manual` is model parallel by hand: successive pieces of the model on a list of devices. Activations
+move from device to device as they come along; while one computes, the others wait. What a pipeline
+does better can be seen beside `pipeline/`. The list may name one device several times: `cpu,cpu`
+goes the same way as `cuda:0,cuda:1`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from train.data.order import Batch
 from train.errors import UsageError
 from train.model import compilation
-from train.model.trees import Tree, tensors_of
+from train.model.trees import Tree, mapped, tensors_of
 from train.parallel.base import Parts, Sums, Tally, WholeModel
 from train.parallel.layout import flag
-from train.parallel.manual import devices
+from train.parallel.pipeline import split
 
 MIB = 1024 * 1024
+
+
+class Single(WholeModel):
+    """Runs the model as it is, on the rank's device."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts, parts.model())
+        compilation.compile_whole(self.model, parts.config)
 
 
 class Threaded(WholeModel):
@@ -41,16 +60,16 @@ class Threaded(WholeModel):
                 f"--devices {listed}: nn.DataParallel knows GPUs only; name different ones, or "
                 "leave --devices out to run on the CPU, in one thread"
             )
-        for wanted in ("compile", "activation_checkpointing"):
-            if len(self._gpus) > 1 and getattr(parts.config, wanted):
+        for option in ("compile", "activation_checkpointing"):
+            if len(self._gpus) > 1 and getattr(parts.config, option):
                 raise UsageError(
-                    f"{flag(wanted)} does not go with --strategy dataparallel on several GPUs: "
+                    f"{flag(option)} does not go with --strategy dataparallel on several GPUs: "
                     "their copies would all run the first one's weights; use --strategy ddp, or "
                     "one GPU"
                 )
         super().__init__(parts, parts.model(torch.device("cpu")).to(gpus[0]))
         self._device = gpus[0]
-        compilation.whole(self.model, parts.config)
+        compilation.compile_whole(self.model, parts.config)
         # The loss is computed on the gathered outputs: a sum over the whole batch, as it must be.
         # A loss within each thread would have to be summed by hand; its mean would be wrong.
         # Beside GPUs that are not in the list it would insist on one.
@@ -106,3 +125,75 @@ class Threaded(WholeModel):
         """Record the size of the outputs that are gathered on the first device."""
         size = sum(tensor.nbytes for tensor in tensors_of(output))
         self._largest_output = max(self._largest_output, size)
+
+
+class Manual(WholeModel):
+    """Runs the plain model, whose pieces fetch their inputs to where they are."""
+
+    def __init__(self, parts: Parts) -> None:
+        # On the host: no device need ever hold the whole.
+        super().__init__(parts, parts.model(torch.device("cpu")))
+        self._devices = devices(parts.config.devices)
+        sizes = split.piece_sizes(self.model, self.task)
+        flags = f"--devices {','.join(map(str, self._devices))}"
+        self._groups = split.cut(sizes, len(self._devices), flags=flags)
+        self._sizes = [sum(sizes[name] for name in names) for names in self._groups]
+        for device, names in zip(self._devices, self._groups, strict=True):
+            for name in names:
+                module = self.model.get_submodule(name).to(device)
+                module.register_forward_pre_hook(partial(_fetch, device))
+            compilation.compile_pieces(self.model, names, parts.config)
+
+    def describe(self) -> str:
+        """Say which device holds what."""
+        return "; ".join(
+            f"{device}: {size:,} parameters ({', '.join(names)})"
+            for device, size, names in zip(self._devices, self._sizes, self._groups, strict=True)
+        )
+
+    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
+        """Add the gradients of the summed loss, one micro-batch after the other."""
+        return super().accumulate([self._with_targets(batch) for batch in micro_batches], factor)
+
+    def evaluate(self, batch: Batch) -> Tally:
+        """Run the model without gradients."""
+        return super().evaluate(self._with_targets(batch))
+
+    def _with_targets(self, batch: Batch) -> Batch:
+        """Put the targets where the outputs will be."""
+        last = self._devices[-1]
+        return replace(batch, targets=mapped(lambda tensor: tensor.to(last), batch.targets))
+
+
+def _fetch(device: torch.device, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """Move a piece's inputs to its device."""
+    return mapped(lambda value: value.to(device) if isinstance(value, Tensor) else value, inputs)
+
+
+def devices(listed: str | None) -> list[torch.device]:
+    """Read a list of devices such as `cuda:0,cuda:1` or `cpu,cpu`; by default all GPUs, or the CPU.
+
+    Raises:
+        UsageError: the device does not exist.
+    """
+    gpus = torch.cuda.device_count()
+    if listed is None:
+        return [torch.device("cuda", number) for number in range(gpus)] or [torch.device("cpu")]
+    chosen = []
+    for name in map(str.strip, listed.split(",")):
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            device = torch.device("meta")
+        gpu, number = device.type == "cuda", device.index or 0
+        if not gpu and (device.type != "cpu" or number):
+            raise UsageError(
+                f"--devices {listed}: unknown device {name!r}; use 'cpu', or 'cuda:0' and so on"
+            )
+        if gpu and number >= gpus:
+            present = f"cuda:0 to cuda:{gpus - 1}" if gpus > 1 else "cuda:0" if gpus else "no GPU"
+            raise UsageError(
+                f"--devices {listed}: there is no {name!r}: this process sees {present}; use 'cpu'"
+            )
+        chosen.append(torch.device("cuda", number) if gpu else torch.device("cpu"))
+    return chosen
