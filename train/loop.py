@@ -14,14 +14,14 @@ from train.data.loader import Feed
 from train.data.order import Order, resident, seed_of, source_of
 from train.data.seeding import mixed, seed_device
 from train.errors import NonFiniteLoss
-from train.model.evaluation import batch_size, evaluated_epoch, measure
+from train.model.evaluation import batch_size, measure
 from train.model.gradients import LossScaler, clip, total_norm
 from train.model.optimizer import LearningRate, NamedOptimizer
 from train.parallel.base import Strategy, Sums, is_sharded
-from train.parallel.rank_consistency import Untrained, check_counters, check_data, some_of
+from train.parallel.consistency import Untrained, check_counters, check_data, some_of
 from train.profiling.capture import Profiler
 from train.rundir.console import Console, figures
-from train.rundir.files import RunDirectory
+from train.rundir.files import RunDirectory, read_lines
 from train.runtime.process_group import Group
 from train.runtime.signals import StopRequest
 from train.tasks.base import Task
@@ -95,9 +95,7 @@ class Trainer:
         """Train to the last step, or until stopped; say whether the run is done."""
         progress, every = self.progress, self.config.checkpoint_every
         stop = self.group.sum([self.stop.requested])[0] > 0
-        evaluated = evaluated_epoch(
-            self.config, self.strategy, self.group, self.directory, progress.step, self.samples
-        )
+        evaluated = self._evaluated_epoch()
         first = progress.step + 1
         while progress.step < progress.steps:
             # Ranks that have drifted apart are neither measured nor saved.
@@ -126,6 +124,27 @@ class Trainer:
         if self.config.export:
             self.saver.export(self.config.export)
         return True
+
+    def _evaluated_epoch(self) -> int:
+        """Say after which epoch a run that goes on from here was evaluated last.
+
+        An evaluation follows the checkpoint of the same step, so it may have failed, or a stop may
+        have come first. Rank 0 looks for its event in the run directory; all ranks call this.
+        """
+        step = self.progress.step
+        # The last step before this one after which ranks held one model, and could be measured.
+        before = step - 1
+        while before > 0 and not self.strategy.settled(before):
+            before -= 1
+        size = self.config.global_batch
+        earlier, now = (max(each, 0) * size // self.samples for each in (before, step))
+        if earlier == now:
+            return now
+        evaluated = self.group.place.rank == 0 and any(
+            event.get("event") == "epoch" and event.get("step") == step
+            for event in read_lines(self.directory.path / "events.jsonl")
+        )
+        return now if self.group.broadcast(evaluated) else earlier
 
     def train_step(self) -> bool:
         """Make one optimizer step; return whether any rank got a stop request meanwhile.

@@ -11,7 +11,6 @@ from train.cli.config import Config
 from train.data.order import Batch, Source, share_of
 from train.errors import UsageError
 from train.parallel.base import Strategy
-from train.rundir.files import RunDirectory, read_lines
 from train.runtime.process_group import Group
 from train.tasks.base import Task
 
@@ -27,33 +26,6 @@ def batch_size(config: Config, strategy: Strategy) -> int:
     if config.reduce == "exact":
         shards, passes = config.virtual_shards, config.micro_batches(config.virtual_shards)
     return math.ceil(math.ceil(config.global_batch / shards) / passes)
-
-
-def evaluated_epoch(
-    config: Config,
-    strategy: Strategy,
-    group: Group,
-    directory: RunDirectory,
-    step: int,
-    samples: int,
-) -> int:
-    """Say after which epoch of so many samples a run that goes on after `step` was evaluated last.
-
-    An evaluation follows the checkpoint of the same step, so it may have failed, or a stop may have
-    come first; ranks are evaluated only while they hold one model. Rank 0 looks for the event of
-    the evaluation in the run directory; all ranks call this at once.
-    """
-    before = step - 1
-    while before > 0 and not strategy.settled(before):
-        before -= 1
-    earlier, now = (max(each, 0) * config.global_batch // samples for each in (before, step))
-    if earlier == now:
-        return now
-    made = group.place.rank == 0 and any(
-        event.get("event") == "epoch" and event.get("step") == step
-        for event in read_lines(directory.path / "events.jsonl")
-    )
-    return now if group.broadcast(made) else earlier
 
 
 def measure(

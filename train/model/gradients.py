@@ -87,7 +87,6 @@ class LossScaler:
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        """Scale from the start, or by 1 for ever."""
         self.enabled = enabled
         self.scale = FIRST_SCALE if enabled else 1.0
         self._good_steps = 0

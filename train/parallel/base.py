@@ -15,8 +15,7 @@ from train.errors import UsageError
 from train.model import compilation
 from train.model.prepare import prepare
 from train.model.trees import Tree, mapped
-from train.parallel.inventory import Inventory, check_unchanged
-from train.parallel.rank_consistency import check_alike
+from train.parallel.consistency import Inventory, check_alike, check_unchanged
 from train.tasks.base import model_of
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from train.runtime.process_group import Group
     from train.tasks.base import Task
 
-
-_AS_IT_IS = nullcontext()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,7 +60,7 @@ class Parts:
     def autocast(self) -> AbstractContextManager[None]:
         """Multiply matrices in the precision of `--precision`."""
         if self.config.precision == "fp32":
-            return _AS_IT_IS
+            return nullcontext()
         return torch.autocast(self.group.device.type, DTYPES[self.config.precision])
 
 
@@ -78,15 +75,11 @@ class Sums:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
-    """One rank's contribution to an evaluation; zeros where another rank reports the same items."""
+class Tally(Sums):
+    """One rank's contribution to an evaluation."""
 
-    loss: Tensor
-    """Summed loss. Scalar."""
     score: Tensor
     """The task's sums, such as how many are right. Shape [n], see `Task.score()`."""
-    count: int
-    """Items that they sum over."""
 
 
 class Strategy(ABC):
@@ -109,8 +102,8 @@ class Strategy(ABC):
     _without_gradient: frozenset[str] = frozenset()
 
     def __init__(self, parts: Parts, model: nn.Module) -> None:
-        """Note what the model consists of, before the strategy cuts it."""
         self.parts, self.task = parts, parts.task
+        # Before the strategy cuts it.
         self._given = Inventory.of([model])
         self.shard = parts.layout.shard(parts.group.place.rank)
         self.shards = parts.layout.shards
@@ -155,6 +148,7 @@ class Strategy(ABC):
 
     def bind(self, optimizer: NamedOptimizer) -> None:
         """Get to know the optimizer, which was built from `named_parameters()`."""
+        self._optimizer = optimizer
 
     def warm_up(self, batch: Batch) -> None:
         """Do what changes on the first steps before the first step, without changing the model."""
@@ -175,8 +169,7 @@ class Strategy(ABC):
 
     def scale_gradients(self, factor: float) -> None:
         """Make the gradients those of `factor` times the loss summed over all ranks."""
-        if factor != 1.0:
-            scale(self.named_parameters(), factor)
+        scale(self.named_parameters(), factor)
 
     def agree_on_norm(self, norm: float) -> float:
         """Give the gradient's norm that all ranks decide by; most have it in common."""
@@ -196,22 +189,27 @@ class Strategy(ABC):
     def evaluate(self, batch: Batch) -> Tally:
         """Measure without gradients."""
 
-    @abstractmethod
     def model_state(self) -> dict[str, Tensor]:
-        """Give this rank's part of the model under the plain model's names."""
+        """Give this rank's part of the model, parameters and buffers, under the plain names."""
+        return {
+            name: tensor
+            for module in self.modules()
+            for name, tensor in module.state_dict().items()
+        }
 
-    @abstractmethod
     def load_model_state(self, state: dict[str, Tensor]) -> None:
         """Put tensors in place that are sharded like those of `model_state()`."""
+        for module in self.modules():
+            module.load_state_dict({name: state[name] for name in module.state_dict()})
 
 
 class WholeModel(Strategy):
     """A strategy whose every rank holds one module that can run a batch by itself."""
 
     def __init__(self, parts: Parts, model: nn.Module) -> None:
-        """Take the model over; training passes go through `run`, which may wrap it."""
         super().__init__(parts, model)
         self.model = model
+        # Training passes go through this, which may wrap the model.
         self.run: nn.Module = model
 
     def modules(self) -> Sequence[nn.Module]:
@@ -271,14 +269,6 @@ class WholeModel(Strategy):
         with torch.no_grad(), self.parts.autocast():
             outputs = self.model(batch.inputs)
             return tally(self.task, outputs, batch.targets)
-
-    def model_state(self) -> dict[str, Tensor]:
-        """Give the model's parameters and buffers."""
-        return self.model.state_dict()
-
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
-        """Put them in place."""
-        self.model.load_state_dict(state)
 
 
 def one_number(loss: Tensor, task: Task) -> Tensor:

@@ -138,11 +138,8 @@ def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: P
     and the second by itself. Attention is replaced by something that looks at each position alone,
     so any difference comes from such a layer.
 
-    Args:
-        model: the model, or this rank's stages of it, as `apply()` and others have made it.
-        run: computes its outputs without gradients; `None` where another rank has them.
-        batch: some samples, the same on all ranks.
-        parts: what the strategy is made of.
+    `run` computes the outputs of the model, or of this rank's stages of it, without gradients, and
+    gives `None` where another rank has them. The batch is the same on all ranks.
 
     Raises:
         UsageError: on all ranks; some layer counts positions, or looks beyond one, by itself.
@@ -263,10 +260,12 @@ def _begin(part: int, module: Placed, arguments: tuple[int, ...]) -> None:
 
 
 class GatheredKeys:
-    """Fetches the keys and values of all parts; queries stay where they are."""
+    """Fetches the keys and values of all parts; queries stay where they are.
+
+    The ranks of `group` are in the order of their parts.
+    """
 
     def __init__(self, group: ProcessGroup, part: int) -> None:
-        """Exchange within `group`, whose ranks are in the order of their parts."""
         self._group, self._part = group, part
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # what it calls is not traceable
@@ -285,11 +284,11 @@ class GatheredKeys:
 class HeadsForTime:
     """Gives away parts of the sequence and gets whole sequences of a few heads, and back.
 
+    The ranks of `group` are in the order of their parts.
     Source: DeepSpeed Ulysses, arXiv 2309.14509.
     """
 
     def __init__(self, group: ProcessGroup, layout: Layout) -> None:
-        """Exchange within `group`, whose ranks are in the order of their parts."""
         self._group, self._layout = group, layout
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # what it calls is not traceable

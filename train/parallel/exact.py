@@ -147,9 +147,7 @@ class ExactDataParallel(WholeModel):
 def sum_rows(mine: Tensor, ranks: int) -> Tensor:
     """Add the rows of all ranks from top to bottom; the same bits on any number of ranks.
 
-    Args:
-        mine: this rank's rows, [V / ranks, n]; rank 0 has the topmost.
-        ranks: how many share the V rows.
+    Each rank has V / `ranks` rows of shape [n]; rank 0 has the topmost.
     """
     if ranks == 1:
         return _top_to_bottom(mine)

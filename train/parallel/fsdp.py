@@ -43,7 +43,7 @@ from train.cli.config import Config
 from train.errors import UsageError
 from train.model.trees import mapped, tensors_of
 from train.parallel.base import DTYPES, Parts, is_sharded
-from train.parallel.inventory import tie
+from train.parallel.consistency import tie
 from train.runtime import device_memory
 
 # What a layer's own forward() gives to multiplications that autocast lowers, and to nothing else.
@@ -139,13 +139,7 @@ class Units:
     """The units of one model on this rank, watched from within torch's own hooks."""
 
     def __init__(self, model: nn.Module, pieces: Sequence[str], *, task: str) -> None:
-        """Watch a model that has been sharded, itself a unit.
-
-        Args:
-            model: the whole.
-            pieces: names of the units in it, in the order of the forward pass.
-            task: the task's name, for messages.
-        """
+        """Watch a sharded model, itself a unit, and the units in it, in the order of the pass."""
         self._model, self.pieces, self._task = model, tuple(pieces), task
         self._next = 0
         self._with_gradient: set[int] = set()
@@ -331,15 +325,14 @@ class GradientSync:
 def choose_gradient_sync(parts: Parts, model: nn.Module, micro_batches: int) -> GradientSync:
     """Choose for a model that has been sharded; all ranks call this, and choose alike."""
     config, layout = parts.config, parts.layout
+    sharded = layout.dp_shard * layout.cp > 1
     if layout.pp > 1:
-        why = "the schedules of pipelines do so" if layout.dp_shard * layout.cp > 1 else ""
+        why = "the schedules of pipelines do so" if sharded else ""
         return GradientSync(when="last", why=why)
-    if micro_batches == 1 or layout.dp_shard * layout.cp == 1:
+    if micro_batches == 1 or not sharded:
         return GradientSync(when="last", why="")
-    if config.gradient_sync != "auto":
-        return GradientSync(
-            when=config.gradient_sync, why=f"--gradient-sync {config.gradient_sync}"
-        )
+    if (chosen := config.gradient_sync) != "auto":
+        return GradientSync(when=chosen, why=f"--gradient-sync {chosen}")
     whole = whole_gradients(model.parameters())
     if not config.dry_run:
         # Ranks may have devices of several sizes.

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from train.data.order import Batch
 from train.model import batchnorm, compilation
 from train.model.trees import Tree
-from train.parallel import cp, fsdp, inventory, pieces, tp
+from train.parallel import consistency, cp, fsdp, pieces, tp
 from train.parallel.base import Parts, Sums, Tally, WholeModel, local
 from train.runtime.process_group import arrange, limit_waiting
 
@@ -122,17 +122,20 @@ class Settlement:
     """
 
     def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, parts: Parts) -> None:
-        """Prepare for the model or this rank's stages, without tensors on the device `meta`."""
+        """Take the model or this rank's stages, when no tensor is on the device `meta` any more."""
         self._modules, self._parts = modules, parts
         self._running_statistics = [b for m in modules for b in batchnorm.moving_buffers(m)]
         self._data_groups = [group for group in map(mesh.get_group, DATA) if group.size() > 1]
-        self._uncut = tp.UncutGradients(mesh["tp"], task=parts.task.name)
+        self._mesh, self._first_step = mesh, True
 
     def run(self) -> None:
-        """Do it; all ranks call this."""
+        """Do it; all ranks call this, and compare gradients in the first step only."""
         for module in self._modules:
             tp.finish_gradients(module, self._parts.layout.tp)
-        self._uncut.check(self._modules, halves=self._parts.config.precision != "fp32")
+        if self._first_step:
+            name, halves = self._parts.task.name, self._parts.config.precision != "fp32"
+            tp.check_uncut_gradients(self._modules, self._mesh["tp"], task=name, halves=halves)
+            self._first_step = False
         batchnorm.average_buffers(self._running_statistics, self._data_groups)
 
 
@@ -163,19 +166,16 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
     One tensor at a time: no other rank ever holds more than its own parts and one whole tensor.
     """
     device = parts.group.device
-    mine: dict[str, Tensor] = {}
     # Stages may share parameters with each other.
     together = nn.ModuleList(modules)
-    ties = inventory.ties_of(together)
-    for module in modules:
-        # Offloaded parameters live in the host's memory from the start; FSDP insists.
-        module.to_empty(device="cpu" if parts.config.cpu_offload else device)
+    ties = consistency.ties_of(together)
+    # Offloaded parameters live in the host's memory from the start; FSDP insists.
+    together.to_empty(device="cpu" if parts.config.cpu_offload else device)
     fsdp.tie_again(together, ties)
-    for module in modules:
-        for owner in module.modules():
-            for name, buffer in owner.named_buffers(recurse=False):
-                owner._buffers[name] = buffer.to(device)
-        mine.update(_tensors(module))
+    for owner in together.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = buffer.to(device)
+    mine = {name: tensor for module in modules for name, tensor in _tensors(module).items()}
     first = parts.group.place.rank == 0
     weights = _tensors(parts.model(torch.device("cpu"))) if first else {}
     names_of: dict[int, list[str]] = {}

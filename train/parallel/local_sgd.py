@@ -22,7 +22,6 @@ from torch import Tensor
 from train.data.order import Batch
 from train.errors import UsageError
 from train.model import batchnorm, compilation
-from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts, Sums, WholeModel, scale
 
 
@@ -37,15 +36,10 @@ class LocalSgd(WholeModel):
             )
         super().__init__(parts, parts.model())
         compilation.compile_whole(self.model, parts.config)
-        self._optimizer: NamedOptimizer | None = None
         self._last_step = 0
         self._step_count, self._factor = 0, 1.0
         # Items seen since the last averaging: a rank with more of them weighs more.
         self._items = 0
-
-    def bind(self, optimizer: NamedOptimizer) -> None:
-        """Get to know the optimizer, whose moments are averaged as well."""
-        self._optimizer = optimizer
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of this rank's summed loss; nothing is exchanged."""
@@ -98,7 +92,6 @@ class LocalSgd(WholeModel):
 
     def _tensors(self) -> list[Tensor]:
         """List what differs between ranks: weights, moments, running statistics."""
-        assert self._optimizer is not None, "bind() comes before the first step"
         weights = [parameter.detach() for _, parameter in self.named_parameters()]
         state = self._optimizer.tensors()
         # Counters of steps are alike everywhere; a mean could only round them.

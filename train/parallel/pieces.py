@@ -26,7 +26,7 @@ from train.parallel.base import Parts
 
 # Beside the size of the outputs; the operations are the same ones, in the same order.
 FAR = 1e-6
-ASKED_MOST = 1000
+MOST_READS = 1000
 """How often a model may read a number of its data before it is taken for a loop."""
 
 
@@ -94,9 +94,9 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations of a forward pass, and which parameters they take."""
 
     def __init__(self, number: int | None = None) -> None:
-        """Begin; the model gets `number` for a number that `meta` does not have."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._number, self._asked = number, 0
+        # What the model gets for a number that `meta` does not have, and how often it has.
+        self._number, self._reads = number, 0
         self.operations: list[_Operation] = []
         self.abroad: list[tuple[str, str]] = []
         self._names: dict[int, str] = {}
@@ -126,8 +126,8 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if home is not None and home not in self._running:
                 self.abroad.append((self._names[id(tensor)], home))
         if self._number is not None and func is torch.ops.aten._local_scalar_dense.default:
-            self._asked += 1
-            if self._asked > ASKED_MOST:
+            self._reads += 1
+            if self._reads > MOST_READS:
                 raise RuntimeError("a loop that ends by its data")
             return torch.tensor(self._number, dtype=taken[0].dtype).tolist()
         return func(*args, **(kwargs or {}))

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from train.cli.config import Config
 from train.errors import UsageError
-from train.parallel import inventory
+from train.parallel import consistency
 from train.parallel.base import Parts, local
 from train.tasks.base import Task
 
@@ -49,7 +49,7 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
     here = {name for name, _ in model.named_modules()}
     plan = {name: plan[name] for name in plan if name in here}
     names = {id(module): name for name, module in model.named_modules()}
-    ties = inventory.ties_of(model)
+    ties = consistency.ties_of(model)
     frozen = [
         (module, name)
         for module in model.modules()
@@ -72,7 +72,7 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
                 f"differently for each ({uses}): give these modules styles that cut it alike (an "
                 "embedding RowwiseParallel, a head ColwiseParallel), or use --strategy fsdp"
             )
-        inventory.tie(places, parameters[0])
+        consistency.tie(places, parameters[0])
     _check_even(model, plan, ranks=mesh.size())
 
 
@@ -141,54 +141,41 @@ def finish_gradients(model: nn.Module, ranks: int) -> None:
 MIXED = "got mixed torch.Tensor and DTensor"
 
 
-class UncutGradients:
-    """Sees, in the first step, that ranks agree on the gradients of all that is not cut.
+def check_uncut_gradients(
+    modules: Sequence[nn.Module], mesh: DeviceMesh, *, task: str, halves: bool
+) -> None:
+    """Make sure that the ranks of `mesh` have the same gradients of all that is not cut.
 
     A parameter that the task's plan leaves out is whole on each rank. If a rank applies it to its
     own part of the heads or of the time, each rank has only a part of its gradient, and nothing
-    sums the parts.
+    sums the parts. With `halves`, gradients come of half precision, which rounds by half a percent.
+
+    Raises:
+        UsageError: on all ranks; names a parameter.
     """
-
-    def __init__(self, mesh: DeviceMesh, *, task: str) -> None:
-        self._mesh, self._task, self._checked = mesh, task, mesh.size() == 1
-
-    def check(self, modules: Sequence[nn.Module], *, halves: bool) -> None:
-        """Compare the gradients of the model or a rank's stages; all ranks of the mesh call this.
-
-        With `halves`, gradients come of half precision, which rounds by half a percent.
-
-        Raises:
-            UsageError: on all ranks; names a parameter.
-        """
-        if self._checked:
-            return
-        self._checked = True
-        gradients = {}
-        for module in modules:
-            for name, parameter in module.named_parameters():
-                # The plan looks after the gradients of the parameters that it has been given.
-                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                in_plan = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
-                if parameter.grad is not None and not in_plan:
-                    gradients[name] = local(parameter.grad)
-        if not gradients:
-            return
-        sums = [(g.double().norm(), g.double().sum()) for g in gradients.values()]
-        mine = torch.tensor([[float(a), float(b)] for a, b in sums], dtype=torch.float64)
-        mine = mine.to(self._mesh.device_type)
-        least, most = mine.clone(), mine.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._mesh.get_group())
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._mesh.get_group())
-        far = (most - least).amax(dim=1) > (0.1 if halves else 1e-3) * most[:, 0]
-        wrong = [name for name, is_far in zip(gradients, far.tolist(), strict=True) if is_far]
-        if wrong:
-            ranks = self._mesh.size()
-            raise UsageError(
-                f"--tp {ranks}: tensor_plan() of task {self._task!r} leaves out {wrong[0]!r}, "
-                "which works on what the plan cuts, so that each rank has a part of its gradient "
-                "only; give its module a style, such as train.tasks.styles.Replicated, or use "
-                "--strategy fsdp"
-            )
+    ranks, gradients = mesh.size(), {}
+    for module in modules if ranks > 1 else ():
+        for name, parameter in module.named_parameters():
+            # The plan looks after the gradients of the parameters that it has been given.
+            dims = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+            if parameter.grad is not None and "tp" not in (dims or ()):
+                gradients[name] = local(parameter.grad)
+    if not gradients:
+        return
+    sums = [(g.double().norm(), g.double().sum()) for g in gradients.values()]
+    mine = torch.tensor([[float(a), float(b)] for a, b in sums], dtype=torch.float64)
+    mine = mine.to(mesh.device_type)
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group())
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
+    far = (most - least).amax(dim=1) > (0.1 if halves else 1e-3) * most[:, 0]
+    wrong = [name for name, is_far in zip(gradients, far.tolist(), strict=True) if is_far]
+    if wrong:
+        raise UsageError(
+            f"--tp {ranks}: tensor_plan() of task {task!r} leaves out {wrong[0]!r}, which works on "
+            "what the plan cuts, so that each rank has a part of its gradient only; give its "
+            "module a style, such as train.tasks.styles.Replicated, or use --strategy fsdp"
+        )
 
 
 @contextmanager

@@ -181,7 +181,7 @@ def times_infinity(gradient: Tensor) -> Tensor:
 
 def overflowing(trainer: Trainer, *, step: int) -> None:
     """Let this rank's gradients overflow in one step, under a loss that is finite."""
-    task = trainer.strategy.task  # type: ignore[attr-defined]
+    task = trainer.strategy.task
     loss = task.loss
 
     def planted(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def overflowing(trainer: Trainer, *, step: int) -> None:
             found.register_hook(times_infinity)  # type: ignore[no-untyped-call]
         return found
 
-    task.loss = planted
+    task.loss = planted  # type: ignore[method-assign]
 
 
 def scales_and_weights(
@@ -288,10 +288,10 @@ def test_a_gradient_that_no_scale_helps_is_given_up(tmp_path: Path) -> None:
 
 def hopeless(folder: Path) -> tuple[int, float, str]:
     trainer = trainer_for(0, 1, folder, strategy="single", precision="fp16")
-    task = trainer.strategy.task  # type: ignore[attr-defined]
+    task = trainer.strategy.task
     loss = task.loss
     # Finite forwards, infinite backwards: the derivative of a root at 0.
-    task.loss = lambda outputs, targets: loss(outputs, targets) + (outputs * 0).abs().sum().sqrt()
+    task.loss = lambda outputs, targets: loss(outputs, targets) + (outputs * 0).abs().sum().sqrt()  # type: ignore[method-assign]
     with pytest.raises(NonFiniteLoss) as caught:
         losses_of(trainer, 100)
     return trainer.progress.step, trainer.scaler.scale, str(caught.value)

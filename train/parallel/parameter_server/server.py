@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from train.cli.config import Config
 from train.errors import PeerError
 
 
@@ -34,13 +32,18 @@ class Ticket:
     """Updates in the weights that it is computed from."""
 
 
-class Pacing(ABC):
-    """Decides which trainer may draw a ticket; updates up to `limit` may begin."""
+class Pacing:
+    """Decides which trainer may draw a ticket; updates up to `limit` may begin.
+
+    Each trainer works on whole batches of its own, without waiting or with a bounded wait.
+    """
 
     pieces: int = 1
     """How many gradients make up an update."""
 
-    def __init__(self) -> None:
+    def __init__(self, staleness: int | None = None) -> None:
+        """Let gradients be up to `staleness` updates old; None: however old."""
+        self.staleness = staleness
         self.version = self.limit = 0
         self.held: dict[int, Ticket] = {}
 
@@ -50,23 +53,32 @@ class Pacing(ABC):
         self.version, self.limit = version, limit
 
     @property
-    @abstractmethod
     def begun(self) -> int:
-        """Number of updates that were started."""
+        """Count the updates that have been applied, and those that are held."""
+        return self.version + len(self.held)
 
-    @abstractmethod
     def may_draw(self, trainer: int) -> bool:
-        """Say whether a trainer may begin now, or must wait."""
+        """Hold a trainer back if its update could make another one's gradient too old.
 
-    @abstractmethod
+        In the worst case a ticket's gradient is applied after those of all other tickets that have
+        been drawn by then. Its age is then the number of all other updates that were started, minus
+        its version. So that must stay within the bound for the oldest ticket, whenever one is
+        drawn. Applying changes neither number, so the bound holds in between, and in any order.
+        """
+        if trainer in self.held or self.begun >= self.limit:
+            return False
+        if self.staleness is None:
+            return True
+        oldest = min((ticket.version for ticket in self.held.values()), default=self.version)
+        return self.begun - oldest <= self.staleness
+
     def draw(self, trainer: int) -> Ticket:
-        """Begin, or take part in, an update."""
+        """Give a trainer the next batch, and the weights as they are now."""
+        return self._hold(trainer, self.begun)
 
-    def hold(self, trainer: int, update: int) -> Ticket:
-        """Give a trainer the ticket of an update, from the weights as they are now."""
-        ticket = Ticket(trainer=trainer, update=update, version=self.version)
-        self.held[trainer] = ticket
-        return ticket
+    def _hold(self, trainer: int, update: int) -> Ticket:
+        self.held[trainer] = Ticket(trainer=trainer, update=update, version=self.version)
+        return self.held[trainer]
 
     @property
     def over(self) -> bool:
@@ -106,48 +118,8 @@ class InStep(Pacing):
         return trainer not in self.held and self.version < self.limit
 
     def draw(self, trainer: int) -> Ticket:
-        """Take a slice of the next batch."""
-        return self.hold(trainer, self.version)
-
-
-class Apart(Pacing):
-    """Each trainer works on whole batches of its own, without waiting or with a bounded wait."""
-
-    def __init__(self, staleness: int | None = None) -> None:
-        """Let gradients be up to `staleness` updates old; None: however old."""
-        super().__init__()
-        self.staleness = staleness
-
-    @property
-    def begun(self) -> int:
-        """Count those that have been applied, and those that are held."""
-        return self.version + len(self.held)
-
-    def may_draw(self, trainer: int) -> bool:
-        """Hold a trainer back if its update could make another one's gradient too old.
-
-        In the worst case a ticket's gradient is applied after those of all other tickets that have
-        been drawn by then. Its age is then the number of all other updates that were started, minus
-        its version. So that must stay within the bound for the oldest ticket, whenever one is
-        drawn. Applying changes neither number, so the bound holds in between, and in any order.
-        """
-        if trainer in self.held or self.begun >= self.limit:
-            return False
-        if self.staleness is None:
-            return True
-        oldest = min((ticket.version for ticket in self.held.values()), default=self.version)
-        return self.begun - oldest <= self.staleness
-
-    def draw(self, trainer: int) -> Ticket:
-        """Take the next batch."""
-        return self.hold(trainer, self.begun)
-
-
-def pacing_of(config: Config, trainers: int) -> Pacing:
-    """Choose by `--ps-mode`."""
-    if config.ps_mode == "sync":
-        return InStep(trainers)
-    return Apart(config.staleness if config.ps_mode == "bounded" else None)
+        """Give a trainer its slice of the next batch."""
+        return self._hold(trainer, self.version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +225,7 @@ class Server:
     def collect(self, *, stop: bool) -> Sequence[Gradient] | None:
         """Wait for the gradients of the next update, in a fixed order; None: the stretch is over.
 
-        Args:
-            stop: whether no update shall begin any more.
+        After a `stop`, no update begins any more.
 
         Raises:
             PeerError: a trainer is gone, or none has sent anything for too long.

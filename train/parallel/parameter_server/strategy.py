@@ -28,7 +28,14 @@ from train.model.evaluation import batch_size, measure
 from train.parallel.base import Parts, WholeModel
 from train.parallel.layout import Layout
 from train.parallel.parameter_server import wire
-from train.parallel.parameter_server.server import Gradient, Server, Stretch, Work, pacing_of
+from train.parallel.parameter_server.server import (
+    Gradient,
+    InStep,
+    Pacing,
+    Server,
+    Stretch,
+    Work,
+)
 from train.runtime.process_group import Group
 
 
@@ -179,10 +186,11 @@ class ServedTrainer(Trainer):
         self._stretch = 0
         self._server: Server | None = None
         if self.strategy.serves:
+            bound = self.config.staleness if self.config.ps_mode == "bounded" else None
+            in_step = self.config.ps_mode == "sync"
+            pacing = InStep(self.strategy.trainers) if in_step else Pacing(bound)
             self._server = Server(
-                pacing_of(self.config, self.strategy.trainers),
-                self.strategy.copy_weights,
-                timeout_s=self.config.timeout_s,
+                pacing, self.strategy.copy_weights, timeout_s=self.config.timeout_s
             )
         with wire.connect(self.group, self._server, timeout_s=self.config.timeout_s):
             return super().run()

@@ -29,21 +29,13 @@ from train.model.trees import Tree, form_of, joined, named, tensors_of, unflatte
 from train.parallel import cp, fsdp, hybrid, pieces, tp
 from train.parallel.base import Parts, Strategy, Sums, Tally, one_number, tally
 from train.parallel.pipeline import split
-from train.parallel.pipeline.stages import (
-    Relay,
-    SharedParameters,
-    Stage,
-    Untransferable,
-    plan,
-    shared_parameters,
-)
+from train.parallel.pipeline.stages import Relay, SharedParameters, Stage, Untransferable, plan
 
 
 class Pipelined(Strategy):
     """Runs this rank's stages; the last stage's rank knows the loss."""
 
     def __init__(self, parts: Parts) -> None:
-        """Build the model, keep this rank's stages of it, and split them further by the layout."""
         layout, config, group = parts.layout, parts.config, parts.group
         split.check(config, layout)
         # On the host: the device need never hold more than this rank's stages.
@@ -53,9 +45,9 @@ class Pipelined(Strategy):
         self.axes = (self.shard, at["cp"], at["pp"])
         self._plan = plan(model, parts)
         self._owners = split.owners(config.pp_schedule, layout.pp)
-        shared = shared_parameters(model, self._plan, self._owners, parts)
         held = split.stages_of(at["pp"], config.pp_schedule, layout.pp)
-        self._stages = {number: Stage(model, self._plan[number], parts.autocast) for number in held}
+        self._stages = {number: Stage(model, self._plan[number], parts) for number in held}
+        self._shared = SharedParameters(model, self._plan, self._owners, self._stages, parts)
         mesh = hybrid.build_mesh(parts)
         self.stage_group = mesh.get_group("pp")
         self._units: list[fsdp.Units] = []
@@ -73,11 +65,8 @@ class Pipelined(Strategy):
         if config.meta_init:
             hybrid.materialise(self.modules(), parts)
         self._settlement = hybrid.Settlement(self.modules(), mesh, parts)
-        self._shared = SharedParameters(shared, self._stages, parts)
         self._filled: frozenset[str] = frozenset()
-        self._relay = Relay(
-            self._stages, owners=self._owners, group=self.stage_group, device=group.device
-        )
+        self._relay = Relay(self._stages, self._owners, self.stage_group, group.device)
         self._holds_last = len(self._plan) - 1 in self._stages
         if self._holds_last:
             # torch's schedules take a tensor or several, and no other tree.
@@ -102,8 +91,8 @@ class Pipelined(Strategy):
             f"stage {number} (rank {self._owners[number]}): {', '.join(names)}"
             for number, names in enumerate(self._plan)
         ]
-        sync = [str(self.gradient_sync)] if str(self.gradient_sync) else []
-        return f"pipeline of {pp}, {schedule}: {'; '.join(stages + sync)}"
+        sync = str(self.gradient_sync)
+        return f"pipeline of {pp}, {schedule}: {'; '.join([*stages, sync] if sync else stages)}"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Give the parameters of this rank's stages."""
@@ -146,11 +135,11 @@ class Pipelined(Strategy):
         try:
             return self._relay.run(inputs)
         except Untransferable as error:
-            last = self._plan[error.stage][-1]
+            number, kind = error.args
             raise UsageError(
-                f"--pp {self.parts.layout.pp}: stage {error.stage} of task {self.task.name!r}, "
-                f"which ends with {last!r}, gives a {error.kind}; from stage to stage goes one "
-                "tensor, and the last gives tensors only: cut elsewhere by pieces(), have that "
+                f"--pp {self.parts.layout.pp}: stage {number} of task {self.task.name!r}, which "
+                f"ends with {self._plan[number][-1]!r}, gives a {kind}; from stage to stage goes "
+                "one tensor, and the last gives tensors only: cut elsewhere by pieces(), have that "
                 "module give what it may, or leave out --pp"
             ) from error
 
@@ -211,19 +200,6 @@ class Pipelined(Strategy):
                     return sums
         zero = torch.zeros((), device=self.norm_device)
         return Tally(loss=zero, score=zero.new_zeros(0), count=0)
-
-    def model_state(self) -> dict[str, Tensor]:
-        """Give parameters and buffers of this rank's stages."""
-        return {
-            name: tensor
-            for stage in self._stages.values()
-            for name, tensor in stage.state_dict().items()
-        }
-
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
-        """Put them in place."""
-        for stage in self._stages.values():
-            stage.load_state_dict({name: state[name] for name in stage.state_dict()})
 
     def _schedule_for(self, batches: Sequence[Batch]) -> Any:
         """Give torch's schedule for micro-batches like these, all of one size.

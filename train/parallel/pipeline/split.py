@@ -153,13 +153,10 @@ def piece_sizes(model: nn.Module, task: Task) -> dict[str, int]:
 
 
 def cut(pieces: Mapping[str, int], parts: int, *, flags: str) -> list[list[str]]:
-    """Cut a model's pieces in `parts` successive groups, the largest as small as can be.
+    """Cut `piece_sizes()` in `parts` successive groups, the largest as small as can be.
 
-    Args:
-        pieces: number of parameters by name, in the order of the forward pass. Pieces without any
-            are no group of their own: an optimizer would have nothing to do there.
-        parts: how many groups.
-        flags: the flags that require so many, for the message.
+    Pieces without parameters are no group of their own: an optimizer would have nothing to do
+    there. The message names the flags that require so many parts.
 
     Raises:
         UsageError: there are too few pieces.

@@ -1,15 +1,12 @@
 """A model cut in pipeline stages: the pieces of each, what stages share, and a way through them.
 
 Stages may share a parameter, such as an embedding that is the head's matrix, too. Then each rank
-that holds one of these stages has a copy. Copies begin alike, and stay alike, as each takes the
-same step: the sum of what all stages have given it for a gradient.
+that holds one of these stages has a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,16 +24,11 @@ from train.parallel.pipeline import split
 class Stage(nn.Module):
     """Some successive pieces of a model, under the names that they have in it."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        names: Sequence[str],
-        autocast: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], parts: Parts) -> None:
         """Take pieces out of the model."""
         super().__init__()
         # Underscored: no piece is called so.
-        self._names, self._autocast = tuple(names), autocast
+        self._names, self._autocast = tuple(names), parts.autocast
         for name in names:
             *path, last = name.split(".")
             home: nn.Module = self
@@ -84,63 +76,61 @@ def _within(name: str, pieces: Sequence[str]) -> bool:
     return any(name.startswith(f"{piece}.") for piece in pieces)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """A parameter that several stages use: each rank that holds one of them has a copy."""
-
-    names: tuple[str, ...]
-    """All names of the parameter; the first is used for it everywhere."""
-    ranks: tuple[int, ...]
-    """Ranks of the pipeline that have it."""
-
-
-def shared_parameters(
-    model: nn.Module, plan: Sequence[Sequence[str]], owners: Mapping[int, int], parts: Parts
-) -> list[Shared]:
-    """List what stages of the whole model share; `owners` says which rank holds which stage.
-
-    Raises:
-        UsageError: one rank would have to shard a parameter in two stages at once.
-    """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    shared = []
-    for same in names.values():
-        stages_of = {n for n, own in enumerate(plan) for name in same if _within(name, own)}
-        ranks = sorted({owners[number] for number in stages_of})
-        if len(stages_of) > len(ranks) and parts.layout.world_size > parts.layout.pp:
-            numbers = " and ".join(map(str, sorted(stages_of)))
-            raise UsageError(
-                f"--pp {parts.layout.pp} with --pp-schedule {parts.config.pp_schedule}: parameter "
-                f"{same[0]!r} (also {', '.join(map(repr, same[1:]))}) is shared by stages {numbers}"
-                ", which one rank holds and cannot shard apart; use --pp-schedule 1F1B, whose "
-                "ranks hold one stage each, or leave out the other axes"
-            )
-        if len(stages_of) > 1:
-            shared.append(Shared(names=tuple(same), ranks=tuple(ranks)))
-    return shared
-
-
 class SharedParameters:
-    """This rank's copies of what stages share, and the ranks that have the others."""
+    """This rank's copies of what stages share, and the ranks that have the others.
+
+    Copies begin alike, and stay alike, as each takes the same step: the sum of what all stages have
+    given it for a gradient.
+    """
 
     def __init__(
-        self, shared: Sequence[Shared], stages: Mapping[int, nn.Module], parts: Parts
+        self,
+        model: nn.Module,
+        plan: Sequence[Sequence[str]],
+        owners: Mapping[int, int],
+        stages: Mapping[int, nn.Module],
+        parts: Parts,
     ) -> None:
-        """Connect the ranks that have copies; all ranks call this, each with its own stages."""
+        """Connect the ranks that have copies; all ranks call this, before they cut their stages.
+
+        `owners` names the rank of the pipeline that holds each stage of the plan; `stages` are this
+        rank's own.
+
+        Raises:
+            UsageError: one rank would have to shard a parameter in two stages at once.
+        """
         self._stages = stages
-        here = parts.layout.coordinates(parts.group.place.rank)["pp"]
-        self._canonical = {name: one.names[0] for one in shared for name in one.names}
+        # All names of a parameter that stages share; the first is used for it everywhere.
+        self._canonical: dict[str, str] = {}
         # Another rank speaks for these where each parameter counts once.
-        self._counted_elsewhere = {one.names[0] for one in shared if here > min(one.ranks)}
-        several = dict.fromkeys(one.ranks for one in shared if len(one.ranks) > 1)
-        groups = {ranks: _group(ranks, parts) for ranks in several}
-        self._summed = [
-            (one.names[0], groups[one.ranks])
-            for one in shared
-            if here in one.ranks and one.ranks in groups
-        ]
+        self._counted_elsewhere: set[str] = set()
+        self._summed: list[tuple[str, dist.ProcessGroup | None]] = []
+        here = parts.layout.coordinates(parts.group.place.rank)["pp"]
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for same in names.values():
+            first, *others = same
+            numbers = {n for n, own in enumerate(plan) for name in same if _within(name, own)}
+            ranks = tuple(sorted({owners[number] for number in numbers}))
+            if len(numbers) > len(ranks) and parts.layout.world_size > parts.layout.pp:
+                raise UsageError(
+                    f"--pp {parts.layout.pp} with --pp-schedule {parts.config.pp_schedule}: "
+                    f"parameter {first!r} (also {', '.join(map(repr, others))}) is shared by "
+                    f"stages {' and '.join(map(str, sorted(numbers)))}, which one rank holds and "
+                    "cannot shard apart; use --pp-schedule 1F1B, whose ranks hold one stage each, "
+                    "or leave out the other axes"
+                )
+            if len(numbers) == 1:
+                continue
+            self._canonical |= dict.fromkeys(same, first)
+            if here > ranks[0]:
+                self._counted_elsewhere.add(first)
+            if len(ranks) > 1 and ranks not in groups:
+                groups[ranks] = _group(ranks, parts)
+            if len(ranks) > 1 and here in ranks:
+                self._summed.append((first, groups[ranks]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Give the stages' parameters, each once, under one name on all ranks that have it."""
@@ -197,12 +187,7 @@ def _group(ranks: Sequence[int], parts: Parts) -> dist.ProcessGroup | None:
 
 
 class Untransferable(Exception):
-    """What a stage gives the next one is not one tensor; arguments: its number, its output."""
-
-    def __init__(self, stage: int, kind: str) -> None:
-        """Note the stage, and the name of the type that it gives."""
-        super().__init__(stage, kind)
-        self.stage, self.kind = stage, kind
+    """What a stage gives is not one tensor; arguments: its number, the name of the type given."""
 
 
 class Relay:
@@ -215,19 +200,11 @@ class Relay:
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
-        *,
         owners: Mapping[int, int],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Describe the pipeline.
-
-        Args:
-            stages: this rank's, by number, in the order of the forward pass.
-            owners: which rank of the pipeline holds which stage.
-            group: the ranks of the pipeline.
-            device: where this rank's stages are.
-        """
+        """Take this rank's stages, on `device`, and the rank in `group` that holds each stage."""
         self._stages, self._owners = stages, owners
         self._group, self._device = group, device
 

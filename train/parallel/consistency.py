@@ -1,17 +1,18 @@
-"""What ranks must have in common: initial weights, data, counters, which parameters a step trains.
+"""Does a strategy train the model that it was given, and do all ranks train the same one?
 
-A step trains the parameters to which some rank's data have given a gradient. A layer that only some
-batches use, or none, has no gradient, and an optimizer leaves it alone. Ranks that exchange
-gradients must send one for every parameter, so zeros stand in for those that a rank has none of.
-Where no rank has one, the zeros have to go again: momentum and weight decay would move the
-parameter, which one process does not.
+Cutting a model replaces its parameters by other objects. A lost tie between two layers, a weight
+that is no longer frozen or a lost buffer raises no error. Therefore each strategy compares the
+model that it has made with the model that it was given, before the first step. And ranks compare
+what they must have in common: initial weights, data, counters in buffers, and which parameters a
+step trains.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,6 @@ from train.runtime.process_group import Group
 
 if TYPE_CHECKING:
     from train.parallel.base import Strategy
-    from train.parallel.inventory import Inventory
 
 # Elements of a tensor that are compared: random numbers differ in each of them.
 LOOKED_AT = 32
@@ -48,6 +48,113 @@ def fingerprint(tensor: Tensor) -> str:
             numbers = torch.linspace(0, len(rows) - 1, count, dtype=torch.float64).long()
             digest.update(rows[numbers.to(rows.device)].cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One parameter or buffer; of one that is sharded, the whole."""
+
+    kind: str
+    """`parameter`, `frozen parameter`, `buffer`, or `buffer that is not saved`."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    dtype: torch.dtype
+    """Its type."""
+
+    def __str__(self) -> str:
+        """Describe it for a message."""
+        return f"{self.kind} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """Everything that a model consists of."""
+
+    entries: Mapping[str, Entry]
+    """By name; a tied tensor has an entry for each of its names."""
+    ties: tuple[tuple[str, ...], ...]
+    """Names of one and the same tensor, two or more, sorted."""
+    overlaps: tuple[tuple[str, ...], ...] = ()
+    """Names of different parameters that lie in the same memory."""
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """What each tensor holds; of one that is sharded, nothing."""
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module]) -> Inventory:
+        """List what a model, or the stages that a rank holds of it, consist of."""
+        entries: dict[str, Entry] = {}
+        names: dict[int, list[str]] = {}
+        places: dict[int, dict[int, str]] = {}
+        fingerprints: dict[str, str] = {}
+        for module in modules:
+            tensors: list[tuple[str, str, Tensor]] = [
+                ("parameter" if parameter.requires_grad else "frozen parameter", name, parameter)
+                for name, parameter in module.named_parameters(remove_duplicate=False)
+            ]
+            for prefix, owner in module.named_modules(remove_duplicate=False):
+                for own, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+                    saved = own not in owner._non_persistent_buffers_set
+                    kind = "buffer" if saved else "buffer that is not saved"
+                    tensors.append((kind, f"{prefix}.{own}" if prefix else own, buffer))
+            for kind, name, tensor in tensors:
+                entries[name] = Entry(kind=kind, shape=tuple(tensor.shape), dtype=tensor.dtype)
+                names.setdefault(id(tensor), []).append(name)
+                if isinstance(tensor, DTensor):
+                    continue
+                fingerprints[name] = fingerprint(tensor)
+                if not kind.startswith("buffer") and tensor.numel() and not tensor.is_meta:
+                    places.setdefault(tensor.data_ptr(), {})[id(tensor)] = name
+        ties = tuple(tuple(sorted({*same})) for same in names.values())
+        return cls(
+            entries=entries,
+            ties=tuple(tie for tie in ties if len(tie) > 1),
+            overlaps=tuple(tuple(own.values()) for own in places.values() if len(own) > 1),
+            fingerprints=fingerprints,
+        )
+
+
+def check_unchanged(given: Inventory, made: Inventory, *, how: str, whole: bool) -> None:
+    """Make sure that a strategy has kept all names, ties, shapes, types and frozen parameters.
+
+    `whole`: this rank holds every name, rather than some stages. The message says how, by which
+    strategy and flags, a model was made of the given one.
+
+    Raises:
+        UsageError: names what differs.
+    """
+    problems = []
+    for name in sorted({*given.entries, *made.entries}):
+        before, after = given.entries.get(name), made.entries.get(name)
+        if before != after and (whole or after is not None):
+            problems.append(f"{name}: {before or 'nothing'} was given, {after or 'nothing'} made")
+    ties = {tuple(name for name in tie if name in made.entries) for tie in given.ties}
+    for tie in sorted(ties - {*made.ties}):
+        if len(tie) > 1:
+            problems.append(f"{' and '.join(tie)}: one {given.entries[tie[0]].kind}, no longer")
+    for tie in sorted({*made.ties} - ties):
+        problems.append(f"{' and '.join(tie)}: are one {made.entries[tie[0]].kind} now")
+    if problems:
+        raise UsageError(
+            f"{how} would train another model than the one that it was given; use another "
+            "--strategy, and report this with the model:\n"
+            + "\n".join(f"  {problem}" for problem in problems)
+        )
+
+
+def ties_of(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """List the parameters that several modules share: owners, each with its name for it."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    return [places for places in owners.values() if len(places) > 1]
+
+
+def tie(places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+    """Make several modules share a parameter."""
+    for module, name in places:
+        module._parameters[name] = parameter
 
 
 def differing(mine: Mapping[str, str], group: Group) -> list[str]:
@@ -131,12 +238,17 @@ def check_counters(strategy: Strategy, group: Group, *, task: str) -> None:
 class Untrained:
     """Agrees between the ranks on the parameters that a step leaves alone.
 
+    A step trains the parameters to which some rank's data have given a gradient. A layer that only
+    some batches use, or none, has no gradient, and an optimizer leaves it alone. Ranks that
+    exchange gradients must send one for every parameter, so zeros stand in for those that a rank
+    has none of. Where no rank has one, the zeros have to go again: momentum and weight decay would
+    move the parameter, which one process does not.
+
     Each rank knows for which of its own it has no gradient. As long as that stays as it was when
     they last agreed, nothing is exchanged: that it does travels with the step's loss.
     """
 
     def __init__(self, strategy: Strategy, group: Group) -> None:
-        """Begin with every parameter trained."""
         self._strategy, self._group = strategy, group
         self._agreed_for = frozenset[str]()
         self._parameters: dict[str, nn.Parameter] = {}
