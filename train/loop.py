@@ -69,7 +69,7 @@ class Trainer:
         self.learning_rate = LearningRate(config, progress.steps)
         self.seed = seed_of("step", config.seed, *strategy.axes)
         # Gradients are divided by this on the way. A function of the run, so that a resumed one
-        # rounds alike; what it is wrong by is made good once all ranks know the true count.
+        # rounds alike; `update()` corrects it once all ranks know the true count.
         first = torch.zeros(1, dtype=torch.int64)
         sample = self.train.take(first)
         if len(self.test):
@@ -170,7 +170,7 @@ class Trainer:
         return stop_flags > 0 and self.note_stop(stop_flags)
 
     def update(
-        self, loss: float, count: float, *, divisor: float = 1.0, started: float, **noted: float
+        self, loss: float, count: float, *, divisor: float = 1.0, started: float, **extra: float
     ) -> None:
         """Turn the gradients into a step, and note it.
 
@@ -179,14 +179,14 @@ class Trainer:
             count: how many items it sums over.
             divisor: what the gradients have been divided by already.
             started: when the step began, by the monotonic clock.
-            noted: what else `metrics.jsonl` shall say about it.
+            extra: what else `metrics.jsonl` shall say about it.
 
         Raises:
             NonFiniteLoss: the gradients are not finite.
         """
         progress, lr = self.progress, self.learning_rate.at(self.progress.step)
         # By the count of the whole global batch: a mean of means would weigh items differently.
-        # Where it is what was expected, this is 1, and nothing is left to do.
+        # Where it is the expected count, the factor is 1, and nothing is left to do.
         self.strategy.scale_gradients(divisor / max(count, 1.0))
         if self._gradients_are_good():
             self.optimizer.step(lr)
@@ -203,7 +203,7 @@ class Trainer:
             loss=progress.metrics["loss"],
             lr=lr,
             samples_per_s=self.config.global_batch / max(time.monotonic() - started, 1e-9),
-            **noted,
+            **extra,
         )
 
     def note_stop(self, ranks_signalled: float) -> bool:
@@ -220,8 +220,8 @@ class Trainer:
     def _agree(self, sums: Sums, changed: bool) -> tuple[float, float, float, float]:
         """Exchange all that ranks must agree on before the weights move, in one small collective.
 
-        Gives the loss and the count of the whole batch, how many ranks were asked to stop, and how
-        many have left out other parameters than before.
+        Gives the loss and the count of the whole batch, the number of ranks that were asked to
+        stop, and the number of ranks that have left out other parameters than before.
         """
         mine = sums.loss.full_tensor() if is_sharded(sums.loss) else sums.loss
         loss, count, stop_flags, changes = self.group.sum_with(

@@ -24,7 +24,7 @@ STRATEGIES = {
     "hybrid": _COMPOSED,
     "ps": ("train.parallel.parameter_server.strategy", "Served"),
     "local-sgd": ("train.parallel.local_sgd", "LocalSgd"),
-    "exact": ("train.parallel.exact", "ExactDataParallel"),
+    "exact": ("train.parallel.ddp", "ExactDataParallel"),
 }
 
 

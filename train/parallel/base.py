@@ -234,8 +234,13 @@ class WholeModel(Strategy):
         if not self.model.training:
             self.run.train(True)
 
+    def own_part(self, batch: Batch) -> Batch:
+        """Give this rank's part of a batch, where the model takes it."""
+        return batch
+
     def backward(self, batch: Batch, factor: float) -> Sums:
         """Run one micro-batch forwards and backwards."""
+        batch = self.own_part(batch)
         with self.parts.autocast():
             loss = one_number(self.task.loss(self.run(batch.inputs), batch.targets), self.task)
         if is_sharded(loss):
@@ -264,11 +269,17 @@ class WholeModel(Strategy):
         return Sums(loss=loss, count=sum(one.count for one in sums))
 
     def evaluate(self, batch: Batch) -> Tally:
+        """Measure without gradients."""
+        batch = self.own_part(batch)
+        outputs = self.outputs(batch.inputs)
+        with torch.no_grad(), self.parts.autocast():
+            return tally(self.task, outputs, batch.targets)
+
+    def outputs(self, inputs: Tree) -> Tree:
         """Run the model without gradients."""
         self.model.eval()
         with torch.no_grad(), self.parts.autocast():
-            outputs = self.model(batch.inputs)
-            return tally(self.task, outputs, batch.targets)
+            return self.model(inputs)
 
 
 def one_number(loss: Tensor, task: Task) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,38 +51,25 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One parameter or buffer; of one that is sharded, the whole."""
-
-    kind: str
-    """`parameter`, `frozen parameter`, `buffer`, or `buffer that is not saved`."""
-    shape: tuple[int, ...]
-    """Its shape."""
-    dtype: torch.dtype
-    """Its type."""
-
-    def __str__(self) -> str:
-        """Describe it for a message."""
-        return f"{self.kind} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Inventory:
     """Everything that a model consists of."""
 
-    entries: Mapping[str, Entry]
-    """By name; a tied tensor has an entry for each of its names."""
+    entries: Mapping[str, tuple[str, str]]
+    """Kind of each tensor, such as `frozen parameter`, its shape and type; if sharded, the whole's.
+
+    By name; a tied tensor has an entry for each of its names.
+    """
     ties: tuple[tuple[str, ...], ...]
     """Names of one and the same tensor, two or more, sorted."""
-    overlaps: tuple[tuple[str, ...], ...] = ()
+    overlaps: tuple[tuple[str, ...], ...]
     """Names of different parameters that lie in the same memory."""
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[str, str]
     """What each tensor holds; of one that is sharded, nothing."""
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module]) -> Inventory:
         """List what a model, or the stages that a rank holds of it, consist of."""
-        entries: dict[str, Entry] = {}
+        entries: dict[str, tuple[str, str]] = {}
         names: dict[int, list[str]] = {}
         places: dict[int, dict[int, str]] = {}
         fingerprints: dict[str, str] = {}
@@ -97,7 +84,8 @@ class Inventory:
                     kind = "buffer" if saved else "buffer that is not saved"
                     tensors.append((kind, f"{prefix}.{own}" if prefix else own, buffer))
             for kind, name, tensor in tensors:
-                entries[name] = Entry(kind=kind, shape=tuple(tensor.shape), dtype=tensor.dtype)
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                entries[name] = kind, f"{list(tensor.shape)} {dtype}"
                 names.setdefault(id(tensor), []).append(name)
                 if isinstance(tensor, DTensor):
                     continue
@@ -124,15 +112,15 @@ def check_unchanged(given: Inventory, made: Inventory, *, how: str, whole: bool)
     """
     problems = []
     for name in sorted({*given.entries, *made.entries}):
-        before, after = given.entries.get(name), made.entries.get(name)
-        if before != after and (whole or after is not None):
+        before, after = (" ".join(one.entries.get(name, ())) for one in (given, made))
+        if before != after and (whole or after):
             problems.append(f"{name}: {before or 'nothing'} was given, {after or 'nothing'} made")
     ties = {tuple(name for name in tie if name in made.entries) for tie in given.ties}
     for tie in sorted(ties - {*made.ties}):
         if len(tie) > 1:
-            problems.append(f"{' and '.join(tie)}: one {given.entries[tie[0]].kind}, no longer")
+            problems.append(f"{' and '.join(tie)}: one {given.entries[tie[0]][0]}, no longer")
     for tie in sorted({*made.ties} - ties):
-        problems.append(f"{' and '.join(tie)}: are one {made.entries[tie[0]].kind} now")
+        problems.append(f"{' and '.join(tie)}: are one {made.entries[tie[0]][0]} now")
     if problems:
         raise UsageError(
             f"{how} would train another model than the one that it was given; use another "

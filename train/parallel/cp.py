@@ -116,11 +116,8 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
     sizes = {"others": others, "cp": layout.cp, "tp": layout.tp}
     mesh = arrange(parts.group, sizes, timeout_s=parts.config.timeout_s)
     group, part = mesh.get_group("cp"), mesh.get_local_rank("cp")
-    exchange: GatheredKeys | HeadsForTime
-    if parts.config.cp_method == "ulysses":
-        exchange = HeadsForTime(group, layout)
-    else:
-        exchange = GatheredKeys(group, part)
+    ulysses = parts.config.cp_method == "ulysses"
+    exchange = HeadsForTime(group, layout) if ulysses else GatheredKeys(group, part)
     for module in model.modules():
         if isinstance(module, CausalAttention):
             module.context = exchange
@@ -196,22 +193,18 @@ def differs(run: Callable[[Tree], Tree], model: nn.Module, inputs: Tree, *, halv
             whole = run(inputs)
         with _placed(model, tensors_of(part)[0].shape[1]):
             alone = run(part)
-    outputs = zip(tensors_of(whole), tensors_of(alone), strict=False)
-    # Of all of them, as putting them together takes all ranks.
-    return any([_differ(full(one), full(other), halves=halves) for one, other in outputs])
-
-
-def _differ(whole: Tensor, alone: Tensor, *, halves: bool) -> bool:
-    """Compare one of the outputs for two parts with that for the second by itself."""
-    if whole.dim() != alone.dim():
-        return False
-    # Along which dimension positions follow each other is the model's own affair.
-    along = [dim for dim, size in enumerate(alone.shape) if whole.shape[dim] == 2 * size]
-    if not along:
-        return False
-    second_half = whole.chunk(2, dim=along[0])[1].float()
-    far = FAR_IN_HALVES if halves else FAR
-    return bool((second_half - alone.float()).norm() > far * second_half.norm())
+    different, far = False, FAR_IN_HALVES if halves else FAR
+    for one, other in zip(tensors_of(whole), tensors_of(alone), strict=False):
+        # All of them, as putting them together takes all ranks.
+        two, second = full(one), full(other)
+        # Along which dimension positions follow each other is the model's own affair.
+        sizes = zip(two.shape, second.shape, strict=True) if two.dim() == second.dim() else ()
+        along = [dim for dim, (double, size) in enumerate(sizes) if double == 2 * size]
+        if along:
+            second_half = two.chunk(2, dim=along[0])[1].float()
+            distance = (second_half - second.float()).norm()
+            different |= bool(distance > far * second_half.norm())
+    return different
 
 
 @contextmanager

@@ -351,15 +351,15 @@ def by_memory(whole: int, device: int | None) -> GradientSync:
     >>> by_memory(7 * 2**30, 80 * 2**30).when, by_memory(9 * 2**30, 80 * 2**30).when
     ('last', 'each')
     """
-    taken = f"whole, they take {sizes.written(whole)}"
+    cost = f"whole, they take {sizes.written(whole)}"
     if device is None:
         limit = sizes.written(whole / MOST)
-        why = f"{taken}; on devices of less than {limit}, after each: say --device-memory"
+        why = f"{cost}; on devices of less than {limit}, after each: say --device-memory"
         return GradientSync(when="last", why=why)
     of_device = f"{MOST:.0%} of a device's {sizes.written(device)}"
     if whole <= MOST * device:
-        return GradientSync(when="last", why=f"{taken}, no more than {of_device}")
-    return GradientSync(when="each", why=f"{taken}, more than {of_device}")
+        return GradientSync(when="last", why=f"{cost}, no more than {of_device}")
+    return GradientSync(when="each", why=f"{cost}, more than {of_device}")
 
 
 def whole_gradients(parameters: Iterable[nn.Parameter]) -> int:

@@ -8,7 +8,6 @@ parameters, and cuts them once more along another dimension of the same mesh.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +16,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from train.data.order import Batch
 from train.model import batchnorm, compilation
-from train.model.trees import Tree
 from train.parallel import consistency, cp, fsdp, pieces, tp
 from train.parallel.base import Parts, Sums, Tally, WholeModel, local
 from train.runtime.process_group import arrange, limit_waiting
 
 # Dimensions of the mesh whose ranks see different samples, or different parts of a sequence.
 DATA = ("dp_replicate", "fsdp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How a model, or one pipeline stage of it, has been cut."""
-
-    sequence: cp.SequenceSlice
-    """This rank's part of each sequence."""
-    units: fsdp.Units | None
-    """The units that are gathered and reduced along the data axes; None: nothing is."""
 
 
 class Composed(WholeModel):
@@ -43,8 +31,8 @@ class Composed(WholeModel):
         meta = parts.config.meta_init
         super().__init__(parts, parts.model(torch.device("meta") if meta else None))
         mesh = build_mesh(parts)
-        cut = parallelise(self.model, self.task.pieces(self.model), parts, mesh)
-        self._slice, self._units = cut.sequence, cut.units
+        names = self.task.pieces(self.model)
+        self._slice, self._units = parallelise(self.model, names, parts, mesh)
         at = parts.layout.coordinates(parts.group.place.rank)
         # Ranks of one tensor-parallel group compute the same loss: the first of them reports it.
         self._reports = at["tp"] == 0
@@ -63,12 +51,11 @@ class Composed(WholeModel):
         if self._units:
             flags = f"--strategy {self.parts.config.strategy_on(self.parts.group.place)}"
             pieces.check_at_home(self.parts, batch, self._units.pieces, flags=flags)
-        cp.verify(self.model, self._outputs, batch, self.parts)
+        cp.verify(self.model, self.outputs, batch, self.parts)
 
-    def _outputs(self, inputs: Tree) -> Tree:
-        self.model.eval()
-        with torch.no_grad(), self.parts.autocast():
-            return self.model(inputs)
+    def own_part(self, batch: Batch) -> Batch:
+        """Cut this rank's part out of each sequence."""
+        return self._slice.of(batch)
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; exchange them at the times of `gradient_sync`."""
@@ -79,7 +66,7 @@ class Composed(WholeModel):
         for number, batch in enumerate(micro_batches, start=1):
             self.gradient_sync.prepare(self.model, last=number == len(micro_batches))
             with tp.losses_stay_apart(self.parts):
-                sums.append(self.backward(self._slice.of(batch), factor))
+                sums.append(self.backward(batch, factor))
         self._settlement.run()
         total = self.total(sums)
         return total if self._reports else Sums(loss=torch.zeros_like(total.loss), count=0)
@@ -91,7 +78,7 @@ class Composed(WholeModel):
     def evaluate(self, batch: Batch) -> Tally:
         """Run the model without gradients; all ranks take part in every batch."""
         with tp.losses_stay_apart(self.parts):
-            sums = super().evaluate(self._slice.of(batch))
+            sums = super().evaluate(batch)
         if self._reports:
             return sums
         zeros = torch.zeros_like
@@ -139,8 +126,14 @@ class Settlement:
         batchnorm.average_buffers(self._running_statistics, self._data_groups)
 
 
-def parallelise(model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh) -> Cut:
-    """Split a model, or one pipeline stage of it, by the layout."""
+def parallelise(
+    model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh
+) -> tuple[cp.SequenceSlice, fsdp.Units | None]:
+    """Split a model, or one pipeline stage of it, by the layout.
+
+    Gives this rank's part of each sequence, and the units that are gathered and reduced along the
+    data axes; None: nothing is.
+    """
     layout, config = parts.layout, parts.config
     if layout.tp > 1:
         tp.apply(model, parts.task, mesh["tp"], config)
@@ -157,7 +150,7 @@ def parallelise(model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: Dev
         units = fsdp.apply(model, pieces, mesh["dp_replicate", "fsdp"], config, task=name)
     elif layout.dp_shard * layout.cp > 1:
         units = fsdp.apply(model, pieces, mesh["fsdp"], config, task=name)
-    return Cut(sequence=sequence, units=units)
+    return sequence, units
 
 
 def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:

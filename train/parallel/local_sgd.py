@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from train.data.order import Batch
 from train.errors import UsageError
@@ -74,10 +73,18 @@ class LocalSgd(WholeModel):
         return step <= config.local_start or step % config.local_steps == 0
 
     def _average(self) -> None:
-        """Take the mean over the ranks, weighted by items, in one exchange."""
+        """Take the mean over the ranks, weighted by items, in one exchange.
+
+        It is taken of what differs between ranks: weights, moments, running statistics.
+        """
         if not self.parts.group.connected:
             return
-        tensors, device = self._tensors(), self.parts.group.device
+        weights = [parameter.detach() for _, parameter in self.named_parameters()]
+        state = self._optimizer.tensors()
+        # Counters of steps are alike everywhere; a mean could only round them.
+        moments = [tensor for key, tensor in state.items() if not key.endswith("/step")]
+        tensors = [*weights, *moments, *batchnorm.moving_buffers(self.model)]
+        device = self.parts.group.device
         # The weight travels along, as the last number.
         columns = [tensor.reshape(-1).to(device) for tensor in tensors]
         # torch joins numbers of any types but those of one byte.
@@ -89,11 +96,3 @@ class LocalSgd(WholeModel):
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.copy_(mean.view_as(tensor))
         self._items = 0
-
-    def _tensors(self) -> list[Tensor]:
-        """List what differs between ranks: weights, moments, running statistics."""
-        weights = [parameter.detach() for _, parameter in self.named_parameters()]
-        state = self._optimizer.tensors()
-        # Counters of steps are alike everywhere; a mean could only round them.
-        moments = [tensor for key, tensor in state.items() if not key.endswith("/step")]
-        return [*weights, *moments, *batchnorm.moving_buffers(self.model)]

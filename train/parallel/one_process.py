@@ -15,7 +15,6 @@ goes the same way as `cuda:0,cuda:1`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from train.data.order import Batch
 from train.errors import UsageError
 from train.model import compilation
 from train.model.trees import Tree, mapped, tensors_of
-from train.parallel.base import Parts, Sums, Tally, WholeModel
+from train.parallel.base import Parts, WholeModel
 from train.parallel.layout import flag
 from train.parallel.pipeline import split
 
@@ -78,13 +77,9 @@ class Threaded(WholeModel):
         self._largest_output = 0
         self.run.register_forward_hook(self._note_output)
 
-    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
-        """Add the gradients of the summed loss, one micro-batch after the other."""
-        return super().accumulate([batch.to(self._device) for batch in micro_batches], factor)
-
-    def evaluate(self, batch: Batch) -> Tally:
-        """Run the model on the first device, without gradients."""
-        return super().evaluate(batch.to(self._device))
+    def own_part(self, batch: Batch) -> Batch:
+        """Move a batch to the first device."""
+        return batch.to(self._device)
 
     def describe(self) -> str:
         """Print which device holds which part."""
@@ -151,15 +146,7 @@ class Manual(WholeModel):
             for device, size, names in zip(self._devices, self._sizes, self._groups, strict=True)
         )
 
-    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
-        """Add the gradients of the summed loss, one micro-batch after the other."""
-        return super().accumulate([self._with_targets(batch) for batch in micro_batches], factor)
-
-    def evaluate(self, batch: Batch) -> Tally:
-        """Run the model without gradients."""
-        return super().evaluate(self._with_targets(batch))
-
-    def _with_targets(self, batch: Batch) -> Batch:
+    def own_part(self, batch: Batch) -> Batch:
         """Put the targets where the outputs will be."""
         last = self._devices[-1]
         return replace(batch, targets=mapped(lambda tensor: tensor.to(last), batch.targets))

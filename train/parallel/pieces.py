@@ -11,7 +11,7 @@ branches depend on its data runs on the CPU instead, and the outputs are compare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -67,7 +67,7 @@ def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, flags: st
         with suppress(Exception):
             model = parts.model(torch.device("meta"))
             record.watch(model, units)
-            _run(model, mapped(_to_meta, batch.part(0, 1).inputs), record)
+            _run(model, batch.part(0, 1).inputs, record)
         abroad += record.abroad
     for name, piece in abroad:
         raise UsageError(
@@ -82,7 +82,7 @@ def looks_at_data(parts: Parts, batch: Batch) -> bool:
     """Say whether the model reads a number from its data (`item()`, or `if` on a tensor)."""
     record = _Record()
     with suppress(Exception):
-        _run(parts.model(torch.device("meta")), mapped(_to_meta, batch.part(0, 1).inputs), record)
+        _run(parts.model(torch.device("meta")), batch.part(0, 1).inputs, record)
     return any(name.startswith("aten._local_scalar_dense") for name, _, _ in record.operations)
 
 
@@ -117,11 +117,11 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, and note it."""
-        taken = tensors_of((args, dict(kwargs or {})))
-        names = tuple(self._names[id(t)] for t in taken if id(t) in self._names)
-        shapes = tuple(tuple(t.shape) for t in taken)
+        tensors = tensors_of((args, dict(kwargs or {})))
+        names = tuple(self._names[id(t)] for t in tensors if id(t) in self._names)
+        shapes = tuple(tuple(t.shape) for t in tensors)
         self.operations.append((str(func), names, shapes))
-        for tensor in taken:
+        for tensor in tensors:
             home = self._homes.get(id(tensor))
             if home is not None and home not in self._running:
                 self.abroad.append((self._names[id(tensor)], home))
@@ -129,7 +129,7 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._reads += 1
             if self._reads > MOST_READS:
                 raise RuntimeError("a loop that ends by its data")
-            return torch.tensor(self._number, dtype=taken[0].dtype).tolist()
+            return torch.tensor(self._number, dtype=tensors[0].dtype).tolist()
         return func(*args, **(kwargs or {}))
 
 
@@ -140,15 +140,13 @@ def _difference(parts: Parts, inputs: Tree) -> str:
         whole, apart = _Record(), _Record()
         for record, run in ((whole, model), (apart, _in_turn(model, parts))):
             record.watch(model, ())
-            _run(run, mapped(_to_meta, inputs), record)
+            _run(run, inputs, record)
     except Exception:
         model = parts.model(torch.device("cpu")).eval()
         given = mapped(lambda t: t.cpu() if isinstance(t, Tensor) else t, inputs)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            of_model, of_pieces = (
-                tensors_of(model(given)),
-                tensors_of(_in_turn(model, parts)(given)),
-            )
+            of_model = tensors_of(model(given))
+            of_pieces = tensors_of(_in_turn(model, parts)(given))
         same = len(of_model) == len(of_pieces) and all(
             a.shape == b.shape and bool((a - b).norm() <= FAR * a.norm())
             for a, b in zip(of_model, of_pieces, strict=True)
@@ -163,22 +161,16 @@ def _difference(parts: Parts, inputs: Tree) -> str:
     return "they end at another place"
 
 
-def _in_turn(model: nn.Module, parts: Parts) -> Callable[[Tree], Tree]:
-    pieces = [model.get_submodule(name) for name in parts.task.pieces(model)]
-
-    def run(hidden: Tree) -> Tree:
-        for piece in pieces:
-            hidden = piece(hidden)
-        return hidden
-
-    return run
+def _in_turn(model: nn.Module, parts: Parts) -> nn.Module:
+    return nn.Sequential(*map(model.get_submodule, parts.task.pieces(model)))
 
 
-def _run(model: Callable[[Tree], Tree], inputs: Tree, record: _Record) -> None:
-    if isinstance(model, nn.Module):
-        model.eval()
+def _run(model: nn.Module, inputs: Tree, record: _Record) -> None:
+    """Record the operations of a model on the device `meta`."""
+    given = mapped(lambda t: t.to("meta") if isinstance(t, Tensor) else t, inputs)
+    model.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), record:
-        model(inputs)
+        model(given)
 
 
 def _described(operation: _Operation | None) -> str:
@@ -187,7 +179,3 @@ def _described(operation: _Operation | None) -> str:
     name, parameters, shapes = operation
     of = f" of {', '.join(parameters)}" if parameters else ""
     return f"{name}{of} {' '.join(str(list(shape)) for shape in shapes)}"
-
-
-def _to_meta(value: object) -> object:
-    return value.to("meta") if isinstance(value, Tensor) else value

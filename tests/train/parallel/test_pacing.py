@@ -12,7 +12,7 @@ class Naive(Pacing):
 
     def may_draw(self, trainer: int) -> bool:
         assert self.staleness is not None
-        return trainer not in self.held and self.begun < self.limit
+        return trainer not in self.held and self.started < self.limit
 
 
 def ages_of(pacing: Pacing, trainers: int, updates: int, luck: random.Random) -> list[int]:

@@ -53,7 +53,7 @@ class Pacing:
         self.version, self.limit = version, limit
 
     @property
-    def begun(self) -> int:
+    def started(self) -> int:
         """Count the updates that have been applied, and those that are held."""
         return self.version + len(self.held)
 
@@ -65,16 +65,16 @@ class Pacing:
         its version. So that must stay within the bound for the oldest ticket, whenever one is
         drawn. Applying changes neither number, so the bound holds in between, and in any order.
         """
-        if trainer in self.held or self.begun >= self.limit:
+        if trainer in self.held or self.started >= self.limit:
             return False
         if self.staleness is None:
             return True
         oldest = min((ticket.version for ticket in self.held.values()), default=self.version)
-        return self.begun - oldest <= self.staleness
+        return self.started - oldest <= self.staleness
 
     def draw(self, trainer: int) -> Ticket:
         """Give a trainer the next batch, and the weights as they are now."""
-        return self._hold(trainer, self.begun)
+        return self._hold(trainer, self.started)
 
     def _hold(self, trainer: int, update: int) -> Ticket:
         self.held[trainer] = Ticket(trainer=trainer, update=update, version=self.version)
@@ -87,7 +87,7 @@ class Pacing:
 
     def hurry(self) -> None:
         """Let no other update begin than those that have."""
-        self.limit = min(self.limit, self.begun)
+        self.limit = min(self.limit, self.started)
 
     def age(self, tickets: Sequence[Ticket]) -> int:
         """Count the updates since the weights that an update's gradients were computed from."""
@@ -109,7 +109,7 @@ class InStep(Pacing):
         self.pieces = trainers
 
     @property
-    def begun(self) -> int:
+    def started(self) -> int:
         """Count the one that trainers are at."""
         return self.version + bool(self.held)
 
@@ -241,10 +241,10 @@ class Server:
                     self._lost = f"no gradient has come for {self._timeout_s:g} s"
             if self._lost is not None:
                 raise PeerError(self._lost)
-            taken = self._arrived[: self._pacing.pieces]
+            gradients = self._arrived[: self._pacing.pieces]
             del self._arrived[: self._pacing.pieces]
         # By trainer, not by time: rounding must not depend on the order of arrival.
-        return sorted(taken, key=lambda gradient: gradient.ticket.trainer)
+        return sorted(gradients, key=lambda gradient: gradient.ticket.trainer)
 
     @contextmanager
     def applying(self, gradients: Sequence[Gradient]) -> Iterator[int]:

@@ -28,14 +28,7 @@ from train.model.evaluation import batch_size, measure
 from train.parallel.base import Parts, WholeModel
 from train.parallel.layout import Layout
 from train.parallel.parameter_server import wire
-from train.parallel.parameter_server.server import (
-    Gradient,
-    InStep,
-    Pacing,
-    Server,
-    Stretch,
-    Work,
-)
+from train.parallel.parameter_server.server import Gradient, InStep, Pacing, Server, Stretch, Work
 from train.runtime.process_group import Group
 
 
@@ -58,7 +51,7 @@ class Served(WholeModel):
         # Of running statistics, how far they move is sent; a table of angles never does.
         buffers = batchnorm.numeric_buffers(self.model)
         self._buffers = [buffer for name, buffer in buffers.items() if name in saved]
-        # How many were noted, their sum, and the largest.
+        # How many ages were noted, their sum, and the largest.
         self._ages = 0, 0, 0
 
     def describe(self) -> str:
@@ -222,18 +215,12 @@ class ServedTrainer(Trainer):
         batch = batch_size(self.config, self.strategy)
         return measure(self.task, whole, alone, self.test, batch=batch)
 
-    def _next_meeting(self) -> int:
-        """Give the step after which there is something to do that takes all ranks."""
+    def _serve(self, server: Server) -> Stretch:
+        """Apply the updates of a stretch as they come, up to what takes all ranks."""
         step, every = self.progress.step, self.config.checkpoint_every
         end_of_epoch = math.ceil((self.epoch + 1) * len(self.train) / self.config.global_batch)
-        steps = [self.progress.steps, end_of_epoch]
-        if every:
-            steps.append((step // every + 1) * every)
-        return min(steps)
-
-    def _serve(self, server: Server) -> Stretch:
-        """Apply the updates of a stretch as they come."""
-        server.open(version=self.progress.step, limit=self._next_meeting())
+        checkpoint = (step // every + 1) * every if every else self.progress.steps
+        server.open(version=step, limit=min(self.progress.steps, end_of_epoch, checkpoint))
         stop, error = False, None
         try:
             started = time.monotonic()
@@ -253,14 +240,14 @@ class ServedTrainer(Trainer):
             raise self._not_finite("loss", infinite)
         loss = sum(gradient.loss for gradient in gradients)
         count = sum(gradient.count for gradient in gradients)
-        noted: dict[str, float] = {}
+        extra: dict[str, float] = {}
         with server.applying(gradients) as age:
             self.strategy.put_gradients([gradient.gradients for gradient in gradients])
             if self.config.ps_mode != "sync":
                 self.strategy.note_age(age)
-                noted["staleness"] = age
+                extra["staleness"] = age
             try:
-                self.update(loss, count, started=started, **noted)
+                self.update(loss, count, started=started, **extra)
             except NonFiniteLoss as error:
                 # The loop believes that batches come in order.
                 raise self._not_finite("gradient", gradients) from error

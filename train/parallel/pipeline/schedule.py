@@ -54,9 +54,8 @@ class Pipelined(Strategy):
         for number, stage in self._stages.items():
             if not config.meta_init:
                 stage.to(group.device)
-            cut = hybrid.parallelise(stage, self._plan[number], parts, mesh)
-            self._slice = cut.sequence
-            self._units += [cut.units] if cut.units else []
+            self._slice, units = hybrid.parallelise(stage, self._plan[number], parts, mesh)
+            self._units += [units] if units else []
             if isinstance(stage, FSDPModule):
                 # Parameters stay gathered until the step's last backward pass. Otherwise each
                 # micro-batch would gather them, and schedules that compute the gradients of weights
@@ -105,7 +104,7 @@ class Pipelined(Strategy):
     def without_gradient(self) -> frozenset[str]:
         """Name the parameters that this rank's data have given no gradient in this step."""
         names = frozenset[str]().union(*(units.without_gradient() for units in self._units))
-        return self._filled | self._shared.canonical(names) if names or self._filled else names
+        return self._filled | self._shared.canonical(names)
 
     def micro_batches(self) -> int:
         """Count the micro-batches that `accumulate()` expects, all of one size."""
@@ -222,11 +221,11 @@ class Pipelined(Strategy):
                 number,
                 len(self._plan),
                 self.norm_device,
-                input_args=tuple(_like(t, wants_gradient=number > 0) for t in tensors_of(taken)),
-                output_args=tuple(_like(t, wants_gradient=True) for t in tensors_of(given)),
+                input_args=tuple(_like(t, wants_gradient=number > 0) for t in tensors_of(inputs)),
+                output_args=tuple(_like(t, wants_gradient=True) for t in tensors_of(outputs)),
                 group=self.stage_group,
             )
-            for number, (taken, given) in self.passed(batches[0].inputs).items()
+            for number, (inputs, outputs) in self.passed(batches[0].inputs).items()
         ]
         # Sums, not means: `scale_grads` would divide by the number of micro-batches.
         arguments = {"n_microbatches": len(batches), "loss_fn": self._loss, "scale_grads": False}
