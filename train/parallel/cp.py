@@ -129,11 +129,11 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
 def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: Parts) -> None:
     """Make sure that cutting sequences does not change what a model computes.
 
-    Context parallelism gives attention and positions what they need to know of other parts. A
-    user's own layer that counts positions, or looks beyond one, would start anew in each part: no
-    error, another model. So one sample is sent through before the first step: two parts at once,
-    and the second by itself. Attention is replaced by something that looks at each position alone,
-    so any difference comes from such a layer.
+    Attention and positions reach over the parts of a sequence. A user's own layer that counts
+    positions, or looks beyond one, would start anew in each part: no error, another model. So one
+    sample is sent through before the first step: two parts at once, and the second by itself.
+    Attention is replaced by something that looks at each position alone, so any difference comes
+    from such a layer.
 
     `run` computes the outputs of the model, or of this rank's stages of it, without gradients, and
     gives `None` where another rank has them. The batch is the same on all ranks.

@@ -356,10 +356,10 @@ def by_memory(whole: int, device: int | None) -> GradientSync:
         limit = sizes.written(whole / MOST)
         why = f"{cost}; on devices of less than {limit}, after each: say --device-memory"
         return GradientSync(when="last", why=why)
-    of_device = f"{MOST:.0%} of a device's {sizes.written(device)}"
+    limit = f"than {MOST:.0%} of a device's {sizes.written(device)}"
     if whole <= MOST * device:
-        return GradientSync(when="last", why=f"{cost}, no more than {of_device}")
-    return GradientSync(when="each", why=f"{cost}, more than {of_device}")
+        return GradientSync(when="last", why=f"{cost}, no more {limit}")
+    return GradientSync(when="each", why=f"{cost}, more {limit}")
 
 
 def whole_gradients(parameters: Iterable[nn.Parameter]) -> int:

@@ -81,8 +81,7 @@ class Composed(WholeModel):
             sums = super().evaluate(batch)
         if self._reports:
             return sums
-        zeros = torch.zeros_like
-        return Tally(loss=zeros(sums.loss), score=zeros(sums.score), count=0)
+        return Tally(loss=torch.zeros_like(sums.loss), score=torch.zeros_like(sums.score), count=0)
 
 
 def build_mesh(parts: Parts) -> DeviceMesh:

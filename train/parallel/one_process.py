@@ -45,7 +45,6 @@ class Threaded(WholeModel):
     """Splits each batch over the GPUs; loss and gradients are those of the whole batch."""
 
     def __init__(self, parts: Parts) -> None:
-        """Make the model on the first device, from which it is copied before every pass."""
         listed = parts.config.devices
         gpus = devices(listed)
         self._gpus = [device.index for device in gpus if device.type == "cuda"]

@@ -50,18 +50,14 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
     plan = {name: plan[name] for name in plan if name in here}
     names = {id(module): name for name, module in model.named_modules()}
     ties = consistency.ties_of(model)
-    frozen = [
-        (module, name)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and not parameter.requires_grad
-    ]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     parallelize_module(model, mesh, plan)
-    for module, name in frozen:
-        module.get_parameter(name).requires_grad_(False)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     for places in ties:
-        parameters = [module.get_parameter(name) for module, name in places]
-        cuts = [_cut(parameter) for parameter in parameters]
+        copies = [module.get_parameter(name) for module, name in places]
+        cuts = [_cut(copy) for copy in copies]
         if len(set(cuts)) > 1:
             uses = "; ".join(
                 f"{names[id(module)]}.{name} {cut}"
@@ -72,7 +68,7 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
                 f"differently for each ({uses}): give these modules styles that cut it alike (an "
                 "embedding RowwiseParallel, a head ColwiseParallel), or use --strategy fsdp"
             )
-        consistency.tie(places, parameters[0])
+        consistency.tie(places, copies[0])
     _check_even(model, plan, ranks=mesh.size())
 
 

@@ -104,7 +104,6 @@ class InStep(Pacing):
     """All trainers work on their slice of the same batch, and wait for each other."""
 
     def __init__(self, trainers: int) -> None:
-        """Make each update of one gradient per trainer."""
         super().__init__()
         self.pieces = trainers
 
@@ -167,10 +166,11 @@ class Stretch:
 class Server:
     """Weights for trainers, and their gradients for the loop.
 
-    Trainers call `draw()` and `push()`, each from a thread of its own; the training loop on rank 0
-    calls the rest. One lock guards it all. Applying an update reads the weights, changes and writes
-    them: two at once, and one of them would be lost; a reader in between would see half a step. So
-    only the loop's thread does it, holding the lock, and weights are copied under the same lock.
+    Trainers call `draw()` and `push()`, each from a thread of its own, and the first thread that
+    sees a trainer disappear calls `lose()`; the training loop on rank 0 calls the rest. One lock
+    guards it all. Applying an update reads the weights, changes and writes them: two at once, and
+    one of them would be lost; a reader in between would see half a step. So only the loop's thread
+    does it, holding the lock, and weights are copied under the same lock.
     """
 
     def __init__(
@@ -184,8 +184,6 @@ class Server:
         self._weights: Sequence[Tensor] | None = None
         self._last = Stretch(number=0, step=0)
         self._lost: str | None = None
-
-    # Called by trainers.
 
     def draw(self, trainer: int, stretch: int) -> Work | Stretch:
         """Return work as soon as there is some, or the end of the stretch."""
@@ -205,15 +203,11 @@ class Server:
             self._arrived.append(gradient)
             self._changed.notify_all()
 
-    # Called by the first thread that sees a trainer disappear.
-
     def lose(self, reason: str) -> None:
         """End the wait for a trainer that is gone."""
         with self._changed:
             self._lost = self._lost or reason
             self._changed.notify_all()
-
-    # Called by the loop.
 
     def open(self, *, version: int, limit: int) -> None:
         """Begin a stretch of updates."""

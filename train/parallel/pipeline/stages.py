@@ -25,7 +25,6 @@ class Stage(nn.Module):
     """Some successive pieces of a model, under the names that they have in it."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], parts: Parts) -> None:
-        """Take pieces out of the model."""
         super().__init__()
         # Underscored: no piece is called so.
         self._names, self._autocast = tuple(names), parts.autocast
