@@ -12,17 +12,14 @@ from train.cli.config import Config
 from train.data.loader import Feed, resident, source_of
 from train.data.order import SampleOrder, mixed, seed_device, seed_of
 from train.errors import NonFiniteLoss
-from train.model.clipping import clip, total_norm
-from train.model.evaluation import batch_size, evaluated_epoch, measure
-from train.model.loss_scaling import LossScaler
-from train.model.optimizer import NamedOptimizer
-from train.model.schedule import Schedule
+from train.model.evaluation import batch_size, measure
+from train.model.gradients import LossScaler, clip, total_norm
+from train.model.optimizer import LearningRate, NamedOptimizer
 from train.parallel.base import Strategy, Sums, is_sharded
-from train.parallel.rank_consistency import check_counters, check_data
-from train.parallel.trained_parameters import Untrained, some_of
+from train.parallel.consistency import Untrained, check_counters, check_data, some_of
 from train.profiling.capture import Profiler
 from train.rundir.console import Console, figures
-from train.rundir.files import RunDirectory, TrainingProgress
+from train.rundir.files import RunDirectory, TrainingProgress, read_lines
 from train.runtime.process_group import RankGroup
 from train.runtime.processes import StopRequest
 from train.tasks.base import Task
@@ -67,10 +64,10 @@ class Trainer:
         )
         self.micro_batches = strategy.micro_batches()
         self.untrained = Untrained(strategy, group)
-        self.schedule = Schedule(config, progress.steps)
+        self.learning_rate = LearningRate(config, progress.steps)
         self.seed = seed_of("step", config.seed, *strategy.axes)
         # Gradients are divided by this on the way. A function of the run, so that a resumed one
-        # rounds alike; what it is wrong by is made good once all ranks know the true count.
+        # rounds alike; `update()` corrects it once all ranks know the true count.
         first = torch.zeros(1, dtype=torch.int64)
         sample = self.train.take(first)
         if len(self.test):
@@ -96,9 +93,7 @@ class Trainer:
         """Train to the last step, or until stopped; say whether the run is done."""
         progress, every = self.progress, self.config.checkpoint_every
         stop = self.group.sum([self.stop.requested])[0] > 0
-        evaluated = evaluated_epoch(
-            self.config, self.strategy, self.group, self.directory, progress.step, self.samples
-        )
+        evaluated = self._evaluated_epoch()
         first = progress.step + 1
         while progress.step < progress.steps:
             # Ranks that have drifted apart are neither measured nor saved.
@@ -128,6 +123,27 @@ class Trainer:
             self.saver.export(self.config.export)
         return True
 
+    def _evaluated_epoch(self) -> int:
+        """Say after which epoch a run that goes on from here was evaluated last.
+
+        An evaluation follows the checkpoint of the same step, so it may have failed, or a stop may
+        have come first. Rank 0 looks for its event in the run directory; all ranks call this.
+        """
+        step = self.progress.step
+        # The last step before this one after which ranks held one model, and could be measured.
+        before = step - 1
+        while before > 0 and not self.strategy.settled(before):
+            before -= 1
+        size = self.config.global_batch
+        earlier, now = (max(each, 0) * size // self.samples for each in (before, step))
+        if earlier == now:
+            return now
+        evaluated = self.group.rank_info.rank == 0 and any(
+            event.get("event") == "epoch" and event.get("step") == step
+            for event in read_lines(self.directory.path / "events.jsonl")
+        )
+        return now if self.group.broadcast(evaluated) else earlier
+
     def train_step(self) -> bool:
         """Make one optimizer step; return whether any rank got a stop request meanwhile.
 
@@ -152,7 +168,7 @@ class Trainer:
         return stop_flags > 0 and self.note_stop(stop_flags)
 
     def update(
-        self, loss: float, count: float, *, divisor: float = 1.0, started: float, **noted: float
+        self, loss: float, count: float, *, divisor: float = 1.0, started: float, **extra: float
     ) -> None:
         """Turn the gradients into a step, and note it.
 
@@ -161,14 +177,14 @@ class Trainer:
             count: how many items it sums over.
             divisor: what the gradients have been divided by already.
             started: when the step began, by the monotonic clock.
-            noted: what else `metrics.jsonl` shall say about it.
+            extra: what else `metrics.jsonl` shall say about it.
 
         Raises:
             NonFiniteLoss: the gradients are not finite.
         """
-        progress, lr = self.progress, self.schedule.at(self.progress.step)
+        progress, lr = self.progress, self.learning_rate.at(self.progress.step)
         # By the count of the whole global batch: a mean of means would weigh items differently.
-        # Where it is what was expected, this is 1, and nothing is left to do.
+        # Where it is the expected count, the factor is 1, and nothing is left to do.
         self.strategy.scale_gradients(divisor / max(count, 1.0))
         if self._gradients_are_good():
             self.optimizer.step(lr)
@@ -185,7 +201,7 @@ class Trainer:
             loss=progress.metrics["loss"],
             lr=lr,
             samples_per_s=self.config.global_batch / max(time.monotonic() - started, 1e-9),
-            **noted,
+            **extra,
         )
 
     def note_stop(self, ranks_signalled: float) -> bool:
@@ -202,8 +218,8 @@ class Trainer:
     def _agree(self, sums: Sums, changed: bool) -> tuple[float, float, float, float]:
         """Exchange all that ranks must agree on before the weights move, in one small collective.
 
-        Gives the loss and the count of the whole batch, how many ranks were asked to stop, and how
-        many have left out other parameters than before.
+        Gives the loss and the count of the whole batch, the number of ranks that were asked to
+        stop, and the number of ranks that have left out other parameters than before.
         """
         mine = sums.loss.full_tensor() if is_sharded(sums.loss) else sums.loss
         loss, count, stop_flags, changes = self.group.sum_with(

@@ -25,7 +25,7 @@ from train.errors import (
 )
 from train.failure.record import fail
 from train.loop import Trainer
-from train.model.loss_scaling import LossScaler
+from train.model.gradients import LossScaler
 from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts
 from train.profiling.capture import Profiler
@@ -193,7 +193,7 @@ def trainer_class(strategy: str) -> type[Trainer]:
     if strategy != "ps":
         return Trainer
     # Only here, as it imports torch.distributed.rpc.
-    from train.parallel.parameter_server.loop import ServedTrainer
+    from train.parallel.parameter_server.strategy import ServedTrainer
 
     return ServedTrainer
 

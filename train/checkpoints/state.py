@@ -17,8 +17,7 @@ from train.checkpoints.safetensors_file import problem_of
 from train.checkpoints.store import Position, State
 from train.cli.config import Config
 from train.errors import CheckpointError, FencedError, NonFiniteLoss, UsageError
-from train.model.clipping import not_finite
-from train.model.loss_scaling import LossScaler
+from train.model.gradients import LossScaler, not_finite
 from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Strategy
 from train.rundir.claim import differences

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from train.dryrun.autocast import as_on_cuda
 from train.dryrun.op_mode import wraps_others
 from train.model.trees import Tree, sample_count
-from train.parallel import cp, inventory, tp
-from train.parallel.pipeline.forward import Relay, Untransferable
+from train.parallel import consistency, cp, tp
+from train.parallel.pipeline.stages import Relay, Untransferable
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
 
@@ -189,8 +189,8 @@ def _patches(boundaries: Boundaries) -> list[Any]:
         # Tensors that share memory are known although there is none.
         _replaced(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
         # Nothing is in the tensors, and nobody's could differ.
-        _replaced(inventory, "fingerprint", lambda tensor: ""),
-        _replaced(tp.UncutGradients, "check", lambda *_, **__: None),
+        _replaced(consistency, "fingerprint", lambda tensor: ""),
+        _replaced(tp, "check_uncut_gradients", lambda *_, **__: None),
         # It reads shapes from tensors; here are no other ranks whose shapes could differ.
         _replaced(distributed, "_verify_param_shape_across_processes", lambda *_: None),
         _replaced(dist, "_compute_bucket_assignment_by_size", as_rebuilt),

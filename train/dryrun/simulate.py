@@ -18,10 +18,11 @@ from train.dryrun.fake_group import Boundaries, pretend, rehearsable
 from train.dryrun.flops import Flops
 from train.dryrun.memory import GRADIENTS, OPTIMIZER, PARAMETERS, STATE, Memory
 from train.dryrun.traffic import Exchange, Traffic
-from train.model import clipping, evaluation
+from train.model import evaluation
+from train.model.gradients import clip, total_norm
 from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts, Strategy, WholeModel
-from train.parallel.gradient_sync import GradientSync
+from train.parallel.fsdp import GradientSync
 from train.parallel.hybrid import Composed
 from train.parallel.local_sgd import LocalSgd
 from train.parallel.pipeline import split
@@ -231,9 +232,9 @@ class _Step:
         self._parts.group.sum([0.0] * 4)
         strategy.scale_gradients(0.5)
         if config.clip_norm is not None or config.precision == "fp16":
-            norm = clipping.total_norm(strategy)
+            norm = total_norm(strategy)
             if config.clip_norm is not None:
-                clipping.clip(strategy, norm, 0.5)
+                clip(strategy, norm, 0.5)
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
         self._memory.mark(gradients, GRADIENTS)
         del gradients

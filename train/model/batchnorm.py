@@ -1,11 +1,20 @@
-"""Batch normalisation over the batch of all ranks, on any device.
+"""Batch normalisation and other running statistics under data parallelism.
 
-torch's own SyncBatchNorm is fast, and refuses the CPU; the one here runs everywhere. Both exchange
-counts and sums instead of means, so slices may differ in size, and one may be empty.
+Each rank's batch normalisation has seen its own samples only, so its running statistics drift
+apart from the others'; saving rank 0's, or evaluating on each rank, gives one rank's view.
+Averaging after each step gives all ranks those of the whole batch. That is no approximation: a
+running statistic is r <- (1 - m) r + m x with the same r and m on every rank, so the mean of the
+results is the result for the mean of the x. (Ranks normalise by the mean of their variances;
+`--sync-batch-norm` normalises by the variance of the whole batch in one piece.)
+
+`synchronised()` does the latter, on any device. torch's own SyncBatchNorm is fast, and refuses the
+CPU; the one here runs everywhere. Both exchange counts and sums instead of means, so slices may
+differ in size, and one may be empty.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,19 +26,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# Types that torch can subtract and add, and those that backends send.
+NUMBERS = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.complex128, torch.complex64, torch.complex32,
+)  # fmt: skip
+SENT = {*NUMBERS, torch.bool} - {torch.int16}
+
 
 def synchronised(
     model: nn.Module, group: ProcessGroup | None = None, *, device: torch.device | None = None
 ) -> nn.Module:
     """Replace each BatchNorm1d, 2d and 3d by one that normalises over all ranks of `group`.
 
-    Parameters, buffers and their names stay. Without a group: all ranks of the run, which is wrong
-    where some of them hold the same samples or another stage, see `among()`.
-
-    Args:
-        model: is changed.
-        group: exchange their sums.
-        device: where the model will run (default: where it is).
+    In place; parameters, buffers and their names stay. Without a group: all ranks of the run, which
+    is wrong where some of them hold the same samples or another stage, see `limit_to_group()`.
+    `device` is where the model will run (default: where it is).
     """
     first = next(model.parameters(), None)
     device = device or (None if first is None else first.device)
@@ -39,16 +51,11 @@ def synchronised(
     return _converted(model, group)
 
 
-def among(model: nn.Module, group: ProcessGroup) -> None:
+def limit_to_group(model: nn.Module, group: ProcessGroup) -> None:
     """Let the model's synchronised layers exchange with the ranks of `group` only."""
     for module in model.modules():
         if isinstance(module, SynchronisedBatchNorm | nn.SyncBatchNorm):
             module.process_group = group
-
-
-def is_synchronised(module: nn.Module) -> bool:
-    """Say whether a layer's running statistics are the same on all ranks by themselves."""
-    return isinstance(module, SynchronisedBatchNorm | nn.SyncBatchNorm)
 
 
 def _converted(module: nn.Module, group: ProcessGroup | None) -> nn.Module:
@@ -85,20 +92,17 @@ class SynchronisedBatchNorm(_BatchNorm):
             input, self.weight, self.bias, self.eps, self.process_group
         )
         if self.track_running_stats:
-            self._remember(mean, variance, int(count))
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            momentum = self.momentum
+            if momentum is None:  # the mean over all batches so far
+                momentum = 1.0 / int(self.num_batches_tracked)
+            unbiased = variance * (int(count) / max(int(count) - 1, 1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
         return output  # type: ignore[no-any-return]
-
-    def _remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:  # the mean over all batches so far
-            momentum = 1.0 / int(self.num_batches_tracked)
-        unbiased = variance * (count / max(count - 1, 1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
 class _Normalise(torch.autograd.Function):
@@ -162,3 +166,59 @@ class _Normalise(torch.autograd.Function):
             None,
             None,
         )
+
+
+def numeric_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Give all buffers that one can calculate with; of complex ones, a view as real pairs."""
+    named = model.named_buffers()
+    return {name: _real(buffer) for name, buffer in named if buffer.dtype in NUMBERS}
+
+
+def never_sent(model: nn.Module) -> list[str]:
+    """Name what no backend sends: DDP must not try, as all ranks have made the same."""
+    named = [*model.named_buffers(), *model.named_parameters()]
+    return [name for name, tensor in named if tensor.dtype not in SENT]
+
+
+def moving_buffers(model: nn.Module) -> list[Tensor]:
+    """List the buffers that training may move differently on each rank.
+
+    Of complex ones, a view of their memory as pairs of real numbers.
+    """
+    return [
+        _real(buffer)
+        for module in model.modules()
+        # The same on all ranks by themselves.
+        if not isinstance(module, SynchronisedBatchNorm | nn.SyncBatchNorm)
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point() or buffer.is_complex()
+        # A buffer that is not saved, such as a table of angles, is a constant.
+        if name not in module._non_persistent_buffers_set
+    ]
+
+
+def _real(buffer: Tensor) -> Tensor:
+    if not buffer.is_complex():
+        return buffer
+    # The mean of conjugates is the conjugate of the mean: tensors in memory may be averaged.
+    return torch.view_as_real(buffer.conj() if buffer.is_conj() else buffer)
+
+
+def average_buffers(
+    buffers: Sequence[Tensor], groups: Sequence[ProcessGroup | None] = (None,)
+) -> None:
+    """Replace `moving_buffers()` by their mean over ranks, in one exchange per group.
+
+    There is one group per data axis, of ranks that work on different samples; None: all ranks.
+    """
+    if not buffers:
+        return
+    # In double precision: the mean of equal values is the value itself.
+    flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers])
+    for group in groups:
+        # A sum, then a division: gloo has no mean. Every rank gets the same bits.
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+    means = torch.split(flat, [buffer.numel() for buffer in buffers])
+    for buffer, mean in zip(buffers, means, strict=True):
+        buffer.copy_(mean.view_as(buffer))

@@ -32,65 +32,57 @@ UNFINISHED = "_CxxBuild"
 MADE = (".so", ".o", ".gch")
 
 
-def whole(model: nn.Module, config: Config) -> None:
+def compile_whole(model: nn.Module, config: Config) -> None:
     """Compile the whole model as one, under `--compile`.
 
     Under `--activation-checkpointing` the pieces are compiled one by one: see `model.prepare`.
     """
     if config.compile and not config.activation_checkpointing:
-        forward(model)
+        compile_forward(model)
 
 
-def pieces(model: nn.Module, names: Sequence[str], config: Config, *, cut: bool = False) -> None:
-    """Compile each piece of a model by itself, under `--compile`.
+def compile_pieces(
+    model: nn.Module, names: Sequence[str], config: Config, *, cut: bool = False
+) -> None:
+    """Compile each piece of a model, or of some stages of it, by itself, under `--compile`.
 
-    Args:
-        model: the model, or some stages of it.
-        names: of its pieces.
-        config: the command line.
-        cut: tensor parallelism has been applied, with hooks around pieces.
+    After tensor parallelism (`cut`), the hooks around a piece are compiled along with it: where a
+    tensor that ranks share (a DTensor) enters or leaves compiled code, torch (2.13) forgets that
+    its gradient is still to be summed over the ranks. Within a piece it does not.
     """
     if not config.compile:
         return
-    seen: set[nn.Module] = set()
+    first_names: dict[nn.Module, str] = {}
     for name in names:
-        module = model.get_submodule(name)
-        if module in seen:
-            continue  # one module may be several pieces
-        seen.add(module)
+        # One module may be several pieces.
+        first_names.setdefault(model.get_submodule(name), name)
+    for module, name in first_names.items():
         if not config.activation_checkpointing:
-            forward(module)
-        if cut:
-            _take_hooks(module, name)
+            compile_forward(module)
+        if not cut:
+            continue
+        if compiled := getattr(module, "_compiled_forward", None):
+            compiled.take_hooks(module, name)
+        else:
+            # Ranks gather a view behind a lookup, and torch fails to compile a module given one.
+            module.register_forward_hook(lambda module, inputs, outputs: outputs.clone())
 
 
-def forward(module: nn.Module) -> None:
+def compile_forward(module: nn.Module) -> None:
     """Compile a module's `forward()`, when it is first called."""
-    # Of a lookup there is nothing to compile; and the mask that goes with one that is cut by rows
-    # cannot leave what is compiled.
-    if not isinstance(module, nn.Embedding):
-        _clean()
-        # Its class may have to be compiled anew for it: for training, for evaluation, and for the
-        # last batch of that, which is smaller. Where a limit is reached, torch goes on without.
-        for limit in ("recompile_limit", "accumulated_recompile_limit"):
-            setattr(torch._dynamo.config, limit, getattr(torch._dynamo.config, limit) + 4)
-        compiled = _Compiled(module.forward, type(module))
-        module.forward = compiled
-        # Found again where something is wrapped around it.
-        module._compiled_forward = compiled  # type: ignore[assignment]
-
-
-def _take_hooks(module: nn.Module, name: str) -> None:
-    """Have a piece's hooks compiled along with it.
-
-    Where a tensor that ranks share (a DTensor) enters or leaves what is compiled, torch (2.13)
-    forgets that its gradient is still to be summed over them. Within a piece it does not.
-    """
-    if compiled := getattr(module, "_compiled_forward", None):
-        compiled.take_hooks(module, name)
-    else:
-        # What is gathered behind a lookup is a view, and torch fails to compile what is given one.
-        module.register_forward_hook(lambda module, inputs, outputs: outputs.clone())
+    # A lookup holds nothing to compile; and the mask that goes with one that is cut by rows cannot
+    # leave compiled code.
+    if isinstance(module, nn.Embedding):
+        return
+    _clean_caches()
+    # Its class may have to be compiled anew for it: for training, for evaluation, and for the last
+    # batch of that, which is smaller. Where a limit is reached, torch goes on without.
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(torch._dynamo.config, limit, getattr(torch._dynamo.config, limit) + 4)
+    compiled = _Compiled(module.forward, type(module))
+    module.forward = compiled
+    # Found again where something is wrapped around it.
+    module._compiled_forward = compiled  # type: ignore[assignment]
 
 
 class _Compiled:
@@ -116,7 +108,7 @@ class _Compiled:
                     outputs = changed
             return outputs
 
-        # What has been compiled is found by its code, and no more of it is kept than a limit says:
+        # torch finds compiled code by the Python code, and keeps no more of it than a limit says:
         # each class has one of its own.
         run.__code__ = _codes.setdefault(kind, run.__code__.replace())
         self._run = torch.compile(run, backend=BACKEND)
@@ -163,11 +155,11 @@ def check_compiled(task: Task) -> None:
 
 
 @cache
-def _clean() -> None:
+def _clean_caches() -> None:
     """Clean inductor's caches once per process, before it compiles anything."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
-    # Headers are kept in the latter, whatever the user says.
+    # Inductor keeps headers in the latter, whatever the user says.
     for folder in {cache_dir(), default_cache_dir()}:
         remove_unfinished(Path(folder))
 
@@ -182,7 +174,7 @@ def remove_unfinished(folder: Path) -> list[Path]:
     with suppress(OSError):
         for own in [path for path in folder.iterdir() if path.is_dir()]:
             for path in own.iterdir():
-                if _suspect(path):
+                if _is_suspect(path):
                     locks = folder if own.name != "precompiled_headers" else own
                     removed += _remove(path, locks / "locks")
     return removed
@@ -196,41 +188,36 @@ def _remove(path: Path, locks: Path) -> list[Path]:
     lock = FileLock(locks / f"{path.name.partition('.')[0]}.lock", timeout=0)
     removed = []
     with suppress(OSError, Timeout), lock:
-        if not _suspect(path):
+        if not _is_suspect(path):
             return []
-        if path.suffix in MADE:
-            made = [path]
-        else:
-            base = path.name.removesuffix(UNFINISHED)
-            made = [path.with_name(base + suffix) for suffix in MADE]
-        for one in made:
-            if one.exists():
-                one.unlink()
-                removed.append(one)
+        base = path.name.removesuffix(UNFINISHED)
+        libraries = [path.with_name(base + suffix) for suffix in MADE]
+        for library in [path] if path.suffix in MADE else libraries:
+            if library.exists():
+                library.unlink()
+                removed.append(library)
         if path.is_dir():
             path.rmdir()
     return removed
 
 
-def _suspect(path: Path) -> bool:
-    """Say whether a path of the cache was left by a compiler that was killed."""
+def _is_suspect(path: Path) -> bool:
+    """Say whether a path of the cache was left by a compiler that was killed.
+
+    A complete library ends with its table of sections.
+    """
     if path.name.endswith(UNFINISHED):
         return path.is_dir()
-    return path.suffix in (".so", ".o") and path.is_file() and not _is_whole(path)
-
-
-def _is_whole(path: Path) -> bool:
-    """Say whether a library is complete: its table of sections comes last."""
-    if sys.platform != "linux":
-        return True
+    if path.suffix not in (".so", ".o") or not path.is_file() or sys.platform != "linux":
+        return False
     with path.open("rb") as file:
         header = file.read(64)
         size = os.fstat(file.fileno()).st_size
     if len(header) < 64 or header[:4] != b"\x7fELF":
-        return False
-    if header[4] != 2:  # not of 64 bits: no processor that torch is built for
         return True
+    if header[4] != 2:  # not of 64 bits: no processor that torch is built for
+        return False
     order = "<" if header[5] == 1 else ">"
     table: int = struct.unpack_from(f"{order}Q", header, 40)[0]
     each, count = struct.unpack_from(f"{order}HH", header, 58)
-    return 0 < table <= size - int(each) * int(count)
+    return not 0 < table <= size - int(each) * int(count)

@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from train.cli.config import Config
 from train.data.order import Batch, Source, share_of
 from train.errors import UsageError
-from train.parallel.base import Strategy, Tally
-from train.rundir.files import RunDirectory, read_lines
+from train.parallel.base import Strategy
 from train.runtime.process_group import RankGroup
 from train.tasks.base import Task
 
@@ -30,84 +28,38 @@ def batch_size(config: Config, strategy: Strategy) -> int:
     return math.ceil(math.ceil(config.global_batch / shards) / passes)
 
 
-def evaluated_epoch(
-    config: Config,
-    strategy: Strategy,
-    group: RankGroup,
-    directory: RunDirectory,
-    step: int,
-    samples: int,
-) -> int:
-    """Say after which epoch a run that goes on after `step` was evaluated last.
-
-    An evaluation follows the checkpoint of the same step, so it may have failed, or a stop may have
-    come first. Rank 0 looks for its event in the run directory; all ranks call this at once.
-
-    Args:
-        config: the run's.
-        strategy: knows the steps after which ranks hold one model.
-        group: all ranks.
-        directory: of the run.
-        step: how many were made.
-        samples: how many are drawn in an epoch.
-    """
-    before = step - 1
-    while before > 0 and not strategy.settled(before):
-        before -= 1
-    earlier, now = (max(each, 0) * config.global_batch // samples for each in (before, step))
-    if earlier == now:
-        return now
-    made = group.rank_info.rank == 0 and any(
-        event.get("event") == "epoch" and event.get("step") == step
-        for event in read_lines(directory.path / "events.jsonl")
-    )
-    return now if group.broadcast(made) else earlier
-
-
 def measure(
     task: Task, strategy: Strategy, group: RankGroup, test: Source, *, batch: int
 ) -> dict[str, float]:
     """Measure the mean loss and the task's metrics over the whole test set.
 
-    Sums are exchanged, not means, as the parts differ in size; in double precision, in which the
-    counts of any test set are exact.
+    All ranks call this at once, and take at most `batch` samples at a time. Sums are exchanged, not
+    means, as the parts differ in size; in double precision, in which the counts of any test set are
+    exact.
 
-    Args:
-        task: loss, scores and metrics.
-        strategy: runs the model.
-        group: all ranks, which call this at once.
-        test: the samples.
-        batch: how many a rank takes at a time, at most.
+    Raises:
+        UsageError: the task's metrics are no figures.
     """
     rows = []
     for part, counts in parts_of(test, batch=batch, shard=strategy.shard, shards=strategy.shards):
-        row = _row(strategy.evaluate(part))
+        sums = strategy.evaluate(part)
         if counts:
-            rows.append(row)
+            count = sums.loss.new_tensor([sums.count], dtype=torch.float64)
+            columns = (count, sums.loss.double().reshape(1), sums.score.double().reshape(-1))
+            rows.append(torch.cat(columns))
     mine: list[float] = torch.stack(rows).sum(dim=0).tolist() if rows else []
     # A rank that has measured nothing, or for which another one reports, such as a pipeline's first
     # stage, need not know how many scores there are.
     width = max(group.gather(len(mine)))
-    count, loss, *score = group.sum(mine + [0.0] * (width - len(mine)))
-    metrics = _figures(task, torch.tensor(score, dtype=torch.float64), int(count))
-    return {f"test_{name}": value for name, value in metrics.items()} | {
-        "test_loss": loss / max(count, 1.0)
-    }
-
-
-def _figures(task: Task, score: Tensor, count: int) -> dict[str, float]:
-    """Let the task make figures of its sums.
-
-    Raises:
-        UsageError: they are none.
-    """
-    metrics = task.metrics(score, count)
+    total, loss, *score = group.sum(mine + [0.0] * (width - len(mine)))
+    metrics = task.metrics(torch.tensor(score, dtype=torch.float64), int(total))
     try:
-        return {str(name): float(value) for name, value in metrics.items()}
+        named = {f"test_{name}": float(value) for name, value in metrics.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"task {task.name!r}: metrics() gave {metrics!r}; it must be a dict of numbers by name"
         ) from error
+    return {**named, "test_loss": loss / max(total, 1.0)}
 
 
 def parts_of(test: Source, *, batch: int, shard: int, shards: int) -> Iterator[tuple[Batch, bool]]:
@@ -125,15 +77,9 @@ def parts_of(test: Source, *, batch: int, shard: int, shards: int) -> Iterator[t
     passes = max(math.ceil(size / (shards * batch)), 1)
     cuts = [share_of(stop - start, shard=number, shards=passes) for number in range(passes)]
     # An empty test set has no sample to give.
-    count = [first < last or not size for first, last in cuts]
+    counted = [first < last or not size for first, last in cuts]
     numbers = (
         torch.arange(start + first, start + last) if counts else torch.zeros(1, dtype=torch.int64)
-        for (first, last), counts in zip(cuts, count, strict=True)
+        for (first, last), counts in zip(cuts, counted, strict=True)
     )
-    return zip(test.read(numbers), count, strict=True)
-
-
-def _row(tally: Tally) -> Tensor:
-    """Put a batch's sums side by side: count, loss, scores. Shape [2 + n], float64."""
-    count = tally.loss.new_tensor([tally.count], dtype=torch.float64)
-    return torch.cat([count, tally.loss.double().reshape(1), tally.score.double().reshape(-1)])
+    return zip(test.read(numbers), counted, strict=True)

@@ -1,13 +1,16 @@
-"""The optimizer, and its state under the names of the parameters it belongs to."""
+"""The optimizer, its state under the names of parameters, and the learning rate of each step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
+
+from train.errors import UsageError
 
 if TYPE_CHECKING:
     from train.cli.config import Config
@@ -34,10 +37,7 @@ class NamedOptimizer:
         self._optimizer: torch.optim.Optimizer
         if config.optimizer == "sgd":
             self._optimizer = torch.optim.SGD(
-                lists,
-                lr=config.lr,
-                momentum=config.momentum,
-                weight_decay=config.weight_decay,
+                lists, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
             )
         else:
             self._optimizer = torch.optim.AdamW(
@@ -77,10 +77,9 @@ class NamedOptimizer:
         }
 
     def allocate(self, slots: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-        """Make room for a state to be read into, in place; of other ranks' parameters, none.
+        """Make room for a state to be read into, in place; for other ranks' parameters, none.
 
-        Args:
-            slots: shape and type by `<parameter>/<slot>`, as a checkpoint lists them.
+        `slots` holds shape and type by `<parameter>/<slot>`, as a checkpoint lists them.
         """
         for key, (shape, dtype) in slots.items():
             name, _, slot = key.rpartition("/")
@@ -88,13 +87,12 @@ class NamedOptimizer:
                 continue
             # State of the parameter's shape is sharded like it. The rest are scalars, which only a
             # fused kernel needs on the parameters' device.
-            like = slot != "step" and shape == parameter.shape
-            beside = parameter.device if self._fused else None
-            self._optimizer.state[parameter][slot] = (
-                torch.zeros_like(parameter, requires_grad=False)
-                if like
-                else torch.zeros(shape, dtype=dtype, device=beside)
-            )
+            if slot != "step" and shape == parameter.shape:
+                state = torch.zeros_like(parameter, requires_grad=False)
+            else:
+                device = parameter.device if self._fused else None
+                state = torch.zeros(shape, dtype=dtype, device=device)
+            self._optimizer.state[parameter][slot] = state
         return self.tensors()
 
 
@@ -106,3 +104,35 @@ def without_span(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Opti
     step = type(optimizer).step
     # torch marks the functions that it has wrapped so.
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+class LearningRate:
+    """A function of the step, so that a resumed run needs no state of it."""
+
+    def __init__(self, config: Config, steps: int) -> None:
+        """Plan for a run of so many steps.
+
+        Raises:
+            UsageError: the run would end before the learning rate has risen.
+        """
+        self._shape, self._warm_up, self._steps = config.lr_schedule, config.warmup_steps, steps
+        self._lr = config.lr
+        if self._warm_up and self._warm_up >= steps:
+            raise UsageError(
+                f"--warmup-steps {self._warm_up}: the run has {steps} steps, and would end before "
+                "the learning rate reaches --lr; warm up for fewer, or train for more"
+            )
+
+    def at(self, step: int) -> float:
+        """Give the learning rate of a step, counted from 0.
+
+        It rises on a line, then falls towards 0, which the step after the last one would have; the
+        half cosine is that of Loshchilov and Hutter, "SGDR" (2017).
+        """
+        if step < self._warm_up:
+            return self._lr * (step + 1) / self._warm_up
+        if self._shape == "constant":
+            return self._lr
+        done = min((step - self._warm_up) / max(self._steps - self._warm_up, 1), 1.0)
+        left = 1.0 - done if self._shape == "linear" else (1.0 + math.cos(math.pi * done)) / 2.0
+        return self._lr * left

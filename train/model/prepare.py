@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from train.model import compilation
-from train.model.batchnorm import synchronised
-from train.model.buffers import standing_still
+from train.model import batchnorm, compilation
 
 if TYPE_CHECKING:
     from train.cli.config import Config
@@ -22,57 +20,52 @@ if TYPE_CHECKING:
 def prepare(
     model: nn.Module, task: Task, config: Config, *, device: torch.device | None = None
 ) -> nn.Module:
-    """Apply the options of the command line; the names of parameters stay as they are.
+    """Apply the options of the command line to a model, in place; its parameters keep their names.
 
-    Args:
-        model: is changed.
-        task: knows its pieces.
-        config: the requested options.
-        device: where the model will run (default: where it is).
+    `device` is where the model will run (default: where it is).
     """
     if config.dropout is not None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = config.dropout
     if config.sync_batch_norm:
-        model = synchronised(model, device=device)
+        model = batchnorm.synchronised(model, device=device)
     if config.activation_checkpointing:
         # One module may be several pieces.
         for module in dict.fromkeys(map(model.get_submodule, task.pieces(model))):
             if config.compile:
                 # Inside: what keeps running statistics from moving twice is not for a compiler,
                 # which could not see, either, which of both passes it is in.
-                compilation.forward(module)
-            _recompute(module)
+                compilation.compile_forward(module)
+            # The method is replaced rather than the module wrapped, which would change parameters'
+            # names.
+            contexts = partial(_contexts, module)
+            module.forward = partial(
+                checkpoint, module.forward, use_reentrant=False, context_fn=contexts
+            )
     return model
 
 
-def _recompute(module: nn.Module) -> None:
-    """Keep only a module's inputs, and run it again for its backward pass.
-
-    The method is replaced rather than the module wrapped, which would change parameters' names.
-    """
-    module.forward = partial(
-        checkpoint,
-        module.forward,
-        use_reentrant=False,
-        # The second time, running statistics have moved already.
-        context_fn=lambda: (nullcontext(), _StandingStill(module)),
-    )
+def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], _StandingBuffers]:
+    """Give the contexts of a forward pass, and of its repetition for the backward pass."""
+    return nullcontext(), _StandingBuffers(module)
 
 
-class _StandingStill(AbstractContextManager[None]):
-    """`standing_still()` as often as it is entered.
+class _StandingBuffers(AbstractContextManager[None]):
+    """Has a module move copies of its buffers meanwhile, which are then forgotten.
 
-    Pipeline schedules that go through a graph in two passes compute the activations in each.
+    In the repetition, running statistics have moved already. Entered as often as need be: pipeline
+    schedules that go through a graph in two passes compute the activations in each.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def __enter__(self) -> None:
-        self._entered = standing_still(self._module)
-        self._entered.__enter__()
+        self._originals = [(own._buffers, dict(own._buffers)) for own in self._module.modules()]
+        for buffers, _ in self._originals:
+            buffers.update({n: None if b is None else b.clone() for n, b in buffers.items()})
 
     def __exit__(self, *failure: object) -> None:
-        self._entered.__exit__(*failure)  # type: ignore[arg-type]
+        for buffers, originals in self._originals:
+            buffers.update(originals)

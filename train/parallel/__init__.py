@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 # second.
 _COMPOSED = ("train.parallel.hybrid", "Composed")
 STRATEGIES = {
-    "single": ("train.parallel.single", "Single"),
-    "dataparallel": ("train.parallel.data_parallel", "Threaded"),
+    "single": ("train.parallel.one_process", "Single"),
+    "dataparallel": ("train.parallel.one_process", "Threaded"),
     "ddp": ("train.parallel.ddp", "DataParallel"),
     "fsdp": _COMPOSED,
     "hsdp": _COMPOSED,
-    "manual": ("train.parallel.manual", "Manual"),
+    "manual": ("train.parallel.one_process", "Manual"),
     "pp": ("train.parallel.pipeline.schedule", "Pipelined"),
     "tp": _COMPOSED,
     "cp": _COMPOSED,
     "hybrid": _COMPOSED,
     "ps": ("train.parallel.parameter_server.strategy", "Served"),
     "local-sgd": ("train.parallel.local_sgd", "LocalSgd"),
-    "exact": ("train.parallel.exact", "ExactDataParallel"),
+    "exact": ("train.parallel.ddp", "ExactDataParallel"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -15,7 +15,7 @@ from train.errors import UsageError
 from train.model import compilation
 from train.model.prepare import prepare
 from train.model.trees import Tree, mapped
-from train.parallel.inventory import Inventory, check_alike, check_unchanged
+from train.parallel.consistency import Inventory, check_alike, check_unchanged
 from train.tasks.base import model_of
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from train.runtime.process_group import RankGroup
     from train.tasks.base import Task
 
-
-_AS_IT_IS = nullcontext()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -60,9 +58,9 @@ class Parts:
         return prepare(model, self.task, self.config, device=self.group.device)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Multiply matrices in the precision that was asked for."""
+        """Multiply matrices in the precision of `--precision`."""
         if self.config.precision == "fp32":
-            return _AS_IT_IS
+            return nullcontext()
         return torch.autocast(self.group.device.type, DTYPES[self.config.precision])
 
 
@@ -77,15 +75,11 @@ class Sums:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
-    """One rank's contribution to an evaluation; zeros where another rank reports the same items."""
+class Tally(Sums):
+    """One rank's contribution to an evaluation."""
 
-    loss: Tensor
-    """Summed loss. Scalar."""
     score: Tensor
     """The task's sums, such as how many are right. Shape [n], see `Task.score()`."""
-    count: int
-    """Items that they sum over."""
 
 
 class Strategy(ABC):
@@ -95,25 +89,42 @@ class Strategy(ABC):
     the strategy has wrapped or sharded the model, never before.
     """
 
-    shard: int = 0
+    shard: int
     """Which slice of the global batch this rank works on."""
-    shards: int = 1
+    shards: int
     """How many slices there are; fewer than ranks when some share one (tensor parallel)."""
-    axes: tuple[int, ...] = (0,)
+    axes: tuple[int, ...]
     """Coordinates with random numbers of their own; ranks that must draw the same share them."""
-
-    norm_device: torch.device = torch.device("cpu")
+    norm_device: torch.device
     """Where sums over ranks are computed."""
     stage_group: ProcessGroup | None = None
     """Ranks that hold other parameters than this one (pipeline stages), one of each stage."""
+    _without_gradient: frozenset[str] = frozenset()
+
+    def __init__(self, parts: Parts, model: nn.Module) -> None:
+        self.parts, self.task = parts, parts.task
+        # Before the strategy cuts it.
+        self._given = Inventory.of([model])
+        self.shard = parts.layout.shard(parts.group.rank_info.rank)
+        self.shards = parts.layout.shards
+        self.axes = (self.shard,)
+        self.norm_device = parts.group.device
 
     @abstractmethod
+    def modules(self) -> Sequence[nn.Module]:
+        """Give the model, or this rank's stages of it."""
+
     def verify(self) -> None:
-        """Make sure that the strategy has kept all that the model consisted of.
+        """Compare what this rank holds with the model that was given to the strategy.
 
         Raises:
             UsageError: names the lost or changed part.
         """
+        config, group, layout = self.parts.config, self.parts.group, self.parts.layout
+        how = f"--strategy {config.strategy_on(group.rank_info)} ({layout})"
+        check_alike(self._given, group, task=self.task.name)
+        made = Inventory.of(self.modules())
+        check_unchanged(self._given, made, how=how, whole=layout.pp == 1)
 
     def describe(self) -> str:
         """Say which part of the model is where, as far as that is worth a line."""
@@ -137,6 +148,7 @@ class Strategy(ABC):
 
     def bind(self, optimizer: NamedOptimizer) -> None:
         """Get to know the optimizer, which was built from `named_parameters()`."""
+        self._optimizer = optimizer
 
     def warm_up(self, batch: Batch) -> None:
         """Do what changes on the first steps before the first step, without changing the model."""
@@ -153,12 +165,11 @@ class Strategy(ABC):
 
         Only those for which zeros stand in, because other ranks may have one.
         """
-        return frozenset()
+        return self._without_gradient
 
     def scale_gradients(self, factor: float) -> None:
         """Make the gradients those of `factor` times the loss summed over all ranks."""
-        if factor != 1.0:
-            scale(self.named_parameters(), factor)
+        scale(self.named_parameters(), factor)
 
     def agree_on_norm(self, norm: float) -> float:
         """Give the gradient's norm that all ranks decide by; most have it in common."""
@@ -178,38 +189,32 @@ class Strategy(ABC):
     def evaluate(self, batch: Batch) -> Tally:
         """Measure without gradients."""
 
-    @abstractmethod
     def model_state(self) -> dict[str, Tensor]:
-        """Give this rank's part of the model under the plain model's names."""
+        """Give this rank's part of the model, parameters and buffers, under the plain names."""
+        return {
+            name: tensor
+            for module in self.modules()
+            for name, tensor in module.state_dict().items()
+        }
 
-    @abstractmethod
     def load_model_state(self, state: dict[str, Tensor]) -> None:
         """Put tensors in place that are sharded like those of `model_state()`."""
+        for module in self.modules():
+            module.load_state_dict({name: state[name] for name in module.state_dict()})
 
 
 class WholeModel(Strategy):
     """A strategy whose every rank holds one module that can run a batch by itself."""
 
     def __init__(self, parts: Parts, model: nn.Module) -> None:
-        """Take the model over; training passes go through `run`, which may wrap it."""
-        self.parts, self.task, self.model = parts, parts.task, model
-        self._given = Inventory.of([model])
+        super().__init__(parts, model)
+        self.model = model
+        # Training passes go through this, which may wrap the model.
         self.run: nn.Module = model
-        self.shard = parts.layout.shard(parts.group.rank_info.rank)
-        self.shards = parts.layout.shards
-        self.axes = (self.shard,)
-        self.norm_device = parts.group.device
 
-    def verify(self) -> None:
-        """Compare the model's inventory with the one that was given to the strategy.
-
-        Raises:
-            UsageError: names the lost or changed part.
-        """
-        config, group = self.parts.config, self.parts.group
-        how = f"--strategy {config.strategy_on(group.rank_info)} ({self.parts.layout})"
-        check_alike(self._given, group, task=self.task.name)
-        check_unchanged(self._given, Inventory.of([self.model]), how=how)
+    def modules(self) -> Sequence[nn.Module]:
+        """Give the model."""
+        return [self.model]
 
     def micro_batches(self) -> int:
         """Count those of the largest share: all ranks exchange as often."""
@@ -229,8 +234,13 @@ class WholeModel(Strategy):
         if not self.model.training:
             self.run.train(True)
 
+    def own_part(self, batch: Batch) -> Batch:
+        """Give this rank's part of a batch, where the model takes it."""
+        return batch
+
     def backward(self, batch: Batch, factor: float) -> Sums:
         """Run one micro-batch forwards and backwards."""
+        batch = self.own_part(batch)
         with self.parts.autocast():
             loss = one_number(self.task.loss(self.run(batch.inputs), batch.targets), self.task)
         if is_sharded(loss):
@@ -242,6 +252,14 @@ class WholeModel(Strategy):
             compilation.check_compiled(self.task)
         return Sums(loss=loss.detach(), count=self.task.count(batch.targets))
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Make passes without a trace: drop their gradients, put running statistics back."""
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        yield
+        self.model.zero_grad(set_to_none=True)
+        self.model.load_state_dict(state)
+
     @staticmethod
     def total(sums: Sequence[Sums]) -> Sums:
         """Add up micro-batches."""
@@ -251,19 +269,17 @@ class WholeModel(Strategy):
         return Sums(loss=loss, count=sum(one.count for one in sums))
 
     def evaluate(self, batch: Batch) -> Tally:
+        """Measure without gradients."""
+        batch = self.own_part(batch)
+        outputs = self.outputs(batch.inputs)
+        with torch.no_grad(), self.parts.autocast():
+            return tally(self.task, outputs, batch.targets)
+
+    def outputs(self, inputs: Tree) -> Tree:
         """Run the model without gradients."""
         self.model.eval()
         with torch.no_grad(), self.parts.autocast():
-            outputs = self.model(batch.inputs)
-            return tally(self.task, outputs, batch.targets)
-
-    def model_state(self) -> dict[str, Tensor]:
-        """Give the model's parameters and buffers."""
-        return self.model.state_dict()
-
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
-        """Put them in place."""
-        self.model.load_state_dict(state)
+            return self.model(inputs)
 
 
 def one_number(loss: Tensor, task: Task) -> Tensor:

@@ -9,8 +9,10 @@ wire, and all have the same to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +27,8 @@ from train.data.order import Batch
 from train.errors import UsageError, is_collateral
 from train.layers import CausalAttention, Placed
 from train.model.trees import Tree, mapped, named, tensors_of
-from train.parallel import pieces, sequence_check
-from train.parallel.base import Parts
+from train.parallel import pieces
+from train.parallel.base import Parts, full
 from train.parallel.layout import Layout
 from train.runtime.process_group import arrange
 
@@ -34,6 +36,9 @@ TIME = 2
 HEADS = 1
 # Layers that look beyond one position by themselves, and cannot handle missing parts.
 BEYOND = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd)
+# Beside the size of the outputs. In single precision rounding makes 1e-6 of it; halves round by
+# half a percent, layer after layer.
+FAR, FAR_IN_HALVES = 1e-3, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,52 +94,61 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
     Raises:
         UsageError: the model has no attention that can be split, or layers that cannot be split.
     """
-    layout = parts.layout
+    layout, name = parts.layout, parts.task.name
     if layout.cp == 1:
         return SequenceSlice()
-    _check(model, parts)
+    foreign = [type(module).__name__ for module in model.modules() if isinstance(module, BEYOND)]
+    if foreign:
+        raise UsageError(
+            f"--cp {layout.cp}: the model of task '{name}' has a {foreign[0]}, which would see "
+            "only this rank's part of a sequence; use train.layers.CausalAttention, or leave out "
+            "--cp"
+        )
+    # A stage of a pipeline may well have none, the whole model may not.
+    models = [model] if layout.pp == 1 else [model, parts.model(torch.device("meta"))]
+    if not any(isinstance(m, CausalAttention) for one in models for m in one.modules()):
+        raise UsageError(
+            f"--cp {layout.cp}: the model of task '{name}' has no train.layers.CausalAttention, "
+            "the layer that can attend to other ranks' parts of a sequence; build the model with "
+            "it (and with train.layers.Positions), or leave out --cp"
+        )
     others = layout.world_size // (layout.cp * layout.tp)
     sizes = {"others": others, "cp": layout.cp, "tp": layout.tp}
     mesh = arrange(parts.group, sizes, timeout_s=parts.config.timeout_s)
     group, part = mesh.get_group("cp"), mesh.get_local_rank("cp")
-    exchange: GatheredKeys | HeadsForTime
-    if parts.config.cp_method == "ulysses":
-        exchange = HeadsForTime(group, layout)
-    else:
-        exchange = GatheredKeys(group, part)
+    ulysses = parts.config.cp_method == "ulysses"
+    exchange = HeadsForTime(group, layout) if ulysses else GatheredKeys(group, part)
     for module in model.modules():
         if isinstance(module, CausalAttention):
             module.context = exchange
         elif isinstance(module, Placed):
-            module.register_forward_pre_hook(_Begin(part))
-    return SequenceSlice(part=part, layout=layout, task=parts.task.name)
+            module.register_forward_pre_hook(partial(_begin, part))
+    return SequenceSlice(part=part, layout=layout, task=name)
 
 
 def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: Parts) -> None:
     """Make sure that cutting sequences does not change what a model computes.
 
-    Args:
-        model: the model, or this rank's stages of it, as `apply()` and others have made it.
-        run: computes its outputs without gradients; `None` where another rank has them.
-        batch: some samples, the same on all ranks.
-        parts: what the strategy is made of.
+    Attention and positions reach over the parts of a sequence. A user's own layer that counts
+    positions, or looks beyond one, would start anew in each part: no error, another model. So one
+    sample is sent through before the first step: two parts at once, and the second by itself.
+    Attention is replaced by something that looks at each position alone, so any difference comes
+    from such a layer.
+
+    `run` computes the outputs of the model, or of this rank's stages of it, without gradients, and
+    gives `None` where another rank has them. The batch is the same on all ranks.
 
     Raises:
         UsageError: on all ranks; some layer counts positions, or looks beyond one, by itself.
     """
-    cp = parts.layout.cp
+    cp, layout, name = parts.layout.cp, parts.layout, parts.task.name
     if cp == 1 or not len(batch):
         return
-    SequenceSlice(layout=parts.layout, task=parts.task.name).of(batch)
+    slices = [SequenceSlice(part=part, layout=layout, task=name).of(batch) for part in range(cp)]
     time = tensors_of(batch.inputs)[0].shape[1] // cp * 2
     two = mapped(lambda tensor: tensor[:1, :time].contiguous(), batch.inputs)
-    halves = parts.config.precision != "fp32"
-    name = parts.task.name
-    slices = [
-        SequenceSlice(part=part, layout=parts.layout, task=name).of(batch) for part in range(cp)
-    ]
-    counts = [parts.task.count(one.targets) for one in slices]
-    if sum(counts) != (whole := parts.task.count(batch.targets)):
+    counts, whole = [parts.task.count(s.targets) for s in slices], parts.task.count(batch.targets)
+    if sum(counts) != whole:
         raise UsageError(
             f"--cp {cp}: count() of task '{name}' gives {whole} for whole sequences, but "
             f"{' + '.join(map(str, counts))} for their parts, so the loss would be divided by "
@@ -147,7 +161,7 @@ def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: P
             "if on a tensor), of which each rank has a part of each sequence only; leave out --cp"
         )
     try:
-        different = sequence_check.differs(run, model, two, halves=halves)
+        different = differs(run, model, two, halves=parts.config.precision != "fp32")
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if is_collateral(error):
             raise
@@ -159,11 +173,70 @@ def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: P
         ) from error
     if any(parts.group.sum([different])):
         raise UsageError(
-            f"--cp {cp}: for a part of a sequence the model of task '{parts.task.name}' computes "
-            "something else than for all of it: a layer counts positions from where its input "
-            "begins, or looks beyond one; use train.layers.Positions or Places, and no other layer "
-            "than CausalAttention that looks beyond one, or leave out --cp"
+            f"--cp {cp}: for a part of a sequence the model of task '{name}' computes something "
+            "else than for all of it: a layer counts positions from where its input begins, or "
+            "looks beyond one; use train.layers.Positions or Places, and no other layer than "
+            "CausalAttention that looks beyond one, or leave out --cp"
         )
+
+
+def differs(run: Callable[[Tree], Tree], model: nn.Module, inputs: Tree, *, halves: bool) -> bool:
+    """Say whether a model takes the second part of a sequence for the first: see `verify()`.
+
+    `inputs` are two parts of some sequences, each tensor of shape [batch, time, ...]; `halves`: the
+    model computes in half precision.
+    """
+    part = mapped(lambda tensor: tensor.chunk(2, dim=1)[1].contiguous(), inputs)
+    # Modules are compiled for the shapes of training, later.
+    with torch.compiler.set_stance("force_eager"):
+        with _placed(model, 0):
+            whole = run(inputs)
+        with _placed(model, tensors_of(part)[0].shape[1]):
+            alone = run(part)
+    different, far = False, FAR_IN_HALVES if halves else FAR
+    for one, other in zip(tensors_of(whole), tensors_of(alone), strict=False):
+        # All of them, as putting them together takes all ranks.
+        two, second = full(one), full(other)
+        # Along which dimension positions follow each other is the model's own affair.
+        sizes = zip(two.shape, second.shape, strict=True) if two.dim() == second.dim() else ()
+        along = [dim for dim, (double, size) in enumerate(sizes) if double == 2 * size]
+        if along:
+            second_half = two.chunk(2, dim=along[0])[1].float()
+            distance = (second_half - second.float()).norm()
+            different |= bool(distance > far * second_half.norm())
+    return different
+
+
+@contextmanager
+def _placed(model: nn.Module, offset: int) -> Iterator[None]:
+    """Have a model believe that its input begins at `offset`, and attend to nothing else."""
+    contexts, handles = [], []
+
+    def begin(module: Placed, arguments: Sequence[object]) -> None:
+        module.offset = offset
+
+    for module in model.modules():
+        if isinstance(module, CausalAttention):
+            contexts.append((module, module.context))
+            module.context = _Itself()
+        elif isinstance(module, Placed):
+            # The last word: context parallelism has a hook of its own.
+            handles.append(module.register_forward_pre_hook(begin))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for attention, context in contexts:
+            attention.context = context
+
+
+class _Itself:
+    """Attends to nothing but a position's own query, key and value, and shows all three."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Mix them so that it shows if a query or a key is turned by another angle."""
+        return value + query.sum(-1, keepdim=True) - 2 * key.sum(-1, keepdim=True)
 
 
 def _shapes(name: str, tree: Tree) -> str:
@@ -174,39 +247,18 @@ def _shapes(name: str, tree: Tree) -> str:
     return ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in tensors)
 
 
-def _check(model: nn.Module, parts: Parts) -> None:
-    cp, task = parts.layout.cp, parts.task
-    foreign = [type(module).__name__ for module in model.modules() if isinstance(module, BEYOND)]
-    if foreign:
-        raise UsageError(
-            f"--cp {cp}: the model of task '{task.name}' has a {foreign[0]}, which would see only "
-            "this rank's part of a sequence; use train.layers.CausalAttention, or leave out --cp"
-        )
-    # A stage of a pipeline may well have none, the whole model may not.
-    models = [model] if parts.layout.pp == 1 else [model, parts.model(torch.device("meta"))]
-    if not any(isinstance(m, CausalAttention) for one in models for m in one.modules()):
-        raise UsageError(
-            f"--cp {cp}: the model of task '{task.name}' has no train.layers.CausalAttention, the "
-            "layer that can attend to other ranks' parts of a sequence; build the model with it "
-            "(and with train.layers.Positions), or leave out --cp"
-        )
-
-
-class _Begin:
-    """Passes the start of this rank's part to a layer: parts are of one length."""
-
-    def __init__(self, part: int) -> None:
-        self._part = part
-
-    def __call__(self, module: Placed, arguments: tuple[int, ...]) -> None:
-        module.offset = self._part * arguments[0]
+def _begin(part: int, module: Placed, arguments: tuple[int, ...]) -> None:
+    """Pass the start of this rank's part to a layer: parts are of one length."""
+    module.offset = part * arguments[0]
 
 
 class GatheredKeys:
-    """Fetches the keys and values of all parts; queries stay where they are."""
+    """Fetches the keys and values of all parts; queries stay where they are.
+
+    The ranks of `group` are in the order of their parts.
+    """
 
     def __init__(self, group: ProcessGroup, part: int) -> None:
-        """Exchange within `group`, whose ranks are in the order of their parts."""
         self._group, self._part = group, part
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # what it calls is not traceable
@@ -215,7 +267,8 @@ class GatheredKeys:
         time = query.shape[TIME]
         seen = time * (self._part + 1)
         # Both in one exchange. What comes after this part is not needed, and gets no gradient.
-        both = _gather(torch.stack((key, value)), self._group).narrow(TIME + 1, 0, seen)
+        gather: Any = _Gather.apply
+        both = gather(torch.stack((key, value)), self._group).narrow(TIME + 1, 0, seen)
         # The last query is at the last key seen: the triangle starts from the lower right corner.
         mask: Any = causal_lower_right(time, seen)
         return functional.scaled_dot_product_attention(query, both[0], both[1], attn_mask=mask)
@@ -224,11 +277,11 @@ class GatheredKeys:
 class HeadsForTime:
     """Gives away parts of the sequence and gets whole sequences of a few heads, and back.
 
+    The ranks of `group` are in the order of their parts.
     Source: DeepSpeed Ulysses, arXiv 2309.14509.
     """
 
     def __init__(self, group: ProcessGroup, layout: Layout) -> None:
-        """Exchange within `group`, whose ranks are in the order of their parts."""
         self._group, self._layout = group, layout
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # what it calls is not traceable
@@ -238,28 +291,18 @@ class HeadsForTime:
         Raises:
             UsageError: the heads cannot be shared evenly; shows the arithmetic.
         """
-        self._check(query.shape[HEADS])
-        # All three in one exchange; the dimensions are one further on.
-        whole = _swap(torch.stack((query, key, value)), HEADS + 1, TIME + 1, self._group)
-        query, key, value = whole.unbind()
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return _swap(mixed, TIME, HEADS, self._group)
-
-    def _check(self, heads: int) -> None:
-        cp, tp = self._layout.cp, self._layout.tp
+        heads, cp, tp = query.shape[HEADS], self._layout.cp, self._layout.tp
         if heads % cp:
             total = f"{heads * tp} heads / tp {tp} = {heads}" if tp > 1 else f"{heads} heads"
             raise UsageError(
                 f"--cp {cp} --cp-method ulysses shares heads, but {total}, which {cp} does not "
                 f"divide: {heads} = {heads // cp} x {cp} + {heads % cp}; use --cp-method allgather"
             )
-
-
-def _gather(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Join the parts of [2, batch, heads, time, head_dim] along the time."""
-    gather: Any = _Gather.apply
-    joined: Tensor = gather(part, group)
-    return joined
+        # All three in one exchange; the dimensions are one further on.
+        whole = _swap(torch.stack((query, key, value)), HEADS + 1, TIME + 1, self._group)
+        query, key, value = whole.unbind()
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return _swap(mixed, TIME, HEADS, self._group)
 
 
 def _swap(tensor: Tensor, split: int, join: int, group: ProcessGroup) -> Tensor:
@@ -270,7 +313,10 @@ def _swap(tensor: Tensor, split: int, join: int, group: ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather. A key's gradient is the sum over all ranks that used it: reduce-scatter."""
+    """Join the parts of [2, batch, heads, time, head_dim] along the time: an all-gather.
+
+    A key's gradient is the sum over all ranks that used it: reduce-scatter.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:

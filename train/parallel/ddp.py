@@ -1,17 +1,26 @@
-"""DistributedDataParallel: every rank has the whole model and a slice of each batch."""
+"""Data parallel: every rank has the whole model and a slice of each batch.
+
+`--reduce fast` is torch's DistributedDataParallel, `--reduce exact` an exchange of our own.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from train.data.order import Batch
-from train.model import buffers, compilation
+from train.cli.compatibility import exact_problems
+from train.data.order import Batch, seed_of, share_of
+from train.errors import UsageError
+from train.model import batchnorm, compilation
+from train.model.trees import joined
 from train.parallel.base import Parts, Sums, WholeModel
 
 # How the reducer reports the parameters that it still waits for, and their numbers.
@@ -22,12 +31,11 @@ class DataParallel(WholeModel):
     """Averages gradients over the ranks while the backward pass is still running."""
 
     def __init__(self, parts: Parts) -> None:
-        """Make the model on the rank's device and wrap it."""
         super().__init__(parts, parts.model())
         device = parts.group.device
-        compilation.whole(self.model, parts.config)
+        compilation.compile_whole(self.model, parts.config)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]  # torch's
-            self.model, buffers.never_sent(self.model)
+            self.model, batchnorm.never_sent(self.model)
         )
         # The wrapper, not the model, must run the training passes: it is what exchanges gradients.
         self.run = self._ddp = DistributedDataParallel(
@@ -36,18 +44,11 @@ class DataParallel(WholeModel):
             device_ids=[device.index] if device.type == "cuda" else None,
             # Gradients live in the communication buckets: no copy in, no copy out.
             gradient_as_bucket_view=True,
-            # Running statistics are averaged instead, see buffers.py.
+            # Running statistics are averaged instead, see batchnorm.py.
             forward_sync_buffers=False,
         )
-        self._register_hook(parts.config.comm_hook)
-        self._running_statistics = buffers.moving(self.model)
-        # In the order in which the reducer numbers them.
-        self._trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        self._without_gradient: frozenset[str] = frozenset()
-
-    def _register_hook(self, name: str) -> None:
-        """Compress the gradients that are exchanged: half the bytes, or factors of low rank."""
-        match name:
+        # Compress the gradients that are exchanged: half the bytes, or factors of low rank.
+        match parts.config.comm_hook:
             case "fp16":
                 self._ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
             case "bf16":
@@ -58,6 +59,9 @@ class DataParallel(WholeModel):
                     process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=10
                 )
                 self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        self._running_statistics = batchnorm.moving_buffers(self.model)
+        # In the order in which the reducer numbers them.
+        self._trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
     def warm_up(self, batch: Batch) -> None:
         """Let DDP rebuild its buckets now, so that a resumed run sums in the same order.
@@ -70,13 +74,9 @@ class DataParallel(WholeModel):
         the final buckets from its first real step on. (With two ranks a + b = b + a hides all
         this.)
         """
-        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        zeros = batch.zeros()
-        for _ in range(2):
-            self.accumulate([zeros])
-        self._ddp.zero_grad(set_to_none=True)
-        # Running statistics (batch normalisation) have moved: put them back.
-        self.model.load_state_dict(state)
+        with self.unchanged():
+            for _ in range(2):
+                self.accumulate([batch.zeros()])
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; exchange them once, in the last backward pass."""
@@ -89,12 +89,8 @@ class DataParallel(WholeModel):
                 # DDP takes the mean over the ranks: this turns it back into a sum.
                 sums.append(self.backward(batch, factor * self.shards))
         self._complete()
-        buffers.average(self._running_statistics)
+        batchnorm.average_buffers(self._running_statistics)
         return self.total(sums)
-
-    def without_gradient(self) -> frozenset[str]:
-        """Name the parameters that this rank's data have given no gradient in this step."""
-        return self._without_gradient
 
     def _complete(self) -> None:
         """Send zeros for what the last backward pass did not reach: the other ranks wait for it.
@@ -115,3 +111,163 @@ class DataParallel(WholeModel):
             self._ddp.reducer._check_reducer_finalized()
         else:
             self._without_gradient = frozenset()
+
+
+class ExactDataParallel(WholeModel):
+    """Sums the gradients of virtual shards in fixed order: the same bits on any number of ranks.
+
+    DistributedDataParallel gives other last bits on other numbers of ranks: floats are summed in
+    another order, batches have another shape, and dropout draws other numbers. Here the global
+    batch is always cut in the same V virtual shards. Each is worked on as if it were alone, with
+    random numbers of its own, on any rank; and its gradient is one row of a table that is summed
+    from top to bottom. A rank does that for a range of columns, so each number goes over the wire
+    twice, as in any all-reduce; but nothing is exchanged while the backward pass runs, and there
+    are V rows to keep.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        if problems := exact_problems(parts.config, parts.layout):
+            raise UsageError("\n".join(problems))
+        super().__init__(parts, parts.model())
+        # So that one rank computes the same bits again, and as another would.
+        if parts.group.device.type == "cuda":
+            # Must be in the environment before the first matrix is multiplied.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.backends.cudnn.benchmark = False
+            torch.use_deterministic_algorithms(True)
+        else:
+            # More threads cut sums in other pieces, and a single process may use more than a rank
+            # of several does.
+            torch.set_num_threads(1)
+        compilation.compile_whole(self.model, parts.config)
+        self._ranks, self._virtual = parts.layout.world_size, parts.config.virtual_shards
+        self._step = 0
+        # Frozen parameters must get no gradients.
+        self._trainable = [p for p in self.model.parameters() if p.requires_grad]
+
+    def warm_up(self, batch: Batch) -> None:
+        """Refuse operations that do not give the same bits again, before the first step.
+
+        torch reports some of them in a pass over zeros.
+
+        Raises:
+            UsageError: names the operation.
+        """
+        if not (torch.are_deterministic_algorithms_enabled() and len(batch)):
+            return
+        try:
+            with self.unchanged():
+                self.run.train(True)
+                self.backward(batch.zeros(), 1.0)
+                self.evaluate(batch.zeros())
+        except RuntimeError as error:
+            if "does not have a deterministic implementation" not in str(error):
+                raise
+            raise UsageError(
+                f"--reduce exact: the model or the loss of task {self.task.name!r} uses an "
+                f"operation whose bits are left to chance here: {str(error).partition(',')[0]}; "
+                "use another one, or leave out --reduce exact"
+            ) from error
+
+    def begin_step(self, step: int) -> None:
+        """Note the step, on which random numbers depend."""
+        self._step = step
+
+    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
+        """Add the gradients of the summed loss over all ranks: the same on each."""
+        self.run.train(True)
+        buffers = batchnorm.numeric_buffers(self.model)
+        start = {name: buffer.clone() for name, buffer in buffers.items()}
+        rows, count = [], 0
+        lacking = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        for number, batch in self._virtual_shards(micro_batches):
+            torch.manual_seed(seed_of("virtual", self.parts.config.seed, self._step, number))
+            # Leaves the gradients of this virtual shard alone in the parameters.
+            self.model.zero_grad(set_to_none=True)
+            passes = batch.split_into(self.parts.config.micro_batches(self._virtual))
+            sums = self.total([self.backward(part, factor) for part in passes if len(part)])
+            if lacking:
+                lacking -= {n for n, p in self.model.named_parameters() if p.grad is not None}
+            rows.append(self._row(start, sums.loss))
+            count += sums.count
+            # Anew: a model may replace its buffers.
+            for name, buffer in batchnorm.numeric_buffers(self.model).items():
+                buffer.copy_(start[name])
+        self._without_gradient = frozenset(lacking)
+        own_loss = torch.stack([row[-1] for row in rows]).sum()
+        loss = self._apply(sum_rows(torch.stack(rows), self._ranks))
+        if self.parts.group.rank_info.rank > 0:
+            # Rank 0 reports for all; a loss that is not finite is its own rank's to report.
+            loss = own_loss * 0.0
+        elif not loss.isfinite():
+            loss = own_loss
+        return Sums(loss=loss, count=count)
+
+    def _virtual_shards(self, micro_batches: Sequence[Batch]) -> list[tuple[int, Batch]]:
+        """Cut this rank's slice anew: how it was cut so far depends on the number of ranks."""
+        whole = Batch(
+            inputs=joined([batch.inputs for batch in micro_batches]),
+            targets=joined([batch.targets for batch in micro_batches]),
+        )
+        each = self._virtual // self._ranks
+        first = self.shard * each
+        total = self.parts.config.global_batch
+        offset, _ = share_of(total, shard=first, shards=self._virtual)
+        shards = []
+        for number in range(first, first + each):
+            start, stop = share_of(total, shard=number, shards=self._virtual)
+            part = whole.part(start - offset, stop - offset)
+            # A copy: how a tensor is aligned in memory decides how it is summed.
+            shards.append((number, part.mapped(Tensor.clone)))
+        return shards
+
+    def _row(self, start: dict[str, Tensor], loss: Tensor) -> Tensor:
+        """Put side by side: gradients, how far the buffers have moved, the loss."""
+        columns = [
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self._trainable
+        ]
+        columns += [
+            (b - start[name]).reshape(-1)
+            for name, b in batchnorm.numeric_buffers(self.model).items()
+        ]
+        return torch.cat([*columns, loss.reshape(1)])
+
+    def _apply(self, total: Tensor) -> Tensor:
+        """Take the sum of all rows apart again, in place; gives the loss."""
+        buffers = list(batchnorm.numeric_buffers(self.model).values())
+        columns = torch.split(total[:-1], [t.numel() for t in (*self._trainable, *buffers)])
+        for parameter, column in zip(self._trainable, columns, strict=False):
+            parameter.grad = column.view_as(parameter).to(parameter.dtype)
+        for buffer, column in zip(buffers, columns[len(self._trainable) :], strict=True):
+            moved = column.view_as(buffer) / self._virtual
+            # Counters of steps are whole numbers, and move alike in all virtual shards.
+            buffer += (moved if buffer.is_floating_point() else moved.round()).to(buffer.dtype)
+        return total[-1]
+
+
+def sum_rows(mine: Tensor, ranks: int) -> Tensor:
+    """Add the rows of all ranks from top to bottom; the same bits on any number of ranks.
+
+    Each rank has V / `ranks` rows of shape [n]; rank 0 has the topmost.
+    """
+    if ranks == 1:
+        return _top_to_bottom(mine)
+    rows, width = mine.shape
+    columns = -(-width // ranks)
+    padded = torch.nn.functional.pad(mine, (0, columns * ranks - width))
+    # To each rank its columns, of all rows that are here.
+    sent = padded.view(rows, ranks, columns).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    part = _top_to_bottom(received.view(ranks * rows, columns))
+    total = part.new_empty(ranks * columns)
+    dist.all_gather_single(total, part)
+    return total[:width]
+
+
+def _top_to_bottom(table: Tensor) -> Tensor:
+    # Not table.sum(0): in which order that adds is its own affair.
+    total = table[0].clone()
+    for row in table[1:]:
+        total += row
+    return total

@@ -1,30 +1,64 @@
 """Fully sharded data parallel (FSDP2): each rank keeps a part of every parameter.
 
-Before a piece of the model runs, its ranks gather its parameters; after it, they let them go. Its
-gradients are summed and shared out at once. With two data axes (`hsdp`), parameters are sharded
-along one and replicated along the other, so that the gathering stays within a node.
+torch shards a model in units: here the task's pieces, and one unit for the rest of the model.
+Before a unit runs, its ranks gather its parameters; after it, they let them go. In the backward
+pass they gather again, and the unit's gradients are summed and shared out at once. With two data
+axes (`hsdp`), parameters are sharded along one and replicated along the other, so that the
+gathering stays within a node.
+
+All of that goes by position and size: ranks that do it in another order, or for other parameters,
+get each other's numbers without an error, or wait for ever. Data that take another branch through
+the model on each rank must therefore change nothing of it: `Units` sees to that.
+
+Mixed precision gives the numbers of autocast, with half as much to gather. Autocast casts a matrix
+when a layer multiplies by it, and the backward pass needs that copy again. Under sharding, copies
+that outlive their layer would add up to the whole model on every rank. Therefore a rank casts its
+shard before the ranks gather it, which gives the same numbers: of the weights of linear layers and
+convolutions, which nothing but multiplications reads. Norms, embeddings and a layer's own
+parameters are gathered as they are, since autocast leaves them alone or rounds results only. FSDP's
+own policy would round all of them, and the inputs of each unit, which lose what makes them
+different where they lie far from 0.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
 
 from train.cli.config import Config
 from train.errors import UsageError
-from train.parallel import inventory
-from train.parallel.base import DTYPES
-from train.parallel.fsdp_precision import POLICY, gather_matrices_in
-from train.parallel.fsdp_units import Units
+from train.model.trees import mapped, tensors_of
+from train.parallel.base import DTYPES, Parts, is_sharded
+from train.parallel.consistency import tie
+from train.runtime import devices
+from train.runtime.devices import parse_size, written
+
+# What a layer's own forward() gives to multiplications that autocast lowers, and to nothing else.
+_MULTIPLIED: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("weight", "bias"),
+    nn.Conv1d: ("weight", "bias"),
+    nn.Conv2d: ("weight", "bias"),
+    nn.Conv3d: ("weight", "bias"),
+    nn.ConvTranspose1d: ("weight", "bias"),
+    nn.ConvTranspose2d: ("weight", "bias"),
+    nn.ConvTranspose3d: ("weight", "bias"),
+    nn.MultiheadAttention: ("in_proj_weight", "in_proj_bias"),
+}
+MOST = 0.1
+"""Share of a device's memory that whole gradients may take for the sake of fewer exchanges."""
 
 
 def apply(
@@ -53,13 +87,14 @@ def apply(
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    # No casts by torch: see the top of this file.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     units = own_units(model, pieces)
-    for name in units:
-        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=POLICY, offload_policy=offload)
     # Last the whole: it takes what no piece has taken.
-    fully_shard(model, mesh=mesh, mp_policy=POLICY, offload_policy=offload)
+    for module in [*map(model.get_submodule, units), model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     if config.precision != "fp32":
-        gather_matrices_in(DTYPES[config.precision], model)
+        _gather_matrices_in(DTYPES[config.precision], model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Losses are sums, so gradients must be as well: no division by the number of ranks.
@@ -86,22 +121,262 @@ def tie_again(model: nn.Module, ties: Sequence[Sequence[tuple[nn.Module, str]]])
     """Make modules share parameters again after `to_empty()`, which makes one for each of them."""
     for places in ties:
         module, name = places[0]
-        inventory.tie(places, module.get_parameter(name))
-    for module in model.modules() if ties else ():
+        tie(places, module.get_parameter(name))
+    for _, group in _parameter_groups(model) if ties else ():
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
+
+
+def _parameter_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Give each sharded module with torch's groups of the parameters that it gathers."""
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
+                yield module, group
 
 
-def exchange_gradients(model: nn.Module, *, last: bool, each: bool) -> None:
-    """Choose whether the next backward pass exchanges gradients, or only accumulates them.
+class Units:
+    """The units of one model on this rank, watched from within torch's own hooks."""
+
+    def __init__(self, model: nn.Module, pieces: Sequence[str], *, task: str) -> None:
+        """Watch a sharded model, itself a unit, and the units in it, in the order of the pass."""
+        self._model, self.pieces, self._task = model, tuple(pieces), task
+        self._next = 0
+        self._with_gradient: set[int] = set()
+        self._groups: list[Any] = []
+        self._names: dict[int, str] = {}
+        numbers = {id(model.get_submodule(name)): n for n, name in enumerate(self.pieces)}
+        # Public hooks would be compiled along with a piece, or come too early or too late.
+        for module, group in _parameter_groups(model):
+            self._groups.append(group)
+            group.post_backward = self._noting(group, group.post_backward)
+            if any(parameter.requires_grad for parameter in module.parameters()):
+                group.post_forward = _wanting_gradient(group.post_forward)
+            if (number := numbers.get(id(module))) is not None:
+                group.pre_forward = self._in_turn(number, group.pre_forward)
+        if self.pieces:
+            model.register_forward_pre_hook(self._begin_pass)
+            model.register_forward_hook(self._end_pass)
+
+    def begin_step(self) -> None:
+        """Forget which parameters have had gradients."""
+        self._with_gradient.clear()
+
+    def without_gradient(self) -> frozenset[str]:
+        """Name the parameters to which this rank's data have given no gradient in this step."""
+        if not self._names:
+            # Not before: weights that begin on the device `meta` are replaced after sharding.
+            owners = {id(p): name for name, p in self._model.named_parameters()}
+            self._names = {
+                id(parameter): owners[id(parameter.sharded_param)]
+                for group in self._groups
+                for parameter in group.fsdp_params
+                if parameter.sharded_param.requires_grad
+            }
+        if len(self._with_gradient) == len(self._names):
+            return frozenset()
+        missing = self._names.keys() - self._with_gradient
+        return frozenset(self._names[number] for number in missing)
+
+    def _noting(self, group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Note which of a unit's parameters have gradients, before zeros stand in for the rest."""
+
+        def note(*arguments: Any) -> Any:
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                if parameter.unsharded_accumulated_grad is not None or (
+                    whole is not None and whole.grad is not None
+                ):
+                    self._with_gradient.add(id(parameter))
+            _widen_gradients(group)
+            return post_backward(*arguments)
+
+        return note
+
+    def _in_turn(self, number: int, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Refuse to run a piece when another is due: its peers would gather that one."""
+
+        def enter(*arguments: Any) -> Any:
+            if number != self._next:
+                self._refuse(number)
+            self._next += 1
+            return pre_forward(*arguments)
+
+        return enter
+
+    def _begin_pass(self, module: nn.Module, arguments: object) -> None:
+        self._next = 0
+
+    def _end_pass(self, module: nn.Module, arguments: object, outputs: object) -> None:
+        if self._next != len(self.pieces):
+            self._refuse(len(self.pieces))
+
+    def _refuse(self, number: int) -> None:
+        if number < self._next:
+            what = f"{self.pieces[number]!r} runs a second time"
+        else:
+            what = f"{self.pieces[self._next]!r} is left out"
+        raise UsageError(
+            f"task {self._task!r}: the pieces of its model are sharded one by one and must run in "
+            f"each pass, once and one after the other ({', '.join(map(repr, self.pieces))}), but "
+            f"{what}: ranks whose data take another way would mix up each other's parameters; have "
+            "pieces() name a module around the branch (or '', the whole model), or use "
+            "--strategy ddp"
+        )
+
+
+def _wanting_gradient(post_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the backward pass reach a unit on every rank, also where its data went around it.
+
+    Otherwise this rank would gather and reduce it later than its peers, or not at all.
+    """
+
+    def leaf(value: object) -> object:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            # Another one than was given, which may be the data themselves.
+            return value.detach().requires_grad_()
+        return value
+
+    def leave(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        outputs = post_forward(module, inputs, outputs)
+        if torch.is_grad_enabled() and not any(t.requires_grad for t in tensors_of(outputs)):
+            return mapped(leaf, outputs)
+        return outputs
+
+    return leave
+
+
+def _gather_matrices_in(precision: torch.dtype, model: nn.Module) -> None:
+    """Have ranks cast what layers only multiply by, to autocast's precision, before they gather."""
+    # Gradients are added up as exactly as in one process.
+    as_it_is = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    lowered = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+
+    def choosing(policy: MixedPrecisionPolicy, choose: Callable[..., None]) -> Callable[..., None]:
+        return lambda _: choose(policy)
+
+    for _, group in _parameter_groups(model):
+        parameters: list[Any] = group.fsdp_params
+        # A unit's gradients are of one type; and autocast casts nothing but fp32.
+        if {p.sharded_param.dtype for p in parameters} == {torch.float32}:
+            for parameter in parameters:
+                policy = lowered if _only_multiplied(parameter) else as_it_is
+                parameter.init_dtype_attrs = choosing(policy, parameter.init_dtype_attrs)
+
+
+def _only_multiplied(parameter: Any) -> bool:
+    """Say whether all modules that share a unit's parameter only multiply by it."""
+    info, layers = parameter._module_info, _MULTIPLIED.items()
+    places = [
+        (info.module, info.param_name),
+        *zip(info.shared_modules, info.shared_param_names, strict=True),
+    ]
+    return all(
+        any(type(module).forward is layer.forward and name in names for layer, names in layers)
+        for module, name in places
+    )
+
+
+def _widen_gradients(group: Any) -> None:
+    """Bring the gradients of one unit to the type in which they are reduced, all together.
+
+    A parameter that was gathered in half precision has such a gradient, as autocast's copy of it
+    would.
+    """
+    for parameter in group.fsdp_params:
+        if parameter.param_dtype is None or not hasattr(parameter, "_unsharded_param"):
+            continue
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+        unused = parameter.unsharded_accumulated_grad is None
+        if unused and group.reduce_grads and parameter.sharded_param.requires_grad:
+            # What stands in for it on a rank whose data do not use it.
+            parameter.unsharded_accumulated_grad = torch.zeros_like(
+                parameter.unsharded_param, dtype=parameter.reduce_dtype
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSync:
+    """When gradients are reduced in a step of several micro-batches, and the reason for it.
+
+    After the last of them: once per step, but until then each rank keeps the gradients of all
+    parameters whole, where otherwise it has its part only. Or after each of them: as often, but
+    nothing whole is kept. (Copies of a shard, with `--dp-replicate`, are summed after the last one
+    either way.)
+    """
+
+    when: Literal["last", "each"]
+    """After which micro-batches of a step gradients are reduced."""
+    why: str
+    """In words; empty where both are the same."""
+
+    def __str__(self) -> str:
+        which = "the last" if self.when == "last" else "each"
+        return f"gradients are reduced after {which} micro-batch: {self.why}" if self.why else ""
+
+    def prepare(self, model: nn.Module, *, last: bool) -> None:
+        """Let the next backward pass, the step's last or not, exchange gradients or add them up."""
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last or self.when == "each")
+            model.set_requires_all_reduce(last)
+
+
+def choose_gradient_sync(parts: Parts, model: nn.Module, micro_batches: int) -> GradientSync:
+    """Choose for a model that has been sharded; all ranks call this, and choose alike."""
+    config, layout = parts.config, parts.layout
+    sharded = layout.dp_shard * layout.cp > 1
+    if layout.pp > 1:
+        why = "the schedules of pipelines do so" if sharded else ""
+        return GradientSync(when="last", why=why)
+    if micro_batches == 1 or not sharded:
+        return GradientSync(when="last", why="")
+    if (chosen := config.gradient_sync) != "auto":
+        return GradientSync(when=chosen, why=f"--gradient-sync {chosen}")
+    whole = whole_gradients(model.parameters())
+    if not config.dry_run:
+        # Ranks may have devices of several sizes.
+        return by_memory(whole, min(parts.group.gather(devices.memory_of_a_rank(parts.group))))
+    given = config.device_memory
+    return by_memory(whole, None if given is None else parse_size(given))
+
+
+def by_memory(whole: int, device: int | None) -> GradientSync:
+    """Reduce after the last micro-batch only where whole gradients take little of the memory.
 
     Args:
-        model: the sharded modules.
-        last: whether it is the step's last backward pass.
-        each: whether all of them share gradients out; copies of a shard are summed in the last.
+        whole: bytes of the gradients of all parameters that a rank gathers.
+        device: bytes of a rank's device; None: not known.
+
+    >>> by_memory(7 * 2**30, 80 * 2**30).when, by_memory(9 * 2**30, 80 * 2**30).when
+    ('last', 'each')
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last or each)
-        model.set_requires_all_reduce(last)
+    cost = f"whole, they take {written(whole)}"
+    if device is None:
+        limit = written(whole / MOST)
+        why = f"{cost}; on devices of less than {limit}, after each: say --device-memory"
+        return GradientSync(when="last", why=why)
+    limit = f"than {MOST:.0%} of a device's {written(device)}"
+    if whole <= MOST * device:
+        return GradientSync(when="last", why=f"{cost}, no more {limit}")
+    return GradientSync(when="each", why=f"{cost}, more {limit}")
+
+
+def whole_gradients(parameters: Iterable[nn.Parameter]) -> int:
+    """Count the bytes of gradients that are not shared out along the data axes.
+
+    The same on each rank: of what tensor parallelism cuts, the largest part counts.
+    """
+    total = 0
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        count = parameter.numel()
+        if is_sharded(parameter):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            for name, placement in zip(names, parameter.placements, strict=True):
+                if name == "tp" and not placement.is_replicate():
+                    count = -(-count // parameter.device_mesh["tp"].size())
+        # FSDP adds up those of micro-batches in the type in which it reduces them, fp32 at least.
+        total += count * max(parameter.element_size(), torch.float32.itemsize)
+    return total

@@ -7,58 +7,40 @@ parameters, and cuts them once more along another dimension of the same mesh.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from train.data.order import Batch
-from train.model import batchnorm, buffers, compilation
-from train.model.trees import Tree
-from train.parallel import cp, fsdp, gradient_sync, inventory, pieces, tp
+from train.model import batchnorm, compilation
+from train.parallel import consistency, cp, fsdp, pieces, tp
 from train.parallel.base import Parts, Sums, Tally, WholeModel, local
-from train.parallel.fsdp_units import Units
 from train.runtime.process_group import arrange, limit_waiting
 
 # Dimensions of the mesh whose ranks see different samples, or different parts of a sequence.
 DATA = ("dp_replicate", "fsdp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How a model, or one pipeline stage of it, has been cut."""
-
-    sequence: cp.SequenceSlice
-    """This rank's part of each sequence."""
-    units: Units | None
-    """The units that are gathered and reduced along the data axes; None: nothing is."""
-
-
 class Composed(WholeModel):
     """Applies a layout to one model."""
 
     def __init__(self, parts: Parts) -> None:
-        """Make the model, cut it and shard it."""
         meta = parts.config.meta_init
         super().__init__(parts, parts.model(torch.device("meta") if meta else None))
         mesh = build_mesh(parts)
-        cut = parallelise(self.model, self.task.pieces(self.model), parts, mesh)
-        self._slice, self._units = cut.sequence, cut.units
+        names = self.task.pieces(self.model)
+        self._slice, self._units = parallelise(self.model, names, parts, mesh)
         at = parts.layout.coordinates(parts.group.rank_info.rank)
         # Ranks of one tensor-parallel group compute the same loss: the first of them reports it.
         self._reports = at["tp"] == 0
         self.axes = (self.shard, at["cp"])
         if meta:
             materialise([self.model], parts)
-        # After the tensors on the device `meta` have been replaced.
-        self._running_statistics = buffers.moving(self.model)
-        self._data_groups = data_groups(mesh)
-        self._uncut = tp.UncutGradients(mesh["tp"], task=self.task.name)
-        self.gradient_sync = gradient_sync.choose(parts, self.model, self.micro_batches())
+        self._settlement = Settlement([self.model], mesh, parts)
+        self.gradient_sync = fsdp.choose_gradient_sync(parts, self.model, self.micro_batches())
 
     def describe(self) -> str:
         """Say when gradients are reduced, where that is a choice."""
@@ -67,14 +49,13 @@ class Composed(WholeModel):
     def warm_up(self, batch: Batch) -> None:
         """Refuse a model that does not bear cutting its sequences, or sharding its pieces."""
         if self._units:
-            asked = f"--strategy {self.parts.config.strategy_on(self.parts.group.rank_info)}"
-            pieces.check_at_home(self.parts, batch, self._units.pieces, asked=asked)
-        cp.verify(self.model, self._outputs, batch, self.parts)
+            flags = f"--strategy {self.parts.config.strategy_on(self.parts.group.rank_info)}"
+            pieces.check_at_home(self.parts, batch, self._units.pieces, flags=flags)
+        cp.verify(self.model, self.outputs, batch, self.parts)
 
-    def _outputs(self, inputs: Tree) -> Tree:
-        self.model.eval()
-        with torch.no_grad(), self.parts.autocast():
-            return self.model(inputs)
+    def own_part(self, batch: Batch) -> Batch:
+        """Cut this rank's part out of each sequence."""
+        return self._slice.of(batch)
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; exchange them at the times of `gradient_sync`."""
@@ -83,13 +64,10 @@ class Composed(WholeModel):
             self._units.begin_step()
         sums = []
         for number, batch in enumerate(micro_batches, start=1):
-            last, each = number == len(micro_batches), self.gradient_sync.when == "each"
-            fsdp.exchange_gradients(self.model, last=last, each=each)
+            self.gradient_sync.prepare(self.model, last=number == len(micro_batches))
             with tp.losses_stay_apart(self.parts):
-                sums.append(self.backward(self._slice.of(batch), factor))
-        tp.finish_gradients(self.model, self.parts.layout.tp)
-        self._uncut.check([self.model], halves=self.parts.config.precision != "fp32")
-        buffers.average(self._running_statistics, self._data_groups)
+                sums.append(self.backward(batch, factor))
+        self._settlement.run()
         total = self.total(sums)
         return total if self._reports else Sums(loss=torch.zeros_like(total.loss), count=0)
 
@@ -100,11 +78,10 @@ class Composed(WholeModel):
     def evaluate(self, batch: Batch) -> Tally:
         """Run the model without gradients; all ranks take part in every batch."""
         with tp.losses_stay_apart(self.parts):
-            sums = super().evaluate(self._slice.of(batch))
+            sums = super().evaluate(batch)
         if self._reports:
             return sums
-        zeros = torch.zeros_like
-        return Tally(loss=zeros(sums.loss), score=zeros(sums.score), count=0)
+        return Tally(loss=torch.zeros_like(sums.loss), score=torch.zeros_like(sums.score), count=0)
 
 
 def build_mesh(parts: Parts) -> DeviceMesh:
@@ -123,14 +100,39 @@ def build_mesh(parts: Parts) -> DeviceMesh:
     return arrange(parts.group, sizes, timeout_s=parts.config.timeout_s)
 
 
-def data_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
-    """Give this rank's groups along the dimensions whose ranks see different samples."""
-    names = mesh.mesh_dim_names or ()
-    return [mesh.get_group(n) for n in names if n in DATA and mesh.size(names.index(n)) > 1]
+class Settlement:
+    """What follows a step's last backward pass on each rank, beside the reduction into shards.
+
+    Gradients of cut parameters are laid out like these, those of uncut ones are compared, and
+    running statistics are averaged.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, parts: Parts) -> None:
+        """Take the model or this rank's stages, when no tensor is on the device `meta` any more."""
+        self._modules, self._parts = modules, parts
+        self._running_statistics = [b for m in modules for b in batchnorm.moving_buffers(m)]
+        self._data_groups = [group for group in map(mesh.get_group, DATA) if group.size() > 1]
+        self._mesh, self._first_step = mesh, True
+
+    def run(self) -> None:
+        """Do it; all ranks call this, and compare gradients in the first step only."""
+        for module in self._modules:
+            tp.finish_gradients(module, self._parts.layout.tp)
+        if self._first_step:
+            name, halves = self._parts.task.name, self._parts.config.precision != "fp32"
+            tp.check_uncut_gradients(self._modules, self._mesh["tp"], task=name, halves=halves)
+            self._first_step = False
+        batchnorm.average_buffers(self._running_statistics, self._data_groups)
 
 
-def parallelise(model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh) -> Cut:
-    """Split a model, or one pipeline stage of it, by the layout."""
+def parallelise(
+    model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh
+) -> tuple[cp.SequenceSlice, fsdp.Units | None]:
+    """Split a model, or one pipeline stage of it, by the layout.
+
+    Gives this rank's part of each sequence, and the units that are gathered and reduced along the
+    data axes; None: nothing is.
+    """
     layout, config = parts.layout, parts.config
     if layout.tp > 1:
         tp.apply(model, parts.task, mesh["tp"], config)
@@ -139,15 +141,15 @@ def parallelise(model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: Dev
         # Others hold the same samples, or another stage.
         group = mesh[DATA]._flatten("data").get_group()
         limit_waiting(group, timeout_s=config.timeout_s)
-        batchnorm.among(model, group)
-    compilation.pieces(model, pieces, config, cut=layout.tp > 1)
+        batchnorm.limit_to_group(model, group)
+    compilation.compile_pieces(model, pieces, config, cut=layout.tp > 1)
     units, name = None, parts.task.name
     if layout.dp_replicate > 1:
         # Also where nothing is sharded: DDP does not know tensor-parallel parameters.
         units = fsdp.apply(model, pieces, mesh["dp_replicate", "fsdp"], config, task=name)
     elif layout.dp_shard * layout.cp > 1:
         units = fsdp.apply(model, pieces, mesh["fsdp"], config, task=name)
-    return Cut(sequence=sequence, units=units)
+    return sequence, units
 
 
 def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
@@ -156,22 +158,22 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
     One tensor at a time: no other rank ever holds more than its own parts and one whole tensor.
     """
     device = parts.group.device
-    mine: dict[str, Tensor] = {}
     # Stages may share parameters with each other.
     together = nn.ModuleList(modules)
-    ties = inventory.ties_of(together)
-    for module in modules:
-        # Offloaded parameters live in the host's memory from the start; FSDP insists.
-        module.to_empty(device="cpu" if parts.config.cpu_offload else device)
+    ties = consistency.ties_of(together)
+    # Offloaded parameters live in the host's memory from the start; FSDP insists.
+    together.to_empty(device="cpu" if parts.config.cpu_offload else device)
     fsdp.tie_again(together, ties)
-    for module in modules:
-        for owner in module.modules():
-            for name, buffer in owner.named_buffers(recurse=False):
-                owner._buffers[name] = buffer.to(device)
-        mine.update(_tensors(module))
+    for owner in together.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = buffer.to(device)
+    mine = {name: tensor for module in modules for name, tensor in _tensors(module).items()}
     first = parts.group.rank_info.rank == 0
     weights = _tensors(parts.model(torch.device("cpu"))) if first else {}
-    for names in parts.group.broadcast(_by_tensor(weights)):
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in weights.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    for names in parts.group.broadcast(list(names_of.values())):
         sent = {names[0]: weights[names[0]].detach()} if first else {}
         whole = parts.group.broadcast_tensors(sent, source=0)[names[0]]
         # Under any name: a stage may hold the second of two only.
@@ -189,11 +191,3 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Name parameters and buffers, under all their names, also those that no checkpoint holds."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
-
-
-def _by_tensor(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """List the names of each tensor."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-    return list(names.values())

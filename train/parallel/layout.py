@@ -121,7 +121,11 @@ def resolve(
     chosen = dict(given)
     rest, remainder = divmod(world_size, math.prod(given.values()))
     if remainder == 0 and strategy == "hsdp":
-        chosen = _hybrid_sharded(given, rest, local_world_size)
+        if "dp_shard" not in given and "dp_replicate" not in given:
+            several_nodes = rest > local_world_size and rest % local_world_size == 0
+            chosen["dp_shard"] = local_world_size if several_nodes else max(rest // 2, 1)
+        for axis in {"dp_shard", "dp_replicate"} - chosen.keys():
+            chosen[axis] = world_size // math.prod(chosen.values())
     elif remainder == 0 and strategy in OWN_AXIS and OWN_AXIS[strategy] not in given:
         chosen[OWN_AXIS[strategy]] = rest
     layout = Layout(**chosen)
@@ -137,20 +141,6 @@ def resolve(
 def flag(axis: str) -> str:
     """Name the flag that sets an axis."""
     return "--" + axis.replace("_", "-")
-
-
-def _hybrid_sharded(given: Mapping[str, int], rest: int, local_world_size: int) -> dict[str, int]:
-    """Choose the two data axes of `hsdp` from the ranks that are left over."""
-    chosen = dict(given)
-    if "dp_shard" not in given and "dp_replicate" not in given:
-        several_nodes = rest > local_world_size and rest % local_world_size == 0
-        chosen["dp_shard"] = local_world_size if several_nodes else max(rest // 2, 1)
-        chosen["dp_replicate"] = rest // chosen["dp_shard"]
-    elif "dp_shard" not in given:
-        chosen["dp_shard"] = rest
-    elif "dp_replicate" not in given:
-        chosen["dp_replicate"] = rest
-    return chosen
 
 
 def _way_out(chosen: Mapping[str, int], world_size: int) -> str:

@@ -17,13 +17,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from train.data.order import Batch
 from train.errors import UsageError
-from train.model import compilation
-from train.model.buffers import moving
-from train.model.optimizer import NamedOptimizer
+from train.model import batchnorm, compilation
 from train.parallel.base import Parts, Sums, WholeModel, scale
 
 
@@ -31,27 +28,17 @@ class LocalSgd(WholeModel):
     """Averages weights and the optimizer's moments now and then."""
 
     def __init__(self, parts: Parts) -> None:
-        """Make the model on the rank's device.
-
-        Raises:
-            UsageError: an option needs agreement of the ranks at each step.
-        """
         if parts.config.precision == "fp16":
             raise UsageError(
                 "--strategy local-sgd does not go with --precision fp16: ranks that step by "
                 "themselves would scale their losses differently; use --precision bf16"
             )
         super().__init__(parts, parts.model())
-        compilation.whole(self.model, parts.config)
-        self._optimizer: NamedOptimizer | None = None
+        compilation.compile_whole(self.model, parts.config)
         self._last_step = 0
         self._step_count, self._factor = 0, 1.0
         # Items seen since the last averaging: a rank with more of them weighs more.
         self._items = 0
-
-    def bind(self, optimizer: NamedOptimizer) -> None:
-        """Get to know the optimizer, whose moments are averaged as well."""
-        self._optimizer = optimizer
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of this rank's summed loss; nothing is exchanged."""
@@ -86,10 +73,18 @@ class LocalSgd(WholeModel):
         return step <= config.local_start or step % config.local_steps == 0
 
     def _average(self) -> None:
-        """Take the mean over the ranks, weighted by items, in one exchange."""
+        """Take the mean over the ranks, weighted by items, in one exchange.
+
+        It is taken of what differs between ranks: weights, moments, running statistics.
+        """
         if not self.parts.group.connected:
             return
-        tensors, device = self._tensors(), self.parts.group.device
+        weights = [parameter.detach() for _, parameter in self.named_parameters()]
+        state = self._optimizer.tensors()
+        # Counters of steps are alike everywhere; a mean could only round them.
+        moments = [tensor for key, tensor in state.items() if not key.endswith("/step")]
+        tensors = [*weights, *moments, *batchnorm.moving_buffers(self.model)]
+        device = self.parts.group.device
         # The weight travels along, as the last number.
         columns = [tensor.reshape(-1).to(device) for tensor in tensors]
         # torch joins numbers of any types but those of one byte.
@@ -101,12 +96,3 @@ class LocalSgd(WholeModel):
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.copy_(mean.view_as(tensor))
         self._items = 0
-
-    def _tensors(self) -> list[Tensor]:
-        """List what differs between ranks: weights, moments, running statistics."""
-        assert self._optimizer is not None, "bind() comes before the first step"
-        weights = [parameter.detach() for _, parameter in self.named_parameters()]
-        state = self._optimizer.tensors()
-        # Counters of steps are alike everywhere; a mean could only round them.
-        moments = [tensor for key, tensor in state.items() if not key.endswith("/step")]
-        return [*weights, *moments, *moving(self.model)]

@@ -11,7 +11,7 @@ branches depend on its data runs on the CPU instead, and the outputs are compare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,17 +26,14 @@ from train.parallel.base import Parts
 
 # Beside the size of the outputs; the operations are the same ones, in the same order.
 FAR = 1e-6
-ASKED_MOST = 1000
+MOST_READS = 1000
 """How often a model may read a number of its data before it is taken for a loop."""
 
 
-def check_complete(parts: Parts, batch: Batch, *, asked: str) -> None:
-    """Make sure that the pieces are all that the model does.
+def check_complete(parts: Parts, batch: Batch, *, flags: str) -> None:
+    """Make sure, with one of rank 0's samples, that the pieces are all that the model does.
 
-    Args:
-        parts: what the strategy is made of.
-        batch: some samples; one of rank 0's is used.
-        asked: the flags that run the pieces by themselves, for the message.
+    Messages name the flags that run the pieces by themselves.
 
     Raises:
         UsageError: on all ranks; the model does something else, too.
@@ -46,20 +43,16 @@ def check_complete(parts: Parts, batch: Batch, *, asked: str) -> None:
         problem = _difference(parts, batch.part(0, 1).inputs)
     if problem := parts.group.broadcast(problem):
         raise UsageError(
-            f"{asked}: the pieces of task {parts.task.name!r}, one after the other, do not compute "
+            f"{flags}: the pieces of task {parts.task.name!r}, one after the other, do not compute "
             f"what its model does: {problem}; move that into one of the modules that pieces() "
             "names, or use --strategy fsdp"
         )
 
 
-def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, asked: str) -> None:
+def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, flags: str) -> None:
     """Make sure that parameters which are gathered for a piece are used in that piece only.
 
-    Args:
-        parts: what the strategy is made of.
-        batch: some samples; the first is used.
-        units: the pieces that are sharded by themselves.
-        asked: the flags that shard them, for the message.
+    `units` are the pieces that are sharded by themselves, under these flags.
 
     Raises:
         UsageError: on all ranks; names the parameter.
@@ -74,11 +67,11 @@ def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, asked: st
         with suppress(Exception):
             model = parts.model(torch.device("meta"))
             record.watch(model, units)
-            _run(model, mapped(_to_meta, batch.part(0, 1).inputs), record)
+            _run(model, batch.part(0, 1).inputs, record)
         abroad += record.abroad
     for name, piece in abroad:
         raise UsageError(
-            f"{asked}: parameter {name!r} of task {parts.task.name!r} is used outside of piece "
+            f"{flags}: parameter {name!r} of task {parts.task.name!r} is used outside of piece "
             f"{piece!r}, for which alone it is gathered; share it between two modules "
             "(`head.weight = embedding.weight`) instead, or have pieces() name '' (the whole "
             "model), or use --strategy ddp"
@@ -89,22 +82,22 @@ def looks_at_data(parts: Parts, batch: Batch) -> bool:
     """Say whether the model reads a number from its data (`item()`, or `if` on a tensor)."""
     record = _Record()
     with suppress(Exception):
-        _run(parts.model(torch.device("meta")), mapped(_to_meta, batch.part(0, 1).inputs), record)
+        _run(parts.model(torch.device("meta")), batch.part(0, 1).inputs, record)
     return any(name.startswith("aten._local_scalar_dense") for name, _, _ in record.operations)
+
+
+# Its name, the parameters that it takes, and the shapes of all tensors that it takes.
+_Operation = tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]
 
 
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations of a forward pass, and which parameters they take."""
 
     def __init__(self, number: int | None = None) -> None:
-        """Begin.
-
-        Args:
-            number: the value that the model gets for a number that `meta` does not have.
-        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._number, self._asked = number, 0
-        self.operations: list[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]] = []
+        # What the model gets for a number that `meta` does not have, and how often it has.
+        self._number, self._reads = number, 0
+        self.operations: list[_Operation] = []
         self.abroad: list[tuple[str, str]] = []
         self._names: dict[int, str] = {}
         self._homes: dict[int, str] = {}
@@ -124,19 +117,19 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, and note it."""
-        taken = tensors_of((args, dict(kwargs or {})))
-        names = tuple(self._names[id(t)] for t in taken if id(t) in self._names)
-        shapes = tuple(tuple(t.shape) for t in taken)
+        tensors = tensors_of((args, dict(kwargs or {})))
+        names = tuple(self._names[id(t)] for t in tensors if id(t) in self._names)
+        shapes = tuple(tuple(t.shape) for t in tensors)
         self.operations.append((str(func), names, shapes))
-        for tensor in taken:
+        for tensor in tensors:
             home = self._homes.get(id(tensor))
             if home is not None and home not in self._running:
                 self.abroad.append((self._names[id(tensor)], home))
         if self._number is not None and func is torch.ops.aten._local_scalar_dense.default:
-            self._asked += 1
-            if self._asked > ASKED_MOST:
+            self._reads += 1
+            if self._reads > MOST_READS:
                 raise RuntimeError("a loop that ends by its data")
-            return torch.tensor(self._number, dtype=taken[0].dtype).tolist()
+            return torch.tensor(self._number, dtype=tensors[0].dtype).tolist()
         return func(*args, **(kwargs or {}))
 
 
@@ -145,12 +138,20 @@ def _difference(parts: Parts, inputs: Tree) -> str:
     try:
         model = parts.model(torch.device("meta"))
         whole, apart = _Record(), _Record()
-        given = mapped(_to_meta, inputs)
         for record, run in ((whole, model), (apart, _in_turn(model, parts))):
             record.watch(model, ())
-            _run(run, given, record)
+            _run(run, inputs, record)
     except Exception:
-        return _numeric_difference(parts, inputs)
+        model = parts.model(torch.device("cpu")).eval()
+        given = mapped(lambda t: t.cpu() if isinstance(t, Tensor) else t, inputs)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            of_model = tensors_of(model(given))
+            of_pieces = tensors_of(_in_turn(model, parts)(given))
+        same = len(of_model) == len(of_pieces) and all(
+            a.shape == b.shape and bool((a - b).norm() <= FAR * a.norm())
+            for a, b in zip(of_model, of_pieces, strict=True)
+        )
+        return "" if same else "for the same sample other numbers come out"
     if whole.operations == apart.operations:
         return ""
     pairs = zip([*whole.operations, None], [*apart.operations, None], strict=False)
@@ -160,43 +161,21 @@ def _difference(parts: Parts, inputs: Tree) -> str:
     return "they end at another place"
 
 
-def _numeric_difference(parts: Parts, inputs: Tree) -> str:
-    model = parts.model(torch.device("cpu")).eval()
-    given = mapped(lambda t: t.cpu() if isinstance(t, Tensor) else t, inputs)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        whole, apart = tensors_of(model(given)), tensors_of(_in_turn(model, parts)(given))
-    same = len(whole) == len(apart) and all(
-        a.shape == b.shape and bool((a - b).norm() <= FAR * a.norm())
-        for a, b in zip(whole, apart, strict=True)
-    )
-    return "" if same else "for the same sample other numbers come out"
+def _in_turn(model: nn.Module, parts: Parts) -> nn.Module:
+    return nn.Sequential(*map(model.get_submodule, parts.task.pieces(model)))
 
 
-def _in_turn(model: nn.Module, parts: Parts) -> Callable[[Tree], Tree]:
-    pieces = [model.get_submodule(name) for name in parts.task.pieces(model)]
-
-    def run(hidden: Tree) -> Tree:
-        for piece in pieces:
-            hidden = piece(hidden)
-        return hidden
-
-    return run
-
-
-def _run(model: Callable[[Tree], Tree], inputs: Tree, record: _Record) -> None:
-    if isinstance(model, nn.Module):
-        model.eval()
+def _run(model: nn.Module, inputs: Tree, record: _Record) -> None:
+    """Record the operations of a model on the device `meta`."""
+    given = mapped(lambda t: t.to("meta") if isinstance(t, Tensor) else t, inputs)
+    model.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), record:
-        model(inputs)
+        model(given)
 
 
-def _described(operation: tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]] | None) -> str:
+def _described(operation: _Operation | None) -> str:
     if operation is None:
         return "nothing more"
     name, parameters, shapes = operation
     of = f" of {', '.join(parameters)}" if parameters else ""
     return f"{name}{of} {' '.join(str(list(shape)) for shape in shapes)}"
-
-
-def _to_meta(value: object) -> object:
-    return value.to("meta") if isinstance(value, Tensor) else value

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from train.cli.config import Config
 from train.errors import UsageError
-from train.parallel import inventory
+from train.parallel import consistency
 from train.parallel.base import Parts, local
 from train.tasks.base import Task
 
@@ -45,46 +45,31 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
             f"--tp {mesh.size()}: task {task.name!r} has no tensor-parallel plan; give it a method "
             "tensor_plan(), or use --strategy fsdp"
         )
-    # Of a pipeline stage's other pieces there is nothing here.
+    # A pipeline stage holds some of the pieces only.
     here = {name for name, _ in model.named_modules()}
     plan = {name: plan[name] for name in plan if name in here}
     names = {id(module): name for name, module in model.named_modules()}
-    ties = inventory.ties_of(model)
-    frozen = [
-        (module, name)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and not parameter.requires_grad
-    ]
+    ties = consistency.ties_of(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     parallelize_module(model, mesh, plan)
-    for module, name in frozen:
-        module.get_parameter(name).requires_grad_(False)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     for places in ties:
-        _tie_again(places, names, ranks=mesh.size())
+        copies = [module.get_parameter(name) for module, name in places]
+        cuts = [_cut(copy) for copy in copies]
+        if len(set(cuts)) > 1:
+            uses = "; ".join(
+                f"{names[id(module)]}.{name} {cut}"
+                for (module, name), cut in zip(places, cuts, strict=True)
+            )
+            raise UsageError(
+                f"--tp {mesh.size()}: modules share one parameter, but tensor_plan() cuts it "
+                f"differently for each ({uses}): give these modules styles that cut it alike (an "
+                "embedding RowwiseParallel, a head ColwiseParallel), or use --strategy fsdp"
+            )
+        consistency.tie(places, copies[0])
     _check_even(model, plan, ranks=mesh.size())
-
-
-def _tie_again(
-    places: Sequence[tuple[nn.Module, str]], names: Mapping[int, str], *, ranks: int
-) -> None:
-    """Make one parameter again of what modules have shared, which is cut once for each by now.
-
-    Raises:
-        UsageError: it is not cut alike for all of them.
-    """
-    parameters = [module.get_parameter(name) for module, name in places]
-    cuts = [_cut(parameter) for parameter in parameters]
-    if len(set(cuts)) > 1:
-        uses = "; ".join(
-            f"{names[id(module)]}.{name} {cut}"
-            for (module, name), cut in zip(places, cuts, strict=True)
-        )
-        raise UsageError(
-            f"--tp {ranks}: modules share one parameter, but tensor_plan() cuts it differently for "
-            f"each ({uses}): give these modules styles that cut it alike (an embedding "
-            "RowwiseParallel, a head ColwiseParallel), or use --strategy fsdp"
-        )
-    inventory.tie(places, parameters[0])
 
 
 def _cut(parameter: nn.Parameter) -> str:
@@ -111,14 +96,13 @@ def _check_even(model: nn.Module, plan: Mapping[str, ParallelStyle], *, ranks: i
         if isinstance(style, ColwiseParallel) and not style.use_local_output:
             continue  # its output knows how it is cut
         for name, parameter in module.named_parameters(recurse=False):
-            for placement in parameter.placements if isinstance(parameter, DTensor) else ():
-                if not isinstance(placement, Shard):
-                    continue
-                size = parameter.shape[placement.dim]
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            for dim in [p.dim for p in placements if isinstance(p, Shard)]:
+                size = parameter.shape[dim]
                 if size % ranks:
                     raise UsageError(
                         f"--tp {ranks} cannot share parameter {prefix}.{name} "
-                        f"{list(parameter.shape)} evenly along dimension {placement.dim}: {size} = "
+                        f"{list(parameter.shape)} evenly along dimension {dim}: {size} = "
                         f"{size // ranks} x {ranks} + {size % ranks}; choose a size that {ranks} "
                         f"divides, leave {prefix} out of tensor_plan(), or use another --tp"
                     )
@@ -136,81 +120,58 @@ def finish_gradients(model: nn.Module, ranks: int) -> None:
         return
     for parameter in model.parameters():
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-            parameter.grad = _laid_out(gradient, parameter.placements)
-
-
-def _laid_out(gradient: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Lay a gradient out in another way, on the device of its ranks: it may be offloaded."""
-    if gradient.placements == tuple(placements):
-        return gradient
-    home, way = local(gradient).device, gradient.device_mesh.device_type
-    if home.type == way:
-        return gradient.redistribute(placements=placements)
-    # In the host's memory, ranks that talk through NCCL have no way to each other.
-    moved = cast("DTensor", gradient.to(way)).redistribute(placements=placements)
-    return cast("DTensor", moved.to(home))
+        if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+            continue
+        placements = parameter.placements
+        if gradient.placements == tuple(placements):
+            continue
+        # An offloaded gradient lies in the host's memory, where ranks that talk through NCCL have
+        # no way to each other.
+        home, way = local(gradient).device, gradient.device_mesh.device_type
+        moved = gradient if home.type == way else cast("DTensor", gradient.to(way))
+        moved = moved.redistribute(placements=placements)
+        parameter.grad = moved if home.type == way else moved.to(home)
 
 
 # torch's message about an operation on a DTensor and a plain tensor.
 MIXED = "got mixed torch.Tensor and DTensor"
 
 
-class UncutGradients:
-    """Sees, in the first step, that ranks agree on the gradients of all that is not cut.
+def check_uncut_gradients(
+    modules: Sequence[nn.Module], mesh: DeviceMesh, *, task: str, halves: bool
+) -> None:
+    """Make sure that the ranks of `mesh` have the same gradients of all that is not cut.
 
-    A parameter that the task's plan leaves out is whole on each rank. If it works on what is cut
-    there, such as a rank's heads or its part of the time, each rank has only a part of its
-    gradient, and the parts are not summed.
+    A parameter that the task's plan leaves out is whole on each rank. If a rank applies it to its
+    own part of the heads or of the time, each rank has only a part of its gradient, and nothing
+    sums the parts. With `halves`, gradients come of half precision, which rounds by half a percent.
+
+    Raises:
+        UsageError: on all ranks; names a parameter.
     """
-
-    def __init__(self, mesh: DeviceMesh, *, task: str) -> None:
-        """Compare over the ranks of `mesh`, its dimension `tp`."""
-        self._mesh, self._task, self._checked = mesh, task, mesh.size() == 1
-
-    def check(self, modules: Sequence[nn.Module], *, halves: bool) -> None:
-        """Compare the gradients of these modules, once; all ranks of the mesh call this.
-
-        Args:
-            modules: the model, or this rank's stages of it.
-            halves: whether gradients come of half precision, which rounds by half a percent.
-
-        Raises:
-            UsageError: on all ranks; names a parameter.
-        """
-        if self._checked:
-            return
-        self._checked = True
-        gradients = {
-            name: local(parameter.grad)
-            for module in modules
-            for name, parameter in module.named_parameters()
-            if parameter.grad is not None and not self._is_cut(parameter)
-        }
-        if not gradients:
-            return
-        sums = [(g.double().norm(), g.double().sum()) for g in gradients.values()]
-        mine = torch.tensor([[float(a), float(b)] for a, b in sums], dtype=torch.float64)
-        mine = mine.to(self._mesh.device_type)
-        least, most = mine.clone(), mine.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._mesh.get_group())
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._mesh.get_group())
-        far = (most - least).amax(dim=1) > (0.1 if halves else 1e-3) * most[:, 0]
-        wrong = [name for name, is_far in zip(gradients, far.tolist(), strict=True) if is_far]
-        if wrong:
-            ranks = self._mesh.size()
-            raise UsageError(
-                f"--tp {ranks}: tensor_plan() of task {self._task!r} leaves out {wrong[0]!r}, "
-                "which works on what the plan cuts, so that each rank has a part of its gradient "
-                "only; give its module a style, such as train.tasks.styles.Replicated, or use "
-                "--strategy fsdp"
-            )
-
-    @staticmethod
-    def _is_cut(parameter: nn.Parameter) -> bool:
-        """Say whether a parameter has been given to the plan, which looks after its gradient."""
-        names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
-        return "tp" in (names or ())
+    ranks, gradients = mesh.size(), {}
+    for module in modules if ranks > 1 else ():
+        for name, parameter in module.named_parameters():
+            # The plan looks after the gradients of the parameters that it has been given.
+            dims = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+            if parameter.grad is not None and "tp" not in (dims or ()):
+                gradients[name] = local(parameter.grad)
+    if not gradients:
+        return
+    sums = [(g.double().norm(), g.double().sum()) for g in gradients.values()]
+    mine = torch.tensor([[float(a), float(b)] for a, b in sums], dtype=torch.float64)
+    mine = mine.to(mesh.device_type)
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group())
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
+    far = (most - least).amax(dim=1) > (0.1 if halves else 1e-3) * most[:, 0]
+    wrong = [name for name, is_far in zip(gradients, far.tolist(), strict=True) if is_far]
+    if wrong:
+        raise UsageError(
+            f"--tp {ranks}: tensor_plan() of task {task!r} leaves out {wrong[0]!r}, which works on "
+            "what the plan cuts, so that each rank has a part of its gradient only; give its "
+            "module a style, such as train.tasks.styles.Replicated, or use --strategy fsdp"
+        )
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from tests.train.support.ladder import Case, climb, double_precision, trainer_of
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.data.order import Batch
-from train.model import buffers
-from train.model.batchnorm import among, synchronised
+from train.model import batchnorm
+from train.model.batchnorm import limit_to_group, synchronised
 from train.model.prepare import prepare
 from train.parallel.layout import Layout
 from train.runtime.process_group import RankGroup
@@ -154,7 +154,7 @@ def in_ddp_among(rank: int) -> tuple[Tensor, list[str]]:
     torch.set_default_dtype(torch.float64)
     model = synchronised(network(2))
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    among(model, groups[rank % 2])
+    limit_to_group(model, groups[rank % 2])
     wrapped = DistributedDataParallel(model)
     wrapped(samples(2)[:4] if rank < 2 else samples(2)[4:])
     return model.get_buffer("1.running_var"), list(model.state_dict())
@@ -218,7 +218,7 @@ def after_training(rank: int, wrong: bool) -> dict[str, tuple[list[Tensor], list
     """
     torch.set_default_dtype(torch.float64)
     if wrong:
-        buffers.average = lambda *_: None
+        batchnorm.average_buffers = lambda *_: None
     rank_info = RankInfo(
         rank=rank, world_size=3, local_rank=rank, local_world_size=3, launched=True
     )

@@ -226,7 +226,7 @@ def test_copies_of_a_compiled_model_on_several_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gpus = [torch.device("cuda", number) for number in range(2)]
-    monkeypatch.setattr("train.parallel.data_parallel.devices", lambda listed: gpus)
+    monkeypatch.setattr("train.parallel.one_process.devices", lambda listed: gpus)
     for flag in ("compile", "activation_checkpointing"):
         with pytest.raises(UsageError, match=f"--{flag.replace('_', '-')} does not go with"):
             trainer_for(0, 1, tmp_path, strategy="dataparallel", **{flag: True})

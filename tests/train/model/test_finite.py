@@ -26,7 +26,7 @@ STEP = 3
 
 def poisoned(trainer: Trainer, change: Callable[[Tensor], Tensor]) -> None:
     """Change this rank's loss in one step."""
-    task = trainer.strategy.task  # type: ignore[attr-defined]
+    task = trainer.strategy.task
     loss = task.loss
 
     def planted(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def poisoned(trainer: Trainer, change: Callable[[Tensor], Tensor]) -> None:
         now = trainer.progress.step == STEP - 1 and found.requires_grad
         return change(found) if now else found
 
-    task.loss = planted
+    task.loss = planted  # type: ignore[method-assign]
 
 
 def times_nothing(gradient: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def test_a_part_that_is_not_finite_is_found_wherever_it_lies() -> None:
 
 
 def searched(rank: int) -> dict[str, tuple[list[str], int]]:
-    from train.model.clipping import not_finite
+    from train.model.gradients import not_finite
 
     found = {}
     for name, guilty in (("ddp", 0), ("fsdp", 1)):

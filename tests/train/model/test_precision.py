@@ -20,8 +20,8 @@ from tests.train.support.making import config_of, trainer_for
 from tests.train.support.ranks import on_ranks
 from train.checkpoints.store import read_state
 from train.errors import NonFiniteLoss
-from train.model import loss_scaling
-from train.model.loss_scaling import GROW_AFTER, SMALLEST, START, LossScaler
+from train.model import gradients
+from train.model.gradients import FIRST_SCALE, GROW_AFTER, SMALLEST_SCALE, LossScaler
 from train.parallel.base import full
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def rounded(precision: str) -> list[Case]:
                 **layout,
             ),
             # No overflow, so that no step is left out.
-            sabotage="from train.model import loss_scaling; loss_scaling.START = 256.0",
+            sabotage="from train.model import gradients; gradients.FIRST_SCALE = 256.0",
         )
         for name, layout in ARRANGED.items()
     ]
@@ -112,7 +112,7 @@ def gathered(rank: int, ranks: int, folder: Path, precision: str) -> tuple[dict[
     """Weights after a step of two micro-batches, by strategy; in which type each is gathered."""
     chosen = {"task": MULTIPLIED, "precision": precision, "optimizer": "sgd", "lr": 0.5}
     # No overflow, so that the step is not left out.
-    loss_scaling.START = 256.0
+    gradients.FIRST_SCALE = 256.0
     types, weights = {}, {}
     for strategy in ("ddp", "fsdp"):
         trainer = trainer_for(rank, ranks, folder, strategy=strategy, micro_batch=2, **chosen)
@@ -172,7 +172,7 @@ def test_half_precision_learns_on_several_ranks(ranks: int, tmp_path: Path) -> N
         assert dtype == torch.float16
         # A step or two may be lost to overflows, until the scale is small enough.
         assert half == pytest.approx(full, rel=0.1)
-        assert scale <= START
+        assert scale <= FIRST_SCALE
 
 
 def times_infinity(gradient: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def times_infinity(gradient: Tensor) -> Tensor:
 
 def overflowing(trainer: Trainer, *, step: int) -> None:
     """Let this rank's gradients overflow in one step, under a loss that is finite."""
-    task = trainer.strategy.task  # type: ignore[attr-defined]
+    task = trainer.strategy.task
     loss = task.loss
 
     def planted(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def overflowing(trainer: Trainer, *, step: int) -> None:
             found.register_hook(times_infinity)  # type: ignore[no-untyped-call]
         return found
 
-    task.loss = planted
+    task.loss = planted  # type: ignore[method-assign]
 
 
 def scales_and_weights(
@@ -260,38 +260,38 @@ def test_the_scale_grows_after_long_peace_and_a_checkpoint_remembers_how_long() 
     scaler = LossScaler(enabled=True)
     for _ in range(GROW_AFTER - 1):
         scaler.passed()
-    assert scaler.scale == START
+    assert scaler.scale == FIRST_SCALE
     resumed = LossScaler(enabled=True)
     resumed.load(scaler.state())
     resumed.passed()
-    assert resumed.scale == 2 * START
+    assert resumed.scale == 2 * FIRST_SCALE
     # An overflow starts the wait anew.
     assert resumed.overflowed()
     resumed.passed()
-    assert resumed.state() == {"scale": START, "good_steps": 1}
+    assert resumed.state() == {"scale": FIRST_SCALE, "good_steps": 1}
 
 
 def test_a_checkpoint_of_another_precision_leaves_the_scale_alone() -> None:
     half, full = LossScaler(enabled=True), LossScaler(enabled=False)
     full.load(half.state())
     half.load(full.state())
-    assert (half.scale, full.scale) == (START, 1.0)
+    assert (half.scale, full.scale) == (FIRST_SCALE, 1.0)
 
 
 def test_a_gradient_that_no_scale_helps_is_given_up(tmp_path: Path) -> None:
     steps, scale, message = hopeless(tmp_path)
     # Once from each power of two, then no more.
-    assert scale < SMALLEST
-    assert steps == round(math.log2(START / SMALLEST))
+    assert scale < SMALLEST_SCALE
+    assert steps == round(math.log2(FIRST_SCALE / SMALLEST_SCALE))
     assert message.startswith(f"the gradient of step {steps + 1} is not finite")
 
 
 def hopeless(folder: Path) -> tuple[int, float, str]:
     trainer = trainer_for(0, 1, folder, strategy="single", precision="fp16")
-    task = trainer.strategy.task  # type: ignore[attr-defined]
+    task = trainer.strategy.task
     loss = task.loss
     # Finite forwards, infinite backwards: the derivative of a root at 0.
-    task.loss = lambda outputs, targets: loss(outputs, targets) + (outputs * 0).abs().sum().sqrt()
+    task.loss = lambda outputs, targets: loss(outputs, targets) + (outputs * 0).abs().sum().sqrt()  # type: ignore[method-assign]
     with pytest.raises(NonFiniteLoss) as caught:
         losses_of(trainer, 100)
     return trainer.progress.step, trainer.scaler.scale, str(caught.value)
@@ -299,8 +299,8 @@ def hopeless(folder: Path) -> tuple[int, float, str]:
 
 # So large that the first steps overflow, as no test can wait for the scale to grow.
 LARGE_START = f"""
-from train.model import loss_scaling
-loss_scaling.START = {LARGE}
+from train.model import gradients
+gradients.FIRST_SCALE = {LARGE}
 from train.__main__ import enter
 enter()
 """

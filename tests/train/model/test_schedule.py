@@ -10,14 +10,14 @@ import pytest
 
 from tests.train.support.making import config_of, trainer_for
 from train.errors import UsageError
-from train.model.schedule import Schedule
+from train.model.optimizer import LearningRate
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
 
 
 def rates(steps: int, **chosen: object) -> list[float]:
-    schedule = Schedule(config_of(lr=1.0, **chosen), steps)
+    schedule = LearningRate(config_of(lr=1.0, **chosen), steps)
     return [schedule.at(step) for step in range(steps)]
 
 
@@ -42,12 +42,12 @@ def test_a_half_cosine_is_at_its_half_in_the_middle() -> None:
 
 
 def test_beyond_the_last_step_nothing_moves() -> None:
-    assert Schedule(config_of(lr_schedule="cosine"), 8).at(9) == pytest.approx(0.0, abs=1e-12)
+    assert LearningRate(config_of(lr_schedule="cosine"), 8).at(9) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_run_that_ends_while_it_warms_up_is_refused() -> None:
     with pytest.raises(UsageError, match="--warmup-steps 8: the run has 8 steps"):
-        Schedule(config_of(warmup_steps=8), 8)
+        LearningRate(config_of(warmup_steps=8), 8)
 
 
 def test_the_optimizer_goes_by_it(tmp_path: Path) -> None:

@@ -25,10 +25,8 @@ from train.data.order import Batch
 from train.errors import UsageError
 from train.model.batchnorm import SynchronisedBatchNorm
 from train.parallel.base import Parts, WholeModel
-from train.parallel.data_parallel import Threaded
 from train.parallel.layout import Layout
-from train.parallel.manual import Manual
-from train.parallel.single import Single
+from train.parallel.one_process import Manual, Single, Threaded
 from train.runtime.devices import agree_on_device, device_and_backend, gpu_of, set_tf32
 from train.runtime.process_group import RankGroup, arrange, open_group
 from train.runtime.rank import RankInfo
@@ -88,7 +86,7 @@ def test_training_on_a_list_of_devices_equals_one_device(
 def test_pieces_fetch_their_inputs_to_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # `meta` computes shapes without numbers: a second kind of device that every machine has.
     elsewhere = torch.device("meta")
-    monkeypatch.setattr("train.parallel.manual.devices", lambda listed: [HERE, elsewhere])
+    monkeypatch.setattr("train.parallel.one_process.devices", lambda listed: [HERE, elsewhere])
     strategy = Manual(parts_of(Digits(), devices="pretended"))
     kinds = [parameter.device.type for _, parameter in strategy.named_parameters()]
     assert kinds == ["cpu", "cpu", "meta", "meta", "meta", "meta"]
@@ -156,7 +154,7 @@ def test_wrong_form_mean_of_the_devices_means_weighs_samples_differently() -> No
 def test_dataparallel_brings_batches_to_its_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # Which need not be the one that this process calls `cuda`.
     elsewhere = torch.device("meta")
-    monkeypatch.setattr("train.parallel.data_parallel.devices", lambda listed: [elsewhere])
+    monkeypatch.setattr("train.parallel.one_process.devices", lambda listed: [elsewhere])
     strategy = Threaded(parts_of(Digits(), devices="pretended"))
     batch = Digits().train().part(0, 4)
     assert strategy.evaluate(batch).loss.device == elsewhere

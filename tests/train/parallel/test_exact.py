@@ -21,7 +21,7 @@ from train.cli.config import Config
 from train.errors import UsageError
 from train.parallel import build
 from train.parallel.base import Parts
-from train.parallel.exact import sum_rows
+from train.parallel.ddp import sum_rows
 from train.parallel.layout import Layout
 from train.rundir.files import read_lines
 from train.runtime.process_group import RankGroup

@@ -20,7 +20,7 @@ from tests.train.support.ranks import on_ranks
 from train.cli import compatibility
 from train.cli.config import Config
 from train.dryrun import examine, show
-from train.parallel import gradient_sync
+from train.parallel import fsdp
 from train.parallel.base import Sums
 from train.parallel.hybrid import Composed
 from train.rundir.console import Console
@@ -176,5 +176,5 @@ def test_ranks_on_the_cpu_share_the_memory_of_the_host() -> None:
 
 
 def test_examples_are_right() -> None:
-    examples = doctest.testmod(gradient_sync)
+    examples = doctest.testmod(fsdp)
     assert examples.attempted and not examples.failed

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import random
 
-from train.parallel.parameter_server.pacing import Apart, InStep
+from train.parallel.parameter_server.server import InStep, Pacing
 
 
-class Naive(Apart):
+class Naive(Pacing):
     """Looks only at how old weights are when they are drawn, which is never."""
 
     def may_draw(self, trainer: int) -> bool:
         assert self.staleness is not None
-        return trainer not in self.held and self.begun < self.limit
+        return trainer not in self.held and self.started < self.limit
 
 
-def ages_of(pacing: Apart, trainers: int, updates: int, luck: random.Random) -> list[int]:
+def ages_of(pacing: Pacing, trainers: int, updates: int, luck: random.Random) -> list[int]:
     """Let trainers draw and finish in any order; insist that each batch is drawn once."""
     pacing.open(version=0, limit=updates)
     ages, drawn = [], []
@@ -35,7 +35,7 @@ def test_the_bound_holds_in_every_order() -> None:
     for seed in range(300):
         luck = random.Random(seed)
         trainers, bound = luck.randint(1, 8), luck.randint(0, 6)
-        ages = ages_of(Apart(bound), trainers, 60, luck)
+        ages = ages_of(Pacing(bound), trainers, 60, luck)
         assert max(ages) <= bound
         if bound == 0:
             # As one process: each gradient from the newest weights.
@@ -52,7 +52,7 @@ def test_a_stop_lets_what_has_begun_be_finished_and_nothing_else() -> None:
     assert in_step.may_draw(1) and not in_step.may_draw(0) and not in_step.over
     in_step.apply([first, in_step.draw(1)])
     assert in_step.over and not in_step.may_draw(0)
-    apart = Apart()
+    apart = Pacing()
     apart.open(version=7, limit=20)
     ticket = apart.draw(0)
     apart.hurry()

@@ -24,10 +24,8 @@ from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts, Sums
 from train.parallel.layout import Layout
 from train.parallel.parameter_server import wire
-from train.parallel.parameter_server.loop import Alone, ServedTrainer
-from train.parallel.parameter_server.pacing import Apart, Ticket
-from train.parallel.parameter_server.server import Gradient, Server, Stretch, Work
-from train.parallel.parameter_server.strategy import check
+from train.parallel.parameter_server.server import Gradient, Pacing, Server, Stretch, Ticket, Work
+from train.parallel.parameter_server.strategy import Alone, ServedTrainer, check
 from train.rundir.files import read_lines
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
@@ -292,7 +290,7 @@ class Racing(Server):
 def pushing(rank: int, wrong: bool) -> float:
     """Let each trainer push so many gradients of 1 with a learning rate of 1; give the weight."""
     weights = torch.zeros(1000)
-    pacing = Apart()
+    pacing = Pacing()
     server = (Racing if wrong else Server)(pacing, lambda: [weights.clone()], timeout_s=60)
     if isinstance(server, Racing):
         server.weights = weights

@@ -25,10 +25,10 @@ from train.data.order import Batch
 from train.errors import UsageError
 from train.parallel.base import Parts, Sums, Tally
 from train.parallel.layout import Layout
+from train.parallel.one_process import Single
 from train.parallel.pipeline import split
 from train.parallel.pipeline.schedule import Pipelined
 from train.parallel.pipeline.stages import plan
-from train.parallel.single import Single
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
 from train.tasks.base import Classifier

@@ -19,8 +19,7 @@ from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.errors import UsageError
 from train.layers import CausalAttention, Places, Positions
-from train.parallel.cp import GatheredKeys
-from train.parallel.sequence_check import differs
+from train.parallel.cp import GatheredKeys, differs
 from train.tasks.chars import Transformer
 
 TIME, WIDTH = 8, 6

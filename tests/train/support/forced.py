@@ -20,7 +20,7 @@ _unforced = hybrid.parallelise
 
 def _parallelise(
     model: nn.Module, pieces: Sequence[str], parts: Parts, mesh: DeviceMesh
-) -> hybrid.Cut:
+) -> tuple[cp.SequenceSlice, fsdp.Units | None]:
     config, group = parts.config, mesh.get_group("fsdp")
     if config.strategy in ("tp", "hybrid"):
         tp.apply(model, parts.task, mesh["tp"], config)
@@ -30,12 +30,12 @@ def _parallelise(
             if isinstance(module, CausalAttention):
                 swaps = config.cp_method == "ulysses"
                 module.context = ulysses if swaps else cp.GatheredKeys(group, 0)
-    cut, units, name = _unforced(model, pieces, parts, mesh), None, parts.task.name
+    (sequence, units), name = _unforced(model, pieces, parts, mesh), parts.task.name
     if config.strategy == "hsdp":
         units = fsdp.apply(model, pieces, mesh["dp_replicate", "fsdp"], config, task=name)
     elif config.strategy in ("fsdp", "cp", "hybrid"):
         units = fsdp.apply(model, pieces, mesh["fsdp"], config, task=name)
-    return hybrid.Cut(sequence=cut.sequence, units=units)
+    return sequence, units
 
 
 hybrid.parallelise = _parallelise

@@ -1,9 +1,10 @@
 """What the server does for its trainers: hand out work, take gradients, and lose none.
 
-Trainers call `draw()` and `push()`, each from a thread of its own; the training loop on rank 0
-calls the rest. One lock guards it all. Applying an update reads the weights, changes and writes
-them: two at once, and one of them would be lost; a reader in between would see half a step. So
-only the loop's thread does it, holding the lock, and weights are copied under the same lock.
+An update is one optimizer step. The weights' version is the number of updates in them. A trainer
+*holds* a ticket from when it draws it until its gradient has been applied. The age of a gradient
+(its staleness) is the number of updates applied between the weights that it was computed from and
+the moment at which it is applied itself. `Pacing` keeps the order of updates, in whole numbers: no
+tensors, no threads, no clock.
 """
 
 from __future__ import annotations
@@ -17,7 +18,107 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from train.errors import PeerError
-from train.parallel.parameter_server.pacing import Pacing, Ticket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """The right to compute one gradient."""
+
+    trainer: int
+    """The trainer that holds it, from 0."""
+    update: int
+    """Which global batch it is for, from 0: each is drawn exactly once."""
+    version: int
+    """Updates in the weights that it is computed from."""
+
+
+class Pacing:
+    """Decides which trainer may draw a ticket; updates up to `limit` may begin.
+
+    Each trainer works on whole batches of its own, without waiting or with a bounded wait.
+    """
+
+    pieces: int = 1
+    """How many gradients make up an update."""
+
+    def __init__(self, staleness: int | None = None) -> None:
+        """Let gradients be up to `staleness` updates old; None: however old."""
+        self.staleness = staleness
+        self.version = self.limit = 0
+        self.held: dict[int, Ticket] = {}
+
+    def open(self, *, version: int, limit: int) -> None:
+        """Let updates begin until there are `limit` of them."""
+        assert not self.held, "what was drawn before has been applied"
+        self.version, self.limit = version, limit
+
+    @property
+    def started(self) -> int:
+        """Count the updates that have been applied, and those that are held."""
+        return self.version + len(self.held)
+
+    def may_draw(self, trainer: int) -> bool:
+        """Hold a trainer back if its update could make another one's gradient too old.
+
+        In the worst case a ticket's gradient is applied after those of all other tickets that have
+        been drawn by then. Its age is then the number of all other updates that were started, minus
+        its version. So that must stay within the bound for the oldest ticket, whenever one is
+        drawn. Applying changes neither number, so the bound holds in between, and in any order.
+        """
+        if trainer in self.held or self.started >= self.limit:
+            return False
+        if self.staleness is None:
+            return True
+        oldest = min((ticket.version for ticket in self.held.values()), default=self.version)
+        return self.started - oldest <= self.staleness
+
+    def draw(self, trainer: int) -> Ticket:
+        """Give a trainer the next batch, and the weights as they are now."""
+        return self._hold(trainer, self.started)
+
+    def _hold(self, trainer: int, update: int) -> Ticket:
+        self.held[trainer] = Ticket(trainer=trainer, update=update, version=self.version)
+        return self.held[trainer]
+
+    @property
+    def over(self) -> bool:
+        """Whether all updates that may begin have been applied."""
+        return self.version >= self.limit
+
+    def hurry(self) -> None:
+        """Let no other update begin than those that have."""
+        self.limit = min(self.limit, self.started)
+
+    def age(self, tickets: Sequence[Ticket]) -> int:
+        """Count the updates since the weights that an update's gradients were computed from."""
+        return self.version - min(ticket.version for ticket in tickets)
+
+    def apply(self, tickets: Sequence[Ticket]) -> None:
+        """Note that an update has been made of these."""
+        for ticket in tickets:
+            del self.held[ticket.trainer]
+        self.version += 1
+
+
+class InStep(Pacing):
+    """All trainers work on their slice of the same batch, and wait for each other."""
+
+    def __init__(self, trainers: int) -> None:
+        super().__init__()
+        self.pieces = trainers
+
+    @property
+    def started(self) -> int:
+        """Count the one that trainers are at."""
+        return self.version + bool(self.held)
+
+    def may_draw(self, trainer: int) -> bool:
+        """Let each trainer draw once per update."""
+        return trainer not in self.held and self.version < self.limit
+
+    def draw(self, trainer: int) -> Ticket:
+        """Give a trainer its slice of the next batch."""
+        return self._hold(trainer, self.version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +164,19 @@ class Stretch:
 
 
 class Server:
-    """Weights for trainers, and their gradients for the loop."""
+    """Weights for trainers, and their gradients for the loop.
+
+    Trainers call `draw()` and `push()`, each from a thread of its own, and the first thread that
+    sees a trainer disappear calls `lose()`; the training loop on rank 0 calls the rest. One lock
+    guards it all. Applying an update reads the weights, changes and writes them: two at once, and
+    one of them would be lost; a reader in between would see half a step. So only the loop's thread
+    does it, holding the lock, and weights are copied under the same lock.
+    """
 
     def __init__(
         self, pacing: Pacing, copy_weights: Callable[[], Sequence[Tensor]], *, timeout_s: float
     ) -> None:
-        """Take over the pacing.
-
-        Args:
-            pacing: decides which trainer may start.
-            copy_weights: copies them as they are now to the CPU.
-            timeout_s: how long to wait for a gradient.
-        """
+        """Copy weights as they are now to the CPU; wait for a gradient for at most `timeout_s`."""
         self._pacing, self._copy_weights, self._timeout_s = pacing, copy_weights, timeout_s
         self._changed = threading.Condition()
         self._arrived: list[Gradient] = []
@@ -82,8 +184,6 @@ class Server:
         self._weights: Sequence[Tensor] | None = None
         self._last = Stretch(number=0, step=0)
         self._lost: str | None = None
-
-    # Called by trainers.
 
     def draw(self, trainer: int, stretch: int) -> Work | Stretch:
         """Return work as soon as there is some, or the end of the stretch."""
@@ -103,15 +203,11 @@ class Server:
             self._arrived.append(gradient)
             self._changed.notify_all()
 
-    # Called by the first thread that sees a trainer disappear.
-
     def lose(self, reason: str) -> None:
         """End the wait for a trainer that is gone."""
         with self._changed:
             self._lost = self._lost or reason
             self._changed.notify_all()
-
-    # Called by the loop.
 
     def open(self, *, version: int, limit: int) -> None:
         """Begin a stretch of updates."""
@@ -123,8 +219,7 @@ class Server:
     def collect(self, *, stop: bool) -> Sequence[Gradient] | None:
         """Wait for the gradients of the next update, in a fixed order; None: the stretch is over.
 
-        Args:
-            stop: whether no update shall begin any more.
+        After a `stop`, no update begins any more.
 
         Raises:
             PeerError: a trainer is gone, or none has sent anything for too long.
@@ -140,10 +235,10 @@ class Server:
                     self._lost = f"no gradient has come for {self._timeout_s:g} s"
             if self._lost is not None:
                 raise PeerError(self._lost)
-            taken = self._arrived[: self._pacing.pieces]
+            gradients = self._arrived[: self._pacing.pieces]
             del self._arrived[: self._pacing.pieces]
         # By trainer, not by time: rounding must not depend on the order of arrival.
-        return sorted(taken, key=lambda gradient: gradient.ticket.trainer)
+        return sorted(gradients, key=lambda gradient: gradient.ticket.trainer)
 
     @contextmanager
     def applying(self, gradients: Sequence[Gradient]) -> Iterator[int]:

@@ -1,46 +1,57 @@
-"""The model under a parameter server: the server's, and each trainer's copy of it.
+"""Training under a parameter server: the model on the server and on a trainer, and their loop.
 
 The server holds parameters and optimizer. A trainer loads the received weights, computes a gradient
 and sends it back; it has no state of its own that a checkpoint would have to know.
+
+Checkpoints, evaluation, stops and the end are those of `train.loop`: there all ranks meet. Between
+two such meetings lies a stretch of updates, known in advance, in which no trainer waits longer than
+`--ps-mode` allows. So each batch is drawn exactly once, and a checkpoint has no gradient on its
+way.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from train.cli.config import Config
-from train.errors import UsageError
-from train.model import buffers, compilation
+from train.data.order import mixed, seed_device
+from train.errors import NonFiniteLoss, UsageError
+from train.loop import Trainer, listed
+from train.model import batchnorm, compilation
+from train.model.evaluation import batch_size, measure
 from train.parallel.base import Parts, WholeModel
+from train.parallel.layout import Layout
+from train.parallel.parameter_server import wire
+from train.parallel.parameter_server.server import Gradient, InStep, Pacing, Server, Stretch, Work
+from train.runtime.process_group import RankGroup
 
 
 class Served(WholeModel):
     """One rank's copy of the model; rank 0's is the one that counts."""
 
     def __init__(self, parts: Parts) -> None:
-        """Make the model on the rank's device.
-
-        Raises:
-            UsageError: an option needs agreement of the trainers.
-        """
         check(parts.config)
         super().__init__(parts, parts.model())
         self.serves = parts.group.rank_info.rank == 0
         if not self.serves:
-            compilation.whole(self.model, parts.config)
+            compilation.compile_whole(self.model, parts.config)
         # In step, each trainer has a slice of every batch; else it has whole batches of its own.
         self.trainers = parts.group.rank_info.world_size - 1
         in_step = parts.config.ps_mode == "sync"
         self.shards = self.trainers if in_step else 1
         self.shard = max(parts.group.rank_info.rank - 1, 0) if in_step else 0
         self.axes = (self.shard,)
-        kept = self.model.state_dict().keys()
+        saved = self.model.state_dict().keys()
         # Of running statistics, how far they move is sent; a table of angles never does.
-        numbers = buffers.numbers(self.model)
-        self._buffers = [buffer for name, buffer in numbers.items() if name in kept]
+        buffers = batchnorm.numeric_buffers(self.model)
+        self._buffers = [buffer for name, buffer in buffers.items() if name in saved]
+        # How many ages were noted, their sum, and the largest.
         self._ages = 0, 0, 0
 
     def describe(self) -> str:
@@ -99,11 +110,9 @@ class Served(WholeModel):
 
     def take_gradients(self) -> list[Tensor | None]:
         """Move this trainer's gradients to the CPU, out of the parameters."""
-        taken: list[Tensor | None] = []
-        for parameter in self.model.parameters():
-            taken.append(None if parameter.grad is None else parameter.grad.cpu())
-            parameter.grad = None
-        return taken
+        gradients = [None if p.grad is None else p.grad.cpu() for p in self.model.parameters()]
+        self.model.zero_grad(set_to_none=True)
+        return gradients
 
     def moved(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Say how far buffers have moved since these weights."""
@@ -122,7 +131,7 @@ class Served(WholeModel):
             parameter.grad = None if total is None else total.to(parameter.device)
 
     def move(self, pieces: Sequence[Sequence[Tensor]]) -> None:
-        """Move buffers by the mean of how far trainers have: see `train.model.buffers`."""
+        """Move buffers by the mean of how far trainers have: see `train.model.batchnorm`."""
         for buffer, column in zip(self._buffers, zip(*pieces, strict=True), strict=True):
             mean = torch.stack(column).double().mean(dim=0)
             # Counters of passes are whole numbers.
@@ -148,4 +157,135 @@ def check(config: Config) -> None:
         raise UsageError(
             "--sync-batch-norm lets ranks exchange in every forward pass, but the server makes "
             "none; leave it out with --strategy ps"
+        )
+
+
+class Alone(RankGroup):
+    """A group of one, in a process that is connected to others."""
+
+    @property
+    def connected(self) -> bool:
+        """Say that there is nothing to exchange."""
+        return False
+
+
+class ServedTrainer(Trainer):
+    """The loop of rank 0, which serves, and that of a trainer."""
+
+    strategy: Served
+
+    def run(self) -> bool:
+        """Train to the last step, or until stopped; say whether the run is done."""
+        self._stretch = 0
+        self._server: Server | None = None
+        if self.strategy.serves:
+            bound = self.config.staleness if self.config.ps_mode == "bounded" else None
+            in_step = self.config.ps_mode == "sync"
+            pacing = InStep(self.strategy.trainers) if in_step else Pacing(bound)
+            self._server = Server(
+                pacing, self.strategy.copy_weights, timeout_s=self.config.timeout_s
+            )
+        with wire.connect(self.group, self._server, timeout_s=self.config.timeout_s):
+            return super().run()
+
+    def train_step(self) -> bool:
+        """Make all updates up to the next meeting; return whether any rank got a stop request.
+
+        Raises:
+            NonFiniteLoss: on all ranks, before the weights are touched.
+        """
+        self._stretch += 1
+        ended = self._compute() if self._server is None else self._serve(self._server)
+        # All ranks are here, so none is left waiting when all of them leave.
+        stop = self.note_stop(self.group.sum([self.stop.requested])[0])
+        if ended.error is not None:
+            raise NonFiniteLoss(ended.error)
+        self.progress.step = ended.step
+        self.progress.samples_seen = ended.step * self.config.global_batch
+        return stop
+
+    def measure(self) -> dict[str, float]:
+        """Measure on the whole test set, on the server."""
+        if not self.strategy.serves:
+            return {}
+        rank_info = dataclasses.replace(self.group.rank_info, rank=0, world_size=1)
+        alone = Alone(rank_info=rank_info, device=self.group.device)
+        parts = dataclasses.replace(self.strategy.parts, layout=Layout(), group=alone)
+        whole = WholeModel(parts, self.strategy.model)
+        batch = batch_size(self.config, self.strategy)
+        return measure(self.task, whole, alone, self.test, batch=batch)
+
+    def _serve(self, server: Server) -> Stretch:
+        """Apply the updates of a stretch as they come, up to what takes all ranks."""
+        step, every = self.progress.step, self.config.checkpoint_every
+        end_of_epoch = math.ceil((self.epoch + 1) * len(self.train) / self.config.global_batch)
+        checkpoint = (step // every + 1) * every if every else self.progress.steps
+        server.open(version=step, limit=min(self.progress.steps, end_of_epoch, checkpoint))
+        stop, error = False, None
+        try:
+            started = time.monotonic()
+            while gradients := server.collect(stop=stop or self.stop.requested):
+                self._apply(server, gradients, started)
+                started = time.monotonic()
+                stop = stop or any(gradient.stop for gradient in gradients)
+        except NonFiniteLoss as caught:
+            error = str(caught)
+        ended = Stretch(number=self._stretch, step=self.progress.step, error=error)
+        server.close(ended)
+        return ended
+
+    def _apply(self, server: Server, gradients: Sequence[Gradient], started: float) -> None:
+        """Make one update, atomically for all readers."""
+        if infinite := [gradient for gradient in gradients if not math.isfinite(gradient.loss)]:
+            raise self._not_finite("loss", infinite)
+        loss = sum(gradient.loss for gradient in gradients)
+        count = sum(gradient.count for gradient in gradients)
+        extra: dict[str, float] = {}
+        with server.applying(gradients) as age:
+            self.strategy.put_gradients([gradient.gradients for gradient in gradients])
+            if self.config.ps_mode != "sync":
+                self.strategy.note_age(age)
+                extra["staleness"] = age
+            try:
+                self.update(loss, count, started=started, **extra)
+            except NonFiniteLoss as error:
+                # The loop believes that batches come in order.
+                raise self._not_finite("gradient", gradients) from error
+            self.strategy.move([gradient.moved for gradient in gradients])
+        self.progress.metrics.update(self.strategy.ages())
+
+    def _not_finite(self, what: str, gradients: Sequence[Gradient]) -> NonFiniteLoss:
+        numbers = {number for gradient in gradients for number in gradient.samples.tolist()}
+        trainers = ", ".join(str(gradient.ticket.trainer + 1) for gradient in gradients)
+        return NonFiniteLoss(
+            f"the {what} of step {self.progress.step + 1} is not finite, as rank {trainers} has "
+            f"found for a batch of samples {listed(sorted(numbers))}; checkpoints are from "
+            "before it; a smaller --lr or --clip-norm may help"
+        )
+
+    def _compute(self) -> Stretch:
+        """Compute gradients until the stretch is over."""
+        trainer = self.group.rank_info.rank - 1
+        while isinstance(work := wire.draw(trainer, self._stretch), Work):
+            wire.push(self._gradient(work))
+        return work
+
+    def _gradient(self, work: Work) -> Gradient:
+        """Do what a step is without a server, up to the gradient."""
+        strategy, ticket = self.strategy, work.ticket
+        strategy.take_weights(work.weights)
+        begin = ticket.update * self.config.global_batch
+        # Batches of one trainer, or of all in step, come one after the other: they are read ahead.
+        in_turn = strategy.shards > 1 or strategy.trainers == 1
+        batch = self.feed.batch(begin) if in_turn else self.feed.lone_batch(begin)
+        seed_device(mixed(self.seed, ticket.update), self.group.device)
+        sums = strategy.accumulate(batch.split_into(self.micro_batches))
+        return Gradient(
+            ticket=ticket,
+            loss=sums.loss.item(),
+            count=sums.count,
+            gradients=strategy.take_gradients(),
+            moved=strategy.moved(work.weights),
+            samples=self.feed.numbers(begin),
+            stop=self.stop.requested,
         )

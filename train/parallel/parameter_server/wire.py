@@ -34,10 +34,8 @@ _SCHEME = "train-group"
 def connect(group: RankGroup, server: Server | None, *, timeout_s: float) -> Iterator[None]:
     """Connect trainers and server; disconnect them when all went well, as `open_group()` does.
 
-    Args:
-        group: the ranks, connected already: they meet in the same store.
-        server: on rank 0, what trainers shall reach.
-        timeout_s: after how long a call has failed.
+    The ranks are connected already, and meet in the same store. `server` is what trainers shall
+    reach on rank 0; a call has failed after `timeout_s`.
 
     Raises:
         PeerError: another rank has gone.
@@ -122,7 +120,8 @@ def _watch(server: Server, rank: int) -> None:
         try:
             future.value()
         except RuntimeError as error:
-            server.lose(f"rank {rank}, a trainer, is gone: {_first_line(error)}")
+            reason = str(error).partition("\n")[0]
+            server.lose(f"rank {rank}, a trainer, is gone: {reason}")
 
     # No time-out: it is answered at the end of the run.
     rpc.rpc_async(_name(rank), _stay, timeout=0).add_done_callback(answered)
@@ -165,7 +164,3 @@ def _others_may_be_gone() -> Iterator[None]:
         if "tensorpipe" in text or "RPC ran for more than" in text:
             raise PeerError(f"the parameter server's ranks are cut off: {text}") from error
         raise
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -24,63 +24,48 @@ from torch.utils._pytree import TreeSpec
 
 from train.data.order import Batch
 from train.errors import UsageError
-from train.model import buffers, compilation
+from train.model import compilation
 from train.model.trees import Tree, form_of, joined, named, tensors_of, unflattened
-from train.parallel import cp, gradient_sync, hybrid, pieces, tp
+from train.parallel import cp, fsdp, hybrid, pieces, tp
 from train.parallel.base import Parts, Strategy, Sums, Tally, one_number, tally
-from train.parallel.fsdp_units import Units
-from train.parallel.inventory import Inventory, check_alike, check_unchanged
 from train.parallel.pipeline import split
-from train.parallel.pipeline.forward import Relay, Untransferable
-from train.parallel.pipeline.shared_parameters import SharedParameters, shared_parameters
-from train.parallel.pipeline.stages import Stage, plan
+from train.parallel.pipeline.stages import Relay, SharedParameters, Stage, Untransferable, plan
 
 
 class Pipelined(Strategy):
     """Runs this rank's stages; the last stage's rank knows the loss."""
 
     def __init__(self, parts: Parts) -> None:
-        """Build the model, keep this rank's stages of it, and split them further by the layout."""
         layout, config, group = parts.layout, parts.config, parts.group
         split.check(config, layout)
-        self.parts, self.task = parts, parts.task
-        at = layout.coordinates(group.rank_info.rank)
-        self.shard, self.shards = layout.shard(group.rank_info.rank), layout.shards
-        self.axes = (self.shard, at["cp"], at["pp"])
-        self.norm_device = self._device = group.device
         # On the host: the device need never hold more than this rank's stages.
         model = parts.model(torch.device("meta" if config.meta_init else "cpu"))
-        self._given = Inventory.of([model])
+        super().__init__(parts, model)
+        at = layout.coordinates(group.rank_info.rank)
+        self.axes = (self.shard, at["cp"], at["pp"])
         self._plan = plan(model, parts)
         self._owners = split.owners(config.pp_schedule, layout.pp)
-        shared = shared_parameters(model, self._plan, self._owners, parts)
         held = split.stages_of(at["pp"], config.pp_schedule, layout.pp)
-        self._stages = {number: Stage(model, self._plan[number], parts.autocast) for number in held}
+        self._stages = {number: Stage(model, self._plan[number], parts) for number in held}
+        self._shared = SharedParameters(model, self._plan, self._owners, self._stages, parts)
         mesh = hybrid.build_mesh(parts)
         self.stage_group = mesh.get_group("pp")
-        self._units: list[Units] = []
+        self._units: list[fsdp.Units] = []
         for number, stage in self._stages.items():
             if not config.meta_init:
                 stage.to(group.device)
-            cut = hybrid.parallelise(stage, self._plan[number], parts, mesh)
-            self._slice = cut.sequence
-            self._units += [cut.units] if cut.units else []
+            self._slice, units = hybrid.parallelise(stage, self._plan[number], parts, mesh)
+            self._units += [units] if units else []
             if isinstance(stage, FSDPModule):
                 # Parameters stay gathered until the step's last backward pass. Otherwise each
                 # micro-batch would gather them, and schedules that compute the gradients of weights
                 # in a pass of their own would look for other tensors, and silently leave them out.
                 stage.set_reshard_after_forward(False)
         if config.meta_init:
-            hybrid.materialise(list(self._stages.values()), parts)
-        # After the tensors on the device `meta` have been replaced.
-        self._running_statistics = [b for s in self._stages.values() for b in buffers.moving(s)]
-        self._data_groups = hybrid.data_groups(mesh)
-        self._uncut = tp.UncutGradients(mesh["tp"], task=self.task.name)
-        self._shared = SharedParameters(shared, self._stages, parts)
+            hybrid.materialise(self.modules(), parts)
+        self._settlement = hybrid.Settlement(self.modules(), mesh, parts)
         self._filled: frozenset[str] = frozenset()
-        self._relay = Relay(
-            self._stages, owners=self._owners, group=self.stage_group, device=group.device
-        )
+        self._relay = Relay(self._stages, self._owners, self.stage_group, group.device)
         self._holds_last = len(self._plan) - 1 in self._stages
         if self._holds_last:
             # torch's schedules take a tensor or several, and no other tree.
@@ -91,31 +76,22 @@ class Pipelined(Strategy):
         self._schedule: Any = None
         self._made_for: object = None
         self._factor, self._losses, self._targets = 1.0, list[Tensor](), list[Tree]()
-        whole = nn.ModuleList(self._stages.values())
-        self.gradient_sync = gradient_sync.choose(parts, whole, self.micro_batches())
+        whole = nn.ModuleList(self.modules())
+        self.gradient_sync = fsdp.choose_gradient_sync(parts, whole, self.micro_batches())
+
+    def modules(self) -> Sequence[nn.Module]:
+        """Give this rank's stages."""
+        return list(self._stages.values())
 
     def describe(self) -> str:
         """Say which rank of a pipeline holds what."""
         pp, schedule = self.parts.layout.pp, self.parts.config.pp_schedule
-        return (
-            f"pipeline of {pp}, {schedule}: "
-            + "; ".join(
-                f"stage {number} (rank {self._owners[number]}): {', '.join(names)}"
-                for number, names in enumerate(self._plan)
-            )
-            + (f"; {self.gradient_sync}" if str(self.gradient_sync) else "")
-        )
-
-    def verify(self) -> None:
-        """Compare this rank's stages with the model that they were taken from.
-
-        Raises:
-            UsageError: names the lost or changed part.
-        """
-        check_alike(self._given, self.parts.group, task=self.task.name)
-        how = f"--strategy {self.parts.config.strategy_on(self.parts.group.rank_info)}"
-        made = Inventory.of(self._stages.values())
-        check_unchanged(self._given, made, how=f"{how} ({self.parts.layout})", whole=False)
+        stages = [
+            f"stage {number} (rank {self._owners[number]}): {', '.join(names)}"
+            for number, names in enumerate(self._plan)
+        ]
+        sync = str(self.gradient_sync)
+        return f"pipeline of {pp}, {schedule}: {'; '.join([*stages, sync] if sync else stages)}"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Give the parameters of this rank's stages."""
@@ -128,7 +104,7 @@ class Pipelined(Strategy):
     def without_gradient(self) -> frozenset[str]:
         """Name the parameters that this rank's data have given no gradient in this step."""
         names = frozenset[str]().union(*(units.without_gradient() for units in self._units))
-        return self._filled | self._shared.canonical(names) if names or self._filled else names
+        return self._filled | self._shared.canonical(names)
 
     def micro_batches(self) -> int:
         """Count the micro-batches that `accumulate()` expects, all of one size."""
@@ -137,18 +113,7 @@ class Pipelined(Strategy):
     def warm_up(self, batch: Batch) -> None:
         """Refuse a model that does not bear cutting, between its pieces or along sequences."""
         layout, schedule = self.parts.layout, self.parts.config.pp_schedule
-        pieces.check_complete(self.parts, batch, asked=f"--pp {layout.pp} --pp-schedule {schedule}")
-        self._check_stages(batch)
-        last = len(self._plan) - 1
-        held = nn.ModuleList(self._stages.values())
-        cp.verify(held, lambda x: self.passed(x).get(last, (None, None))[1], batch, self.parts)
-
-    def _check_stages(self, batch: Batch) -> None:
-        """Refuse stages that would give the next one something else than a tensor.
-
-        Raises:
-            UsageError: on all ranks.
-        """
+        pieces.check_complete(self.parts, batch, flags=f"--pp {layout.pp} --pp-schedule {schedule}")
         problem = ""
         if len(batch):
             try:
@@ -157,6 +122,8 @@ class Pipelined(Strategy):
                 problem = str(error)
         if problems := [one for one in self.parts.group.gather(problem) if one]:
             raise UsageError(problems[0])
+        held, last = nn.ModuleList(self.modules()), len(self._plan) - 1
+        cp.verify(held, lambda x: self.passed(x).get(last, (None, None))[1], batch, self.parts)
 
     def passed(self, inputs: Tree) -> dict[int, tuple[Tree, Tree]]:
         """Send a batch through all stages; give what went in and out of this rank's.
@@ -167,11 +134,11 @@ class Pipelined(Strategy):
         try:
             return self._relay.run(inputs)
         except Untransferable as error:
-            last = self._plan[error.stage][-1]
+            number, kind = error.args
             raise UsageError(
-                f"--pp {self.parts.layout.pp}: stage {error.stage} of task {self.task.name!r}, "
-                f"which ends with {last!r}, gives a {error.kind}; from stage to stage goes one "
-                "tensor, and the last gives tensors only: cut elsewhere by pieces(), have that "
+                f"--pp {self.parts.layout.pp}: stage {number} of task {self.task.name!r}, which "
+                f"ends with {self._plan[number][-1]!r}, gives a {kind}; from stage to stage goes "
+                "one tensor, and the last gives tensors only: cut elsewhere by pieces(), have that "
                 "module give what it may, or leave out --pp"
             ) from error
 
@@ -188,18 +155,14 @@ class Pipelined(Strategy):
         self._factor, self._losses = factor, []
         for units in self._units:
             units.begin_step()
-        config, ranks = self.parts.config, self.parts.layout.tp
         with tp.losses_stay_apart(self.parts):
             schedule.step(*inputs, target=numbers, return_outputs=False)
-        if config.compile:
+        if self.parts.config.compile:
             compilation.check_compiled(self.task)
-        for stage in self._stages.values():
-            tp.finish_gradients(stage, ranks)
-        self._uncut.check([*self._stages.values()], halves=config.precision != "fp32")
+        self._settlement.run()
         self._filled = self._shared.sum_gradients()
-        buffers.average(self._running_statistics, self._data_groups)
         if not self._reports:
-            return Sums(loss=torch.zeros((), device=self._device), count=0)
+            return Sums(loss=torch.zeros((), device=self.norm_device), count=0)
         count = sum(self.task.count(batch.targets) for batch in batches)
         return Sums(loss=torch.stack(self._losses).sum(), count=count)
 
@@ -234,57 +197,43 @@ class Pipelined(Strategy):
                     sums = tally(self.task, outputs, batch.targets)
                 if self._reports:
                     return sums
-        zero = torch.zeros((), device=self._device)
+        zero = torch.zeros((), device=self.norm_device)
         return Tally(loss=zero, score=zero.new_zeros(0), count=0)
 
-    def model_state(self) -> dict[str, Tensor]:
-        """Give parameters and buffers of this rank's stages."""
-        return {
-            name: tensor
-            for stage in self._stages.values()
-            for name, tensor in stage.state_dict().items()
-        }
-
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
-        """Put them in place."""
-        for stage in self._stages.values():
-            stage.load_state_dict({name: state[name] for name in stage.state_dict()})
-
     def _schedule_for(self, batches: Sequence[Batch]) -> Any:
-        """Give torch's schedule for micro-batches like these, all of one size."""
+        """Give torch's schedule for micro-batches like these, all of one size.
+
+        It is given the inputs and outputs of each stage, and the number of micro-batches. torch
+        would find that out itself with a training pass of its own, which moves the running
+        statistics of batch normalisation. Ours changes nothing.
+        """
         made_for = (len(batches), [(t.shape, t.dtype) for t in tensors_of(batches[0].inputs)])
         if any(len(batch) != len(batches[0]) for batch in batches):
             sizes = ", ".join(str(len(batch)) for batch in batches)
             raise ValueError(f"micro-batches of a pipeline must be of one size, not {sizes}")
-        if self._made_for != made_for:
-            self._schedule, self._made_for = self._make_schedule(batches), made_for
-        return self._schedule
-
-    def _make_schedule(self, batches: Sequence[Batch]) -> Any:
-        """Give torch the inputs and outputs of each stage, and the number of micro-batches.
-
-        torch would find that out itself with a training pass of its own, which moves the running
-        statistics of batch normalisation. Ours changes nothing.
-        """
-        count, name = len(self._plan), self.parts.config.pp_schedule
+        if self._made_for == made_for:
+            return self._schedule
         # Connects the whole group: the first exchange between two of its ranks may not.
-        dist.all_reduce(torch.zeros(1, device=self._device), group=self.stage_group)
-        made = [
+        dist.all_reduce(torch.zeros(1, device=self.norm_device), group=self.stage_group)
+        stages = [
             PipelineStage(
                 self._stages[number],
                 number,
-                count,
-                self._device,
-                input_args=tuple(_like(t, wants_gradient=number > 0) for t in tensors_of(taken)),
-                output_args=tuple(_like(t, wants_gradient=True) for t in tensors_of(given)),
+                len(self._plan),
+                self.norm_device,
+                input_args=tuple(_like(t, wants_gradient=number > 0) for t in tensors_of(inputs)),
+                output_args=tuple(_like(t, wants_gradient=True) for t in tensors_of(outputs)),
                 group=self.stage_group,
             )
-            for number, (taken, given) in self.passed(batches[0].inputs).items()
+            for number, (inputs, outputs) in self.passed(batches[0].inputs).items()
         ]
         # Sums, not means: `scale_grads` would divide by the number of micro-batches.
         arguments = {"n_microbatches": len(batches), "loss_fn": self._loss, "scale_grads": False}
+        name = self.parts.config.pp_schedule
         single = name in split.ONE_STAGE
-        return get_schedule_class(name)(made[0] if single else made, **arguments)
+        self._schedule = get_schedule_class(name)(stages[0] if single else stages, **arguments)
+        self._made_for = made_for
+        return self._schedule
 
 
 def _like(tensor: Tensor, *, wants_gradient: bool) -> Tensor:

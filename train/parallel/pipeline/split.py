@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 from train.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from train.cli.config import Config
     from train.parallel.layout import Layout
+    from train.tasks.base import Task
 
 # Schedules whose ranks hold one stage each. Of the others they hold two: a batch passes every rank
 # twice, and the first and the last micro-batch keep fewer ranks waiting.
@@ -76,17 +79,49 @@ def micro_batches(config: Config, layout: Layout) -> int:
     Raises:
         UsageError: they cannot be of one size, or the schedule cannot be made for so many.
     """
-    share = _share(config, layout)
-    fitting = _fitting(config, layout.pp, share)
-    if config.micro_batch is not None:
-        if config.micro_batch in fitting:
-            return share // config.micro_batch
-        raise UsageError(_unfitting(config, layout, share, fitting))
-    if not fitting:
-        raise UsageError(_none_fits(config, layout, share))
-    wanted = 2 * stage_count(config.pp_schedule, layout.pp)
-    counts = [share // size for size in fitting]
-    return max((count for count in counts if count <= wanted), default=min(counts))
+    schedule, pp = config.pp_schedule, layout.pp
+    whole = f"--global-batch {config.global_batch} with --pp {pp}"
+    share, remainder = divmod(config.global_batch, layout.shards)
+    if remainder:
+        lower = config.global_batch - remainder
+        fitting = [str(size) for size in (lower, lower + layout.shards) if size]
+        raise UsageError(
+            f"{whole}: stages expect batches of one size, but {config.global_batch} samples for "
+            f"{layout.shards} ranks are {layout.shards} x {share} + {remainder}; use "
+            f"--global-batch {' or '.join(fitting)}"
+        )
+    stages = stage_count(schedule, pp)
+    if schedule in ("1F1B", "DualPipeV"):
+        demand = f"but schedule {schedule} needs at least one for each of {stages} stages"
+    else:
+        demand = f"but schedule {schedule} takes them in rounds of one size, of at least {pp} each"
+    divisors = [size for size in range(1, share + 1) if share % size == 0]
+    sizes = [size for size in divisors if accepts(schedule, pp, share // size)]
+    if not sizes:
+        raise UsageError(
+            f"{whole}: a rank's share of {share} samples makes at most {_counted(share)}, "
+            f"{demand}; use --global-batch {stages * layout.shards} or more, or --pp-schedule GPipe"
+        )
+    if (size := config.micro_batch) is None:
+        counts = [share // size for size in sizes]
+        return max((count for count in counts if count <= 2 * stages), default=min(counts))
+    count, remainder = divmod(share, size)
+    if size in sizes:
+        return count
+    if remainder:
+        why = (
+            f"stages expect micro-batches of one size, but a rank's share of {share} samples is "
+            f"{count} x {size} + {remainder}"
+        )
+    else:
+        why = f"a rank's share of {share} samples makes {_counted(count)}, {demand}"
+    *others, last = [str(size) for size in reversed(sizes)]
+    listed = f"{', '.join(others)} or {last}" if others else last
+    raise UsageError(f"--micro-batch {size} with --pp {pp}: {why}; use --micro-batch {listed}")
+
+
+def _counted(micro_batches: int) -> str:
+    return "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
 
 
 def check(config: Config, layout: Layout) -> None:
@@ -109,19 +144,24 @@ def check(config: Config, layout: Layout) -> None:
         )
 
 
-def cut(pieces: Mapping[str, int], parts: int, *, asked: str) -> list[list[str]]:
-    """Cut a model's pieces in `parts` successive groups, the largest as small as can be.
+def piece_sizes(model: nn.Module, task: Task) -> dict[str, int]:
+    """Count the parameters of each piece of a model, in the order of the forward pass."""
+    return {
+        name: sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
+        for name in task.pieces(model)
+    }
 
-    Args:
-        pieces: number of parameters by name, in the order of the forward pass. Pieces without any
-            are no group of their own: an optimizer would have nothing to do there.
-        parts: how many groups.
-        asked: the option that requires so many, for the message.
+
+def cut(pieces: Mapping[str, int], parts: int, *, flags: str) -> list[list[str]]:
+    """Cut `piece_sizes()` in `parts` successive groups, the largest as small as can be.
+
+    Pieces without parameters are no group of their own: an optimizer would have nothing to do
+    there. The message names the flags that require so many parts.
 
     Raises:
         UsageError: there are too few pieces.
 
-    >>> cut({"0": 9, "relu": 0, "1": 5, "2": 4}, 2, asked="--pp 2")
+    >>> cut({"0": 9, "relu": 0, "1": 5, "2": 4}, 2, flags="--pp 2")
     [['0'], ['relu', '1', '2']]
     """
     names, sizes = list(pieces), list(pieces.values())
@@ -129,7 +169,7 @@ def cut(pieces: Mapping[str, int], parts: int, *, asked: str) -> list[list[str]]
     if cuttable < parts:
         listed = ", ".join(repr(name) for name in names)
         raise UsageError(
-            f"{asked}: the model is to be cut in {parts} parts, but only {cuttable} of its pieces "
+            f"{flags}: the model is to be cut in {parts} parts, but only {cuttable} of its pieces "
             f"({listed}) have parameters; ask for at most {cuttable}, or have the task's pieces() "
             "name more submodules"
         )
@@ -147,67 +187,3 @@ def cut(pieces: Mapping[str, int], parts: int, *, asked: str) -> list[list[str]]
 
     _, ends = best(0, parts)
     return [names[start:stop] for start, stop in zip((0, *ends), ends, strict=False)]
-
-
-def _share(config: Config, layout: Layout) -> int:
-    share, remainder = divmod(config.global_batch, layout.shards)
-    if remainder:
-        lower = config.global_batch - remainder
-        fitting = [str(size) for size in (lower, lower + layout.shards) if size]
-        raise UsageError(
-            f"--global-batch {config.global_batch} with --pp {layout.pp}: stages expect batches of "
-            f"one size, but {config.global_batch} samples for {layout.shards} ranks are "
-            f"{layout.shards} x {share} + {remainder}; use --global-batch {' or '.join(fitting)}"
-        )
-    return share
-
-
-def _fitting(config: Config, pp: int, share: int) -> list[int]:
-    """List the sizes of micro-batches that divide a share, and that the schedule allows."""
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
-    return [size for size in sizes if accepts(config.pp_schedule, pp, share // size)]
-
-
-def _unfitting(config: Config, layout: Layout, share: int, fitting: list[int]) -> str:
-    size = config.micro_batch or share
-    count, remainder = divmod(share, size)
-    if not fitting:
-        return _none_fits(config, layout, share)
-    if remainder:
-        why = (
-            f"stages expect micro-batches of one size, but a rank's share of {share} samples is "
-            f"{count} x {size} + {remainder}"
-        )
-    else:
-        why = (
-            f"a rank's share of {share} samples makes {_counted(count)}, "
-            f"{_demand(config.pp_schedule, layout.pp)}"
-        )
-    return f"--micro-batch {size} with --pp {layout.pp}: {why}; use --micro-batch {_any(fitting)}"
-
-
-def _none_fits(config: Config, layout: Layout, share: int) -> str:
-    least = stage_count(config.pp_schedule, layout.pp)
-    return (
-        f"--global-batch {config.global_batch} with --pp {layout.pp}: a rank's share of {share} "
-        f"samples makes at most {_counted(share)}, {_demand(config.pp_schedule, layout.pp)}; "
-        f"use --global-batch {least * layout.shards} or more, or --pp-schedule GPipe"
-    )
-
-
-def _demand(schedule: str, pp: int) -> str:
-    """Return a schedule's requirement on the number of micro-batches."""
-    if schedule in ("1F1B", "DualPipeV"):
-        count = stage_count(schedule, pp)
-        return f"but schedule {schedule} needs at least one for each of {count} stages"
-    return f"but schedule {schedule} takes them in rounds of one size, of at least {pp} each"
-
-
-def _counted(micro_batches: int) -> str:
-    return "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
-
-
-def _any(sizes: list[int]) -> str:
-    """Write alternatives, largest first."""
-    *others, last = [str(size) for size in sorted(sizes, reverse=True)]
-    return f"{', '.join(others)} or {last}" if others else last

@@ -1,31 +1,33 @@
-"""A model cut in pipeline stages: which pieces are whose, and a module that holds some of them."""
+"""A model cut in pipeline stages: the pieces of each, what stages share, and a way through them.
+
+Stages may share a parameter, such as an embedding that is the head's matrix, too. Then each rank
+that holds one of these stages has a copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from train.errors import UsageError
 from train.model.trees import Tree
-from train.parallel.base import Parts
+from train.parallel.base import Parts, local
 from train.parallel.pipeline import split
 
 
 class Stage(nn.Module):
     """Some successive pieces of a model, under the names that they have in it."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        names: Sequence[str],
-        autocast: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """Take pieces out of the model."""
+    def __init__(self, model: nn.Module, names: Sequence[str], parts: Parts) -> None:
         super().__init__()
         # Underscored: no piece is called so.
-        self._names, self._autocast = tuple(names), autocast
+        self._names, self._autocast = tuple(names), parts.autocast
         for name in names:
             *path, last = name.split(".")
             home: nn.Module = self
@@ -50,28 +52,205 @@ def plan(model: nn.Module, parts: Parts) -> list[list[str]]:
     Raises:
         UsageError: there are too few, or the model is more than its pieces.
     """
-    config, layout, task = parts.config, parts.layout, parts.task
-    sizes = {
-        name: sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
-        for name in task.pieces(model)
-    }
-    count = split.stage_count(config.pp_schedule, layout.pp)
-    asked = f"--pp {layout.pp} with --pp-schedule {config.pp_schedule}"
-    groups = split.cut(sizes, count, asked=asked)
-    named = [
+    schedule, pp, task = parts.config.pp_schedule, parts.layout.pp, parts.task
+    sizes = split.piece_sizes(model, task)
+    flags = f"--pp {pp} with --pp-schedule {schedule}"
+    groups = split.cut(sizes, split.stage_count(schedule, pp), flags=flags)
+    tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    for name, tensor in named:
-        if not any(within(name, own) for own in groups):
+    for name, tensor in tensors:
+        if not any(_within(name, own) for own in groups):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise UsageError(
-                f"{asked}: no stage would hold {kind} {name!r}, as no piece of task {task.name!r} "
+                f"{flags}: no stage would hold {kind} {name!r}, as no piece of task {task.name!r} "
                 f"contains it ({', '.join(sizes)}); have pieces() name its module"
             )
     return groups
 
 
-def within(name: str, pieces: Sequence[str]) -> bool:
+def _within(name: str, pieces: Sequence[str]) -> bool:
     """Say whether a tensor of that name belongs to one of these pieces."""
     return any(name.startswith(f"{piece}.") for piece in pieces)
+
+
+class SharedParameters:
+    """This rank's copies of what stages share, and the ranks that have the others.
+
+    Copies begin alike, and stay alike, as each takes the same step: the sum of what all stages have
+    given it for a gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Sequence[Sequence[str]],
+        owners: Mapping[int, int],
+        stages: Mapping[int, nn.Module],
+        parts: Parts,
+    ) -> None:
+        """Connect the ranks that have copies; all ranks call this, before they cut their stages.
+
+        `owners` names the rank of the pipeline that holds each stage of the plan; `stages` are this
+        rank's own.
+
+        Raises:
+            UsageError: one rank would have to shard a parameter in two stages at once.
+        """
+        self._stages = stages
+        # All names of a parameter that stages share; the first is used for it everywhere.
+        self._canonical: dict[str, str] = {}
+        # Another rank speaks for these where each parameter counts once.
+        self._counted_elsewhere: set[str] = set()
+        self._summed: list[tuple[str, dist.ProcessGroup | None]] = []
+        here = parts.layout.coordinates(parts.group.rank_info.rank)["pp"]
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for same in names.values():
+            first, *others = same
+            numbers = {n for n, own in enumerate(plan) for name in same if _within(name, own)}
+            ranks = tuple(sorted({owners[number] for number in numbers}))
+            if len(numbers) > len(ranks) and parts.layout.world_size > parts.layout.pp:
+                raise UsageError(
+                    f"--pp {parts.layout.pp} with --pp-schedule {parts.config.pp_schedule}: "
+                    f"parameter {first!r} (also {', '.join(map(repr, others))}) is shared by "
+                    f"stages {' and '.join(map(str, sorted(numbers)))}, which one rank holds and "
+                    "cannot shard apart; use --pp-schedule 1F1B, whose ranks hold one stage each, "
+                    "or leave out the other axes"
+                )
+            if len(numbers) == 1:
+                continue
+            self._canonical |= dict.fromkeys(same, first)
+            if here > ranks[0]:
+                self._counted_elsewhere.add(first)
+            if len(ranks) > 1 and ranks not in groups:
+                groups[ranks] = _group(ranks, parts)
+            if len(ranks) > 1 and here in ranks:
+                self._summed.append((first, groups[ranks]))
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give the stages' parameters, each once, under one name on all ranks that have it."""
+        given: set[int] = set()
+        for stage in self._stages.values():
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in given:
+                    given.add(id(parameter))
+                    yield self._canonical.get(name, name), parameter
+
+    def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give each of the pipeline's parameters on one of its ranks."""
+        return (
+            (name, parameter)
+            for name, parameter in self.named_parameters()
+            if name not in self._counted_elsewhere
+        )
+
+    def canonical(self, names: frozenset[str]) -> frozenset[str]:
+        """Call parameters by the names that stand for them."""
+        return frozenset(self._canonical.get(name, name) for name in names)
+
+    def sum_gradients(self) -> frozenset[str]:
+        """Add up the copies' gradients; give the names of those for which zeros stand in here."""
+        if not self._summed:
+            return frozenset()
+        parameters = dict(self.named_parameters())
+        filled = set()
+        for name, group in self._summed:
+            parameter = parameters[name]
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                filled.add(name)
+            dist.all_reduce(local(parameter.grad), group=group)
+        return frozenset(filled)
+
+
+def _group(ranks: Sequence[int], parts: Parts) -> dist.ProcessGroup | None:
+    """Connect some ranks of each pipeline: every rank has to name the groups of all others."""
+    layout, mine = parts.layout, None
+    pipelines: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        if at.pop("pp") in ranks:
+            pipelines.setdefault(tuple(at.values()), []).append(rank)
+    timeout = timedelta(seconds=parts.config.timeout_s)
+    for members in pipelines.values():
+        group = dist.new_group(members, timeout=timeout)
+        if parts.group.rank_info.rank in members:
+            mine = group
+    return mine
+
+
+class Untransferable(Exception):
+    """What a stage gives is not one tensor; arguments: its number, the name of the type given."""
+
+
+class Relay:
+    """Runs this rank's stages in turn, and sends their output to the rank of the next stage.
+
+    Without gradients and without a schedule, tensors of any shape, as each is announced. So batches
+    need no padding, and nothing depends on how many there are.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        owners: Mapping[int, int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Take this rank's stages, on `device`, and the rank in `group` that holds each stage."""
+        self._stages, self._owners = stages, owners
+        self._group, self._device = group, device
+
+    def run(self, inputs: Tree) -> dict[int, tuple[Tree, Tree]]:
+        """Send a batch through all stages; give what went in and out of this rank's.
+
+        Raises:
+            Untransferable: on this rank or one before it, a stage gives the next no single tensor.
+        """
+        passed: dict[int, tuple[Tree, Tree]] = {}
+        hidden = inputs
+        for number, stage in self._stages.items():
+            if number > 0 and number - 1 not in self._stages:
+                hidden = self._receive(self._owners[number - 1])
+            stage.eval()
+            with torch.no_grad():
+                given = hidden if isinstance(hidden, Untransferable) else stage(hidden)
+            if number + 1 in self._owners and not isinstance(given, Tensor | Untransferable):
+                # The others hear of it, too: they wait for what this stage gives.
+                given = Untransferable(number, type(given).__name__)
+            passed[number] = (hidden, given)
+            hidden = given
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    # Without a backward pass, gathered parameters must be freed here.
+                    module.reshard()
+            if number + 1 in self._owners and number + 1 not in self._stages:
+                self._send(hidden, self._owners[number + 1])
+        if isinstance(hidden, Untransferable):
+            raise hidden
+        return passed
+
+    def _send(self, hidden: Any, rank: int) -> None:
+        peer = dist.get_global_rank(self._group, rank)
+        tensor = isinstance(hidden, Tensor)
+        announced = [(hidden.shape, hidden.dtype) if tensor else hidden.args]
+        dist.send_object_list(announced, dst=peer, group=self._group, device=self._device)
+        if tensor:
+            dist.send(hidden.contiguous(), dst=peer, group=self._group)
+
+    def _receive(self, rank: int) -> Tensor | Untransferable:
+        peer = dist.get_global_rank(self._group, rank)
+        announced: list[Any] = [None]
+        dist.recv_object_list(announced, src=peer, group=self._group, device=self._device)
+        shape, dtype = announced[0]
+        if not isinstance(dtype, torch.dtype):
+            return Untransferable(*announced[0])
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        dist.recv(tensor, src=peer, group=self._group)
+        return tensor

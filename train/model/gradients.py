@@ -1,4 +1,4 @@
-"""The norm of all gradients, wherever their parts lie, and clipping by it.
+"""The norm of all gradients, wherever their parts lie, clipping by it, and loss scaling for fp16.
 
 `torch.nn.utils.clip_grad_norm_` fails when parameters lie on several meshes, as they do when only
 some layers are tensor parallel. So every rank adds up its own parts, and the sums are added along
@@ -7,12 +7,20 @@ just those dimensions of each mesh along which something is cut.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from train.parallel.base import Strategy, local, scale
+
+# The schedule of Micikevicius et al., "Mixed Precision Training" (2018), with the numbers that
+# torch.amp.GradScaler uses.
+FIRST_SCALE = 2.0**16
+GROW_AFTER = 2000
+SMALLEST_SCALE = 2.0**-14
 
 
 def total_norm(strategy: Strategy) -> float:
@@ -67,3 +75,39 @@ def _groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
         for dimension, placement in enumerate(parameter.placements)
         if not placement.is_replicate() and mesh.size(dimension) > 1
     )
+
+
+class LossScaler:
+    """The factor by which losses are multiplied: halved at an overflow, doubled after long peace.
+
+    For fp16, whose smallest numbers are larger than many gradients.
+
+    Not torch.amp.GradScaler: it looks at one rank's gradients, and ranks that disagree about a step
+    part for good. Here the norm over all ranks decides.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = FIRST_SCALE if enabled else 1.0
+        self._good_steps = 0
+
+    def passed(self) -> None:
+        """Note a step whose gradients were finite."""
+        self._good_steps += 1
+        if self.enabled and self._good_steps % GROW_AFTER == 0:
+            self.scale *= 2.0
+
+    def overflowed(self) -> bool:
+        """Note a step whose gradients were not; say whether a smaller scale may help."""
+        self._good_steps = 0
+        self.scale /= 2.0
+        return self.enabled and self.scale >= SMALLEST_SCALE
+
+    def state(self) -> dict[str, float]:
+        """Give what a checkpoint must hold."""
+        return {"scale": self.scale, "good_steps": self._good_steps} if self.enabled else {}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Go on from there; a checkpoint of another precision holds nothing."""
+        if self.enabled and state:
+            self.scale, self._good_steps = state["scale"], int(state["good_steps"])
