@@ -1,4 +1,4 @@
-"""The command line of `python -m train.collectives`."""
+"""The command line of `python -m train.collectives`; without torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from train.cli.fields import nearest
-from train.collectives.names import NAMES
 from train.errors import UsageError
 from train.runtime.rank import Place
 
+# Collectives that move numbers, and therefore have a table of sizes.
+SIZED = (
+    *("all_reduce", "broadcast", "reduce", "scatter", "gather", "all_gather", "reduce_scatter"),
+    *("all_to_all", "send_recv"),
+)
+NAMES = (*SIZED, "barrier", "monitored_barrier")
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _WAY_OUT = (
     "start them with `python -m train.collectives --nproc 2`, "

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-from train.collectives.barriers import demonstrate_barrier, demonstrate_monitored_barrier
-from train.collectives.demo import WrongResult, demonstrate
+from train.collectives.demo import (
+    WrongResult,
+    demonstrate,
+    demonstrate_barrier,
+    demonstrate_monitored_barrier,
+    print_table,
+)
 from train.collectives.operations import COLLECTIVES, Collective
 from train.collectives.options import Options
 from train.collectives.ranks import Ranks, connect
-from train.collectives.timing import table
 from train.errors import EXIT_DONE, EXIT_FAILED, TrainError
 from train.rundir.console import Console
 from train.runtime.rank import Place
@@ -76,7 +80,7 @@ def run(options: Options, ranks: Ranks, console: Console, collectives: Sequence[
         for collective in collectives:
             if collective.name in options.only:
                 demonstrate(collective, ranks, console)
-                table(collective, options.sizes_bytes, options.repeats, ranks, console)
+                print_table(collective, options.sizes_bytes, options.repeats, ranks, console)
         if "barrier" in options.only:
             demonstrate_barrier(ranks, console, repeats=repeats)
         if "monitored_barrier" in options.only:

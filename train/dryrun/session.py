@@ -15,9 +15,8 @@ from train import tasks
 from train.cli import compatibility, sizes
 from train.cli.config import Config
 from train.dryrun.bubbles import bubbles
-from train.dryrun.report import lines
-from train.dryrun.result import Findings
-from train.dryrun.simulate import Rehearsal, Rehearsed
+from train.dryrun.report import Findings
+from train.dryrun.simulate import RankCost, Rehearsal
 from train.dryrun.suggestions import misfit
 from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from train.parallel.layout import OWN_AXIS, flag
@@ -25,23 +24,20 @@ from train.rundir.console import Console
 from train.runtime.rank import Place
 from train.tasks.base import Task
 
-# Not one device per rank, or not one kind of rank.
-_UNKNOWN = ("ps", "manual", "dataparallel")
-
 
 def show(config: Config, console: Console) -> int:
-    """Print what a plan takes; give 2 if it does not fit, else 0.
+    """Print what a plan takes; return the exit status 2 if it does not fit, else 0.
 
     Raises:
         UsageError: the plan cannot work, or cannot be rehearsed.
     """
-    # Before the work is done.
+    # First, since a rehearsal takes seconds.
     limit = None if config.device_memory is None else sizes.parse(config.device_memory)
     findings = examine(config, limit)
     if config.json:
         console.say(json.dumps(findings.as_dict(), indent=2))
     else:
-        console.say("\n".join(lines(findings)))
+        console.say("\n".join(findings.lines()))
     return EXIT_USAGE if findings.misfits else EXIT_DONE
 
 
@@ -53,30 +49,26 @@ def examine(config: Config, limit: int | None = None) -> Findings:
     """
     place = place_of(config)
     task = tasks.load(config.task)
-    layout = config.layout_on(place)
+    layout, strategy = config.layout_on(place), config.strategy_on(place)
     ranks = _rehearse(config, task, place)
-    strategy = config.strategy_on(place)
-    numbers, size = _whole_model(task)
+    weights = list(task._sketch().parameters())
 
     def attempt(other: Config) -> int | None:
         try:
-            rehearsed = _rehearse(other, task, place_of(other))
+            costs = _rehearse(other, task, place_of(other))
         except UsageError:
             return None
-        return max(sum(rank.memory.values()) for rank in rehearsed)
+        return max(rank.total for rank in costs)
 
     misfits = []
     if limit is not None:
-        # A pipeline's ranks make the model in the host's memory; those that do not shard it have
+        # A pipeline's ranks make the model in the host's memory; ranks that do not shard it hold
         # no less of it later on.
-        if (
-            strategy in compatibility.COMPOSED
-            and not config.meta_init
-            and layout.pp == 1
-            and size > limit
-        ):
+        whole = sum(weight.nbytes for weight in weights)
+        shards = strategy in compatibility.COMPOSED and layout.pp == 1
+        if shards and not config.meta_init and whole > limit:
             misfits.append(
-                f"while the run starts, each rank holds the whole model: {sizes.written(size)} of "
+                f"while the run starts, each rank holds the whole model: {sizes.written(whole)} of "
                 f"--device-memory {sizes.written(limit)}; use --meta-init"
             )
         if problem := misfit(ranks, limit, config, layout, attempt):
@@ -88,7 +80,7 @@ def examine(config: Config, limit: int | None = None) -> Findings:
         node_size=place.local_world_size,
         global_batch=config.global_batch,
         schedule=config.pp_schedule if layout.pp > 1 else None,
-        parameters=numbers,
+        parameters=sum(weight.numel() for weight in weights),
         ranks=ranks,
         bubbles=bubbles(layout.pp, ranks[0].micro_batches) if layout.pp > 1 else {},
         limit=limit,
@@ -102,7 +94,8 @@ def place_of(config: Config) -> Place:
     Raises:
         UsageError: the number of ranks is not given, or the strategy cannot be rehearsed.
     """
-    if config.strategy in _UNKNOWN:
+    # These have not one device per rank, or not one kind of rank.
+    if config.strategy in ("ps", "manual", "dataparallel"):
         raise UsageError(
             f"--dry-run knows strategies whose ranks have a device each and are alike, not "
             f"--strategy {config.strategy}; use --strategy single to see the model's memory"
@@ -118,9 +111,9 @@ def place_of(config: Config) -> Place:
     return dataclasses.replace(place, local_world_size=node)
 
 
-def _rehearse(config: Config, task: Task, place: Place) -> list[Rehearsed]:
+def _rehearse(config: Config, task: Task, place: Place) -> list[RankCost]:
     try:
-        return Rehearsal(config, task, place).all()
+        return Rehearsal(config, task, place).run()
     except (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -130,9 +123,3 @@ def _rehearse(config: Config, task: Task, place: Place) -> list[Rehearsed]:
             f"--dry-run cannot rehearse task '{task.name}': its model or loss does something that "
             f"depends on the values of a tensor, which has none here: {error}"
         ) from error
-
-
-def _whole_model(task: Task) -> tuple[int, int]:
-    """Count the parameters of a task's model, and their bytes."""
-    parameters = list(task._sketch().parameters())
-    return sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters)
