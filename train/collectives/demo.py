@@ -6,20 +6,25 @@ size by size.
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from train.collectives.operations import Collective
-from train.collectives.ranks import Ranks
 from train.errors import TrainError
 from train.rundir.console import Console
+from train.runtime.rank import Place
+
+Value = TypeVar("Value")
 
 MOST_NUMBERS = 8
 MOST_RANKS = 8
@@ -28,6 +33,39 @@ WARM_UP = 3
 
 class WrongResult(TrainError):
     """A collective gave a rank something else than plain Python computes."""
+
+
+@dataclass(kw_only=True)
+class Ranks:
+    """This rank, and a notice board that all ranks can read."""
+
+    place: Place
+    """Number of this rank, and of all ranks."""
+    device: torch.device
+    """Where its tensors lie."""
+    store: Store
+    """The notice board: a key-value store that rank 0 or the launcher serves."""
+    timeout: timedelta
+    """How long to wait for a rank."""
+    rounds: int = field(default=0, init=False)
+    """How many exchanges there have been: each has keys of its own."""
+
+    def exchange(self, value: Value) -> list[Value]:
+        """Give every rank every rank's value, by rank.
+
+        Through the store, which is TCP and needs no collective: a broken collective could neither
+        report nor hide that it is broken.
+        """
+        self.rounds += 1
+        keys = [f"{self.rounds}/{rank}" for rank in range(self.place.world_size)]
+        self.store.set(keys[self.place.rank], json.dumps(value))
+        self.store.wait(keys, self.timeout)
+        return [json.loads(text) for text in self.store.multi_get(keys)]
+
+    def synchronize(self) -> None:
+        """Wait for the GPU's queued work, since a call returns earlier."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def demonstrate(collective: Collective, ranks: Ranks, console: Console) -> None:

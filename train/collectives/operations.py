@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -39,7 +40,7 @@ class Collective:
     """The numbers of (rank) after, from those of all ranks before; None: nothing is promised."""
     prepare: Prepare
     """From (tensor, rank, world size), the call to measure; it returns the rank's result."""
-    bus_factor: Callable[[int], float]
+    bus_factor: Callable[[int], float] = lambda world_size: 1.0
     """Bus bandwidth / algorithm bandwidth, for a world size."""
 
     def numbers(self, world_size: int) -> int:
@@ -55,15 +56,6 @@ def _two_each(rank: int, world_size: int) -> Numbers:
 
 def _one_for_each(rank: int, world_size: int) -> Numbers:
     return [10 * (rank + 1) + other for other in range(world_size)]
-
-
-def _two_at_root(rank: int, world_size: int) -> Numbers:
-    # The zeros are where the other ranks receive.
-    return [1, 2] if rank == ROOT else [0, 0]
-
-
-def _one_for_each_at_root(rank: int, world_size: int) -> Numbers:
-    return list(range(1, world_size + 1)) if rank == ROOT else [0]
 
 
 def _sums(before: list[Numbers]) -> Numbers:
@@ -105,21 +97,14 @@ def _into(
 
 
 def _scatter(mine: Tensor, rank: int, world_size: int) -> Call:
-    if rank != ROOT:
+    parts = list(mine.chunk(world_size)) if rank == ROOT else None
+    received = mine if parts is None else torch.empty_like(parts[ROOT])
 
-        def receive() -> Tensor:
-            dist.scatter(mine, src=ROOT)
-            return mine
+    def call() -> Tensor:
+        dist.scatter(received, parts, src=ROOT)
+        return received
 
-        return receive
-    parts = list(mine.chunk(world_size))
-    own = parts[ROOT].new_empty(parts[ROOT].shape)
-
-    def send() -> Tensor:
-        dist.scatter(own, parts, src=ROOT)
-        return own
-
-    return send
+    return call
 
 
 def _gather(mine: Tensor, rank: int, world_size: int) -> Call:
@@ -151,10 +136,6 @@ def _send_recv(mine: Tensor, rank: int, world_size: int) -> Call:
     return call
 
 
-def _one(world_size: int) -> float:
-    return 1.0
-
-
 def _all_but_own(world_size: int) -> float:
     return (world_size - 1) / world_size
 
@@ -171,10 +152,10 @@ COLLECTIVES = (
     Collective(
         name="broadcast",
         sentence="every rank gets what rank 0 has",
-        before=_two_at_root,
+        # The zeros are where the other ranks receive.
+        before=lambda rank, world_size: [1, 2] if rank == ROOT else [0, 0],
         after=lambda before, rank: before[ROOT],
         prepare=_in_place(partial(dist.broadcast, src=ROOT)),
-        bus_factor=_one,
     ),
     Collective(
         name="reduce",
@@ -182,12 +163,11 @@ COLLECTIVES = (
         before=_two_each,
         after=lambda before, rank: _sums(before) if rank == ROOT else None,
         prepare=_in_place(partial(dist.reduce, dst=ROOT)),
-        bus_factor=_one,
     ),
     Collective(
         name="scatter",
         sentence="rank 0 cuts its tensor in equal parts, and rank r gets part r",
-        before=_one_for_each_at_root,
+        before=lambda rank, world_size: list(range(1, world_size + 1)) if rank == ROOT else [0],
         after=lambda before, rank: [before[ROOT][rank]],
         prepare=_scatter,
         bus_factor=_all_but_own,
@@ -230,6 +210,5 @@ COLLECTIVES = (
         before=_two_each,
         after=lambda before, rank: before[rank - 1],
         prepare=_send_recv,
-        bus_factor=_one,
     ),
 )

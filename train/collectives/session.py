@@ -1,4 +1,4 @@
-"""Start the ranks or join those that a launcher started, and show one collective after another."""
+"""A run: start the ranks or join those of a launcher, and show one collective after another."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from train.collectives.demo import (
+    Ranks,
     WrongResult,
     demonstrate,
     demonstrate_barrier,
@@ -19,15 +23,16 @@ from train.collectives.demo import (
 )
 from train.collectives.operations import COLLECTIVES, Collective
 from train.collectives.options import Options
-from train.collectives.ranks import Ranks, connect
 from train.errors import EXIT_DONE, EXIT_FAILED, TrainError
 from train.rundir.console import Console
+from train.runtime.process_group import agree_on_device, device_and_backend, disconnect
 from train.runtime.rank import Place
+from train.runtime.rendezvous import meet
 
 
 def spawn(options: Options, nproc: int) -> int:
     """Start the ranks on this machine, and return the exit status of the first that failed."""
-    # They meet in a new folder: no two runs can, as they could at a port.
+    # The ranks meet in a new folder: two runs could share a port, but no folder.
     with tempfile.TemporaryDirectory(prefix="train-") as folder:
         try:
             start_processes(  # type: ignore[no-untyped-call]
@@ -47,7 +52,7 @@ def _spawned(rank: int, options: Options, nproc: int, meeting: str) -> None:
         launched=True,
         meeting=meeting,
     )
-    # Several ranks on one machine: each with all its cores would only be in the others' way.
+    # Ranks on one machine share its cores; each with a thread per core would slow all of them down.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // nproc))
     exit_status = be_a_rank(options, place)
@@ -58,10 +63,26 @@ def _spawned(rank: int, options: Options, nproc: int, meeting: str) -> None:
 
 def be_a_rank(options: Options, place: Place) -> int:
     """Connect, show everything, and return the exit status; an error is printed before."""
-    console = Console(rank=place.rank)
+    console, timeout = Console(rank=place.rank), timedelta(seconds=options.timeout_s)
     try:
-        with connect(place, timeout_s=options.timeout_s) as ranks:
-            return run(options, ranks, console, COLLECTIVES)
+        device, backend = device_and_backend(place)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with meet(place, "env://", timeout) as store:
+            agree_on_device(store, place, device)
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+            board = PrefixStore(f"train/collectives/{place.restart}", store)
+            ranks = Ranks(place=place, device=device, store=board, timeout=timeout)
+            exit_status = run(options, ranks, console, COLLECTIVES)
+            disconnect()
+            return exit_status
     except TrainError as error:
         console.complain(str(error))
         return error.exit_status
@@ -72,9 +93,8 @@ def be_a_rank(options: Options, place: Place) -> int:
 
 
 def run(options: Options, ranks: Ranks, console: Console, collectives: Sequence[Collective]) -> int:
-    """Show collectives until all are done or one is wrong."""
-    backend = torch.distributed.get_backend()
-    console.say(f"{ranks.place.world_size} ranks, {backend} on {ranks.device.type}")
+    """Show collectives until all are done or one is wrong; return the exit status."""
+    console.say(f"{ranks.place.world_size} ranks, {dist.get_backend()} on {ranks.device.type}")
     repeats = options.repeats if options.sizes_bytes else 0
     try:
         for collective in collectives:

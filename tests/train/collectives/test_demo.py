@@ -20,10 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from tests.train.conftest import Start
 from tests.train.support.ranks import on_ranks
 from train.collectives import demo, options
-from train.collectives.demo import WrongResult
+from train.collectives.demo import Ranks, WrongResult
 from train.collectives.operations import COLLECTIVES, Call, Collective
 from train.collectives.options import NAMES, SIZED, Options, parse
-from train.collectives.ranks import Ranks
 from train.collectives.session import run
 from train.errors import EXIT_FAILED, EXIT_USAGE, UsageError
 from train.rundir.console import Console
