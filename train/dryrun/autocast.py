@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,23 +97,13 @@ def _kernels() -> dict[str, _Kernel]:
         for name in with_rule("AutocastCPU") - with_rule("AutocastCUDA")
         if not name.startswith(_COMPOSITE)
     }
-
-    def widest(tensors: Sequence[Tensor]) -> torch.dtype:
-        has_float32 = any(tensor.dtype == torch.float32 for tensor in tensors)
-        return torch.float32 if has_float32 else torch.get_autocast_dtype("cpu")
-
-    rules: tuple[tuple[list[str], Callable[[Sequence[Tensor]], torch.dtype]], ...] = (
-        (FLOAT32, lambda tensors: torch.float32),
-        (WIDEST, widest),
-        (LOW, lambda tensors: torch.get_autocast_dtype("cpu")),
-    )
-    for names, dtype_of in rules:
+    for names in (FLOAT32, WIDEST, LOW):
         for name in names:
-            kernels[name] = _without_autocast(_cast_inputs, _operation(name), dtype_of)
+            kernels[name] = _kernel(functools.partial(_cast_inputs, names), name)
     for name in FLOAT32_OUT:
-        kernels[name] = _without_autocast(_float32_result, _operation(name))
+        kernels[name] = _kernel(_float32_result, name)
     for name, typed in FLOAT32_NORMS.items():
-        kernels[name] = _without_autocast(_float32_norm, _operation(name), _operation(typed))
+        kernels[name] = _kernel(functools.partial(_float32_norm, _operation(typed)), name)
     return kernels
 
 
@@ -123,25 +113,23 @@ def _operation(name: str) -> OpOverload:
     return overload_of
 
 
-def _without_autocast(rule: _Kernel, *bound: object) -> _Kernel:
+def _kernel(rule: _Kernel, name: str) -> _Kernel:
     """Make a kernel of a rule, whose calls of operations do not come back to the rule."""
-    autocast = DispatchKeySet(DispatchKey.AutocastCPU)
+    operation, autocast = _operation(name), DispatchKeySet(DispatchKey.AutocastCPU)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _ExcludeDispatchKeyGuard(autocast):
-            return rule(*bound, args, kwargs)
+            return rule(operation, args, kwargs)
 
     return kernel
 
 
-def _cast_inputs(
-    operation: OpOverload,
-    dtype_of: Callable[[Sequence[Tensor]], torch.dtype],
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """Cast the floating-point tensors to the type that they get together."""
-    dtype = dtype_of([leaf for leaf in tree_leaves((args, kwargs)) if _eligible(leaf)])
+def _cast_inputs(names: list[str], operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Cast floating-point tensors to the type that the rule of these names gives all of them."""
+    dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _eligible(leaf)}
+    dtype = torch.get_autocast_dtype("cpu")
+    if names is FLOAT32 or (names is WIDEST and torch.float32 in dtypes):
+        dtype = torch.float32
     args, kwargs = tree_map_only(
         Tensor, lambda t: t.to(dtype) if _eligible(t) else t, (args, kwargs)
     )
@@ -160,7 +148,7 @@ def _float32_result(operation: OpOverload, args: Any, kwargs: Any) -> Any:
     return operation(**arguments)
 
 
-def _float32_norm(operation: OpOverload, typed: OpOverload, args: Any, kwargs: Any) -> Any:
+def _float32_norm(typed: OpOverload, operation: OpOverload, args: Any, kwargs: Any) -> Any:
     schema = operation._schema.arguments
     defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
     names = [argument.name for argument in schema]

@@ -12,7 +12,7 @@ from train.parallel.pipeline import split
 
 # In units of a forward pass: the gradients of inputs take as long, and those of weights too.
 _TIME = {"FORWARD": 1.0, "BACKWARD_INPUT": 1.0, "BACKWARD_WEIGHT": 1.0, "FULL_BACKWARD": 2.0}
-# What is done to a micro-batch: (kind, stage, number of the micro-batch).
+# A pass of a micro-batch through a stage: (kind, stage, number of the micro-batch).
 _Action = tuple[str, int, int]
 
 

@@ -6,8 +6,8 @@ sees those of DDP, FSDP, DTensor, pipelines and our own alike, with real and wit
 torch has a similar mode for each, which falls short of a dry run:
 
 - `FlopCounterMode` has no formula for the CPU's attention.
-- `MemTracker` fixes the kind of each tensor when the peak occurs. A gradient is known as one only
-  later, and `--cpu-offload` asks for the peak without the kinds that the host keeps.
+- `MemTracker` fixes the kind of each tensor when the peak occurs. But a tensor proves to be a
+  gradient later, and `--cpu-offload` needs the peak without the kinds that the host keeps.
 - `CommDebugMode` counts calls by operator: without bytes, without the ranks that take part, and
   without messages from rank to rank.
 """

@@ -1,9 +1,11 @@
-"""A dry run from its configuration to its exit status."""
+"""A dry run from its configuration to its exit status; for a plan that does not fit, ways out."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -15,14 +17,20 @@ from train import tasks
 from train.cli import compatibility, sizes
 from train.cli.config import Config
 from train.dryrun.bubbles import bubbles
+from train.dryrun.counters import ACTIVATIONS, STATE
 from train.dryrun.report import Findings
-from train.dryrun.simulate import RankCost, Rehearsal
-from train.dryrun.suggestions import misfit
+from train.dryrun.simulate import EVALUATION, RankCost, Rehearsal
 from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
-from train.parallel.layout import OWN_AXIS, flag
+from train.parallel.layout import OWN_AXIS, Layout, flag
 from train.rundir.console import Console
 from train.runtime.rank import Place
 from train.tasks.base import Task
+
+Try = Callable[[Config], int | None]
+"""Rehearses another plan; returns the bytes of its worst rank, or None if it cannot work."""
+_Changes = dict[str, Any]
+# Larger factors would be another plan, not a way out of this one.
+_FACTORS = [2**power for power in range(1, 11)]
 
 
 def show(config: Config, console: Console) -> int:
@@ -123,3 +131,100 @@ def _rehearse(config: Config, task: Task, place: Place) -> list[RankCost]:
             f"--dry-run cannot rehearse task '{task.name}': its model or loss does something that "
             f"depends on the values of a tensor, which has none here: {error}"
         ) from error
+
+
+def misfit(
+    ranks: Sequence[RankCost], limit: int, config: Config, layout: Layout, attempt: Try
+) -> str | None:
+    """Say which rank needs more than `limit` bytes, with the arithmetic and ways out."""
+    worst = max(ranks, key=lambda rank: rank.total)
+    if worst.total <= limit:
+        return None
+    sums = " + ".join(
+        f"{sizes.written(size)} {kind}" for kind, size in worst.memory.items() if size
+    )
+    ways = _ways(worst, limit, config, layout, attempt)
+    excess = sizes.written(worst.total - limit)
+    return (
+        f"rank {worst.rank} needs {sizes.written(worst.total)} = {sums}: {excess} more than "
+        f"--device-memory {sizes.written(limit)}; "
+        + (
+            f"tried, and it fits: {'; or '.join(ways)}"
+            if ways
+            else "no small change will do: raise --tp (parameters and activations), --pp "
+            "(parameters) or --dp-shard, and lower --micro-batch"
+        )
+    )
+
+
+def _ways(rank: RankCost, limit: int, config: Config, layout: Layout, attempt: Try) -> list[str]:
+    """Name the smallest change of each kind that fits; if none does, try several together."""
+    sharding = list(_sharding(rank, limit, config, layout))
+    micro_batches = [{"micro_batch": size} for size in _sizes(rank, rank.micro_batch, limit)]
+    evaluations = [{"eval_batch": size} for size in _sizes(rank, rank.eval_batch, limit)]
+    checkpointing = {"activation_checkpointing": True}
+    # So that no gradient stays whole from one micro-batch to the next.
+    sharded = layout.pp == 1 and layout.dp_shard * layout.cp > 1
+    sync = rank.gradient_sync
+    whole_gradients = rank.micro_batches > 1 and sync is not None and sync.when == "last"
+    kinds: list[list[_Changes]] = [
+        sharding,
+        micro_batches,
+        evaluations if rank.peak == EVALUATION else [],
+        [] if config.activation_checkpointing else [checkpointing],
+        [{"gradient_sync": "each"}] if sharded and whole_gradients else [],
+    ]
+    ways = [way for changes in kinds if (way := _first_fitting(changes, limit, config, attempt))]
+    if not ways and sharding:
+        both = sharding[0] | checkpointing
+        candidates = [both, both | {"micro_batch": 1}]
+        if way := _first_fitting(candidates, limit, config, attempt):
+            ways.append(way)
+    return ways
+
+
+def _first_fitting(
+    candidates: Sequence[_Changes], limit: int, config: Config, attempt: Try
+) -> str | None:
+    # Rehearsals take seconds, and the arithmetic's first choice is mostly right.
+    for changes in candidates[:2]:
+        needed = attempt(dataclasses.replace(config, **changes))
+        if needed is not None and needed <= limit:
+            flags = " ".join(
+                flag(name) if value is True else f"{flag(name)} {value}"
+                for name, value in changes.items()
+                if value is not None and name not in ("strategy", "comm_hook")
+            )
+            return f"{flags} ({sizes.written(needed)})"
+    return None
+
+
+def _sharding(rank: RankCost, limit: int, config: Config, layout: Layout) -> Iterator[_Changes]:
+    """Have each rank hold a smaller part: on as many ranks as now, or on more.
+
+    At best its share of the batch becomes smaller as well.
+    """
+    if config.reduce == "exact" or config.strategy == "local-sgd":
+        return
+    best = sum(size for kind, size in rank.memory.items() if kind in (*STATE, ACTIVATIONS))
+    rest = rank.total - best
+    for factor in _FACTORS:
+        copies, remainder = divmod(layout.dp_replicate, factor)
+        if remainder:
+            copies = layout.dp_replicate
+        shards = layout.dp_shard * factor
+        if best / factor + rest <= limit and copies * shards <= config.global_batch:
+            axes = {"dp_replicate": copies, "dp_shard": shards}
+            axes |= {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp")}
+            given = {axis: size if size > 1 else None for axis, size in axes.items()}
+            yield {"strategy": "auto", **given, "comm_hook": "none"}
+
+
+def _sizes(rank: RankCost, rehearsed: int, limit: int) -> Iterator[int]:
+    """Give smaller numbers of samples whose activations, in proportion, leave room for the rest."""
+    activations = rank.memory[ACTIVATIONS]
+    others = rank.total - activations
+    for factor in _FACTORS:
+        size = rehearsed // factor
+        if size and others + activations * size / rehearsed <= limit:
+            yield size

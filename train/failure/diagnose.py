@@ -20,11 +20,7 @@ from train.data.order import Batch
 from train.model.trees import described
 from train.tasks.base import Task
 
-# Methods of a task that the trainer calls.
-METHODS = (
-    "model", "train", "test", "loss", "count", "score", "metrics", "identity", "pieces",
-    "tensor_plan", "weights",
-)  # fmt: skip
+METHODS = [name for name in vars(Task) if name.islower() and not name.startswith("_")]
 # In these methods a rank talks to no other, so that no error there is an echo.
 ALONE = ("model", "train", "test", "identity", "weights")
 # What `train.data.loader` adds to an exception.

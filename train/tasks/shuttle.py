@@ -70,7 +70,7 @@ class Shuttle(Perceptron):
             readings = frame[[f"V{number + 1}" for number in range(self.features)]]
             inputs = torch.from_numpy(readings.to_numpy("float64", copy=True))
             return inputs, torch.from_numpy(frame["Class"].cat.codes.to_numpy("int64", copy=True))
-        # Of damaged files, rdata raises whatever goes wrong first.
+        # For a damaged file rdata has no exception of its own.
         except Exception as error:
             raise UsageError(f"task 'shuttle' cannot use {path}: {error!r}") from error
 
