@@ -20,7 +20,7 @@ from train.data.order import Batch
 from train.model.trees import described
 from train.tasks.base import Task
 
-METHODS = [name for name in vars(Task) if name.islower() and not name.startswith("_")]
+METHODS = [n for n, m in vars(Task).items() if inspect.isfunction(m) and not n.startswith("_")]
 # In these methods a rank talks to no other, so that no error there is an echo.
 ALONE = ("model", "train", "test", "identity", "weights")
 # What `train.data.loader` adds to an exception.
