@@ -60,9 +60,11 @@ class Shuttle(Perceptron):
                 "apt-get install r-cran-mlbench; or, without R, apt-get download r-cran-mlbench, "
                 f"dpkg -x r-cran-mlbench_*.deb FOLDER, and set {FILE_VARIABLE} to FOLDER{FILE}"
             )
-        # Only here: rdata imports pandas, which takes a second.
-        import rdata
-
+        try:
+            # Only here: rdata imports pandas, which takes a second.
+            import rdata
+        except ModuleNotFoundError as error:
+            raise UsageError("task 'shuttle' needs the package rdata: pip install rdata") from error
         try:
             # rdata warns where it guesses what a damaged file was.
             with warnings.catch_warnings(action="error"):

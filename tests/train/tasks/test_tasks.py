@@ -7,6 +7,7 @@ import lzma
 import math
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,6 +183,15 @@ def test_a_missing_shuttle_names_the_package_and_a_way_without_r(tmp_path: Path)
     assert "apt-get install r-cran-mlbench" in message
     assert "dpkg -x" in message
     assert "SHUTTLE_RDA" in message
+
+
+def test_without_rdata_the_shuttle_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "rdata", None)
+    (tmp_path / "Shuttle.rda").touch()
+    with pytest.raises(UsageError, match="pip install rdata"):
+        Shuttle(tmp_path / "Shuttle.rda")
 
 
 def test_damaged_shuttles_are_named(tmp_path: Path) -> None:
