@@ -216,8 +216,8 @@ def _sharding(rank: RankCost, limit: int, config: Config, layout: Layout) -> Ite
         if best / factor + rest <= limit and copies * shards <= config.global_batch:
             axes = {"dp_replicate": copies, "dp_shard": shards}
             axes |= {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp")}
-            given = {axis: size if size > 1 else None for axis, size in axes.items()}
-            yield {"strategy": "auto", **given, "comm_hook": "none"}
+            mesh = {axis: size if size > 1 else None for axis, size in axes.items()}
+            yield {"strategy": "auto", **mesh, "comm_hook": "none"}
 
 
 def _sizes(rank: RankCost, rehearsed: int, limit: int) -> Iterator[int]:

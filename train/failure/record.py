@@ -166,13 +166,13 @@ def tell_torchrun(text: str, *, echo: bool = False) -> None:
 
 
 def _print(place: Place, text: str, *, own: bool, trace: str = "") -> None:
-    who = ""
+    origin = ""
     if own and place.world_size > 1:
-        who = f"rank {place.rank}: "
+        origin = f"rank {place.rank}: "
     elif place.rank != place.local_rank:
-        who = f"on {socket.gethostname()}: "
+        origin = f"on {socket.gethostname()}: "
     # In one write: ranks that share a terminal would mix their lines.
-    print(f"{trace}train: {who}{text}\n", end="", file=sys.stderr, flush=True)
+    print(f"{trace}train: {origin}{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def _first_reporter(place: Place, text: str, *, own: bool) -> str:
