@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from benchmarks.trainers import trainer_of
 from train.cli.config import Config
-from train.dryrun.flops import Flops
+from train.dryrun.counters import Flops
 from train.parallel.base import DTYPES
 from train.tasks.chars import Chars, Sizes
 

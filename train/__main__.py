@@ -19,7 +19,7 @@ from train.errors import (
     TrainError,
     UsageError,
 )
-from train.failure.report import tell, tell_torchrun
+from train.failure.record import tell, tell_torchrun
 from train.rundir.console import Console, keep_lines_whole
 from train.rundir.files import RunDirectory
 from train.runtime.processes import StopRequest, spawn

@@ -1,22 +1,71 @@
-"""One collective shown: numbers before and after on every rank, checked against plain Python."""
+"""One collective shown and measured.
+
+Numbers before and after on every rank, checked against plain Python; then latency and bandwidth,
+size by size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from train.collectives.operations import Collective
-from train.collectives.ranks import Ranks
 from train.errors import TrainError
 from train.rundir.console import Console
+from train.runtime.rank import RankInfo
+
+Value = TypeVar("Value")
 
 MOST_NUMBERS = 8
 MOST_RANKS = 8
+WARM_UP = 3
 
 
 class WrongResult(TrainError):
     """A collective gave a rank something else than plain Python computes."""
+
+
+@dataclass(kw_only=True)
+class Ranks:
+    """This rank, and a notice board that all ranks can read."""
+
+    rank_info: RankInfo
+    """Number of this rank, and of all ranks."""
+    device: torch.device
+    """Where its tensors lie."""
+    store: Store
+    """The notice board: a key-value store that rank 0 or the launcher serves."""
+    timeout: timedelta
+    """How long to wait for a rank."""
+    rounds: int = field(default=0, init=False)
+    """How many exchanges there have been: each has keys of its own."""
+
+    def exchange(self, value: Value) -> list[Value]:
+        """Give every rank every rank's value, by rank.
+
+        Through the store, which is TCP and needs no collective: a broken collective could neither
+        report nor hide that it is broken.
+        """
+        self.rounds += 1
+        keys = [f"{self.rounds}/{rank}" for rank in range(self.rank_info.world_size)]
+        self.store.set(keys[self.rank_info.rank], json.dumps(value))
+        self.store.wait(keys, self.timeout)
+        return [json.loads(text) for text in self.store.multi_get(keys)]
+
+    def synchronize(self) -> None:
+        """Wait for the GPU's queued work, since a call returns earlier."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def demonstrate(collective: Collective, ranks: Ranks, console: Console) -> None:
@@ -40,6 +89,77 @@ def demonstrate(collective: Collective, ranks: Ranks, console: Console) -> None:
     )
 
 
+def demonstrate_barrier(
+    ranks: Ranks,
+    console: Console,
+    *,
+    repeats: int,
+    barrier: Callable[[], object] = dist.barrier,
+) -> None:
+    """Let the ranks arrive one after the other, and count the arrivals before and after.
+
+    Raises:
+        WrongResult: on all ranks, when the barrier let a rank through before all had arrived.
+    """
+    rank, world_size = ranks.rank_info.rank, ranks.rank_info.world_size
+    if rank > 0:
+        ranks.store.wait([f"arrived/{rank - 1}"], ranks.timeout)
+    before = ranks.store.add("arrivals", 1)
+    ranks.store.set(f"arrived/{rank}", "")
+    barrier()
+    # NCCL's barrier stops the GPU; the program waits only when it reads a result.
+    ranks.synchronize()
+    show(
+        "barrier",
+        "nobody leaves before everybody has come (drawn: how many had come, as each saw it)",
+        before=[before],
+        expected=[world_size],
+        got=[ranks.store.add("arrivals", 0)],
+        ranks=ranks,
+        console=console,
+    )
+    if repeats:
+        console.say(f"  latency {format_time(latency(dist.barrier, repeats, ranks))}")
+
+
+def demonstrate_monitored_barrier(ranks: Ranks, console: Console) -> None:
+    """Keep the last rank away, and check that rank 0 is given its number.
+
+    Raises:
+        WrongResult: on all ranks, when rank 0 gets no number, or another rank's.
+    """
+    rank, away = ranks.rank_info.rank, ranks.rank_info.world_size - 1
+    # gloo only, so beside NCCL it needs a group of its own; and a group is unusable after a barrier
+    # has failed.
+    group = dist.new_group(backend="gloo", timeout=ranks.timeout)
+    missing: list[int] = []
+    console.say(f"\n(1 s without rank {away}; torch itself now complains on standard error)")
+    if rank != away:
+        try:
+            dist.monitored_barrier(group, timeout=timedelta(seconds=1), wait_all_ranks=True)
+        except RuntimeError as error:
+            missing = missing_ranks(str(error))
+    show(
+        "monitored_barrier",
+        f"rank 0 names who did not come in time: rank {away} stays away here (drawn: its names)",
+        before=[],
+        expected=[away] if rank == 0 else None,
+        got=missing,
+        ranks=ranks,
+        console=console,
+    )
+
+
+def missing_ranks(message: str) -> list[int]:
+    """Read the ranks out of what a monitored barrier raises on rank 0.
+
+    >>> missing_ranks("Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms")
+    [1, 3]
+    """
+    match = re.search(r"Ranks? ([0-9, ]+) failed to pass monitoredBarrier", message)
+    return [int(rank) for rank in match[1].split(",")] if match else []
+
+
 def show(
     name: str,
     sentence: str,
@@ -50,30 +170,27 @@ def show(
     ranks: Ranks,
     console: Console,
 ) -> None:
-    """Compare on every rank what came with what had to come, and draw the numbers that came.
+    """Compare results with expectations on every rank, and draw the numbers before and after.
 
     Raises:
         WrongResult: as for `demonstrate()`.
     """
-    seen = ranks.exchange((list(before), None if expected is None else list(expected), list(got)))
+    rows = ranks.exchange((list(before), None if expected is None else list(expected), list(got)))
     wrong = [
-        f"{name}: rank {rank} expected {_numbers(due)}, got {_numbers(came)}"
-        for rank, (_, due, came) in enumerate(seen)
-        if due is not None and due != came
+        f"{name}: rank {rank} expected {_numbers(right)}, got {_numbers(result)}"
+        for rank, (_, right, result) in enumerate(rows)
+        if right is not None and right != result
     ]
     if wrong:
         raise WrongResult("\n".join(wrong))
-    lines = [
-        (f"rank {rank}", _numbers(own), "not promised" if due is None else _numbers(came))
-        for rank, (own, due, came) in enumerate(seen[:MOST_RANKS])
-    ]
-    width = max(len(own) for _, own, _ in lines)
+    width = max(len(_numbers(start)) for start, _, _ in rows[:MOST_RANKS])
     console.say(f"\n{name}: {sentence}")
-    for who, own, came in lines:
-        console.say(f"  {who:<7}  {own:<{width}}  →  {came}")
-    if len(seen) > MOST_RANKS:
-        console.say(f"  … and {len(seen) - MOST_RANKS} more")
-    console.say(f"  right on all {len(seen)} ranks")
+    for rank, (start, right, result) in enumerate(rows[:MOST_RANKS]):
+        end = "not promised" if right is None else _numbers(result)
+        console.say(f"  {f'rank {rank}':<7}  {_numbers(start):<{width}}  →  {end}")
+    if len(rows) > MOST_RANKS:
+        console.say(f"  … and {len(rows) - MOST_RANKS} more")
+    console.say(f"  right on all {len(rows)} ranks")
 
 
 def _numbers(values: Sequence[float]) -> str:
@@ -84,3 +201,125 @@ def _numbers(values: Sequence[float]) -> str:
     """
     shown = " ".join(f"{value:g}" for value in values[:MOST_NUMBERS])
     return (shown + (" …" if len(values) > MOST_NUMBERS else "")) or "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One line of the table."""
+
+    size_bytes: int
+    """The largest buffer of a rank: the requested sizes, in whole numbers for every rank."""
+    latency_s: float
+    """Median over the calls of the time of the slowest rank."""
+    bus_factor: float
+    """Bus bandwidth / algorithm bandwidth."""
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes per second, as the caller sees it."""
+        return self.size_bytes / self.latency_s
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes per second, comparable with the speed of the hardware; see `operations`."""
+        return self.algorithm_bandwidth * self.bus_factor
+
+
+def print_table(
+    collective: Collective, sizes: Sequence[int], repeats: int, ranks: Ranks, console: Console
+) -> None:
+    """Measure a collective for each size, and print each line at once."""
+    if sizes:
+        console.say(f"  {'size':>9} {'latency':>10} {'algbw':>11} {'busbw':>11}")
+    for size in sizes:
+        line = measure(collective, size, repeats, ranks)
+        console.say(
+            f"  {format_size(line.size_bytes):>9} {format_time(line.latency_s):>10} "
+            f"{format_bandwidth(line.algorithm_bandwidth):>11} "
+            f"{format_bandwidth(line.bus_bandwidth):>11}"
+        )
+
+
+def measure(collective: Collective, size_bytes: int, repeats: int, ranks: Ranks) -> Measured:
+    """Measure one size, and check its result as well.
+
+    Raises:
+        WrongResult: on all ranks; names the ranks.
+    """
+    rank, world_size = ranks.rank_info.rank, ranks.rank_info.world_size
+    # Of the largest buffer in the small case, each number (4 bytes) becomes a block: the same
+    # expectation holds for all sizes.
+    small_bytes = 4 * collective.numbers(world_size)
+    block = max(1, size_bytes // small_bytes)
+    start = [collective.before(other, world_size) for other in range(world_size)]
+
+    def enlarged(values: list[int]) -> torch.Tensor:
+        small = torch.tensor(values, dtype=torch.float32, device=ranks.device)
+        return small.repeat_interleave(block)
+
+    call = collective.prepare(enlarged(start[rank]), rank, world_size)
+    expected = collective.after(start, rank)
+    # Only the first call has the known result: later ones add to its sums.
+    result = call()
+    verdicts = ranks.exchange(expected is None or torch.equal(result, enlarged(expected)))
+    if wrong := [other for other, right in enumerate(verdicts) if not right]:
+        what = f"{collective.name} of {format_size(size_bytes)}"
+        raise WrongResult("\n".join(f"{what}: wrong result on rank {other}" for other in wrong))
+    return Measured(
+        size_bytes=block * small_bytes,
+        latency_s=latency(call, repeats, ranks),
+        bus_factor=collective.bus_factor(world_size),
+    )
+
+
+def latency(call: Callable[[], object], repeats: int, ranks: Ranks) -> float:
+    """Return the median of a call's seconds, from all ranks being ready to the last being done.
+
+    The first calls, which open connections and touch memory, do not count.
+    """
+    mine: list[float] = []
+    for _ in range(WARM_UP + repeats):
+        ranks.synchronize()
+        dist.barrier()
+        ranks.synchronize()
+        started = time.perf_counter()
+        call()
+        ranks.synchronize()
+        mine.append(time.perf_counter() - started)
+    # A rank that only sends is done early: a call is over when it is over for all.
+    by_call = zip(*ranks.exchange(mine[WARM_UP:]), strict=True)
+    slowest: list[float] = [max(times) for times in by_call]
+    return statistics.median(slowest)
+
+
+def format_size(size_bytes: int) -> str:
+    """Write a number of bytes.
+
+    >>> format_size(4096), format_size(67_108_860), format_size(1020)
+    ('4 KiB', '64 MiB', '1 KiB')
+    """
+    for unit, bytes_each in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        # A few bytes less than a whole one, so that they divide by the ranks, still read as one.
+        if size_bytes >= 0.98 * bytes_each:
+            return f"{round(size_bytes / bytes_each, 1):g} {unit}"
+    return f"{size_bytes} B"
+
+
+def format_time(seconds: float) -> str:
+    """Write a short time.
+
+    >>> format_time(0.0000123), format_time(0.0123)
+    ('12.3 µs', '12.3 ms')
+    """
+    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """Write bytes per second, in the decimal units of data sheets.
+
+    >>> format_bandwidth(1.5e9), format_bandwidth(2.5e6)
+    ('1.50 GB/s', '2.50 MB/s')
+    """
+    return (
+        f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.2f} MB/s"
+    )

@@ -1,22 +1,25 @@
 """What each collective does: in words, in plain Python, and in torch.
 
-`size` in a table is the largest buffer that one rank has, and bus bandwidth is size / time times a
-factor that makes it comparable with the speed of the hardware whatever the number of ranks n:
-all_reduce 2 (n-1) / n; all_gather, reduce_scatter, all_to_all, gather and scatter (n-1) / n; the
-others 1. Source: nccl-tests, doc/PERFORMANCE.md, and its src/{gather,scatter,sendrecv}.cu.
+`size` in a table is the largest buffer of a rank. Bus bandwidth is size / time times a factor that
+makes it comparable with the speed of the hardware, for any number n of ranks: 2 (n-1) / n for
+all_reduce; (n-1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter; 1 for the
+others. Source: nccl-tests, doc/PERFORMANCE.md, and its src/{gather,scatter,sendrecv}.cu.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 ROOT = 0
 Numbers = list[int]
 Call = Callable[[], Tensor]
+Prepare = Callable[[Tensor, int, int], Call]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +37,10 @@ class Collective:
     before: Callable[[int, int], Numbers]
     """The numbers of (rank, world size) before."""
     after: Callable[[list[Numbers], int], Numbers | None]
-    """From what all ranks have before, what a rank has after; None: nothing is promised."""
-    prepare: Callable[[Tensor, int, int], Call]
+    """The numbers of (rank) after, from those of all ranks before; None: nothing is promised."""
+    prepare: Prepare
     """From (tensor, rank, world size), the call to measure; it returns the rank's result."""
-    bus_factor: Callable[[int], float]
+    bus_factor: Callable[[int], float] = lambda world_size: 1.0
     """Bus bandwidth / algorithm bandwidth, for a world size."""
 
     def numbers(self, world_size: int) -> int:
@@ -55,15 +58,6 @@ def _one_for_each(rank: int, world_size: int) -> Numbers:
     return [10 * (rank + 1) + other for other in range(world_size)]
 
 
-def _two_at_root(rank: int, world_size: int) -> Numbers:
-    # Zeros are the room that the others bring for what they receive.
-    return [1, 2] if rank == ROOT else [0, 0]
-
-
-def _one_for_each_at_root(rank: int, world_size: int) -> Numbers:
-    return list(range(1, world_size + 1)) if rank == ROOT else [0]
-
-
 def _sums(before: list[Numbers]) -> Numbers:
     return [sum(column) for column in zip(*before, strict=True)]
 
@@ -72,46 +66,45 @@ def _one_after_the_other(before: list[Numbers]) -> Numbers:
     return [number for numbers in before for number in numbers]
 
 
-def _all_reduce(mine: Tensor, rank: int, world_size: int) -> Call:
-    def call() -> Tensor:
-        dist.all_reduce(mine)
-        return mine
+def _in_place(operation: Callable[[Tensor], object]) -> Prepare:
+    """Prepare a call whose result is in the tensor itself."""
 
-    return call
+    def prepare(mine: Tensor, rank: int, world_size: int) -> Call:
+        def call() -> Tensor:
+            operation(mine)
+            return mine
 
+        return call
 
-def _broadcast(mine: Tensor, rank: int, world_size: int) -> Call:
-    def call() -> Tensor:
-        dist.broadcast(mine, src=ROOT)
-        return mine
-
-    return call
+    return prepare
 
 
-def _reduce(mine: Tensor, rank: int, world_size: int) -> Call:
-    def call() -> Tensor:
-        dist.reduce(mine, dst=ROOT)
-        return mine
+def _into(
+    operation: Callable[[Tensor, Tensor], object], numbers: Callable[[int, int], int]
+) -> Prepare:
+    """Prepare a call with a result of its own: of so many numbers, from (own numbers, ranks)."""
 
-    return call
+    def prepare(mine: Tensor, rank: int, world_size: int) -> Call:
+        result = mine.new_empty(numbers(mine.numel(), world_size))
+
+        def call() -> Tensor:
+            operation(result, mine)
+            return result
+
+        return call
+
+    return prepare
 
 
 def _scatter(mine: Tensor, rank: int, world_size: int) -> Call:
-    if rank != ROOT:
+    parts = list(mine.chunk(world_size)) if rank == ROOT else None
+    received = mine if parts is None else torch.empty_like(parts[ROOT])
 
-        def receive() -> Tensor:
-            dist.scatter(mine, src=ROOT)
-            return mine
+    def call() -> Tensor:
+        dist.scatter(received, parts, src=ROOT)
+        return received
 
-        return receive
-    parts = list(mine.chunk(world_size))
-    own = parts[ROOT].new_empty(parts[ROOT].shape)
-
-    def send() -> Tensor:
-        dist.scatter(own, parts, src=ROOT)
-        return own
-
-    return send
+    return call
 
 
 def _gather(mine: Tensor, rank: int, world_size: int) -> Call:
@@ -121,36 +114,6 @@ def _gather(mine: Tensor, rank: int, world_size: int) -> Call:
     def call() -> Tensor:
         dist.gather(mine, parts, dst=ROOT)
         return all_of_them
-
-    return call
-
-
-def _all_gather(mine: Tensor, rank: int, world_size: int) -> Call:
-    all_of_them = mine.new_empty(mine.numel() * world_size)
-
-    def call() -> Tensor:
-        dist.all_gather_single(all_of_them, mine)
-        return all_of_them
-
-    return call
-
-
-def _reduce_scatter(mine: Tensor, rank: int, world_size: int) -> Call:
-    part = mine.new_empty(mine.numel() // world_size)
-
-    def call() -> Tensor:
-        dist.reduce_scatter_single(part, mine)
-        return part
-
-    return call
-
-
-def _all_to_all(mine: Tensor, rank: int, world_size: int) -> Call:
-    received = mine.new_empty(mine.shape)
-
-    def call() -> Tensor:
-        dist.all_to_all_single(received, mine)
-        return received
 
     return call
 
@@ -173,10 +136,6 @@ def _send_recv(mine: Tensor, rank: int, world_size: int) -> Call:
     return call
 
 
-def _one(world_size: int) -> float:
-    return 1.0
-
-
 def _all_but_own(world_size: int) -> float:
     return (world_size - 1) / world_size
 
@@ -187,29 +146,28 @@ COLLECTIVES = (
         sentence="every rank ends with the sum over all ranks, place by place",
         before=_two_each,
         after=lambda before, rank: _sums(before),
-        prepare=_all_reduce,
+        prepare=_in_place(dist.all_reduce),
         bus_factor=lambda world_size: 2 * _all_but_own(world_size),
     ),
     Collective(
         name="broadcast",
         sentence="every rank gets what rank 0 has",
-        before=_two_at_root,
+        # The zeros are where the other ranks receive.
+        before=lambda rank, world_size: [1, 2] if rank == ROOT else [0, 0],
         after=lambda before, rank: before[ROOT],
-        prepare=_broadcast,
-        bus_factor=_one,
+        prepare=_in_place(partial(dist.broadcast, src=ROOT)),
     ),
     Collective(
         name="reduce",
         sentence="rank 0 alone ends with the sum; what the others hold then is not promised",
         before=_two_each,
         after=lambda before, rank: _sums(before) if rank == ROOT else None,
-        prepare=_reduce,
-        bus_factor=_one,
+        prepare=_in_place(partial(dist.reduce, dst=ROOT)),
     ),
     Collective(
         name="scatter",
         sentence="rank 0 cuts its tensor in equal parts, and rank r gets part r",
-        before=_one_for_each_at_root,
+        before=lambda rank, world_size: list(range(1, world_size + 1)) if rank == ROOT else [0],
         after=lambda before, rank: [before[ROOT][rank]],
         prepare=_scatter,
         bus_factor=_all_but_own,
@@ -227,7 +185,7 @@ COLLECTIVES = (
         sentence="every rank collects everybody's tensor, in order of rank",
         before=_two_each,
         after=lambda before, rank: _one_after_the_other(before),
-        prepare=_all_gather,
+        prepare=_into(dist.all_gather_single, lambda own, ranks: own * ranks),
         bus_factor=_all_but_own,
     ),
     Collective(
@@ -235,7 +193,7 @@ COLLECTIVES = (
         sentence="the sum over all ranks is cut in equal parts, and rank r gets part r",
         before=_one_for_each,
         after=lambda before, rank: [_sums(before)[rank]],
-        prepare=_reduce_scatter,
+        prepare=_into(dist.reduce_scatter_single, lambda own, ranks: own // ranks),
         bus_factor=_all_but_own,
     ),
     Collective(
@@ -243,7 +201,7 @@ COLLECTIVES = (
         sentence="part s of rank r's tensor becomes part r of rank s's: a transpose across ranks",
         before=_one_for_each,
         after=lambda before, rank: [theirs[rank] for theirs in before],
-        prepare=_all_to_all,
+        prepare=_into(dist.all_to_all_single, lambda own, ranks: own),
         bus_factor=_all_but_own,
     ),
     Collective(
@@ -252,6 +210,5 @@ COLLECTIVES = (
         before=_two_each,
         after=lambda before, rank: before[rank - 1],
         prepare=_send_recv,
-        bus_factor=_one,
     ),
 )

@@ -1,4 +1,4 @@
-"""The command line of `python -m train.collectives`."""
+"""The command line of `python -m train.collectives`; without torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from train.cli.config import nearest
-from train.collectives.names import NAMES
 from train.errors import UsageError
 from train.runtime.rank import RankInfo
 
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-_WAY_OUT = (
-    "start them with `python -m train.collectives --nproc 2`, "
-    "or with `torchrun --nproc-per-node 2 -m train.collectives`"
+# Collectives that move numbers, and therefore have a table of sizes.
+SIZED = (
+    *("all_reduce", "broadcast", "reduce", "scatter", "gather", "all_gather", "reduce_scatter"),
+    *("all_to_all", "send_recv"),
 )
+NAMES = (*SIZED, "barrier", "monitored_barrier")
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Describe the flags."""
-    made = _Parser(
+    flags = _Parser(
         prog="python -m train.collectives",
         usage="python -m train.collectives --nproc N [flags]\n"
         "       torchrun [torchrun's flags] -m train.collectives [flags]",
@@ -53,17 +54,17 @@ def parser() -> argparse.ArgumentParser:
         "measure latency and bandwidth.",
         allow_abbrev=False,
     )
-    made.add_argument("--nproc", metavar="N", help="start N processes here, without torchrun")
-    made.add_argument("--only", metavar="NAME,…", help=f"some of: {', '.join(NAMES)}")
-    made.add_argument("--sizes", metavar="SIZE,…", help="sizes to measure, such as 4KiB,1MiB")
-    made.add_argument(
+    flags.add_argument("--nproc", metavar="N", help="start N processes here, without torchrun")
+    flags.add_argument("--only", metavar="NAME,…", help=f"some of: {', '.join(NAMES)}")
+    flags.add_argument("--sizes", metavar="SIZE,…", help="sizes to measure, such as 4KiB,1MiB")
+    flags.add_argument(
         "--max-size",
         metavar="SIZE",
         help="measure 1 KiB, 4 KiB, 16 KiB … up to this (default: 64MiB); 0: measure nothing",
     )
-    made.add_argument("--repeats", metavar="N", help="measured calls per size (default: 20)")
-    made.add_argument("--timeout-s", metavar="N", help="wait so long for a rank (default: 60)")
-    return made
+    flags.add_argument("--repeats", metavar="N", help="measured calls per size (default: 20)")
+    flags.add_argument("--timeout-s", metavar="N", help="wait so long for a rank (default: 60)")
+    return flags
 
 
 def parse(argv: Sequence[str], rank_info: RankInfo) -> Options:
@@ -72,13 +73,13 @@ def parse(argv: Sequence[str], rank_info: RankInfo) -> Options:
     Raises:
         UsageError: a flag or a value is not known, or there are fewer than two ranks.
     """
-    made = parser()
-    given, unknown = made.parse_known_args(argv)
+    flags_parser = parser()
+    values, unknown = flags_parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].partition("=")[0]
-        flags = [flag for action in made._actions for flag in action.option_strings]
+        flags = [flag for action in flags_parser._actions for flag in action.option_strings]
         raise UsageError(f"unknown flag {word!r}{nearest(word, flags)}; --help shows all flags")
-    nproc = _whole("--nproc", given.nproc, 1)
+    nproc = _whole("--nproc", values.nproc, 1)
     if nproc and rank_info.launched:
         raise UsageError(
             f"--nproc {nproc}: a launcher has started {rank_info.world_size} ranks already; leave "
@@ -91,15 +92,24 @@ def parse(argv: Sequence[str], rank_info: RankInfo) -> Options:
         )
     ranks = rank_info.world_size if rank_info.launched else nproc
     if ranks is None or ranks < 2:
-        raise UsageError(f"ranks that talk need at least 2, here is {ranks or 1}: {_WAY_OUT}")
-    if given.sizes and given.max_size:
+        raise UsageError(
+            f"ranks that talk need at least 2, here is {ranks or 1}: start them with `python -m "
+            "train.collectives --nproc 2`, or with `torchrun --nproc-per-node 2 -m "
+            "train.collectives`"
+        )
+    if values.sizes and values.max_size:
         raise UsageError("--sizes and --max-size both say what to measure: give one of them")
+    only = NAMES if values.only is None else values.only.split(",")
+    for name in only:
+        if name not in NAMES:
+            names = ", ".join(NAMES)
+            raise UsageError(f"--only: unknown {name!r}{nearest(name, NAMES)} (known: {names})")
     return Options(
         nproc=nproc,
-        only=_names(given.only),
-        sizes_bytes=_sizes(given.sizes, given.max_size or "64MiB"),
-        repeats=_whole("--repeats", given.repeats, 1) or Options.repeats,
-        timeout_s=_whole("--timeout-s", given.timeout_s, 1) or Options.timeout_s,
+        only=tuple(name for name in NAMES if name in only),
+        sizes_bytes=_sizes(values.sizes, values.max_size or "64MiB"),
+        repeats=_whole("--repeats", values.repeats, 1) or Options.repeats,
+        timeout_s=_whole("--timeout-s", values.timeout_s, 1) or Options.timeout_s,
     )
 
 
@@ -109,16 +119,6 @@ def _whole(flag: str, text: str | None, least: int) -> int | None:
     if not re.fullmatch(r"[0-9]+", text) or int(text) < least:
         raise UsageError(f"{flag} {text!r}: must be a whole number, at least {least}")
     return int(text)
-
-
-def _names(text: str | None) -> tuple[str, ...]:
-    if text is None:
-        return NAMES
-    for name in text.split(","):
-        if name not in NAMES:
-            names = ", ".join(NAMES)
-            raise UsageError(f"--only: unknown {name!r}{nearest(name, NAMES)} (known: {names})")
-    return tuple(name for name in NAMES if name in text.split(","))
 
 
 def _bytes(flag: str, text: str) -> int:
@@ -140,7 +140,5 @@ def _sizes(sizes: str | None, max_size: str) -> tuple[int, ...]:
             raise UsageError(f"--sizes {sizes!r}: a size must be at least one byte")
         return chosen
     most = _bytes("--max-size", max_size)
-    ladder = [1 << 10]
-    while ladder[-1] * 4 <= most:
-        ladder.append(ladder[-1] * 4)
-    return tuple(size for size in ladder if size <= most)
+    # 1 KiB, 4 KiB, 16 KiB …
+    return tuple(size for power in range(10, most.bit_length(), 2) if (size := 1 << power) <= most)

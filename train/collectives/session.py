@@ -1,4 +1,4 @@
-"""Start the ranks or join those that a launcher started, and show one collective after another."""
+"""A run: start the ranks or join those of a launcher, and show one collective after another."""
 
 from __future__ import annotations
 
@@ -6,24 +6,34 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-from train.collectives.barriers import demonstrate_barrier, demonstrate_monitored_barrier
-from train.collectives.demo import WrongResult, demonstrate
+from train.collectives.demo import (
+    Ranks,
+    WrongResult,
+    demonstrate,
+    demonstrate_barrier,
+    demonstrate_monitored_barrier,
+    print_table,
+)
 from train.collectives.operations import COLLECTIVES, Collective
 from train.collectives.options import Options
-from train.collectives.ranks import Ranks, connect
-from train.collectives.timing import table
 from train.errors import EXIT_DONE, EXIT_FAILED, TrainError
 from train.rundir.console import Console
+from train.runtime.devices import agree_on_device, device_and_backend
+from train.runtime.process_group import disconnect
 from train.runtime.rank import RankInfo
+from train.runtime.rendezvous import meet
 
 
 def spawn(options: Options, nproc: int) -> int:
     """Start the ranks on this machine, and return the exit status of the first that failed."""
-    # They meet in a new folder: no two runs can, as they could at a port.
+    # The ranks meet in a new folder: two runs could share a port, but no folder.
     with tempfile.TemporaryDirectory(prefix="train-") as folder:
         try:
             start_processes(  # type: ignore[no-untyped-call]
@@ -43,7 +53,7 @@ def _spawned(rank: int, options: Options, nproc: int, meeting: str) -> None:
         launched=True,
         meeting=meeting,
     )
-    # Several ranks on one machine: each with all its cores would only be in the others' way.
+    # Ranks on one machine share its cores; each with a thread per core would slow all of them down.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // nproc))
     exit_status = be_a_rank(options, rank_info)
@@ -54,10 +64,26 @@ def _spawned(rank: int, options: Options, nproc: int, meeting: str) -> None:
 
 def be_a_rank(options: Options, rank_info: RankInfo) -> int:
     """Connect, show everything, and return the exit status; an error is printed before."""
-    console = Console(rank=rank_info.rank)
+    console, timeout = Console(rank=rank_info.rank), timedelta(seconds=options.timeout_s)
     try:
-        with connect(rank_info, timeout_s=options.timeout_s) as ranks:
-            return run(options, ranks, console, COLLECTIVES)
+        device, backend = device_and_backend(rank_info)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with meet(rank_info, "env://", timeout) as store:
+            agree_on_device(store, rank_info, device)
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank_info.rank,
+                world_size=rank_info.world_size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+            board = PrefixStore(f"train/collectives/{rank_info.restart}", store)
+            ranks = Ranks(rank_info=rank_info, device=device, store=board, timeout=timeout)
+            exit_status = run(options, ranks, console, COLLECTIVES)
+            disconnect()
+            return exit_status
     except TrainError as error:
         console.complain(str(error))
         return error.exit_status
@@ -68,15 +94,14 @@ def be_a_rank(options: Options, rank_info: RankInfo) -> int:
 
 
 def run(options: Options, ranks: Ranks, console: Console, collectives: Sequence[Collective]) -> int:
-    """Show collectives until all are done or one is wrong."""
-    backend = torch.distributed.get_backend()
-    console.say(f"{ranks.rank_info.world_size} ranks, {backend} on {ranks.device.type}")
+    """Show collectives until all are done or one is wrong; return the exit status."""
+    console.say(f"{ranks.rank_info.world_size} ranks, {dist.get_backend()} on {ranks.device.type}")
     repeats = options.repeats if options.sizes_bytes else 0
     try:
         for collective in collectives:
             if collective.name in options.only:
                 demonstrate(collective, ranks, console)
-                table(collective, options.sizes_bytes, options.repeats, ranks, console)
+                print_table(collective, options.sizes_bytes, options.repeats, ranks, console)
         if "barrier" in options.only:
             demonstrate_barrier(ranks, console, repeats=repeats)
         if "monitored_barrier" in options.only:

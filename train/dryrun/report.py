@@ -1,11 +1,16 @@
-"""Findings as people read them."""
+"""What a dry run finds out: as data, as JSON for programs, and as tables for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from train.dryrun.result import Findings
-from train.dryrun.traffic import crosses_nodes
+from train.dryrun.counters import Exchange
+from train.dryrun.simulate import RankCost
+from train.parallel.layout import Layout
 from train.runtime.devices import written
 
 # Figures that are not measured on the strategy's own code, or differ on real devices.
@@ -22,109 +27,227 @@ NOTES = (
 )
 
 
-def lines(findings: Findings) -> Iterator[str]:
-    """Write findings."""
-    yield from _plan(findings)
-    yield ""
-    yield from _memory(findings)
-    yield ""
-    yield from _traffic(findings)
-    yield ""
-    yield from _work(findings)
-    yield ""
-    yield from _verdict(findings)
-    yield ""
-    yield from NOTES
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """What a rank exchanges along some axes in one kind of collective, in one step."""
+
+    axes: str
+    """Along which axes of the mesh, such as `dp_shard x cp`."""
+    kind: str
+    """The operation, such as `all-gather`."""
+    ranks: int
+    """How many ranks take part."""
+    calls: float
+    """Calls per step; a fraction if not in every step."""
+    payload: float
+    """Bytes of all calls: the whole buffer that is gathered, reduced or sent."""
+    sent: float
+    """Bytes that the rank sends, if rings are used."""
+    crosses_nodes: bool
+    """Whether the ranks are on several nodes."""
 
 
-def _plan(findings: Findings) -> Iterator[str]:
-    layout, size = findings.layout, findings.node_size
-    nodes = "1 node" if findings.nodes == 1 else f"{findings.nodes} nodes of {size}"
-    yield (
-        f"{findings.task}: {findings.parameters:,} parameters, {findings.strategy} on "
-        f"{_counted(layout.world_size, 'rank')} ({nodes})"
-    )
-    rows = [("axis", "ranks", "with rank 0", "")]
-    for axis, ranks in layout.sizes().items():
-        if ranks > 1:
-            near = findings.neighbours(axis)
-            where = "across nodes" if crosses_nodes(near, size) else "within a node"
-            rows.append((axis, str(ranks), _few(near), where))
-    if len(rows) > 1:
-        yield from _table(rows)
-    one = findings.ranks[0]
-    yield (
-        f"global batch: {findings.global_batch} samples = {_counted(layout.shards, 'shard')} x "
-        f"{_counted(one.micro_batches, 'micro-batch')} of up to {one.micro_batch}; evaluation: up "
-        f"to {one.evaluated} per rank at a time"
-    )
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """A plan and its cost."""
 
+    task: str
+    """Name of the task."""
+    strategy: str
+    """Name of the strategy."""
+    layout: Layout
+    """The mesh of ranks."""
+    node_size: int
+    """Ranks on a node; nodes are filled in the order of ranks."""
+    global_batch: int
+    """Samples per step."""
+    schedule: str | None
+    """The pipeline's schedule, if there is a pipeline."""
+    parameters: int
+    """Numbers of the whole model."""
+    ranks: Sequence[RankCost]
+    """The rank with the most to do, of each stage."""
+    bubbles: Mapping[str, float]
+    """Share of the time that ranks of a pipeline wait, by schedule."""
+    limit: int | None
+    """Bytes of a device."""
+    misfits: Sequence[str]
+    """The problems of the plan."""
 
-def _memory(findings: Findings) -> Iterator[str]:
-    kinds = list(findings.ranks[0].memory)
-    rows = [("memory per rank at its peak", *kinds, "total", "")]
-    rows += [
-        (
-            _who(findings, number),
-            *(written(rank.memory[kind]) for kind in kinds),
-            written(sum(rank.memory.values())),
-            f"in {rank.peak}",
-        )
-        for number, rank in enumerate(findings.ranks)
-    ]
-    yield from _table(rows)
-    if host := findings.ranks[0].host_memory:
-        parts = ", ".join(f"{written(size)} {kind}" for kind, size in host.items())
-        yield f"and in the host's memory: {parts}"
-    if chosen := str(findings.ranks[0].gradient_sync or ""):
-        yield chosen
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return math.ceil(self.layout.world_size / self.node_size)
 
+    def neighbours(self, axis: str) -> list[int]:
+        """Number the ranks that rank 0 meets along an axis."""
+        sizes = self.layout.sizes()
+        stride = math.prod(list(sizes.values())[list(sizes).index(axis) + 1 :])
+        return [number * stride for number in range(sizes[axis])]
 
-def _traffic(findings: Findings) -> Iterator[str]:
-    rows = [("on the wire per step", "along", "collective", "calls", "bytes", "sent by a rank", "")]
-    for number, rank in enumerate(findings.ranks):
-        for flow in findings.flows(rank):
-            rows.append(
-                (
-                    _who(findings, number),
-                    f"{flow.axes} ({flow.ranks})",
-                    flow.kind,
-                    f"{flow.calls:g}",
-                    written(flow.payload),
-                    written(flow.sent),
-                    "crosses nodes" if flow.crosses_nodes else "within a node",
-                )
+    def crosses_nodes(self, ranks: Sequence[int]) -> bool:
+        """Say whether ranks are on several nodes."""
+        return len({rank // self.node_size for rank in ranks}) > 1
+
+    def flows(self, rank: RankCost) -> list[Flow]:
+        """Add up a rank's exchanges by axes and kind, the largest first."""
+        groups: dict[tuple[str, str], dict[Exchange, float]] = {}
+        for exchange, count in rank.traffic.items():
+            key = (exchange.axes(self.layout), exchange.kind)
+            groups.setdefault(key, {})[exchange] = count
+        flows = [
+            Flow(
+                axes=axes,
+                kind=kind,
+                ranks=len(next(iter(calls)).ranks),
+                calls=sum(calls.values()),
+                payload=sum(exchange.payload * n for exchange, n in calls.items()),
+                sent=sum(exchange.sent * n for exchange, n in calls.items()),
+                crosses_nodes=any(self.crosses_nodes(exchange.ranks) for exchange in calls),
             )
-    yield from _table(rows) if len(rows) > 1 else ["on the wire: nothing"]
+            for (axes, kind), calls in groups.items()
+        ]
+        return sorted(flows, key=lambda flow: -flow.payload)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it in JSON's types."""
+        return {
+            "task": self.task,
+            "strategy": self.strategy,
+            "layout": self.layout.sizes(),
+            "world_size": self.layout.world_size,
+            "nodes": self.nodes,
+            "nproc_per_node": self.node_size,
+            "global_batch": self.global_batch,
+            "shards": self.layout.shards,
+            "parameters": self.parameters,
+            "schedule": self.schedule,
+            "bubbles": dict(self.bubbles),
+            "device_memory": self.limit,
+            "fits": not self.misfits,
+            "misfits": list(self.misfits),
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "coordinates": self.layout.coordinates(rank.rank),
+                    "micro_batches": rank.micro_batches,
+                    "micro_batch": rank.micro_batch,
+                    "eval_batch": rank.eval_batch,
+                    "gradient_sync": rank.gradient_sync and dataclasses.asdict(rank.gradient_sync),
+                    "peak": rank.peak,
+                    "memory": dict(rank.memory),
+                    "host_memory": dict(rank.host_memory),
+                    "flops": rank.flops,
+                    "traffic": [dataclasses.asdict(flow) for flow in self.flows(rank)],
+                }
+                for rank in self.ranks
+            ],
+        }
 
-def _work(findings: Findings) -> Iterator[str]:
-    for number, rank in enumerate(findings.ranks):
-        yield f"work per step: {_who(findings, number)} {_flops(rank.flops)}"
-    if findings.bubbles:
-        chosen = findings.schedule or ""
-        others = ", ".join(
-            f"{name} {share:.1%}" for name, share in findings.bubbles.items() if name != chosen
-        )
+    def lines(self) -> Iterator[str]:
+        """Write tables and sentences for people."""
+        for section in (self._plan, self._memory, self._traffic, self._work, self._verdict):
+            yield from section()
+            yield ""
+        yield from NOTES
+
+    def _plan(self) -> Iterator[str]:
+        layout = self.layout
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes of {self.node_size}"
         yield (
-            f"waiting: ranks of the pipeline are idle {findings.bubbles[chosen]:.1%} of the time "
-            f"with {chosen}; {others}"
+            f"{self.task}: {self.parameters:,} parameters, {self.strategy} on "
+            f"{_counted(layout.world_size, 'rank')} ({nodes})"
+        )
+        rows = [("axis", "ranks", "with rank 0", "")]
+        for axis, size in layout.sizes().items():
+            if size > 1:
+                ranks = self.neighbours(axis)
+                where = "across nodes" if self.crosses_nodes(ranks) else "within a node"
+                first = " ".join(map(str, ranks if size <= 8 else ranks[:4]))
+                rows.append(
+                    (axis, str(size), first if size <= 8 else f"{first} … {ranks[-1]}", where)
+                )
+        if len(rows) > 1:
+            yield from _table(rows)
+        one = self.ranks[0]
+        yield (
+            f"global batch: {self.global_batch} samples = {_counted(layout.shards, 'shard')} x "
+            f"{_counted(one.micro_batches, 'micro-batch')} of up to {one.micro_batch}; evaluation: "
+            f"up to {one.eval_batch} per rank at a time"
         )
 
+    def _memory(self) -> Iterator[str]:
+        kinds = list(self.ranks[0].memory)
+        rows = [("memory per rank at its peak", *kinds, "total", "")]
+        rows += [
+            (
+                name,
+                *(written(rank.memory[kind]) for kind in kinds),
+                written(rank.total),
+                f"in {rank.peak}",
+            )
+            for name, rank in self._named_ranks()
+        ]
+        yield from _table(rows)
+        if host := self.ranks[0].host_memory:
+            parts = ", ".join(f"{written(size)} {kind}" for kind, size in host.items())
+            yield f"and in the host's memory: {parts}"
+        if gradient_sync := str(self.ranks[0].gradient_sync or ""):
+            yield gradient_sync
 
-def _verdict(findings: Findings) -> Iterator[str]:
-    if findings.limit is None:
-        yield "fits? say what a device has: --device-memory 80GiB"
-    elif not findings.misfits:
-        most = max(sum(rank.memory.values()) for rank in findings.ranks)
-        yield f"fits: {written(most)} of {written(findings.limit)} ({most / findings.limit:.0%})"
-    else:
-        yield from (f"does not fit: {misfit}" for misfit in findings.misfits)
+    def _traffic(self) -> Iterator[str]:
+        head = (
+            "on the wire per step",
+            "along",
+            "collective",
+            "calls",
+            "bytes",
+            "sent by a rank",
+            "",
+        )
+        rows = [
+            (
+                name,
+                f"{flow.axes} ({flow.ranks})",
+                flow.kind,
+                f"{flow.calls:g}",
+                written(flow.payload),
+                written(flow.sent),
+                "crosses nodes" if flow.crosses_nodes else "within a node",
+            )
+            for name, rank in self._named_ranks()
+            for flow in self.flows(rank)
+        ]
+        yield from _table([head, *rows]) if rows else ["on the wire: nothing"]
 
+    def _work(self) -> Iterator[str]:
+        for name, rank in self._named_ranks():
+            units = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9))
+            unit, factor = next((u for u in units if rank.flops >= u[1]), ("MFLOP", 1e6))
+            yield f"work per step: {name} {rank.flops / factor:,.2f} {unit}"
+        if self.bubbles:
+            chosen = self.schedule or ""
+            others = ", ".join(
+                f"{name} {share:.1%}" for name, share in self.bubbles.items() if name != chosen
+            )
+            yield (
+                f"waiting: ranks of the pipeline are idle {self.bubbles[chosen]:.1%} of the time "
+                f"with {chosen}; {others}"
+            )
 
-def _who(findings: Findings, number: int) -> str:
-    rank = findings.ranks[number].rank
-    return f"rank {rank}" if findings.layout.pp == 1 else f"pp {number} (rank {rank})"
+    def _verdict(self) -> Iterator[str]:
+        if self.limit is None:
+            yield "fits? say what a device has: --device-memory 80GiB"
+        elif not self.misfits:
+            most = max(rank.total for rank in self.ranks)
+            yield f"fits: {written(most)} of {written(self.limit)} ({most / self.limit:.0%})"
+        else:
+            yield from (f"does not fit: {misfit}" for misfit in self.misfits)
+
+    def _named_ranks(self) -> Iterator[tuple[str, RankCost]]:
+        for stage, rank in enumerate(self.ranks):
+            name = f"rank {rank.rank}"
+            yield (name if self.layout.pp == 1 else f"pp {stage} ({name})"), rank
 
 
 def _counted(count: int, what: str) -> str:
@@ -132,31 +255,18 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{plural * (count != 1)}"
 
 
-def _few(ranks: Sequence[int]) -> str:
-    if len(ranks) <= 8:
-        return " ".join(map(str, ranks))
-    return f"{' '.join(map(str, ranks[:4]))} … {ranks[-1]}"
-
-
-def _flops(count: float) -> str:
-    for unit, factor in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
-        if count >= factor:
-            return f"{count / factor:,.2f} {unit}"
-    return f"{count / 1e6:,.2f} MFLOP"
-
-
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Align columns: the first to the left, figures to the right."""
+
+    def is_figure(cell: str) -> bool:
+        """Judge a column by its last cell: `12`, `1.5 GiB`, but not `0 4 8`."""
+        first, _, rest = cell.replace(",", "").partition(" ")
+        return first.replace(".", "").isdigit() and not rest[:1].isdigit() and "…" not in rest
+
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = [
-            cell.rjust(width) if _is_figure(rows[-1][column]) else cell.ljust(width)
+            cell.rjust(width) if is_figure(rows[-1][column]) else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
-
-
-def _is_figure(cell: str) -> bool:
-    """Say whether a column is of figures, by its last cell: `12`, `1.5 GiB`, but not `0 4 8`."""
-    first, _, rest = cell.replace(",", "").partition(" ")
-    return first.replace(".", "").isdigit() and not rest[:1].isdigit() and "…" not in rest

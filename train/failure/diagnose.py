@@ -9,6 +9,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -19,14 +20,9 @@ from train.model.trees import described
 from train.rundir.files import TrainingProgress
 from train.tasks.base import Task
 
-# What the trainer calls of a task.
-METHODS = (
-    "model", "train", "test", "loss", "count", "score", "metrics", "identity", "pieces",
-    "tensor_plan", "weights",
-)  # fmt: skip
-# In these, a rank talks to no other: an error there is no echo.
+METHODS = [n for n, m in vars(Task).items() if inspect.isfunction(m) and not n.startswith("_")]
+# In these methods a rank talks to no other, so that no error there is an echo.
 ALONE = ("model", "train", "test", "identity", "weights")
-ON_A_BATCH = ("loss", "count", "score")
 # What `train.data.loader` adds to an exception.
 NOTE = re.compile(r"^in sample (\d+)$", re.MULTILINE)
 # The advice for an error, by its message.
@@ -45,7 +41,7 @@ HINTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class FailedPart:
     """The activity during which an exception was raised."""
 
     name: str = "the run"
@@ -58,58 +54,72 @@ class Part:
     """Whether it was working on one batch."""
 
 
-def part_of(error: BaseException) -> Part:
+def part_of(error: BaseException) -> FailedPart:
     """Find the innermost part of a task on the way to an error."""
     frames = _frames(error)
-    reading = [frame for frame in frames if _module(frame) == "train.data.loader"]
-    if reading:
-        return Part(name=_sample(error, reading), alone=True, on_a_batch=False)
+    if loader := [f.f_code.co_name for f in frames if _module(f) == "train.data.loader"]:
+        # The loader has added a note; a process that reads ahead has its traceback in the message.
+        notes = "\n".join([*getattr(error, "__notes__", ()), str(error)])
+        name = "putting samples together" if "_collate" in loader else "reading samples"
+        if note := NOTE.search(notes):
+            name = f"reading sample {note[1]}"
+        return FailedPart(name=name, alone=True, on_a_batch=False)
     for frame in reversed(frames):
         name = frame.f_code.co_name
         if name in METHODS and isinstance(_receiver(frame), Task):
-            return Part(
+            return FailedPart(
                 name=f"{name}()",
                 given=_given("it", frame),
                 alone=name in ALONE,
-                on_a_batch=name in ON_A_BATCH,
+                on_a_batch=name in ("loss", "count", "score"),
             )
     if layer := _layer(frames):
-        return Part(name="the forward pass", given=layer)
+        return FailedPart(name="the forward pass", given=layer)
     modules = " ".join(map(_module, frames))
     if "torch.autograd" in modules:
-        return Part(name="the backward pass")
-    return Part(name="the optimizer's step") if "torch.optim" in modules else Part()
+        return FailedPart(name="the backward pass")
+    return FailedPart(name="the optimizer's step") if "torch.optim" in modules else FailedPart()
 
 
 def describe(error: BaseException, task: Task | None, progress: TrainingProgress | None) -> str:
     """Say in a line which part of a task has failed, when, and on what."""
-    part = part_of(error)
+    part, frames = part_of(error), _frames(error)
     of_task = "" if task is None else f" of task {task.name!r}"
-    sentences = [f"{part.name}{of_task} failed {_moment(_frames(error), progress)}", part.given]
-    if part.on_a_batch and (batch := _batch(_frames(error))):
+    sentences = [f"{part.name}{of_task} failed {_moment(frames, progress)}", part.given]
+    if part.on_a_batch and (batch := _batch(frames)):
         inputs = described("inputs", batch.inputs)
         sentences.append(f"its batch has {inputs} and {described('targets', batch.targets)}")
-    sentences += [
-        hint for sign, hint in HINTS.items() if sign in f"{type(error).__name__}: {error}"
-    ]
+    message = f"{type(error).__name__}: {error}"
+    sentences += [hint for sign, hint in HINTS.items() if sign in message]
     if task is not None:
-        sentences.append(f"see {_place(error, task)}")
+        # The last line of the task's file on the way to the error; else the file.
+        file = inspect.getfile(type(task))
+        trace = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in trace if frame.filename == file]
+        sentences.append(f"see {file}:{lines[-1]}" if lines else f"see {file}")
     return "; ".join(text for text in sentences if text)
 
 
-def is_note(line: str) -> bool:
-    """Say whether a line of a traceback is what our reader has added."""
-    return NOTE.fullmatch(line) is not None
+def explain(error: BaseException, task: Task | None, progress: TrainingProgress | None) -> str:
+    """Describe a failure; an error of the diagnosis must not hide it."""
+    with suppress(Exception):
+        return describe(error, task, progress)
+    return "the run failed"
 
 
-def _sample(error: BaseException, reading: Sequence[FrameType]) -> str:
-    # Its reader has noted it; one that reads ahead has put its traceback into the message.
-    notes = "\n".join([*getattr(error, "__notes__", ()), str(error)])
-    if noted := NOTE.search(notes):
-        return f"reading sample {noted[1]}"
-    if any(frame.f_code.co_name == "_collate" for frame in reading):
-        return "putting samples together"
-    return "reading samples"
+def is_ours_alone(error: BaseException) -> bool:
+    """Say whether an error that looks like an echo comes from where no other rank is involved."""
+    with suppress(Exception):
+        return part_of(error).alone
+    return False
+
+
+def in_short(error: BaseException) -> str:
+    """Return an exception's type and message; of a process that reads ahead, those of its own."""
+    text = f"{type(error).__name__}: {error}"
+    if not text.partition(": ")[2].startswith("Caught "):
+        return text
+    return [line for line in text.splitlines() if line and not NOTE.fullmatch(line)][-1]
 
 
 def _layer(frames: Sequence[FrameType]) -> str:
@@ -153,14 +163,6 @@ def _batch(frames: Sequence[FrameType]) -> Batch | None:
     return None
 
 
-def _place(error: BaseException, task: Task) -> str:
-    """Give the last line of the task's file on the way to an error; else the file."""
-    file = inspect.getfile(type(task))
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == file]
-    return f"{file}:{lines[-1]}" if lines else file
-
-
 def _given(what: str, frame: FrameType) -> str:
     """Describe the tensors that a method was given."""
     names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
@@ -178,6 +180,6 @@ def _module(frame: FrameType) -> str:
 
 
 def _receiver(frame: FrameType) -> object:
-    """Give what a method was called on."""
+    """Return a method's `self`."""
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

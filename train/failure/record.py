@@ -1,11 +1,22 @@
-"""What a rank does when its run fails: record it, and say it."""
+"""What a rank does when its run fails: it records the failure, and reports it.
+
+It reports to people once per machine, and to torchrun, which prints at its end what each failed
+rank has left in its error file, and takes the earliest of them for the root cause.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from train.errors import (
     EXIT_FAILED,
@@ -16,10 +27,19 @@ from train.errors import (
     TrainError,
     is_collateral,
 )
-from train.failure.diagnose import describe, is_note, part_of
-from train.failure.report import tell, tell_echo
+from train.rundir import untrusted
 from train.rundir.files import RunDirectory, TrainingProgress
-from train.tasks.base import Task
+from train.runtime.rank import RankInfo
+
+if TYPE_CHECKING:
+    from train.tasks.base import Task
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# An echo gets a date that much later, so that its cause comes first: torchrun counts in seconds,
+# and dates a killed rank by when torchrun has noticed its end.
+ECHO_S = 10
+
+_kept: list[BaseException] = []
 
 
 def fail(
@@ -28,9 +48,12 @@ def fail(
     task: Task | None,
     progress: TrainingProgress | None,
 ) -> int:
-    """Record a failure and say it; give the exit status."""
-    # With the frames of its traceback, and what they hold. To free what DDP has given to gloo may
-    # wait for ever: a thread that still has it waits for Python's lock meanwhile.
+    """Record and report a failure; return the exit status."""
+    # Only here, as it imports torch.
+    from train.failure.diagnose import explain, in_short, is_ours_alone
+
+    # The traceback's frames hold tensors that DDP has given to gloo. Freeing those may wait for
+    # ever: a thread that still has them waits for Python's lock meanwhile.
     _kept.append(error)
     rank_info = directory.rank_info
     if rank_info.world_size > 1 and is_collateral(error) and not is_ours_alone(error):
@@ -58,25 +81,8 @@ def fail(
     return EXIT_FAILED
 
 
-def explain(error: BaseException, task: Task | None, progress: TrainingProgress | None) -> str:
-    """Return a line about the failure; an error of the diagnosis must not hide it."""
-    with suppress(Exception):
-        return describe(error, task, progress)
-    return "the run failed"
-
-
-def is_ours_alone(error: BaseException) -> bool:
-    """Say whether an error that looks like another rank's has come up where only this one works."""
-    with suppress(Exception):
-        return part_of(error).alone
-    return False
-
-
-_kept: list[BaseException] = []
-
-
 def lost(error: BaseException, progress: TrainingProgress | None) -> str:
-    """Say what a rank knows when another one has gone."""
+    """Return what a rank knows when another one has gone."""
     if isinstance(error, PeerError):
         return f"ends because of others: {error}"
     moment = "before the first step"
@@ -99,14 +105,6 @@ def unwritable(error: BaseException, run_dir: Path) -> str:
         f"cannot use {error.filename}: {error.strerror}; whole checkpoints are untouched, start "
         "again when this is mended"
     )
-
-
-def in_short(error: BaseException) -> str:
-    """Give an exception's type and message; of a process that reads ahead, those of its own."""
-    text = f"{type(error).__name__}: {error}"
-    if not text.partition(": ")[2].startswith("Caught "):
-        return text
-    return [line for line in text.splitlines() if line and not is_note(line)][-1]
 
 
 def record(
@@ -132,3 +130,76 @@ def record(
         directory.write_outcome(outcome)
     with suppress(OSError, TrainError):
         directory.event("error", step=outcome.step, status=outcome.status, reason=outcome.reason)
+
+
+def tell(rank_info: RankInfo, text: str, *, trace: str = "", summary: str = "") -> None:
+    """Print an error, unless another rank of this machine has; report to torchrun in any case.
+
+    Args:
+        rank_info: the rank that has the error.
+        text: the message.
+        trace: a traceback to print before the message; then the error is this rank's own.
+        summary: the message for torchrun, if it differs from the text.
+    """
+    reporter = _first_reporter(rank_info, text, own=bool(trace))
+    if not reporter:
+        _print(rank_info, text, own=bool(trace), trace=trace)
+    tell_torchrun(f"the same as {reporter}" if reporter else summary or text, echo=bool(reporter))
+
+
+def tell_echo(rank_info: RankInfo, text: str) -> None:
+    """Print and report an error that is only the echo of another rank's."""
+    if not _first_reporter(rank_info, "echo", own=True):
+        _print(rank_info, text, own=True)
+    tell_torchrun(text, echo=True)
+
+
+def tell_torchrun(text: str, *, echo: bool = False) -> None:
+    """Leave a text for torchrun's report; an echo is never its root cause."""
+    if not (error_file := os.environ.get(ERROR_FILE)):
+        return
+    date = int(time.time()) + (ECHO_S if echo else 0)
+    record = {"message": {"message": text, "extraInfo": {"timestamp": str(date)}}}
+    with suppress(OSError):
+        Path(error_file).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _print(rank_info: RankInfo, text: str, *, own: bool, trace: str = "") -> None:
+    origin = ""
+    if own and rank_info.world_size > 1:
+        origin = f"rank {rank_info.rank}: "
+    elif rank_info.rank != rank_info.local_rank:
+        origin = f"on {socket.gethostname()}: "
+    # In one write: ranks that share a terminal would mix their lines.
+    print(f"{trace}train: {origin}{text}\n", end="", file=sys.stderr, flush=True)
+
+
+def _first_reporter(rank_info: RankInfo, text: str, *, own: bool) -> str:
+    """Return the rank of this machine that has reported the same before; empty for none."""
+    folder = _common_folder(rank_info)
+    if folder is None:
+        # No rank can know of the others: rank 0 reports an error that all ranks have.
+        return "" if own or rank_info.rank == 0 else "rank 0"
+    note = folder / f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        with note.open("x", encoding="utf-8") as file:
+            file.write(f"rank {rank_info.rank}")
+    except FileExistsError:
+        with suppress(OSError):
+            name = untrusted.read_bytes(note, limit=100).decode("utf-8", "replace")
+            return name or "another rank"
+        return "another rank"
+    except OSError:
+        pass  # reporting twice is better than never
+    return ""
+
+
+def _common_folder(rank_info: RankInfo) -> Path | None:
+    """Find a folder that the ranks of this machine, and no others, have in this try."""
+    if error_file := os.environ.get(ERROR_FILE):
+        own = Path(error_file).parent
+        # torchrun's FOLDER/attempt_0/LOCAL_RANK/error.json
+        return own.parent if own.name == str(rank_info.local_rank) else None
+    if rank_info.meeting and rank_info.meeting.startswith("file://"):
+        return Path(rank_info.meeting.removeprefix("file://")).parent
+    return None

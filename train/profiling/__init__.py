@@ -1,1 +1,1 @@
-"""Traces of the profiler, and one timeline of all ranks."""
+"""Traces of steps, and where their time went."""

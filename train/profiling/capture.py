@@ -20,10 +20,9 @@ from train.profiling.timeline import DATA, STEP, Profile, Split, split
 from train.rundir.console import Console
 from train.runtime.rank import RankInfo
 
-__all__ = ["Profile", "Profiler", "report"]
+__all__ = ["Profile", "Profiler"]
 
 MOST_OPERATIONS = 8
-SILENT = "6"
 _OFF = nullcontext()
 
 
@@ -33,11 +32,9 @@ class Profiler:
     def __init__(
         self, profile: Profile | None, *, run_dir: Path, rank_info: RankInfo, console: Console
     ) -> None:
-        """Say what to trace, and where it belongs."""
         self.profile, self.rank_info, self.console = profile, rank_info, console
         self.folder = run_dir / "profile" / f"attempt-{rank_info.attempt}"
         self._trace: torch.profiler.profile | None = None
-        self._last_step = 0
 
     def step(self, number: int) -> AbstractContextManager[None]:
         """Surround a step, trace it if it is one of those, and write all after the last of them."""
@@ -57,15 +54,14 @@ class Profiler:
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
             else:
-                # kineto marks each start and stop on standard error, above its level of errors.
-                # Those are worth reading where there is a GPU, which may not be ours to watch.
-                os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+                # kineto reports each start and stop on standard error, above its level of errors.
+                # With a GPU its reports matter: this process may lack the right to trace the GPU.
+                os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             self._trace = torch.profiler.profile(activities=activities)
             # Before the first step's span: starting takes longer than many a step.
             self._trace.start()
         with record_function(f"{STEP}{number}"):
             yield
-        self._last_step = number
         if number == last:
             self.close()
 
@@ -85,8 +81,7 @@ class Profiler:
             self.console.complain(f"no trace in {path}: {error}", every_rank=True)
             return
         if self.rank_info.rank == 0:
-            for line in report(split(events)):
-                self.console.say(line)
+            self.console.say("\n".join(_lines(split(events))))
             self.console.say(f"  traces: {self.folder}/rank-*.json, for ui.perfetto.dev")
 
 
@@ -96,16 +91,15 @@ def _write(trace: torch.profiler.profile, path: Path) -> list[dict[str, object]]
     draft = path.with_suffix(".tmp.json")
     try:
         trace.export_chrome_trace(str(draft))
-        events: list[dict[str, object]] = json.loads(draft.read_text(encoding="utf-8"))[
-            "traceEvents"
-        ]
+        content = json.loads(draft.read_text(encoding="utf-8"))
+        events: list[dict[str, object]] = content["traceEvents"]
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
     return events
 
 
-def report(parts: Split) -> list[str]:
+def _lines(parts: Split) -> list[str]:
     """Write a split for people."""
     steps, wall = max(parts.steps, 1), max(parts.wall, 1e-12)
     lines = [f"profile of {parts.steps} steps on rank 0, {parts.wall / steps * 1e3:.2f} ms each:"]

@@ -108,11 +108,10 @@ def split(events: Iterable[Event]) -> Split:
     steps = union(_interval(e) for e in spans if str(e["name"]).startswith(STEP) and _on_cpu(e))
     pieces = list(_device_pieces(spans))
     has_device = bool(pieces)
-    for thread in _threads(spans).values():
-        for kind, name, piece in _own_pieces(thread):
-            # Beside a GPU the CPU's operators and its calls of NCCL only give orders.
-            if not has_device or kind == "data" or name.startswith("gloo:"):
-                pieces.append((kind, name, piece))
+    for kind, name, piece in _cpu_pieces(spans):
+        # Beside a GPU the CPU's operators and its calls of NCCL only give orders.
+        if not has_device or kind == "data" or name.startswith("gloo:"):
+            pieces.append((kind, name, piece))
     busy: dict[Kind, list[Interval]] = defaultdict(list)
     times: dict[str, list[float]] = defaultdict(list)
     for kind, name, piece in pieces:
@@ -162,20 +161,12 @@ def _calls(spans: Iterable[Event], steps: Sequence[Interval]) -> dict[str, int]:
     return calls
 
 
-def _threads(spans: Iterable[Event]) -> dict[tuple[Any, Any], list[Event]]:
-    threads: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
-    for event in spans:
-        if _on_cpu(event):
-            threads[event["pid"], event["tid"]].append(event)
-    return threads
-
-
 def _device_pieces(spans: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]:
-    """What a GPU did; nothing without one. Its streams are not nested, so nothing is taken off."""
+    """Give the times of a GPU's work. Its events are not nested: each keeps its whole time."""
     fetches = union(_interval(e) for e in spans if e["name"] == DATA and _on_cpu(e))
-    # The driver's calls, some of which are no batch: a parameter that lives in the host's
-    # memory, or numbers to exchange.
-    calls = {
+    # Copies to the GPU outside of these are no batch: parameters from the host's memory, or numbers
+    # to exchange.
+    fetched = {
         _correlation(e): overlap([_interval(e)], fetches)
         for e in spans
         if e.get("cat") in ("cuda_runtime", "cuda_driver")
@@ -190,7 +181,7 @@ def _device_pieces(spans: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval
             kind = "compute"
             if "PtoP" in name:
                 kind = "communication"
-            elif "HtoD" in name and calls.get(_correlation(event), True):
+            elif "HtoD" in name and fetched.get(_correlation(event), True):
                 kind = "data"
             yield kind, name, _interval(event)
 
@@ -200,8 +191,11 @@ def _correlation(event: Event) -> object:
     return event.get("args", {}).get("correlation")
 
 
-def _own_pieces(thread: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]:
-    """Give each event of a thread the pieces of time in which no event inside it runs."""
+def _cpu_pieces(spans: Iterable[Event]) -> Iterator[tuple[Kind, str, Interval]]:
+    """Give each event of a CPU thread the pieces of time in which no event inside it runs."""
+    threads: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
+    for event in filter(_on_cpu, spans):
+        threads[event["pid"], event["tid"]].append(event)
     open_events: list[tuple[float, Kind, str]] = []
     now = 0.0
 
@@ -216,18 +210,18 @@ def _own_pieces(thread: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]
                 return
             open_events.pop()
 
-    for event in sorted(thread, key=lambda e: (float(e["ts"]), -float(e["dur"]))):
-        start, end = _interval(event)
-        yield from advance(start)
-        now = start
-        # Threads that fetch the data count as data loading.
-        fetching = bool(open_events) and open_events[-1][1] == "data"
-        name = str(event["name"])
-        open_events.append((end, "data" if fetching else kind_of(event), name))
-    yield from advance(float("inf"))
+    for thread in threads.values():
+        for event in sorted(thread, key=lambda e: (float(e["ts"]), -float(e["dur"]))):
+            start, end = _interval(event)
+            yield from advance(start)
+            now = start
+            # Threads that fetch the data count as data loading.
+            fetching = bool(open_events) and open_events[-1][1] == "data"
+            open_events.append((end, "data" if fetching else _kind(event), str(event["name"])))
+        yield from advance(float("inf"))
 
 
-def kind_of(event: Event) -> Kind:
+def _kind(event: Event) -> Kind:
     """Say what an event of a CPU thread does while no event inside it runs."""
     name = str(event["name"])
     if name == DATA:

@@ -27,7 +27,7 @@ class Task(ABC):
     """
 
     name: str = ""
-    """What messages call it; set to what `--task` said when it is left empty."""
+    """Name in messages; an empty one becomes the value of `--task`."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -73,8 +73,8 @@ class Task(ABC):
         """Say what makes two runs of this task different, so that one never continues the other.
 
         By default the numbers of training samples and of the model's parameters. Not the file's
-        digest: a corrected comment must not refuse a resume. Whoever changes more than sizes can
-        say so here, such as `{"version": 2}`.
+        digest: a corrected comment must not refuse a resume. A task in which more than sizes has
+        changed can add that here, such as `{"version": 2}`.
         """
         parameters = sum(parameter.numel() for parameter in self._sketch().parameters())
         return {"train_samples": len(self.train()), "parameters": parameters}
@@ -99,7 +99,7 @@ class Task(ABC):
         (see `classes_can_be_sharded()`).
 
         Raises:
-            UsageError: there is no plan, or a size cannot be shared by so many ranks.
+            UsageError: the task has no plan, or so many ranks cannot share a size.
         """
         raise UsageError(
             f"task '{self.name}' does not say how its matrices can be shared between ranks: "
@@ -161,6 +161,64 @@ class Classifier(Task):
     def weights(self) -> Tensor:
         """Give every class the same chance in all: each sample one over its class's size."""
         return class_weights(targets_of(self.train()))
+
+
+class Perceptron(Classifier):
+    """Classifies rows of numbers by two hidden layers; all samples are in memory."""
+
+    features: int
+    """Numbers in a row."""
+    hidden: int
+    """Units of each hidden layer."""
+    classes: int
+    """Number of classes."""
+
+    def __init__(self, *, train: Batch, test: Batch) -> None:
+        self._train, self._test = train, test
+
+    def identity(self) -> Mapping[str, str | int]:
+        """Say what makes two runs different: the sizes."""
+        return {"hidden": self.hidden, "train_samples": len(self._train)}
+
+    def model(self) -> nn.Module:
+        """Make the network, [batch, features] to [batch, classes]."""
+        return nn.Sequential(
+            nn.Linear(self.features, self.hidden),
+            nn.ReLU(),
+            nn.Linear(self.hidden, self.hidden),
+            nn.ReLU(),
+            nn.Linear(self.hidden, self.classes),
+        )
+
+    def train(self) -> Batch:
+        """Give all training samples: [n, features] float, [n] int."""
+        return self._train
+
+    def test(self) -> Batch:
+        """Give all test samples, likewise."""
+        return self._test
+
+    def tensor_plan(
+        self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
+    ) -> Mapping[str, ParallelStyle]:
+        """Cut the first matrix by its outputs, the second by its inputs, the last by class.
+
+        So the first exchange comes after the second matrix: between them each rank has its own
+        units.
+        """
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        check_divisible("hidden units", self.hidden, ranks)
+        by_class = loss_parallel and classes_can_be_sharded(self.classes, ranks)
+        return {
+            "0": ColwiseParallel(),
+            "2": RowwiseParallel(),
+            "4": ColwiseParallel(
+                output_layouts=Shard(-1) if by_class else Replicate(),
+                use_local_output=not by_class,
+            ),
+        }
 
 
 def class_weights(targets: Tensor) -> Tensor:

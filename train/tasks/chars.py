@@ -46,7 +46,7 @@ LAYERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How large the model is: small, unless a benchmark asks for more."""
+    """Sizes of the model: the defaults are small, benchmarks choose larger ones."""
 
     context: int = CONTEXT
     """Characters that a sequence has; at most half of PIECE."""
@@ -182,7 +182,6 @@ class Transformer(nn.Module):
     """Embedding, blocks, head: one after the other, so that it can be cut between any two."""
 
     def __init__(self, sizes: Sizes | None = None) -> None:
-        """Make the layers from torch's global generator."""
         super().__init__()
         sizes = sizes or Sizes()
         self.embed = Embed(sizes)
@@ -202,7 +201,6 @@ class Embed(nn.Module):
     """A vector for each symbol plus one for its place."""
 
     def __init__(self, sizes: Sizes) -> None:
-        """Make the layers from torch's global generator."""
         super().__init__()
         self.symbols = nn.Embedding(VOCABULARY, sizes.width)
         self.positions = Positions(sizes.context, sizes.width)
@@ -217,7 +215,6 @@ class Block(nn.Module):
     """Causal self-attention and a feed-forward layer, each normalised before and added after."""
 
     def __init__(self, sizes: Sizes) -> None:
-        """Make the layers from torch's global generator."""
         super().__init__()
         width = sizes.width
         self.head_dim = width // sizes.heads
@@ -236,8 +233,8 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [batch, time, width] to the same shape."""
         mixed = self.attention_in(self.attention_norm(hidden))
-        # Head by head, so that a rank's rows of the matrix are whole heads; how many is left open,
-        # and so is the time, of which `hidden` may be only a part.
+        # Head by head, so that a rank's rows of the matrix are whole heads. Neither the number of
+        # heads nor the time is fixed: a rank may have a part of either.
         by_head = mixed.unflatten(-1, (-1, 3, self.head_dim))
         query, key, value = by_head.permute(3, 0, 2, 1, 4)
         seen = self.attention(query, key, value).transpose(1, 2).flatten(2)
@@ -249,7 +246,6 @@ class Head(nn.Module):
     """Normalise and score every symbol."""
 
     def __init__(self, sizes: Sizes) -> None:
-        """Make the layers from torch's global generator."""
         super().__init__()
         self.norm = nn.LayerNorm(sizes.width)
         self.project = nn.Linear(sizes.width, VOCABULARY)

@@ -57,7 +57,6 @@ class Stem(nn.Sequential):
     """The first convolution; takes bytes, a quarter of the memory and of the way to a GPU."""
 
     def __init__(self) -> None:
-        """Make the layers from torch's global generator."""
         super().__init__(*_convolution(1, 16))
 
     def forward(self, images: Tensor) -> Tensor:

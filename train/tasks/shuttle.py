@@ -3,73 +3,90 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from train.data.order import Batch, permutation
 from train.errors import UsageError
-from train.tasks import rda
-from train.tasks.base import Classifier
-from train.tasks.perceptron import perceptron, perceptron_plan
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
+from train.tasks.base import Perceptron
 
 FILE = Path("/usr/lib/R/site-library/mlbench/data/Shuttle.rda")
 FILE_VARIABLE = "SHUTTLE_RDA"
-FEATURES = 9
-CLASSES = 7
-HIDDEN = 64
 TEST_SHARE = 0.3
 
 
-class Shuttle(Classifier):
-    """Classify nine readings; 45,586 samples are of the first class, 10 of the sixth."""
+class Shuttle(Perceptron):
+    """Classify nine readings; 45,586 samples are of the first class, 10 of the sixth.
+
+    Training samples: [40600, 9] float of mean 0 and deviation 1, and [40600] int; the test has
+    three of ten samples of each class.
+    """
 
     name = "shuttle"
+    features = 9
+    hidden = 64
+    classes = 7
 
     def __init__(self, file: Path | None = None) -> None:
         """Read the file (default: $SHUTTLE_RDA, or the Debian package's own)."""
-        inputs, targets = _read(file or Path(os.environ.get(FILE_VARIABLE) or FILE))
-        test = _stratified(targets)
+        inputs, targets = self._read(file or Path(os.environ.get(FILE_VARIABLE) or FILE))
+        # Three tenths of each class, always the same.
+        test = torch.zeros(len(targets), dtype=torch.bool)
+        for number in range(self.classes):
+            members = (targets == number).nonzero().squeeze(1)
+            shuffled = members[permutation(len(members), seed=0, epoch=number)]
+            test[shuffled[: round(TEST_SHARE * len(members))]] = True
         # By the training part alone: the test must not leak into what the model is given.
         mean, std = inputs[~test].mean(dim=0), inputs[~test].std(dim=0)
         inputs = ((inputs - mean) / std).float()
-        self._train = Batch(inputs=inputs[~test], targets=targets[~test])
-        self._test = Batch(inputs=inputs[test], targets=targets[test])
+        super().__init__(
+            train=Batch(inputs=inputs[~test], targets=targets[~test]),
+            test=Batch(inputs=inputs[test], targets=targets[test]),
+        )
 
-    def identity(self) -> Mapping[str, str | int]:
-        """Say what else makes two runs different: the sizes."""
-        return {"hidden": HIDDEN, "train_samples": len(self._train)}
+    def _read(self, path: Path) -> tuple[Tensor, Tensor]:
+        """Read features [58000, 9], double, and classes [58000], counted from 0.
 
-    def model(self) -> nn.Module:
-        """Make a perceptron, [batch, 9] to [batch, 7]."""
-        return perceptron(FEATURES, HIDDEN, CLASSES)
-
-    def train(self) -> Batch:
-        """Give all training samples: [40600, 9] float of mean 0 and deviation 1, [40600] int."""
-        return self._train
-
-    def test(self) -> Batch:
-        """Give all test samples, three of ten of each class."""
-        return self._test
+        Raises:
+            UsageError: the file is missing or has other content.
+        """
+        if not path.exists():
+            raise UsageError(
+                f"task 'shuttle' needs {path} of the Debian package r-cran-mlbench: "
+                "apt-get install r-cran-mlbench; or, without R, apt-get download r-cran-mlbench, "
+                f"dpkg -x r-cran-mlbench_*.deb FOLDER, and set {FILE_VARIABLE} to FOLDER{FILE}"
+            )
+        try:
+            # Only here: rdata imports pandas, which takes a second.
+            import rdata
+        except ModuleNotFoundError as error:
+            raise UsageError("task 'shuttle' needs the package rdata: pip install rdata") from error
+        try:
+            # rdata warns where it guesses what a damaged file was.
+            with warnings.catch_warnings(action="error"):
+                frame = rdata.read_rda(path, default_encoding="utf-8")["Shuttle"]
+            readings = frame[[f"V{number + 1}" for number in range(self.features)]]
+            inputs = torch.from_numpy(readings.to_numpy("float64", copy=True))
+            return inputs, torch.from_numpy(frame["Class"].cat.codes.to_numpy("int64", copy=True))
+        # For a damaged file rdata has no exception of its own.
+        except Exception as error:
+            raise UsageError(f"task 'shuttle' cannot use {path}: {error!r}") from error
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Count each pair of true and guessed class. Shape [49]."""
-        pairs = targets * CLASSES + outputs.argmax(dim=-1)
-        return torch.bincount(pairs, minlength=CLASSES**2)
+        pairs = targets * self.classes + outputs.argmax(dim=-1)
+        return torch.bincount(pairs, minlength=self.classes**2)
 
     def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
         """Give accuracies over samples, over classes, and for the rarest class alone.
 
         Always guessing the first class has an accuracy of 0.79, and a balanced one of 1/7.
         """
-        confusion = score.view(CLASSES, CLASSES)
+        confusion = score.view(self.classes, self.classes)
         right, sizes = confusion.diagonal(), confusion.sum(dim=1)
         recall = right / sizes.clamp(min=1)
         return {
@@ -77,44 +94,3 @@ class Shuttle(Classifier):
             "balanced_accuracy": recall[sizes > 0].mean().item(),
             "rarest_class_recall": recall[torch.bincount(self._train.targets).argmin()].item(),
         }
-
-    def tensor_plan(
-        self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
-    ) -> Mapping[str, ParallelStyle]:
-        """Cut the matrices by their outputs, by their inputs, and by class."""
-        return perceptron_plan(HIDDEN, CLASSES, ranks=ranks, loss_parallel=loss_parallel)
-
-
-def _stratified(targets: Tensor) -> Tensor:
-    """Choose three tenths of each class for testing, always the same. Shape [n], bool."""
-    chosen = torch.zeros(len(targets), dtype=torch.bool)
-    for number in range(CLASSES):
-        members = (targets == number).nonzero().squeeze(1)
-        shuffled = members[permutation(len(members), seed=0, epoch=number)]
-        chosen[shuffled[: round(TEST_SHARE * len(members))]] = True
-    return chosen
-
-
-def _read(path: Path) -> tuple[Tensor, Tensor]:
-    """Read features [58000, 9], double, and classes [58000], counted from 0.
-
-    Raises:
-        UsageError: the file is missing or has other content.
-    """
-    try:
-        frame = rda.read(path)["Shuttle"]
-        assert isinstance(frame, rda.Vector)
-        columns = [frame.column(f"V{number}").numbers() for number in range(1, FEATURES + 1)]
-        # A factor: its levels are numbered from 1.
-        classes = frame.column("Class").numbers() - 1
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"task 'shuttle' needs {path} of the Debian package r-cran-mlbench: "
-            "apt-get install r-cran-mlbench; or, without R, apt-get download r-cran-mlbench, "
-            f"dpkg -x r-cran-mlbench_*.deb FOLDER, and set {FILE_VARIABLE} to "
-            f"FOLDER{FILE}"
-        ) from error
-    except (OSError, KeyError, rda.RdaError) as error:
-        raise UsageError(f"task 'shuttle' cannot use {path}: {error}") from error
-    inputs = torch.from_numpy(np.stack(columns, axis=1).astype(np.float64))
-    return inputs, torch.from_numpy(classes.astype(np.int64))

@@ -19,12 +19,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.train.conftest import Start
 from tests.train.support.ranks import on_ranks
-from train.collectives import barriers, demo, options, timing
-from train.collectives.demo import WrongResult
-from train.collectives.names import NAMES, SIZED
+from train.collectives import demo, options
+from train.collectives.demo import Ranks, WrongResult
 from train.collectives.operations import COLLECTIVES, Call, Collective
-from train.collectives.options import Options, parse
-from train.collectives.ranks import Ranks
+from train.collectives.options import NAMES, SIZED, Options, parse
 from train.collectives.session import run
 from train.errors import EXIT_FAILED, EXIT_USAGE, UsageError
 from train.rundir.console import Console
@@ -84,7 +82,7 @@ def let_through_early(rank: int) -> str:
     """A barrier that does not wait: every rank goes on as it comes."""
     ranks, silent = these_ranks(rank, "early"), Console(rank=1)
     try:
-        barriers.demonstrate_barrier(ranks, silent, repeats=0, barrier=lambda: None)
+        demo.demonstrate_barrier(ranks, silent, repeats=0, barrier=lambda: None)
     except WrongResult as error:
         return str(error)
     return ""
@@ -157,7 +155,7 @@ def test_the_largest_buffer_counts_as_in_nccl_tests(world_size: int) -> None:
 
 
 def test_bandwidths_follow_from_size_and_latency() -> None:
-    line = timing.Measured(size_bytes=8_000_000, latency_s=0.004, bus_factor=1.5)
+    line = demo.Measured(size_bytes=8_000_000, latency_s=0.004, bus_factor=1.5)
     assert (line.algorithm_bandwidth, line.bus_bandwidth) == (2e9, 3e9)
 
 
@@ -193,7 +191,7 @@ def test_sizes_go_up_in_steps_of_four_to_the_largest() -> None:
     assert parse(["--sizes", "1MiB,96"], OF_THREE).sizes_bytes == (1 << 20, 96)
 
 
-@pytest.mark.parametrize("module", [barriers, demo, options, timing])
+@pytest.mark.parametrize("module", [demo, options])
 def test_examples_in_docstrings_hold(module: object) -> None:
     result = doctest.testmod(module)  # type: ignore[arg-type]  # modules, by import
     assert (result.failed, result.attempted > 0) == (0, True)

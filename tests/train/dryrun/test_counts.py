@@ -27,11 +27,19 @@ from train.cli.config import Config, ScheduleName
 from train.data.order import Batch
 from train.dryrun import bubbles, examine, show
 from train.dryrun.bubbles import bubble
-from train.dryrun.flops import Flops
-from train.dryrun.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, Memory
-from train.dryrun.result import Findings, Flow
+from train.dryrun.counters import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Exchange,
+    Flops,
+    Memory,
+    Traffic,
+)
+from train.dryrun.report import Findings, Flow
 from train.dryrun.simulate import _Step
-from train.dryrun.traffic import Exchange, Traffic
 from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from train.parallel.base import Parts
 from train.parallel.layout import Layout
@@ -216,7 +224,7 @@ def test_real_tensors_need_the_memory_and_the_work_that_the_rehearsal_counts(
         step = _Step(Parts(task=made, config=config, layout=Layout(), group=group), memory)
         batches = [source.take(torch.zeros(32, dtype=torch.int64)) for _ in range(2)]
         step.make(batches[0], 4, 1)
-        memory.forget_the_past()
+        memory.reset_peak()
         with Flops() as flops:
             step.make(batches[1], 4, 2)
     real, rehearsed = memory.peak(), examine(config).ranks[0]

@@ -18,7 +18,7 @@ from tests.train.support.ladder import Alone, trainer_of
 from train.cli.config import Config
 from train.dryrun import autocast, examine
 from train.dryrun.autocast import as_on_cuda
-from train.dryrun.memory import ACTIVATIONS
+from train.dryrun.counters import ACTIVATIONS
 from train.parallel.layout import Layout
 from train.runtime.rank import RankInfo
 

@@ -38,9 +38,8 @@ from train.cli.config import Config
 from train.data.order import Batch
 from train.dryrun import examine
 from train.dryrun.autocast import as_on_cuda
-from train.dryrun.memory import GRADIENTS, OPTIMIZER, PARAMETERS
+from train.dryrun.counters import EXCHANGES, GRADIENTS, OPTIMIZER, PARAMETERS
 from train.dryrun.simulate import EVALUATION, TRAINING
-from train.dryrun.traffic import KINDS
 from train.loop import Trainer
 from train.parallel import cp
 from train.parallel.base import local
@@ -253,7 +252,7 @@ def collectives(events: Iterable[dict[str, Any]], world: int) -> dict[tuple[str,
     calls: Counter[tuple[str, int]] = Counter()
     for event in events:
         space, _, name = event.get("name", "").partition("::")
-        kind = next((k for prefix, k in KINDS.items() if name.startswith(prefix)), None)
+        kind = next((k for prefix, k in EXCHANGES.items() if name.startswith(prefix)), None)
         if space == "c10d" and kind is not None:
             noted = zip(event["args"]["Input Dims"], event["args"]["Input type"], strict=True)
             payload = max(numbers(shape) * WIDTHS.get(of, FLOAT) for shape, of in noted)

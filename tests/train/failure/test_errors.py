@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from train.__main__ import end_early
 from train.errors import CheckpointError, NonFiniteLoss, PeerError, UsageError, is_collateral
-from train.failure.record import explain, is_ours_alone, lost, unwritable
-from train.failure.report import ERROR_FILE, tell, tell_echo
+from train.failure.diagnose import explain, is_ours_alone
+from train.failure.record import ERROR_FILE, lost, tell, tell_echo, unwritable
 from train.rundir.files import TrainingProgress
 from train.runtime.rank import RankInfo
 

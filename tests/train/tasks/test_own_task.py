@@ -15,8 +15,7 @@ from tests.train.conftest import Start
 from tests.train.support.making import trainer_for
 from train import tasks
 from train.errors import UsageError
-from train.failure.diagnose import describe, part_of
-from train.failure.record import in_short
+from train.failure.diagnose import describe, in_short, part_of
 
 PAGE = ROOT / "docs/how-to/own-task.md"
 
