@@ -4,8 +4,6 @@ import gc
 import sys
 import types
 
-__all__ = ["main"]
-
 _GARBAGE_AFTER = 100_000
 """How many new objects start a collection of garbage; a command that ends soon makes fewer."""
 

@@ -28,8 +28,6 @@ from toolkit.runs import registry
 from toolkit.runs.run import ForeignRun, Launcher, Run, ShownRun, pauses
 from toolkit.runs.state import RunStatus
 
-__all__ = ["ask_site", "list_runs", "open_run", "resubmit", "run", "statuses", "submit", "wait"]
-
 
 def submit(
     job: JobSpec | LaunchPlan,

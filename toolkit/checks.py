@@ -34,8 +34,6 @@ from toolkit.slurm.squeue import Command, run_command
 from toolkit.text.manifests import Manifest, View, is_manifest, read_manifests
 from toolkit.text.yaml_reader import Document, KeyPath, read_text
 
-__all__ = ["Finding", "check", "finding", "is_manifests", "is_script"]
-
 _RULES = {
     rule.id: rule
     for rule in (*SCRIPT_RULES, *JOB_RULES, *MANIFEST_RULES, *SITE_RULES, *CLUSTER_RULES)

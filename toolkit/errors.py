@@ -24,22 +24,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = [
-    "InputError",
-    "LauncherError",
-    "PlanError",
-    "Problem",
-    "ProfileError",
-    "RenderError",
-    "RunLost",
-    "RunNotFound",
-    "SchedulerMissing",
-    "SpecError",
-    "ToolkitError",
-    "did_you_mean",
-    "nearest",
-]
-
 
 class ToolkitError(Exception):
     """The root of all errors that a user can mend."""

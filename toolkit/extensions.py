@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from toolkit.profile.base import SiteProfile
     from toolkit.runs.run import Launcher
 
-__all__ = ["BUILT_IN", "GROUP", "Extension", "extension", "kinds"]
-
 GROUP = "torch_deploy_toolkit.launchers"
 """The group of entry points."""
 

@@ -14,8 +14,6 @@ from toolkit.cli.main import JSON, SET, cli, example, without_secrets
 from toolkit.cli.output import note
 from toolkit.errors import InputError
 
-__all__ = ["check", "init", "schema"]
-
 
 @cli.command(epilog=example("toolkit init && toolkit submit jobs/digits.yaml --follow"))
 @click.option(

@@ -16,22 +16,6 @@ import toolkit
 from toolkit.cli.output import say, stop_writing
 from toolkit.errors import ToolkitError
 
-__all__ = [
-    "CHAIN",
-    "FOLLOW",
-    "JOB",
-    "JSON",
-    "RUN",
-    "RUNS",
-    "SET",
-    "TO",
-    "TRUST",
-    "cli",
-    "example",
-    "main",
-    "without_secrets",
-]
-
 # ---- The commands, their arguments and options
 
 _MODULES = {

@@ -13,19 +13,6 @@ import click
 
 import toolkit
 
-__all__ = [
-    "echo_failure",
-    "echo_lines",
-    "follow_and_exit",
-    "follow_lines",
-    "note",
-    "report",
-    "report_and_exit",
-    "say",
-    "signals_cancel",
-    "stop_writing",
-]
-
 _MOST_POINTS = 20
 """How many failed points of a sweep are listed."""
 

@@ -20,14 +20,6 @@ from toolkit.cli.output import (
 )
 from toolkit.errors import LauncherError
 
-__all__ = [
-    "cancel",
-    "list_runs",
-    "logs",
-    "status",
-    "wait",
-]
-
 _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED", "UNKNOWN")
 
 

@@ -21,8 +21,6 @@ from toolkit.cli.output import (
 )
 from toolkit.errors import InputError, PlanError
 
-__all__ = ["render", "resubmit", "run_here", "submit"]
-
 
 @cli.command(epilog=example("toolkit render jobs/digits.yaml --to slurm | less"))
 @JOB

@@ -16,8 +16,6 @@ from toolkit.runs.run_directory import figures
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
 
-__all__ = ["rows_of", "summary_lines", "summary_of"]
-
 
 def rows_of(
     runs: Iterable[Run], *, states: Iterable[RunState] = (), brief: bool = False

@@ -24,8 +24,6 @@ from toolkit.runs.state_dir import state_folder
 from toolkit.slurm import SlurmLauncher
 from toolkit.text.quantities import format_size
 
-__all__ = ["DebugExecutor", "KubernetesExecutor", "LocalExecutor", "SlurmExecutor"]
-
 R = TypeVar("R")
 ProfileT = TypeVar("ProfileT", bound=Profile)
 

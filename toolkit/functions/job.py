@@ -22,8 +22,6 @@ from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 from toolkit.text.quantities import format_size
 
-__all__ = ["FunctionJob", "PodJob", "StatusPoll", "attach"]
-
 R = TypeVar("R", covariant=True)
 
 _QUERY_PAUSES_S = (1.0, 15.0)

@@ -12,8 +12,6 @@ from toolkit.job.sbatch_options import ALLOWED, DECIDED
 from toolkit.job.spec import JobSpec
 from toolkit.text.yaml_reader import Document
 
-__all__ = ["job_of", "name_of", "updated"]
-
 _RESOURCES = ("nnodes", "nproc_per_node", "gpus_per_node", "cpus_per_node", "memory", "shm")
 _KEYS = (
     *("name", "time_limit", "env", "image", "workdir", "stop", "retries", "secrets", "sbatch"),

@@ -25,8 +25,6 @@ from toolkit.runs import run_directory
 from toolkit.runs.log_reader import attempt_numbers
 from toolkit.text import untrusted
 
-__all__ = ["SCRIPT", "RankFailure", "SubmittedCall", "files_in", "files_of"]
-
 FOLDER = "function"
 _VERSION = 1
 _ERROR = re.compile(r"rank-[0-9]{1,9}\.error\.json", re.ASCII)

@@ -9,8 +9,6 @@ from pydantic import Field
 from toolkit.job.types import Checked, FrozenModel, SecretName, Text
 from toolkit.text.yaml_reader import Ambiguous
 
-__all__ = ["KubernetesOptions", "Patch", "Workload", "is_image_name"]
-
 Workload = Literal["PyTorchJob", "TrainJob", "JobSet", "Job"]
 """The kinds of objects that a job can become."""
 

@@ -14,8 +14,6 @@ from toolkit.text.quantities import whole_number
 from toolkit.text.secret_scan import conceal, is_telling
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, dotted, read_document
 
-__all__ = ["assign", "frozen", "override", "validate"]
-
 Model = TypeVar("Model", bound=FrozenModel)
 
 

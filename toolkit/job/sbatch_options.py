@@ -12,8 +12,6 @@ from toolkit.errors import nearest
 from toolkit.job.types import Checked, Prepared, Text
 from toolkit.text.yaml_reader import Ambiguous
 
-__all__ = ["SbatchOptions", "SbatchValue", "merged"]
-
 
 def _names(words: str) -> frozenset[str]:
     return frozenset(words.split())

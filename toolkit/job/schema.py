@@ -12,8 +12,6 @@ from toolkit.job.spec import WISHES, JobSpec
 from toolkit.job.sweep import SWEEP_KEY
 from toolkit.job.types import ENV_NAME, RESERVED_NAMES, FrozenModel
 
-__all__ = ["field_docstrings", "json_schema"]
-
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the job file; descriptions are the docstrings of the fields."""

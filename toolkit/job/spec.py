@@ -22,21 +22,6 @@ from toolkit.job.types import Checked, FrozenModel, Prepared, Text
 from toolkit.text import secret_scan
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_file
 
-__all__ = [
-    "Dependency",
-    "JobSpec",
-    "Mount",
-    "NodeRange",
-    "Resources",
-    "Retries",
-    "Secret",
-    "Stop",
-    "leaked_secrets",
-    "load",
-    "parse_dependency",
-    "read_job",
-]
-
 
 class NodeRange(FrozenModel):
     """The fewest nodes that a job can run on, and the most that it uses."""

@@ -20,8 +20,6 @@ from toolkit.job.types import (
 from toolkit.text import secret_scan
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, dotted
 
-__all__ = ["Point", "Sweep", "expand", "leaks", "misread"]
-
 MOST_POINTS = 100_000
 """The most points of a sweep; Slurm limits an array (MaxArraySize) to 1001 by default."""
 

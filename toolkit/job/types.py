@@ -17,40 +17,6 @@ from toolkit.text.quantities import (
 )
 from toolkit.text.yaml_reader import Ambiguous
 
-__all__ = [
-    "ENV_NAME",
-    "IN_RUN_DIR",
-    "RESERVED_NAMES",
-    "AbsolutePath",
-    "Checked",
-    "Duration",
-    "EnvName",
-    "Flag",
-    "FolderPath",
-    "FrozenModel",
-    "HomePath",
-    "Image",
-    "JobName",
-    "ModuleName",
-    "MountSource",
-    "NaturalInt",
-    "PositiveInt",
-    "Prepared",
-    "Program",
-    "SecretFile",
-    "SecretKey",
-    "SecretName",
-    "Size",
-    "Text",
-    "Via",
-    "Word",
-    "matching",
-    "program_first",
-    "refusing",
-    "schema_extra",
-    "secrets_by_name",
-]
-
 
 def _refuse_ambiguous(value: object) -> object:
     if isinstance(value, Ambiguous):

@@ -17,8 +17,6 @@ from pathlib import Path
 from toolkit.planning.pods import FILE_MARK
 from toolkit.text import untrusted
 
-__all__ = ["is_delivery", "key_of", "signed", "whole_files"]
-
 _FORM = re.compile(
     rf"(?:\[[^\]\s]{{1,253}}\] )?{FILE_MARK}(?P<content>(?P<name>[\w./-]{{1,200}}) "
     r"(?:(?P<number>[0-9]{1,4})/(?P<count>[0-9]{1,4}) (?P<digest>[0-9a-f]{64}) "

@@ -41,8 +41,6 @@ from toolkit.runs.torchrun_report import (
     shift_s,
 )
 
-__all__ = ["ContainerOutput", "LogLine", "failure_of", "first_failure"]
-
 LogLine = tuple[float | None, str]
 """When it was printed, in seconds since 1970, where that is known; and the line."""
 

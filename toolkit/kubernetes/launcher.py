@@ -31,8 +31,6 @@ from toolkit.profile import KubernetesProfile
 from toolkit.runs import registry, submission_journal
 from toolkit.runs.run import Launcher, Run, new_run_name
 
-__all__ = ["KubernetesLauncher", "dry_run", "watch_states"]
-
 _FORGOTTEN_S = 86_400.0
 """How long a run is listed that was never created, in seconds."""
 

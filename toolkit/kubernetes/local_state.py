@@ -24,8 +24,6 @@ from toolkit.runs.state_dir import state_folder
 from toolkit.text import untrusted
 from toolkit.text.yaml_reader import write_document
 
-__all__ = ["LocalState", "Settings"]
-
 Settings = Mapping[str, str | bool]
 
 _MANIFEST_BYTES = 256 << 20

@@ -19,8 +19,6 @@ from toolkit.kubernetes.pods import attempt_of, container_statuses
 from toolkit.kubernetes.workloads import Object, WorkloadKind
 from toolkit.runs.log_reader import LogView, StopTraces
 
-__all__ = ["STAMPED", "Round", "read_lines"]
-
 _POLL_S = 1.0
 """Poll interval of the list of pods, in seconds."""
 

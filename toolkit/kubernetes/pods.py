@@ -18,29 +18,6 @@ from toolkit.runs.failure import STOPS
 from toolkit.runs.torchrun_report import last_trace, read_reports, report_texts
 from toolkit.text.quantities import whole_number
 
-__all__ = [
-    "FATAL",
-    "OF_RANK",
-    "Death",
-    "LastWords",
-    "attempt_of",
-    "conditions_of",
-    "container_statuses",
-    "disruption",
-    "first_death",
-    "index_of",
-    "is_running",
-    "is_starting",
-    "label_of",
-    "last_words",
-    "newest_of",
-    "seconds_of",
-    "sentence",
-    "short_name",
-    "trouble",
-    "true_conditions",
-]
-
 FATAL = 42
 """How the entrypoint ends where another start would end alike."""
 

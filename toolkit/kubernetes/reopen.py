@@ -25,8 +25,6 @@ from toolkit.runs.registry import RunRecord
 from toolkit.runs.submission_journal import Intent
 from toolkit.text import untrusted
 
-__all__ = ["interrupted", "is_uri", "opened", "run_in_cluster", "tidy"]
-
 _FILE_BYTES = 1 << 34
 """The arguments of a call; they are as large as the user's pickles."""
 

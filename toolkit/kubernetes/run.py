@@ -38,8 +38,6 @@ from toolkit.runs.run_directory import read_metrics
 from toolkit.runs.run_secrets import mask_of, redacted
 from toolkit.runs.state import RunState, RunStatus
 
-__all__ = ["SETTLED_S", "KubernetesRun"]
-
 SETTLED_S = 120.0
 """After this time no interrupted submission is under way any more: an API server gives up a request
 after 60 s."""

@@ -33,22 +33,6 @@ from toolkit.kubernetes.workloads import JOBSET_LABEL, Object, WorkloadKind
 from toolkit.planning.pods import RUN_LABEL
 from toolkit.runs.state import RunState, RunStatus
 
-__all__ = [
-    "FOR_LIST",
-    "FOR_ONE",
-    "FOR_WAIT",
-    "Change",
-    "Evidence",
-    "changes_of",
-    "digest",
-    "evidence_of",
-    "judge",
-    "listed_or_none",
-    "queue_reason",
-    "state_of",
-    "stuck_objects",
-]
-
 FOR_ONE = frozenset((RunState.PENDING, RunState.RUNNING, RunState.FAILED))
 """The states whose causes are queried for `status` of a single run."""
 

@@ -20,8 +20,6 @@ from toolkit.kubernetes.workloads import (
     resource_of,
 )
 
-__all__ = ["TOGETHER", "ApplyUnclear", "complete", "remove", "submit_all", "withdraw"]
-
 TOGETHER = 16
 """Batch size of a sweep's submission: at most this many runs are half-created if the process is
 killed."""

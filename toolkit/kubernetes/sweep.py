@@ -17,8 +17,6 @@ from toolkit.runs.log_reader import LogView
 from toolkit.runs.run import unfinished_of
 from toolkit.runs.state import RunStatus
 
-__all__ = ["KubernetesPoint", "KubernetesSweep"]
-
 
 class KubernetesSweep(KubernetesRun):
     """All points of a sweep together."""

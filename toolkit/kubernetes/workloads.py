@@ -20,26 +20,6 @@ from toolkit.planning.pods import RUN_LABEL
 from toolkit.rendering import render
 from toolkit.runs.state import RunState
 
-__all__ = [
-    "ATTEMPT_LABEL",
-    "JOBSET_LABEL",
-    "KINDS",
-    "PAYLOAD_LIMIT",
-    "ApiResource",
-    "Object",
-    "RunObjects",
-    "WorkloadKind",
-    "apart",
-    "documents_of",
-    "is_of",
-    "manifest_for",
-    "objects_by_run",
-    "owned",
-    "pods_of",
-    "resource_of",
-    "started_again",
-]
-
 Object = Mapping[str, Any]
 """An object of the API, or a part of one."""
 

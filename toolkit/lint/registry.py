@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 from toolkit.lint.scripts.script import BatchScript
 from toolkit.text.manifests import Stream, View
 
-__all__ = ["MANIFESTS", "SCRIPTS", "Rule", "RuleBook", "Violation", "allowed_rules"]
-
 SubjectT = TypeVar("SubjectT")
 PlaceT = TypeVar("PlaceT")
 

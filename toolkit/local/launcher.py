@@ -25,8 +25,6 @@ from toolkit.runs.run_secrets import require_secrets
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 
-__all__ = ["LocalLauncher", "LocalRun", "count_gpus"]
-
 _LOCK = "running.lock"
 _EXEC_S = 5.0
 """Seconds to wait for a command line: it is empty for an instant after exec (Linux, fs/exec.c)."""

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from toolkit.runs.log_reader import attempt_folders
 
-__all__: list[str] = []
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1

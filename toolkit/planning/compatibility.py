@@ -19,8 +19,6 @@ from toolkit.text.quantities import format_duration, format_size
 if TYPE_CHECKING:
     from toolkit.profile import Profile
 
-__all__ = ["SHELL_VARIABLES", "refusals"]
-
 _WORKERS_MAX = 4096
 """Workers on one machine: more than any has processors for, and few enough to be started."""
 

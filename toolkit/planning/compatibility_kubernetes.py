@@ -10,8 +10,6 @@ from toolkit.planning.plans import OWN_FOLDERS, SCRIPT_VARIABLES, refusal
 from toolkit.planning.pods import workload_of
 from toolkit.profile import KubernetesProfile
 
-__all__ = ["kubernetes_problems", "name_problems"]
-
 NAME_MAX = 63
 """Names of pods are host names, too (RFC 1035)."""
 

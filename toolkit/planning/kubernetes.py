@@ -32,8 +32,6 @@ from toolkit.planning.pods import (
 )
 from toolkit.profile.kubernetes import KubernetesProfile, block_of
 
-__all__ = ["STARTED", "KubernetesPlan", "kubernetes_plan", "with_checksums"]
-
 STARTED = "TRAIN_START"
 """The variable by which the entrypoint of pods distinguishes the starts of all of them."""
 

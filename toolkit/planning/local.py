@@ -6,8 +6,6 @@ from toolkit.job.spec import JobSpec
 from toolkit.planning.plans import RENDEZVOUS_PORTS, LaunchPlan, environment, torchrun_options
 from toolkit.profile import LocalProfile
 
-__all__ = ["LocalPlan", "local_plan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlan(LaunchPlan):

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from toolkit.planning.slurm import SlurmPlan
     from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 
-__all__ = ["plan"]
-
 
 @overload
 def plan(job: JobSpec, profile: LocalProfile, *, run_name: str | None = ...) -> LocalPlan: ...

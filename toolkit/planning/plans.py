@@ -14,20 +14,6 @@ from toolkit.job.spec import JobSpec, Secret
 if TYPE_CHECKING:
     from toolkit.profile import Profile
 
-__all__ = [
-    "OWN_FOLDERS",
-    "RENDEZVOUS_PORTS",
-    "RENDEZVOUS_TIMEOUT_S",
-    "REQUEUE_MARGIN_S",
-    "SCRIPT_VARIABLES",
-    "LaunchPlan",
-    "carried_options",
-    "environment",
-    "in_container",
-    "refusal",
-    "torchrun_options",
-]
-
 RENDEZVOUS_TIMEOUT_S = 600
 """How long nodes wait for each other; starting 512 containers takes minutes."""
 

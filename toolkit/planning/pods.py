@@ -13,22 +13,6 @@ from toolkit.job.types import IN_RUN_DIR
 from toolkit.profile import KubernetesProfile
 from toolkit.text.quantities import kubernetes_size, parse_size
 
-__all__ = [
-    "FILE_MARK",
-    "MANAGER",
-    "POD_GROUP_APIS",
-    "POD_MARGIN_S",
-    "RUN_LABEL",
-    "SWEEP_LABEL",
-    "Pod",
-    "first_pod",
-    "labelled",
-    "payload_dir_of",
-    "pod_of",
-    "volume_of",
-    "workload_of",
-]
-
 MANAGER = "torch-deploy-toolkit"
 """The field manager, and the value of `app.kubernetes.io/managed-by`."""
 

@@ -27,16 +27,6 @@ from toolkit.planning.plans import (
 from toolkit.profile import SlurmProfile
 from toolkit.text.quantities import format_duration, slurm_megabytes, slurm_time
 
-__all__ = [
-    "SIGNAL_MAX_S",
-    "SIGNAL_SLACK_S",
-    "SlurmPlan",
-    "array_of",
-    "container_problems",
-    "slurm_plan",
-    "warning_lead_s",
-]
-
 SIGNAL_SLACK_S = 60
 """Slurm may send the `--signal` warning up to this much early (sbatch manual, `--signal`)."""
 

@@ -20,20 +20,6 @@ from toolkit.text.yaml_reader import KeyPath, read_file
 if TYPE_CHECKING:
     from toolkit.profile import Profile
 
-__all__ = [
-    "LocalProfile",
-    "NodeFacts",
-    "SiteProfile",
-    "as_profile",
-    "configuration_folder",
-    "default_profile",
-    "leaks_of",
-    "load_profile",
-    "model_of",
-    "profile_names",
-    "require_default_profile",
-]
-
 
 class NodeFacts(FrozenModel):
     """The size of one node, so that a job that cannot fit is refused before it is queued."""

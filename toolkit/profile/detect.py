@@ -16,8 +16,6 @@ import yaml
 
 from toolkit.text.quantities import whole_number
 
-__all__ = ["Ask", "Context", "Discovery", "Namespace", "Partition", "SlurmSite", "discover"]
-
 _TIMEOUT_S = 20
 """The limit of a command: a login shell that mounts homes, or a driver, may hang."""
 

@@ -12,8 +12,6 @@ from toolkit.profile.detect import Context, Discovery, Partition, SlurmSite
 from toolkit.text.quantities import format_duration, format_size
 from toolkit.text.yaml_reader import write_document
 
-__all__ = ["KINDS", "Draft", "draft", "found_lines", "keep_draft"]
-
 KINDS = ("slurm", "kubernetes", "local")
 
 

@@ -12,8 +12,6 @@ from toolkit.job.spec import Mount
 from toolkit.job.types import Checked, FrozenModel, Text, matching
 from toolkit.profile.base import SiteProfile
 
-__all__ = ["KubernetesProfile", "Toleration", "Topology", "block_of"]
-
 _PREFIX = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/"
 LabelKey = Annotated[
     Text,

@@ -11,8 +11,6 @@ from toolkit.job.spec import Mount
 from toolkit.job.types import FrozenModel, Text, matching
 from toolkit.profile.base import SiteProfile
 
-__all__ = ["SlurmProfile", "Switches"]
-
 ShellLine = Annotated[
     Text, *matching(r"[^\x00-\x08\x0a-\x1f\x7f]*", "write one line of bash per item")
 ]

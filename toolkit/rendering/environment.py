@@ -31,20 +31,6 @@ from toolkit.job.types import IN_RUN_DIR
 if TYPE_CHECKING:
     from toolkit.planning.plans import LaunchPlan
 
-__all__ = [
-    "configured",
-    "json_quote",
-    "kubernetes_literal",
-    "page_environment",
-    "path_quote",
-    "render",
-    "sbatch_quote",
-    "shell_quote",
-    "templates_folder",
-    "yaml_block",
-    "yaml_flow",
-]
-
 YAML_WIDTH = 72
 """The longest mapping or list that stays on one line of a manifest, in characters."""
 

@@ -14,8 +14,6 @@ from toolkit.errors import Problem, RenderError
 from toolkit.job.kubernetes_options import Patch
 from toolkit.rendering.environment import json_quote, yaml_block
 
-__all__ = ["patched"]
-
 MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "containers": ("name",),
     "env": ("name",),

@@ -31,8 +31,6 @@ from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.plans import LaunchPlan
 from toolkit.rendering.environment import configured, templates_folder
 
-__all__ = ["render_with"]
-
 _SECONDS = 5.0
 """CPU seconds that a template may take."""
 

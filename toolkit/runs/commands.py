@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 
 from toolkit.errors import LauncherError
 
-__all__ = ["ACTION_S", "ANSWER_BYTES", "ANSWER_S", "TRANSFER_S", "TooLong", "only_asks", "run"]
-
 ANSWER_BYTES = 64 << 20
 """How much a command may print: squeue's rows of a hundred thousand jobs."""
 

@@ -33,17 +33,6 @@ from toolkit.runs.torchrun_report import (
 from toolkit.text import untrusted
 from toolkit.text.secret_scan import Mask
 
-__all__ = [
-    "ECHOES",
-    "NO_ECHOES",
-    "STOPS",
-    "Failure",
-    "Kind",
-    "first_failure",
-    "first_of",
-    "is_echo",
-]
-
 _LAST_WORDS = 5
 _UNREPORTED_S = 120.0
 """How long before others a rank can have failed whose torchrun was ended before it could report."""

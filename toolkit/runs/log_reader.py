@@ -23,24 +23,6 @@ from toolkit.text import untrusted
 if TYPE_CHECKING:
     from toolkit.runs.run import Run
 
-__all__ = [
-    "LogView",
-    "Span",
-    "StopTraces",
-    "Tail",
-    "all_spans",
-    "attempt_folders",
-    "attempt_numbers",
-    "attempt_spans",
-    "by_number",
-    "end_of",
-    "follow_files",
-    "follow_points",
-    "read_points",
-    "refuse_attempt",
-    "without_stop_traces",
-]
-
 _CHUNK = 1 << 20
 _LINE_BYTES = 16 << 20
 """Longer lines are shown in parts, so that a file without a line end cannot fill the memory."""

@@ -16,8 +16,6 @@ from toolkit.text import untrusted
 if TYPE_CHECKING:
     from toolkit.runs.run import Run
 
-__all__ = ["Curve", "ProgressDisplay", "html_of"]
-
 _COLOURS = {
     RunState.CANCELLED: "#6b7280",
     RunState.FAILED: "#dc2626",

@@ -18,21 +18,6 @@ from toolkit.runs import submission_journal
 from toolkit.runs.state_dir import append, state_folder
 from toolkit.text import untrusted
 
-__all__ = [
-    "RunRecord",
-    "add",
-    "check",
-    "find",
-    "find_point",
-    "intents_folder",
-    "is_cancelled",
-    "mark_cancelled",
-    "parse",
-    "records",
-    "remember",
-    "withdraw_cancelled",
-]
-
 _VERSION = 1
 _BYTES = 1 << 30
 _RECORD_BYTES = 1 << 20

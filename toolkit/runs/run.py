@@ -29,16 +29,6 @@ from toolkit.text.quantities import whole_number
 if TYPE_CHECKING:
     from toolkit.runs.failure import Failure
 
-__all__ = [
-    "ForeignRun",
-    "Launcher",
-    "Run",
-    "ShownRun",
-    "new_run_name",
-    "pauses",
-    "unfinished_of",
-]
-
 _NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
 
 PlanT = TypeVar("PlanT", bound=LaunchPlan)

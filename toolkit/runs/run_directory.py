@@ -18,30 +18,6 @@ from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 from toolkit.text.yaml_reader import write_document
 
-__all__ = [
-    "STOP_WORDS",
-    "Reason",
-    "cancel_requested",
-    "changed_at",
-    "ended_status",
-    "exit_status_of",
-    "figures",
-    "has_attempts",
-    "is_over",
-    "last_metrics",
-    "last_reason",
-    "make",
-    "newest_reason",
-    "outcome",
-    "read_metrics",
-    "reason_of",
-    "request_cancel",
-    "require_own",
-    "table",
-    "withdraw_cancel",
-    "write_inputs",
-]
-
 _CANCEL = "cancel_requested"
 
 _NOT_OTHERS = 0o755

@@ -22,8 +22,6 @@ from toolkit.text import secret_scan, untrusted
 from toolkit.text.secret_scan import Mark, Mask, marks_of
 from toolkit.text.yaml_reader import read_document
 
-__all__ = ["mask_of", "redacted", "remember", "require_secrets", "stored_marks"]
-
 _JOB_BYTES = 5 << 20
 _SECRET_BYTES = 1 << 16
 _BYTES = 1 << 22

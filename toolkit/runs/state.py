@@ -5,8 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["RunState", "RunStatus", "sum_of"]
-
 
 class RunState(enum.StrEnum):
     """Where a run stands, in the words of all schedulers."""

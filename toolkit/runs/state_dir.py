@@ -14,8 +14,6 @@ from typing import IO, Any
 
 from toolkit.errors import LauncherError
 
-__all__ = ["append", "lock_file", "state_folder"]
-
 _PRIVATE = 0o700
 
 

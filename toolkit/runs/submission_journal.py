@@ -15,8 +15,6 @@ from toolkit.errors import LauncherError
 from toolkit.runs.state_dir import lock_file
 from toolkit.text import untrusted
 
-__all__ = ["Intent", "begin", "orphans", "take"]
-
 _VERSION = 1
 _BYTES = 64 << 20
 

@@ -17,18 +17,6 @@ from pathlib import Path
 from toolkit.runs.log_reader import Span, attempt_spans, end_of
 from toolkit.text import untrusted
 
-__all__ = [
-    "RankStart",
-    "Reported",
-    "Trace",
-    "last_trace",
-    "read_reports",
-    "report_texts",
-    "reports_of",
-    "shift_s",
-    "starts_of",
-]
-
 # ---- The report
 
 

@@ -23,8 +23,6 @@ from toolkit.slurm.squeue import first_line
 from toolkit.slurm.status import JobRow, judge
 from toolkit.slurm.submission import SlurmJob, is_job_id, read_jobs
 
-__all__ = ["CONDITIONS", "SlurmRun"]
-
 _STATUS_AGE_S = 1.0
 """Maximum age of an answer for `status` of a single run, in seconds."""
 

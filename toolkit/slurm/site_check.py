@@ -15,8 +15,6 @@ from toolkit.rendering import render
 from toolkit.slurm.squeue import Command, first_line
 from toolkit.text.quantities import format_duration, parse_duration, whole_number
 
-__all__ = ["account_findings", "log_folder", "path_findings", "site_findings", "verdict"]
-
 _OLDEST = (22, 5)
 """The oldest Slurm that the rendered scripts are tried with."""
 

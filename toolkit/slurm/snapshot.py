@@ -31,8 +31,6 @@ from toolkit.slurm.squeue import (
 from toolkit.slurm.status import JobRow
 from toolkit.text import untrusted
 
-__all__ = ["Snapshot", "SnapshotCache", "snapshot_file"]
-
 _VERSION = 1
 _PAUSES_S = (2.0, 60.0)
 """First and longest time in which a busy controller is left alone."""

@@ -15,18 +15,6 @@ from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.runs import commands
 from toolkit.slurm.status import JobRow
 
-__all__ = [
-    "Command",
-    "ask_accounting",
-    "ask_jobs",
-    "ask_mine",
-    "cluster_name",
-    "first_line",
-    "is_busy",
-    "refused",
-    "run_command",
-]
-
 Command = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 """Runs a command of Slurm and returns its output; tests pass their own."""
 

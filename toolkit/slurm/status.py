@@ -8,8 +8,6 @@ from typing import NamedTuple
 from toolkit.runs import run_directory
 from toolkit.runs.state import RunState, RunStatus
 
-__all__ = ["JobRow", "expected", "in_words", "judge"]
-
 _STATES = {
     slurm_state: state
     for state, slurm_states in {

@@ -23,18 +23,6 @@ from toolkit.slurm.login.ssh import Hung, Lost
 from toolkit.slurm.squeue import ask_mine, first_line, refused
 from toolkit.text import untrusted
 
-__all__ = [
-    "SlurmJob",
-    "Submission",
-    "UnknownOutcome",
-    "as_lines",
-    "find",
-    "is_job_id",
-    "read_jobs",
-    "send",
-    "write_jobs",
-]
-
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0)
 """How long to wait before each new try: about a minute in all."""
 

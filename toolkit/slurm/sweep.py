@@ -25,8 +25,6 @@ from toolkit.slurm.status import JobRow, judge
 from toolkit.slurm.submission import SlurmJob
 from toolkit.text import untrusted
 
-__all__ = ["SlurmPoint", "SlurmSweep", "has_points", "read_points", "write_points"]
-
 _POINTS, _VERSION, _BYTES = "points.jsonl", 1, 64 << 20
 _NAME = re.compile(r"(?!\.)[^/\x00-\x1f]{1,255}")
 """A point's name is that of its folder in the sweep's run directory."""

@@ -10,8 +10,6 @@ from typing import Any
 from toolkit.errors import InputError, Problem
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, dotted, read_document
 
-__all__ = ["Manifest", "Stream", "View", "is_manifest", "read_manifests"]
-
 _MARK = re.compile(r"^(---|\.\.\.)(?=\s|$)", re.MULTILINE)
 _KEY = re.compile(r"^[\"']?(apiVersion|kind|metadata|spec)[\"']?\s*:", re.MULTILINE)
 _JSON = re.compile(r"\s*\{(?s:.*)[\"']?apiVersion[\"']?\s*:")

@@ -9,20 +9,6 @@ import re
 from fractions import Fraction
 from typing import Any
 
-__all__ = [
-    "DURATION_PATTERN",
-    "SIZE_PATTERN",
-    "amount",
-    "format_duration",
-    "format_size",
-    "kubernetes_size",
-    "parse_duration",
-    "parse_size",
-    "slurm_megabytes",
-    "slurm_time",
-    "whole_number",
-]
-
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

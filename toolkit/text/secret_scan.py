@@ -18,21 +18,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote, quote_plus
 
-__all__ = [
-    "WAY_OUT",
-    "Mark",
-    "Mask",
-    "conceal",
-    "forms_of",
-    "is_telling",
-    "kind_of",
-    "kinds_of_words",
-    "leak_message",
-    "leaks_of_document",
-    "marks_of",
-    "values_of",
-]
-
 SHOWN = 3
 """How many characters of a token may be shown: enough to recognise it."""
 

@@ -19,27 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = [
-    "JSON_BYTES",
-    "FolderEntry",
-    "RefusedFile",
-    "append_bytes",
-    "entries",
-    "finite",
-    "for_terminal",
-    "lines_of_json",
-    "mapping",
-    "moment",
-    "open_untrusted",
-    "parse_json",
-    "printable",
-    "read_bytes",
-    "read_json",
-    "read_text",
-    "whole",
-    "write_bytes",
-]
-
 JSON_BYTES = 16 << 20
 """The largest file or answer that is read whole, in bytes."""
 

@@ -18,17 +18,6 @@ import yaml
 
 from toolkit.errors import InputError, Problem
 
-__all__ = [
-    "Ambiguous",
-    "Document",
-    "KeyPath",
-    "dotted",
-    "read_document",
-    "read_file",
-    "read_text",
-    "write_document",
-]
-
 KeyPath = tuple[str | int, ...]
 """Keys and list positions from the top of a document to a value."""
 

@@ -12,8 +12,6 @@ from toolkit.errors import LauncherError
 from toolkit.kubernetes.workloads import Object
 from toolkit.text import untrusted
 
-__all__ = ["listed", "one"]
-
 ANY = "*"
 """The form of each value of a mapping whose keys are names."""
 

@@ -28,8 +28,6 @@ from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.profile import KubernetesProfile
 from toolkit.text import untrusted
 
-__all__ = ["Away", "Conflict", "Connection", "Denied", "Expired", "Missing", "NotServed"]
-
 T = TypeVar("T")
 
 TIMEOUT_S = (5.0, 60.0)

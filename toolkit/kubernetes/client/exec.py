@@ -18,8 +18,6 @@ from toolkit.kubernetes.client.connection import Away, Missing, refusal
 from toolkit.kubernetes.client.resources import PODS, Cluster
 from toolkit.text import untrusted
 
-__all__ = ["execute"]
-
 _PROTOCOL = "v4.channel.k8s.io"
 _STDIN, _STDOUT, _STDERR, _ERROR = range(4)
 """The first byte of each message (k8s.io/apimachinery, remotecommand)."""

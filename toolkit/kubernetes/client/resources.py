@@ -20,8 +20,6 @@ from toolkit.planning.pods import MANAGER
 from toolkit.profile import KubernetesProfile
 from toolkit.text import untrusted
 
-__all__ = ["EVENTS", "PODS", "Cluster", "definitions", "selector_of"]
-
 PODS = ApiResource(api_version="v1", kind="Pod")
 EVENTS = ApiResource(api_version="v1", kind="Event")
 _DEFINITIONS = ApiResource(api_version="apiextensions.k8s.io/v1", kind="CustomResourceDefinition")

@@ -24,8 +24,6 @@ from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.workloads import ApiResource, Object
 from toolkit.text import untrusted
 
-__all__ = ["ObjectWatch"]
-
 
 class ObjectWatch:
     """The objects of a kind that a selector picks, kept up to date.

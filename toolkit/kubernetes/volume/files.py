@@ -12,8 +12,6 @@ from toolkit.kubernetes.client.connection import Away, Denied
 from toolkit.kubernetes.client.exec import execute
 from toolkit.kubernetes.client.resources import Cluster
 
-__all__ = ["ATTEMPTS", "Files", "explained"]
-
 T = TypeVar("T")
 
 CHUNK = 32 * 1024

@@ -24,8 +24,6 @@ from toolkit.profile import KubernetesProfile
 if TYPE_CHECKING:
     from toolkit.kubernetes.run import KubernetesRun
 
-__all__ = ["TRANSFER_LABEL", "fetch", "placed", "run_dir_of", "transfer"]
-
 TRANSFER_LABEL = f"{MANAGER}/transfer"
 """The label by which the pods of a run's transfers are found."""
 

@@ -4,21 +4,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = [
-    "AndOr",
-    "Assignment",
-    "CommandList",
-    "Compound",
-    "FunctionDefinition",
-    "Node",
-    "Pipeline",
-    "Redirection",
-    "SimpleCommand",
-    "SourceText",
-    "Word",
-    "WordPart",
-]
-
 
 @dataclass(frozen=True)
 class SourceText:

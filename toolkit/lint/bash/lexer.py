@@ -8,8 +8,6 @@ from typing import NoReturn
 from toolkit.errors import InputError, Problem
 from toolkit.lint.bash.ast import CommandList, SourceText, Word, WordPart, joined
 
-__all__ = ["WordReader"]
-
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
 _SHORT_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _OPERATOR = re.compile(r":[-=?+]|[-=?+]|##?|%%?|//?|\^\^?|,,?|:|@")

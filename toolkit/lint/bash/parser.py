@@ -21,8 +21,6 @@ from toolkit.lint.bash.ast import (
 )
 from toolkit.lint.bash.lexer import WordReader
 
-__all__ = ["DECLARES", "ReadScript", "read_commands", "read_script"]
-
 DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 """Builtins whose arguments are assignments."""
 

@@ -11,19 +11,6 @@ from toolkit.lint.scripts.script import read_batch_script
 from toolkit.text.manifests import Manifest, Stream, View
 from toolkit.text.quantities import parse_duration
 
-__all__ = [
-    "SHUTDOWN_TIMEOUT_S",
-    "WORKLOADS",
-    "Container",
-    "Launch",
-    "Pods",
-    "containers_of",
-    "launches",
-    "pods_of",
-    "seconds",
-    "shell_of",
-]
-
 WORKLOADS = ("PyTorchJob", "TrainJob", "JobSet", "Job", "Pod")
 """The kinds that run something."""
 

@@ -22,18 +22,6 @@ from toolkit.lint.bash.parser import DECLARES, read_commands
 from toolkit.lint.scripts.options import SRUN, TORCHRUN, Option, names, read_options
 from toolkit.lint.scripts.values import Argument, Values
 
-__all__ = [
-    "QUIET",
-    "REMOTE",
-    "Call",
-    "Setting",
-    "SrunStep",
-    "Torchrun",
-    "Trap",
-    "Walk",
-    "walk",
-]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SrunStep:

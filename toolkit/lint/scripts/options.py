@@ -7,20 +7,6 @@ from dataclasses import dataclass
 from toolkit.job.sbatch_options import ALLOWED, DECIDED, FLAGS, OPTIONAL
 from toolkit.lint.scripts.values import Argument, Piece
 
-__all__ = [
-    "PYXIS",
-    "SBATCH",
-    "SRUN",
-    "TORCHRUN",
-    "Directive",
-    "Grammar",
-    "Option",
-    "is_batch_script",
-    "names",
-    "read_directives",
-    "read_options",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Option:

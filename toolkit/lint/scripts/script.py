@@ -12,8 +12,6 @@ from toolkit.lint.scripts.interpreter import Setting, SrunStep, Torchrun, Walk, 
 from toolkit.lint.scripts.options import Directive, Option, names, read_directives
 from toolkit.text.quantities import whole_number
 
-__all__ = ["TOOLS", "BatchScript", "read_batch_script"]
-
 TOOLS = names("""
     [ cat chmod cp date df dcgmi du echo env free getent hostname id ibstat ip ln ls lscpu lsmem
     mkdir mktemp mount mv nproc numactl nvidia-smi ping printenv printf ps pwd rm rmdir rsync

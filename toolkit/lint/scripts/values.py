@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from toolkit.lint.bash.ast import Assignment, SourceText, Word, WordPart
 from toolkit.text.quantities import whole_number
 
-__all__ = ["Argument", "Piece", "Values", "uncovered"]
-
 _DEFAULTS = (":-", "-", ":=", "=")
 _MARK, _END = "\ue000", "\ue001"  # around what the outer shell has expanded already,
 _HIDDEN = 0xE100  # which stands there in characters that mean nothing to bash

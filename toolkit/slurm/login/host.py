@@ -15,8 +15,6 @@ from toolkit.runs.run import Run
 from toolkit.slurm.snapshot import SnapshotCache
 from toolkit.slurm.squeue import Command
 
-__all__ = ["DOUBTFUL", "LoginNode", "RunFolder"]
-
 DOUBTFUL = 75
 """Exit status of `LoginNode.sbatch`: an earlier call has started it, and its outcome is unknown."""
 

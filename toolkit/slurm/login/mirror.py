@@ -19,8 +19,6 @@ from toolkit.runs.run import Run
 from toolkit.slurm.login.ssh import SshConnection
 from toolkit.slurm.squeue import first_line
 
-__all__ = ["Mirrors"]
-
 _FRESH_S = 2.0
 """How old a mirror may be when a file of it is read."""
 

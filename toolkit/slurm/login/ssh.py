@@ -14,8 +14,6 @@ from pathlib import Path
 from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.runs import commands
 
-__all__ = ["Hung", "Lost", "SshConnection", "connection_to"]
-
 _OPTIONS = (
     "BatchMode=yes",  # no password prompt: the toolkit may run unattended
     "ConnectTimeout=10",

@@ -32,8 +32,6 @@ from toolkit.slurm.snapshot import snapshot_file
 from toolkit.slurm.squeue import first_line
 from toolkit.text.quantities import format_size
 
-__all__ = ["SshLoginNode", "WorkingTree", "working_tree"]
-
 _CODE_BYTES = 2**30
 """The default limit of a project's size."""
 

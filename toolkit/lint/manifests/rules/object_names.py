@@ -7,8 +7,6 @@ from toolkit.lint.manifests.pods import containers_of, pods_of
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 
-__all__: list[str] = []
-
 _1123 = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")

@@ -9,8 +9,6 @@ from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 from toolkit.text.quantities import amount, whole_number
 
-__all__: list[str] = []
-
 _DROP = ("securityContext", "capabilities", "drop")
 
 

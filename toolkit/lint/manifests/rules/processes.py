@@ -16,8 +16,6 @@ from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text import secret_scan
 from toolkit.text.manifests import Stream, View
 
-__all__: list[str] = []
-
 _GRACE_S = 30  # the API's default
 
 

@@ -9,8 +9,6 @@ from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import whole_number
 
-__all__: list[str] = []
-
 _RESERVED = (
     *("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK"),
     *("PET_MASTER_ADDR", "PET_MASTER_PORT"),

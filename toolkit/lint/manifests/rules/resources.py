@@ -8,8 +8,6 @@ from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import amount, whole_number
 
-__all__: list[str] = []
-
 _MEMORY = ("memory", "ephemeral-storage")
 _SMALLEST = 2**20  # nothing that trains fits into a mebibyte
 _OWN = ("cpu", "memory", "ephemeral-storage", "storage")

@@ -23,8 +23,6 @@ from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import amount
 from toolkit.text.yaml_reader import read_text
 
-__all__ = ["CRD_RULE", "Schemas", "read_schemas", "schema_violations", "schemas_of", "shown"]
-
 CRD_RULE = Rule(
     id="crd-schema",
     finds="with `--schemas` or `--server`: what the schema of a kind (CustomResourceDefinition) "

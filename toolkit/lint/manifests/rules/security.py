@@ -7,8 +7,6 @@ from toolkit.lint.manifests.rules.schema import shown
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 
-__all__: list[str] = []
-
 _PLAIN_CAPABILITIES = frozenset(
     {"AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD"}
     | {"NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"}

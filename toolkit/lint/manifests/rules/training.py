@@ -6,8 +6,6 @@ from toolkit.lint.manifests.pods import WORKLOADS, pods_of
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 
-__all__: list[str] = []
-
 _JOBS = ("node", "dataset-initializer", "model-initializer", "launcher")
 """Jobs of the runtimes that Trainer brings, each with a container of the same name."""
 

@@ -11,8 +11,6 @@ from toolkit.lint.manifests.rules.schema import shown
 from toolkit.lint.registry import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 
-__all__: list[str] = []
-
 _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9]|-(?!-)){0,14}(?<!-)")
 _MOST_BYTES, _MOST_APPLIED = 1_048_576, 262_144
 

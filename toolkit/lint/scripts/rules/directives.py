@@ -11,8 +11,6 @@ from toolkit.lint.scripts.options import PYXIS, SBATCH, Option
 from toolkit.lint.scripts.script import BatchScript
 from toolkit.text import secret_scan
 
-__all__: list[str] = []
-
 
 @SCRIPTS.rule(
     "shebang-missing",

@@ -17,8 +17,6 @@ from toolkit.lint.registry import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import Call
 from toolkit.lint.scripts.script import BatchScript
 
-__all__: list[str] = []
-
 _HARMLESS = frozenset({":", "true", "echo", "printf", "date", "sleep", "say", "log"})
 """Commands that always succeed."""
 

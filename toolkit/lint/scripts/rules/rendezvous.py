@@ -10,8 +10,6 @@ from toolkit.lint.scripts.script import BatchScript
 from toolkit.lint.scripts.values import Argument
 from toolkit.text.quantities import whole_number
 
-__all__: list[str] = []
-
 _LOCALHOST = re.compile(r"\[?(localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0)\]?(?=:|$)")
 _DEFAULT_PORTS = {"c10d": 29400, "static": 29500}
 _MASTER = re.compile(r"HEAD|MASTER|RDZV|RENDEZVOUS", re.IGNORECASE)

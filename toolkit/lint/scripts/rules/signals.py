@@ -8,8 +8,6 @@ from toolkit.lint.registry import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import Call, Trap
 from toolkit.lint.scripts.script import BatchScript
 
-__all__: list[str] = []
-
 _NUMBERS = {"1": "HUP", "2": "INT", "3": "QUIT", "10": "USR1", "12": "USR2", "15": "TERM"}
 _TORCHRUNS = frozenset({"TERM", "INT", "HUP", "QUIT"})
 """What torchrun answers by shutting its workers down (`--signals-to-handle`)."""

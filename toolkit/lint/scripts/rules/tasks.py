@@ -6,8 +6,6 @@ from toolkit.lint.registry import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import SrunStep
 from toolkit.lint.scripts.script import BatchScript, count
 
-__all__: list[str] = []
-
 EXIT_BARRIER_S = 300
 """How long torchruns wait for each other at the end (torch, elastic agent, exit barrier)."""
 
