@@ -171,20 +171,17 @@ CommandList = tuple[AndOr, ...]
 
 def joined(parts: Iterable[WordPart]) -> Iterator[WordPart]:
     """Join neighbours of literal text that stand on one line and are quoted alike."""
-    like: list[WordPart] = []
-    ends = 0  # the line on which the last of them ends
+    runs: list[list[WordPart]] = []
+    end = 0  # the line on which the last of them ends
     for part in parts:
-        first = like[0] if like else part
+        first = runs[-1][0] if runs else part
         alike = first.kind == part.kind == "text" and first.quoted == part.quoted
-        if like and not (alike and part.line == ends):
-            yield _one(like)
-            like = []
-        like.append(part)
-        ends = part.line + part.text.count("\n")
-    if like:
-        yield _one(like)
-
-
-def _one(parts: list[WordPart]) -> WordPart:
-    # At once: a here-document has two parts per line.
-    return replace(parts[0], text="".join(p.text for p in parts)) if len(parts) > 1 else parts[0]
+        if runs and alike and part.line == end:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+        end = part.line + part.text.count("\n")
+    for run in runs:
+        # At once: a here-document has two parts per line.
+        text = "".join(part.text for part in run)
+        yield replace(run[0], text=text) if len(run) > 1 else run[0]

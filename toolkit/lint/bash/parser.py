@@ -45,7 +45,7 @@ def read_script(text: str, source: str) -> ReadScript:
     Raises:
         InputError: bash would refuse it as well, or it is nested beyond reason.
     """
-    reader = _Reader([SourceText(text, 1)], source)
+    reader = _CommandReader([SourceText(text, 1)], source)
     commands = _whole(reader)
     return ReadScript(commands=commands, comments=tuple(reader.comments))
 
@@ -56,10 +56,10 @@ def read_commands(spans: Sequence[SourceText], source: str) -> CommandList:
     Raises:
         InputError: they cannot be read.
     """
-    return _whole(_Reader(spans, source))
+    return _whole(_CommandReader(spans, source))
 
 
-def _whole(reader: "_Reader") -> CommandList:
+def _whole(reader: "_CommandReader") -> CommandList:
     try:
         return reader.commands()
     except RecursionError:
@@ -67,7 +67,7 @@ def _whole(reader: "_Reader") -> CommandList:
         raise InputError([Problem(place=reader.source, message=message)]) from None
 
 
-class _Reader(WordReader):
+class _CommandReader(WordReader):
     """Recursive descent over bash's grammar (bash manual, SHELL GRAMMAR)."""
 
     def commands(self, *ends: str) -> CommandList:
@@ -83,7 +83,7 @@ class _Reader(WordReader):
             commands.append(self._and_or())
 
     def nested(self, spans: Sequence[SourceText]) -> CommandList:
-        return _Reader(spans, self.source).commands()
+        return _CommandReader(spans, self.source).commands()
 
     def _separators(self) -> None:
         self.blanks()

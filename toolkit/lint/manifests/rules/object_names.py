@@ -102,11 +102,9 @@ def _pod_names(stream: Stream) -> Iterator[Violation[View]]:
             nodes = manifest.view.whole("spec", "trainer", "numNodes") or 1
             longest = f"{name}-node-0-{nodes - 1}{_SUFFIX}"
         if len(longest) > _MOST:
-            yield Violation(
-                manifest.view.at("metadata", "name"),
-                f"{name!r} makes the pod {longest!r}, of {len(longest)} characters; {_MOST} "
-                "are taken",
-            )
+            size = f"of {len(longest)} characters; {_MOST} are taken"
+            what = f"{name!r} makes the pod {longest!r}, {size}"
+            yield Violation(manifest.view.at("metadata", "name"), what)
 
 
 @MANIFESTS.rule(
