@@ -10,8 +10,8 @@ from train.parallel.base import Parts
 from train.rundir.console import Console
 from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.process_group import RankGroup
-from train.runtime.processes import StopRequest
 from train.runtime.rank import RankInfo
+from train.runtime.signals import StopRequest
 from train.session import assemble
 from train.tasks import Task
 

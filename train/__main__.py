@@ -22,8 +22,9 @@ from train.errors import (
 from train.failure.record import tell, tell_torchrun
 from train.rundir.console import Console, keep_lines_whole
 from train.rundir.files import RunDirectory
-from train.runtime.processes import StopRequest, spawn
 from train.runtime.rank import RankInfo
+from train.runtime.signals import StopRequest
+from train.runtime.spawn import spawn
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from train.profiling.capture import Profiler
 from train.rundir.console import Console, figures
 from train.rundir.files import RunDirectory, TrainingProgress, read_lines
 from train.runtime.process_group import RankGroup
-from train.runtime.processes import StopRequest
+from train.runtime.signals import StopRequest
 from train.tasks.base import Task
 
 

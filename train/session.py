@@ -34,8 +34,8 @@ from train.rundir.claim import adopt, claim
 from train.rundir.console import Console, figures
 from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.process_group import RankGroup, open_group
-from train.runtime.processes import StopRequest
 from train.runtime.rank import RankInfo
+from train.runtime.signals import StopRequest
 from train.tasks.base import Task
 
 

@@ -6,7 +6,6 @@ the ranks' lines as torchrun forwards them, torchrun's report, and the entrypoin
 """
 
 import re
-import signal
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from toolkit.kubernetes.pods import (
 )
 from toolkit.kubernetes.status import listed_or_none
 from toolkit.kubernetes.workloads import Object, WorkloadKind
-from toolkit.runs.failure import STOPS, Failure, Kind, first_of, is_echo
+from toolkit.runs.failure import Failure, Kind, first_of, is_echo, judge, killed_by
 from toolkit.runs.torchrun_report import (
     Reported,
     Trace,
@@ -60,7 +59,6 @@ _POD_FAILED = re.compile(r"pod \S+?/(\S+) failed with exit code (\d+)")
 """The Job controller's message about the pod for which it has ended the Job."""
 
 _INDEX = re.compile(r"-(\d+)-\w+$")
-_LAST_WORDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +242,7 @@ class _RanksOutput:
             if status != 1 or rank not in {trace.rank for trace in traces}:
                 yield self._failure(
                     "signal" if status < 0 else "exit",
-                    f"killed by {_signal(-status)}" if status < 0 else f"exit status {status}",
+                    killed_by(-status) if status < 0 else f"exit status {status}",
                     rank=rank,
                     local_rank=local_rank,
                     time=time,
@@ -266,47 +264,33 @@ class _RanksOutput:
         return [self._failure("exit", message)]
 
     def _judged(self, reported: Reported, error_lines: Sequence[str]) -> Failure | None:
-        """Return a rank's failure by the rules of `toolkit.runs.failure`; None for a victim.
+        """Return a rank's failure; None for a victim.
 
         The error lines are the content of its error file, as torchrun reports it.
         """
-        if -reported.exitcode in STOPS and not error_lines:
-            return None
         lines = self.ranks.get(reported.rank, [])
-        printed = last_trace([text for _, text in lines])
-        words = tuple(text for _, text in lines if text.strip())[-_LAST_WORDS:]
+        stderr = [text for _, text in lines]
+        trace = last_trace(error_lines)
+        message = trace.message if trace else "\n".join(error_lines)
+        verdict = judge(
+            reported.exitcode,
+            error=(message, trace.lines if trace else ()) if error_lines else None,
+            stderr=stderr,
+            out_of_memory=self.container.reason == "OOMKilled"
+            or "out of memory" in self.last_words.verdict,
+        )
+        if verdict is None:
+            return None
         time = None
-        kind: Kind
-        if error_lines:
-            trace = last_trace(error_lines)
-            message = trace.message if trace else "\n".join(error_lines)
-            kind = "echo" if is_echo(message) else "exception"
-            trace = trace or printed
-            words = trace.lines if trace else ()
-            time = _time_of(lines, trace) if kind == "exception" else None
-        elif reported.exitcode == 1 and printed is not None:
-            kind = "echo" if is_echo(printed.message) else "exception"
-            message, words, time = printed.message, printed.lines, _time_of(lines, printed)
-        elif reported.exitcode < 0:
-            aborted = reported.exitcode == -signal.SIGABRT and is_echo("\n".join(words))
-            kind = "echo" if aborted else "signal"
-            message = f"killed by {_signal(-reported.exitcode)}"
-            verdict = self.last_words.verdict
-            out_of_memory = self.container.reason == "OOMKilled" or "out of memory" in verdict
-            if reported.exitcode == -signal.SIGKILL and out_of_memory:
-                message += "; the kernel has killed a process there for want of memory"
-            if printed is not None and printed.at_end:
-                words = printed.lines
-        else:
-            kind = "exit"
-            message = f"exit status {reported.exitcode}" + (f": {words[-1]}" if words else "")
+        if verdict.source == "traceback" or (error_lines and verdict.kind == "exception"):
+            time = _time_of(lines, trace or last_trace(stderr))
         return self._failure(
-            kind,
-            message,
+            verdict.kind,
+            verdict.message,
             rank=reported.rank,
             local_rank=reported.local_rank,
             time=time or reported.time,
-            traceback=words,
+            traceback=verdict.traceback,
         )
 
     def _traces(self, base: int | None) -> list[Failure]:
@@ -373,10 +357,3 @@ def _time_of(lines: Sequence[LogLine], trace: Trace | None) -> float | None:
     if trace is None or not trace.lines:
         return None
     return next((time for time, text in reversed(lines) if text.endswith(trace.message)), None)
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

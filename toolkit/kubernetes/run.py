@@ -64,7 +64,7 @@ class KubernetesRun(Run):
         self.cluster = cluster
         self.kind = kind
         self.environ = environ
-        self.object_name = object_name or record.uri.rpartition("/")[2]
+        self.object_name = object_name or record.address[2]
         self.local = LocalState(record.name.partition("/")[0], environ)
         """The local files of the run, or of the sweep that it is a point of."""
         self.begun = begun

@@ -1,7 +1,4 @@
-"""From a launch plan to text: the Jinja environment and the filters that every value passes.
-
-Pure: the same plan gives the same bytes. Templates place values and decide nothing.
-"""
+"""The Jinja environment of all templates, and the filters that every value passes."""
 
 import contextlib
 import functools
@@ -12,7 +9,7 @@ import shlex
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import (
     BytecodeCache,
@@ -24,12 +21,8 @@ from jinja2 import (
 from jinja2 import __version__ as jinja2_version
 from jinja2.bccache import Bucket
 
-from toolkit import extensions, version
 from toolkit.errors import RenderError
 from toolkit.job.types import IN_RUN_DIR
-
-if TYPE_CHECKING:
-    from toolkit.planning.plans import LaunchPlan
 
 YAML_WIDTH = 72
 """The longest mapping or list that stays on one line of a manifest, in characters."""
@@ -43,33 +36,6 @@ _YAML_PLAIN = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./=-]*")
 _YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 _LINE = r"[!-~](?:[ -~]*[!-~])?"
 _LINES = re.compile(rf"{_LINE}(?:\n+ *{_LINE})*\n")
-
-
-def render(plan: "LaunchPlan") -> str:
-    """Return the script or manifest of a plan.
-
-    Raises:
-        RenderError: a value that the format cannot hold, a template of the profile's
-            `templates_dir` that does not work, with its line, or a patch that does not apply.
-    """
-    if plan.profile.kind not in extensions.BUILT_IN:
-        return extensions.extension(plan.profile.kind).render(plan)
-    text = "".join(map(_filled, plan.objects))
-    if not plan.patches:
-        return text
-    from toolkit.rendering.patches import patched
-
-    return patched(text, plan.patches)
-
-
-def _filled(plan: "LaunchPlan") -> str:
-    """Return the template of a plan with its values."""
-    values = {"plan": plan, "version": version.__version__}
-    if plan.profile.templates_dir is None:
-        return _environment().get_template(plan.template).render(values)
-    from toolkit.rendering.templates_dir import render_with
-
-    return render_with(Path(plan.profile.templates_dir), plan, values)
 
 
 def templates_folder() -> Path:
@@ -115,7 +81,7 @@ def _bytecode_cache() -> BytecodeCache | None:
 
 
 @functools.cache
-def _environment() -> Environment:
+def our_environment() -> Environment:
     """Return the environment of our own templates."""
     loader, cache = FileSystemLoader(templates_folder()), _bytecode_cache()
     return configured(Environment, loader=loader, auto_reload=False, bytecode_cache=cache)

@@ -1,14 +1,15 @@
-"""Which rank of a run has failed first, and why: by what torchrun and the ranks have left behind.
+"""Which rank of a run failed first, and why.
 
-A rank whose main function is wrapped by `@record` leaves an error file, as `train/` does; of others
-there is the traceback in their stderr. torchrun's report at its end lists the ranks that failed,
-with their signals. All of these lie in the folder of the attempt.
+The evidence: a rank whose main function is wrapped by `@record` leaves an error file, as `train/`
+does; other ranks leave a traceback in their stderr; torchrun's report at its end lists the ranks
+that failed, with their signals. `judge` weighs it. On Slurm and on this machine the evidence is in
+the folder of the attempt; for pods, `toolkit/kubernetes/failure.py` reads it from their logs.
 """
 
 import contextlib
 import re
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -173,7 +174,7 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
     reports = reports_of(run_dir, attempt, starts)
     bases = {start.key: reported.rank - reported.local_rank for start, reported in reports.items()}
     last = dict.fromkeys([*(start for start in starts if start.last), *reports])
-    failures = [f for start in last if (f := _judge(attempt, start, bases, reports.get(start)))]
+    failures = [f for start in last if (f := _judged(attempt, start, bases, reports.get(start)))]
     if (attempt / "exit_status").exists() and all(one.kind == "echo" for one in failures):
         since = min((one.time for one in failures), default=0.0) - _UNREPORTED_S
         silent = [_unreported(attempt, start, bases) for start in last if start.key not in bases]
@@ -184,7 +185,7 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
     before = [start for start in starts if not start.last]
     for restart in sorted({start.restart for start in before}):
         ranks = [start for start in before if start.restart == restart]
-        judged = [_judge(attempt, s, bases) or _unreported(attempt, s, bases) for s in ranks]
+        judged = [_judged(attempt, s, bases) or _unreported(attempt, s, bases) for s in ranks]
         if any(judged):
             earlier.append(first_of(filter(None, judged)))
     return replace(first_of(failures), earlier=tuple(earlier))
@@ -214,34 +215,86 @@ def _ended_well(run_dir: Path, attempt: Path) -> bool:
     return exit_status_of(attempt) == 0 or word in _WELL or stopped
 
 
-def _judge(
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why a rank ended."""
+
+    kind: Kind
+    message: str
+    traceback: tuple[str, ...]
+    source: Literal["error file", "traceback", "report"]
+    """The evidence that counted, whose time is that of the failure."""
+
+
+def judge(
+    exitcode: int | None,
+    *,
+    error: tuple[str, tuple[str, ...]] | None,
+    stderr: Sequence[str],
+    out_of_memory: bool,
+) -> Verdict | None:
+    """Return why a rank ended; None for a rank that was only ended with the others.
+
+    Args:
+        exitcode: Its exit status in torchrun's report, if there is one; negative for a signal.
+        error: Message and traceback of its error file.
+        stderr: Its last lines.
+        out_of_memory: Whether the kernel has killed a process there for want of memory.
+    """
+    trace = last_trace(stderr)
+    if error is not None:
+        message, lines = error
+        lines = lines or (trace.lines if trace else ())
+        return Verdict(kind=_kind(message), message=message, traceback=lines, source="error file")
+    if exitcode is None or -exitcode in STOPS:
+        return None
+    last_words = tuple([line for line in stderr if line.strip()][-_LAST_WORDS:])
+    if exitcode == 1 and trace:
+        message, lines = trace.message, trace.lines
+        return Verdict(kind=_kind(message), message=message, traceback=lines, source="traceback")
+    kind: Kind = "exit"
+    message = f"exit status {exitcode}" + (f": {last_words[-1]}" if last_words else "")
+    if exitcode < 0:
+        aborted = exitcode == -signal.SIGABRT and is_echo("\n".join(last_words))
+        kind, message = "echo" if aborted else "signal", killed_by(-exitcode)
+        if exitcode == -signal.SIGKILL and out_of_memory:
+            message += "; the kernel has killed a process there for want of memory"
+        if trace and trace.at_end:
+            last_words = trace.lines
+    return Verdict(kind=kind, message=message, traceback=last_words, source="report")
+
+
+def _kind(message: str) -> Kind:
+    return "echo" if is_echo(message) else "exception"
+
+
+def killed_by(number: int) -> str:
+    """Return the sentence for a signal that has killed a rank."""
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(number).name}"
+    return f"killed by signal {number}"
+
+
+def _judged(
     attempt: Path, start: RankStart, bases: Mapping[str, int], reported: Reported | None = None
 ) -> Failure | None:
-    """Return a rank's failure from its error file, or else from torchrun's report."""
-    if error := start.error():
-        message, lines, time = error
-        trace = last_trace(start.stderr())
-        kind: Kind = "echo" if is_echo(message) else "exception"
-        lines = lines or (trace.lines if trace else ())
-    elif reported is None or -reported.exitcode in STOPS:
+    """Return the failure of a rank by its files and torchrun's report."""
+    error, stderr = start.error(), start.stderr()
+    verdict = judge(
+        reported.exitcode if reported else None,
+        error=error and error[:2],
+        stderr=stderr,
+        out_of_memory=(attempt / f"oom-{start.key}").exists(),
+    )
+    if verdict is None:
         return None
-    else:
-        time, trace = reported.time, last_trace(start.stderr())
-        lines = tuple([line for line in start.stderr() if line.strip()][-_LAST_WORDS:])
-        if trace and (reported.exitcode == 1 or (reported.exitcode < 0 and trace.at_end)):
-            lines = trace.lines
-        if reported.exitcode == 1 and trace:
-            kind = "echo" if is_echo(trace.message) else "exception"
-            message, time = trace.message, start.silent_since()
-        elif reported.exitcode < 0:
-            killed_by_others = reported.exitcode == -signal.SIGABRT and is_echo("\n".join(lines))
-            kind = "echo" if killed_by_others else "signal"
-            message = _signalled(attempt, start, -reported.exitcode)
-        else:
-            kind = "exit"
-            message = f"exit status {reported.exitcode}" + (f": {lines[-1]}" if lines else "")
-    one = _failure(attempt, start, bases, trace, kind=kind, time=time, message=message, lines=lines)
-    return replace(one, rank=reported.rank) if reported else one
+    time = reported.time if reported else 0.0
+    if error:
+        time = error[2]
+    elif verdict.source == "traceback":
+        time = start.silent_since()
+    failure = _failure(attempt, start, bases, last_trace(stderr), verdict, time)
+    return replace(failure, rank=reported.rank) if reported else failure
 
 
 def _unreported(attempt: Path, start: RankStart, bases: Mapping[str, int]) -> Failure | None:
@@ -249,10 +302,10 @@ def _unreported(attempt: Path, start: RankStart, bases: Mapping[str, int]) -> Fa
     trace = last_trace(start.stderr())
     if trace is None or not trace.at_end or is_echo(trace.message):
         return None
-    time, message, lines = start.silent_since(), trace.message, trace.lines
-    return _failure(
-        attempt, start, bases, trace, kind="exception", time=time, message=message, lines=lines
+    verdict = Verdict(
+        kind="exception", message=trace.message, traceback=trace.lines, source="traceback"
     )
+    return _failure(attempt, start, bases, trace, verdict, start.silent_since())
 
 
 def _failure(
@@ -260,32 +313,20 @@ def _failure(
     start: RankStart,
     bases: Mapping[str, int],
     trace: Trace | None,
-    *,
-    kind: Kind,
+    verdict: Verdict,
     time: float,
-    message: str,
-    lines: tuple[str, ...],
 ) -> Failure:
     rank = trace.rank if trace else None
     if rank is None and start.key in bases:
         rank = bases[start.key] + start.local_rank
     return Failure(
-        kind=kind,
+        kind=verdict.kind,
         rank=rank,
         local_rank=start.local_rank,
         node=start.node,
         attempt=int(attempt.name.split("-")[1]),
         restart=start.restart,
         time=time,
-        message=message,
-        traceback=lines,
+        message=verdict.message,
+        traceback=verdict.traceback,
     )
-
-
-def _signalled(attempt: Path, start: RankStart, number: int) -> str:
-    name = f"signal {number}"
-    with contextlib.suppress(ValueError):
-        name = signal.Signals(number).name
-    if number == signal.SIGKILL and (attempt / f"oom-{start.key}").exists():
-        return f"killed by {name}; the kernel has killed a process there for want of memory"
-    return f"killed by {name}"

@@ -45,7 +45,7 @@ class SlurmRun(Run):
     def __init__(self, record: registry.RunRecord, login: LoginNode) -> None:
         super().__init__(record)
         self._login = login
-        self.job_id = record.uri.rpartition("/")[2]
+        self.job_id = record.address[2]
 
     @property
     def run_dir(self) -> Path | None:

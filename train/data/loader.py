@@ -26,7 +26,7 @@ from train.data.order import (
 from train.errors import UsageError
 from train.model import trees
 from train.model.trees import Tree
-from train.runtime.processes import SIGNALS
+from train.runtime.signals import SIGNALS
 
 # Sample numbers, and what their random numbers depend on.
 Draw = tuple[list[int], Chance | None]

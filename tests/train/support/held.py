@@ -17,7 +17,7 @@ from pathlib import Path
 # None of them imports torch: that shall come, as it does without us, when signals are listened to.
 from train.__main__ import enter
 from train.rundir.files import RunDirectory
-from train.runtime.processes import StopRequest
+from train.runtime.signals import StopRequest
 
 MODULE = ("-m", "tests.train.support.held")
 SAYING = "held after step "

@@ -36,8 +36,8 @@ from train.parallel.layout import Layout
 from train.rundir.console import Console
 from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.process_group import RankGroup, open_group
-from train.runtime.processes import StopRequest
 from train.runtime.rank import RankInfo
+from train.runtime.signals import StopRequest
 from train.tasks import Task
 
 STEPS = 3

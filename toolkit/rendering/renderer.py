@@ -1,0 +1,40 @@
+"""From a launch plan to text.
+
+Pure: the same plan gives the same bytes. Templates place values and decide nothing.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit import extensions, version
+from toolkit.rendering.environment import our_environment
+
+if TYPE_CHECKING:
+    from toolkit.planning.plans import LaunchPlan
+
+
+def render(plan: "LaunchPlan") -> str:
+    """Return the script or manifest of a plan.
+
+    Raises:
+        RenderError: a value that the format cannot hold, a template of the profile's
+            `templates_dir` that does not work, with its line, or a patch that does not apply.
+    """
+    if plan.profile.kind not in extensions.BUILT_IN:
+        return extensions.extension(plan.profile.kind).render(plan)
+    text = "".join(map(_filled, plan.objects))
+    if not plan.patches:
+        return text
+    from toolkit.rendering.patches import patched
+
+    return patched(text, plan.patches)
+
+
+def _filled(plan: "LaunchPlan") -> str:
+    """Return the template of a plan with its values."""
+    values = {"plan": plan, "version": version.__version__}
+    if plan.profile.templates_dir is None:
+        return our_environment().get_template(plan.template).render(values)
+    from toolkit.rendering.templates_dir import render_with
+
+    return render_with(Path(plan.profile.templates_dir), plan, values)
