@@ -5,8 +5,10 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 import toolkit
@@ -23,6 +25,13 @@ def test_imports_keep_to_the_contracts_of_pyproject() -> None:
     argv = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("package", ["toolkit", "train"])
+def test_no_imports_form_a_circle_late_ones_included(package: str) -> None:
+    graph = grimp.build_graph(package, exclude_type_checking_imports=True)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    list(TopologicalSorter(imports).static_order())  # raises CycleError, which names the modules
 
 
 @pytest.mark.parametrize(
