@@ -3,7 +3,8 @@
 YAML 1.1 (PyYAML, many editors) and YAML 1.2 (Go, so Kubernetes) read some plain words differently:
 `no`, `012`, `1e-3`, `4:00:00`. The reader keeps such a word as written and marks it `Ambiguous`:
 fields for strings and numbers refuse it with the reason; a field with its own syntax, like a time,
-may accept it.
+may accept it. No YAML library reads both ways at once: ruamel.yaml keeps lines, but takes one
+version per document. PyYAML's parser does the parsing here; only the resolving of words is ours.
 """
 
 import os

@@ -3,6 +3,7 @@
 Rank 0 keeps `holder.json` open, locked and fresh while it lives. On one machine the lock shows
 whether rank 0 lives. Between machines the lock may be unknown, or be held for ever by a machine
 that has lost its power; there the time of the file shows it, which rank 0 sets every few seconds.
+Libraries such as filelock have the lock, but no such heartbeat for network file systems.
 """
 
 from __future__ import annotations

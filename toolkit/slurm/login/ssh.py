@@ -1,4 +1,8 @@
-"""A connection to a host by OpenSSH, which all commands of all processes share."""
+"""A connection to a host by OpenSSH, which all commands of all processes share.
+
+The program `ssh` and no library such as paramiko: the user's `~/.ssh/config`, agent, jump hosts,
+second factors and shared connections (ControlMaster) work as in a terminal.
+"""
 
 import functools
 import os
