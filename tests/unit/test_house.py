@@ -85,7 +85,11 @@ def test_the_wheel_holds_toolkit_and_its_templates_and_nothing_else(built: Path)
     package = {str(path.relative_to(ROOT)) for path in python_files("toolkit")}
     templates = {f"toolkit/{path.relative_to(ROOT)}" for path in (ROOT / "templates").rglob("*.*")}
     assert templates
-    data = {"toolkit/lint/manifests/schemas.json", "toolkit/lint/rules.toml", "toolkit/py.typed"}
+    data = {
+        "toolkit/lint/manifests/schemas.json",
+        "toolkit/lint/planner_and_site_rules.toml",
+        "toolkit/py.typed",
+    }
     assert names == package | templates | data
 
 

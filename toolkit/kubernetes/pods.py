@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from toolkit.kubernetes.delivered_files import is_delivery
-from toolkit.kubernetes.workloads import ATTEMPT_LABEL, Object
+from toolkit.kubernetes.workloads import Object
+from toolkit.planning.kubernetes import ATTEMPT_LABEL
 from toolkit.runs.failure import STOPS
 from toolkit.runs.torchrun_report import last_trace, read_reports, report_texts
 from toolkit.text.quantities import whole_number

@@ -26,9 +26,6 @@ Object = Mapping[str, Any]
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 """The label of Jobs that names the JobSet above them."""
 
-ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
-"""The label of pods in which JobSet counts the starts of all of them."""
-
 PAYLOAD_LIMIT = 1024 * 1024 - 16 * 1024
 """Bytes of a run's files in a ConfigMap, which holds 1 MiB, keys and names included."""
 

@@ -44,7 +44,9 @@ MANIFEST_RULES = (
 )
 """The rules for manifests."""
 
-_ELSEWHERE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+_ELSEWHERE = tomllib.loads(
+    Path(__file__).with_name("planner_and_site_rules.toml").read_text(encoding="utf-8")
+)
 """The rules whose functions stand with the planner and with the sites."""
 
 JOB_RULES = tuple(Rule(id=id, **texts) for id, texts in _ELSEWHERE["job"].items())

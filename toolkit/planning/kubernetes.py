@@ -42,7 +42,7 @@ SPARE_RESTARTS = 100
 """Restarts beyond `retries.requeue` that the cluster grants, since preemptions use them up, too;
 only the entrypoint counts failures."""
 
-_RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
+ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 """The label of pods in which JobSet counts the starts of all of them."""
 
 _START = "batch.kubernetes.io/controller-uid"
@@ -384,7 +384,7 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
         backoff_limit=job.retries.requeue + spare,
         subdomain=None if in_jobset else service,
         pod_restart_policy="Never",
-        from_labels=({"TRAIN_ATTEMPT": _RESTARTS} if in_jobset else {}) | {STARTED: _START},
+        from_labels=({"TRAIN_ATTEMPT": ATTEMPT_LABEL} if in_jobset else {}) | {STARTED: _START},
         gang=in_jobset,
     )
 

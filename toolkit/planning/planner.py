@@ -56,5 +56,5 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
         return slurm_plan(job, profile)
     from toolkit.planning.kubernetes import kubernetes_plan
 
-    # Rendered without a name, the same job is the same run, and another job is another.
+    # Without a name, the digest makes the name: equal jobs get one name, others another.
     return kubernetes_plan(job, profile, name, run_name or f"{job.name}-{job.digest}")

@@ -1,6 +1,7 @@
 """From a launch plan to text.
 
-Pure: the same plan gives the same bytes. Templates place values and decide nothing.
+Pure: the same plan gives the same bytes. Templates place values. What is known only while a job
+runs (its nodes, how an attempt ended) is decided by the scripts themselves: templates/.
 """
 
 from pathlib import Path

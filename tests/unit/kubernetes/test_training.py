@@ -30,7 +30,7 @@ from tests.unit.kubernetes.site import (
     a_jobset_and_slowly_others,
     every_workload,
 )
-from toolkit.kubernetes.workloads import ATTEMPT_LABEL
+from toolkit.planning.kubernetes import ATTEMPT_LABEL
 
 pytestmark = pytest.mark.any_cluster
 
