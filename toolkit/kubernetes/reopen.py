@@ -6,7 +6,6 @@ half-created ones are completed.
 """
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,16 +20,12 @@ from toolkit.kubernetes.sweep import KubernetesSweep
 from toolkit.kubernetes.workloads import KINDS, RunObjects, WorkloadKind, is_of, objects_by_run
 from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL
 from toolkit.profile import KubernetesProfile
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.registry import OBJECT_URI, RunRecord
 from toolkit.runs.submission_journal import Intent
 from toolkit.text import untrusted
 
 _FILE_BYTES = 1 << 34
 """The arguments of a call; they are as large as the user's pickles."""
-
-_URI = re.compile(
-    r"k8s://(?P<namespace>[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)/(?P<name>[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)"
-)
 
 
 def opened(
@@ -99,11 +94,6 @@ def tidy(
             withdraw(run.cluster, objects)
 
 
-def is_uri(name: str) -> bool:
-    """Whether a name is the URI of a run in a namespace."""
-    return _URI.fullmatch(name) is not None
-
-
 def run_in_cluster(
     uri: str, *, api_client: Any = None, environ: Mapping[str, str] = os.environ
 ) -> KubernetesRun:
@@ -115,7 +105,7 @@ def run_in_cluster(
         RunNotFound: the cluster has no such object, or one that nothing of ours has rendered.
         LauncherError: the cluster cannot be queried.
     """
-    match = _URI.fullmatch(uri)
+    match = OBJECT_URI.fullmatch(uri)
     assert match is not None, uri
     namespace, name = match["namespace"], match["name"]
     profile = KubernetesProfile(name="current", namespace=namespace)

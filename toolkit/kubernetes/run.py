@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from toolkit.errors import InputError, LauncherError, Problem, RunLost
 from toolkit.kubernetes.client.connection import Away
@@ -74,8 +74,8 @@ class KubernetesRun(Run):
 
     @property
     def parts(self) -> "Sequence[KubernetesRun]":
-        """The runs that have an object of their own: this one."""
-        return (self,)
+        """The runs that have an object of their own: the points of a sweep, or the run itself."""
+        return cast("Sequence[KubernetesRun]", self.points) or (self,)
 
     @property
     def selector(self) -> str:
@@ -83,7 +83,7 @@ class KubernetesRun(Run):
         return selector_of(RUN_LABEL, [self.object_name])
 
     @property
-    def place(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         """The namespace of a cluster, and the kind: one list answers for all of it."""
         return (*self.cluster.connection.identity, self.kind.kind)
 
@@ -95,10 +95,14 @@ class KubernetesRun(Run):
         Raises:
             LauncherError: the server refuses to say, which asking again does not mend.
         """
+        return self.sum_of(self._part_statuses())
+
+    def _part_statuses(self) -> list[RunStatus]:
+        """Return the status of each part, by one request."""
         try:
-            return self._look([self])[0]
+            return self._look(self.parts, self.selector if self.points else "")
         except Away as error:
-            return self._unanswered(error)
+            return [part._unanswered(error) for part in self.parts]
 
     def statuses_of(self, runs: Sequence[Run]) -> list[RunStatus]:
         """Return the statuses of runs of this namespace and kind, by one list request."""
@@ -110,7 +114,7 @@ class KubernetesRun(Run):
             statuses = [part._unanswered(error) for part in parts]
         remaining = iter(statuses)
         by_run = [(run, [next(remaining) for _ in run.parts]) for run in batch]
-        return [run.sum_of(own) if run.points else own[0] for run, own in by_run]
+        return [run.sum_of(own) for run, own in by_run]
 
     def _look(self, parts: "Sequence[KubernetesRun]", selector: str = "") -> list[RunStatus]:
         """Return the statuses of parts by the watch, a list, or, without a selector, one get."""

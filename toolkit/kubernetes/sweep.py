@@ -1,11 +1,10 @@
 """A sweep on Kubernetes: an object per point, all with the label of the sweep."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
 from toolkit.errors import LauncherError
-from toolkit.kubernetes.client.connection import Away
 from toolkit.kubernetes.client.resources import selector_of
 from toolkit.kubernetes.local_state import Settings
 from toolkit.kubernetes.logs import Round, read_lines
@@ -29,21 +28,9 @@ class KubernetesSweep(KubernetesRun):
             for index, (name, settings) in enumerate(self.local.points())
         )
 
-    @property
-    def parts(self) -> "Sequence[KubernetesPoint]":
-        """The points."""
-        return self.points
-
-    def status(self) -> RunStatus:
-        """Return the status of the sweep, from those of its points."""
-        return self.sum_of(self.statuses())
-
     def statuses(self) -> list[RunStatus]:
         """Return the statuses of all points, by one list request."""
-        try:
-            return self._look(self.points, self.selector)
-        except Away as error:
-            return [point._unanswered(error) for point in self.points]
+        return self._part_statuses()
 
     @property
     def selector(self) -> str:

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from toolkit.errors import InputError, LauncherError, Problem, RunLost, RunNotFound
 from toolkit.planning import LaunchPlan
 from toolkit.runs import run_directory
-from toolkit.runs.log_reader import (
-    LogView,
-    all_spans,
-    attempt_spans,
-    follow_files,
-    refuse_attempt,
-    without_stop_traces,
-)
+from toolkit.runs.log_reader import LogView, read_run, spans_of
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run_secrets import mask_of, redacted
 from toolkit.runs.state import RunState, RunStatus, sum_of
@@ -84,10 +77,8 @@ class Run(abc.ABC):
         )
 
     def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
-        """Return the status of a sweep from those of its points."""
-        if not self.points:
-            raise LauncherError(f"{self.uri} is no sweep")
-        return sum_of(point_statuses)
+        """Return the status of a sweep from those of its points; a run's own where it is none."""
+        return sum_of(point_statuses) if self.points else point_statuses[0]
 
     def statuses(self) -> list[RunStatus]:
         """Return the statuses of all points, by one query if possible."""
@@ -98,7 +89,7 @@ class Run(abc.ABC):
         """Return the status of the run."""
 
     @property
-    def place(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         """Batch key: runs with equal keys are queried in one request."""
         return type(self)
 
@@ -228,8 +219,8 @@ class Run(abc.ABC):
         try:
             with self.watching([self], explained=shown is not None):
                 for pause_s in pauses():
-                    points = self.statuses() if self.points else []
-                    status = self.sum_of(points) if self.points else self.status()
+                    points = self.statuses()
+                    status = self.sum_of(points or [self.status()])
                     if shown:
                         shown.show(status, points)
                     if status.state.final:
@@ -368,10 +359,5 @@ class ForeignRun(ShownRun):
         """Yield the lines that are written so far."""
         run_dir = self.run_dir
         assert run_dir is not None
-        refuse_attempt(run_dir, view)
-        if view.attempt is None:
-            spans = all_spans(run_dir, run_dir / "logs" / "job.log")
-        else:
-            spans = attempt_spans(run_dir, view.attempt)
-        lines = follow_files(lambda: spans, ended=lambda: True)
-        return view.of_ranks(without_stop_traces(lines))
+        spans = spans_of(run_dir, view, run_dir / "logs" / "job.log")
+        return read_run(run_dir, view, lambda: spans, ended=lambda: True)

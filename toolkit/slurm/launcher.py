@@ -34,8 +34,6 @@ from toolkit.slurm.submission import (
 )
 from toolkit.slurm.sweep import SlurmPoint, SlurmSweep, has_points, write_points
 
-__all__ = ["Command", "SlurmLauncher", "SlurmRun"]
-
 _SETTLED_S = 120.0
 """After this time no submission is under way: a job that Slurm has not received never arrives."""
 
@@ -274,7 +272,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         """Return a run whose submission was interrupted, with the jobs that Slurm has of it."""
         try:
             submission = Submission.of_json(intent.data.get("order"), name=record.name)
-            self._login.snapshots.require_cluster_of(record.uri)
+            self._login.snapshots.require_cluster(record.address[1])
             if jobs := find(self._login, submission):
                 return self._submitted(record, submission, jobs, intent)
             why = ""
