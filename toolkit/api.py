@@ -155,7 +155,7 @@ def open_run(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.
     except RunNotFound:
         if not registry.OBJECT_URI.fullmatch(name):
             raise
-        from toolkit.kubernetes.reopen import run_in_cluster
+        from toolkit.kubernetes.launcher import run_in_cluster
 
         return run_in_cluster(name, environ=environ)
     return _open(record) if point is None else _open(record).point(point)

@@ -229,6 +229,13 @@ def follow_files(
 # ---- Where the lines of the attempts stand
 
 
+def modified_at(path: Path) -> float:
+    """Return when a file or folder was last changed, in seconds since 1970; 0 without one."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
 def attempt_folders(run_dir: Path) -> list[Path]:
     """Return the log folders of the attempts, oldest first."""
     return [run_dir / f"logs/attempt-{number}" for number in attempt_numbers(run_dir)]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from toolkit.errors import InputError, LauncherError, Problem, RunLost, RunNotFound
@@ -30,6 +31,9 @@ PlanT = TypeVar("PlanT", bound=LaunchPlan)
 class Run(abc.ABC):
     """A run that was submitted; a handle that another process can open again from `uri`."""
 
+    settings: Mapping[str, str | bool] = MappingProxyType({})
+    """What a point of a sweep sets, by the keys of the sweep."""
+
     def __init__(self, record: RunRecord) -> None:
         self.record = record
 
@@ -47,11 +51,6 @@ class Run(abc.ABC):
     def run_dir(self) -> Path | None:
         """The run directory, where this machine can see it."""
         return self.record.run_dir
-
-    @property
-    def settings(self) -> Mapping[str, str | bool]:
-        """What a point of a sweep sets, by the keys of the sweep."""
-        return {}
 
     @property
     def points(self) -> "Sequence[Run]":

@@ -43,8 +43,6 @@ _TURN_S = 60.0
 """How long to wait for another process that is querying; squeue itself gives up sooner."""
 _MOST_ENDED = 20_000
 _FILE_BYTES = 256 << 20
-_LAST = 32503680000.0
-"""The year 3000: later times cannot be shown on every platform."""
 
 
 def snapshot_file(environ: Mapping[str, str] = os.environ, *, host: str = "") -> Path:
@@ -324,11 +322,7 @@ def _clock_time(seconds: float) -> str:
 
 
 def _moment(value: Any) -> float:
-    """Return seconds since 1970.
-
-    Raises:
-        ValueError: the value is none, or none that a clock shows.
-    """
-    if (seconds := untrusted.finite(value)) is None or not 0 <= seconds < _LAST:
+    """Return seconds since 1970; raise ValueError for any other value."""
+    if (seconds := untrusted.moment(value)) is None:
         raise ValueError(value)
     return seconds

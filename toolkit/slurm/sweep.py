@@ -123,7 +123,7 @@ class SlurmPoint(SlurmRun):
         assert whole.run_dir is not None
         self.sweep = sweep
         self.index = index
-        self._settings = settings
+        self.settings = settings
         record = replace(
             whole,
             uri=f"{whole.uri}_{index}",
@@ -132,11 +132,6 @@ class SlurmPoint(SlurmRun):
             remote_dir=whole.remote_dir and f"{whole.remote_dir}/{folder}",
         )
         super().__init__(record, sweep._login)
-
-    @property
-    def settings(self) -> Mapping[str, str | bool]:
-        """What the point sets."""
-        return self._settings
 
     @property
     def run_dir(self) -> Path:
