@@ -170,10 +170,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
     def _finish(self, run: KubernetesRun) -> Run:
         """Finish an interrupted submission: create the objects that the cluster does not have."""
         record = (run.sweep if isinstance(run, KubernetesPoint) else run).record
-        intent = submission_journal.take(self._intents, record.name)
-        if intent is None:
-            raise LauncherError(f"{record.name} is being submitted by another process just now")
-        with intent:
+        with submission_journal.claim(self._intents, record.name) as intent:
             _, missing = _interrupted(run, intent, self._profile)
             submit_all(self._cluster, missing, goes_on=intent.goes_on)
             self._add(record)

@@ -237,10 +237,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
     def _finish(self, run: "InterruptedRun", chain: int) -> SlurmRun:
         """Finish an interrupted submission, unless Slurm has received it."""
         _refuse_chain(chain, sweep=chain > 1)
-        intent = submission_journal.take(self._journal, run.name)
-        if intent is None:
-            raise LauncherError(f"{run.name} is being submitted by another process just now")
-        with intent:
+        with submission_journal.claim(self._journal, run.name) as intent:
             submission = Submission.of_json(intent.data.get("order"), name=run.name)
             job_file = submission.folder.here / "job.yaml"
             run_directory.require_own(job_file)
