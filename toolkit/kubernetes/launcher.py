@@ -21,7 +21,6 @@ from toolkit.kubernetes.run import SETTLED_S, KubernetesPoint, KubernetesRun, Ku
 from toolkit.kubernetes.status import Change, changes_of
 from toolkit.kubernetes.submission import (
     TOGETHER,
-    ApplyUnclear,
     complete,
     remove,
     submit_all,
@@ -119,8 +118,8 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         with submission_journal.begin(self._intents, name, data) as intent:
             try:
                 submit_all(self._cluster, runs, goes_on=intent.goes_on)
-            except ApplyUnclear as error:
-                raise ApplyUnclear(
+            except submission_journal.UnknownOutcome as error:
+                raise submission_journal.UnknownOutcome(
                     f"{error}; `toolkit status {name}` tells whether it has arrived, and "
                     f"`toolkit resubmit {name}` submits it if not"
                 ) from error

@@ -419,9 +419,4 @@ class KubernetesPoint(KubernetesRun):
         self.sweep = sweep
         self.index = index
         self.point_name = name
-        self._settings = settings
-
-    @property
-    def settings(self) -> Settings:
-        """What the point sets."""
-        return self._settings
+        self.settings = settings

@@ -11,12 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.errors import LauncherError
+from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.runs.state_dir import lock_file
 from toolkit.text import untrusted
 
 _VERSION = 1
 _BYTES = 64 << 20
+
+
+class UnknownOutcome(SchedulerMissing):
+    """It is unknown whether the scheduler has a submission, or parts of it were left behind."""
 
 
 class Intent:

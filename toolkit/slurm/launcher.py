@@ -26,7 +26,6 @@ from toolkit.slurm.squeue import Command, cluster_name, refused, run_command
 from toolkit.slurm.submission import (
     SlurmJob,
     Submission,
-    UnknownOutcome,
     as_lines,
     find,
     send,
@@ -142,7 +141,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             prepare()
             try:
                 jobs = send(self._login, submission, secrets=secrets)
-            except UnknownOutcome:
+            except submission_journal.UnknownOutcome:
                 raise
             except LauncherError:
                 undo()

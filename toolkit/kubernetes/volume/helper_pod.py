@@ -22,6 +22,7 @@ from toolkit.kubernetes.pods import sentence, trouble
 from toolkit.kubernetes.workloads import Object, WorkloadKind, documents_of, owned
 from toolkit.planning.pods import MANAGER
 from toolkit.profile import KubernetesProfile
+from toolkit.runs.submission_journal import UnknownOutcome
 
 if TYPE_CHECKING:
     from toolkit.kubernetes.run import KubernetesRun
@@ -185,7 +186,7 @@ def placed(
             submitting = True
             yield
         except BaseException as error:
-            if submitting and isinstance(error, Away):
+            if submitting and isinstance(error, Away | UnknownOutcome):
                 raise  # it is unknown whether the run has arrived
             for name in files:
                 with contextlib.suppress(LauncherError):
