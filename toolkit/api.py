@@ -153,12 +153,10 @@ def open_run(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.
     try:
         record, point = registry.find_point(name, trust=trust, environ=environ)
     except RunNotFound:
-        if not name.startswith("k8s://"):
+        if not registry.OBJECT_URI.fullmatch(name):
             raise
-        from toolkit.kubernetes.reopen import is_uri, run_in_cluster
+        from toolkit.kubernetes.launcher import run_in_cluster
 
-        if not is_uri(name):
-            raise
         return run_in_cluster(name, environ=environ)
     return _open(record) if point is None else _open(record).point(point)
 
@@ -195,7 +193,7 @@ def statuses(runs: Iterable[Run]) -> list[RunStatus]:
     """
     runs = list(runs)
     by_index: dict[int, RunStatus] = {}
-    for indices in _by_place(runs).values():
+    for indices in _batches(runs):
         batch = [runs[index] for index in indices]
         by_index |= zip(indices, batch[0].statuses_of(batch), strict=True)
     return [by_index[index] for index in range(len(runs))]
@@ -221,7 +219,7 @@ def wait(
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     ended: dict[int, RunStatus] = {}
     with contextlib.ExitStack() as stack:
-        for indices in _by_place(watched).values():
+        for indices in _batches(watched):
             batch = [watched[index] for index in indices]
             stack.enter_context(batch[0].watching(batch))
         for pause_s in pauses():
@@ -242,12 +240,12 @@ def wait(
     return [ended[index] for index in range(len(watched))]
 
 
-def _by_place(runs: Sequence[Run]) -> dict[Hashable, list[int]]:
-    """Return the indices of runs by batch key: the runs of one key share a query."""
-    places: dict[Hashable, list[int]] = {}
+def _batches(runs: Sequence[Run]) -> Iterable[list[int]]:
+    """Return the indices of runs that share a query, for each query."""
+    batches: dict[Hashable, list[int]] = {}
     for index, run in enumerate(runs):
-        places.setdefault(run.place, []).append(index)
-    return places
+        batches.setdefault(run.batch_key, []).append(index)
+    return batches.values()
 
 
 def _open(record: registry.RunRecord) -> Run:

@@ -20,10 +20,9 @@ ALLOWED = {
     "functions/payload.py": {"pickle.loads", "read_bytes"},  # and programs of this package
     "functions/job.py": {"pickle.load"},
     # Files of this package.
-    "kubernetes/volume/files.py": {"read_text"},
+    "kubernetes/volume/helper_pod.py": {"read_text", "open(wb)"},
     # What this program has just rendered.
     "kubernetes/workloads.py": {"yaml.load_all"},
-    "kubernetes/volume/helper_pod.py": {"open(wb)"},
     # The kernel's.
     "local/supervisor.py": {"read_text"},
     "local/launcher.py": {"read_bytes", "open(w)"},

@@ -175,13 +175,12 @@ class LocalExecutor(_RunExecutor[LocalProfile]):
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[core.Job[Any]]:
-        jobs: list[core.Job[Any]] = []
-        for call in delayed_submissions:
-            job = self._job(self.parameters, call.function)
-            made = plan(job, self._profile)
-            run = LocalLauncher(self._profile).submit(made, files=files_of(job, call))
-            jobs.append(FunctionJob(run))
-        return jobs
+        launcher = LocalLauncher(self._profile)
+        jobs = ((self._job(self.parameters, call.function), call) for call in delayed_submissions)
+        return [
+            FunctionJob(launcher.submit(plan(job, self._profile), files=files_of(job, call)))
+            for job, call in jobs
+        ]
 
 
 class DebugExecutor(submitit.DebugExecutor):

@@ -1,4 +1,9 @@
-"""Submits to a Kubernetes cluster."""
+"""Submits runs to a Kubernetes cluster, and opens earlier ones.
+
+A submission is written down first (toolkit/runs/submission_journal.py). If the client is killed or
+gets no answer, the run is opened later by this record: its existing objects are listed, and
+half-created ones are completed.
+"""
 
 import os
 import secrets
@@ -6,30 +11,41 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from toolkit.errors import InputError, LauncherError, SchedulerMissing
+from toolkit.errors import InputError, LauncherError, RunNotFound, SchedulerMissing
 from toolkit.job.kubernetes_options import Workload
-from toolkit.kubernetes.client.connection import Connection, NotServed
-from toolkit.kubernetes.client.resources import Cluster
+from toolkit.kubernetes.client.connection import Connection, Denied, NotServed
+from toolkit.kubernetes.client.resources import Cluster, selector_of
 from toolkit.kubernetes.local_state import LocalState
-from toolkit.kubernetes.reopen import interrupted, opened, tidy
-from toolkit.kubernetes.run import SETTLED_S, KubernetesRun
+from toolkit.kubernetes.pods import label_of, seconds_of
+from toolkit.kubernetes.run import SETTLED_S, KubernetesPoint, KubernetesRun, KubernetesSweep
 from toolkit.kubernetes.status import Change, changes_of
-from toolkit.kubernetes.submission import ApplyUnclear, remove, submit_all
-from toolkit.kubernetes.sweep import KubernetesPoint
+from toolkit.kubernetes.submission import (
+    TOGETHER,
+    complete,
+    remove,
+    submit_all,
+    withdraw,
+)
 from toolkit.kubernetes.workloads import (
     KINDS,
     Object,
+    RunObjects,
     WorkloadKind,
+    is_of,
     manifest_for,
     objects_by_run,
     resource_of,
     started_again,
 )
 from toolkit.planning.kubernetes import KubernetesPlan
-from toolkit.planning.pods import RUN_LABEL, payload_dir_of
+from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL, payload_dir_of
 from toolkit.profile import KubernetesProfile
 from toolkit.runs import registry, submission_journal
 from toolkit.runs.run import Launcher, Run, new_run_name
+from toolkit.text import untrusted
+
+_FILE_BYTES = 1 << 34
+"""The arguments of a call; they are as large as the user's pickles."""
 
 _FORGOTTEN_S = 86_400.0
 """How long a run is listed that was never created, in seconds."""
@@ -102,8 +118,8 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         with submission_journal.begin(self._intents, name, data) as intent:
             try:
                 submit_all(self._cluster, runs, goes_on=intent.goes_on)
-            except ApplyUnclear as error:
-                raise ApplyUnclear(
+            except submission_journal.UnknownOutcome as error:
+                raise submission_journal.UnknownOutcome(
                     f"{error}; `toolkit status {name}` tells whether it has arrived, and "
                     f"`toolkit resubmit {name}` submits it if not"
                 ) from error
@@ -113,7 +129,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
                 raise
             registry.add(record, environ=self._environ)
             intent.done()
-        return opened(record, self._cluster, kind, self._environ)
+        return _opened(record, self._cluster, kind, self._environ)
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
         """Let a run, or the points of a sweep that did not succeed, go on from its checkpoints.
@@ -153,15 +169,12 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
     def _finish(self, run: KubernetesRun) -> Run:
         """Finish an interrupted submission: create the objects that the cluster does not have."""
         record = (run.sweep if isinstance(run, KubernetesPoint) else run).record
-        intent = submission_journal.take(self._intents, record.name)
-        if intent is None:
-            raise LauncherError(f"{record.name} is being submitted by another process just now")
-        with intent:
-            _, missing = interrupted(run, intent, self._profile)
+        with submission_journal.claim(self._intents, record.name) as intent:
+            _, missing = _interrupted(run, intent, self._profile)
             submit_all(self._cluster, missing, goes_on=intent.goes_on)
             self._add(record)
             intent.done()
-        whole = opened(record, self._cluster, run.kind, self._environ)
+        whole = _opened(record, self._cluster, run.kind, self._environ)
         for part in whole.parts:
             part.withdraw_end()
         return whole.point(str(run.index)) if isinstance(run, KubernetesPoint) else whole
@@ -171,7 +184,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         kind = KINDS[self._profile.workload]
         intent = submission_journal.take(self._intents, record.name)
         if intent is None:
-            return opened(record, self._cluster, kind, self._environ)
+            return _opened(record, self._cluster, kind, self._environ)
         with intent:
             return self._recovered(record, kind, intent)
 
@@ -179,18 +192,18 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         self, record: registry.RunRecord, kind: WorkloadKind, intent: submission_journal.Intent
     ) -> KubernetesRun:
         """Return a run whose submission was cut short, with what the cluster has of it."""
-        run = opened(record, self._cluster, kind, self._environ, begun=intent.begun)
+        run = _opened(record, self._cluster, kind, self._environ, begun=intent.begun)
         age_s = time.time() - intent.begun
         try:
-            runs, missing = interrupted(run, intent, self._profile)
-            tidy(run, runs, missing, settled=age_s > SETTLED_S)
+            runs, missing = _interrupted(run, intent, self._profile)
+            _tidy(run, runs, missing, settled=age_s > SETTLED_S)
         except (LauncherError, InputError):
             return run  # its status gives the reason
         if len(missing) < len(runs):
             self._add(record)
             if not missing:
                 intent.done()
-                return opened(record, self._cluster, kind, self._environ)
+                return _opened(record, self._cluster, kind, self._environ)
         elif age_s > _FORGOTTEN_S:
             intent.done()
             if not self._is_known(record):
@@ -205,6 +218,127 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
     def _is_known(self, record: registry.RunRecord) -> bool:
         # This process holds the run's journal entry, so the registry does not list it for that.
         return any(other.name == record.name for other in registry.records(environ=self._environ))
+
+
+# ---- Interrupted submissions
+
+
+def _opened(
+    record: registry.RunRecord,
+    cluster: Cluster,
+    kind: WorkloadKind,
+    environ: Mapping[str, str],
+    *,
+    begun: float | None = None,
+) -> KubernetesRun:
+    """Return the handle of a run, or of a sweep, with `begun` as in `KubernetesRun`."""
+    is_sweep = bool(LocalState(record.name, environ).points())
+    run_class = KubernetesSweep if is_sweep else KubernetesRun
+    return run_class(record, cluster, kind, environ, begun=begun)
+
+
+def _interrupted(
+    run: KubernetesRun, intent: submission_journal.Intent, profile: KubernetesProfile
+) -> tuple[list[RunObjects], list[RunObjects]]:
+    """Return the objects of an interrupted submission by run, and the runs without a workload.
+
+    Raises:
+        LauncherError: its local files are gone, or the API server does not answer.
+    """
+    cluster, kind, folder = run.cluster, run.kind, run.local.folder
+    try:
+        files = {
+            str(path): untrusted.read_bytes(folder / str(path), limit=_FILE_BYTES, below=folder)
+            for path in intent.data["files"]
+        }
+    except (KeyError, OSError, TypeError) as error:
+        raise LauncherError(
+            f"what was to be submitted as {run.local.name} is gone: {error}"
+        ) from error
+    runs = objects_by_run(run.local.manifest(profile, files), kind, files)
+    if len(runs) > 1:
+        try:
+            items, _ = cluster.objects(kind, selector_of(SWEEP_LABEL, [run.local.name]))
+        except Denied:  # the right to submit need not include the right to list
+            pass
+        else:
+            names = {item["metadata"]["name"] for item in items}
+            return runs, [objects for objects in runs if objects.name not in names]
+    pairs = [(objects, cluster.get(kind, objects.name)) for objects in runs]
+    return runs, [
+        objects for objects, obj in pairs if obj is None or not is_of(objects.workload, obj)
+    ]
+
+
+def _tidy(
+    run: KubernetesRun, runs: Sequence[RunObjects], missing: Sequence[RunObjects], *, settled: bool
+) -> None:
+    """Complete each half-created run, and delete companions of runs that were never created.
+
+    Runs are made some at a time, in order: only the last of them can be half done.
+    """
+    absent = {objects.name for objects in missing}
+    last = max((n for n, objects in enumerate(runs) if objects.name not in absent), default=0)
+    start = last - last % TOGETHER
+    for objects in runs[start : start + 2 * TOGETHER]:
+        if objects.name not in absent:
+            obj = run.cluster.get(run.kind, objects.name)
+            if obj is not None and (objects.companions or objects.payload):
+                complete(run.cluster, objects, obj)
+        elif settled:
+            withdraw(run.cluster, objects)
+
+
+# ---- Runs of others, dry runs, and changes of a namespace
+
+
+def run_in_cluster(
+    uri: str, *, api_client: Any = None, environ: Mapping[str, str] = os.environ
+) -> KubernetesRun:
+    """Return the handle of a run in the current context's cluster that any client has submitted.
+
+    The URI is `k8s://NAMESPACE/NAME`.
+
+    Raises:
+        RunNotFound: the cluster has no such object, or one that nothing of ours has rendered.
+        LauncherError: the cluster cannot be queried.
+    """
+    match = registry.OBJECT_URI.fullmatch(uri)
+    assert match is not None, uri
+    namespace, name = match["namespace"], match["name"]
+    profile = KubernetesProfile(name="current", namespace=namespace)
+    cluster = Cluster(Connection(profile, api_client=api_client, environ=environ))
+    denied: list[LauncherError] = []
+    for workload, kind in KINDS.items():
+        try:
+            obj = cluster.get(kind, name)
+        except NotServed:
+            continue
+        except Denied as error:
+            denied.append(error)
+            continue
+        if obj is None:
+            continue
+        if label_of(obj, RUN_LABEL) != name:
+            raise RunNotFound(
+                f"{uri}: this {workload} has no label {RUN_LABEL}; only what this toolkit has "
+                "rendered can be asked about"
+            )
+        profile_facts = {"workload": workload, "context": cluster.connection.context}
+        record = registry.RunRecord(
+            uri=uri,
+            name=name,
+            job=label_of(obj, "app.kubernetes.io/name") or name,
+            profile=profile.model_copy(update=profile_facts).model_dump(mode="json"),
+            created=seconds_of(obj["metadata"].get("creationTimestamp")),
+        )
+        return KubernetesRun(record, cluster, kind, environ)
+    if denied:
+        raise denied[0]
+    raise RunNotFound(
+        f"no run {uri!r}: nothing of this name was submitted from here, and namespace "
+        f"{namespace!r} has no {', '.join(KINDS)} called {name!r}"
+    )
 
 
 def dry_run(

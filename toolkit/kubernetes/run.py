@@ -1,12 +1,13 @@
-"""A run on Kubernetes, from its state to its logs and its end."""
+"""A run on Kubernetes, or a sweep of them, from its state to its logs and its end."""
 
 import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from toolkit.errors import InputError, LauncherError, Problem, RunLost
 from toolkit.kubernetes.client.connection import Away
@@ -14,9 +15,9 @@ from toolkit.kubernetes.client.resources import Cluster, selector_of
 from toolkit.kubernetes.client.watcher import ObjectWatch
 from toolkit.kubernetes.delivered_files import is_delivery, key_of, signed
 from toolkit.kubernetes.failure import failure_of
-from toolkit.kubernetes.local_state import LocalState
+from toolkit.kubernetes.local_state import LocalState, Settings
 from toolkit.kubernetes.logs import Round, read_lines
-from toolkit.kubernetes.pods import attempt_of, short_name
+from toolkit.kubernetes.pods import attempt_of, label_of, short_name
 from toolkit.kubernetes.status import (
     FOR_LIST,
     FOR_ONE,
@@ -29,11 +30,11 @@ from toolkit.kubernetes.status import (
 )
 from toolkit.kubernetes.volume import fetch
 from toolkit.kubernetes.workloads import Object, WorkloadKind, pods_of
-from toolkit.planning.pods import RUN_LABEL
+from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL
 from toolkit.runs import registry
 from toolkit.runs.failure import Failure
 from toolkit.runs.log_reader import LogView
-from toolkit.runs.run import Run
+from toolkit.runs.run import Run, unfinished_of
 from toolkit.runs.run_directory import read_metrics
 from toolkit.runs.run_secrets import mask_of, redacted
 from toolkit.runs.state import RunState, RunStatus
@@ -74,8 +75,8 @@ class KubernetesRun(Run):
 
     @property
     def parts(self) -> "Sequence[KubernetesRun]":
-        """The runs that have an object of their own: this one."""
-        return (self,)
+        """The runs that have an object of their own: the points of a sweep, or the run itself."""
+        return cast("Sequence[KubernetesRun]", self.points) or (self,)
 
     @property
     def selector(self) -> str:
@@ -83,7 +84,7 @@ class KubernetesRun(Run):
         return selector_of(RUN_LABEL, [self.object_name])
 
     @property
-    def place(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         """The namespace of a cluster, and the kind: one list answers for all of it."""
         return (*self.cluster.connection.identity, self.kind.kind)
 
@@ -95,10 +96,14 @@ class KubernetesRun(Run):
         Raises:
             LauncherError: the server refuses to say, which asking again does not mend.
         """
+        return self.sum_of(self._part_statuses())
+
+    def _part_statuses(self) -> list[RunStatus]:
+        """Return the status of each part, by one request."""
         try:
-            return self._look([self])[0]
+            return self._look(self.parts, self.selector if self.points else "")
         except Away as error:
-            return self._unanswered(error)
+            return [part._unanswered(error) for part in self.parts]
 
     def statuses_of(self, runs: Sequence[Run]) -> list[RunStatus]:
         """Return the statuses of runs of this namespace and kind, by one list request."""
@@ -110,7 +115,7 @@ class KubernetesRun(Run):
             statuses = [part._unanswered(error) for part in parts]
         remaining = iter(statuses)
         by_run = [(run, [next(remaining) for _ in run.parts]) for run in batch]
-        return [run.sum_of(own) if run.points else own[0] for run, own in by_run]
+        return [run.sum_of(own) for run, own in by_run]
 
     def _look(self, parts: "Sequence[KubernetesRun]", selector: str = "") -> list[RunStatus]:
         """Return the statuses of parts by the watch, a list, or, without a selector, one get."""
@@ -325,3 +330,93 @@ class KubernetesRun(Run):
                 + "; `toolkit wait` for it, or cancel it"
             )
         return [self]
+
+
+# ---- Sweeps
+
+
+class KubernetesSweep(KubernetesRun):
+    """All points of a sweep together: an object per point, all with the label of the sweep."""
+
+    @cached_property
+    def points(self) -> "tuple[KubernetesPoint, ...]":
+        """The points, each a run of its own."""
+        return tuple(
+            KubernetesPoint(self, index, name, settings)
+            for index, (name, settings) in enumerate(self.local.points())
+        )
+
+    def statuses(self) -> list[RunStatus]:
+        """Return the statuses of all points, by one list request."""
+        return self._part_statuses()
+
+    @property
+    def selector(self) -> str:
+        """The selector of the points' objects and pods."""
+        return selector_of(SWEEP_LABEL, [self.object_name])
+
+    def cancel(self) -> None:
+        """Delete the objects of all points that have not ended.
+
+        Raises:
+            LauncherError: some could not be cancelled; all others are.
+        """
+        errors: list[LauncherError] = []
+        for point in self.points:
+            try:
+                point.cancel()
+            except LauncherError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def unfinished(self) -> list[KubernetesRun]:
+        """Return the points that have ended without success.
+
+        Raises:
+            LauncherError: all have succeeded, or one has not ended.
+        """
+        return [self.points[index] for index in unfinished_of(self, self.statuses())]
+
+    def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
+        points = {point.object_name: point for point in self.points}
+
+        def look() -> Round:
+            ended = True
+            if view.follow:
+                status = self.status()
+                on_status(status)
+                ended = status.state.final or status.lost
+            pods = [
+                pod
+                for pod in self.cluster.pods(self.selector)
+                if label_of(pod, RUN_LABEL) in points
+            ]
+            return Round(
+                pods=sorted(pods, key=lambda pod: points[label_of(pod, RUN_LABEL)].index),
+                ended=ended,
+            )
+
+        def prefix(pod: Object) -> str:
+            return f"[{points[label_of(pod, RUN_LABEL)].point_name}] "
+
+        return read_lines(self.cluster, self.kind, view, look, prefix)
+
+
+class KubernetesPoint(KubernetesRun):
+    """A point of a sweep: an object of its own."""
+
+    def __init__(self, sweep: KubernetesSweep, index: int, name: str, settings: Settings) -> None:
+        whole = sweep.record
+        super().__init__(
+            replace(whole, uri=f"{whole.uri}_{index}", name=f"{whole.name}/{name}"),
+            sweep.cluster,
+            sweep.kind,
+            sweep.environ,
+            object_name=f"{sweep.object_name}-{index}",
+            begun=sweep.begun,
+        )
+        self.sweep = sweep
+        self.index = index
+        self.point_name = name
+        self.settings = settings

@@ -19,6 +19,7 @@ from toolkit.kubernetes.workloads import (
     owned,
     resource_of,
 )
+from toolkit.runs.submission_journal import UnknownOutcome
 
 TOGETHER = 16
 """Batch size of a sweep's submission: at most this many runs are half-created if the process is
@@ -40,10 +41,6 @@ _NO_NAMESPACE = re.compile(r'namespaces "[^"]*" not found')
 _RBAC = re.compile(r" cannot (create|patch|get) resource ")
 
 
-class ApplyUnclear(Away):
-    """The outcome is unknown, or objects were left behind."""
-
-
 def submit_all(
     cluster: Cluster, runs: Sequence[RunObjects], *, goes_on: Callable[[], None] = lambda: None
 ) -> None:
@@ -52,7 +49,7 @@ def submit_all(
     `goes_on` is called now and then.
 
     Raises:
-        ApplyUnclear: it is unknown which of them have arrived.
+        UnknownOutcome: it is unknown which of them have arrived.
         LauncherError: the server refused; its words about the first are in the message.
     """
 
@@ -81,9 +78,9 @@ def submit_all(
                     cluster.delete(run.kind, obj, changed=True)
             except LauncherError:
                 left += 1
-        unclear = next((error for error in errors if isinstance(error, ApplyUnclear)), None)
+        unclear = next((error for error in errors if isinstance(error, UnknownOutcome)), None)
         if left and not unclear:
-            raise ApplyUnclear(
+            raise UnknownOutcome(
                 f"{errors[0]}; {left} of {len(made)} that were made could not be taken back"
             )
         raise unclear or errors[0]
@@ -110,7 +107,7 @@ def _submit(cluster: Cluster, run: RunObjects) -> None:
         if run.payload is not None:
             body = run.payload
             _create_payload(cluster, run, workload)
-    except Away:
+    except (Away, UnknownOutcome):
         raise  # it is unknown which objects have arrived
     except LauncherError as error:
         for thing in made:
@@ -143,7 +140,7 @@ def _create_payload(cluster: Cluster, run: RunObjects, workload: Object) -> None
 
     Raises:
         LauncherError: the server refused.
-        ApplyUnclear: the server has not answered in all attempts.
+        UnknownOutcome: the server has not answered in all attempts.
     """
     assert run.payload is not None
     body = owned(run.payload, run.kind, workload)
@@ -153,7 +150,7 @@ def _create_payload(cluster: Cluster, run: RunObjects, workload: Object) -> None
                 lambda: cluster.create(resource_of(body), body), attempts=_ATTEMPTS
             )
     except Away as error:
-        raise ApplyUnclear(f"{error} ({_ATTEMPTS} attempts)") from error
+        raise UnknownOutcome(f"{error} ({_ATTEMPTS} attempts)") from error
 
 
 def withdraw(cluster: Cluster, run: RunObjects) -> None:
@@ -201,7 +198,7 @@ def _apply(cluster: Cluster, resource: ApiResource, body: Object) -> Object:
 
     Raises:
         LauncherError: the server refused, or the object belongs to another run.
-        ApplyUnclear: the server has not answered in all attempts, and the object is not there.
+        UnknownOutcome: the server has not answered in all attempts, and the object is not there.
     """
     name = body["metadata"]["name"]
 
@@ -222,7 +219,7 @@ def _apply(cluster: Cluster, resource: ApiResource, body: Object) -> Object:
             existing = cluster.get(resource, name)
             if existing is not None and is_of(body, existing):
                 return existing
-        raise ApplyUnclear(f"{error} ({_ATTEMPTS} attempts)") from error
+        raise UnknownOutcome(f"{error} ({_ATTEMPTS} attempts)") from error
 
 
 def _existing(cluster: Cluster, resource: ApiResource, name: str) -> Object | None:

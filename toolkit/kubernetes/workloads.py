@@ -34,22 +34,10 @@ _JOB_ANNOTATION = "torch-deploy-toolkit/job"
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The same in C, where PyYAML was built with it: a sweep has thousands of objects."""
 
-_OF_CLUSTER = frozenset(
-    (
-        "ClusterQueue",
-        "ClusterRole",
-        "ClusterRoleBinding",
-        "ClusterTrainingRuntime",
-        "CustomResourceDefinition",
-        "Namespace",
-        "PersistentVolume",
-        "PriorityClass",
-        "ResourceFlavor",
-        "RuntimeClass",
-        "StorageClass",
-        "Topology",
-        "WorkloadPriorityClass",
-    )
+_OF_CLUSTER = (
+    *("ClusterQueue", "ClusterRole", "ClusterRoleBinding", "ClusterTrainingRuntime"),
+    *("CustomResourceDefinition", "Namespace", "PersistentVolume", "PriorityClass"),
+    *("ResourceFlavor", "RuntimeClass", "StorageClass", "Topology", "WorkloadPriorityClass"),
 )
 """Kinds that people's manifests may hold and that are in no namespace."""
 

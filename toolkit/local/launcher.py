@@ -19,7 +19,7 @@ from toolkit.planning.local import LocalPlan
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
 from toolkit.runs import log_reader, registry, run_directory
-from toolkit.runs.log_reader import LogView, Span, without_stop_traces
+from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Launcher, Run, new_run_name
 from toolkit.runs.run_secrets import require_secrets
 from toolkit.runs.state import RunState, RunStatus
@@ -72,20 +72,15 @@ class LocalRun(Run):
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         """Yield the lines of all nodes, each as it comes."""
-        log_reader.refuse_attempt(self.run_dir, view)
-        lines = log_reader.follow_files(
-            lambda: self._spans(view),
-            ended=lambda: not view.follow or self._supervisor() is None,
-        )
-        return view.of_ranks(without_stop_traces(lines))
-
-    def _spans(self, view: LogView) -> list[Span]:
         launcher_log = self.run_dir / "logs" / _LAUNCHER_LOG
-        if view.attempt is None:
-            return log_reader.all_spans(self.run_dir, launcher_log)
         # The supervisor has started the first attempt only; users may continue the run by hand.
-        first = [] if view.attempt else [Span(path=launcher_log, below=self.run_dir)]
-        return [*first, *log_reader.attempt_spans(self.run_dir, view.attempt)]
+        first = [Span(path=launcher_log, below=self.run_dir)] if view.attempt == 0 else []
+        return log_reader.read_run(
+            self.run_dir,
+            view,
+            lambda: [*first, *log_reader.spans_of(self.run_dir, view, launcher_log)],
+            ended=lambda: self._supervisor() is None,
+        )
 
     def cancel(self) -> None:
         """Signal the supervisor to stop the run with a checkpoint."""

@@ -229,6 +229,13 @@ def follow_files(
 # ---- Where the lines of the attempts stand
 
 
+def modified_at(path: Path) -> float:
+    """Return when a file or folder was last changed, in seconds since 1970; 0 without one."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
 def attempt_folders(run_dir: Path) -> list[Path]:
     """Return the log folders of the attempts, oldest first."""
     return [run_dir / f"logs/attempt-{number}" for number in attempt_numbers(run_dir)]
@@ -268,18 +275,40 @@ def all_spans(run_dir: Path, first: Path) -> list[Span]:
     return [*noted.values(), *nodes]
 
 
-def refuse_attempt(run_dir: Path, view: LogView) -> None:
-    """Make sure that the attempt exists, or that it still may come.
+def spans_of(run_dir: Path, view: LogView, first: Path) -> list[Span]:
+    """Return where the lines of the view's attempt stand, or of all, beginning with `first`."""
+    if view.attempt is None:
+        return all_spans(run_dir, first)
+    return attempt_spans(run_dir, view.attempt)
+
+
+def read_run(
+    run_dir: Path,
+    view: LogView,
+    find: Callable[[], list[Span]],
+    *,
+    ended: Callable[[], bool],
+    pause_s: float = 0.2,
+    ask_every_s: float = 0.0,
+) -> Iterator[str]:
+    """Yield the lines of a run that the view shows; the arguments are those of `follow_files`.
 
     Raises:
-        InputError: it does not.
+        InputError: the attempt does not exist, and does not come any more.
     """
-    if view.attempt is None or view.follow:
-        return
-    numbers = attempt_numbers(run_dir)
-    if view.attempt not in numbers:
-        attempts = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "none has begun"
-        raise InputError([Problem(place=f"--attempt {view.attempt}", message=f"{attempts} of it")])
+    if view.attempt is not None and not view.follow:
+        numbers = attempt_numbers(run_dir)
+        if view.attempt not in numbers:
+            attempts = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "none has begun"
+            place = f"--attempt {view.attempt}"
+            raise InputError([Problem(place=place, message=f"{attempts} of it")])
+    lines = follow_files(
+        find,
+        ended=lambda: not view.follow or ended(),
+        pause_s=pause_s,
+        ask_every_s=ask_every_s,
+    )
+    return view.of_ranks(without_stop_traces(lines))
 
 
 def _noted(folder: Path) -> tuple[int, str] | None:

@@ -118,10 +118,11 @@ def _page_of(run: "Run", now: RunStatus, statuses: Sequence[RunStatus]) -> str:
             "settings": point.settings,
             "state": status.state.upper(),
             "colour": _COLOURS[status.state],
-            "said": mask.hide("; ".join(filter(None, [_newest_figures(point), reason]))),
+            "said": mask.hide("; ".join(filter(None, [figures(newest or {}), reason]))),
         }
         for point, status in list(zip(run.points, statuses, strict=False))[:_MOST_POINTS]
         for reason in [status.reason.partition("\n")[0]]
+        for newest in [run_directory.last_metrics(point.run_dir) if point.run_dir else None]
     ]
     values = {
         "name": run.name,
@@ -140,11 +141,6 @@ def _page_of(run: "Run", now: RunStatus, statuses: Sequence[RunStatus]) -> str:
         "more": max(0, len(statuses) - _MOST_POINTS),
     }
     return page_environment().get_template("notebook/run.html.j2").render(values)
-
-
-def _newest_figures(point: "Run") -> str:
-    metrics = run_directory.last_metrics(point.run_dir) if point.run_dir else None
-    return figures(metrics or {})
 
 
 class ProgressDisplay:

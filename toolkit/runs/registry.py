@@ -6,6 +6,7 @@ The schedulers forget ended jobs within minutes; this file and the run directori
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,11 @@ _VERSION = 1
 _BYTES = 1 << 30
 _RECORD_BYTES = 1 << 20
 _WORD = 4096
+
+OBJECT_URI = re.compile(
+    r"k8s://(?P<namespace>[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)/(?P<name>[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)"
+)
+"""The URI of a run in a namespace of a Kubernetes cluster, submitted from here or not."""
 
 
 @dataclass(frozen=True, kw_only=True)

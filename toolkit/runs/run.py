@@ -8,19 +8,13 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from toolkit.errors import InputError, LauncherError, Problem, RunLost, RunNotFound
 from toolkit.planning import LaunchPlan
 from toolkit.runs import run_directory
-from toolkit.runs.log_reader import (
-    LogView,
-    all_spans,
-    attempt_spans,
-    follow_files,
-    refuse_attempt,
-    without_stop_traces,
-)
+from toolkit.runs.log_reader import LogView, read_run, spans_of
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run_secrets import mask_of, redacted
 from toolkit.runs.state import RunState, RunStatus, sum_of
@@ -36,6 +30,9 @@ PlanT = TypeVar("PlanT", bound=LaunchPlan)
 
 class Run(abc.ABC):
     """A run that was submitted; a handle that another process can open again from `uri`."""
+
+    settings: Mapping[str, str | bool] = MappingProxyType({})
+    """What a point of a sweep sets, by the keys of the sweep."""
 
     def __init__(self, record: RunRecord) -> None:
         self.record = record
@@ -54,11 +51,6 @@ class Run(abc.ABC):
     def run_dir(self) -> Path | None:
         """The run directory, where this machine can see it."""
         return self.record.run_dir
-
-    @property
-    def settings(self) -> Mapping[str, str | bool]:
-        """What a point of a sweep sets, by the keys of the sweep."""
-        return {}
 
     @property
     def points(self) -> "Sequence[Run]":
@@ -84,10 +76,8 @@ class Run(abc.ABC):
         )
 
     def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
-        """Return the status of a sweep from those of its points."""
-        if not self.points:
-            raise LauncherError(f"{self.uri} is no sweep")
-        return sum_of(point_statuses)
+        """Return the status of a sweep from those of its points; a run's own where it is none."""
+        return sum_of(point_statuses) if self.points else point_statuses[0]
 
     def statuses(self) -> list[RunStatus]:
         """Return the statuses of all points, by one query if possible."""
@@ -98,7 +88,7 @@ class Run(abc.ABC):
         """Return the status of the run."""
 
     @property
-    def place(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         """Batch key: runs with equal keys are queried in one request."""
         return type(self)
 
@@ -228,8 +218,8 @@ class Run(abc.ABC):
         try:
             with self.watching([self], explained=shown is not None):
                 for pause_s in pauses():
-                    points = self.statuses() if self.points else []
-                    status = self.sum_of(points) if self.points else self.status()
+                    points = self.statuses()
+                    status = self.sum_of(points or [self.status()])
                     if shown:
                         shown.show(status, points)
                     if status.state.final:
@@ -368,10 +358,5 @@ class ForeignRun(ShownRun):
         """Yield the lines that are written so far."""
         run_dir = self.run_dir
         assert run_dir is not None
-        refuse_attempt(run_dir, view)
-        if view.attempt is None:
-            spans = all_spans(run_dir, run_dir / "logs" / "job.log")
-        else:
-            spans = attempt_spans(run_dir, view.attempt)
-        lines = follow_files(lambda: spans, ended=lambda: True)
-        return view.of_ranks(without_stop_traces(lines))
+        spans = spans_of(run_dir, view, run_dir / "logs" / "job.log")
+        return read_run(run_dir, view, lambda: spans, ended=lambda: True)

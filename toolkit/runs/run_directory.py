@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from toolkit.errors import LauncherError
 from toolkit.job.spec import JobSpec
-from toolkit.runs.log_reader import Span, attempt_folders, attempt_numbers, end_of
+from toolkit.runs.log_reader import Span, attempt_folders, attempt_numbers, end_of, modified_at
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 from toolkit.text.yaml_reader import write_document
@@ -194,14 +194,7 @@ def ended_status(run_dir: Path) -> RunStatus:
 def changed_at(run_dir: Path) -> float:
     """Return the newest time at which a start, an end or a cancellation was recorded here."""
     places = [run_dir / name for name in ("logs", "jobs.jsonl", "outcome.json", _CANCEL)]
-    return max(map(_modified, [*places, *attempt_folders(run_dir)[-1:]]))
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return max(map(modified_at, [*places, *attempt_folders(run_dir)[-1:]]))
 
 
 def has_attempts(run_dir: Path) -> bool:

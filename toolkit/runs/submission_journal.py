@@ -11,12 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.errors import LauncherError
+from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.runs.state_dir import lock_file
 from toolkit.text import untrusted
 
 _VERSION = 1
 _BYTES = 64 << 20
+
+
+class UnknownOutcome(SchedulerMissing):
+    """It is unknown whether the scheduler has a submission, or parts of it were left behind."""
 
 
 class Intent:
@@ -58,9 +62,7 @@ def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
     """
     path = folder / f"{name}.json"
     if path.exists():  # of an earlier call, which is unfinished
-        if (unfinished := take(folder, name)) is None:
-            raise LauncherError(f"{name} is being submitted by another process just now")
-        with unfinished:
+        with claim(folder, name):
             pass
     part = path.with_name(f".{name}.{os.getpid()}")
     try:
@@ -92,6 +94,13 @@ def take(folder: Path, name: str) -> Intent | None:
         file.close()
         return None
     return Intent(path, file, data)
+
+
+def claim(folder: Path, name: str) -> Intent:
+    """Return this run's unfinished submission; raise LauncherError if another process has it."""
+    if (intent := take(folder, name)) is None:
+        raise LauncherError(f"{name} is being submitted by another process just now")
+    return intent
 
 
 def orphans(folder: Path) -> Iterator[Mapping[str, Any]]:

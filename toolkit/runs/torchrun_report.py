@@ -14,7 +14,7 @@ from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 
-from toolkit.runs.log_reader import Span, attempt_spans, end_of
+from toolkit.runs.log_reader import Span, attempt_spans, end_of, modified_at
 from toolkit.text import untrusted
 
 # ---- The report
@@ -267,7 +267,7 @@ def starts_of(attempt: Path) -> list[RankStart]:
         name = _name_of(attempt, key)
         # Torchruns in the order of their age, and the groups of one torchrun by their number.
         groups = sorted(
-            (_age(torchrun), int(named[1]), group)
+            (modified_at(torchrun), int(named[1]), group)
             for torchrun in _folders(node, attempt)
             for group in _folders(torchrun, attempt)
             if (named := _GROUP.fullmatch(group.name))
@@ -285,12 +285,6 @@ def starts_of(attempt: Path) -> list[RankStart]:
 def _folders(folder: Path, attempt: Path) -> list[Path]:
     run_dir = attempt.parents[1]
     return [folder / e.name for e in untrusted.entries(folder, below=run_dir) if e.is_folder]
-
-
-def _age(folder: Path) -> float:
-    with contextlib.suppress(OSError):
-        return folder.lstat().st_mtime
-    return 0.0
 
 
 def _name_of(attempt: Path, key: str) -> str:

@@ -26,15 +26,12 @@ from toolkit.slurm.squeue import Command, cluster_name, refused, run_command
 from toolkit.slurm.submission import (
     SlurmJob,
     Submission,
-    UnknownOutcome,
     as_lines,
     find,
     send,
     write_jobs,
 )
 from toolkit.slurm.sweep import SlurmPoint, SlurmSweep, has_points, write_points
-
-__all__ = ["Command", "SlurmLauncher", "SlurmRun"]
 
 _SETTLED_S = 120.0
 """After this time no submission is under way: a job that Slurm has not received never arrives."""
@@ -144,7 +141,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             prepare()
             try:
                 jobs = send(self._login, submission, secrets=secrets)
-            except UnknownOutcome:
+            except submission_journal.UnknownOutcome:
                 raise
             except LauncherError:
                 undo()
@@ -239,10 +236,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
     def _finish(self, run: "InterruptedRun", chain: int) -> SlurmRun:
         """Finish an interrupted submission, unless Slurm has received it."""
         _refuse_chain(chain, sweep=chain > 1)
-        intent = submission_journal.take(self._journal, run.name)
-        if intent is None:
-            raise LauncherError(f"{run.name} is being submitted by another process just now")
-        with intent:
+        with submission_journal.claim(self._journal, run.name) as intent:
             submission = Submission.of_json(intent.data.get("order"), name=run.name)
             job_file = submission.folder.here / "job.yaml"
             run_directory.require_own(job_file)
@@ -274,7 +268,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         """Return a run whose submission was interrupted, with the jobs that Slurm has of it."""
         try:
             submission = Submission.of_json(intent.data.get("order"), name=record.name)
-            self._login.snapshots.require_cluster_of(record.uri)
+            self._login.snapshots.require_cluster(record.address[1])
             if jobs := find(self._login, submission):
                 return self._submitted(record, submission, jobs, intent)
             why = ""

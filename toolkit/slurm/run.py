@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from toolkit.errors import LauncherError
 from toolkit.runs import log_reader, registry, run_directory
-from toolkit.runs.log_reader import LogView, Span, without_stop_traces
+from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.login.host import LoginNode
@@ -58,22 +59,24 @@ class SlurmRun(Run):
         return read_jobs(self.run_dir) or [SlurmJob(job_id=self.job_id)]
 
     @property
-    def place(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         """The snapshot of the Slurm cluster that is queried."""
-        return self._login.snapshots.place
+        return self._login.snapshots.batch_key
 
     @property
     def parts(self) -> "Sequence[SlurmRun]":
         """The parts with a state of their own: the points of a sweep, or the run itself."""
-        return (self,)
+        return cast("Sequence[SlurmRun]", self.points) or (self,)
 
     def status(self) -> RunStatus:
         """Return the status by squeue; of forgotten jobs by the run directory or sacct."""
-        return self.part_statuses()[0]
+        return self.sum_of(self._part_statuses())
 
-    def part_statuses(self) -> list[RunStatus]:
+    def _part_statuses(self) -> list[RunStatus]:
         """Return the status of each part by one query."""
-        changed = self._changed()
+        modified = run_directory.changed_at(self.run_dir) if self.run_dir is not None else 0.0
+        # What an answer of Slurm must know happened before this.
+        changed = max(self.record.created, modified + _CLOCK_TICK_S)
         return self._statuses_of_parts([self], max_age_s=_STATUS_AGE_S, changed=changed)[0]
 
     def statuses_of(self, runs: Sequence[Run]) -> list[RunStatus]:
@@ -82,8 +85,7 @@ class SlurmRun(Run):
         assert len(ours) == len(runs)
         changed = max((run.record.created for run in ours), default=0.0)
         of_parts = self._statuses_of_parts(ours, max_age_s=_LIST_AGE_S, changed=changed)
-        pairs = zip(ours, of_parts, strict=True)
-        return [run.sum_of(parts) if run.points else parts[0] for run, parts in pairs]
+        return [run.sum_of(parts) for run, parts in zip(ours, of_parts, strict=True)]
 
     def _statuses_of_parts(
         self, runs: "Sequence[SlurmRun]", *, max_age_s: float, changed: float
@@ -134,11 +136,6 @@ class SlurmRun(Run):
             for row in job_rows
         }
         return {part: s for part in lost if (s := part.by_accounting(rows)) is not None}
-
-    def _changed(self) -> float:
-        """Return when something happened to this run that an answer of Slurm must know."""
-        modified = run_directory.changed_at(self.run_dir) if self.run_dir is not None else 0.0
-        return max(self.record.created, modified + _CLOCK_TICK_S)
 
     def statuses_in(self, snapshot: Snapshot) -> "Sequence[RunStatus | None]":
         """Return the status of each part from Slurm's answer and the run directory.
@@ -224,7 +221,7 @@ class SlurmRun(Run):
         if status.state is RunState.SUCCEEDED:
             return status
         try:
-            self._login.snapshots.require_cluster_of(self.uri)
+            self._login.snapshots.require_cluster(self.record.address[1])
         except LauncherError as error:
             return self.unreachable(str(error))
         return None if snapshot.mine and self._is_of_another_user() else status
@@ -244,7 +241,7 @@ class SlurmRun(Run):
         snapshots = self._login.snapshots
         rows = self._rows_in(snapshots.look(patient=False))
         if not rows and self._by_run_dir().state is not RunState.SUCCEEDED:
-            snapshots.require_cluster_of(self.uri)
+            snapshots.require_cluster(self.record.address[1])
             if self._is_of_another_user():
                 rows = self._rows_in(snapshots.others([job.job_id for job in self.jobs]))
         return rows
@@ -276,21 +273,18 @@ class SlurmRun(Run):
         self._login.fetch(time.time())
         if self.run_dir is None:
             raise LauncherError(f"{self.uri} was not submitted from here; its log is unknown")
-        log_reader.refuse_attempt(self.run_dir, view)
-        lines = log_reader.follow_files(
+        return log_reader.read_run(
+            self.run_dir,
+            view,
             lambda: self._spans(view),
-            ended=lambda: not view.follow or self._ended(view, on_status),
+            ended=lambda: self._ended(view, on_status),
             pause_s=0.5,
             ask_every_s=_ASK_EVERY_S,
         )
-        return view.of_ranks(without_stop_traces(lines))
 
     def _spans(self, view: LogView) -> list[Span]:
-        run_dir = self.run_dir
-        assert run_dir is not None
-        if view.attempt is None:
-            return log_reader.all_spans(run_dir, self._log(run_dir))
-        return log_reader.attempt_spans(run_dir, view.attempt)
+        assert self.run_dir is not None
+        return log_reader.spans_of(self.run_dir, view, self._log(self.run_dir))
 
     def _log(self, run_dir: Path) -> Path:
         return run_dir / "logs" / "job.log"

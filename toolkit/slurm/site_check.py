@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from toolkit.errors import LauncherError, Problem
 from toolkit.planning.slurm import SIGNAL_SLACK_S, SlurmPlan, warning_lead_s
 from toolkit.rendering import render
-from toolkit.slurm.squeue import Command, first_line
+from toolkit.slurm.squeue import Command, first_line, refused
 from toolkit.text.quantities import format_duration, parse_duration, whole_number
 
 _OLDEST = (22, 5)
@@ -79,14 +79,14 @@ def site_findings(plan: SlurmPlan, command: Command) -> list[Problem]:
     if missing := {"ClusterName", "KillWait", "PreemptMode", "SLURM_VERSION"} - config.keys():
         raise LauncherError(f"{_CONFIG} says nothing of {', '.join(sorted(missing))}")
     partitions = _partitions(_answer(command, _PARTITIONS, "--oneliner"))
-    refused = [
+    refusals = [
         *_problems(_PARTITIONS, _partition_findings(plan, partitions)),
         *_option_findings(plan, command),
         *account_findings(dict(plan.sbatch), command, place=lambda name: f"--{name}"),
     ]
     return [
         *_problems(_CONFIG, _config_findings(plan, config)),
-        *(refused or verdict(render(plan), command)),
+        *(refusals or verdict(render(plan), command)),
         *path_findings(_required_paths(plan), command),
     ]
 
@@ -113,8 +113,7 @@ def _answer(command: Command, query: str, *options: str) -> str:
     argv = [*query.split(), *options]
     done = command(argv)
     if done.returncode != 0:
-        message = first_line(done.stderr + done.stdout)
-        raise LauncherError(f"{argv[0]} refused: {message or f'exit status {done.returncode}'}")
+        raise refused(argv[0], done)
     return done.stdout
 
 

@@ -5,7 +5,6 @@ lies in the user's state folder, one file per Slurm cluster.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import LauncherError
-from toolkit.runs.state_dir import state_folder
+from toolkit.runs.state_dir import lock_file, state_folder
 from toolkit.slurm.squeue import (
     Command,
     ask_accounting,
@@ -44,8 +43,6 @@ _TURN_S = 60.0
 """How long to wait for another process that is querying; squeue itself gives up sooner."""
 _MOST_ENDED = 20_000
 _FILE_BYTES = 256 << 20
-_LAST = 32503680000.0
-"""The year 3000: later times cannot be shown on every platform."""
 
 
 def snapshot_file(environ: Mapping[str, str] = os.environ, *, host: str = "") -> Path:
@@ -124,7 +121,7 @@ class SnapshotCache:
         self._newest: Snapshot | None = None
 
     @property
-    def place(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         """A key that is equal for the same Slurm cluster."""
         return self._file or self._command
 
@@ -201,8 +198,8 @@ class SnapshotCache:
         asked = self._clock()
         return Snapshot(ask_jobs(self._command, job_ids), asked=asked, mine=False)
 
-    def require_cluster_of(self, uri: str) -> None:
-        """Make sure that the cluster of this run answers; another one does not know its jobs.
+    def require_cluster(self, cluster: str) -> None:
+        """Make sure that the cluster of this name answers; another one does not know its jobs.
 
         Raises:
             LauncherError: another cluster answers.
@@ -214,8 +211,7 @@ class SnapshotCache:
                 answers = self._load()
                 answers.cluster, answers.cluster_asked = name, self._clock()
                 self._save(answers)
-        here, cluster = answers.cluster, uri.split("/")[2]
-        if here and here != cluster:
+        if (here := answers.cluster) and here != cluster:
             raise LauncherError(
                 f"it is of cluster {cluster!r}, and the Slurm that answers here is {here!r}; ask "
                 f"on a login node of {cluster!r}, or set SLURM_CONF to its slurm.conf"
@@ -261,12 +257,12 @@ class SnapshotCache:
     def _turn(self) -> Iterator[None]:
         """Let one process at a time query Slurm; without a lock all of them do."""
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # a folder or a file system without locks
+            with contextlib.suppress(OSError):  # a folder that cannot be written
                 if self._file is not None:
                     self._file.parent.mkdir(parents=True, exist_ok=True)
                     path = self._file.with_suffix(".lock")
                     lock = stack.enter_context(path.open("w", encoding="utf-8"))
-                    _lock(lock.fileno())
+                    lock_file(lock, wait_s=_TURN_S)
             yield
 
     def _load(self) -> _Answers:
@@ -315,22 +311,6 @@ class SnapshotCache:
             self._file = None  # nothing can be shared; from now on every call queries Slurm
 
 
-def _lock(descriptor: int) -> None:
-    """Wait for an exclusive lock, for a minute.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
-    until = time.monotonic() + _TURN_S
-    while time.monotonic() < until:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.02)
-        else:
-            return
-
-
 def _stamp(path: Path) -> object:
     """Return what changes when a file is replaced."""
     info = path.stat()
@@ -342,11 +322,7 @@ def _clock_time(seconds: float) -> str:
 
 
 def _moment(value: Any) -> float:
-    """Return seconds since 1970.
-
-    Raises:
-        ValueError: the value is none, or none that a clock shows.
-    """
-    if (seconds := untrusted.finite(value)) is None or not 0 <= seconds < _LAST:
+    """Return seconds since 1970; raise ValueError for any other value."""
+    if (seconds := untrusted.moment(value)) is None:
         raise ValueError(value)
     return seconds

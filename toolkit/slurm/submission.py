@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import LauncherError, SchedulerMissing
+from toolkit.runs.submission_journal import UnknownOutcome
 from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.ssh import Hung, Lost
 from toolkit.slurm.squeue import ask_mine, first_line, refused
@@ -114,10 +115,6 @@ def write_jobs(run_dir: Path, jobs: Iterable[SlurmJob]) -> None:
         raise LauncherError(
             f"the jobs are submitted, but {run_dir / _JOBS} cannot be written: {error.strerror}"
         ) from error
-
-
-class UnknownOutcome(LauncherError):
-    """It is unknown whether Slurm has the job."""
 
 
 @dataclass(frozen=True, kw_only=True)

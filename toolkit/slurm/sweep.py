@@ -18,7 +18,7 @@ from toolkit.runs import run_directory
 from toolkit.runs.log_reader import LogView, Span, follow_points
 from toolkit.runs.log_reader import read_points as read_lines_of
 from toolkit.runs.run import Run, unfinished_of
-from toolkit.runs.state import RunState, RunStatus, sum_of
+from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.run import CONDITIONS, SlurmRun
 from toolkit.slurm.snapshot import Snapshot
 from toolkit.slurm.status import JobRow, judge
@@ -41,18 +41,9 @@ class SlurmSweep(SlurmRun):
             SlurmPoint(self, index, name, settings) for index, (name, settings) in enumerate(points)
         )
 
-    @property
-    def parts(self) -> "Sequence[SlurmPoint]":
-        """The points."""
-        return self.points
-
-    def status(self) -> RunStatus:
-        """Return the status of the whole."""
-        return sum_of(self.statuses())
-
     def statuses(self) -> list[RunStatus]:
         """Return the status of each point, by one query and the run directories of the others."""
-        return self.part_statuses()
+        return self._part_statuses()
 
     def statuses_in(self, snapshot: Snapshot) -> "Sequence[RunStatus | None]":
         """Return the status of each point from Slurm's answer and its run directory."""
@@ -132,7 +123,7 @@ class SlurmPoint(SlurmRun):
         assert whole.run_dir is not None
         self.sweep = sweep
         self.index = index
-        self._settings = settings
+        self.settings = settings
         record = replace(
             whole,
             uri=f"{whole.uri}_{index}",
@@ -141,11 +132,6 @@ class SlurmPoint(SlurmRun):
             remote_dir=whole.remote_dir and f"{whole.remote_dir}/{folder}",
         )
         super().__init__(record, sweep._login)
-
-    @property
-    def settings(self) -> Mapping[str, str | bool]:
-        """What the point sets."""
-        return self._settings
 
     @property
     def run_dir(self) -> Path:

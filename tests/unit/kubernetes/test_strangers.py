@@ -10,7 +10,7 @@ from tests.fakes.kubernetes import FakeKubernetes
 from tests.unit.kubernetes.site import Site, every_workload, make_job
 from toolkit.errors import RunNotFound
 from toolkit.kubernetes import KubernetesRun
-from toolkit.kubernetes.reopen import run_in_cluster
+from toolkit.kubernetes.launcher import run_in_cluster
 
 
 @every_workload

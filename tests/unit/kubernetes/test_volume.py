@@ -25,11 +25,15 @@ from toolkit.job.kubernetes_options import Workload
 from toolkit.kubernetes import KubernetesRun
 from toolkit.kubernetes.client import exec
 from toolkit.kubernetes.client.connection import Away, Denied
-from toolkit.kubernetes.sweep import KubernetesPoint
+from toolkit.kubernetes.run import KubernetesPoint
 from toolkit.kubernetes.volume import fetch, helper_pod, placed, transfer
-from toolkit.kubernetes.volume import files as claim_files
-from toolkit.kubernetes.volume.files import CHUNK, _Received
-from toolkit.kubernetes.volume.helper_pod import TRANSFER_LABEL, run_dir_of, transfer_pod
+from toolkit.kubernetes.volume.helper_pod import (
+    CHUNK,
+    TRANSFER_LABEL,
+    _Received,
+    run_dir_of,
+    transfer_pod,
+)
 from toolkit.kubernetes.workloads import KINDS, Object
 from toolkit.planning.pods import RUN_LABEL
 
@@ -248,7 +252,7 @@ def test_a_write_that_nobody_waits_for_is_ended_before_its_file_is_removed(
     tmp_path: Path, until: Until
 ) -> None:
     path = tmp_path / "runs/t/f/x"
-    program = [sys.executable, "-I", "-c", claim_files._PROGRAM.read_text()]
+    program = [sys.executable, "-I", "-c", helper_pod._PROGRAM.read_text()]
     writer = subprocess.Popen([*program, "write", path, "9", "?"], stdin=subprocess.PIPE)
     until(lambda: list(tmp_path.rglob(".x.part-*")), "it has begun")
     subprocess.run([*program, "remove", path, tmp_path / "runs"], check=True)

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from toolkit.errors import LauncherError
-from toolkit.kubernetes.client import answers
 from toolkit.kubernetes.client.connection import (
     TIMEOUT_S,
     Conflict,
@@ -63,7 +62,7 @@ class Cluster:
             query=_WRITE | ({"dryRun": "All", "force": "true"} if dry_run else {}),
             body=body,
         )
-        return answers.one(answer)
+        return checked(answer)
 
     def create(self, resource: ApiResource, body: Object) -> None:
         """Make an object.
@@ -78,7 +77,7 @@ class Cluster:
     def get(self, resource: ApiResource, name: str) -> Object | None:
         """Return an object, or None if it does not exist."""
         with contextlib.suppress(Missing):
-            return answers.one(self.connection.ask("GET", resource.path(self.namespace, name)))
+            return checked(self.connection.ask("GET", resource.path(self.namespace, name)))
         return None
 
     def delete(self, resource: ApiResource, obj: Object, *, changed: bool = False) -> bool:
@@ -185,7 +184,7 @@ class Cluster:
 
     def _list(self, resource: ApiResource, query: Mapping[str, str]) -> tuple[list[Object], str]:
         path = resource.path(self.namespace)
-        return answers.listed(self.connection.ask("GET", path, query=query))
+        return _listed(self.connection.ask("GET", path, query=query))
 
 
 def selector_of(label: str, names: Collection[str]) -> str:
@@ -216,3 +215,128 @@ def definitions(
             with contextlib.suppress(Missing, NotServed, Denied):
                 objects.append(connection.ask("GET", path))
     return objects
+
+
+# ---- The fields that are read from answers of the API server, and their required types
+#
+# An answer may come from a proxy, a broken aggregated API, or a hostile server. Fields of another
+# type are dropped, as if they were missing; an answer that lacks a required field is refused.
+
+_ANY = "*"
+"""The form of each value of a mapping whose keys are names."""
+
+_CONDITION = {"type!": str, "status": str, "reason": str, "message": str, "lastTransitionTime": str}
+_ENDED = {"exitCode": int, "reason": str, "message": str, "finishedAt": str, "containerID": str}
+_STATE = {
+    "waiting": {"reason": str, "message": str},
+    "running": {"startedAt": str},
+    "terminated": _ENDED,
+}
+_CONTAINER = {"name": str, "containerID": str, "state": _STATE, "lastState": _STATE}
+_COUNTS = {"ready": int, "succeeded": int, "failed": int, "active": int}
+
+_OBJECT: dict[str, Any] = {
+    "kind": str,
+    "apiVersion": str,
+    "metadata!": {
+        "name!": str,
+        "uid": str,
+        "resourceVersion": str,
+        "creationTimestamp": str,
+        "deletionTimestamp": str,
+        "labels": {_ANY: str},
+        "annotations": {_ANY: str},
+        "ownerReferences": [{"uid": str, "name": str, "kind": str}],
+    },
+    "spec": {
+        "suspend": bool,
+        "active": bool,
+        "parallelism": int,
+        "pytorchReplicaSpecs": {_ANY: {"replicas": int}},
+        "trainer": {"numNodes": int},
+        "replicatedJobs": [{"template!": {"spec!": {"parallelism": int}}}],
+    },
+    "status": {
+        "phase": str,
+        "reason": str,
+        "message": str,
+        "restarts": int,
+        **_COUNTS,
+        "conditions": [_CONDITION],
+        "containerStatuses": [_CONTAINER],
+        "initContainerStatuses": [_CONTAINER],
+        "replicatedJobsStatus": [{"name": str, **_COUNTS}],
+        "jobsStatus": [{"name": str, **_COUNTS}],
+        "replicaStatuses": {_ANY: _COUNTS},
+    },
+    # Of an event.
+    "involvedObject": {"name": str, "kind": str, "uid": str},
+    "type": str,
+    "reason": str,
+    "message": str,
+    "lastTimestamp": str,
+    "eventTime": str,
+}
+
+
+class _Misfit(Exception):
+    """A value is of another type than it has to be."""
+
+
+def checked(answer: Any) -> Object:
+    """Return an object.
+
+    Raises:
+        LauncherError: the answer is none.
+    """
+    try:
+        obj: Object = _fitted(answer, _OBJECT)
+    except _Misfit:
+        what = type(answer).__name__
+        raise LauncherError(
+            f"the API server has answered with what is no object of Kubernetes: {what}"
+        ) from None
+    return obj
+
+
+def _listed(answer: Any) -> tuple[list[Object], str]:
+    """Return the objects of a list, and its version.
+
+    Raises:
+        LauncherError: the answer is not a list, or an item is not an object.
+    """
+    items = answer.get("items") if isinstance(answer, dict) else None
+    if not isinstance(items, list):
+        raise LauncherError("the API server has answered with what is no list of objects")
+    version = untrusted.mapping(answer.get("metadata")).get("resourceVersion")
+    return [checked(item) for item in items], version if isinstance(version, str) else ""
+
+
+def _fitted(value: Any, form: Any) -> Any:
+    """Return a value without the parts that do not have the form.
+
+    Raises:
+        _Misfit: nothing of the value has it.
+    """
+    kind: Any = type(form) if isinstance(form, dict | list) else form
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise _Misfit
+    if isinstance(form, list):
+        items = []
+        for item in value:
+            with contextlib.suppress(_Misfit):
+                items.append(_fitted(item, form[0]))
+        return items
+    if not isinstance(form, dict):
+        return value
+    if any(name.endswith("!") and name[:-1] not in value for name in form):
+        raise _Misfit
+    fields = {}
+    for key, inner in value.items():
+        field_form = form.get(f"{key}!", form.get(key, form.get(_ANY)))
+        try:
+            fields[key] = inner if field_form is None else _fitted(inner, field_form)
+        except _Misfit:
+            if f"{key}!" in form:
+                raise
+    return fields

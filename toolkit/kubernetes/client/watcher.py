@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from toolkit.errors import LauncherError
-from toolkit.kubernetes.client import answers
 from toolkit.kubernetes.client.connection import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -20,7 +19,7 @@ from toolkit.kubernetes.client.connection import (
     lines_of,
     refusal,
 )
-from toolkit.kubernetes.client.resources import Cluster
+from toolkit.kubernetes.client.resources import Cluster, checked
 from toolkit.kubernetes.workloads import ApiResource, Object
 from toolkit.text import untrusted
 
@@ -146,7 +145,7 @@ class ObjectWatch:
                 self._version = str(metadata.get("resourceVersion") or "")
                 if kind == "BOOKMARK":
                     continue
-                obj = answers.one(thing)
+                obj = checked(thing)
                 name = str(obj["metadata"]["name"])
                 with self._changed:
                     if kind == "DELETED":

@@ -5,7 +5,6 @@ files stay where they are.
 """
 
 import contextlib
-import fcntl
 import os
 import stat
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from toolkit.errors import LauncherError
 from toolkit.runs.run import Run
+from toolkit.runs.state_dir import lock_file
 from toolkit.slurm.login.ssh import SshConnection
 from toolkit.slurm.squeue import first_line
 
@@ -82,8 +82,7 @@ class Mirrors:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / ".lock").open("w", encoding="utf-8") as lock:
                 # One process at a time: rsync also deletes another's unfinished files.
-                with contextlib.suppress(OSError):  # a file system without locks
-                    fcntl.flock(lock, fcntl.LOCK_EX)
+                lock_file(lock, wait_s=None)
                 self._remove_links()
                 for parent, names in names_by_parent.items():
                     self._bring(parent, names)

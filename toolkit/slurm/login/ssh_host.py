@@ -212,23 +212,19 @@ class SshLoginNode(LoginNode):
             launch = json.dumps(there.as_json())
             commands.append(f"printf %s {shlex.quote(launch)} >launch.json")
         script = _LOCKED.format(folder=shlex.quote(folder.there)) + " &&\n".join(commands)
-        done = self._patiently(script)
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                done = self._ssh.bash(script)
+                break
+            except Lost as error:
+                if isinstance(error, Hung) or pause_s is None:
+                    raise
+                time.sleep(pause_s)
         if done.returncode != 0:
             place = f"{self._ssh.name}:{folder.there}"
             raise LauncherError(
                 f"the jobs are submitted, but {place} cannot be written: {first_line(done.stderr)}"
             )
-
-    def _patiently(self, script: str) -> "subprocess.CompletedProcess[str]":
-        """Retry until the host answers, for a minute."""
-        for pause_s in _PAUSES_S:
-            try:
-                return self._ssh.bash(script)
-            except Hung:
-                raise
-            except Lost:
-                time.sleep(pause_s)
-        return self._ssh.bash(script)
 
     # ---- An earlier run
 
