@@ -127,7 +127,7 @@ def complete(cluster: Cluster, run: RunObjects, workload: Object) -> None:
 def _adopt(cluster: Cluster, run: RunObjects, workload: Object) -> None:
     """Let the companions of a run be deleted with it, as far as the server lets us."""
     for document in run.companions:
-        # The run is under way: that its companions outlive it is no reason to say it were not.
+        # The run is under way, even if its companions are not deleted with it.
         with contextlib.suppress(LauncherError):
             _apply(cluster, resource_of(document), owned(document, run.kind, workload))
 

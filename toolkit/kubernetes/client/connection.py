@@ -263,7 +263,7 @@ class Connection:
             if self._given or self._api_client is not client:
                 return not self._given
             fresh, self._fresh = self._fresh, True
-            # Just read and refused all the same: the next question looks for better ones.
+            # Fresh credentials were refused, too: the next request reads the kubeconfig again.
             self._api_client = None if fresh else self._new_client()
         client.close()
         return not fresh
