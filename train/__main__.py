@@ -1,7 +1,5 @@
 """`torchrun … -m train`: command line, readiness to stop, training, exit status."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys

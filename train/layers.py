@@ -4,8 +4,6 @@ Context parallelism gives each rank a part of every sequence. Almost every layer
 position at a time and need not know; these look beyond, so they get the offset.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """The training loop: steps, agreement, evaluation, checkpoints."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """One start of the trainer: connect, check the run directory, train, record how it ended."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ writes it, so that each rank writes about as much. The plan does not depend on t
 DTensor knows which part of a tensor a rank has.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -3,8 +3,6 @@
 A checkpoint that cannot be read, or is of another model, raises a CheckpointError on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which checkpoints stay, and which go: only when newer ones are whole."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Collection, Iterable
 from contextlib import suppress

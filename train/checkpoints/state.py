@@ -1,7 +1,5 @@
 """From the live run to a checkpoint, and back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -25,12 +23,12 @@ from train.rundir.console import Console
 from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.process_group import RankGroup
 
-# Seconds that a failing process waits for a checkpoint that is being written.
 PATIENCE_S = 60.0
-# Settings that may differ between two starts of a run, and change more than the last digits.
+"""Seconds that a failing process waits for a checkpoint that is being written."""
 REPORTED_CHANGES = (
     "precision", "reduce", "sync_batch_norm", "comm_hook", "local_steps", "ps_mode", "staleness",
 )  # fmt: skip
+"""Settings that may differ between two starts of a run, and change more than the last digits."""
 
 
 class Saver:

@@ -3,8 +3,6 @@
 Flags, help, configuration file and reference page are made from each field's type and docstring.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib
@@ -44,7 +42,6 @@ ScheduleName = Literal[
 ]  # fmt: skip
 
 
-# Titles of the sections of the help, by the first field of each.
 SECTIONS = {
     "task": "What to learn",
     "optimizer": "Steps",
@@ -53,6 +50,7 @@ SECTIONS = {
     "run_dir": "What is written",
     "device": "Starting and watching",
 }
+"""Titles of the sections of the help, by the first field of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,11 +319,10 @@ class ConfigField:
 @cache
 def fields() -> dict[str, ConfigField]:
     """Describe the fields of `Config`, by name and in its order."""
-    hints = typing.get_type_hints(Config, include_extras=True)
     by_name, section = {}, ""
     for field in dataclasses.fields(Config):
         section = SECTIONS.get(field.name, section)
-        kind, choices, least = _parse_hint(hints[field.name])
+        kind, choices, least = _parse_hint(field.type)
         by_name[field.name] = ConfigField(
             name=field.name,
             section=section,
@@ -337,7 +334,6 @@ def fields() -> dict[str, ConfigField]:
     return by_name
 
 
-# The names of fields in other trainers.
 SYNONYMS = {
     "learning-rate": "--lr",
     "batch-size": "--global-batch",
@@ -350,6 +346,7 @@ SYNONYMS = {
     "max-grad-norm": "--clip-norm",
     "nproc": "--spawn",
 }
+"""The names of fields in other trainers."""
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

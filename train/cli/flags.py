@@ -3,8 +3,6 @@
 Both use the same names; the file is one flat table. Without torch, so that an answer is quick.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap
@@ -19,14 +17,14 @@ from train.errors import UsageError
 from train.runtime.rank import RankInfo
 
 RUN_DIR = "TRAIN_RUN_DIR"
-# Flags that are not fields of `Config`, with their values and meanings.
 FILES = {
     "--config": ("PATH", "Read the configuration from this TOML file; flags override it."),
     "--write-config": ("PATH", "Write the whole configuration to this file, and train nothing."),
 }
+"""Flags that are not fields of `Config`, with their values and meanings."""
 HELP = ("--help", "Show this and exit.")
-# Nothing is trained then: there need be no ranks, and no run directory.
 ONLY_LOOKING = ("--dry-run", "--write-config")
+"""Nothing is trained then: there need be no ranks, and no run directory."""
 _HEAD = "# A configuration of `python -m train`, for its --config; flags override what stands here."
 _MOST_BYTES = 1 << 20
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}

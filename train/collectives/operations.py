@@ -6,8 +6,6 @@ all_reduce; (n-1) / n for all_gather, reduce_scatter, all_to_all, gather and sca
 others. Source: nccl-tests, doc/PERFORMANCE.md, and its src/{gather,scatter,sendrecv}.cu.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

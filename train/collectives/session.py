@@ -1,7 +1,5 @@
 """A run: start the ranks or join those of a launcher, and show one collective after another."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """What a dry run finds out: as data, as JSON for programs, and as tables for people."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +11,6 @@ from train.dryrun.simulate import RankCost
 from train.parallel.layout import Layout
 from train.runtime.devices import written
 
-# Figures that are not measured on the strategy's own code, or differ on real devices.
 NOTES = (
     "Counted while the real strategy made a step with tensors that have no memory, on one rank of "
     "each stage. By formula: sent (rings), waiting (equal stages, a backward pass twice a forward "
@@ -25,6 +22,7 @@ NOTES = (
     "set; allow some GiB on a GPU. "
     "Communication: what FSDP gathers, gradients until it shares them out, buffers of exchanges.",
 )
+"""Figures that are not measured on the strategy's own code, or differ on real devices."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """A dry run from its configuration to its exit status; for a plan that does not fit, ways out."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +28,8 @@ from train.tasks.base import Task
 Try = Callable[[Config], int | None]
 """Rehearses another plan; returns the bytes of its worst rank, or None if it cannot work."""
 _Changes = dict[str, Any]
-# Larger factors would be another plan, not a way out of this one.
 _FACTORS = [2**power for power in range(1, 11)]
+"""Larger factors would be another plan, not a way out of this one."""
 
 
 def show(config: Config, console: Console) -> int:

@@ -1,7 +1,5 @@
 """The cost of a step on each kind of rank: the real strategy makes it with fake tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
@@ -37,8 +35,8 @@ from train.parallel.pipeline.schedule import Pipelined
 from train.runtime.rank import RankInfo
 from train.tasks.base import Task
 
-# The last micro-batch, which exchanges gradients, is different; those before it are all alike.
 ENOUGH = 2
+"""The last micro-batch, which exchanges gradients, is different; those before it are all alike."""
 TRAINING, EVALUATION = "training", "evaluation"
 
 

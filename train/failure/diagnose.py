@@ -3,8 +3,6 @@
 Its frames still hold their arguments. So nothing has to be noted while all goes well.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import traceback
@@ -21,11 +19,10 @@ from train.rundir.files import TrainingProgress
 from train.tasks.base import Task
 
 METHODS = [n for n, m in vars(Task).items() if inspect.isfunction(m) and not n.startswith("_")]
-# In these methods a rank talks to no other, so that no error there is an echo.
 ALONE = ("model", "train", "test", "identity", "weights")
-# What `train.data.loader` adds to an exception.
+"""In these methods a rank talks to no other, so that no error there is an echo."""
 NOTE = re.compile(r"^in sample (\d+)$", re.MULTILINE)
-# The advice for an error, by its message.
+"""What `train.data.loader` adds to an exception."""
 HINTS = {
     "OutOfMemoryError: ": (
         "a smaller --micro-batch, or --activation-checkpointing, takes less memory; in an "
@@ -38,6 +35,7 @@ HINTS = {
         "the loss does not depend on any parameter: look for detach(), item() or no_grad()"
     ),
 }
+"""The advice for an error, by its message."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """Evaluation: the whole test set, each rank a part of it, none padded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

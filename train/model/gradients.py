@@ -5,8 +5,6 @@ some layers are tensor parallel. So every rank adds up its own parts, and the su
 just those dimensions of each mesh along which something is cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -16,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from train.parallel.base import Strategy, local, scale
 
-# The schedule of Micikevicius et al., "Mixed Precision Training" (2018), with the numbers that
-# torch.amp.GradScaler uses.
 FIRST_SCALE = 2.0**16
 GROW_AFTER = 2000
+"""The schedule of Micikevicius et al., "Mixed Precision Training" (2018), with the numbers that
+torch.amp.GradScaler uses."""
 SMALLEST_SCALE = 2.0**-14
 
 

@@ -1,7 +1,5 @@
 """The optimizer, its state under the names of parameters, and the learning rate of each step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -22,7 +20,7 @@ class NamedOptimizer:
     torch numbers parameters by their order; names survive a change of strategy.
     """
 
-    def __init__(self, parameters: Iterator[tuple[str, nn.Parameter]], config: Config) -> None:
+    def __init__(self, parameters: Iterator[tuple[str, nn.Parameter]], config: "Config") -> None:
         """Optimize the strategy's parameters, after it has wrapped the model."""
         self._parameters = dict(parameters)
         self._lr = config.lr
@@ -109,7 +107,7 @@ def without_span(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Opti
 class LearningRate:
     """A function of the step, so that a resumed run needs no state of it."""
 
-    def __init__(self, config: Config, steps: int) -> None:
+    def __init__(self, config: "Config", steps: int) -> None:
         """Plan for a run of so many steps.
 
         Raises:

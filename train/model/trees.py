@@ -4,8 +4,6 @@ They are torch's own: dicts, lists, tuples and NamedTuples, nested as one likes.
 is the smallest of them and the usual one, so it takes a short way everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 

@@ -1,15 +1,11 @@
 """How a step's work is shared between processes. One module per strategy."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from train.parallel.base import Parts, Strategy
 
-# Module and class by name; imported only when used: DistributedDataParallel alone takes a
-# second.
 _COMPOSED = ("train.parallel.hybrid", "Composed")
 STRATEGIES = {
     "single": ("train.parallel.one_process", "Single"),
@@ -26,9 +22,11 @@ STRATEGIES = {
     "local-sgd": ("train.parallel.local_sgd", "LocalSgd"),
     "exact": ("train.parallel.ddp", "ExactDataParallel"),
 }
+"""Module and class by name; imported only when used: DistributedDataParallel alone takes a second.
+"""
 
 
-def build(name: str, parts: Parts) -> Strategy:
+def build(name: str, parts: "Parts") -> "Strategy":
     """Make the strategy of that name; a layout with stages always gets the pipeline."""
     if parts.config.reduce == "exact":
         name = "exact"

@@ -3,8 +3,6 @@
 `--reduce fast` is torch's DistributedDataParallel, `--reduce exact` an exchange of our own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
@@ -23,8 +21,8 @@ from train.model import batchnorm, compilation
 from train.model.trees import joined
 from train.parallel.base import Parts, Sums, WholeModel
 
-# How the reducer reports the parameters that it still waits for, and their numbers.
 _WAITING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+"""How the reducer reports the parameters that it still waits for, and their numbers."""
 
 
 class DataParallel(WholeModel):

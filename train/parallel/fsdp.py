@@ -20,8 +20,6 @@ own policy would round all of them, and the inputs of each unit, which lose what
 different where they lie far from 0.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,7 +44,6 @@ from train.parallel.consistency import tie
 from train.runtime import devices
 from train.runtime.devices import parse_size, written
 
-# What a layer's own forward() gives to multiplications that autocast lowers, and to nothing else.
 _MULTIPLIED: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("weight", "bias"),
     nn.Conv1d: ("weight", "bias"),
@@ -57,13 +54,15 @@ _MULTIPLIED: dict[type[nn.Module], tuple[str, ...]] = {
     nn.ConvTranspose3d: ("weight", "bias"),
     nn.MultiheadAttention: ("in_proj_weight", "in_proj_bias"),
 }
+"""What a layer's own forward() gives to multiplications that autocast lowers, and to nothing else.
+"""
 MOST = 0.1
 """Share of a device's memory that whole gradients may take for the sake of fewer exchanges."""
 
 
 def apply(
     model: nn.Module, pieces: Sequence[str], mesh: DeviceMesh, config: Config, *, task: str
-) -> Units:
+) -> "Units":
     """Shard a model along `mesh`: one dimension to shard, or two to replicate and to shard.
 
     In place: afterwards its parameters are other objects, DTensors, so an optimizer that was built

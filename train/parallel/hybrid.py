@@ -5,8 +5,6 @@ Order matters. Matrices are cut first (tensor parallel), then attention is split
 parameters, and cuts them once more along another dimension of the same mesh.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +18,8 @@ from train.parallel import consistency, cp, fsdp, pieces, tp
 from train.parallel.base import Parts, Sums, Tally, WholeModel, local
 from train.runtime.process_group import arrange, limit_waiting
 
-# Dimensions of the mesh whose ranks see different samples, or different parts of a sequence.
 DATA = ("dp_replicate", "fsdp")
+"""Dimensions of the mesh whose ranks see different samples, or different parts of a sequence."""
 
 
 class Composed(WholeModel):

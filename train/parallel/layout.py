@@ -4,8 +4,6 @@ The axes, outermost first, are `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`: the
 and are neighbours, on one node if possible. Pure arithmetic, without torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -60,7 +58,6 @@ class Layout:
         return " x ".join(used) or "1 rank"
 
 
-# The axis that a strategy's name lays the ranks along.
 OWN_AXIS = {
     "ddp": "dp_replicate",
     "local-sgd": "dp_replicate",
@@ -69,10 +66,11 @@ OWN_AXIS = {
     "tp": "tp",
     "cp": "cp",
 }
-# Strategies of one process: devices, if several, are used by its threads or in turn.
+"""The axis that a strategy's name lays the ranks along."""
 ALONE = ("single", "dataparallel", "manual")
-# Strategies that know one axis only.
+"""Strategies of one process: devices, if several, are used by its threads or in turn."""
 ONE_AXIS = ("ddp", "local-sgd", "ps")
+"""Strategies that know one axis only."""
 
 
 def resolve(

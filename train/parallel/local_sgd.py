@@ -10,8 +10,6 @@ Not torch.distributed.algorithms.model_averaging: that averages weights but not 
 moments, and counts steps by itself, so no checkpoint would hold the whole state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

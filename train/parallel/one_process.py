@@ -13,8 +13,6 @@ does better can be seen beside `pipeline/`. The list may name one device several
 goes the same way as `cuda:0,cuda:1`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -9,8 +9,6 @@ Before the first step one sample goes through the model and through its pieces. 
 branches depend on its data runs on the CPU instead, and the outputs are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,8 +22,8 @@ from train.errors import UsageError
 from train.model.trees import Tree, mapped, tensors_of
 from train.parallel.base import Parts
 
-# Beside the size of the outputs; the operations are the same ones, in the same order.
 FAR = 1e-6
+"""Beside the size of the outputs; the operations are the same ones, in the same order."""
 MOST_READS = 1000
 """How often a model may read a number of its data before it is taken for a loop."""
 
@@ -86,8 +84,8 @@ def looks_at_data(parts: Parts, batch: Batch) -> bool:
     return any(name.startswith("aten._local_scalar_dense") for name, _, _ in record.operations)
 
 
-# Its name, the parameters that it takes, and the shapes of all tensors that it takes.
 _Operation = tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]
+"""Its name, the parameters that it takes, and the shapes of all tensors that it takes."""
 
 
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]

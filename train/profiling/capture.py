@@ -5,8 +5,6 @@ defines how time is split. Tracing makes short operators look slower than they a
 parts with each other, and with the untraced steps' speed in `metrics.jsonl`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

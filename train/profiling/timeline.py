@@ -12,8 +12,6 @@ parts sum up to the wall time of the steps. Where there is a GPU, only what the 
 CPU operators that launch its kernels are not.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -31,8 +29,8 @@ STEP = "train step "
 DATA = "data"
 
 _COMMUNICATION = ("gloo:", "nccl:", "mpi:", "c10d::", "_c10d_functional::", "record_param_comms")
-# These only call others; on their own they wait, or keep books.
 _WRAPPERS = ("autograd::", "torch::autograd::", "torch::distributed::")
+"""These only call others; on their own they wait, or keep books."""
 _COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 
 
@@ -46,7 +44,7 @@ class Profile:
     """The last one, itself included."""
 
     @classmethod
-    def parse(cls, text: str) -> Profile:
+    def parse(cls, text: str) -> "Profile":
         """Read `10:13`, or `10` for one step.
 
         Raises:

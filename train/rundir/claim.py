@@ -1,7 +1,5 @@
 """The right to write to a run directory: it holds the same run, not finished and not in use."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 import time
@@ -19,8 +17,8 @@ from train.rundir.lock import LOOK_S, NAME, Contender
 from train.runtime.process_group import RankGroup
 
 RUN = "run.json"
-# Identity fields that no --adopt may change: the settings, and the order of the data.
 NEVER_ADOPTED = {field.name for field in dataclasses.fields(Config)} - {"task"} | {"train_samples"}
+"""Identity fields that no --adopt may change: the settings, and the order of the data."""
 
 Identity = Mapping[str, object]
 

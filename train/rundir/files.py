@@ -1,7 +1,5 @@
 """Events, metrics and outcome; their format: `docs/reference/run-directory.md`."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket
@@ -16,8 +14,8 @@ from train.rundir.jsonl import Journal, MetricsLog, dump
 from train.runtime.rank import RankInfo
 
 VERSION = 1
-# No process holds the lock of the outcome for longer, unless it hangs.
 LOCK_WITHIN_S = 10.0
+"""No process holds the lock of the outcome for longer, unless it hangs."""
 
 
 @dataclass(frozen=True, kw_only=True)

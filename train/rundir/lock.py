@@ -5,8 +5,6 @@ whether rank 0 lives. Between machines the lock may be unknown, or be held for e
 that has lost its power; there the time of the file shows it, which rank 0 sets every few seconds.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import math
@@ -26,11 +24,11 @@ from train.rundir.jsonl import dump
 from train.runtime.rank import RankInfo
 
 NAME = "holder.json"
-# How often a holder shows that it lives, and for how long a silent holder counts as alive.
 BEAT_S = 3.0
 PATIENCE_S = 15.0
-# Poll interval while waiting for the lock, in seconds.
+"""How often a holder shows that it lives, and for how long a silent holder counts as alive."""
 LOOK_S = 0.5
+"""Poll interval while waiting for the lock, in seconds."""
 
 Verdict = Literal["mine", "taken", "wait"]
 Lock = Literal["ours", "theirs", "unknown"]
@@ -56,7 +54,7 @@ class Holder:
     """When it took the directory."""
 
     @classmethod
-    def here(cls, rank_info: RankInfo) -> Holder:
+    def here(cls, rank_info: RankInfo) -> "Holder":
         """Describe this process."""
         host = socket.gethostname()
         try:

@@ -1,7 +1,5 @@
 """The process group: connecting the ranks, and the exchanges between them."""
 
-from __future__ import annotations
-
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

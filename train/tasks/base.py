@@ -1,7 +1,5 @@
 """What a task is: a model, data and a loss; everything else has a default."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -92,7 +90,7 @@ class Task(ABC):
 
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
-    ) -> Mapping[str, ParallelStyle]:
+    ) -> "Mapping[str, ParallelStyle]":
         """Say how each submodule's matrices are shared by `ranks` ranks (tensor parallel).
 
         With `loss_parallel` the outputs should stay a DTensor sharded by class, where that is safe
@@ -200,7 +198,7 @@ class Perceptron(Classifier):
 
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
-    ) -> Mapping[str, ParallelStyle]:
+    ) -> "Mapping[str, ParallelStyle]":
         """Cut the first matrix by its outputs, the second by its inputs, the last by class.
 
         So the first exchange comes after the second matrix: between them each rank has its own

@@ -1,7 +1,5 @@
 """Statlog Shuttle: 58,000 readings of a space shuttle's radiators, most of them of one class."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ the moment at which it is applied itself. `Pacing` keeps the order of updates, i
 tensors, no threads, no clock.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -9,8 +9,6 @@ two such meetings lies a stretch of updates, known in advance, in which no train
 way.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -4,8 +4,6 @@ Tensors travel from and to the CPU on every device: TensorPipe's own ways betwee
 devices for each pair of ranks, and a parameter server on GPUs is bound by its network anyway.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Iterator
@@ -23,10 +21,10 @@ from train.parallel.parameter_server.server import Gradient, Server, Stretch, Wo
 from train.runtime.process_group import RankGroup
 from train.runtime.rendezvous import keys_of_this_try
 
-# This process's own, when it is rank 0: calls name a function, not an object.
 _serving: list[Server] = []
-# On trainers: set when this process means to leave.
+"""This process's own, when it is rank 0: calls name a function, not an object."""
 _leaving = threading.Event()
+"""On trainers: set when this process means to leave."""
 _SCHEME = "train-group"
 
 

@@ -9,8 +9,6 @@ exchanges gradients in hooks that three of the schedules go around, and then eac
 without a word.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Stages may share a parameter, such as an embedding that is the head's matrix, to
 that holds one of these stages has a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
