@@ -77,7 +77,7 @@ NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
 
 
 def is_collateral(error: BaseException) -> bool:
-    """Say whether an error is only the echo of a failure elsewhere, so that a retry may help."""
+    """Whether an error is only the echo of a failure elsewhere, so that a retry may help."""
     if isinstance(error, PeerError):
         return True
     if isinstance(error, TrainError):

@@ -65,7 +65,7 @@ class Positions(Placed):
         nn.init.normal_(self.weight)
 
     def forward(self, time: int) -> Tensor:
-        """Give the vectors of `time` places. Shape [time, width]."""
+        """Return the vectors of `time` places. Shape [time, width]."""
         return self.weight[self.offset : self.offset + time]
 
 

@@ -122,7 +122,7 @@ class Trainer:
         return True
 
     def _evaluated_epoch(self) -> int:
-        """Say after which epoch a run that goes on from here was evaluated last.
+        """Return the epoch after which a run that goes on from here was evaluated last.
 
         An evaluation follows the checkpoint of the same step, so it may have failed, or a stop may
         have come first. Rank 0 looks for its event in the run directory; all ranks call this.
@@ -203,7 +203,7 @@ class Trainer:
         )
 
     def note_stop(self, ranks_signalled: float) -> bool:
-        """Return whether any rank got a stop request, and record it in `events.jsonl`."""
+        """Whether any rank got a stop request, and record it in `events.jsonl`."""
         if ranks_signalled:
             self.directory.event(
                 "stop_requested",

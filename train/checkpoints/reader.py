@@ -109,7 +109,7 @@ def _meant(file: Path) -> dict[str, torch.dtype]:
 
 
 def _complete(entry: TensorStorageMetadata) -> bool:
-    """Return whether the parts of a tensor lie within it, and are as many numbers as it has."""
+    """Whether the parts of a tensor lie within it, and are as many numbers as it has."""
     rank = len(entry.size)
     inside = all(
         len(chunk.offsets) == len(chunk.sizes) == rank and min(chunk.offsets, default=0) >= 0

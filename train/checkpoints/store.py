@@ -81,7 +81,7 @@ def tensor_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def places(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
+def committed(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
     """List the committed checkpoints of this attempt and earlier ones, best first."""
     positions = []
     for attempt, path in entries(run_dir, up_to_attempt):

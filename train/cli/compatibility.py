@@ -17,7 +17,7 @@ from train.profiling.timeline import Profile
 from train.runtime.rank import RankInfo
 
 COMPOSED = ("fsdp", "hsdp", "tp", "cp", "hybrid", "pp")
-"""Strategies of `parallel.hybrid` and `parallel.pipeline`, which shard along the data axes."""
+"""Strategies of `train.parallel.hybrid` and `.pipeline`, which shard along the data axes."""
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^/:\s\[\]]+):(\d{1,5})")
 _FILE = re.compile(r"file://(/.*[^/])")
 

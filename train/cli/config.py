@@ -186,7 +186,7 @@ class Config:
         return self.run_dir
 
     def identity(self) -> dict[str, object]:
-        """Fields that make it another run when they change.
+        """Return the fields that make it another run when they change.
 
         `steps` and `epochs` are not among them, so that a finished run can be extended, unless the
         learning rate falls towards the end; nor are fields that change with the number of ranks.
@@ -201,7 +201,7 @@ class Config:
         return {name: getattr(self, name) for name in names}
 
     def total_steps(self, train_samples: int) -> int:
-        """How many steps the run has in all.
+        """Return how many steps the run has in all.
 
         The last step of the last epoch takes a full batch too, so a few samples of the next epoch
         may be seen; an extended run is then the same as a run that was longer from the start.
@@ -211,11 +211,11 @@ class Config:
         return math.ceil((self.epochs or DEFAULT_EPOCHS) * train_samples / self.global_batch)
 
     def axis_sizes(self) -> dict[str, int | None]:
-        """The sizes of the mesh that were given."""
+        """Return the sizes of the mesh that were given."""
         return {axis: getattr(self, axis) for axis in Layout().sizes()}
 
     def strategy_on(self, rank_info: RankInfo) -> str:
-        """The strategy's name with `auto` resolved."""
+        """Return the strategy's name with `auto` resolved."""
         if self.strategy != "auto":
             return self.strategy
         axes = {axis for axis, size in self.axis_sizes().items() if size not in (None, 1)}
@@ -224,7 +224,7 @@ class Config:
         return "hybrid"
 
     def layout_on(self, rank_info: RankInfo) -> Layout:
-        """The arrangement of the ranks.
+        """Return the arrangement of the ranks.
 
         Raises:
             UsageError: the sizes do not fit the number of ranks.
@@ -237,7 +237,7 @@ class Config:
         )
 
     def micro_batches(self, shards: int) -> int:
-        """How many micro-batches every shard makes of its share; the largest share decides."""
+        """Return how many micro-batches every shard makes; the largest share decides."""
         share = math.ceil(self.global_batch / shards)
         return math.ceil(share / (self.micro_batch or share))
 

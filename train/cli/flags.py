@@ -46,7 +46,7 @@ class Request:
 
 
 def only_looks(argv: Sequence[str]) -> bool:
-    """Return whether a command line, right or wrong, requests no training."""
+    """Whether a command line, right or wrong, requests no training."""
     return any(word.partition("=")[0] in ONLY_LOOKING for word in argv)
 
 

@@ -42,7 +42,7 @@ class Collective:
     """Bus bandwidth / algorithm bandwidth, for a world size."""
 
     def numbers(self, world_size: int) -> int:
-        """How many numbers the largest buffer has in the small case."""
+        """Return how many numbers the largest buffer has in the small case."""
         start = [self.before(rank, world_size) for rank in range(world_size)]
         ends = [self.after(start, rank) for rank in (ROOT, world_size - 1)]
         return max(len(numbers) for numbers in [*start, *ends] if numbers is not None)

@@ -263,7 +263,7 @@ class RandomDrawDetector:
         self._state = torch.default_generator.get_state()
 
     def drawn(self) -> bool:
-        """Return whether random numbers were drawn since then."""
+        """Whether random numbers were drawn since then."""
         return (
             random.random() != self._random.random()
             or np.random.random_sample() != self._numpy.random_sample()

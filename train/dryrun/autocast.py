@@ -156,7 +156,7 @@ def _float32_norm(typed: OpOverload, operation: OpOverload, args: Any, kwargs: A
 
 
 def _eligible(value: object) -> bool:
-    """Say whether autocast casts the value: a tensor of floating-point numbers, but no doubles."""
+    """Whether autocast casts the value: a tensor of floating-point numbers, but no doubles."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 

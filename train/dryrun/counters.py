@@ -96,7 +96,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def wraps_others(types: Sequence[type]) -> bool:
-    """Say whether tensors of these types consist of other tensors."""
+    """Whether tensors of these types consist of other tensors."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 

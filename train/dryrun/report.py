@@ -84,7 +84,7 @@ class Findings:
         return [number * stride for number in range(sizes[axis])]
 
     def crosses_nodes(self, ranks: Sequence[int]) -> bool:
-        """Say whether ranks are on several nodes."""
+        """Whether ranks are on several nodes."""
         return len({rank // self.node_size for rank in ranks}) > 1
 
     def flows(self, rank: RankCost) -> list[Flow]:
@@ -257,7 +257,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Align columns: the first to the left, figures to the right."""
 
     def is_figure(cell: str) -> bool:
-        """Judge a column by its last cell: `12`, `1.5 GiB`, but not `0 4 8`."""
+        """Whether a column, by its last cell, has numbers: `12`, `1.5 GiB`, but not `0 4 8`."""
         first, _, rest = cell.replace(",", "").partition(" ")
         return first.replace(".", "").isdigit() and not rest[:1].isdigit() and "…" not in rest
 

@@ -135,7 +135,7 @@ def _rehearse(config: Config, task: Task, rank_info: RankInfo) -> list[RankCost]
 def misfit(
     ranks: Sequence[RankCost], limit: int, config: Config, layout: Layout, attempt: Try
 ) -> str | None:
-    """Say which rank needs more than `limit` bytes, with the arithmetic and ways out."""
+    """List each rank that needs more than `limit` bytes, with the arithmetic and ways out."""
     worst = max(ranks, key=lambda rank: rank.total)
     if worst.total <= limit:
         return None
@@ -218,7 +218,7 @@ def _sharding(rank: RankCost, limit: int, config: Config, layout: Layout) -> Ite
 
 
 def _sizes(rank: RankCost, rehearsed: int, limit: int) -> Iterator[int]:
-    """Give smaller numbers of samples whose activations, in proportion, leave room for the rest."""
+    """Yield smaller numbers of samples whose activations, in proportion, leave enough room."""
     activations = rank.memory[ACTIVATIONS]
     others = rank.total - activations
     for factor in _FACTORS:

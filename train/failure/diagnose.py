@@ -80,7 +80,7 @@ def part_of(error: BaseException) -> FailedPart:
 
 
 def describe(error: BaseException, task: Task | None, progress: TrainingProgress | None) -> str:
-    """Say in a line which part of a task has failed, when, and on what."""
+    """Describe in a line which part of a task has failed, when, and on what."""
     part, frames = part_of(error), _frames(error)
     of_task = "" if task is None else f" of task {task.name!r}"
     sentences = [f"{part.name}{of_task} failed {_moment(frames, progress)}", part.given]
@@ -106,7 +106,7 @@ def explain(error: BaseException, task: Task | None, progress: TrainingProgress 
 
 
 def is_ours_alone(error: BaseException) -> bool:
-    """Say whether an error that looks like an echo comes from where no other rank is involved."""
+    """Whether an error that looks like an echo comes from where no other rank is involved."""
     with suppress(Exception):
         return part_of(error).alone
     return False
@@ -121,7 +121,7 @@ def in_short(error: BaseException) -> str:
 
 
 def _layer(frames: Sequence[FrameType]) -> str:
-    """Say which layer was given what when a forward pass has failed."""
+    """Describe which layer was given what when a forward pass has failed."""
     modules = [(frame, _receiver(frame)) for frame in frames]
     passes = [
         (frame, module)

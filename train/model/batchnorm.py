@@ -167,7 +167,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def numeric_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Give all buffers that one can calculate with; of complex ones, a view as real pairs."""
+    """Return all buffers that one can calculate with; of complex ones, a view as real pairs."""
     named = model.named_buffers()
     return {name: _real(buffer) for name, buffer in named if buffer.dtype in NUMBERS}
 

@@ -163,7 +163,7 @@ def _clean_caches() -> None:
 
 
 def remove_unfinished(folder: Path) -> list[Path]:
-    """Remove the libraries of one of inductor's caches that are cut off; give them.
+    """Remove the libraries of one of inductor's caches that are cut off; return them.
 
     The compiler writes them in place, and inductor takes one that exists for whole: after a process
     has been killed while compiling, none with that cache would start any more.
@@ -200,7 +200,7 @@ def _remove(path: Path, locks: Path) -> list[Path]:
 
 
 def _is_suspect(path: Path) -> bool:
-    """Say whether a path of the cache was left by a compiler that was killed.
+    """Whether a path of the cache was left by a compiler that was killed.
 
     A complete library ends with its table of sections.
     """

@@ -102,7 +102,7 @@ class LossScaler:
         return self.enabled and self.scale >= SMALLEST_SCALE
 
     def state(self) -> dict[str, float]:
-        """Give what a checkpoint must hold."""
+        """Return what a checkpoint must hold."""
         return {"scale": self.scale, "good_steps": self._good_steps} if self.enabled else {}
 
     def load(self, state: Mapping[str, float]) -> None:

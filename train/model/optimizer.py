@@ -66,7 +66,7 @@ class NamedOptimizer:
             parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Give the whole state, live; empty before the first step."""
+        """Return the whole state, live; empty before the first step."""
         return {
             f"{name}/{slot}": value
             for name, parameter in self._parameters.items()
@@ -95,7 +95,7 @@ class NamedOptimizer:
 
 
 def without_span(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
-    """Give `step()` as it was before torch wrapped it in a span for the profiler.
+    """Return `step()` as it was before torch wrapped it in a span for the profiler.
 
     The span is useless unless a profiler runs, and takes a tenth of a step of one millisecond.
     """
@@ -122,7 +122,7 @@ class LearningRate:
             )
 
     def at(self, step: int) -> float:
-        """Give the learning rate of a step, counted from 0.
+        """Return the learning rate of a step, counted from 0.
 
         It rises on a line, then falls towards 0, which the step after the last one would have; the
         half cosine is that of Loshchilov and Hutter, "SGDR" (2017).

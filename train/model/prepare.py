@@ -45,7 +45,7 @@ def prepare(
 
 
 def _contexts(module: nn.Module) -> "tuple[AbstractContextManager[None], _StandingBuffers]":
-    """Give the contexts of a forward pass, and of its repetition for the backward pass."""
+    """Return the contexts of a forward pass, and of its repetition for the backward pass."""
     return nullcontext(), _StandingBuffers(module)
 
 

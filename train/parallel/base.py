@@ -110,7 +110,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def modules(self) -> Sequence[nn.Module]:
-        """Give the model, or this rank's stages of it."""
+        """Return the model, or this rank's stages of it."""
 
     def verify(self) -> None:
         """Compare what this rank holds with the model that was given to the strategy.
@@ -125,7 +125,7 @@ class Strategy(ABC):
         check_unchanged(self._given, made, how=how, whole=layout.pp == 1)
 
     def describe(self) -> str:
-        """Say which part of the model is where, as far as that is worth a line."""
+        """Describe which part of the model is where, as far as that is worth a line."""
         return ""
 
     def report(self) -> str:
@@ -138,10 +138,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give this rank's parameters under the plain model's names; DTensors where sharded."""
+        """Yield this rank's parameters under the plain model's names; DTensors where sharded."""
 
     def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give what sums over all parameters take from this rank; its ranks know a part each."""
+        """Yield what sums over all parameters take from this rank; its ranks know a part each."""
         return self.named_parameters()
 
     def bind(self, optimizer: "NamedOptimizer") -> None:
@@ -170,7 +170,7 @@ class Strategy(ABC):
         scale(self.named_parameters(), factor)
 
     def agree_on_norm(self, norm: float) -> float:
-        """Give the gradient's norm that all ranks decide by; most have it in common."""
+        """Return the gradient's norm that all ranks decide by; most have it in common."""
         return norm
 
     def after_step(self, step: int) -> None:
@@ -180,7 +180,7 @@ class Strategy(ABC):
         """Do what must be done after the last step of the run."""
 
     def settled(self, step: int) -> bool:
-        """Say whether all ranks hold the same model after this step, so that it can be saved."""
+        """Whether all ranks hold the same model after this step, so that it can be saved."""
         return True
 
     @abstractmethod
@@ -188,7 +188,7 @@ class Strategy(ABC):
         """Measure without gradients."""
 
     def model_state(self) -> dict[str, Tensor]:
-        """Give this rank's part of the model, parameters and buffers, under the plain names."""
+        """Return this rank's part of the model, parameters and buffers, under the plain names."""
         return {
             name: tensor
             for module in self.modules()
@@ -211,7 +211,7 @@ class WholeModel(Strategy):
         self.run: nn.Module = model
 
     def modules(self) -> Sequence[nn.Module]:
-        """Give the model."""
+        """Return the model."""
         return [self.model]
 
     def micro_batches(self) -> int:
@@ -219,7 +219,7 @@ class WholeModel(Strategy):
         return self.parts.config.micro_batches(self.shards)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give the model's parameters."""
+        """Yield the model's parameters."""
         return self.model.named_parameters()
 
     def accumulate(self, micro_batches: "Sequence[Batch]", factor: float = 1.0) -> Sums:
@@ -233,7 +233,7 @@ class WholeModel(Strategy):
             self.run.train(True)
 
     def own_part(self, batch: "Batch") -> "Batch":
-        """Give this rank's part of a batch, where the model takes it."""
+        """Return this rank's part of a batch, where the model takes it."""
         return batch
 
     def backward(self, batch: "Batch", factor: float) -> Sums:
@@ -317,7 +317,7 @@ def scale(parameters: Iterator[tuple[str, nn.Parameter]], factor: float) -> None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Give this rank's part of a sharded tensor; a plain one is its own part."""
+    """Return this rank's part of a sharded tensor; a plain one is its own part."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -327,5 +327,5 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Say whether a tensor is a DTensor, without importing it, as few strategies need to."""
+    """Whether a tensor is a DTensor, without importing it, as few strategies need to."""
     return hasattr(tensor, "device_mesh")

@@ -31,7 +31,7 @@ LOOKED_AT = 32
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Give a text that two tensors have in common if they are likely to hold the same.
+    """Return a text that two tensors have in common if they are likely to hold the same.
 
     Of a tensor on the device `meta`, which holds nothing, only shape and type count.
     """
@@ -243,7 +243,7 @@ class Untrained:
         """Parameters, on any rank, for which no rank has a gradient."""
 
     def changed(self) -> bool:
-        """Say whether this rank's data have left out other parameters than when last agreed."""
+        """Whether this rank's data have left out other parameters than when last agreed."""
         return self._strategy.without_gradient() != self._agreed_for
 
     def agree(self) -> None:

@@ -179,7 +179,7 @@ def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: P
 
 
 def differs(run: Callable[[Tree], Tree], model: nn.Module, inputs: Tree, *, halves: bool) -> bool:
-    """Say whether a model takes the second part of a sequence for the first: see `verify()`.
+    """Whether a model takes the second part of a sequence for the first: see `verify()`.
 
     `inputs` are two parts of some sequences, each tensor of shape [batch, time, ...]; `halves`: the
     model computes in half precision.
@@ -238,7 +238,7 @@ class _Itself:
 
 
 def _shapes(name: str, tree: Tree) -> str:
-    """Give the shapes of a tree's tensors, by name where there are several."""
+    """Return the shapes of a tree's tensors, by name where there are several."""
     if isinstance(tree, Tensor):
         return str(list(tree.shape))
     tensors = ((path, leaf) for path, leaf in named(name, tree) if isinstance(leaf, Tensor))

@@ -127,7 +127,7 @@ def tie_again(model: nn.Module, ties: Sequence[Sequence[tuple[nn.Module, str]]])
 
 
 def _parameter_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Give each sharded module with torch's groups of the parameters that it gathers."""
+    """Yield each sharded module with torch's groups of the parameters that it gathers."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -264,7 +264,7 @@ def _gather_matrices_in(precision: torch.dtype, model: nn.Module) -> None:
 
 
 def _only_multiplied(parameter: Any) -> bool:
-    """Say whether all modules that share a unit's parameter only multiply by it."""
+    """Whether all modules that share a unit's parameter only multiply by it."""
     info, layers = parameter._module_info, _MULTIPLIED.items()
     places = [
         (info.module, info.param_name),

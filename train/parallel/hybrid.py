@@ -41,7 +41,7 @@ class Composed(WholeModel):
         self.gradient_sync = fsdp.choose_gradient_sync(parts, self.model, self.micro_batches())
 
     def describe(self) -> str:
-        """Say when gradients are reduced, where that is a choice."""
+        """Describe when gradients are reduced, where that is a choice."""
         return str(self.gradient_sync)
 
     def warm_up(self, batch: Batch) -> None:

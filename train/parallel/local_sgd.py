@@ -66,7 +66,7 @@ class LocalSgd(WholeModel):
             self._average()
 
     def settled(self, step: int) -> bool:
-        """Say whether the ranks have been averaged after this step."""
+        """Whether the ranks have been averaged after this step."""
         config = self.parts.config
         return step <= config.local_start or step % config.local_steps == 0
 

@@ -77,7 +77,7 @@ def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, flags: st
 
 
 def looks_at_data(parts: Parts, batch: Batch) -> bool:
-    """Say whether the model reads a number from its data (`item()`, or `if` on a tensor)."""
+    """Whether the model reads a number from its data (`item()`, or `if` on a tensor)."""
     record = _Record()
     with suppress(Exception):
         _run(parts.model(torch.device("meta")), batch.part(0, 1).inputs, record)
@@ -132,7 +132,7 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _difference(parts: Parts, inputs: Tree) -> str:
-    """Say in what the model differs from its pieces; '' if in nothing."""
+    """Describe in what the model differs from its pieces; '' if in nothing."""
     try:
         model = parts.model(torch.device("meta"))
         whole, apart = _Record(), _Record()

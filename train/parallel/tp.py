@@ -71,7 +71,7 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
 
 
 def _cut(parameter: nn.Parameter) -> str:
-    """Say how a parameter is cut."""
+    """Describe how a parameter is cut."""
     if not isinstance(parameter, DTensor):
         return "is not cut"
     dims = [str(p.dim) for p in parameter.placements if isinstance(p, Shard)]

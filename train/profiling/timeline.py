@@ -160,7 +160,7 @@ def _calls(spans: Iterable[Event], steps: Sequence[Interval]) -> dict[str, int]:
 
 
 def _device_pieces(spans: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]:
-    """Give the times of a GPU's work. Its events are not nested: each keeps its whole time."""
+    """Yield the times of a GPU's work. Its events are not nested: each keeps its whole time."""
     fetches = union(_interval(e) for e in spans if e["name"] == DATA and _on_cpu(e))
     # Copies to the GPU outside of these are no batch: parameters from the host's memory, or numbers
     # to exchange.
@@ -220,7 +220,7 @@ def _cpu_pieces(spans: Iterable[Event]) -> Iterator[tuple[Kind, str, Interval]]:
 
 
 def _kind(event: Event) -> Kind:
-    """Say what an event of a CPU thread does while no event inside it runs."""
+    """Return what an event of a CPU thread does while no event inside it runs."""
     name = str(event["name"])
     if name == DATA:
         return "data"
@@ -249,7 +249,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Give the moments that two unions share.
+    """Return the moments that two unions share.
 
     >>> overlap([(0, 2), (3, 9)], [(1, 4), (8, 10)])
     [(1, 2), (3, 4), (8, 9)]

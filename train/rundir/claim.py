@@ -138,7 +138,7 @@ def _belongs(directory: RunDirectory, attempt: int) -> str:
 
 
 def may_adopt(holder: Identity, identity: Identity, adopt: str | None) -> bool:
-    """Return whether a run is this one, or may be adopted although it names another task."""
+    """Whether a run is this one, or may be adopted although it names another task."""
     differing = {name for name in {*holder, *identity} if holder.get(name) != identity.get(name)}
     return not differing or (holder.get("task") == adopt and differing.isdisjoint(NEVER_ADOPTED))
 
@@ -178,7 +178,7 @@ def _other_run(path: Path, holder: Identity, identity: Identity, adopt: str | No
 
 def _strange_checkpoint(directory: RunDirectory, ours: Sequence[Identity]) -> str:
     """Describe this node's first checkpoint of another run, of any attempt; '' if it has none."""
-    for position in store.places(directory.path):
+    for position in store.committed(directory.path):
         path = position.path(directory.path)
         try:
             # Not the tensors, which may be large.

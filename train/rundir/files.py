@@ -172,7 +172,7 @@ class RunDirectory:
         return True
 
     def superseded(self) -> bool:
-        """Return whether a later try, or a later start of the same one, has taken over."""
+        """Whether a later try, or a later start of the same one, has taken over."""
         old = self.read_outcome()
         mine = self.rank_info.attempt, self.rank_info.restart
         return (old is not None and old.try_number > mine) or self.taken_over()
@@ -201,7 +201,7 @@ class RunDirectory:
 
 
 def may_replace(old: Outcome | None, new: Outcome) -> bool:
-    """Decide whether an outcome may take another's place.
+    """Whether an outcome may take another's place.
 
     An older attempt never replaces a newer one's. Within one try the first genuine failure stays:
     later reports of other ranks are its echoes. Starting (`running`) replaces anything of the
@@ -220,7 +220,7 @@ def may_replace(old: Outcome | None, new: Outcome) -> bool:
 
 
 def may_forestall(old: Outcome | None, new: Outcome) -> bool:
-    """Decide whether an end from before the directory was claimed may be recorded.
+    """Whether an end from before the directory was claimed may be recorded.
 
     The directory may belong to another process's run, and a mistyped flag must not write an end
     into that run's outcome. So only an earlier try gives way. The scheduler counts attempts;

@@ -96,7 +96,7 @@ class Hold:
         threading.Thread(target=self._keep, name="holder", daemon=True).start()
 
     def lost(self) -> bool:
-        """Return whether another process has put its file in the place of ours."""
+        """Whether another process has put its file in the place of ours."""
         self._beat()
         return self._lost
 

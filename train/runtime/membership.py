@@ -67,7 +67,7 @@ class RankClaim:
         return f"rank {self.rank} of {self.world_size} (process {self.pid} on {self.host})"
 
     def is_left_over(self, rank_info: RankInfo) -> bool:
-        """Return whether its process has ended, or is about to be ended by our own launcher."""
+        """Whether its process has ended, or is about to be ended by our own launcher."""
         if self.launch is not None and self.launch == rank_info.launch:
             return True
         here = self.host == socket.gethostname() and self.started != ""

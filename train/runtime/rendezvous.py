@@ -244,7 +244,7 @@ def _take_share(path: Path) -> int | None:
 
 
 def _is_leaving(handle: int) -> bool:
-    """Return whether a rank has noted in the guard that its run is over."""
+    """Whether a rank has noted in the guard that its run is over."""
     return os.fstat(handle).st_size > 0
 
 
@@ -270,7 +270,7 @@ def _release(handle: int) -> None:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Return whether a path still leads to an open file."""
+    """Whether a path still leads to an open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), path.stat())
     return False

@@ -97,7 +97,7 @@ class Chars(Classifier):
         return Batch(inputs=windows[:, :-1].contiguous(), targets=windows[:, 1:].contiguous())
 
     def identity(self) -> Mapping[str, str | int]:
-        """Say what else makes two runs different: the text and the sizes."""
+        """Return what else makes two runs different: the text and the sizes."""
         sizes = self.sizes
         return {
             "text_sha256": self._digest,
@@ -111,11 +111,11 @@ class Chars(Classifier):
         return Transformer(self.sizes)
 
     def train(self) -> Batch:
-        """Give all training windows: [2310, 64] int, twice; the targets are one character ahead."""
+        """Return all training windows: [2310, 64] int, twice; targets are one character ahead."""
         return self._train
 
     def test(self) -> Batch:
-        """Give all test windows: [240, 64] int, twice."""
+        """Return all test windows: [240, 64] int, twice."""
         return self._test
 
     def pieces(self, model: nn.Module) -> Sequence[str]:

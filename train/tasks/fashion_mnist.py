@@ -43,11 +43,11 @@ class FashionMnist(Classifier):
         )
 
     def train(self) -> Batch:
-        """Give all training samples: [60000, 1, 28, 28] bytes, [60000] int."""
+        """Return all training samples: [60000, 1, 28, 28] bytes, [60000] int."""
         return self._train
 
     def test(self) -> Batch:
-        """Give all test samples: [10000, 1, 28, 28] bytes, [10000] int."""
+        """Return all test samples: [10000, 1, 28, 28] bytes, [10000] int."""
         return self._test
 
 

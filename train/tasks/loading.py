@@ -120,7 +120,7 @@ def _module(path: Path) -> ModuleType:
 
 
 def _where(error: Exception, path: Path) -> str:
-    """Give the last line of an error's traceback, and the last place of it within a file."""
+    """Return the last line of an error's traceback, and the last place of it within a file."""
     text = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {text}"
@@ -130,6 +130,6 @@ def _where(error: Exception, path: Path) -> str:
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
-    """Say which word was probably meant: `; did you mean 'x'?`, or nothing."""
+    """Suggest the word that was probably meant: `; did you mean 'x'?`, or nothing."""
     close = difflib.get_close_matches(word, list(words), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

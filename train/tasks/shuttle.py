@@ -80,7 +80,7 @@ class Shuttle(Perceptron):
         return torch.bincount(pairs, minlength=self.classes**2)
 
     def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
-        """Give accuracies over samples, over classes, and for the rarest class alone.
+        """Return accuracies over samples, over classes, and for the rarest class alone.
 
         Always guessing the first class has an accuracy of 0.79, and a balanced one of 1/7.
         """

@@ -46,7 +46,7 @@ def connect(group: RankGroup, server: Server | None, *, timeout_s: float) -> Ite
         # A trainer that must wait keeps a thread of the server's, and must not keep out another.
         num_worker_threads=rank_info.world_size + 4 if rank_info.rank == 0 else 4,
         rpc_timeout=timeout_s,
-        init_method=_meeting_place(group),
+        init_method=_rendezvous_url(group),
         # TCP only. Between ranks of a node TensorPipe prefers shared memory, which it polls without
         # rest: where there are more ranks than idle cores a call then took up to eight times as
         # long, and containers often have little of such memory.
@@ -125,8 +125,8 @@ def _watch(server: Server, rank: int) -> None:
     rpc.rpc_async(_name(rank), _stay, timeout=0).add_done_callback(answered)
 
 
-def _meeting_place(group: RankGroup) -> str:
-    """Let RPC meet in the store of the process group, wherever that is.
+def _rendezvous_url(group: RankGroup) -> str:
+    """Have RPC meet in the store of the process group, wherever that is.
 
     `env://` would be right under torchrun alone, while ranks may have met at a port or in a file.
     """
@@ -154,7 +154,7 @@ def _name(rank: int) -> str:
 
 @contextmanager
 def _others_may_be_gone() -> Iterator[None]:
-    """Whether an error is the transport's report of a lost or slow peer."""
+    """Raise a PeerError for the transport's report of a lost or slow peer."""
     try:
         yield
     except RuntimeError as error:

@@ -57,7 +57,7 @@ def owners(schedule: str, pp: int) -> dict[int, int]:
 
 
 def accepts(schedule: str, pp: int, micro_batches: int) -> bool:
-    """Say whether a schedule can be made for so many micro-batches."""
+    """Whether a schedule can be made for so many micro-batches."""
     match schedule:
         case "1F1B" | "DualPipeV":
             return micro_batches >= stage_count(schedule, pp)
