@@ -165,7 +165,13 @@ def assemble(
         directory=directory,
         console=console,
     )
-    return trainer_class(config.strategy_on(group.rank_info))(
+    trainer = Trainer
+    if config.strategy_on(group.rank_info) == "ps":
+        # Only here, as it imports torch.distributed.rpc.
+        from train.parallel.parameter_server.strategy import ServedTrainer
+
+        trainer = ServedTrainer
+    return trainer(
         config=config,
         group=group,
         task=parts.task,
@@ -184,16 +190,6 @@ def assemble(
         console=console,
         stop=stop,
     )
-
-
-def trainer_class(strategy: str) -> type[Trainer]:
-    """Choose the loop."""
-    if strategy != "ps":
-        return Trainer
-    # Only here, as it imports torch.distributed.rpc.
-    from train.parallel.parameter_server.strategy import ServedTrainer
-
-    return ServedTrainer
 
 
 def announce(trainer: Trainer, parts: Parts) -> None:

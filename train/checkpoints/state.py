@@ -63,7 +63,18 @@ class Saver:
         # The checkpoint of the last save, if it lies in a directory that rank 0 sees.
         self._saved: Position | None = None
         self._last_step = 0
-        self._refuse_unstorable_tensors()
+        # Refused now: the first checkpoint could not hold these.
+        problems = self._everywhere(
+            f"{name} {text}"
+            for name, tensor in strategy.model_state().items()
+            if (text := problem_of(tensor))
+        )
+        if problems:
+            raise UsageError(
+                "checkpoints cannot hold all of the model: register what can be computed anew with "
+                "persistent=False, or give it another type:\n"
+                + "\n".join(f"  {problem}" for problem in problems)
+            )
         self._frozen = self._everywhere(
             name for name, weight in self.strategy.named_parameters() if not weight.requires_grad
         )
@@ -201,19 +212,6 @@ class Saver:
     def _everywhere(self, names: Iterable[str]) -> list[str]:
         """Join the names of all ranks."""
         return sorted({name for rank in self.group.gather(list(names)) for name in rank})
-
-    def _refuse_unstorable_tensors(self) -> None:
-        """Refuse now the tensors that the first checkpoint could not hold."""
-        state = self.strategy.model_state()
-        problems = self._everywhere(
-            f"{name} {text}" for name, tensor in state.items() if (text := problem_of(tensor))
-        )
-        if problems:
-            raise UsageError(
-                "checkpoints cannot hold all of the model: register what can be computed anew with "
-                "persistent=False, or give it another type:\n"
-                + "\n".join(f"  {problem}" for problem in problems)
-            )
 
     def _refuse_not_finite(self, step: int) -> None:
         """Refuse a checkpoint of weights that are not finite: only the last ones are retained.

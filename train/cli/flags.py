@@ -222,7 +222,14 @@ def dumps(config: Config) -> str:
             section = field.section
             lines += ["", "", f"# {section.upper()}"]
         value = getattr(config, name)
-        setting = f"# {name} =" if value is None else f"{name} = {_literal(value)}"
+        if value is None:
+            setting = f"# {name} ="
+        elif isinstance(value, (bool, int, float)):
+            setting = f"{name} = {str(value).lower()}"
+        else:
+            # JSON's strings are TOML's, but for one character that TOML escapes.
+            literal = json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+            setting = f"{name} = {literal}"
         lines += ["", f"# {docs[name]}", setting]
     return "\n".join(lines) + "\n"
 
@@ -264,14 +271,6 @@ def _convert(field: ConfigField, value: object) -> object:
     if problem := field.problem_of(value):
         raise ValueError(problem)
     return Path(str(value)) if field.kind is Path else value
-
-
-def _literal(value: object) -> str:
-    """Write a value as TOML does."""
-    if isinstance(value, (bool, int, float)):
-        return str(value).lower()
-    # JSON's strings are TOML's, but for one character that TOML escapes.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _line(text: str, key: str) -> int:

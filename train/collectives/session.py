@@ -23,7 +23,7 @@ from train.collectives.operations import COLLECTIVES, Collective
 from train.collectives.options import Options
 from train.errors import EXIT_DONE, EXIT_FAILED, TrainError
 from train.rundir.console import Console
-from train.runtime.devices import agree_on_device, device_and_backend
+from train.runtime.devices import agree_on_device, device_and_backend, use
 from train.runtime.process_group import disconnect
 from train.runtime.rank import RankInfo
 from train.runtime.rendezvous import meet
@@ -65,8 +65,7 @@ def be_a_rank(options: Options, rank_info: RankInfo) -> int:
     console, timeout = Console(rank=rank_info.rank), timedelta(seconds=options.timeout_s)
     try:
         device, backend = device_and_backend(rank_info)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        use(device)
         with meet(rank_info, "env://", timeout) as store:
             agree_on_device(store, rank_info, device)
             dist.init_process_group(

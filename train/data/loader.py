@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from train.data.order import (
-    Batch,
-    Chance,
-    SampleOrder,
-    Samples,
-    Source,
-    mixed,
-    seed_of,
-    share_of,
-)
+from train.data.order import Batch, Chance, SampleOrder, Samples, Source, mixed, seed_of, share_of
 from train.errors import UsageError
 from train.model import trees
 from train.model.trees import Tree

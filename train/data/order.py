@@ -209,7 +209,20 @@ class SampleOrder:
             raise UsageError("the training data is empty: there is nothing to draw")
         self._size = size
         self.seed = seed
-        self._weights = None if weights is None else _checked_weights(weights, size)
+        if weights is not None:
+            if weights.shape != (size,):
+                shape = list(weights.shape)
+                raise UsageError(f"{shape} weights for {size} samples: give one for each")
+            if size > MOST_WEIGHTS:
+                raise UsageError(
+                    f"weighted sampling chooses from at most {MOST_WEIGHTS} samples, not {size}"
+                )
+            weights = weights.detach().cpu().double()
+            if not (weights.isfinite().all() and (weights >= 0).all() and weights.sum() > 0):
+                raise UsageError(
+                    "the weights of the samples must be finite, 0 or more, and not all 0"
+                )
+        self._weights = weights
         self._epoch = -1
         self._numbers = torch.empty(0, dtype=torch.int64)
 
@@ -241,17 +254,3 @@ class SampleOrder:
 def share_of(count: int, *, shard: int, shards: int) -> tuple[int, int]:
     """Range of `count` items that belongs to a shard: contiguous, unpadded, sizes differ by one."""
     return count * shard // shards, count * (shard + 1) // shards
-
-
-def _checked_weights(weights: Tensor, size: int) -> Tensor:
-    """Bring weights to the CPU, in double precision; refuse those that multinomial cannot take."""
-    if weights.shape != (size,):
-        raise UsageError(f"{list(weights.shape)} weights for {size} samples: give one for each")
-    if size > MOST_WEIGHTS:
-        raise UsageError(
-            f"weighted sampling chooses from at most {MOST_WEIGHTS} samples, not {size}"
-        )
-    weights = weights.detach().cpu().double()
-    if not (weights.isfinite().all() and (weights >= 0).all() and weights.sum() > 0):
-        raise UsageError("the weights of the samples must be finite, 0 or more, and not all 0")
-    return weights

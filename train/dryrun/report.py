@@ -194,15 +194,7 @@ class Findings:
             yield gradient_sync
 
     def _traffic(self) -> Iterator[str]:
-        head = (
-            "on the wire per step",
-            "along",
-            "collective",
-            "calls",
-            "bytes",
-            "sent by a rank",
-            "",
-        )
+        titles = ("along", "collective", "calls", "bytes", "sent by a rank", "")
         rows = [
             (
                 name,
@@ -216,7 +208,9 @@ class Findings:
             for name, rank in self._named_ranks()
             for flow in self.flows(rank)
         ]
-        yield from _table([head, *rows]) if rows else ["on the wire: nothing"]
+        yield from (
+            _table([("on the wire per step", *titles), *rows]) if rows else ["on the wire: nothing"]
+        )
 
     def _work(self) -> Iterator[str]:
         for name, rank in self._named_ranks():
