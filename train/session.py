@@ -23,8 +23,7 @@ from train.errors import (
 )
 from train.failure.record import fail
 from train.loop import Trainer
-from train.model.gradients import LossScaler
-from train.model.optimizer import NamedOptimizer
+from train.model.optimizer import LossScaler, NamedOptimizer
 from train.parallel.base import Parts
 from train.profiling.capture import Profiler
 from train.profiling.timeline import Profile
