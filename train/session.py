@@ -25,6 +25,7 @@ from train.failure.record import fail
 from train.loop import Trainer
 from train.model.optimizer import LossScaler, NamedOptimizer
 from train.parallel.base import Parts
+from train.parallel.layout import counted
 from train.profiling.capture import Profiler
 from train.profiling.timeline import Profile
 from train.rundir.claim import adopt, claim
@@ -212,18 +213,13 @@ def announce(trainer: Trainer, parts: Parts) -> None:
     shape = "" if strategy in ("single", "ps") else f" ({parts.layout})"
     trainer.console.say(
         f"{config.task}: {trainer.progress.steps} steps of {config.global_batch} samples = "
-        f"{parted(trainer.strategy.shards, 'shard')} x "
-        f"{parted(trainer.micro_batches, 'micro-batch', 'es')} of {micro:g}, "
+        f"{counted(trainer.strategy.shards, 'shard')} x "
+        f"{counted(trainer.micro_batches, 'micro-batch')} of {micro:g}, "
         f"{strategy}{shape} on {device.type}, attempt {rank_info.attempt}, "
         f"restart {rank_info.restart}"
     )
     if description := trainer.strategy.describe():
         trainer.console.say(description)
-
-
-def parted(count: int, noun: str, plural: str = "s") -> str:
-    """Count things in words."""
-    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 def finish(trainer: Trainer) -> None:

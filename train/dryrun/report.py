@@ -8,7 +8,7 @@ from typing import Any
 
 from train.dryrun.counters import Exchange
 from train.dryrun.simulate import RankCost
-from train.parallel.layout import Layout
+from train.parallel.layout import Layout, counted
 from train.runtime.devices import written
 
 NOTES = (
@@ -154,7 +154,7 @@ class Findings:
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes of {self.node_size}"
         yield (
             f"{self.task}: {self.parameters:,} parameters, {self.strategy} on "
-            f"{_counted(layout.world_size, 'rank')} ({nodes})"
+            f"{counted(layout.world_size, 'rank')} ({nodes})"
         )
         rows = [("axis", "ranks", "with rank 0", "")]
         for axis, size in layout.sizes().items():
@@ -169,8 +169,8 @@ class Findings:
             yield from _table(rows)
         one = self.ranks[0]
         yield (
-            f"global batch: {self.global_batch} samples = {_counted(layout.shards, 'shard')} x "
-            f"{_counted(one.micro_batches, 'micro-batch')} of up to {one.micro_batch}; evaluation: "
+            f"global batch: {self.global_batch} samples = {counted(layout.shards, 'shard')} x "
+            f"{counted(one.micro_batches, 'micro-batch')} of up to {one.micro_batch}; evaluation: "
             f"up to {one.eval_batch} per rank at a time"
         )
 
@@ -240,11 +240,6 @@ class Findings:
         for stage, rank in enumerate(self.ranks):
             name = f"rank {rank.rank}"
             yield (name if self.layout.pp == 1 else f"pp {stage} ({name})"), rank
-
-
-def _counted(count: int, what: str) -> str:
-    plural = "es" if what.endswith("ch") else "s"
-    return f"{count} {what}{plural * (count != 1)}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

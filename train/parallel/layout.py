@@ -130,7 +130,7 @@ def resolve(
     if layout.world_size != world_size:
         product = " x ".join(f"{axis} {size}" for axis, size in chosen.items()) or "no axis given"
         raise UsageError(
-            f"the sizes of the mesh do not fit {_ranks(world_size)}: {product} = "
+            f"the sizes of the mesh do not fit {counted(world_size, 'rank')}: {product} = "
             f"{layout.world_size}; {_way_out(chosen, world_size)}"
         )
     return layout
@@ -144,12 +144,15 @@ def flag(axis: str) -> str:
 def _way_out(chosen: Mapping[str, int], world_size: int) -> str:
     """Name the axis whose size would make it fit, or how many ranks would."""
     product = math.prod(chosen.values())
+    start = f"start {counted(product, 'rank')}"
     for axis in ("dp_replicate", "dp_shard"):
         others = product // chosen.get(axis, 1)
         if world_size % others == 0:
-            return f"{flag(axis)} {world_size // others} would fit, or start {_ranks(product)}"
-    return f"start {_ranks(product)}, or choose sizes whose product is {world_size}"
+            return f"{flag(axis)} {world_size // others} would fit, or {start}"
+    return f"{start}, or choose sizes whose product is {world_size}"
 
 
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
+def counted(count: int, noun: str) -> str:
+    """Write a number of things, such as `1 shard` or `2 batches`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{plural * (count != 1)}"

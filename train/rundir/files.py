@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from train.rundir import untrusted
@@ -147,16 +147,10 @@ class RunDirectory:
         self, old: Outcome | None, status: str, reason: str, *, steps: int | None
     ) -> Outcome:
         """Describe the run with the progress that an earlier outcome records, if there is one."""
-        return Outcome(
-            status=status,
-            attempt=self.rank_info.attempt,
-            restart=self.rank_info.restart,
-            step=old.step if old else 0,
-            steps=steps,
-            samples_seen=old.samples_seen if old else 0,
-            rank=None,
-            reason=reason,
-        )
+        progress = TrainingProgress(steps=0)
+        if old:
+            progress.step, progress.samples_seen = old.step, old.samples_seen
+        return replace(progress.outcome(self.rank_info, status, reason), steps=steps)
 
     def advance(self, outcome: Outcome) -> bool:
         """Record how far this try has come; False if a later one has taken over.

@@ -9,12 +9,12 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from train.errors import UsageError
+from train.parallel.layout import Layout, counted
 
 if TYPE_CHECKING:
     from torch import nn
 
     from train.cli.config import Config
-    from train.parallel.layout import Layout
     from train.tasks.base import Task
 
 ONE_STAGE = ("GPipe", "1F1B")
@@ -68,7 +68,7 @@ def accepts(schedule: str, pp: int, micro_batches: int) -> bool:
             return True
 
 
-def micro_batches(config: "Config", layout: "Layout") -> int:
+def micro_batches(config: "Config", layout: Layout) -> int:
     """Count the micro-batches that every rank's share of a step is cut into.
 
     Unless their size was given: as many as there are stages, twice, if the share allows it. Fewer
@@ -97,8 +97,8 @@ def micro_batches(config: "Config", layout: "Layout") -> int:
     sizes = [size for size in divisors if accepts(schedule, pp, share // size)]
     if not sizes:
         raise UsageError(
-            f"{whole}: a rank's share of {share} samples makes at most {_counted(share)}, "
-            f"{demand}; use --global-batch {stages * layout.shards} or more, or --pp-schedule GPipe"
+            f"{whole}: a rank's share of {share} samples makes at most "
+            f"{counted(share, 'micro-batch')}, {demand}; use --global-batch {stages * layout.shards} or more, or --pp-schedule GPipe"
         )
     if (size := config.micro_batch) is None:
         counts = [share // size for size in sizes]
@@ -112,17 +112,13 @@ def micro_batches(config: "Config", layout: "Layout") -> int:
             f"{count} x {size} + {remainder}"
         )
     else:
-        why = f"a rank's share of {share} samples makes {_counted(count)}, {demand}"
+        why = f"a rank's share of {share} samples makes {counted(count, 'micro-batch')}, {demand}"
     *others, last = [str(size) for size in reversed(sizes)]
     listed = f"{', '.join(others)} or {last}" if others else last
     raise UsageError(f"--micro-batch {size} with --pp {pp}: {why}; use --micro-batch {listed}")
 
 
-def _counted(micro_batches: int) -> str:
-    return "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
-
-
-def check(config: "Config", layout: "Layout") -> None:
+def check(config: "Config", layout: Layout) -> None:
     """Refuse what a pipeline cannot do, before a model is made.
 
     Raises:
