@@ -18,8 +18,6 @@ from train.profiling.timeline import DATA, STEP, Profile, Split, split
 from train.rundir.console import Console
 from train.runtime.rank import RankInfo
 
-__all__ = ["Profile", "Profiler"]
-
 MOST_OPERATIONS = 8
 _OFF = nullcontext()
 

@@ -98,7 +98,8 @@ def micro_batches(config: "Config", layout: Layout) -> int:
     if not sizes:
         raise UsageError(
             f"{whole}: a rank's share of {share} samples makes at most "
-            f"{counted(share, 'micro-batch')}, {demand}; use --global-batch {stages * layout.shards} or more, or --pp-schedule GPipe"
+            f"{counted(share, 'micro-batch')}, {demand}; use --global-batch "
+            f"{stages * layout.shards} or more, or --pp-schedule GPipe"
         )
     if (size := config.micro_batch) is None:
         counts = [share // size for size in sizes]
