@@ -85,9 +85,7 @@ class Bench:
         self.optimizer.step()
         config.directory.mkdir()
         self.saver = Saver(
-            config=config,
             identity={},
-            group=group,
             strategy=self.strategy,
             optimizer=self.optimizer,
             scaler=LossScaler(enabled=False),

@@ -6,7 +6,6 @@ import time
 import torch
 
 from train.checkpoints.state import Saver
-from train.cli.config import Config
 from train.data.loader import Feed, resident, source_of
 from train.data.order import SampleOrder, mixed, seed_device, seed_of
 from train.errors import NonFiniteLoss
@@ -17,9 +16,7 @@ from train.parallel.consistency import Untrained, check_counters, check_data, so
 from train.profiling.capture import Profiler
 from train.rundir.console import Console, figures
 from train.rundir.files import RunDirectory, TrainingProgress, read_lines
-from train.runtime.process_group import RankGroup
 from train.runtime.signals import StopRequest
-from train.tasks.base import Task
 
 
 class Trainer:
@@ -28,9 +25,6 @@ class Trainer:
     def __init__(
         self,
         *,
-        config: Config,
-        group: RankGroup,
-        task: Task,
         strategy: Strategy,
         optimizer: NamedOptimizer,
         scaler: LossScaler,
@@ -42,6 +36,7 @@ class Trainer:
         stop: StopRequest,
     ) -> None:
         """Put the parts together; `resume()` and `run()` do the work."""
+        config, group, task = strategy.parts.config, strategy.parts.group, strategy.task
         self.config, self.group, self.task, self.strategy = config, group, task, strategy
         self.optimizer, self.scaler, self.saver = optimizer, scaler, saver
         self.profiler, self.progress, self.directory = profiler, progress, directory

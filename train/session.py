@@ -156,9 +156,7 @@ def assemble(
     strategy.bind(optimizer)
     scaler = LossScaler(enabled=config.precision == "fp16")
     saver = Saver(
-        config=config,
         identity=identity,
-        group=group,
         strategy=strategy,
         optimizer=optimizer,
         scaler=scaler,
@@ -172,9 +170,6 @@ def assemble(
 
         trainer = ServedTrainer
     return trainer(
-        config=config,
-        group=group,
-        task=parts.task,
         strategy=strategy,
         optimizer=optimizer,
         scaler=scaler,

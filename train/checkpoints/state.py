@@ -20,7 +20,6 @@ from train.parallel.base import Strategy
 from train.rundir.claim import differences
 from train.rundir.console import Console
 from train.rundir.files import RunDirectory, TrainingProgress
-from train.runtime.process_group import RankGroup
 
 PATIENCE_S = 60.0
 """Seconds that a failing process waits for a checkpoint that is being written."""
@@ -40,9 +39,7 @@ class Saver:
     def __init__(
         self,
         *,
-        config: Config,
         identity: Mapping[str, object],
-        group: RankGroup,
         strategy: Strategy,
         optimizer: NamedOptimizer,
         scaler: LossScaler,
@@ -54,6 +51,7 @@ class Saver:
         Raises:
             UsageError: on all ranks; the model holds what no checkpoint can.
         """
+        config, group = strategy.parts.config, strategy.parts.group
         self.config, self.identity, self.group = config, identity, group
         self.strategy, self.optimizer, self.scaler = strategy, optimizer, scaler
         self.directory, self.console = directory, console
