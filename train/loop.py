@@ -210,7 +210,7 @@ class Trainer:
     def _agree(self, sums: Sums, changed: bool) -> tuple[float, float, float, float]:
         """Exchange all that ranks must agree on before the weights move, in one small collective.
 
-        Gives the loss and the count of the whole batch, the number of ranks that were asked to
+        Returns the loss and the count of the whole batch, the number of ranks that were asked to
         stop, and the number of ranks that have left out other parameters than before.
         """
         mine = sums.loss.full_tensor() if is_sharded(sums.loss) else sums.loss

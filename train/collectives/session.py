@@ -43,18 +43,10 @@ def spawn(options: Options, nproc: int) -> int:
 
 
 def _spawned(rank: int, options: Options, nproc: int, meeting: str) -> None:
-    rank_info = RankInfo(
-        rank=rank,
-        world_size=nproc,
-        local_rank=rank,
-        local_world_size=nproc,
-        launched=True,
-        meeting=meeting,
-    )
     # Ranks on one machine share its cores; each with a thread per core would slow all of them down.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // nproc))
-    exit_status = be_a_rank(options, rank_info)
+    exit_status = be_a_rank(options, RankInfo().of_spawned(rank, nproc, meeting))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_status)

@@ -128,7 +128,7 @@ def parallelise(
 ) -> tuple[cp.SequenceSlice, fsdp.Units | None]:
     """Split a model, or one pipeline stage of it, by the layout.
 
-    Gives this rank's part of each sequence, and the units that are gathered and reduced along the
+    Returns this rank's part of each sequence, and the units that are gathered and reduced along the
     data axes; None: nothing is.
     """
     layout, config = parts.layout, parts.config
