@@ -1,7 +1,5 @@
 """`torchrun … -m train`: command line, readiness to stop, training, exit status."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys
@@ -54,7 +52,11 @@ def main() -> int:
         directory = RunDirectory(config.directory, rank_info)
         # Only here, as they import torch: a mistyped flag is answered at once.
         if config.spawn is not None and not rank_info.launched:
-            return run_spawned(config.spawn, directory, stop)
+            exit_status = spawn(config.spawn, sys.argv[1:], stop)
+            if exit_status == EXIT_PREEMPTED:
+                # The ranks may have had no time to record it.
+                record_end(directory, "preempted", f"stopped by {stop.signal_name or 'a signal'}")
+            return exit_status
         from train.session import train
 
         exit_status = train(config, rank_info, stop, console)
@@ -78,14 +80,6 @@ def look(request: flags.Request, console: Console) -> int:
     from train import dryrun
 
     exit_status: int = dryrun.show(request.config, console)
-    return exit_status
-
-
-def run_spawned(count: int, directory: RunDirectory, stop: StopRequest) -> int:
-    """Train in processes of our own; record a stop, which they may have had no time to."""
-    exit_status = spawn(count, sys.argv[1:], stop)
-    if exit_status == EXIT_PREEMPTED:
-        record_end(directory, "preempted", f"stopped by {stop.signal_name or 'a signal'}")
     return exit_status
 
 

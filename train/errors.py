@@ -9,15 +9,13 @@ TrainError            1  the run cannot go on; the message says why
 └── PeerError         1  another rank failed and has said why
 """
 
-from __future__ import annotations
-
 import re
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-# EX_TEMPFAIL of sysexits.h: nothing is wrong, start me again.
 EXIT_PREEMPTED = 75
+"""EX_TEMPFAIL of sysexits.h: nothing is wrong, start me again."""
 
 
 class TrainError(Exception):
@@ -79,7 +77,7 @@ NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
 
 
 def is_collateral(error: BaseException) -> bool:
-    """Say whether an error is only the echo of a failure elsewhere, so that a retry may help."""
+    """Whether an error is only the echo of a failure elsewhere, so that a retry may help."""
     if isinstance(error, PeerError):
         return True
     if isinstance(error, TrainError):

@@ -4,8 +4,6 @@ Context parallelism gives each rank a part of every sequence. Almost every layer
 position at a time and need not know; these look beyond, so they get the offset.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch
@@ -67,7 +65,7 @@ class Positions(Placed):
         nn.init.normal_(self.weight)
 
     def forward(self, time: int) -> Tensor:
-        """Give the vectors of `time` places. Shape [time, width]."""
+        """Return the vectors of `time` places. Shape [time, width]."""
         return self.weight[self.offset : self.offset + time]
 
 

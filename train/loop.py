@@ -1,28 +1,22 @@
 """The training loop: steps, agreement, evaluation, checkpoints."""
 
-from __future__ import annotations
-
 import math
 import time
 
 import torch
 
 from train.checkpoints.state import Saver
-from train.cli.config import Config
 from train.data.loader import Feed, resident, source_of
 from train.data.order import SampleOrder, mixed, seed_device, seed_of
 from train.errors import NonFiniteLoss
 from train.model.evaluation import batch_size, measure
-from train.model.gradients import LossScaler, clip, total_norm
-from train.model.optimizer import LearningRate, NamedOptimizer
+from train.model.optimizer import LearningRate, LossScaler, NamedOptimizer, clip, total_norm
 from train.parallel.base import Strategy, Sums, is_sharded
 from train.parallel.consistency import Untrained, check_counters, check_data, some_of
 from train.profiling.capture import Profiler
 from train.rundir.console import Console, figures
 from train.rundir.files import RunDirectory, TrainingProgress, read_lines
-from train.runtime.process_group import RankGroup
 from train.runtime.signals import StopRequest
-from train.tasks.base import Task
 
 
 class Trainer:
@@ -31,9 +25,6 @@ class Trainer:
     def __init__(
         self,
         *,
-        config: Config,
-        group: RankGroup,
-        task: Task,
         strategy: Strategy,
         optimizer: NamedOptimizer,
         scaler: LossScaler,
@@ -45,6 +36,7 @@ class Trainer:
         stop: StopRequest,
     ) -> None:
         """Put the parts together; `resume()` and `run()` do the work."""
+        config, group, task = strategy.parts.config, strategy.parts.group, strategy.task
         self.config, self.group, self.task, self.strategy = config, group, task, strategy
         self.optimizer, self.scaler, self.saver = optimizer, scaler, saver
         self.profiler, self.progress, self.directory = profiler, progress, directory
@@ -124,7 +116,7 @@ class Trainer:
         return True
 
     def _evaluated_epoch(self) -> int:
-        """Say after which epoch a run that goes on from here was evaluated last.
+        """Return the epoch after which a run that goes on from here was evaluated last.
 
         An evaluation follows the checkpoint of the same step, so it may have failed, or a stop may
         have come first. Rank 0 looks for its event in the run directory; all ranks call this.
@@ -205,7 +197,7 @@ class Trainer:
         )
 
     def note_stop(self, ranks_signalled: float) -> bool:
-        """Return whether any rank got a stop request, and record it in `events.jsonl`."""
+        """Whether any rank got a stop request, and record it in `events.jsonl`."""
         if ranks_signalled:
             self.directory.event(
                 "stop_requested",
@@ -218,7 +210,7 @@ class Trainer:
     def _agree(self, sums: Sums, changed: bool) -> tuple[float, float, float, float]:
         """Exchange all that ranks must agree on before the weights move, in one small collective.
 
-        Gives the loss and the count of the whole batch, the number of ranks that were asked to
+        Returns the loss and the count of the whole batch, the number of ranks that were asked to
         stop, and the number of ranks that have left out other parameters than before.
         """
         mine = sums.loss.full_tensor() if is_sharded(sums.loss) else sums.loss

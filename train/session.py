@@ -1,7 +1,5 @@
 """One start of the trainer: connect, check the run directory, train, record how it ended."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,9 +23,9 @@ from train.errors import (
 )
 from train.failure.record import fail
 from train.loop import Trainer
-from train.model.gradients import LossScaler
-from train.model.optimizer import NamedOptimizer
+from train.model.optimizer import LossScaler, NamedOptimizer
 from train.parallel.base import Parts
+from train.parallel.layout import counted
 from train.profiling.capture import Profiler
 from train.profiling.timeline import Profile
 from train.rundir.claim import adopt, claim
@@ -158,19 +156,20 @@ def assemble(
     strategy.bind(optimizer)
     scaler = LossScaler(enabled=config.precision == "fp16")
     saver = Saver(
-        config=config,
         identity=identity,
-        group=group,
         strategy=strategy,
         optimizer=optimizer,
         scaler=scaler,
         directory=directory,
         console=console,
     )
-    return trainer_class(config.strategy_on(group.rank_info))(
-        config=config,
-        group=group,
-        task=parts.task,
+    trainer = Trainer
+    if config.strategy_on(group.rank_info) == "ps":
+        # Only here, as it imports torch.distributed.rpc.
+        from train.parallel.parameter_server.strategy import ServedTrainer
+
+        trainer = ServedTrainer
+    return trainer(
         strategy=strategy,
         optimizer=optimizer,
         scaler=scaler,
@@ -186,16 +185,6 @@ def assemble(
         console=console,
         stop=stop,
     )
-
-
-def trainer_class(strategy: str) -> type[Trainer]:
-    """Choose the loop."""
-    if strategy != "ps":
-        return Trainer
-    # Only here, as it imports torch.distributed.rpc.
-    from train.parallel.parameter_server.strategy import ServedTrainer
-
-    return ServedTrainer
 
 
 def announce(trainer: Trainer, parts: Parts) -> None:
@@ -219,18 +208,13 @@ def announce(trainer: Trainer, parts: Parts) -> None:
     shape = "" if strategy in ("single", "ps") else f" ({parts.layout})"
     trainer.console.say(
         f"{config.task}: {trainer.progress.steps} steps of {config.global_batch} samples = "
-        f"{parted(trainer.strategy.shards, 'shard')} x "
-        f"{parted(trainer.micro_batches, 'micro-batch', 'es')} of {micro:g}, "
+        f"{counted(trainer.strategy.shards, 'shard')} x "
+        f"{counted(trainer.micro_batches, 'micro-batch')} of {micro:g}, "
         f"{strategy}{shape} on {device.type}, attempt {rank_info.attempt}, "
         f"restart {rank_info.restart}"
     )
     if description := trainer.strategy.describe():
         trainer.console.say(description)
-
-
-def parted(count: int, noun: str, plural: str = "s") -> str:
-    """Count things in words."""
-    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 def finish(trainer: Trainer) -> None:

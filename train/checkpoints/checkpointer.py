@@ -1,7 +1,5 @@
 """Writing checkpoints in a thread, while training continues."""
 
-from __future__ import annotations
-
 import errno
 import math
 import threading
@@ -21,10 +19,10 @@ from train.checkpoints.store import Position, Proof, State
 from train.errors import CheckpointError, TrainError
 from train.runtime.process_group import Channel, RankGroup
 
-# What a checkpoint takes beside its tensors: state, manifest, and room for the run's outcome; and
-# for each rank's file a page, as files fill whole pages.
 BESIDE_BYTES = 1 << 16
 PAGE_BYTES = 4096
+"""What a checkpoint takes beside its tensors: state, manifest, and room for the run's outcome; and
+for each rank's file a page, as files fill whole pages."""
 
 
 class _DiskFullError(CheckpointError):
@@ -52,7 +50,7 @@ class WriteFailure:
     """Whether the disk is full."""
 
     @classmethod
-    def of(cls, error: Exception) -> WriteFailure:
+    def of(cls, error: Exception) -> "WriteFailure":
         """Describe an exception."""
         if isinstance(error, OSError):
             return cls(text=str(error), full=error.errno in (errno.ENOSPC, errno.EDQUOT))

@@ -5,8 +5,6 @@ writes it, so that each rank writes about as much. The plan does not depend on t
 DTensor knows which part of a tensor a rank has.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 
@@ -52,7 +50,15 @@ class Planner:
             dedup_save_to_lowest_rank=not evenly,
         )
         planner.set_up_planner(dict(tensors), is_coordinator=self._channel.rank == 0)
-        plans = self._channel.gather(_without_empty_parts(planner.create_local_plan()))
+        # Without the parts of ranks beyond the end of a small tensor; a tensor may itself be empty.
+        items = [
+            item
+            for item in planner.create_local_plan().items
+            if (data := item.tensor_data) is None
+            or math.prod(data.chunk.sizes) > 0
+            or math.prod(data.size) == 0
+        ]
+        plans = self._channel.gather(SavePlan(items))
         answers: list[SavePlan | str] = []
         if self._channel.rank == 0:
             try:
@@ -67,19 +73,6 @@ class Planner:
             raise CheckpointError(plan)
         self._parts, self._planned_for = _parts(plan), described
         return self._parts
-
-
-def _without_empty_parts(plan: SavePlan) -> SavePlan:
-    """Leave out parts of ranks beyond the end of a small tensor; a tensor may itself be empty."""
-    return SavePlan(
-        [
-            item
-            for item in plan.items
-            if (data := item.tensor_data) is None
-            or math.prod(data.chunk.sizes) > 0
-            or math.prod(data.size) == 0
-        ]
-    )
 
 
 def _parts(plan: SavePlan) -> tuple[TensorPart, ...]:

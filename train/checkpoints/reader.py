@@ -1,7 +1,5 @@
 """Reading a checkpoint: its content, a rank's part of it, a whole tensor, or all weights."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -24,8 +22,8 @@ from train.checkpoints.safetensors_file import MEANT, TensorPart, as_stored
 from train.errors import CheckpointError
 
 MODEL, OPTIMIZER = "model.", "optimizer."
-# Shape and type of each tensor.
 Listing = dict[str, tuple[torch.Size, torch.dtype]]
+"""Shape and type of each tensor."""
 
 
 class Stored:
@@ -111,7 +109,7 @@ def _meant(file: Path) -> dict[str, torch.dtype]:
 
 
 def _complete(entry: TensorStorageMetadata) -> bool:
-    """Return whether the parts of a tensor lie within it, and are as many numbers as it has."""
+    """Whether the parts of a tensor lie within it, and are as many numbers as it has."""
     rank = len(entry.size)
     inside = all(
         len(chunk.offsets) == len(chunk.sizes) == rank and min(chunk.offsets, default=0) >= 0

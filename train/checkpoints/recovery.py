@@ -3,8 +3,6 @@
 A checkpoint that cannot be read, or is of another model, raises a CheckpointError on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +46,7 @@ def look(run_dir: Path, *, attempt: int, together: RankGroup | None = None) -> S
 
     `together`: all ranks see one directory, and each verifies some of the files.
     """
-    positions = store.places(run_dir, up_to_attempt=attempt)
+    positions = store.committed(run_dir, up_to_attempt=attempt)
     share = (0, 1)
     if together:
         positions = together.broadcast(positions)

@@ -5,8 +5,6 @@ tensors go to the disk and into the digest block by block, and may arrive from a
 one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -21,7 +19,6 @@ from torch import Tensor
 from train.checkpoints.store import Proof
 from train.runtime.process_group import bytes_of
 
-# What safetensors calls the types of torch.
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -39,8 +36,7 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.bool: "BOOL",
 }
-# A file stores types that not every reader knows as another one: complex numbers as pairs of real
-# ones, in one more dimension, the rest as bytes. Its header holds their original types.
+"""What safetensors calls the types of torch."""
 STORED_AS = {
     torch.complex128: torch.float64,
     torch.complex64: torch.float32,
@@ -49,10 +45,12 @@ STORED_AS = {
     torch.float8_e5m2fnuz: torch.uint8,
     torch.float8_e8m0fnu: torch.uint8,
 }
-# Under this name: JSON, the type by the tensor's name, such as {"model.angles": "complex64"}.
+"""A file stores types that not every reader knows as another one: complex numbers as pairs of real
+ones, in one more dimension, the rest as bytes. Its header holds their original types."""
 MEANT = "torch_dtypes"
-# Small enough to be hashed and written while it is in a processor's cache.
+"""Under this name: JSON, the type by the tensor's name, such as {"model.angles": "complex64"}."""
 BLOCK_BYTES = 1 << 20
+"""Small enough to be hashed and written while it is in a processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class TensorPart:
         """Sort the widest types first, so that each starts at a multiple of its width."""
         return -self.dtype.itemsize, self.name
 
-    def stored(self) -> TensorPart:
+    def stored(self) -> "TensorPart":
         """Return the same part of the tensor as `as_stored()` makes it."""
         if self.dtype not in STORED_AS:
             return self

@@ -1,7 +1,5 @@
 """From the live run to a checkpoint, and back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -17,20 +15,18 @@ from train.checkpoints.safetensors_file import problem_of
 from train.checkpoints.store import Position, State
 from train.cli.config import Config
 from train.errors import CheckpointError, FencedError, NonFiniteLoss, UsageError
-from train.model.gradients import LossScaler, not_finite
-from train.model.optimizer import NamedOptimizer
+from train.model.optimizer import LossScaler, NamedOptimizer, not_finite
 from train.parallel.base import Strategy
 from train.rundir.claim import differences
 from train.rundir.console import Console
 from train.rundir.files import RunDirectory, TrainingProgress
-from train.runtime.process_group import RankGroup
 
-# Seconds that a failing process waits for a checkpoint that is being written.
 PATIENCE_S = 60.0
-# Settings that may differ between two starts of a run, and change more than the last digits.
+"""Seconds that a failing process waits for a checkpoint that is being written."""
 REPORTED_CHANGES = (
     "precision", "reduce", "sync_batch_norm", "comm_hook", "local_steps", "ps_mode", "staleness",
 )  # fmt: skip
+"""Settings that may differ between two starts of a run, and change more than the last digits."""
 
 
 class Saver:
@@ -43,9 +39,7 @@ class Saver:
     def __init__(
         self,
         *,
-        config: Config,
         identity: Mapping[str, object],
-        group: RankGroup,
         strategy: Strategy,
         optimizer: NamedOptimizer,
         scaler: LossScaler,
@@ -57,6 +51,7 @@ class Saver:
         Raises:
             UsageError: on all ranks; the model holds what no checkpoint can.
         """
+        config, group = strategy.parts.config, strategy.parts.group
         self.config, self.identity, self.group = config, identity, group
         self.strategy, self.optimizer, self.scaler = strategy, optimizer, scaler
         self.directory, self.console = directory, console
@@ -65,7 +60,18 @@ class Saver:
         # The checkpoint of the last save, if it lies in a directory that rank 0 sees.
         self._saved: Position | None = None
         self._last_step = 0
-        self._refuse_unstorable_tensors()
+        # Refused now: the first checkpoint could not hold these.
+        problems = self._everywhere(
+            f"{name} {text}"
+            for name, tensor in strategy.model_state().items()
+            if (text := problem_of(tensor))
+        )
+        if problems:
+            raise UsageError(
+                "checkpoints cannot hold all of the model: register what can be computed anew with "
+                "persistent=False, or give it another type:\n"
+                + "\n".join(f"  {problem}" for problem in problems)
+            )
         self._frozen = self._everywhere(
             name for name, weight in self.strategy.named_parameters() if not weight.requires_grad
         )
@@ -203,19 +209,6 @@ class Saver:
     def _everywhere(self, names: Iterable[str]) -> list[str]:
         """Join the names of all ranks."""
         return sorted({name for rank in self.group.gather(list(names)) for name in rank})
-
-    def _refuse_unstorable_tensors(self) -> None:
-        """Refuse now the tensors that the first checkpoint could not hold."""
-        state = self.strategy.model_state()
-        problems = self._everywhere(
-            f"{name} {text}" for name, tensor in state.items() if (text := problem_of(tensor))
-        )
-        if problems:
-            raise UsageError(
-                "checkpoints cannot hold all of the model: register what can be computed anew with "
-                "persistent=False, or give it another type:\n"
-                + "\n".join(f"  {problem}" for problem in problems)
-            )
 
     def _refuse_not_finite(self, step: int) -> None:
         """Refuse a checkpoint of weights that are not finite: only the last ones are retained.

@@ -6,8 +6,6 @@ Every function that reads a file raises a CheckpointError if it is missing, dama
 version.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -26,8 +24,8 @@ from train.rundir.jsonl import dump
 STATE = "state.json"
 MANIFEST = "manifest.json"
 _TENSORS = re.compile(r"rank-[0-9]+\.safetensors", re.ASCII)
-# Size and SHA-256 of a file, as the manifest has them.
 Proof = Mapping[str, object]
+"""Size and SHA-256 of a file, as the manifest has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,7 @@ def tensor_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def places(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
+def committed(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
     """List the committed checkpoints of this attempt and earlier ones, best first."""
     positions = []
     for attempt, path in entries(run_dir, up_to_attempt):

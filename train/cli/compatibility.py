@@ -4,8 +4,6 @@ Without torch. Limits of the model or the machine (heads, pieces, classes, backe
 later, by the modules that know them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator
@@ -18,8 +16,8 @@ from train.parallel.pipeline import split
 from train.profiling.timeline import Profile
 from train.runtime.rank import RankInfo
 
-# Strategies of `parallel.hybrid` and `parallel.pipeline`, which shard along the data axes.
 COMPOSED = ("fsdp", "hsdp", "tp", "cp", "hybrid", "pp")
+"""Strategies of `train.parallel.hybrid` and `.pipeline`, which shard along the data axes."""
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^/:\s\[\]]+):(\d{1,5})")
 _FILE = re.compile(r"file://(/.*[^/])")
 

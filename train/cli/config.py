@@ -3,8 +3,6 @@
 Flags, help, configuration file and reference page are made from each field's type and docstring.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib
@@ -44,7 +42,6 @@ ScheduleName = Literal[
 ]  # fmt: skip
 
 
-# Titles of the sections of the help, by the first field of each.
 SECTIONS = {
     "task": "What to learn",
     "optimizer": "Steps",
@@ -53,6 +50,7 @@ SECTIONS = {
     "run_dir": "What is written",
     "device": "Starting and watching",
 }
+"""Titles of the sections of the help, by the first field of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +186,7 @@ class Config:
         return self.run_dir
 
     def identity(self) -> dict[str, object]:
-        """Fields that make it another run when they change.
+        """Return the fields that make it another run when they change.
 
         `steps` and `epochs` are not among them, so that a finished run can be extended, unless the
         learning rate falls towards the end; nor are fields that change with the number of ranks.
@@ -203,7 +201,7 @@ class Config:
         return {name: getattr(self, name) for name in names}
 
     def total_steps(self, train_samples: int) -> int:
-        """How many steps the run has in all.
+        """Return how many steps the run has in all.
 
         The last step of the last epoch takes a full batch too, so a few samples of the next epoch
         may be seen; an extended run is then the same as a run that was longer from the start.
@@ -213,11 +211,11 @@ class Config:
         return math.ceil((self.epochs or DEFAULT_EPOCHS) * train_samples / self.global_batch)
 
     def axis_sizes(self) -> dict[str, int | None]:
-        """The sizes of the mesh that were given."""
+        """Return the sizes of the mesh that were given."""
         return {axis: getattr(self, axis) for axis in Layout().sizes()}
 
     def strategy_on(self, rank_info: RankInfo) -> str:
-        """The strategy's name with `auto` resolved."""
+        """Return the strategy's name with `auto` resolved."""
         if self.strategy != "auto":
             return self.strategy
         axes = {axis for axis, size in self.axis_sizes().items() if size not in (None, 1)}
@@ -226,7 +224,7 @@ class Config:
         return "hybrid"
 
     def layout_on(self, rank_info: RankInfo) -> Layout:
-        """The arrangement of the ranks.
+        """Return the arrangement of the ranks.
 
         Raises:
             UsageError: the sizes do not fit the number of ranks.
@@ -239,7 +237,7 @@ class Config:
         )
 
     def micro_batches(self, shards: int) -> int:
-        """How many micro-batches every shard makes of its share; the largest share decides."""
+        """Return how many micro-batches every shard makes; the largest share decides."""
         share = math.ceil(self.global_batch / shards)
         return math.ceil(share / (self.micro_batch or share))
 
@@ -321,11 +319,10 @@ class ConfigField:
 @cache
 def fields() -> dict[str, ConfigField]:
     """Describe the fields of `Config`, by name and in its order."""
-    hints = typing.get_type_hints(Config, include_extras=True)
     by_name, section = {}, ""
     for field in dataclasses.fields(Config):
         section = SECTIONS.get(field.name, section)
-        kind, choices, least = _parse_hint(hints[field.name])
+        kind, choices, least = _parse_hint(field.type)
         by_name[field.name] = ConfigField(
             name=field.name,
             section=section,
@@ -337,7 +334,6 @@ def fields() -> dict[str, ConfigField]:
     return by_name
 
 
-# The names of fields in other trainers.
 SYNONYMS = {
     "learning-rate": "--lr",
     "batch-size": "--global-batch",
@@ -350,6 +346,7 @@ SYNONYMS = {
     "max-grad-norm": "--clip-norm",
     "nproc": "--spawn",
 }
+"""The names of fields in other trainers."""
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

@@ -3,8 +3,6 @@
 Both use the same names; the file is one flat table. Without torch, so that an answer is quick.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap
@@ -19,14 +17,14 @@ from train.errors import UsageError
 from train.runtime.rank import RankInfo
 
 RUN_DIR = "TRAIN_RUN_DIR"
-# Flags that are not fields of `Config`, with their values and meanings.
 FILES = {
     "--config": ("PATH", "Read the configuration from this TOML file; flags override it."),
     "--write-config": ("PATH", "Write the whole configuration to this file, and train nothing."),
 }
+"""Flags that are not fields of `Config`, with their values and meanings."""
 HELP = ("--help", "Show this and exit.")
-# Nothing is trained then: there need be no ranks, and no run directory.
 ONLY_LOOKING = ("--dry-run", "--write-config")
+"""Nothing is trained then: there need be no ranks, and no run directory."""
 _HEAD = "# A configuration of `python -m train`, for its --config; flags override what stands here."
 _MOST_BYTES = 1 << 20
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -48,7 +46,7 @@ class Request:
 
 
 def only_looks(argv: Sequence[str]) -> bool:
-    """Return whether a command line, right or wrong, requests no training."""
+    """Whether a command line, right or wrong, requests no training."""
     return any(word.partition("=")[0] in ONLY_LOOKING for word in argv)
 
 
@@ -224,7 +222,14 @@ def dumps(config: Config) -> str:
             section = field.section
             lines += ["", "", f"# {section.upper()}"]
         value = getattr(config, name)
-        setting = f"# {name} =" if value is None else f"{name} = {_literal(value)}"
+        if value is None:
+            setting = f"# {name} ="
+        elif isinstance(value, (bool, int, float)):
+            setting = f"{name} = {str(value).lower()}"
+        else:
+            # JSON's strings are TOML's, but for one character that TOML escapes.
+            literal = json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+            setting = f"{name} = {literal}"
         lines += ["", f"# {docs[name]}", setting]
     return "\n".join(lines) + "\n"
 
@@ -266,14 +271,6 @@ def _convert(field: ConfigField, value: object) -> object:
     if problem := field.problem_of(value):
         raise ValueError(problem)
     return Path(str(value)) if field.kind is Path else value
-
-
-def _literal(value: object) -> str:
-    """Write a value as TOML does."""
-    if isinstance(value, (bool, int, float)):
-        return str(value).lower()
-    # JSON's strings are TOML's, but for one character that TOML escapes.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _line(text: str, key: str) -> int:

@@ -1,7 +1,5 @@
 """`python -m train.collectives`: each collective explained, checked and measured by a run."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import NoReturn

@@ -4,8 +4,6 @@ Numbers before and after on every rank, checked against plain Python; then laten
 size by size.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

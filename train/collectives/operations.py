@@ -6,8 +6,6 @@ all_reduce; (n-1) / n for all_gather, reduce_scatter, all_to_all, gather and sca
 others. Source: nccl-tests, doc/PERFORMANCE.md, and its src/{gather,scatter,sendrecv}.cu.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +42,7 @@ class Collective:
     """Bus bandwidth / algorithm bandwidth, for a world size."""
 
     def numbers(self, world_size: int) -> int:
-        """How many numbers the largest buffer has in the small case."""
+        """Return how many numbers the largest buffer has in the small case."""
         start = [self.before(rank, world_size) for rank in range(world_size)]
         ends = [self.after(start, rank) for rank in (ROOT, world_size - 1)]
         return max(len(numbers) for numbers in [*start, *ends] if numbers is not None)

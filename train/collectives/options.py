@@ -1,7 +1,5 @@
 """The command line of `python -m train.collectives`; without torch."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence
@@ -12,11 +10,11 @@ from train.cli.config import nearest
 from train.errors import UsageError
 from train.runtime.rank import RankInfo
 
-# Collectives that move numbers, and therefore have a table of sizes.
 SIZED = (
     *("all_reduce", "broadcast", "reduce", "scatter", "gather", "all_gather", "reduce_scatter"),
     *("all_to_all", "send_recv"),
 )
+"""Collectives that move numbers, and therefore have a table of sizes."""
 NAMES = (*SIZED, "barrier", "monitored_barrier")
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 

@@ -1,7 +1,5 @@
 """A run: start the ranks or join those of a launcher, and show one collective after another."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile
@@ -25,7 +23,7 @@ from train.collectives.operations import COLLECTIVES, Collective
 from train.collectives.options import Options
 from train.errors import EXIT_DONE, EXIT_FAILED, TrainError
 from train.rundir.console import Console
-from train.runtime.devices import agree_on_device, device_and_backend
+from train.runtime.devices import agree_on_device, device_and_backend, use
 from train.runtime.process_group import disconnect
 from train.runtime.rank import RankInfo
 from train.runtime.rendezvous import meet
@@ -45,18 +43,10 @@ def spawn(options: Options, nproc: int) -> int:
 
 
 def _spawned(rank: int, options: Options, nproc: int, meeting: str) -> None:
-    rank_info = RankInfo(
-        rank=rank,
-        world_size=nproc,
-        local_rank=rank,
-        local_world_size=nproc,
-        launched=True,
-        meeting=meeting,
-    )
     # Ranks on one machine share its cores; each with a thread per core would slow all of them down.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // nproc))
-    exit_status = be_a_rank(options, rank_info)
+    exit_status = be_a_rank(options, RankInfo().of_spawned(rank, nproc, meeting))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_status)
@@ -67,8 +57,7 @@ def be_a_rank(options: Options, rank_info: RankInfo) -> int:
     console, timeout = Console(rank=rank_info.rank), timedelta(seconds=options.timeout_s)
     try:
         device, backend = device_and_backend(rank_info)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        use(device)
         with meet(rank_info, "env://", timeout) as store:
             agree_on_device(store, rank_info, device)
             dist.init_process_group(

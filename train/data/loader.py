@@ -1,7 +1,5 @@
 """Sources of batches: samples in memory, or of a Dataset that other processes read ahead."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -13,23 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from train.data.order import (
-    Batch,
-    Chance,
-    SampleOrder,
-    Samples,
-    Source,
-    mixed,
-    seed_of,
-    share_of,
-)
+from train.data.order import Batch, Chance, SampleOrder, Samples, Source, mixed, seed_of, share_of
 from train.errors import UsageError
 from train.model import trees
 from train.model.trees import Tree
 from train.runtime.signals import SIGNALS
 
-# Sample numbers, and what their random numbers depend on.
 Draw = tuple[list[int], Chance | None]
+"""Sample numbers, and what their random numbers depend on."""
 
 
 def source_of(samples: Batch | Samples, *, workers: int = 0, task: str = "") -> Source:
@@ -97,7 +86,7 @@ class DatasetReader:
         """Count the samples."""
         return len(self._samples)
 
-    def to(self, device: torch.device) -> DatasetReader:
+    def to(self, device: torch.device) -> "DatasetReader":
         """Read the same samples, in batches on a device."""
         return DatasetReader(self._samples, workers=self._workers, device=device, task=self._task)
 
@@ -265,7 +254,7 @@ class RandomDrawDetector:
         self._state = torch.default_generator.get_state()
 
     def drawn(self) -> bool:
-        """Return whether random numbers were drawn since then."""
+        """Whether random numbers were drawn since then."""
         return (
             random.random() != self._random.random()
             or np.random.random_sample() != self._numpy.random_sample()

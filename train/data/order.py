@@ -8,8 +8,6 @@ exactly once. With weights, an epoch is as many draws with replacement instead, 
 ranks; each rank takes its slice of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -23,8 +21,8 @@ from train.errors import UsageError
 from train.model import trees
 from train.model.trees import Tree
 
-# How many samples torch.multinomial can choose from.
 MOST_WEIGHTS = 2**24
+"""How many samples torch.multinomial can choose from."""
 _WORD = (1 << 64) - 1
 
 
@@ -50,7 +48,7 @@ class Batch:
         """Count the samples."""
         return trees.sample_count(self.inputs)
 
-    def take(self, indices: Tensor, chance: Chance | None = None, /) -> Batch:
+    def take(self, indices: Tensor, chance: Chance | None = None, /) -> "Batch":
         """Pick samples by number; samples in memory need no `chance`."""
         inputs, targets = self.inputs, self.targets
         first = inputs if isinstance(inputs, Tensor) else trees.tensors_of(inputs)[0]
@@ -64,11 +62,11 @@ class Batch:
             )
         return self.mapped(lambda tensor: tensor.index_select(0, indices))
 
-    def part(self, start: int, stop: int) -> Batch:
+    def part(self, start: int, stop: int) -> "Batch":
         """Pick a range of samples, without copying."""
         return self.mapped(lambda tensor: tensor[start:stop])
 
-    def split_into(self, count: int) -> list[Batch]:
+    def split_into(self, count: int) -> "list[Batch]":
         """Cut into `count` micro-batches whose sizes differ by at most one.
 
         Ranks that must make the same number of passes may have fewer samples than that: the first
@@ -81,19 +79,19 @@ class Batch:
 
     def read(
         self, draws: Iterable[Tensor], chances: Iterable[Chance] | None = None, /
-    ) -> Iterator[Batch]:
+    ) -> "Iterator[Batch]":
         """Yield one batch per draw of sample numbers; in memory, there is nothing to read ahead."""
         return (self.take(numbers) for numbers in draws)
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> "Batch":
         """Move to a device."""
         return self.mapped(lambda tensor: tensor.to(device))
 
-    def zeros(self) -> Batch:
+    def zeros(self) -> "Batch":
         """Make a batch of the same shape and types that holds only zeros."""
         return self.mapped(torch.zeros_like)
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to each tensor."""
         return Batch(
             inputs=trees.mapped(function, self.inputs), targets=trees.mapped(function, self.targets)
@@ -130,7 +128,7 @@ class Source(Protocol):
     ) -> Iterator[Batch]:
         """Yield one batch per draw of sample numbers, and chance; some are prepared ahead."""
 
-    def to(self, device: torch.device, /) -> Source:
+    def to(self, device: torch.device, /) -> "Source":
         """Return the same samples in batches on a device."""
 
 
@@ -211,7 +209,20 @@ class SampleOrder:
             raise UsageError("the training data is empty: there is nothing to draw")
         self._size = size
         self.seed = seed
-        self._weights = None if weights is None else _checked_weights(weights, size)
+        if weights is not None:
+            if weights.shape != (size,):
+                shape = list(weights.shape)
+                raise UsageError(f"{shape} weights for {size} samples: give one for each")
+            if size > MOST_WEIGHTS:
+                raise UsageError(
+                    f"weighted sampling chooses from at most {MOST_WEIGHTS} samples, not {size}"
+                )
+            weights = weights.detach().cpu().double()
+            if not (weights.isfinite().all() and (weights >= 0).all() and weights.sum() > 0):
+                raise UsageError(
+                    "the weights of the samples must be finite, 0 or more, and not all 0"
+                )
+        self._weights = weights
         self._epoch = -1
         self._numbers = torch.empty(0, dtype=torch.int64)
 
@@ -243,17 +254,3 @@ class SampleOrder:
 def share_of(count: int, *, shard: int, shards: int) -> tuple[int, int]:
     """Range of `count` items that belongs to a shard: contiguous, unpadded, sizes differ by one."""
     return count * shard // shards, count * (shard + 1) // shards
-
-
-def _checked_weights(weights: Tensor, size: int) -> Tensor:
-    """Bring weights to the CPU, in double precision; refuse those that multinomial cannot take."""
-    if weights.shape != (size,):
-        raise UsageError(f"{list(weights.shape)} weights for {size} samples: give one for each")
-    if size > MOST_WEIGHTS:
-        raise UsageError(
-            f"weighted sampling chooses from at most {MOST_WEIGHTS} samples, not {size}"
-        )
-    weights = weights.detach().cpu().double()
-    if not (weights.isfinite().all() and (weights >= 0).all() and weights.sum() > 0):
-        raise UsageError("the weights of the samples must be finite, 0 or more, and not all 0")
-    return weights

@@ -7,8 +7,6 @@ dispatcher. The rules are those of torch 2.13, `aten/src/ATen/autocast_mode.h`, 
 torch as `torch/include/ATen/autocast_mode.h`; a test compares.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,7 +27,6 @@ def _names(text: str) -> list[str]:
     return text.split()
 
 
-# AT_FORALL_FP32: all tensors become float32.
 FLOAT32 = _names("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
     pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm
@@ -42,25 +39,26 @@ FLOAT32 = _names("""
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
     _upsample_bicubic2d_aa
 """)
-# AT_FORALL_FP32_SET_OPT_DTYPE: the result is float32, unless the call requests another type.
+"""AT_FORALL_FP32: all tensors become float32."""
 FLOAT32_OUT = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
 """)
-# AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: the same, by an overload that takes the type.
+"""AT_FORALL_FP32_SET_OPT_DTYPE: the result is float32, unless the call requests another type."""
 FLOAT32_NORMS = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
 }
-# AT_FORALL_PROMOTE: all tensors get the widest type among them.
+"""AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: the same, by an overload that takes the type."""
 WIDEST = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """)
-# AT_FORALL_LOWER_PRECISION_FP: all tensors get the low precision. For the rest of that list the CPU
-# has the same rule, or has it for the operations that they call.
+"""AT_FORALL_PROMOTE: all tensors get the widest type among them."""
 LOW = ["addmv", "addr", "mv"]
-# The CPU lowers the precision of these operations, CUDA that of the operations that they call.
+"""AT_FORALL_LOWER_PRECISION_FP: all tensors get the low precision. For the rest of that list the
+CPU has the same rule, or has it for the operations that they call."""
 _COMPOSITE = ("conv", "_addmm_activation", "_native_multi_head_attention", "mkldnn_rnn_layer")
+"""The CPU lowers the precision of these operations, CUDA that of the operations that they call."""
 
 _Kernel = Callable[..., Any]
 
@@ -158,7 +156,7 @@ def _float32_norm(typed: OpOverload, operation: OpOverload, args: Any, kwargs: A
 
 
 def _eligible(value: object) -> bool:
-    """Say whether autocast casts the value: a tensor of floating-point numbers, but no doubles."""
+    """Whether autocast casts the value: a tensor of floating-point numbers, but no doubles."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 

@@ -1,7 +1,5 @@
 """The bubble of a pipeline: the share of the time that its ranks wait, by schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -10,10 +8,10 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from train.cli.config import ScheduleName
 from train.parallel.pipeline import split
 
-# In units of a forward pass: the gradients of inputs take as long, and those of weights too.
 _TIME = {"FORWARD": 1.0, "BACKWARD_INPUT": 1.0, "BACKWARD_WEIGHT": 1.0, "FULL_BACKWARD": 2.0}
-# A pass of a micro-batch through a stage: (kind, stage, number of the micro-batch).
+"""In units of a forward pass: the gradients of inputs take as long, and those of weights too."""
 _Action = tuple[str, int, int]
+"""A pass of a micro-batch through a stage: (kind, stage, number of the micro-batch)."""
 
 
 def bubbles(pp: int, micro_batches: int) -> dict[str, float]:

@@ -12,8 +12,6 @@ torch has a similar mode for each, which falls short of a dry run:
   without messages from rank to rank.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -37,12 +35,11 @@ GRADIENTS = "gradients"
 OPTIMIZER = "optimizer"
 ACTIVATIONS = "activations"
 COMMUNICATION = "communication"
-# The kinds of memory of each parameter.
 STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
+"""The kinds of memory of each parameter."""
 MEMORY_KINDS = (*STATE, ACTIVATIONS, COMMUNICATION)
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-# Collectives by the first prefix that fits the operation's name. `wait_tensor` moves nothing.
 EXCHANGES = {
     "allreduce": "all-reduce",
     "all_reduce": "all-reduce",
@@ -64,15 +61,16 @@ EXCHANGES = {
     "irecv": "receive",
     "barrier": "barrier",
 }
+"""Collectives by the first prefix that fits the operation's name. `wait_tensor` moves nothing."""
 
 _aten = torch.ops.aten
-# torch's table has formulas for the GPU's attention only.
 _SAME_FLOPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         _aten._scaled_dot_product_flash_attention_backward
     ),
 }
+"""torch's table has formulas for the GPU's attention only."""
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,7 +96,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def wraps_others(types: Sequence[type]) -> bool:
-    """Say whether tensors of these types consist of other tensors."""
+    """Whether tensors of these types consist of other tensors."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
@@ -133,7 +131,7 @@ class Memory(OperationCounter):
         # Living storages by address: their number, and a reference that records their end.
         self._living: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> "Memory":
         """Watch `resize_` as well, which is no operation: FSDP empties and refills storages."""
         resize = torch.UntypedStorage.resize_
 

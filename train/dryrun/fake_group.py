@@ -4,8 +4,6 @@ torch brings both: `FakeTensorMode`, whose tensors have shapes only, and the `fa
 whose collectives return at once. Results that need other ranks are computed here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -39,9 +37,9 @@ from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
 
 ops = torch.ops
-# Shape and type of a pipeline stage's input, by the stage's number and the count of samples. An
-# entry is known once the stage before has run.
 StageInputs = dict[tuple[int, int], tuple[torch.Size, torch.dtype]]
+"""Shape and type of a pipeline stage's input, by the stage's number and the count of samples. An
+entry is known once the stage before has run."""
 
 
 @contextmanager

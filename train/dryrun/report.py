@@ -1,7 +1,5 @@
 """What a dry run finds out: as data, as JSON for programs, and as tables for people."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +8,9 @@ from typing import Any
 
 from train.dryrun.counters import Exchange
 from train.dryrun.simulate import RankCost
-from train.parallel.layout import Layout
+from train.parallel.layout import Layout, counted
 from train.runtime.devices import written
 
-# Figures that are not measured on the strategy's own code, or differ on real devices.
 NOTES = (
     "Counted while the real strategy made a step with tensors that have no memory, on one rank of "
     "each stage. By formula: sent (rings), waiting (equal stages, a backward pass twice a forward "
@@ -25,6 +22,7 @@ NOTES = (
     "set; allow some GiB on a GPU. "
     "Communication: what FSDP gathers, gradients until it shares them out, buffers of exchanges.",
 )
+"""Figures that are not measured on the strategy's own code, or differ on real devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,7 @@ class Findings:
         return [number * stride for number in range(sizes[axis])]
 
     def crosses_nodes(self, ranks: Sequence[int]) -> bool:
-        """Say whether ranks are on several nodes."""
+        """Whether ranks are on several nodes."""
         return len({rank // self.node_size for rank in ranks}) > 1
 
     def flows(self, rank: RankCost) -> list[Flow]:
@@ -156,7 +154,7 @@ class Findings:
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes of {self.node_size}"
         yield (
             f"{self.task}: {self.parameters:,} parameters, {self.strategy} on "
-            f"{_counted(layout.world_size, 'rank')} ({nodes})"
+            f"{counted(layout.world_size, 'rank')} ({nodes})"
         )
         rows = [("axis", "ranks", "with rank 0", "")]
         for axis, size in layout.sizes().items():
@@ -171,8 +169,8 @@ class Findings:
             yield from _table(rows)
         one = self.ranks[0]
         yield (
-            f"global batch: {self.global_batch} samples = {_counted(layout.shards, 'shard')} x "
-            f"{_counted(one.micro_batches, 'micro-batch')} of up to {one.micro_batch}; evaluation: "
+            f"global batch: {self.global_batch} samples = {counted(layout.shards, 'shard')} x "
+            f"{counted(one.micro_batches, 'micro-batch')} of up to {one.micro_batch}; evaluation: "
             f"up to {one.eval_batch} per rank at a time"
         )
 
@@ -196,15 +194,7 @@ class Findings:
             yield gradient_sync
 
     def _traffic(self) -> Iterator[str]:
-        head = (
-            "on the wire per step",
-            "along",
-            "collective",
-            "calls",
-            "bytes",
-            "sent by a rank",
-            "",
-        )
+        titles = ("along", "collective", "calls", "bytes", "sent by a rank", "")
         rows = [
             (
                 name,
@@ -218,7 +208,9 @@ class Findings:
             for name, rank in self._named_ranks()
             for flow in self.flows(rank)
         ]
-        yield from _table([head, *rows]) if rows else ["on the wire: nothing"]
+        yield from (
+            _table([("on the wire per step", *titles), *rows]) if rows else ["on the wire: nothing"]
+        )
 
     def _work(self) -> Iterator[str]:
         for name, rank in self._named_ranks():
@@ -250,16 +242,11 @@ class Findings:
             yield (name if self.layout.pp == 1 else f"pp {stage} ({name})"), rank
 
 
-def _counted(count: int, what: str) -> str:
-    plural = "es" if what.endswith("ch") else "s"
-    return f"{count} {what}{plural * (count != 1)}"
-
-
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Align columns: the first to the left, figures to the right."""
 
     def is_figure(cell: str) -> bool:
-        """Judge a column by its last cell: `12`, `1.5 GiB`, but not `0 4 8`."""
+        """Whether a column, by its last cell, has numbers: `12`, `1.5 GiB`, but not `0 4 8`."""
         first, _, rest = cell.replace(",", "").partition(" ")
         return first.replace(".", "").isdigit() and not rest[:1].isdigit() and "…" not in rest
 

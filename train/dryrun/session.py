@@ -1,7 +1,5 @@
 """A dry run from its configuration to its exit status; for a plan that does not fit, ways out."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +28,8 @@ from train.tasks.base import Task
 Try = Callable[[Config], int | None]
 """Rehearses another plan; returns the bytes of its worst rank, or None if it cannot work."""
 _Changes = dict[str, Any]
-# Larger factors would be another plan, not a way out of this one.
 _FACTORS = [2**power for power in range(1, 11)]
+"""Larger factors would be another plan, not a way out of this one."""
 
 
 def show(config: Config, console: Console) -> int:
@@ -137,7 +135,7 @@ def _rehearse(config: Config, task: Task, rank_info: RankInfo) -> list[RankCost]
 def misfit(
     ranks: Sequence[RankCost], limit: int, config: Config, layout: Layout, attempt: Try
 ) -> str | None:
-    """Say which rank needs more than `limit` bytes, with the arithmetic and ways out."""
+    """List each rank that needs more than `limit` bytes, with the arithmetic and ways out."""
     worst = max(ranks, key=lambda rank: rank.total)
     if worst.total <= limit:
         return None
@@ -220,7 +218,7 @@ def _sharding(rank: RankCost, limit: int, config: Config, layout: Layout) -> Ite
 
 
 def _sizes(rank: RankCost, rehearsed: int, limit: int) -> Iterator[int]:
-    """Give smaller numbers of samples whose activations, in proportion, leave room for the rest."""
+    """Yield smaller numbers of samples whose activations, in proportion, leave enough room."""
     activations = rank.memory[ACTIVATIONS]
     others = rank.total - activations
     for factor in _FACTORS:

@@ -1,7 +1,5 @@
 """The cost of a step on each kind of rank: the real strategy makes it with fake tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
@@ -26,19 +24,18 @@ from train.dryrun.counters import (
 )
 from train.dryrun.fake_group import StageInputs, fake_world, keep_buckets
 from train.model import evaluation
-from train.model.gradients import clip, total_norm
-from train.model.optimizer import NamedOptimizer
+from train.model.optimizer import NamedOptimizer, clip, total_norm
 from train.parallel.base import Parts, Strategy, WholeModel
+from train.parallel.ddp import LocalSgd
 from train.parallel.fsdp import GradientSync
 from train.parallel.hybrid import Composed
-from train.parallel.local_sgd import LocalSgd
 from train.parallel.pipeline import split
 from train.parallel.pipeline.schedule import Pipelined
 from train.runtime.rank import RankInfo
 from train.tasks.base import Task
 
-# The last micro-batch, which exchanges gradients, is different; those before it are all alike.
 ENOUGH = 2
+"""The last micro-batch, which exchanges gradients, is different; those before it are all alike."""
 TRAINING, EVALUATION = "training", "evaluation"
 
 

@@ -3,8 +3,6 @@
 Its frames still hold their arguments. So nothing has to be noted while all goes well.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import traceback
@@ -21,11 +19,10 @@ from train.rundir.files import TrainingProgress
 from train.tasks.base import Task
 
 METHODS = [n for n, m in vars(Task).items() if inspect.isfunction(m) and not n.startswith("_")]
-# In these methods a rank talks to no other, so that no error there is an echo.
 ALONE = ("model", "train", "test", "identity", "weights")
-# What `train.data.loader` adds to an exception.
+"""In these methods a rank talks to no other, so that no error there is an echo."""
 NOTE = re.compile(r"^in sample (\d+)$", re.MULTILINE)
-# The advice for an error, by its message.
+"""What `train.data.loader` adds to an exception."""
 HINTS = {
     "OutOfMemoryError: ": (
         "a smaller --micro-batch, or --activation-checkpointing, takes less memory; in an "
@@ -38,6 +35,7 @@ HINTS = {
         "the loss does not depend on any parameter: look for detach(), item() or no_grad()"
     ),
 }
+"""The advice for an error, by its message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,7 @@ def part_of(error: BaseException) -> FailedPart:
 
 
 def describe(error: BaseException, task: Task | None, progress: TrainingProgress | None) -> str:
-    """Say in a line which part of a task has failed, when, and on what."""
+    """Describe in a line which part of a task has failed, when, and on what."""
     part, frames = part_of(error), _frames(error)
     of_task = "" if task is None else f" of task {task.name!r}"
     sentences = [f"{part.name}{of_task} failed {_moment(frames, progress)}", part.given]
@@ -108,7 +106,7 @@ def explain(error: BaseException, task: Task | None, progress: TrainingProgress 
 
 
 def is_ours_alone(error: BaseException) -> bool:
-    """Say whether an error that looks like an echo comes from where no other rank is involved."""
+    """Whether an error that looks like an echo comes from where no other rank is involved."""
     with suppress(Exception):
         return part_of(error).alone
     return False
@@ -123,7 +121,7 @@ def in_short(error: BaseException) -> str:
 
 
 def _layer(frames: Sequence[FrameType]) -> str:
-    """Say which layer was given what when a forward pass has failed."""
+    """Describe which layer was given what when a forward pass has failed."""
     modules = [(frame, _receiver(frame)) for frame in frames]
     passes = [
         (frame, module)

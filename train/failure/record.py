@@ -4,8 +4,6 @@ It reports to people once per machine, and to torchrun, which prints at its end 
 rank has left in its error file, and takes the earliest of them for the root cause.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -35,9 +33,9 @@ if TYPE_CHECKING:
     from train.tasks.base import Task
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-# An echo gets a date that much later, so that its cause comes first: torchrun counts in seconds,
-# and dates a killed rank by when torchrun has noticed its end.
 ECHO_S = 10
+"""An echo gets a date that much later, so that its cause comes first: torchrun counts in seconds,
+and dates a killed rank by when torchrun has noticed its end."""
 
 _kept: list[BaseException] = []
 
@@ -45,7 +43,7 @@ _kept: list[BaseException] = []
 def fail(
     error: BaseException,
     directory: RunDirectory,
-    task: Task | None,
+    task: "Task | None",
     progress: TrainingProgress | None,
 ) -> int:
     """Record and report a failure; return the exit status."""

@@ -12,8 +12,6 @@ CPU; the one here runs everywhere. Both exchange counts and sums instead of mean
 differ in size, and one may be empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,16 +24,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Types that torch can subtract and add, and those that backends send.
 NUMBERS = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.complex128, torch.complex64, torch.complex32,
 )  # fmt: skip
+"""Types that torch can subtract and add, and those that backends send."""
 SENT = {*NUMBERS, torch.bool} - {torch.int16}
 
 
 def synchronised(
-    model: nn.Module, group: ProcessGroup | None = None, *, device: torch.device | None = None
+    model: nn.Module, group: "ProcessGroup | None" = None, *, device: torch.device | None = None
 ) -> nn.Module:
     """Replace each BatchNorm1d, 2d and 3d by one that normalises over all ranks of `group`.
 
@@ -51,14 +49,14 @@ def synchronised(
     return _converted(model, group)
 
 
-def limit_to_group(model: nn.Module, group: ProcessGroup) -> None:
+def limit_to_group(model: nn.Module, group: "ProcessGroup") -> None:
     """Let the model's synchronised layers exchange with the ranks of `group` only."""
     for module in model.modules():
         if isinstance(module, SynchronisedBatchNorm | nn.SyncBatchNorm):
             module.process_group = group
 
 
-def _converted(module: nn.Module, group: ProcessGroup | None) -> nn.Module:
+def _converted(module: nn.Module, group: "ProcessGroup | None") -> nn.Module:
     if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
         return SynchronisedBatchNorm(module, group)
     for name, child in module.named_children():
@@ -70,9 +68,9 @@ def _converted(module: nn.Module, group: ProcessGroup | None) -> nn.Module:
 class SynchronisedBatchNorm(_BatchNorm):
     """A BatchNorm layer of any dimension whose training batch is that of all ranks."""
 
-    process_group: ProcessGroup | None
+    process_group: "ProcessGroup | None"
 
-    def __init__(self, plain: _BatchNorm, group: ProcessGroup | None) -> None:
+    def __init__(self, plain: _BatchNorm, group: "ProcessGroup | None") -> None:
         """Take over a plain layer's settings, and its very parameters and buffers."""
         super().__init__(plain.num_features, plain.eps, plain.momentum, device="meta")
         self.affine, self.track_running_stats = plain.affine, plain.track_running_stats
@@ -115,7 +113,7 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        group: ProcessGroup | None,
+        group: "ProcessGroup | None",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -169,7 +167,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def numeric_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Give all buffers that one can calculate with; of complex ones, a view as real pairs."""
+    """Return all buffers that one can calculate with; of complex ones, a view as real pairs."""
     named = model.named_buffers()
     return {name: _real(buffer) for name, buffer in named if buffer.dtype in NUMBERS}
 
@@ -205,7 +203,7 @@ def _real(buffer: Tensor) -> Tensor:
 
 
 def average_buffers(
-    buffers: Sequence[Tensor], groups: Sequence[ProcessGroup | None] = (None,)
+    buffers: Sequence[Tensor], groups: "Sequence[ProcessGroup | None]" = (None,)
 ) -> None:
     """Replace `moving_buffers()` by their mean over ranks, in one exchange per group.
 

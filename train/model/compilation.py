@@ -5,8 +5,6 @@ its own layers by itself, so a piece that is an `nn.Linear` would stay as it is;
 module, which gather parameters or exchange parts of a sequence, must not be compiled.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import sys
@@ -27,12 +25,12 @@ if TYPE_CHECKING:
     from train.tasks.base import Task
 
 BACKEND = "inductor"
-# What inductor calls a folder for the time in which the file beside it is made.
 UNFINISHED = "_CxxBuild"
+"""What inductor calls a folder for the time in which the file beside it is made."""
 MADE = (".so", ".o", ".gch")
 
 
-def compile_whole(model: nn.Module, config: Config) -> None:
+def compile_whole(model: nn.Module, config: "Config") -> None:
     """Compile the whole model as one, under `--compile`.
 
     Under `--activation-checkpointing` the pieces are compiled one by one: see `model.prepare`.
@@ -42,7 +40,7 @@ def compile_whole(model: nn.Module, config: Config) -> None:
 
 
 def compile_pieces(
-    model: nn.Module, names: Sequence[str], config: Config, *, cut: bool = False
+    model: nn.Module, names: Sequence[str], config: "Config", *, cut: bool = False
 ) -> None:
     """Compile each piece of a model, or of some stages of it, by itself, under `--compile`.
 
@@ -138,7 +136,7 @@ class _Compiled:
 _codes: dict[type[nn.Module], CodeType] = {}
 
 
-def check_compiled(task: Task) -> None:
+def check_compiled(task: "Task") -> None:
     """Make sure, after a training pass, that something has been compiled.
 
     Raises:
@@ -165,7 +163,7 @@ def _clean_caches() -> None:
 
 
 def remove_unfinished(folder: Path) -> list[Path]:
-    """Remove the libraries of one of inductor's caches that are cut off; give them.
+    """Remove the libraries of one of inductor's caches that are cut off; return them.
 
     The compiler writes them in place, and inductor takes one that exists for whole: after a process
     has been killed while compiling, none with that cache would start any more.
@@ -202,7 +200,7 @@ def _remove(path: Path, locks: Path) -> list[Path]:
 
 
 def _is_suspect(path: Path) -> bool:
-    """Say whether a path of the cache was left by a compiler that was killed.
+    """Whether a path of the cache was left by a compiler that was killed.
 
     A complete library ends with its table of sections.
     """

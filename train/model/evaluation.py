@@ -1,7 +1,5 @@
 """Evaluation: the whole test set, each rank a part of it, none padded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -16,7 +14,7 @@ from train.tasks.base import Task
 
 
 def batch_size(config: Config, strategy: Strategy) -> int:
-    """Say how many samples a rank evaluates at a time.
+    """Return how many samples a rank evaluates at a time.
 
     By default, as many as it takes in a forward pass of training, for which there is memory.
     """
@@ -63,7 +61,7 @@ def measure(
 
 
 def parts_of(test: Source, *, batch: int, shard: int, shards: int) -> Iterator[tuple[Batch, bool]]:
-    """Give one rank's share of the test set in batches, as many as every other rank.
+    """Yield one rank's share of the test set in batches, as many as every other rank.
 
     Models that are cut exchange something in each batch, and a rank that had one fewer would leave
     the others waiting. Where a rank has no sample left it is given one that does not count, since

@@ -1,7 +1,5 @@
 """Changes to a model that do not depend on how it is parallelised."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    model: nn.Module, task: Task, config: Config, *, device: torch.device | None = None
+    model: nn.Module, task: "Task", config: "Config", *, device: torch.device | None = None
 ) -> nn.Module:
     """Apply the options of the command line to a model, in place; its parameters keep their names.
 
@@ -46,8 +44,8 @@ def prepare(
     return model
 
 
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], _StandingBuffers]:
-    """Give the contexts of a forward pass, and of its repetition for the backward pass."""
+def _contexts(module: nn.Module) -> "tuple[AbstractContextManager[None], _StandingBuffers]":
+    """Return the contexts of a forward pass, and of its repetition for the backward pass."""
     return nullcontext(), _StandingBuffers(module)
 
 

@@ -4,8 +4,6 @@ They are torch's own: dicts, lists, tuples and NamedTuples, nested as one likes.
 is the smallest of them and the usual one, so it takes a short way everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -40,7 +38,7 @@ def joined(trees: Sequence[Tree]) -> Tree:
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:
-    """Give the tensors of a tree, in their order."""
+    """Return the tensors of a tree, in their order."""
     if isinstance(tree, Tensor):
         return [tree]
     return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -52,7 +50,7 @@ def sample_count(tree: Tree) -> int:
 
 
 def form_of(tree: Tree) -> TreeSpec | None:
-    """Give what two trees have in common where only their leaves differ; `None`: a tensor."""
+    """Return what two trees have in common where only their leaves differ; `None`: a tensor."""
     return None if isinstance(tree, Tensor) else _pytree.tree_structure(tree)
 
 

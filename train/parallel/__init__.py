@@ -1,6 +1,4 @@
-"""How a step's work is shared between processes. One module per strategy."""
-
-from __future__ import annotations
+"""How a step's work is shared between processes: the strategies by name."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
@@ -8,8 +6,6 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from train.parallel.base import Parts, Strategy
 
-# Module and class by name; imported only when used: DistributedDataParallel alone takes a
-# second.
 _COMPOSED = ("train.parallel.hybrid", "Composed")
 STRATEGIES = {
     "single": ("train.parallel.one_process", "Single"),
@@ -23,12 +19,14 @@ STRATEGIES = {
     "cp": _COMPOSED,
     "hybrid": _COMPOSED,
     "ps": ("train.parallel.parameter_server.strategy", "Served"),
-    "local-sgd": ("train.parallel.local_sgd", "LocalSgd"),
+    "local-sgd": ("train.parallel.ddp", "LocalSgd"),
     "exact": ("train.parallel.ddp", "ExactDataParallel"),
 }
+"""Module and class by name; imported only when used: DistributedDataParallel alone takes a second.
+"""
 
 
-def build(name: str, parts: Parts) -> Strategy:
+def build(name: str, parts: "Parts") -> "Strategy":
     """Make the strategy of that name; a layout with stages always gets the pipeline."""
     if parts.config.reduce == "exact":
         name = "exact"

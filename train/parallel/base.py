@@ -1,7 +1,5 @@
 """The interface of a strategy to the training loop, and the parts that most strategies share."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,13 +34,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Parts:
     """What a strategy is made of."""
 
-    task: Task
+    task: "Task"
     """Model, loss, and how the model may be cut."""
-    config: Config
+    config: "Config"
     """The command line."""
-    layout: Layout
+    layout: "Layout"
     """How the ranks are arranged."""
-    group: RankGroup
+    group: "RankGroup"
     """The ranks."""
 
     def model(self, device: torch.device | None = None) -> nn.Module:
@@ -97,7 +95,7 @@ class Strategy(ABC):
     """Coordinates with random numbers of their own; ranks that must draw the same share them."""
     norm_device: torch.device
     """Where sums over ranks are computed."""
-    stage_group: ProcessGroup | None = None
+    stage_group: "ProcessGroup | None" = None
     """Ranks that hold other parameters than this one (pipeline stages), one of each stage."""
     _without_gradient: frozenset[str] = frozenset()
 
@@ -112,7 +110,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def modules(self) -> Sequence[nn.Module]:
-        """Give the model, or this rank's stages of it."""
+        """Return the model, or this rank's stages of it."""
 
     def verify(self) -> None:
         """Compare what this rank holds with the model that was given to the strategy.
@@ -127,7 +125,7 @@ class Strategy(ABC):
         check_unchanged(self._given, made, how=how, whole=layout.pp == 1)
 
     def describe(self) -> str:
-        """Say which part of the model is where, as far as that is worth a line."""
+        """Describe which part of the model is where, as far as that is worth a line."""
         return ""
 
     def report(self) -> str:
@@ -140,24 +138,24 @@ class Strategy(ABC):
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give this rank's parameters under the plain model's names; DTensors where sharded."""
+        """Yield this rank's parameters under the plain model's names; DTensors where sharded."""
 
     def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give what sums over all parameters take from this rank; its ranks know a part each."""
+        """Yield what sums over all parameters take from this rank; its ranks know a part each."""
         return self.named_parameters()
 
-    def bind(self, optimizer: NamedOptimizer) -> None:
+    def bind(self, optimizer: "NamedOptimizer") -> None:
         """Get to know the optimizer, which was built from `named_parameters()`."""
         self._optimizer = optimizer
 
-    def warm_up(self, batch: Batch) -> None:
+    def warm_up(self, batch: "Batch") -> None:
         """Do what changes on the first steps before the first step, without changing the model."""
 
     def begin_step(self, step: int) -> None:
         """Prepare for the optimizer's step number `step`, counted from 1."""
 
     @abstractmethod
-    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
+    def accumulate(self, micro_batches: "Sequence[Batch]", factor: float = 1.0) -> Sums:
         """Add the gradients of `factor` times the summed loss."""
 
     def without_gradient(self) -> frozenset[str]:
@@ -172,7 +170,7 @@ class Strategy(ABC):
         scale(self.named_parameters(), factor)
 
     def agree_on_norm(self, norm: float) -> float:
-        """Give the gradient's norm that all ranks decide by; most have it in common."""
+        """Return the gradient's norm that all ranks decide by; most have it in common."""
         return norm
 
     def after_step(self, step: int) -> None:
@@ -182,15 +180,15 @@ class Strategy(ABC):
         """Do what must be done after the last step of the run."""
 
     def settled(self, step: int) -> bool:
-        """Say whether all ranks hold the same model after this step, so that it can be saved."""
+        """Whether all ranks hold the same model after this step, so that it can be saved."""
         return True
 
     @abstractmethod
-    def evaluate(self, batch: Batch) -> Tally:
+    def evaluate(self, batch: "Batch") -> Tally:
         """Measure without gradients."""
 
     def model_state(self) -> dict[str, Tensor]:
-        """Give this rank's part of the model, parameters and buffers, under the plain names."""
+        """Return this rank's part of the model, parameters and buffers, under the plain names."""
         return {
             name: tensor
             for module in self.modules()
@@ -213,7 +211,7 @@ class WholeModel(Strategy):
         self.run: nn.Module = model
 
     def modules(self) -> Sequence[nn.Module]:
-        """Give the model."""
+        """Return the model."""
         return [self.model]
 
     def micro_batches(self) -> int:
@@ -221,10 +219,10 @@ class WholeModel(Strategy):
         return self.parts.config.micro_batches(self.shards)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give the model's parameters."""
+        """Yield the model's parameters."""
         return self.model.named_parameters()
 
-    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
+    def accumulate(self, micro_batches: "Sequence[Batch]", factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss, one micro-batch after the other."""
         self.start_training()
         return self.total([self.backward(batch, factor) for batch in micro_batches])
@@ -234,11 +232,11 @@ class WholeModel(Strategy):
         if not self.model.training:
             self.run.train(True)
 
-    def own_part(self, batch: Batch) -> Batch:
-        """Give this rank's part of a batch, where the model takes it."""
+    def own_part(self, batch: "Batch") -> "Batch":
+        """Return this rank's part of a batch, where the model takes it."""
         return batch
 
-    def backward(self, batch: Batch, factor: float) -> Sums:
+    def backward(self, batch: "Batch", factor: float) -> Sums:
         """Run one micro-batch forwards and backwards."""
         batch = self.own_part(batch)
         with self.parts.autocast():
@@ -268,7 +266,7 @@ class WholeModel(Strategy):
         loss = torch.stack([one.loss for one in sums]).sum()
         return Sums(loss=loss, count=sum(one.count for one in sums))
 
-    def evaluate(self, batch: Batch) -> Tally:
+    def evaluate(self, batch: "Batch") -> Tally:
         """Measure without gradients."""
         batch = self.own_part(batch)
         outputs = self.outputs(batch.inputs)
@@ -282,7 +280,7 @@ class WholeModel(Strategy):
             return self.model(inputs)
 
 
-def one_number(loss: Tensor, task: Task) -> Tensor:
+def one_number(loss: Tensor, task: "Task") -> Tensor:
     """Insist on a loss that is a sum.
 
     Raises:
@@ -298,7 +296,7 @@ def one_number(loss: Tensor, task: Task) -> Tensor:
     )
 
 
-def tally(task: Task, outputs: Tree, targets: Tree) -> Tally:
+def tally(task: "Task", outputs: Tree, targets: Tree) -> Tally:
     """Measure a batch's outputs."""
     return Tally(
         # Each rank may have its share of it only.
@@ -319,7 +317,7 @@ def scale(parameters: Iterator[tuple[str, nn.Parameter]], factor: float) -> None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Give this rank's part of a sharded tensor; a plain one is its own part."""
+    """Return this rank's part of a sharded tensor; a plain one is its own part."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -328,6 +326,6 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Say whether a tensor is a DTensor, without importing it, as few strategies need to."""
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a DTensor, without importing it, as few strategies need to."""
     return hasattr(tensor, "device_mesh")

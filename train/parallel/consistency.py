@@ -7,8 +7,6 @@ what they must have in common: initial weights, data, counters in buffers, and w
 step trains.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -28,12 +26,12 @@ from train.runtime.process_group import RankGroup
 if TYPE_CHECKING:
     from train.parallel.base import Strategy
 
-# Elements of a tensor that are compared: random numbers differ in each of them.
 LOOKED_AT = 32
+"""Elements of a tensor that are compared: random numbers differ in each of them."""
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Give a text that two tensors have in common if they are likely to hold the same.
+    """Return a text that two tensors have in common if they are likely to hold the same.
 
     Of a tensor on the device `meta`, which holds nothing, only shape and type count.
     """
@@ -67,7 +65,7 @@ class Inventory:
     """What each tensor holds; of one that is sharded, nothing."""
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module]) -> Inventory:
+    def of(cls, modules: Iterable[nn.Module]) -> "Inventory":
         """List what a model, or the stages that a rank holds of it, consist of."""
         entries: dict[str, tuple[str, str]] = {}
         names: dict[int, list[str]] = {}
@@ -195,7 +193,7 @@ def check_data(train: Source, test: Source, group: RankGroup, *, task: str) -> N
         )
 
 
-def check_counters(strategy: Strategy, group: RankGroup, *, task: str) -> None:
+def check_counters(strategy: "Strategy", group: RankGroup, *, task: str) -> None:
     """Make sure that buffers of whole numbers have moved alike on all ranks.
 
     Running statistics are floats, and the ranks take their mean. A buffer that counts a rank's own
@@ -236,7 +234,7 @@ class Untrained:
     they last agreed, nothing is exchanged: that it does travels with the step's loss.
     """
 
-    def __init__(self, strategy: Strategy, group: RankGroup) -> None:
+    def __init__(self, strategy: "Strategy", group: RankGroup) -> None:
         self._strategy, self._group = strategy, group
         self._agreed_for = frozenset[str]()
         self._parameters: dict[str, nn.Parameter] = {}
@@ -245,7 +243,7 @@ class Untrained:
         """Parameters, on any rank, for which no rank has a gradient."""
 
     def changed(self) -> bool:
-        """Say whether this rank's data have left out other parameters than when last agreed."""
+        """Whether this rank's data have left out other parameters than when last agreed."""
         return self._strategy.without_gradient() != self._agreed_for
 
     def agree(self) -> None:

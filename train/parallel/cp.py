@@ -7,8 +7,6 @@ sequence for heads, so that each rank has whole sequences of a few heads, and ba
 wire, and all have the same to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,11 +32,11 @@ from train.runtime.process_group import arrange
 
 TIME = 2
 HEADS = 1
-# Layers that look beyond one position by themselves, and cannot handle missing parts.
 BEYOND = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd)
-# Beside the size of the outputs. In single precision rounding makes 1e-6 of it; halves round by
-# half a percent, layer after layer.
+"""Layers that look beyond one position by themselves, and cannot handle missing parts."""
 FAR, FAR_IN_HALVES = 1e-3, 0.1
+"""Beside the size of the outputs. In single precision rounding makes 1e-6 of it; halves round by
+half a percent, layer after layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +179,7 @@ def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: P
 
 
 def differs(run: Callable[[Tree], Tree], model: nn.Module, inputs: Tree, *, halves: bool) -> bool:
-    """Say whether a model takes the second part of a sequence for the first: see `verify()`.
+    """Whether a model takes the second part of a sequence for the first: see `verify()`.
 
     `inputs` are two parts of some sequences, each tensor of shape [batch, time, ...]; `halves`: the
     model computes in half precision.
@@ -240,7 +238,7 @@ class _Itself:
 
 
 def _shapes(name: str, tree: Tree) -> str:
-    """Give the shapes of a tree's tensors, by name where there are several."""
+    """Return the shapes of a tree's tensors, by name where there are several."""
     if isinstance(tree, Tensor):
         return str(list(tree.shape))
     tensors = ((path, leaf) for path, leaf in named(name, tree) if isinstance(leaf, Tensor))

@@ -20,8 +20,6 @@ own policy would round all of them, and the inputs of each unit, which lose what
 different where they lie far from 0.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,7 +44,6 @@ from train.parallel.consistency import tie
 from train.runtime import devices
 from train.runtime.devices import parse_size, written
 
-# What a layer's own forward() gives to multiplications that autocast lowers, and to nothing else.
 _MULTIPLIED: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("weight", "bias"),
     nn.Conv1d: ("weight", "bias"),
@@ -57,13 +54,15 @@ _MULTIPLIED: dict[type[nn.Module], tuple[str, ...]] = {
     nn.ConvTranspose3d: ("weight", "bias"),
     nn.MultiheadAttention: ("in_proj_weight", "in_proj_bias"),
 }
+"""What a layer's own forward() gives to multiplications that autocast lowers, and to nothing else.
+"""
 MOST = 0.1
 """Share of a device's memory that whole gradients may take for the sake of fewer exchanges."""
 
 
 def apply(
     model: nn.Module, pieces: Sequence[str], mesh: DeviceMesh, config: Config, *, task: str
-) -> Units:
+) -> "Units":
     """Shard a model along `mesh`: one dimension to shard, or two to replicate and to shard.
 
     In place: afterwards its parameters are other objects, DTensors, so an optimizer that was built
@@ -128,7 +127,7 @@ def tie_again(model: nn.Module, ties: Sequence[Sequence[tuple[nn.Module, str]]])
 
 
 def _parameter_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Give each sharded module with torch's groups of the parameters that it gathers."""
+    """Yield each sharded module with torch's groups of the parameters that it gathers."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -265,7 +264,7 @@ def _gather_matrices_in(precision: torch.dtype, model: nn.Module) -> None:
 
 
 def _only_multiplied(parameter: Any) -> bool:
-    """Say whether all modules that share a unit's parameter only multiply by it."""
+    """Whether all modules that share a unit's parameter only multiply by it."""
     info, layers = parameter._module_info, _MULTIPLIED.items()
     places = [
         (info.module, info.param_name),

@@ -5,8 +5,6 @@ Order matters. Matrices are cut first (tensor parallel), then attention is split
 parameters, and cuts them once more along another dimension of the same mesh.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +18,8 @@ from train.parallel import consistency, cp, fsdp, pieces, tp
 from train.parallel.base import Parts, Sums, Tally, WholeModel, local
 from train.runtime.process_group import arrange, limit_waiting
 
-# Dimensions of the mesh whose ranks see different samples, or different parts of a sequence.
 DATA = ("dp_replicate", "fsdp")
+"""Dimensions of the mesh whose ranks see different samples, or different parts of a sequence."""
 
 
 class Composed(WholeModel):
@@ -43,7 +41,7 @@ class Composed(WholeModel):
         self.gradient_sync = fsdp.choose_gradient_sync(parts, self.model, self.micro_batches())
 
     def describe(self) -> str:
-        """Say when gradients are reduced, where that is a choice."""
+        """Describe when gradients are reduced, where that is a choice."""
         return str(self.gradient_sync)
 
     def warm_up(self, batch: Batch) -> None:
@@ -130,7 +128,7 @@ def parallelise(
 ) -> tuple[cp.SequenceSlice, fsdp.Units | None]:
     """Split a model, or one pipeline stage of it, by the layout.
 
-    Gives this rank's part of each sequence, and the units that are gathered and reduced along the
+    Returns this rank's part of each sequence, and the units that are gathered and reduced along the
     data axes; None: nothing is.
     """
     layout, config = parts.layout, parts.config

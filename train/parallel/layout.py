@@ -4,8 +4,6 @@ The axes, outermost first, are `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`: the
 and are neighbours, on one node if possible. Pure arithmetic, without torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -60,7 +58,6 @@ class Layout:
         return " x ".join(used) or "1 rank"
 
 
-# The axis that a strategy's name lays the ranks along.
 OWN_AXIS = {
     "ddp": "dp_replicate",
     "local-sgd": "dp_replicate",
@@ -69,10 +66,11 @@ OWN_AXIS = {
     "tp": "tp",
     "cp": "cp",
 }
-# Strategies of one process: devices, if several, are used by its threads or in turn.
+"""The axis that a strategy's name lays the ranks along."""
 ALONE = ("single", "dataparallel", "manual")
-# Strategies that know one axis only.
+"""Strategies of one process: devices, if several, are used by its threads or in turn."""
 ONE_AXIS = ("ddp", "local-sgd", "ps")
+"""Strategies that know one axis only."""
 
 
 def resolve(
@@ -132,7 +130,7 @@ def resolve(
     if layout.world_size != world_size:
         product = " x ".join(f"{axis} {size}" for axis, size in chosen.items()) or "no axis given"
         raise UsageError(
-            f"the sizes of the mesh do not fit {_ranks(world_size)}: {product} = "
+            f"the sizes of the mesh do not fit {counted(world_size, 'rank')}: {product} = "
             f"{layout.world_size}; {_way_out(chosen, world_size)}"
         )
     return layout
@@ -146,12 +144,15 @@ def flag(axis: str) -> str:
 def _way_out(chosen: Mapping[str, int], world_size: int) -> str:
     """Name the axis whose size would make it fit, or how many ranks would."""
     product = math.prod(chosen.values())
+    start = f"start {counted(product, 'rank')}"
     for axis in ("dp_replicate", "dp_shard"):
         others = product // chosen.get(axis, 1)
         if world_size % others == 0:
-            return f"{flag(axis)} {world_size // others} would fit, or start {_ranks(product)}"
-    return f"start {_ranks(product)}, or choose sizes whose product is {world_size}"
+            return f"{flag(axis)} {world_size // others} would fit, or {start}"
+    return f"{start}, or choose sizes whose product is {world_size}"
 
 
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
+def counted(count: int, noun: str) -> str:
+    """Write a number of things, such as `1 shard` or `2 batches`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{plural * (count != 1)}"

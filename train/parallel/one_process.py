@@ -13,8 +13,6 @@ does better can be seen beside `pipeline/`. The list may name one device several
 goes the same way as `cuda:0,cuda:1`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -81,14 +79,14 @@ class Threaded(WholeModel):
         return batch.to(self._device)
 
     def describe(self) -> str:
-        """Print which device holds which part."""
+        """Describe which device holds which part."""
         if not self._gpus:
             return "nn.DataParallel without a GPU just runs the model: one process on the CPU"
         names = ", ".join(f"cuda:{number}" for number in self._gpus)
         return f"nn.DataParallel on {names}: {self._arithmetic()}"
 
     def report(self) -> str:
-        """Say how unevenly the devices were loaded: measured on GPUs, else by arithmetic."""
+        """Describe how unevenly the devices were loaded: measured on GPUs, else by arithmetic."""
         if not self._gpus:
             return f"on two GPUs or more it would be: {self._arithmetic()}"
         peaks = [torch.cuda.max_memory_allocated(number) / MIB for number in self._gpus]
@@ -139,7 +137,7 @@ class Manual(WholeModel):
             compilation.compile_pieces(self.model, names, parts.config)
 
     def describe(self) -> str:
-        """Say which device holds what."""
+        """Describe which device holds what."""
         return "; ".join(
             f"{device}: {size:,} parameters ({', '.join(names)})"
             for device, size, names in zip(self._devices, self._sizes, self._groups, strict=True)

@@ -9,8 +9,6 @@ Before the first step one sample goes through the model and through its pieces. 
 branches depend on its data runs on the CPU instead, and the outputs are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,8 +22,8 @@ from train.errors import UsageError
 from train.model.trees import Tree, mapped, tensors_of
 from train.parallel.base import Parts
 
-# Beside the size of the outputs; the operations are the same ones, in the same order.
 FAR = 1e-6
+"""Beside the size of the outputs; the operations are the same ones, in the same order."""
 MOST_READS = 1000
 """How often a model may read a number of its data before it is taken for a loop."""
 
@@ -79,15 +77,15 @@ def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, flags: st
 
 
 def looks_at_data(parts: Parts, batch: Batch) -> bool:
-    """Say whether the model reads a number from its data (`item()`, or `if` on a tensor)."""
+    """Whether the model reads a number from its data (`item()`, or `if` on a tensor)."""
     record = _Record()
     with suppress(Exception):
         _run(parts.model(torch.device("meta")), batch.part(0, 1).inputs, record)
     return any(name.startswith("aten._local_scalar_dense") for name, _, _ in record.operations)
 
 
-# Its name, the parameters that it takes, and the shapes of all tensors that it takes.
 _Operation = tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]
+"""Its name, the parameters that it takes, and the shapes of all tensors that it takes."""
 
 
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -134,7 +132,7 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _difference(parts: Parts, inputs: Tree) -> str:
-    """Say in what the model differs from its pieces; '' if in nothing."""
+    """Describe in what the model differs from its pieces; '' if in nothing."""
     try:
         model = parts.model(torch.device("meta"))
         whole, apart = _Record(), _Record()

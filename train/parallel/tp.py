@@ -4,8 +4,6 @@ Between the layers the sequence is cut instead (sequence parallel), so that norm
 not computed by all ranks alike. Which layer is cut how is the task's to say: `tensor_plan()`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import cast
@@ -73,7 +71,7 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
 
 
 def _cut(parameter: nn.Parameter) -> str:
-    """Say how a parameter is cut."""
+    """Describe how a parameter is cut."""
     if not isinstance(parameter, DTensor):
         return "is not cut"
     dims = [str(p.dim) for p in parameter.placements if isinstance(p, Shard)]
@@ -133,8 +131,8 @@ def finish_gradients(model: nn.Module, ranks: int) -> None:
         parameter.grad = moved if home.type == way else moved.to(home)
 
 
-# torch's message about an operation on a DTensor and a plain tensor.
 MIXED = "got mixed torch.Tensor and DTensor"
+"""torch's message about an operation on a DTensor and a plain tensor."""
 
 
 def check_uncut_gradients(

@@ -5,8 +5,6 @@ defines how time is split. Tracing makes short operators look slower than they a
 parts with each other, and with the untraced steps' speed in `metrics.jsonl`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -19,8 +17,6 @@ from torch.profiler import ProfilerActivity, record_function
 from train.profiling.timeline import DATA, STEP, Profile, Split, split
 from train.rundir.console import Console
 from train.runtime.rank import RankInfo
-
-__all__ = ["Profile", "Profiler"]
 
 MOST_OPERATIONS = 8
 _OFF = nullcontext()

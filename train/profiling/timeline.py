@@ -12,8 +12,6 @@ parts sum up to the wall time of the steps. Where there is a GPU, only what the 
 CPU operators that launch its kernels are not.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -31,8 +29,8 @@ STEP = "train step "
 DATA = "data"
 
 _COMMUNICATION = ("gloo:", "nccl:", "mpi:", "c10d::", "_c10d_functional::", "record_param_comms")
-# These only call others; on their own they wait, or keep books.
 _WRAPPERS = ("autograd::", "torch::autograd::", "torch::distributed::")
+"""These only call others; on their own they wait, or keep books."""
 _COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 
 
@@ -46,7 +44,7 @@ class Profile:
     """The last one, itself included."""
 
     @classmethod
-    def parse(cls, text: str) -> Profile:
+    def parse(cls, text: str) -> "Profile":
         """Read `10:13`, or `10` for one step.
 
         Raises:
@@ -162,7 +160,7 @@ def _calls(spans: Iterable[Event], steps: Sequence[Interval]) -> dict[str, int]:
 
 
 def _device_pieces(spans: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]:
-    """Give the times of a GPU's work. Its events are not nested: each keeps its whole time."""
+    """Yield the times of a GPU's work. Its events are not nested: each keeps its whole time."""
     fetches = union(_interval(e) for e in spans if e["name"] == DATA and _on_cpu(e))
     # Copies to the GPU outside of these are no batch: parameters from the host's memory, or numbers
     # to exchange.
@@ -222,7 +220,7 @@ def _cpu_pieces(spans: Iterable[Event]) -> Iterator[tuple[Kind, str, Interval]]:
 
 
 def _kind(event: Event) -> Kind:
-    """Say what an event of a CPU thread does while no event inside it runs."""
+    """Return what an event of a CPU thread does while no event inside it runs."""
     name = str(event["name"])
     if name == DATA:
         return "data"
@@ -251,7 +249,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Give the moments that two unions share.
+    """Return the moments that two unions share.
 
     >>> overlap([(0, 2), (3, 9)], [(1, 4), (8, 10)])
     [(1, 2), (3, 4), (8, 9)]

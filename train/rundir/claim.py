@@ -1,7 +1,5 @@
 """The right to write to a run directory: it holds the same run, not finished and not in use."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 import time
@@ -19,8 +17,8 @@ from train.rundir.lock import LOOK_S, NAME, Contender
 from train.runtime.process_group import RankGroup
 
 RUN = "run.json"
-# Identity fields that no --adopt may change: the settings, and the order of the data.
 NEVER_ADOPTED = {field.name for field in dataclasses.fields(Config)} - {"task"} | {"train_samples"}
+"""Identity fields that no --adopt may change: the settings, and the order of the data."""
 
 Identity = Mapping[str, object]
 
@@ -140,7 +138,7 @@ def _belongs(directory: RunDirectory, attempt: int) -> str:
 
 
 def may_adopt(holder: Identity, identity: Identity, adopt: str | None) -> bool:
-    """Return whether a run is this one, or may be adopted although it names another task."""
+    """Whether a run is this one, or may be adopted although it names another task."""
     differing = {name for name in {*holder, *identity} if holder.get(name) != identity.get(name)}
     return not differing or (holder.get("task") == adopt and differing.isdisjoint(NEVER_ADOPTED))
 
@@ -180,7 +178,7 @@ def _other_run(path: Path, holder: Identity, identity: Identity, adopt: str | No
 
 def _strange_checkpoint(directory: RunDirectory, ours: Sequence[Identity]) -> str:
     """Describe this node's first checkpoint of another run, of any attempt; '' if it has none."""
-    for position in store.places(directory.path):
+    for position in store.committed(directory.path):
         path = position.path(directory.path)
         try:
             # Not the tensors, which may be large.

@@ -1,7 +1,5 @@
 """What people see: lines from rank 0 only."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Mapping

@@ -1,14 +1,12 @@
 """Events, metrics and outcome; their format: `docs/reference/run-directory.md`."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from train.rundir import untrusted
@@ -16,8 +14,8 @@ from train.rundir.jsonl import Journal, MetricsLog, dump
 from train.runtime.rank import RankInfo
 
 VERSION = 1
-# No process holds the lock of the outcome for longer, unless it hangs.
 LOCK_WITHIN_S = 10.0
+"""No process holds the lock of the outcome for longer, unless it hangs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +147,10 @@ class RunDirectory:
         self, old: Outcome | None, status: str, reason: str, *, steps: int | None
     ) -> Outcome:
         """Describe the run with the progress that an earlier outcome records, if there is one."""
-        return Outcome(
-            status=status,
-            attempt=self.rank_info.attempt,
-            restart=self.rank_info.restart,
-            step=old.step if old else 0,
-            steps=steps,
-            samples_seen=old.samples_seen if old else 0,
-            rank=None,
-            reason=reason,
-        )
+        progress = TrainingProgress(steps=0)
+        if old:
+            progress.step, progress.samples_seen = old.step, old.samples_seen
+        return replace(progress.outcome(self.rank_info, status, reason), steps=steps)
 
     def advance(self, outcome: Outcome) -> bool:
         """Record how far this try has come; False if a later one has taken over.
@@ -174,7 +166,7 @@ class RunDirectory:
         return True
 
     def superseded(self) -> bool:
-        """Return whether a later try, or a later start of the same one, has taken over."""
+        """Whether a later try, or a later start of the same one, has taken over."""
         old = self.read_outcome()
         mine = self.rank_info.attempt, self.rank_info.restart
         return (old is not None and old.try_number > mine) or self.taken_over()
@@ -203,7 +195,7 @@ class RunDirectory:
 
 
 def may_replace(old: Outcome | None, new: Outcome) -> bool:
-    """Decide whether an outcome may take another's place.
+    """Whether an outcome may take another's place.
 
     An older attempt never replaces a newer one's. Within one try the first genuine failure stays:
     later reports of other ranks are its echoes. Starting (`running`) replaces anything of the
@@ -222,7 +214,7 @@ def may_replace(old: Outcome | None, new: Outcome) -> bool:
 
 
 def may_forestall(old: Outcome | None, new: Outcome) -> bool:
-    """Decide whether an end from before the directory was claimed may be recorded.
+    """Whether an end from before the directory was claimed may be recorded.
 
     The directory may belong to another process's run, and a mistyped flag must not write an end
     into that run's outcome. So only an earlier try gives way. The scheduler counts attempts;

@@ -3,8 +3,6 @@
 A line that cannot be written raises an OSError.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -17,13 +15,14 @@ from pathlib import Path
 
 from train.rundir import untrusted
 
-# Lines that follow each other faster than this find the file open, for as long as this at most. A
-# network file system shows others the new lines when the file is closed; opening and closing it
-# there for every line costs milliseconds.
 OPEN_S = 1.0
-# Metrics that follow each other faster than this are written together: one by one they would cost a
-# short step a tenth of its time. A kill loses this much at most; no step that takes longer waits.
+"""Lines that follow each other faster than this find the file open, for as long as this at most. A
+network file system shows others the new lines when the file is closed; opening and closing it there
+for every line costs milliseconds."""
 TOGETHER_S = 0.1
+"""Metrics that follow each other faster than this are written together: one by one they would cost
+a short step a tenth of its time. A kill loses this much at most; no step that takes longer waits.
+"""
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
 

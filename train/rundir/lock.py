@@ -6,8 +6,6 @@ that has lost its power; there the time of the file shows it, which rank 0 sets 
 Libraries such as filelock have the lock, but no such heartbeat for network file systems.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import math
@@ -27,11 +25,11 @@ from train.rundir.jsonl import dump
 from train.runtime.rank import RankInfo
 
 NAME = "holder.json"
-# How often a holder shows that it lives, and for how long a silent holder counts as alive.
 BEAT_S = 3.0
 PATIENCE_S = 15.0
-# Poll interval while waiting for the lock, in seconds.
+"""How often a holder shows that it lives, and for how long a silent holder counts as alive."""
 LOOK_S = 0.5
+"""Poll interval while waiting for the lock, in seconds."""
 
 Verdict = Literal["mine", "taken", "wait"]
 Lock = Literal["ours", "theirs", "unknown"]
@@ -57,7 +55,7 @@ class Holder:
     """When it took the directory."""
 
     @classmethod
-    def here(cls, rank_info: RankInfo) -> Holder:
+    def here(cls, rank_info: RankInfo) -> "Holder":
         """Describe this process."""
         host = socket.gethostname()
         try:
@@ -99,7 +97,7 @@ class Hold:
         threading.Thread(target=self._keep, name="holder", daemon=True).start()
 
     def lost(self) -> bool:
-        """Return whether another process has put its file in the place of ours."""
+        """Whether another process has put its file in the place of ours."""
         self._beat()
         return self._lost
 

@@ -6,8 +6,6 @@ to a limit. Every function raises an OSError for a fault of the file, such as `R
 and a ValueError for a fault of its text, such as a value of another type.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -15,10 +13,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-# A manifest takes 130 bytes per rank, a state some dozens per frozen parameter.
 JSON_BYTES = 16 << 20
-# The largest whole number that every reader of JSON holds exactly.
+"""A manifest takes 130 bytes per rank, a state some dozens per frozen parameter."""
 MOST = 2**53
+"""The largest whole number that every reader of JSON holds exactly."""
 _LINE_BYTES = 1 << 20
 _LINES_BYTES = 256 << 20
 _KINDS = {

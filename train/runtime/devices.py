@@ -1,7 +1,5 @@
 """The device of each rank: a GPU of its own or the CPU, and how much memory that has."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -162,7 +160,7 @@ def set_tf32(wanted: str, device: torch.device) -> None:
         torch.backends.cudnn.allow_tf32 = wanted == "on"
 
 
-def memory_of_a_rank(group: RankGroup) -> int:
+def memory_of_a_rank(group: "RankGroup") -> int:
     """Return the bytes of a rank's device; ranks on the CPU share the host's memory evenly."""
     if group.device.type == "cuda":
         return int(torch.cuda.get_device_properties(group.device).total_memory)

@@ -1,7 +1,5 @@
 """Which processes are the ranks of a run: each rank once, all of the same number of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -19,11 +17,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from train.errors import PeerError, TrainError, UsageError
 from train.runtime.rank import RankInfo
 
-# How long rank 0, whose process may serve the store, stays for the others to read why they are
-# refused.
 GRACE_S = 5.0
-# The key of the verdict for all ranks; its first value stays.
+"""How long rank 0, whose process may serve the store, stays for the others to read why they are
+refused."""
 _VERDICT = "verdict"
+"""The key of the verdict for all ranks; its first value stays."""
 _COMPLETE = "complete"
 _LEAVING = "a rank has left"
 
@@ -48,7 +46,7 @@ class RankClaim:
     """Of this claim alone: the same process may come again."""
 
     @classmethod
-    def of(cls, rank_info: RankInfo) -> RankClaim:
+    def of(cls, rank_info: RankInfo) -> "RankClaim":
         """Make this process's claim to its rank."""
         return cls(
             rank=rank_info.rank,
@@ -60,7 +58,7 @@ class RankClaim:
             token=uuid.uuid4().hex,
         )
 
-    def put(self, store: Store, key: str) -> RankClaim:
+    def put(self, store: Store, key: str) -> "RankClaim":
         """Write the claim unless the key holds one; return the claim that it holds then."""
         text = store.compare_set(key, "", json.dumps(dataclasses.asdict(self)))
         return RankClaim(**json.loads(text))
@@ -69,7 +67,7 @@ class RankClaim:
         return f"rank {self.rank} of {self.world_size} (process {self.pid} on {self.host})"
 
     def is_left_over(self, rank_info: RankInfo) -> bool:
-        """Return whether its process has ended, or is about to be ended by our own launcher."""
+        """Whether its process has ended, or is about to be ended by our own launcher."""
         if self.launch is not None and self.launch == rank_info.launch:
             return True
         here = self.host == socket.gethostname() and self.started != ""

@@ -1,7 +1,5 @@
 """The process group: connecting the ranks, and the exchanges between them."""
 
-from __future__ import annotations
-
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,7 +136,7 @@ class Channel:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
+        """Whether the flag is set on any rank."""
         if self._group is None:
             return flag
         count = torch.tensor(int(flag))
@@ -183,7 +181,7 @@ class Channel:
         return content
 
     def sees_one(self, directory: Path) -> bool:
-        """Return whether all ranks see one directory: rank 0 leaves a mark, all look for it."""
+        """Whether all ranks see one directory: rank 0 leaves a mark, all look for it."""
         mark: Path | None = None
         if self.rank == 0 and self.size > 1:
             mark = directory / f".shared-{secrets.token_hex(8)}"

@@ -1,14 +1,12 @@
 """This process among the ranks, as torchrun's and the scheduler's environment variables say."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from train.errors import UsageError
 
-# Set by `--spawn` for the processes that it starts.
 MEETING = "TRAIN_MEETING"
+"""Set by `--spawn` for the processes that it starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,7 @@ class RankInfo:
     """`TRAIN_MEETING`: where the process that spawned the ranks has them meet."""
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> RankInfo:
+    def from_environ(cls, environ: Mapping[str, str]) -> "RankInfo":
         """Read environment variables; without a launcher, be the only process.
 
         Raises:
@@ -81,7 +79,7 @@ class RankInfo:
                 )
         return rank_info
 
-    def of_spawned(self, rank: int, count: int, meeting: str) -> RankInfo:
+    def of_spawned(self, rank: int, count: int, meeting: str) -> "RankInfo":
         """Return the description of a rank that this process starts on its machine."""
         return replace(
             self,

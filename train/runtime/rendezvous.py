@@ -4,8 +4,6 @@
 `tcp://` a port on rank 0's host that was agreed on beforehand; `file://` a file that all ranks see.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket
@@ -26,13 +24,14 @@ from train.errors import PeerError, UsageError
 from train.runtime.membership import GRACE_S, EndingError, gather, leave, veto
 from train.runtime.rank import RankInfo
 
-# torchrun sets it for its workers; "True": all of them are clients of a store that torchrun serves.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-# How long to look often for a store that is not served yet; then torch's client takes over.
+"""torchrun sets it for its workers; "True": all of them are clients of a store that torchrun
+serves."""
 _KNOCK_S = 5.0
 _PAUSE_S = 0.02
-# A FileStore that is freed may make its file anew: they live as long as the process.
+"""How long to look often for a store that is not served yet; then torch's client takes over."""
 _kept: list[Store] = []
+"""A FileStore that is freed may make its file anew: they live as long as the process."""
 
 Reached = TypeVar("Reached")
 
@@ -245,7 +244,7 @@ def _take_share(path: Path) -> int | None:
 
 
 def _is_leaving(handle: int) -> bool:
-    """Return whether a rank has noted in the guard that its run is over."""
+    """Whether a rank has noted in the guard that its run is over."""
     return os.fstat(handle).st_size > 0
 
 
@@ -271,7 +270,7 @@ def _release(handle: int) -> None:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Return whether a path still leads to an open file."""
+    """Whether a path still leads to an open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), path.stat())
     return False

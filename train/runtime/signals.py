@@ -1,7 +1,5 @@
 """Stop requests: every signal by which a scheduler, torchrun or a person asks a run to stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -6,8 +6,6 @@ only. A model or a DataLoader would be copied to every rank, with its sampler ma
 ranks and its generator in the same state everywhere; each rank makes its own instead.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal
@@ -23,12 +21,12 @@ from train.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from train.runtime.rank import MEETING
 from train.runtime.signals import SIGNALS, StopRequest
 
-# Poll interval for a stop request, in seconds.
 LOOK_S = 0.05
-# How long the other ranks have after a failure: most fail by themselves, with a message.
+"""Poll interval for a stop request, in seconds."""
 NOTICE_S = 10.0
-# As long as torchrun waits for ranks that it has signalled.
+"""How long the other ranks have after a failure: most fail by themselves, with a message."""
 GRACE_S = 30.0
+"""As long as torchrun waits for ranks that it has signalled."""
 
 
 def spawn(count: int, argv: Sequence[str], stop: StopRequest) -> int:

@@ -1,7 +1,5 @@
 """Tasks: a model, data and a loss. One module per task."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,5 @@
 """What a task is: a model, data and a loss; everything else has a default."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +33,7 @@ class Task(ABC):
 
     @abstractmethod
     def train(self) -> Batch | Samples:
-        """Give all training samples: tensors in a `Batch`, or a Dataset of (input, target).
+        """Return all training samples: tensors in a `Batch`, or a Dataset of (input, target).
 
         Inputs and targets may be dicts, lists, tuples or NamedTuples of tensors, nested too. The
         model is called with all inputs as its one argument.
@@ -43,7 +41,7 @@ class Task(ABC):
 
     @abstractmethod
     def test(self) -> Batch | Samples:
-        """Give all test samples."""
+        """Return all test samples."""
 
     @abstractmethod
     def loss(self, outputs: Tree, targets: Tree) -> Tensor:
@@ -70,7 +68,7 @@ class Task(ABC):
         return {}
 
     def identity(self) -> Mapping[str, str | int]:
-        """Say what makes two runs of this task different, so that one never continues the other.
+        """Return what makes two runs of this task different, so that one never continues the other.
 
         By default the numbers of training samples and of the model's parameters. Not the file's
         digest: a corrected comment must not refuse a resume. A task in which more than sizes has
@@ -92,8 +90,8 @@ class Task(ABC):
 
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
-    ) -> Mapping[str, ParallelStyle]:
-        """Say how each submodule's matrices are shared by `ranks` ranks (tensor parallel).
+    ) -> "Mapping[str, ParallelStyle]":
+        """Return how each submodule's matrices are shared by `ranks` ranks (tensor parallel).
 
         With `loss_parallel` the outputs should stay a DTensor sharded by class, where that is safe
         (see `classes_can_be_sharded()`).
@@ -107,7 +105,7 @@ class Task(ABC):
         )
 
     def weights(self) -> Tensor:
-        """Give the chance of each training sample under `--sampling balanced`. Shape [samples]."""
+        """Return each training sample's chance under `--sampling balanced`. Shape [samples]."""
         raise UsageError(
             f"task '{self.name}' does not say what to balance: give it weights(), or leave out "
             "--sampling balanced"
@@ -155,7 +153,7 @@ class Classifier(Task):
         return self.correct(outputs, targets).reshape(1)
 
     def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
-        """Give the share that is right."""
+        """Return the share that is right."""
         return {"accuracy": score[0].item() / count}
 
     def weights(self) -> Tensor:
@@ -177,7 +175,7 @@ class Perceptron(Classifier):
         self._train, self._test = train, test
 
     def identity(self) -> Mapping[str, str | int]:
-        """Say what makes two runs different: the sizes."""
+        """Return what makes two runs different: the sizes."""
         return {"hidden": self.hidden, "train_samples": len(self._train)}
 
     def model(self) -> nn.Module:
@@ -191,16 +189,16 @@ class Perceptron(Classifier):
         )
 
     def train(self) -> Batch:
-        """Give all training samples: [n, features] float, [n] int."""
+        """Return all training samples: [n, features] float, [n] int."""
         return self._train
 
     def test(self) -> Batch:
-        """Give all test samples, likewise."""
+        """Return all test samples, likewise."""
         return self._test
 
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
-    ) -> Mapping[str, ParallelStyle]:
+    ) -> "Mapping[str, ParallelStyle]":
         """Cut the first matrix by its outputs, the second by its inputs, the last by class.
 
         So the first exchange comes after the second matrix: between them each rank has its own
@@ -227,7 +225,7 @@ def class_weights(targets: Tensor) -> Tensor:
 
 
 def classes_can_be_sharded(classes: int, ranks: int) -> bool:
-    """Say whether each rank gets at least one class; torch's loss_parallel crashes otherwise."""
+    """Whether each rank gets at least one class; torch's loss_parallel crashes otherwise."""
     chunk = -(-classes // ranks)
     return (ranks - 1) * chunk < classes
 

@@ -1,7 +1,5 @@
 """A character language model over real text that every Python brings along: its own source code."""
 
-from __future__ import annotations
-
 import hashlib
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -20,8 +18,6 @@ from train.tasks.base import Classifier, check_divisible, classes_can_be_sharded
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-# Files that CPython 3.10 to 3.14 all have, each well above PIECE bytes. Their text differs from one
-# Python version to the next, hence the digest in `identity()`.
 FILES = (
     "argparse.py",
     "configparser.py",
@@ -34,10 +30,12 @@ FILES = (
     "pickletools.py",
     "tarfile.py",
 )
+"""Files that CPython 3.10 to 3.14 all have, each well above PIECE bytes. Their text differs from
+one Python version to the next, hence the digest in `identity()`."""
 PIECE = 16 * 1024
 CONTEXT = 64
-# The last windows of each file are the test: neighbours of the training text, never part of it.
 TEST_WINDOWS = 24
+"""The last windows of each file are the test: neighbours of the training text, never part of it."""
 VOCABULARY = 128
 WIDTH = 64
 HEADS = 4
@@ -99,7 +97,7 @@ class Chars(Classifier):
         return Batch(inputs=windows[:, :-1].contiguous(), targets=windows[:, 1:].contiguous())
 
     def identity(self) -> Mapping[str, str | int]:
-        """Say what else makes two runs different: the text and the sizes."""
+        """Return what else makes two runs different: the text and the sizes."""
         sizes = self.sizes
         return {
             "text_sha256": self._digest,
@@ -113,11 +111,11 @@ class Chars(Classifier):
         return Transformer(self.sizes)
 
     def train(self) -> Batch:
-        """Give all training windows: [2310, 64] int, twice; the targets are one character ahead."""
+        """Return all training windows: [2310, 64] int, twice; targets are one character ahead."""
         return self._train
 
     def test(self) -> Batch:
-        """Give all test windows: [240, 64] int, twice."""
+        """Return all test windows: [240, 64] int, twice."""
         return self._test
 
     def pieces(self, model: nn.Module) -> Sequence[str]:
@@ -129,7 +127,7 @@ class Chars(Classifier):
 
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
-    ) -> Mapping[str, ParallelStyle]:
+    ) -> "Mapping[str, ParallelStyle]":
         """Share attention by heads, the rest by width; between them each rank has part of the time.
 
         Where every position is worked on by itself (norms, sums, dropout), nothing is gained by

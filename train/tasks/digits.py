@@ -1,7 +1,5 @@
 """Handwritten digits: 1,797 real 8 x 8 images that come inside scikit-learn."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

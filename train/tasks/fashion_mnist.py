@@ -1,7 +1,5 @@
 """Fashion-MNIST: 70,000 small pictures of clothes, from a Debian package."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import zlib
@@ -18,8 +16,8 @@ from train.tasks.base import Classifier
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 FOLDER_VARIABLE = "FASHION_MNIST_DIR"
 CLASSES = 10
-# Of the idx format: two zero bytes, the type (8: unsigned bytes), the number of dimensions.
 MAGIC = bytes([0, 0, 8])
+"""Of the idx format: two zero bytes, the type (8: unsigned bytes), the number of dimensions."""
 
 
 class FashionMnist(Classifier):
@@ -45,11 +43,11 @@ class FashionMnist(Classifier):
         )
 
     def train(self) -> Batch:
-        """Give all training samples: [60000, 1, 28, 28] bytes, [60000] int."""
+        """Return all training samples: [60000, 1, 28, 28] bytes, [60000] int."""
         return self._train
 
     def test(self) -> Batch:
-        """Give all test samples: [10000, 1, 28, 28] bytes, [10000] int."""
+        """Return all test samples: [10000, 1, 28, 28] bytes, [10000] int."""
         return self._test
 
 

@@ -1,7 +1,5 @@
 """Finds the task that `--task` names: one of ours, or a class in a file of your own."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import importlib.util
@@ -18,13 +16,13 @@ from train.errors import TrainError, UsageError
 if TYPE_CHECKING:
     from train.tasks.base import Task
 
-# Module and class by name; imported only when used, so that `--help` stays fast.
 TASKS = {
     "digits": ("train.tasks.digits", "Digits"),
     "fashion-mnist": ("train.tasks.fashion_mnist", "FashionMnist"),
     "shuttle": ("train.tasks.shuttle", "Shuttle"),
     "chars": ("train.tasks.chars", "Chars"),
 }
+"""Module and class by name; imported only when used, so that `--help` stays fast."""
 
 
 def problem_of(name: str) -> str | None:
@@ -46,7 +44,7 @@ def problem_of(name: str) -> str | None:
     return None
 
 
-def load(name: str) -> Task:
+def load(name: str) -> "Task":
     """Make the task of that name.
 
     Raises:
@@ -70,7 +68,7 @@ def load(name: str) -> Task:
     return task
 
 
-def _class(path: Path, attribute: str) -> type[Task]:
+def _class(path: Path, attribute: str) -> "type[Task]":
     """Find a class in a file, and see that it is a task and lacks nothing."""
     from train.tasks.base import Task
 
@@ -122,7 +120,7 @@ def _module(path: Path) -> ModuleType:
 
 
 def _where(error: Exception, path: Path) -> str:
-    """Give the last line of an error's traceback, and the last place of it within a file."""
+    """Return the last line of an error's traceback, and the last place of it within a file."""
     text = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {text}"
@@ -132,6 +130,6 @@ def _where(error: Exception, path: Path) -> str:
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
-    """Say which word was probably meant: `; did you mean 'x'?`, or nothing."""
+    """Suggest the word that was probably meant: `; did you mean 'x'?`, or nothing."""
     close = difflib.get_close_matches(word, list(words), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

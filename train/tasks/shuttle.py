@@ -1,7 +1,5 @@
 """Statlog Shuttle: 58,000 readings of a space shuttle's radiators, most of them of one class."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Mapping
@@ -82,7 +80,7 @@ class Shuttle(Perceptron):
         return torch.bincount(pairs, minlength=self.classes**2)
 
     def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
-        """Give accuracies over samples, over classes, and for the rarest class alone.
+        """Return accuracies over samples, over classes, and for the rarest class alone.
 
         Always guessing the first class has an accuracy of 0.79, and a balanced one of 1/7.
         """

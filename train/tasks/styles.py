@@ -1,7 +1,5 @@
 """What torch.distributed.tensor.parallel lacks for a model to be cut well."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -155,14 +155,14 @@ def unharmed(trial: Trial, reference: Trial, until: Callable[..., None]) -> None
 
 def consistent(trial: Trial) -> None:
     """Check that every file of the run directory is whole, whenever its processes were killed."""
-    for position in store.places(trial.run_dir):
+    for position in store.committed(trial.run_dir):
         store.verify(position.path(trial.run_dir))
     outcome = trial.run_dir / "outcome.json"
     assert not outcome.exists() or json.loads(outcome.read_text())["version"] == 1
 
 
 def _last_checkpoint(trial: Trial) -> Path:
-    (best, *_) = store.places(trial.run_dir)
+    (best, *_) = store.committed(trial.run_dir)
     assert best.step == STEPS
     return best.path(trial.run_dir)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.train.support.making import trainer_for
 from tests.train.support.ranks import on_ranks
-from train.checkpoints.store import Position, places, verify
+from train.checkpoints.store import Position, committed, verify
 from train.errors import NonFiniteLoss
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def test_weights_that_are_not_finite_replace_no_good_checkpoint(
     outcome = run.outcome()
     assert (outcome["status"], outcome["step"], outcome["rank"]) == ("fatal", 4, None)
     assert outcome["reason"].startswith("6 parameters are not finite after step 4, such as 0.bias")
-    (left,) = places(run.run_dir, up_to_attempt=0)
+    (left,) = committed(run.run_dir, up_to_attempt=0)
     assert left == Position(attempt=0, step=2)
     verify(left.path(run.run_dir))
 
@@ -146,7 +146,7 @@ def test_a_part_that_is_not_finite_is_found_wherever_it_lies() -> None:
 
 
 def searched(rank: int) -> dict[str, tuple[list[str], int]]:
-    from train.model.gradients import not_finite
+    from train.model.optimizer import not_finite
 
     found = {}
     for name, guilty in (("ddp", 0), ("fsdp", 1)):

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.train.support.ranks import on_ranks
 from train.errors import UsageError
 from train.profiling import capture, timeline
-from train.profiling.capture import Profile, Profiler
-from train.profiling.timeline import Split, split
+from train.profiling.capture import Profiler
+from train.profiling.timeline import Profile, Split, split
 from train.rundir.console import Console
 from train.runtime.rank import RankInfo
 

@@ -151,6 +151,6 @@ def test_a_run_whose_task_has_moved_goes_on_when_it_is_told_so_and_keeps_that_in
     (former,) = after["adopted"]
     assert former["identity"] == before["identity"]
     # From now on it is this run, with the checkpoints that it had under its former name.
-    assert [position.step for position in store.places(run_dir)] == [4, 2]
+    assert [position.step for position in store.committed(run_dir)] == [4, 2]
     run(f"{new}:Mine", 5, attempt=3).finish()
     assert [m["step"] for m in moved.metrics() if "loss" in m] == [1, 2, 3, 4, 5]

@@ -138,7 +138,7 @@ def test_a_second_start_is_refused_by_name_and_a_killed_one_is_followed(
     assert first.outcome()["status"] == "running"
     assert [e["event"] for e in first.events()].count("start") == 1
     first.end()
-    best = store.places(run_dir)[0]
+    best = store.committed(run_dir)[0]
     third = start.single(*FLAGS, f"--steps={best.step + 2}", run_dir=run_dir).finish()
     assert [e["step"] for e in third.events() if e["event"] == "resume"] == [best.step]
     assert third.outcome()["status"] == "done"

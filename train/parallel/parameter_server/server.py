@@ -7,8 +7,6 @@ the moment at which it is applied itself. `Pacing` keeps the order of updates, i
 tensors, no threads, no clock.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +56,7 @@ class Pacing:
         return self.version + len(self.held)
 
     def may_draw(self, trainer: int) -> bool:
-        """Hold a trainer back if its update could make another one's gradient too old.
+        """Whether a trainer's update could make no other one's gradient too old.
 
         In the worst case a ticket's gradient is applied after those of all other tickets that have
         been drawn by then. Its age is then the number of all other updates that were started, minus
@@ -113,7 +111,7 @@ class InStep(Pacing):
         return self.version + bool(self.held)
 
     def may_draw(self, trainer: int) -> bool:
-        """Let each trainer draw once per update."""
+        """Whether a trainer has not drawn since the last update."""
         return trainer not in self.held and self.version < self.limit
 
     def draw(self, trainer: int) -> Ticket:

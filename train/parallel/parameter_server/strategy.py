@@ -9,8 +9,6 @@ two such meetings lies a stretch of updates, known in advance, in which no train
 way.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time
@@ -65,7 +63,7 @@ class Served(WholeModel):
         return f"rank 0 serves {self.trainers} trainers, {waits}"
 
     def report(self) -> str:
-        """Say how old gradients were."""
+        """Describe how old gradients were."""
         if not (ages := self.ages()) or self.parts.config.ps_mode == "sync":
             return ""
         return (
@@ -79,18 +77,18 @@ class Served(WholeModel):
         self._ages = count + 1, total + age, max(largest, age)
 
     def ages(self) -> dict[str, float]:
-        """Give the mean and the largest age since the start of this process."""
+        """Return the mean and the largest age since the start of this process."""
         count, total, largest = self._ages
         if not count:
             return {}
         return {"staleness_mean": total / count, "staleness_max": float(largest)}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give the server's parameters; a trainer has none that an optimizer should know."""
+        """Yield the server's parameters; a trainer has none that an optimizer should know."""
         return self.model.named_parameters() if self.serves else iter(())
 
     def model_state(self) -> dict[str, Tensor]:
-        """Give the server's model; a trainer has nothing to save."""
+        """Return the server's model; a trainer has nothing to save."""
         return super().model_state() if self.serves else {}
 
     def load_model_state(self, state: dict[str, Tensor]) -> None:
@@ -115,7 +113,7 @@ class Served(WholeModel):
         return gradients
 
     def moved(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Say how far buffers have moved since these weights."""
+        """Return how far buffers have moved since these weights."""
         before = weights[len(weights) - len(self._buffers) :]
         return [now.cpu() - then for now, then in zip(self._buffers, before, strict=True)]
 
@@ -165,7 +163,7 @@ class Alone(RankGroup):
 
     @property
     def connected(self) -> bool:
-        """Say that there is nothing to exchange."""
+        """Never: there is nothing to exchange."""
         return False
 
 

@@ -4,8 +4,6 @@ Tensors travel from and to the CPU on every device: TensorPipe's own ways betwee
 devices for each pair of ranks, and a parameter server on GPUs is bound by its network anyway.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Iterator
@@ -23,10 +21,10 @@ from train.parallel.parameter_server.server import Gradient, Server, Stretch, Wo
 from train.runtime.process_group import RankGroup
 from train.runtime.rendezvous import keys_of_this_try
 
-# This process's own, when it is rank 0: calls name a function, not an object.
 _serving: list[Server] = []
-# On trainers: set when this process means to leave.
+"""This process's own, when it is rank 0: calls name a function, not an object."""
 _leaving = threading.Event()
+"""On trainers: set when this process means to leave."""
 _SCHEME = "train-group"
 
 
@@ -48,7 +46,7 @@ def connect(group: RankGroup, server: Server | None, *, timeout_s: float) -> Ite
         # A trainer that must wait keeps a thread of the server's, and must not keep out another.
         num_worker_threads=rank_info.world_size + 4 if rank_info.rank == 0 else 4,
         rpc_timeout=timeout_s,
-        init_method=_meeting_place(group),
+        init_method=_rendezvous_url(group),
         # TCP only. Between ranks of a node TensorPipe prefers shared memory, which it polls without
         # rest: where there are more ranks than idle cores a call then took up to eight times as
         # long, and containers often have little of such memory.
@@ -127,8 +125,8 @@ def _watch(server: Server, rank: int) -> None:
     rpc.rpc_async(_name(rank), _stay, timeout=0).add_done_callback(answered)
 
 
-def _meeting_place(group: RankGroup) -> str:
-    """Let RPC meet in the store of the process group, wherever that is.
+def _rendezvous_url(group: RankGroup) -> str:
+    """Have RPC meet in the store of the process group, wherever that is.
 
     `env://` would be right under torchrun alone, while ranks may have met at a port or in a file.
     """
@@ -156,7 +154,7 @@ def _name(rank: int) -> str:
 
 @contextmanager
 def _others_may_be_gone() -> Iterator[None]:
-    """Whether an error is the transport's report of a lost or slow peer."""
+    """Raise a PeerError for the transport's report of a lost or slow peer."""
     try:
         yield
     except RuntimeError as error:

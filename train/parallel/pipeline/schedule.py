@@ -9,8 +9,6 @@ exchanges gradients in hooks that three of the schedules go around, and then eac
 without a word.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -80,11 +78,11 @@ class Pipelined(Strategy):
         self.gradient_sync = fsdp.choose_gradient_sync(parts, whole, self.micro_batches())
 
     def modules(self) -> Sequence[nn.Module]:
-        """Give this rank's stages."""
+        """Return this rank's stages."""
         return list(self._stages.values())
 
     def describe(self) -> str:
-        """Say which rank of a pipeline holds what."""
+        """Describe which rank of a pipeline holds what."""
         pp, schedule = self.parts.layout.pp, self.parts.config.pp_schedule
         stages = [
             f"stage {number} (rank {self._owners[number]}): {', '.join(names)}"
@@ -94,11 +92,11 @@ class Pipelined(Strategy):
         return f"pipeline of {pp}, {schedule}: {'; '.join([*stages, sync] if sync else stages)}"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give the parameters of this rank's stages."""
+        """Yield the parameters of this rank's stages."""
         return self._shared.named_parameters()
 
     def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give those that no other rank of the pipeline gives."""
+        """Yield those that no other rank of the pipeline gives."""
         return self._shared.counted_parameters()
 
     def without_gradient(self) -> frozenset[str]:
@@ -167,7 +165,7 @@ class Pipelined(Strategy):
         return Sums(loss=torch.stack(self._losses).sum(), count=count)
 
     def _flatten(self, stage: nn.Module, arguments: object, outputs: Tree) -> Tree:
-        """Give the outputs of the last stage one after the other, and note how they are nested."""
+        """Put the outputs of the last stage one after the other, and note how they are nested."""
         self._form = form_of(outputs)
         if self._form is None:
             return outputs
@@ -201,7 +199,7 @@ class Pipelined(Strategy):
         return Tally(loss=zero, score=zero.new_zeros(0), count=0)
 
     def _schedule_for(self, batches: Sequence[Batch]) -> Any:
-        """Give torch's schedule for micro-batches like these, all of one size.
+        """Return torch's schedule for micro-batches like these, all of one size.
 
         It is given the inputs and outputs of each stage, and the number of micro-batches. torch
         would find that out itself with a training pass of its own, which moves the running

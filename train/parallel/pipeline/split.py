@@ -3,31 +3,29 @@
 Pure arithmetic, without torch, so that a command line is refused before anything starts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
 from train.errors import UsageError
+from train.parallel.layout import Layout, counted
 
 if TYPE_CHECKING:
     from torch import nn
 
     from train.cli.config import Config
-    from train.parallel.layout import Layout
     from train.tasks.base import Task
 
-# Schedules whose ranks hold one stage each. Of the others they hold two: a batch passes every rank
-# twice, and the first and the last micro-batch keep fewer ranks waiting.
 ONE_STAGE = ("GPipe", "1F1B")
-# Rank r holds stages r and 2 pp - 1 - r: data goes down the ranks and up again, like a V. Otherwise
-# it starts over at rank 0, in a loop.
+"""Schedules whose ranks hold one stage each. Of the others they hold two: a batch passes every rank
+twice, and the first and the last micro-batch keep fewer ranks waiting."""
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-# They compute the gradients of inputs first, which the next stage waits for, and those of weights
-# when there is nothing better to do: two passes over parts of one graph.
+"""Rank r holds stages r and 2 pp - 1 - r: data goes down the ranks and up again, like a V.
+Otherwise it starts over at rank 0, in a loop."""
 TWO_PASSES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""They compute the gradients of inputs first, which the next stage waits for, and those of weights
+when there is nothing better to do: two passes over parts of one graph."""
 
 
 def stage_count(schedule: str, pp: int) -> int:
@@ -59,7 +57,7 @@ def owners(schedule: str, pp: int) -> dict[int, int]:
 
 
 def accepts(schedule: str, pp: int, micro_batches: int) -> bool:
-    """Say whether a schedule can be made for so many micro-batches."""
+    """Whether a schedule can be made for so many micro-batches."""
     match schedule:
         case "1F1B" | "DualPipeV":
             return micro_batches >= stage_count(schedule, pp)
@@ -70,7 +68,7 @@ def accepts(schedule: str, pp: int, micro_batches: int) -> bool:
             return True
 
 
-def micro_batches(config: Config, layout: Layout) -> int:
+def micro_batches(config: "Config", layout: Layout) -> int:
     """Count the micro-batches that every rank's share of a step is cut into.
 
     Unless their size was given: as many as there are stages, twice, if the share allows it. Fewer
@@ -99,8 +97,9 @@ def micro_batches(config: Config, layout: Layout) -> int:
     sizes = [size for size in divisors if accepts(schedule, pp, share // size)]
     if not sizes:
         raise UsageError(
-            f"{whole}: a rank's share of {share} samples makes at most {_counted(share)}, "
-            f"{demand}; use --global-batch {stages * layout.shards} or more, or --pp-schedule GPipe"
+            f"{whole}: a rank's share of {share} samples makes at most "
+            f"{counted(share, 'micro-batch')}, {demand}; use --global-batch "
+            f"{stages * layout.shards} or more, or --pp-schedule GPipe"
         )
     if (size := config.micro_batch) is None:
         counts = [share // size for size in sizes]
@@ -114,17 +113,13 @@ def micro_batches(config: Config, layout: Layout) -> int:
             f"{count} x {size} + {remainder}"
         )
     else:
-        why = f"a rank's share of {share} samples makes {_counted(count)}, {demand}"
+        why = f"a rank's share of {share} samples makes {counted(count, 'micro-batch')}, {demand}"
     *others, last = [str(size) for size in reversed(sizes)]
     listed = f"{', '.join(others)} or {last}" if others else last
     raise UsageError(f"--micro-batch {size} with --pp {pp}: {why}; use --micro-batch {listed}")
 
 
-def _counted(micro_batches: int) -> str:
-    return "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
-
-
-def check(config: Config, layout: Layout) -> None:
+def check(config: "Config", layout: Layout) -> None:
     """Refuse what a pipeline cannot do, before a model is made.
 
     Raises:
@@ -144,7 +139,7 @@ def check(config: Config, layout: Layout) -> None:
         )
 
 
-def piece_sizes(model: nn.Module, task: Task) -> dict[str, int]:
+def piece_sizes(model: "nn.Module", task: "Task") -> dict[str, int]:
     """Count the parameters of each piece of a model, in the order of the forward pass."""
     return {
         name: sum(parameter.numel() for parameter in model.get_submodule(name).parameters())

@@ -4,8 +4,6 @@ Stages may share a parameter, such as an embedding that is the head's matrix, to
 that holds one of these stages has a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -71,7 +69,7 @@ def plan(model: nn.Module, parts: Parts) -> list[list[str]]:
 
 
 def _within(name: str, pieces: Sequence[str]) -> bool:
-    """Say whether a tensor of that name belongs to one of these pieces."""
+    """Whether a tensor of that name belongs to one of these pieces."""
     return any(name.startswith(f"{piece}.") for piece in pieces)
 
 
@@ -132,7 +130,7 @@ class SharedParameters:
                 self._summed.append((first, groups[ranks]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give the stages' parameters, each once, under one name on all ranks that have it."""
+        """Yield the stages' parameters, each once, under one name on all ranks that have it."""
         given: set[int] = set()
         for stage in self._stages.values():
             for name, parameter in stage.named_parameters():
@@ -141,7 +139,7 @@ class SharedParameters:
                     yield self._canonical.get(name, name), parameter
 
     def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give each of the pipeline's parameters on one of its ranks."""
+        """Yield each of the pipeline's parameters on one of its ranks."""
         return (
             (name, parameter)
             for name, parameter in self.named_parameters()
