@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.api import ask_site
 from toolkit.errors import InputError, PlanError, Problem, ProfileError
@@ -99,11 +99,12 @@ def check(
         LauncherError: the site does not answer.
     """
     path = Path(path)
-    if is_script(path):
+    content = kind_of_file(path)
+    if content == "script":
         problems = _script_problems(path, command if server else None)
         return [finding(problem) for problem in problems]
     schema_set = read_schemas(Path(schemas)) if schemas is not None else None
-    if is_manifests(path):
+    if content == "manifests":
         sites = [as_profile(profile) for profile in to]
         problems = _manifest_problems(
             path, sites, schemas=schema_set, server=server, api_client=api_client
@@ -124,20 +125,15 @@ def check(
     return list(dict.fromkeys(findings))
 
 
-def is_manifests(path: Path) -> bool:
-    """Whether a file holds Kubernetes objects rather than a job."""
+def kind_of_file(path: Path) -> Literal["job", "manifests", "script"]:
+    """Return what a file holds: a job, Kubernetes objects, or a batch script."""
     try:
-        return is_manifest(read_text(path))
+        text = read_text(path)
     except InputError:
-        return False  # the next reader reports the error
-
-
-def is_script(path: Path) -> bool:
-    """Whether a file is a batch script rather than a job file."""
-    try:
-        return is_batch_script(path.name, read_text(path))
-    except InputError:
-        return False  # the next reader reports the error
+        return "job"  # whose reader reports the error
+    if is_batch_script(path.name, text):
+        return "script"
+    return "manifests" if is_manifest(text) else "job"
 
 
 def finding(problem: Problem, document: Document | None = None) -> Finding:
@@ -211,37 +207,23 @@ def _rendered_problems(made: KubernetesPlan, schemas: Schemas | None) -> Iterato
         )
 
 
-_QUEUE = ("kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class")
-_KEYS: dict[str, KeyPath] = {
+_KEYS: dict[str | int, KeyPath] = {
     "activeDeadlineSeconds": ("time_limit",),
     "args": ("args",),
-    "backoffLimit": ("retries", "requeue"),
-    "backoffLimitPerIndex": ("retries", "requeue"),
-    "completions": ("resources", "nnodes"),
-    "hostPath": ("mounts",),
+    **dict.fromkeys(("backoffLimit", "backoffLimitPerIndex"), ("retries", "requeue")),
+    **dict.fromkeys(("completions", "parallelism"), ("resources", "nnodes")),
+    **dict.fromkeys(("hostPath", "nfs", "volumeMounts", "volumes"), ("mounts",)),
     "image": ("image",),
-    "maxReplicas": ("resources", "nnodes"),
     "maxRestarts": ("retries", "requeue"),
-    "minReplicas": ("resources", "nnodes"),
+    **dict.fromkeys(("minReplicas", "maxReplicas", "replicas"), ("resources", "nnodes")),
     "name": ("name",),
-    "nfs": ("mounts",),
-    "nprocPerNode": ("resources", "nproc_per_node"),
+    **dict.fromkeys(("nprocPerNode", "numProcPerNode"), ("resources", "nproc_per_node")),
     "numNodes": ("resources", "nnodes"),
-    "numProcPerNode": ("resources", "nproc_per_node"),
-    "parallelism": ("resources", "nnodes"),
     "priorityClassName": ("kubernetes", "priority_class"),
-    "replicas": ("resources", "nnodes"),
     "sizeLimit": ("resources", "shm"),
     "terminationGracePeriodSeconds": ("stop", "grace"),
-    "volumeMounts": ("mounts",),
-    "volumes": ("mounts",),
 }
 """The last key of a place whose origin is known, and the key of the job."""
-
-_RESOURCES: dict[str, KeyPath] = {
-    "cpu": ("resources", "cpus_per_node"),
-    "memory": ("resources", "memory"),
-}
 
 
 def _key_of(at: View) -> KeyPath:
@@ -255,13 +237,11 @@ def _key_of(at: View) -> KeyPath:
         name = at.manifest.view.at(*path[: index + 2]).text("name")
         return ("env", name) if name else ("env",)
     if path[-2:-1] in (("requests",), ("limits",)):
-        return _RESOURCES.get(str(path[-1]), ("resources", "gpus_per_node"))
-    if path[-1:] in ((_QUEUE[0],), (_QUEUE[1],)):
+        key = {"cpu": "cpus_per_node", "memory": "memory"}.get(str(path[-1]), "gpus_per_node")
+        return ("resources", key)
+    if path[-1:] in (("kueue.x-k8s.io/queue-name",), ("kueue.x-k8s.io/priority-class",)):
         return ("kubernetes", "queue")
-    for key in reversed(path):
-        if isinstance(key, str) and key in _KEYS:
-            return _KEYS[key]
-    return ()
+    return next((_KEYS[part] for part in reversed(path) if part in _KEYS), ())
 
 
 def _rendered_violations(

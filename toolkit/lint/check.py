@@ -25,11 +25,6 @@ from toolkit.lint.scripts.values import uncovered
 from toolkit.text.manifests import Stream, View, read_manifests
 from toolkit.text.yaml_reader import KeyPath
 
-__all__ = [
-    *("CLUSTER_RULES", "JOB_RULES", "MANIFEST_RULES", "SCRIPT_RULES", "SITE_RULES"),
-    *("check_manifests", "check_script", "in_order", "manifest_violations", "not_allowed"),
-]
-
 SCRIPT_RULES = SCRIPTS.order((directives, rendezvous, exit_status, tasks, signals))
 """The rules for batch scripts."""
 

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from toolkit.errors import InputError
+from toolkit.job.sbatch_options import names
 from toolkit.lint.bash.ast import (
     CommandList,
     Compound,
@@ -19,7 +20,7 @@ from toolkit.lint.bash.ast import (
     WordPart,
 )
 from toolkit.lint.bash.parser import DECLARES, read_commands
-from toolkit.lint.scripts.options import SRUN, TORCHRUN, Option, names, read_options
+from toolkit.lint.scripts.options import SRUN, TORCHRUN, Option, read_options
 from toolkit.lint.scripts.values import Argument, Values
 
 

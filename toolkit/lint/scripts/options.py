@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit.job.sbatch_options import ALLOWED, DECIDED, FLAGS, OPTIONAL
+from toolkit.job.sbatch_options import ALLOWED, DECIDED, FLAGS, OPTIONAL, names
 from toolkit.lint.scripts.values import Argument, Piece
 
 
@@ -60,11 +60,6 @@ class Grammar:
             return name
         candidates = [option for option in self.names if option.startswith(name)]
         return candidates[0] if len(candidates) == 1 and name else name
-
-
-def names(words: str) -> frozenset[str]:
-    """Return the words of a text."""
-    return frozenset(words.split())
 
 
 def _short(words: str) -> dict[str, str]:

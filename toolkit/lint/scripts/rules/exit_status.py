@@ -160,17 +160,11 @@ class _Flow:
 
 def _harmless(pipeline: Pipeline) -> bool:
     """Whether a list after `||` always succeeds."""
+    nodes: list[Node] = []
     for node in pipeline.nodes:
-        if isinstance(node, SimpleCommand):
-            if node.name not in _HARMLESS:
-                return False
-        elif isinstance(node, Compound):
-            inner = [n for body in node.bodies for n in _nodes(body)]
-            if any(not isinstance(n, SimpleCommand) or n.name not in _HARMLESS for n in inner):
-                return False
-        else:
-            return False
-    return True
+        bodies = node.bodies if isinstance(node, Compound) else None
+        nodes += [node] if bodies is None else [n for body in bodies for n in _nodes(body)]
+    return all(isinstance(node, SimpleCommand) and node.name in _HARMLESS for node in nodes)
 
 
 def _nodes(commands: CommandList) -> Iterator[Node]:
