@@ -156,11 +156,7 @@ def finding(problem: Problem, document: Document | None = None) -> Finding:
 
 
 def _job_findings(
-    path: Path,
-    overrides: Iterable[str],
-    to: Iterable[str | Profile],
-    *,
-    schemas: Schemas | None,
+    path: Path, overrides: Iterable[str], to: Iterable[str | Profile], *, schemas: Schemas | None
 ) -> list[Finding]:
     """Plan and render a job for each profile; check the manifests that Kubernetes gets."""
     job, document = load(path, overrides), read_job(path, overrides)
@@ -233,8 +229,7 @@ def _key_of(at: View) -> KeyPath:
     """
     path = at.path
     if "env" in path:
-        index = path.index("env")
-        name = at.manifest.view.at(*path[: index + 2]).text("name")
+        name = at.manifest.view.at(*path[: path.index("env") + 2]).text("name")
         return ("env", name) if name else ("env",)
     if path[-2:-1] in (("requests",), ("limits",)):
         key = {"cpu": "cpus_per_node", "memory": "memory"}.get(str(path[-1]), "gpus_per_node")
@@ -256,12 +251,7 @@ def _rendered_violations(
 
 
 def _manifest_problems(
-    path: Path,
-    sites: Sequence[Profile],
-    *,
-    schemas: Schemas | None,
-    server: bool,
-    api_client: Any,
+    path: Path, sites: Sequence[Profile], *, schemas: Schemas | None, server: bool, api_client: Any
 ) -> list[Problem]:
     site: KubernetesProfile | None = None
     for profile in sites:

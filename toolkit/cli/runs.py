@@ -10,14 +10,7 @@ import click
 
 import toolkit
 from toolkit.cli.main import FOLLOW, JSON, RUN, RUNS, TRUST, cli, example
-from toolkit.cli.output import (
-    echo_failure,
-    echo_lines,
-    follow_lines,
-    report,
-    report_and_exit,
-    say,
-)
+from toolkit.cli.output import echo_failure, echo_lines, follow_lines, report, report_and_exit, say
 from toolkit.errors import LauncherError
 
 _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED", "UNKNOWN")

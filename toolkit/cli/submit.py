@@ -46,12 +46,7 @@ def render(job: Path, overrides: tuple[str, ...], to: str, chain: int) -> None:
 @CHAIN
 @FOLLOW
 def submit(
-    job: Path,
-    overrides: tuple[str, ...],
-    to: str,
-    after: tuple[str, ...],
-    chain: int,
-    follow: bool,
+    job: Path, overrides: tuple[str, ...], to: str, after: tuple[str, ...], chain: int, follow: bool
 ) -> None:
     """Start a new run, or all points of a sweep, and print its URI."""
     made = _planned(job, overrides, to)

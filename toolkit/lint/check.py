@@ -74,11 +74,7 @@ def check_script(text: str, source: str) -> list[Problem]:
 
 
 def check_manifests(
-    text: str,
-    source: str,
-    *,
-    pod_security: str | None = None,
-    schemas: Schemas | None = None,
+    text: str, source: str, *, pod_security: str | None = None, schemas: Schemas | None = None
 ) -> list[Problem]:
     """Return the problems of a stream of manifests, by line; each one once.
 

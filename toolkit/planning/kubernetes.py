@@ -163,35 +163,31 @@ class KubernetesPlan(LaunchPlan):
             raise PlanError(problems)
         if not self.parts:
             return self._named(self.run_name, name, name)
-        pairs = zip(self.parts, self.points, strict=True)
         parts = tuple(
             part._named(part.run_name, f"{name}-{point.index}", f"{name}/{point.name}", name)
-            for part, point in pairs
+            for part, point in zip(self.parts, self.points, strict=True)
         )
         # All but the name of a sweep's own plan is its first point's.
         first = self.parts[0].run_name
-        folder = f"{name}/{self.points[0].name}"
-        whole = self._named(first, parts[0].run_name, folder, name)
+        whole = self._named(first, parts[0].run_name, f"{name}/{self.points[0].name}", name)
         return replace(whole, run_name=name, parts=parts)
 
     def _named(
         self, before: str, name: str, folder: str, sweep_name: str | None = None
     ) -> "KubernetesPlan":
         """Replace the name `before` in every value that was derived from it."""
-        service = self.profile.service
-        old, new = (first_pod(self.workload, one, service) for one in (before, name))
+        old, new = (first_pod(self.workload, one, self.profile.service) for one in (before, name))
         changed = {f"--rdzv-id={before}": f"--rdzv-id={name}"}
         endpoint = self.rdzv_endpoint
         if endpoint is not None and endpoint.startswith(f"{old}:"):
             endpoint = new + endpoint.removeprefix(old)
             changed[f"--rdzv-endpoint={self.rdzv_endpoint}"] = f"--rdzv-endpoint={endpoint}"
         own = {"TRAIN_RUN_DIR": f"{self.profile.runs_dir.rstrip('/')}/{folder}", STARTED: name}
-        labels = labelled(self.labels, name, sweep_name)
         return replace(
             self,
             run_name=name,
             env={key: own.get(key, value) for key, value in self.env.items()},
-            labels=labels,
+            labels=labelled(self.labels, name, sweep_name),
             workload_labels=labelled(self.workload_labels, name, sweep_name),
             pod=self.pod.named(before, name, sweep_name),
             torchrun=tuple(changed.get(option, option) for option in self.torchrun),
@@ -232,10 +228,7 @@ class KubernetesPlan(LaunchPlan):
         site, job = f"profile {self.profile.name!r}", f"job {self.job.name!r}: kubernetes"
         return tuple(
             (f"{whose}.patches[{at}]", patch.kind or self.workload, patch)
-            for whose, patches in (
-                (site, self.profile.patches),
-                (job, self.job.kubernetes.patches),
-            )
+            for whose, patches in ((site, self.profile.patches), (job, self.job.kubernetes.patches))
             for at, patch in enumerate(patches)
         )
 
@@ -314,11 +307,7 @@ def _plan(
         workload=kind,
         run_name=run_name,
         pod=pod_of(
-            job,
-            profile,
-            run_name=run_name,
-            labels=labels,
-            grace_s=job.stop.grace_s + POD_MARGIN_S,
+            job, profile, run_name=run_name, labels=labels, grace_s=job.stop.grace_s + POD_MARGIN_S
         ),
         # The operators of PyTorchJobs and TrainJobs find the container by its name.
         container="pytorch" if kind == "PyTorchJob" else "node",

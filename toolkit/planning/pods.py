@@ -33,11 +33,7 @@ _PAYLOAD = "submitted"
 
 _GROUP_NAMES = {
     "volcano": ("annotations", "scheduling.k8s.io/group-name", "volcano"),
-    "scheduler-plugins": (
-        "labels",
-        "scheduling.x-k8s.io/pod-group",
-        "scheduler-plugins-scheduler",
-    ),
+    "scheduler-plugins": ("labels", "scheduling.x-k8s.io/pod-group", "scheduler-plugins-scheduler"),
 }
 """How pods name their PodGroup, and the name of the scheduler (manuals of both)."""
 

@@ -249,8 +249,7 @@ def yaml_block(value: object, indent: int = 0) -> str:
     if isinstance(value, str):
         if not _LINES.fullmatch(value):
             return " " + yaml_flow(value)
-        lines = value[:-1].split("\n")
-        return " |" + "".join(f"\n{pad}{line}" if line else "\n" for line in lines)
+        return " |" + "".join(f"\n{pad}{line}" if line else "\n" for line in value[:-1].split("\n"))
     if not isinstance(value, Mapping | Sequence) or not value:
         return " " + yaml_flow(value)
     text = yaml_flow(value)

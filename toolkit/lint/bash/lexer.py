@@ -216,8 +216,7 @@ class WordReader:
         if name := self.match(_SHORT_NAME):
             self.at = name.end()
             text = "*[@]" if name[0] in "@*" else name[0]
-            line = self.line(start)
-            return [WordPart(kind="variable", text=text, line=line, quoted=double)]
+            return [WordPart(kind="variable", text=text, line=self.line(start), quoted=double)]
         self.at = start
         return None
 
@@ -248,14 +247,13 @@ class WordReader:
         operator = match[0] if (match := self.match(_OPERATOR)) else ""
         self.at += len(operator)
         plain = double and operator in _DEFAULTS
-        argument = self.until("}", double=double and operator in _DEFAULTS, plain_quotes=plain)
         return WordPart(
             kind="variable",
             text=text,
             line=self.line(start),
             quoted=double,
             operator=operator,
-            argument=argument,
+            argument=self.until("}", double=double and operator in _DEFAULTS, plain_quotes=plain),
         )
 
     def _ansi(self) -> WordPart:

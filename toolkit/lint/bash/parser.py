@@ -46,8 +46,7 @@ def read_script(text: str, source: str) -> ReadScript:
         InputError: bash would refuse it as well, or it is nested beyond reason.
     """
     reader = _CommandReader([SourceText(text, 1)], source)
-    commands = _whole(reader)
-    return ReadScript(commands=commands, comments=tuple(reader.comments))
+    return ReadScript(commands=_whole(reader), comments=tuple(reader.comments))
 
 
 def read_commands(spans: Sequence[SourceText], source: str) -> CommandList:
@@ -129,10 +128,7 @@ class _CommandReader(WordReader):
             if not background:
                 self.take(";")
         return AndOr(
-            pipelines=tuple(pipelines),
-            operators=tuple(operators),
-            background=background,
-            line=line,
+            pipelines=tuple(pipelines), operators=tuple(operators), background=background, line=line
         )
 
     def _pipeline(self) -> Pipeline:
@@ -173,8 +169,7 @@ class _CommandReader(WordReader):
         if word == "if":
             return self._if(start, line)
         if word in ("while", "until"):
-            condition = self.commands("do")
-            return self._loop(word, start, line, conditions=(condition,))
+            return self._loop(word, start, line, conditions=(self.commands("do"),))
         if word in ("for", "select"):
             return self._for(start, line)
         if word == "case":

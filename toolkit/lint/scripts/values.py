@@ -88,8 +88,7 @@ class Argument:
             left, right = max(start - at, 0), min(end - at, len(piece.text))
             if left < right:
                 line = piece.line + piece.text.count("\n", 0, left)
-                text = piece.text[left:right]
-                pieces.append(replace(piece, text=text, line=line))
+                pieces.append(replace(piece, text=piece.text[left:right], line=line))
             at += len(piece.text)
         return Argument(pieces=tuple(pieces), line=pieces[0].line if pieces else self.line)
 
@@ -201,8 +200,7 @@ def _texts(part: WordPart) -> Iterator[Piece]:
         inside, end, after = chunk.partition(_END) if index else ("", "", chunk)
         if end:
             shown = _uncovered(inside)
-            name = shown.strip("${}")
-            yield Piece(text=shown, line=line, known=False, name=name, outer=True)
+            yield Piece(text=shown, line=line, known=False, name=shown.strip("${}"), outer=True)
         if after:
             yield Piece(text=after, line=line, quoted=part.quoted)
 

@@ -233,8 +233,7 @@ class _Checker:
             values = [other.get("default") if one is None else one for one, other in entries]
             key = tuple(map(repr, values)) if kind == "map" else (repr(item.value),)
             if key in seen:
-                what = f"{item.where} stands twice in the list: {', '.join(key)}"
-                yield _Mismatch(item, what)
+                yield _Mismatch(item, f"{item.where} stands twice in the list: {', '.join(key)}")
             seen.add(key)
 
     def combined(self, view: View, schema: _Schema) -> _Mismatches:
@@ -320,8 +319,7 @@ def schema_violations(stream: Stream, schemas: Schemas) -> Iterator[Violation[Vi
         versions = schemas.versions(manifest.group, manifest.kind)
         if versions and version not in versions:
             what = f"{manifest.kind} is served as {', '.join(versions)}"
-            fix = f"write apiVersion: {manifest.group}/{versions[-1]}"
-            yield Violation(written, what, fix=fix)
+            yield Violation(written, what, fix=f"write apiVersion: {manifest.group}/{versions[-1]}")
         elif versions:
             schema = schemas.served[manifest.group, version, manifest.kind]
             yield from checker.fields(manifest.view, schema, own=_OWN)
@@ -359,8 +357,7 @@ def _versions(stream: Stream) -> Iterator[Violation[View]]:
         written = manifest.view.at("apiVersion")
         group, _, version = str(written.value).rpartition("/")
         for api_version, served in groups.get(manifest.kind, ()):
-            moved = (manifest.kind, group) in _MOVED
-            if (group == api_version and version != served) or moved:
+            if (group == api_version and version != served) or (manifest.kind, group) in _MOVED:
                 way_out = f"{api_version}/{served}".lstrip("/")
                 yield Violation(
                     written,

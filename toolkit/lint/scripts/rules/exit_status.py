@@ -72,8 +72,7 @@ class _Flow:
     def _lost(
         self, call: Call, item: AndOr, place: int, after: CommandList, *, ends: bool
     ) -> Violation[int] | None:
-        pipeline = item.pipelines[place]
-        last = pipeline.nodes[-1]
+        last = item.pipelines[place].nodes[-1]
         if last is not call.node and not call.pipefail and not self._asked(after, "PIPESTATUS"):
             name = last.name if isinstance(last, SimpleCommand) else "what follows"
             return Violation(
