@@ -9,18 +9,7 @@ from typing import Any, Literal
 from toolkit.api import ask_site
 from toolkit.errors import InputError, PlanError, Problem, ProfileError
 from toolkit.job.spec import load, read_job
-from toolkit.lint.check import (
-    CLUSTER_RULES,
-    JOB_RULES,
-    MANIFEST_RULES,
-    SCRIPT_RULES,
-    SITE_RULES,
-    check_manifests,
-    check_script,
-    in_order,
-    manifest_violations,
-    not_allowed,
-)
+from toolkit.lint import check as lint
 from toolkit.lint.manifests.rules.schema import Schemas, read_schemas, schemas_of
 from toolkit.lint.registry import Rule, Violation
 from toolkit.lint.scripts.options import is_batch_script
@@ -36,7 +25,13 @@ from toolkit.text.yaml_reader import Document, KeyPath, read_text
 
 _RULES = {
     rule.id: rule
-    for rule in (*SCRIPT_RULES, *JOB_RULES, *MANIFEST_RULES, *SITE_RULES, *CLUSTER_RULES)
+    for rule in (
+        *lint.SCRIPT_RULES,
+        *lint.JOB_RULES,
+        *lint.MANIFEST_RULES,
+        *lint.SITE_RULES,
+        *lint.CLUSTER_RULES,
+    )
 }
 _MOST_POINTS = 20
 """How many points of a sweep are checked; they differ only in arguments and variables."""
@@ -244,7 +239,7 @@ def _rendered_violations(
 ) -> list[tuple[Rule, Violation[View]]]:
     source = f"rendered for {made.profile.name}"
     stream = read_manifests(render(made), source, pod_security=made.profile.pod_security)
-    return list(manifest_violations(stream, schemas))
+    return list(lint.manifest_violations(stream, schemas))
 
 
 # ---- Manifests
@@ -268,10 +263,10 @@ def _manifest_problems(
         objects = [manifest.data for manifest in manifests]
         schemas = schemas_of(definitions(objects, cluster, api_client=api_client))
     level = site.pod_security if site else None
-    problems = check_manifests(text, str(path), pod_security=level, schemas=schemas)
+    problems = lint.check_manifests(text, str(path), pod_security=level, schemas=schemas)
     if server:
-        problems += not_allowed(_server_problems(manifests, cluster, api_client), text)
-    return in_order(problems)
+        problems += lint.not_allowed(_server_problems(manifests, cluster, api_client), text)
+    return lint.in_order(problems)
 
 
 def _server_problems(
@@ -299,7 +294,7 @@ def _server_problems(
 def _script_problems(path: Path, command: Command | None) -> list[Problem]:
     """Check a script; with a command also against the site: account, folders, sbatch's verdict."""
     text = read_text(path)
-    problems = check_script(text, str(path))
+    problems = lint.check_script(text, str(path))
     if command is None:
         return problems
     from toolkit.slurm.site_check import account_findings, log_folder, path_findings, verdict

@@ -80,11 +80,8 @@ def check_manifests(
 
     A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
 
-    Args:
-        text: YAML, of one document or of several.
-        source: The file's name.
-        pod_security: The Pod Security level of the namespace, where it is known.
-        schemas: Those of the cluster's own kinds.
+    The Pod Security level is that of the namespace, where it is known; the schemas are those of
+    the cluster's own kinds.
 
     Raises:
         InputError: it cannot be read, or a document is not an object.

@@ -22,12 +22,7 @@ class WordReader:
     """A position in the text, with the functions that read from there."""
 
     def __init__(self, spans: Sequence[SourceText], source: str) -> None:
-        """Prepare to read.
-
-        Args:
-            spans: The text, in pieces whose lines are known.
-            source: The file's name, for messages.
-        """
+        """Prepare to read a text, given in pieces whose lines are known."""
         self.text = "".join(span.text for span in spans)
         self.source = source
         self.at, self.limit = 0, len(self.text)

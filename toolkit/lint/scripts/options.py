@@ -184,12 +184,7 @@ def is_batch_script(path: str, text: str) -> bool:
 
 
 def read_directives(text: str, hidden: range | None = None) -> Iterator[Directive]:
-    """Yield the directives in order.
-
-    Args:
-        text: The script.
-        hidden: Lines that are another script's.
-    """
+    """Yield the directives of a script in order, up to the lines `hidden` of another one."""
     late = False
     for number, row in enumerate(text.splitlines(), start=1):
         if hidden is not None and number in hidden:

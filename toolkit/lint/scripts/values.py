@@ -182,13 +182,10 @@ class Values:
         return items[number] if number is not None and number < len(items) else None
 
 
-def _uncovered(text: str) -> str:
-    return "".join(chr(ord(c) - _HIDDEN) if _HIDDEN <= ord(c) < _HIDDEN + 128 else c for c in text)
-
-
 def uncovered(text: str) -> str:
     """Return a text for a message, with hidden parts as they were written."""
-    return _uncovered(text.replace(_MARK, "").replace(_END, ""))
+    text = text.replace(_MARK, "").replace(_END, "")
+    return "".join(chr(ord(c) - _HIDDEN) if _HIDDEN <= ord(c) < _HIDDEN + 128 else c for c in text)
 
 
 def _texts(part: WordPart) -> Iterator[Piece]:
@@ -199,7 +196,7 @@ def _texts(part: WordPart) -> Iterator[Piece]:
     for index, chunk in enumerate(text.split(_MARK)):
         inside, end, after = chunk.partition(_END) if index else ("", "", chunk)
         if end:
-            shown = _uncovered(inside)
+            shown = uncovered(inside)
             yield Piece(text=shown, line=line, known=False, name=shown.strip("${}"), outer=True)
         if after:
             yield Piece(text=after, line=line, quoted=part.quoted)
