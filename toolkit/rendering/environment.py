@@ -38,16 +38,6 @@ def templates_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "templates"
 
 
-def _yaml(value: object, indent: int | None = None) -> str:
-    """Write a block; a value of several lines without an indent would leave its place."""
-    if indent is None:
-        raise RenderError(
-            "the filter 'yaml' needs the column of its block, such as yaml(4); for a value on one "
-            "line, use 'yaml_flow'"
-        )
-    return yaml_block(value, indent)
-
-
 class _BytecodeCache(jinja2.FileSystemBytecodeCache):
     """Compiled templates in the user's cache folder: to compile them anew takes 0.06 s."""
 
@@ -98,7 +88,7 @@ def configured(environment_class: type[jinja2.Environment], **options: Any) -> j
         "sh_entry": entry_words,
         "sh_line": shell_line,
         "sh_path": path_quote,
-        "yaml": _yaml,
+        "yaml": yaml_block,
         "yaml_flow": yaml_flow,
         "sh_words": lambda values: " ".join(map(shell_quote, values)),
     }
@@ -226,7 +216,7 @@ def yaml_flow(value: object) -> str:
     return json_quote(value)
 
 
-def yaml_block(value: object, indent: int = 0) -> str:
+def yaml_block(value: object, indent: int | None = None) -> str:
     r"""Return the text that follows `key:` or `-`, on the same line or indented below it.
 
     >>> print("key:" + yaml_block({"small": [1, 2]}, 2))
@@ -237,7 +227,15 @@ def yaml_block(value: object, indent: int = 0) -> str:
       text: |
         if a
         then b
+
+    Raises:
+        RenderError: no indent is given; a value of several lines would leave its place.
     """
+    if indent is None:
+        raise RenderError(
+            "the filter 'yaml' needs the column of its block, such as yaml(4); for a value on one "
+            "line, use 'yaml_flow'"
+        )
     pad = " " * indent
     if isinstance(value, str):
         if not _LINES.fullmatch(value):
