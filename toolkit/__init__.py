@@ -52,10 +52,7 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
         submit as submit,
         wait as wait,
     )
-    from toolkit.checks import (
-        Finding as Finding,
-        check as check,
-    )
+    from toolkit.checks import Finding as Finding, check as check
     from toolkit.errors import (
         InputError as InputError,
         LauncherError as LauncherError,
@@ -77,14 +74,8 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
         attach as attach,
     )
     from toolkit.job.schema import json_schema as json_schema
-    from toolkit.job.spec import (
-        JobSpec as JobSpec,
-        load as load,
-    )
-    from toolkit.planning import (
-        LaunchPlan as LaunchPlan,
-        plan as plan,
-    )
+    from toolkit.job.spec import JobSpec as JobSpec, load as load
+    from toolkit.planning import LaunchPlan as LaunchPlan, plan as plan
     from toolkit.planning.kubernetes import KubernetesPlan as KubernetesPlan
     from toolkit.planning.local import LocalPlan as LocalPlan
     from toolkit.planning.slurm import SlurmPlan as SlurmPlan
@@ -97,20 +88,11 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
         load_profile as load_profile,
     )
     from toolkit.profile.detect import discover as discover
-    from toolkit.profile.draft import (
-        draft as draft,
-        keep_draft as keep_draft,
-    )
+    from toolkit.profile.draft import draft as draft, keep_draft as keep_draft
     from toolkit.rendering import render as render
     from toolkit.runs.failure import Failure as Failure
-    from toolkit.runs.run import (
-        Launcher as Launcher,
-        Run as Run,
-    )
-    from toolkit.runs.state import (
-        RunState as RunState,
-        RunStatus as RunStatus,
-    )
+    from toolkit.runs.run import Launcher as Launcher, Run as Run
+    from toolkit.runs.state import RunState as RunState, RunStatus as RunStatus
 
 
 def __getattr__(name: str) -> Any:

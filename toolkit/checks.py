@@ -4,23 +4,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.api import ask_site
 from toolkit.errors import InputError, PlanError, Problem, ProfileError
 from toolkit.job.spec import load, read_job
-from toolkit.lint.check import (
-    CLUSTER_RULES,
-    JOB_RULES,
-    MANIFEST_RULES,
-    SCRIPT_RULES,
-    SITE_RULES,
-    check_manifests,
-    check_script,
-    in_order,
-    manifest_violations,
-    not_allowed,
-)
+from toolkit.lint import check as lint
 from toolkit.lint.manifests.rules.schema import Schemas, read_schemas, schemas_of
 from toolkit.lint.registry import Rule, Violation
 from toolkit.lint.scripts.options import is_batch_script
@@ -36,7 +25,13 @@ from toolkit.text.yaml_reader import Document, KeyPath, read_text
 
 _RULES = {
     rule.id: rule
-    for rule in (*SCRIPT_RULES, *JOB_RULES, *MANIFEST_RULES, *SITE_RULES, *CLUSTER_RULES)
+    for rule in (
+        *lint.SCRIPT_RULES,
+        *lint.JOB_RULES,
+        *lint.MANIFEST_RULES,
+        *lint.SITE_RULES,
+        *lint.CLUSTER_RULES,
+    )
 }
 _MOST_POINTS = 20
 """How many points of a sweep are checked; they differ only in arguments and variables."""
@@ -99,11 +94,12 @@ def check(
         LauncherError: the site does not answer.
     """
     path = Path(path)
-    if is_script(path):
+    content = kind_of_file(path)
+    if content == "script":
         problems = _script_problems(path, command if server else None)
         return [finding(problem) for problem in problems]
     schema_set = read_schemas(Path(schemas)) if schemas is not None else None
-    if is_manifests(path):
+    if content == "manifests":
         sites = [as_profile(profile) for profile in to]
         problems = _manifest_problems(
             path, sites, schemas=schema_set, server=server, api_client=api_client
@@ -124,20 +120,15 @@ def check(
     return list(dict.fromkeys(findings))
 
 
-def is_manifests(path: Path) -> bool:
-    """Whether a file holds Kubernetes objects rather than a job."""
+def kind_of_file(path: Path) -> Literal["job", "manifests", "script"]:
+    """Return what a file holds: a job, Kubernetes objects, or a batch script."""
     try:
-        return is_manifest(read_text(path))
+        text = read_text(path)
     except InputError:
-        return False  # the next reader reports the error
-
-
-def is_script(path: Path) -> bool:
-    """Whether a file is a batch script rather than a job file."""
-    try:
-        return is_batch_script(path.name, read_text(path))
-    except InputError:
-        return False  # the next reader reports the error
+        return "job"  # whose reader reports the error
+    if is_batch_script(path.name, text):
+        return "script"
+    return "manifests" if is_manifest(text) else "job"
 
 
 def finding(problem: Problem, document: Document | None = None) -> Finding:
@@ -160,11 +151,7 @@ def finding(problem: Problem, document: Document | None = None) -> Finding:
 
 
 def _job_findings(
-    path: Path,
-    overrides: Iterable[str],
-    to: Iterable[str | Profile],
-    *,
-    schemas: Schemas | None,
+    path: Path, overrides: Iterable[str], to: Iterable[str | Profile], *, schemas: Schemas | None
 ) -> list[Finding]:
     """Plan and render a job for each profile; check the manifests that Kubernetes gets."""
     job, document = load(path, overrides), read_job(path, overrides)
@@ -211,37 +198,23 @@ def _rendered_problems(made: KubernetesPlan, schemas: Schemas | None) -> Iterato
         )
 
 
-_QUEUE = ("kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class")
-_KEYS: dict[str, KeyPath] = {
+_KEYS: dict[str | int, KeyPath] = {
     "activeDeadlineSeconds": ("time_limit",),
     "args": ("args",),
-    "backoffLimit": ("retries", "requeue"),
-    "backoffLimitPerIndex": ("retries", "requeue"),
-    "completions": ("resources", "nnodes"),
-    "hostPath": ("mounts",),
+    **dict.fromkeys(("backoffLimit", "backoffLimitPerIndex"), ("retries", "requeue")),
+    **dict.fromkeys(("completions", "parallelism"), ("resources", "nnodes")),
+    **dict.fromkeys(("hostPath", "nfs", "volumeMounts", "volumes"), ("mounts",)),
     "image": ("image",),
-    "maxReplicas": ("resources", "nnodes"),
     "maxRestarts": ("retries", "requeue"),
-    "minReplicas": ("resources", "nnodes"),
+    **dict.fromkeys(("minReplicas", "maxReplicas", "replicas"), ("resources", "nnodes")),
     "name": ("name",),
-    "nfs": ("mounts",),
-    "nprocPerNode": ("resources", "nproc_per_node"),
+    **dict.fromkeys(("nprocPerNode", "numProcPerNode"), ("resources", "nproc_per_node")),
     "numNodes": ("resources", "nnodes"),
-    "numProcPerNode": ("resources", "nproc_per_node"),
-    "parallelism": ("resources", "nnodes"),
     "priorityClassName": ("kubernetes", "priority_class"),
-    "replicas": ("resources", "nnodes"),
     "sizeLimit": ("resources", "shm"),
     "terminationGracePeriodSeconds": ("stop", "grace"),
-    "volumeMounts": ("mounts",),
-    "volumes": ("mounts",),
 }
 """The last key of a place whose origin is known, and the key of the job."""
-
-_RESOURCES: dict[str, KeyPath] = {
-    "cpu": ("resources", "cpus_per_node"),
-    "memory": ("resources", "memory"),
-}
 
 
 def _key_of(at: View) -> KeyPath:
@@ -251,17 +224,14 @@ def _key_of(at: View) -> KeyPath:
     """
     path = at.path
     if "env" in path:
-        index = path.index("env")
-        name = at.manifest.view.at(*path[: index + 2]).text("name")
+        name = at.manifest.view.at(*path[: path.index("env") + 2]).text("name")
         return ("env", name) if name else ("env",)
     if path[-2:-1] in (("requests",), ("limits",)):
-        return _RESOURCES.get(str(path[-1]), ("resources", "gpus_per_node"))
-    if path[-1:] in ((_QUEUE[0],), (_QUEUE[1],)):
+        key = {"cpu": "cpus_per_node", "memory": "memory"}.get(str(path[-1]), "gpus_per_node")
+        return ("resources", key)
+    if path[-1:] in (("kueue.x-k8s.io/queue-name",), ("kueue.x-k8s.io/priority-class",)):
         return ("kubernetes", "queue")
-    for key in reversed(path):
-        if isinstance(key, str) and key in _KEYS:
-            return _KEYS[key]
-    return ()
+    return next((_KEYS[part] for part in reversed(path) if part in _KEYS), ())
 
 
 def _rendered_violations(
@@ -269,19 +239,14 @@ def _rendered_violations(
 ) -> list[tuple[Rule, Violation[View]]]:
     source = f"rendered for {made.profile.name}"
     stream = read_manifests(render(made), source, pod_security=made.profile.pod_security)
-    return list(manifest_violations(stream, schemas))
+    return list(lint.manifest_violations(stream, schemas))
 
 
 # ---- Manifests
 
 
 def _manifest_problems(
-    path: Path,
-    sites: Sequence[Profile],
-    *,
-    schemas: Schemas | None,
-    server: bool,
-    api_client: Any,
+    path: Path, sites: Sequence[Profile], *, schemas: Schemas | None, server: bool, api_client: Any
 ) -> list[Problem]:
     site: KubernetesProfile | None = None
     for profile in sites:
@@ -298,10 +263,10 @@ def _manifest_problems(
         objects = [manifest.data for manifest in manifests]
         schemas = schemas_of(definitions(objects, cluster, api_client=api_client))
     level = site.pod_security if site else None
-    problems = check_manifests(text, str(path), pod_security=level, schemas=schemas)
+    problems = lint.check_manifests(text, str(path), pod_security=level, schemas=schemas)
     if server:
-        problems += not_allowed(_server_problems(manifests, cluster, api_client), text)
-    return in_order(problems)
+        problems += lint.not_allowed(_server_problems(manifests, cluster, api_client), text)
+    return lint.in_order(problems)
 
 
 def _server_problems(
@@ -329,7 +294,7 @@ def _server_problems(
 def _script_problems(path: Path, command: Command | None) -> list[Problem]:
     """Check a script; with a command also against the site: account, folders, sbatch's verdict."""
     text = read_text(path)
-    problems = check_script(text, str(path))
+    problems = lint.check_script(text, str(path))
     if command is None:
         return problems
     from toolkit.slurm.site_check import account_findings, log_folder, path_findings, verdict

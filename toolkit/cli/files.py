@@ -80,15 +80,14 @@ def check(
     """
     from toolkit import checks
 
-    script = checks.is_script(file)
-    if script and (to or overrides):
+    content = checks.kind_of_file(file)
+    if content == "script" and (to or overrides):
         raise click.UsageError("a batch script names its site itself; --to and --set are for jobs")
-    manifests = not script and checks.is_manifests(file)
-    if manifests and overrides:
+    if content == "manifests" and overrides:
         raise click.UsageError("--set is for jobs, not for manifests")
-    if not script and not to and (default := toolkit.default_profile()) is not None:
-        to = (default,) if not manifests or _is_of_kubernetes(default) else ()
-    if server and not script and not manifests and not to:
+    if content != "script" and not to and (default := toolkit.default_profile()) is not None:
+        to = (default,) if content == "job" or _is_of_kubernetes(default) else ()
+    if server and content == "job" and not to:
         raise click.UsageError("--server queries the site of a profile; name one with --to")
     try:
         findings = toolkit.check(file, overrides, to=to, server=server, schemas=schemas)
@@ -104,7 +103,7 @@ def check(
         sys.exit(2 if any(finding.rule is None for finding in findings) else 1)
     if as_json:
         return
-    if script or manifests:
+    if content != "job":
         click.echo(f"{file}: fine")
         return
     job = toolkit.load(file, overrides)

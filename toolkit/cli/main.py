@@ -148,9 +148,8 @@ def main() -> None:
 def without_secrets(text: str) -> str:
     """Return a message without values of secrets, from the environment or by their shape."""
     from toolkit.text import secret_scan
-    from toolkit.text.secret_scan import Mask
 
-    return secret_scan.conceal(Mask(secret_scan.values_of(os.environ)).hide(text))
+    return secret_scan.conceal(secret_scan.Mask(secret_scan.values_of(os.environ)).hide(text))
 
 
 def _working_folder_exists() -> bool:

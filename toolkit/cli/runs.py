@@ -10,14 +10,7 @@ import click
 
 import toolkit
 from toolkit.cli.main import FOLLOW, JSON, RUN, RUNS, TRUST, cli, example
-from toolkit.cli.output import (
-    echo_failure,
-    echo_lines,
-    follow_lines,
-    report,
-    report_and_exit,
-    say,
-)
+from toolkit.cli.output import echo_failure, echo_lines, follow_lines, report, report_and_exit, say
 from toolkit.errors import LauncherError
 
 _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED", "UNKNOWN")
@@ -94,16 +87,13 @@ def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
     rows = []
     for run, status in zip(runs, toolkit.statuses(runs), strict=True):
         error = None
+        message = f"{run.uri} has ended already"
         if not status.state.final:
+            message = f"{run.uri} is asked to stop; `toolkit wait {run.name}` waits for it"
             try:
                 run.cancel()
             except LauncherError as refusal:  # the others are cancelled all the same
-                error = str(refusal)
-        message = (
-            f"{run.uri} has ended already"
-            if status.state.final
-            else error or f"{run.uri} is asked to stop; `toolkit wait {run.name}` waits for it"
-        )
+                message = error = str(refusal)
         say(message, err=True)
         asked = not status.state.final and error is None
         rows.append({"uri": run.uri, "name": run.name, "asked": asked, "error": error})

@@ -9,16 +9,8 @@ from pathlib import Path
 import click
 
 import toolkit
+from toolkit.cli import output
 from toolkit.cli.main import CHAIN, FOLLOW, JOB, RUN, SET, TO, TRUST, cli, example
-from toolkit.cli.output import (
-    echo_lines,
-    follow_and_exit,
-    follow_lines,
-    note,
-    report_and_exit,
-    signals_cancel,
-    stop_writing,
-)
 from toolkit.errors import InputError, PlanError
 
 
@@ -46,20 +38,15 @@ def render(job: Path, overrides: tuple[str, ...], to: str, chain: int) -> None:
 @CHAIN
 @FOLLOW
 def submit(
-    job: Path,
-    overrides: tuple[str, ...],
-    to: str,
-    after: tuple[str, ...],
-    chain: int,
-    follow: bool,
+    job: Path, overrides: tuple[str, ...], to: str, after: tuple[str, ...], chain: int, follow: bool
 ) -> None:
     """Start a new run, or all points of a sweep, and print its URI."""
     made = _planned(job, overrides, to)
-    note(made.notes)
+    output.note(made.notes)
     run = toolkit.submit(made, after=after, chain=chain)
     click.echo(run.uri)
     if follow:
-        follow_and_exit(run)
+        output.follow_and_exit(run)
 
 
 @cli.command(epilog=example("toolkit resubmit slurm://sandbox/1234"))
@@ -75,7 +62,7 @@ def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
     opened = toolkit.resubmit(toolkit.open_run(run, trust=trust), chain=chain)
     click.echo(opened.uri)
     if follow:
-        follow_and_exit(opened)
+        output.follow_and_exit(opened)
 
 
 @cli.command(name="run", epilog=example("toolkit run jobs/digits.yaml --set resources.nnodes=4"))
@@ -85,16 +72,16 @@ def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
 def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
     """Run on this machine, in the foreground; Ctrl-C stops it with a checkpoint."""
     run = toolkit.run(_planned(job, overrides, to, here=True))
-    with signals_cancel(run):
+    with output.signals_cancel(run):
         click.echo(f"{run.uri}: run directory {run.run_dir}", err=True)
         try:
-            echo_lines(follow_lines(run))
+            output.echo_lines(output.follow_lines(run))
         except OSError:  # the reader of the output has gone, so the run is not wanted
             run.cancel()
             run.wait()
-            stop_writing()
+            output.stop_writing()
             sys.exit(1)
-        report_and_exit(run)
+        output.report_and_exit(run)
 
 
 def _planned(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,10 +24,7 @@ def is_image_name(text: str) -> bool:
     return re.fullmatch(_IMAGE_NAME, text) is not None
 
 
-T = TypeVar("T")
-
-
-def _in_one_meaning(value: T) -> T:
+def _in_one_meaning(value: Any) -> Any:
     """Return the content of a patch.
 
     Raises:

@@ -74,8 +74,7 @@ def assign(document: Document, changes: Mapping[str, Any]) -> Document:
         try:
             data = _assign(data, _path(name), _REMOVED if value is None else frozen(value))
         except (TypeError, IndexError):
-            message = f"there is no {name!r} to set"
-            problems.append(Problem(place=document.source, message=message))
+            problems.append(Problem(place=document.source, message=f"there is no {name!r} to set"))
     return replace(document, data=data, problems=tuple(problems))
 
 

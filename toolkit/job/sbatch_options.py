@@ -13,22 +13,23 @@ from toolkit.job.types import Checked, Prepared, Text
 from toolkit.text.yaml_reader import Ambiguous
 
 
-def _names(words: str) -> frozenset[str]:
+def names(words: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(words.split())
 
 
-FLAGS = _names("""
+FLAGS = names("""
     consolidate-segments contiguous hold ignore-pbs overcommit oversubscribe reboot spread-job
     spread-segments stepmgr use-min-nodes
 """)
 """Options that take no value."""
 
-OPTIONAL = _names("""
+OPTIONAL = names("""
     exclusive get-user-env nice no-kill oom-kill-step propagate
 """)
 """Options that take a value or none."""
 
-VALUED = _names("""
+VALUED = names("""
     account acctg-freq batch bb bbf begin cluster-constraint comment constraint container
     container-id core-spec cores-per-socket cpu-freq deadline delay-boot distribution exclude
     extra extra-node-info gpu-bind gpu-freq gres gres-flags hint kill-on-invalid-dep licenses
@@ -42,57 +43,35 @@ _WORKERS = (
     "there is one task per node, which starts the workers; "
     "set resources.nnodes and resources.nproc_per_node"
 )
-_CPUS = "set resources.cpus_per_node"
-_MEMORY = "set resources.memory"
 _GPUS = (
     "set resources.gpus_per_node, and gpus_flag in the profile for the option that requests them"
 )
 _LOG = "the log belongs to the run directory, and continues after a requeue"
 _WAITS = "the toolkit reads sbatch's answer; `toolkit submit --follow` waits"
-_USER = "submit as the user who is to own the job"
+_ENVIRONMENT = "the script needs the environment it is submitted in; use 'env' and 'secrets'"
 
 DECIDED = {
     "array": "set 'sweep', whose points are the tasks of an array",
     "chdir": "relative paths are below the submit folder; write absolute ones",
     "clusters": "the toolkit queries one cluster; submit on a login node of the other",
-    "cpus-per-gpu": _CPUS,
-    "cpus-per-task": _CPUS,
+    **dict.fromkeys(("cpus-per-gpu", "cpus-per-task"), "set resources.cpus_per_node"),
     "dependency": "set 'after', or use `toolkit submit --after RUN`",
-    "error": _LOG,
-    "export": "the script needs the environment it is submitted in; use 'env' and 'secrets'",
-    "export-file": "the script needs the environment it is submitted in; use 'env' and 'secrets'",
-    "gid": _USER,
-    "gpus": _GPUS,
-    "gpus-per-node": _GPUS,
-    "gpus-per-socket": _GPUS,
-    "gpus-per-task": _GPUS,
-    "help": _WAITS,
+    **dict.fromkeys(("error", "open-mode", "output"), _LOG),
+    **dict.fromkeys(("export", "export-file"), _ENVIRONMENT),
+    **dict.fromkeys(("gid", "uid"), "submit as the user who is to own the job"),
+    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task"), _GPUS),
+    **dict.fromkeys(("help", "parsable", "quiet", "usage", "verbose", "version", "wait"), _WAITS),
     "input": "a training program reads no standard input; name the file in 'args'",
     "job-name": "set the key 'name'",
-    "mem": _MEMORY,
-    "mem-per-cpu": _MEMORY,
-    "mem-per-gpu": _MEMORY,
-    "no-requeue": "set retries.requeue",
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "set resources.memory"),
     "nodes": "set resources.nnodes",
-    "ntasks": _WORKERS,
-    "ntasks-per-core": _WORKERS,
-    "ntasks-per-gpu": _WORKERS,
-    "ntasks-per-node": _WORKERS,
-    "ntasks-per-socket": _WORKERS,
-    "open-mode": _LOG,
-    "output": _LOG,
-    "parsable": _WAITS,
-    "quiet": _WAITS,
-    "requeue": "set retries.requeue",
+    **dict.fromkeys(("ntasks", "ntasks-per-core", "ntasks-per-gpu"), _WORKERS),
+    **dict.fromkeys(("ntasks-per-node", "ntasks-per-socket"), _WORKERS),
+    **dict.fromkeys(("requeue", "no-requeue"), "set retries.requeue"),
     "signal": "set stop.grace, from which the warning follows",
     "test-only": "`toolkit check --server` tests without submitting",
     "time": "set time_limit",
     "tres-per-task": "set 'resources'",
-    "uid": _USER,
-    "usage": _WAITS,
-    "verbose": _WAITS,
-    "version": _WAITS,
-    "wait": _WAITS,
     "wrap": "the job runs the rendered script; set module, script or command",
 }
 """Options that follow from other keys, each with the way out."""

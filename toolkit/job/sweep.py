@@ -8,15 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from toolkit.job.types import (
-    ENV_NAME,
-    RESERVED_NAMES,
-    Checked,
-    FrozenModel,
-    PositiveInt,
-    Prepared,
-    Text,
-)
+from toolkit.job import types
 from toolkit.text import secret_scan
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, dotted
 
@@ -27,14 +19,14 @@ NAME_LENGTH = 72
 """The longest name of a point, in characters; file systems take 255 bytes."""
 
 _OPTION = "--[A-Za-z0-9][-A-Za-z0-9_.]*"
-SWEEP_KEY = f"{_OPTION}|env\\.(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}"
+SWEEP_KEY = f"{_OPTION}|env\\.(?!(?:{types.RESERVED_NAMES.pattern})$){types.ENV_NAME}"
 
 
 def _check_key(key: str) -> str:
     if re.fullmatch(SWEEP_KEY, key):
         return key
     name = key.removeprefix("env.")
-    if RESERVED_NAMES.fullmatch(name):
+    if types.RESERVED_NAMES.fullmatch(name):
         raise ValueError(f"{name!r} is set by torchrun, the scheduler or the toolkit; leave it out")
     raise ValueError(
         f"{key!r} cannot vary: the points of a sweep are one job array with one set of resources "
@@ -65,13 +57,15 @@ def _no_switch(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-Key = Annotated[Text, Checked(_check_key)]
-Value = Annotated[bool | Text, Prepared(_text)]
-Axes = Annotated[dict[Key, Annotated[tuple[Value, ...], Field(min_length=1)]], Checked(_no_switch)]
-Settings = Annotated[dict[Key, Value], Checked(_no_switch)]
+Key = Annotated[types.Text, types.Checked(_check_key)]
+Value = Annotated[bool | types.Text, types.Prepared(_text)]
+Axes = Annotated[
+    dict[Key, Annotated[tuple[Value, ...], Field(min_length=1)]], types.Checked(_no_switch)
+]
+Settings = Annotated[dict[Key, Value], types.Checked(_no_switch)]
 
 
-class Sweep(FrozenModel):
+class Sweep(types.FrozenModel):
     """Many runs of one job, as one job array; see [sweeps](../how-to/sweeps.md)."""
 
     grid: Axes = Field(default={})
@@ -85,7 +79,7 @@ class Sweep(FrozenModel):
     """The points themselves, each with its keys. Each point of `grid`, `zip` and `list` is combined
     with each of the others."""
 
-    max_running: PositiveInt | None = None
+    max_running: types.PositiveInt | None = None
     """How many points may run at the same time; by default no limit."""
 
     @classmethod

@@ -160,8 +160,7 @@ EnvName = Annotated[
     Text,
     *matching(ENV_NAME, "use letters, digits and underscores, no digit first"),
     refusing(
-        RESERVED_NAMES.fullmatch,
-        "is set by torchrun, the scheduler or the toolkit; leave it out",
+        RESERVED_NAMES.fullmatch, "is set by torchrun, the scheduler or the toolkit; leave it out"
     ),
 ]
 JobName = Annotated[
@@ -248,8 +247,7 @@ AbsolutePath = Annotated[
 FolderPath = Annotated[
     Text,
     refusing(
-        lambda value: not value or value.startswith("~"),
-        "is not expanded; write the whole path",
+        lambda value: not value or value.startswith("~"), "is not expanded; write the whole path"
     ),
 ]
 Word = Annotated[Text, *matching(r"\S+", "write one word, or leave the key out")]

@@ -25,11 +25,6 @@ from toolkit.lint.scripts.values import uncovered
 from toolkit.text.manifests import Stream, View, read_manifests
 from toolkit.text.yaml_reader import KeyPath
 
-__all__ = [
-    *("CLUSTER_RULES", "JOB_RULES", "MANIFEST_RULES", "SCRIPT_RULES", "SITE_RULES"),
-    *("check_manifests", "check_script", "in_order", "manifest_violations", "not_allowed"),
-]
-
 SCRIPT_RULES = SCRIPTS.order((directives, rendezvous, exit_status, tasks, signals))
 """The rules for batch scripts."""
 
@@ -81,21 +76,14 @@ def check_script(text: str, source: str) -> list[Problem]:
 
 
 def check_manifests(
-    text: str,
-    source: str,
-    *,
-    pod_security: str | None = None,
-    schemas: Schemas | None = None,
+    text: str, source: str, *, pod_security: str | None = None, schemas: Schemas | None = None
 ) -> list[Problem]:
     """Return the problems of a stream of manifests, by line; each one once.
 
     A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
 
-    Args:
-        text: YAML, of one document or of several.
-        source: The file's name.
-        pod_security: The Pod Security level of the namespace, where it is known.
-        schemas: Those of the cluster's own kinds.
+    The Pod Security level is that of the namespace, where it is known; the schemas are those of
+    the cluster's own kinds.
 
     Raises:
         InputError: it cannot be read, or a document is not an object.

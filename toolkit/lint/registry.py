@@ -87,9 +87,7 @@ MANIFESTS: RuleBook[Stream, View] = RuleBook()
 def allowed_rules(text: str, comments: Iterable[tuple[int, str]]) -> dict[int, set[str]]:
     """Return which rules a file's comments `# toolkit: allow RULE` take back, by line.
 
-    Args:
-        text: The file. A comment that stands alone on its line is about the next one.
-        comments: Line numbers, and what stands there.
+    A comment that stands alone on its line is about the next one.
     """
     rows = text.splitlines()
     rules_by_line: dict[int, set[str]] = {}

@@ -80,28 +80,23 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Probl
         yield from _overwritten_secrets(job)
         yield from _stop_too_long(job, needed_s=job.stop.grace_s, what="stop.grace alone")
     elif profile.kind == "slurm":
-        from toolkit.planning.slurm import (
-            SIGNAL_MAX_S,
-            SIGNAL_SLACK_S,
-            container_problems,
-            warning_lead_s,
-        )
+        from toolkit.planning import slurm
 
         if profile.runtime != "bare":
             yield from _image_missing(job, profile)
-            yield from container_problems(job, profile)
+            yield from slurm.container_problems(job, profile)
         yield from _overwritten_secrets(job)
         yield from _stop_too_long(
             job,
-            needed_s=warning_lead_s(job) + SIGNAL_SLACK_S,
-            what=f"stop.grace, {REQUEUE_MARGIN_S}s to requeue and up to {SIGNAL_SLACK_S}s "
+            needed_s=slurm.warning_lead_s(job) + slurm.SIGNAL_SLACK_S,
+            what=f"stop.grace, {REQUEUE_MARGIN_S}s to requeue and up to {slurm.SIGNAL_SLACK_S}s "
             "that Slurm warns early",
         )
-        if warning_lead_s(job) > SIGNAL_MAX_S:
+        if slurm.warning_lead_s(job) > slurm.SIGNAL_MAX_S:
             yield refusal(
                 "stop-beyond-signal",
                 f"stop.grace {format_duration(job.stop.grace_s)} is too long: Slurm warns at "
-                f"most {SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the "
+                f"most {slurm.SIGNAL_MAX_S}s ahead, and {REQUEUE_MARGIN_S}s of them go to the "
                 "requeue",
                 *("stop", "grace"),
             )

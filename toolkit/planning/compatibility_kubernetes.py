@@ -186,8 +186,7 @@ def _mount_problems(job: JobSpec, profile: KubernetesProfile) -> Iterator[Proble
 
 def name_problems(job: JobSpec, kind: Workload, run_name: str) -> Iterator[Problem]:
     """Yield the problem of a run's name: that of its last pod is too long."""
-    last = job.resources.max_nodes - 1
-    longest = _LONGEST_POD[kind].format(name=run_name, last=last)
+    longest = _LONGEST_POD[kind].format(name=run_name, last=job.resources.max_nodes - 1)
     if len(longest) > NAME_MAX:
         yield refusal(
             "name-too-long",

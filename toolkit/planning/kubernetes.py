@@ -9,27 +9,8 @@ from toolkit.errors import PlanError
 from toolkit.job.kubernetes_options import Patch, Workload
 from toolkit.job.spec import JobSpec, Secret
 from toolkit.job.sweep import Point
+from toolkit.planning import plans, pods
 from toolkit.planning.compatibility_kubernetes import name_problems
-from toolkit.planning.plans import (
-    RENDEZVOUS_TIMEOUT_S,
-    LaunchPlan,
-    carried_options,
-    environment,
-    torchrun_options,
-)
-from toolkit.planning.pods import (
-    MANAGER,
-    POD_GROUP_APIS,
-    POD_MARGIN_S,
-    RUN_LABEL,
-    SWEEP_LABEL,
-    Pod,
-    first_pod,
-    labelled,
-    payload_dir_of,
-    pod_of,
-    workload_of,
-)
 from toolkit.profile.kubernetes import KubernetesProfile, block_of
 
 STARTED = "TRAIN_START"
@@ -50,7 +31,7 @@ _START = "batch.kubernetes.io/controller-uid"
 
 
 @dataclass(frozen=True, kw_only=True)
-class KubernetesPlan(LaunchPlan):
+class KubernetesPlan(plans.LaunchPlan):
     """An object that creates one pod per node, and its companions."""
 
     profile: KubernetesProfile
@@ -62,7 +43,7 @@ class KubernetesPlan(LaunchPlan):
     run_name: str
     """The object's name."""
 
-    pod: Pod
+    pod: pods.Pod
     """The pods."""
 
     container: str
@@ -90,7 +71,7 @@ class KubernetesPlan(LaunchPlan):
     rdzv_endpoint: str | None = None
     """`HOST:PORT` of the rendezvous; None if the operator sets it."""
 
-    join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
+    join_timeout_s: int = plans.RENDEZVOUS_TIMEOUT_S
     """How long pods wait for each other."""
 
     host_port: int | None = None
@@ -163,36 +144,34 @@ class KubernetesPlan(LaunchPlan):
             raise PlanError(problems)
         if not self.parts:
             return self._named(self.run_name, name, name)
-        pairs = zip(self.parts, self.points, strict=True)
         parts = tuple(
             part._named(part.run_name, f"{name}-{point.index}", f"{name}/{point.name}", name)
-            for part, point in pairs
+            for part, point in zip(self.parts, self.points, strict=True)
         )
         # All but the name of a sweep's own plan is its first point's.
         first = self.parts[0].run_name
-        folder = f"{name}/{self.points[0].name}"
-        whole = self._named(first, parts[0].run_name, folder, name)
+        whole = self._named(first, parts[0].run_name, f"{name}/{self.points[0].name}", name)
         return replace(whole, run_name=name, parts=parts)
 
     def _named(
         self, before: str, name: str, folder: str, sweep_name: str | None = None
     ) -> "KubernetesPlan":
         """Replace the name `before` in every value that was derived from it."""
-        service = self.profile.service
-        old, new = (first_pod(self.workload, one, service) for one in (before, name))
+        old, new = (
+            pods.first_pod(self.workload, one, self.profile.service) for one in (before, name)
+        )
         changed = {f"--rdzv-id={before}": f"--rdzv-id={name}"}
         endpoint = self.rdzv_endpoint
         if endpoint is not None and endpoint.startswith(f"{old}:"):
             endpoint = new + endpoint.removeprefix(old)
             changed[f"--rdzv-endpoint={self.rdzv_endpoint}"] = f"--rdzv-endpoint={endpoint}"
         own = {"TRAIN_RUN_DIR": f"{self.profile.runs_dir.rstrip('/')}/{folder}", STARTED: name}
-        labels = labelled(self.labels, name, sweep_name)
         return replace(
             self,
             run_name=name,
             env={key: own.get(key, value) for key, value in self.env.items()},
-            labels=labels,
-            workload_labels=labelled(self.workload_labels, name, sweep_name),
+            labels=pods.labelled(self.labels, name, sweep_name),
+            workload_labels=pods.labelled(self.workload_labels, name, sweep_name),
             pod=self.pod.named(before, name, sweep_name),
             torchrun=tuple(changed.get(option, option) for option in self.torchrun),
             rdzv_endpoint=endpoint,
@@ -212,12 +191,12 @@ class KubernetesPlan(LaunchPlan):
     @property
     def pod_group_api(self) -> str | None:
         """The API version of the run's PodGroup; None without a gang scheduler."""
-        return POD_GROUP_APIS.get(self.profile.gang_scheduler or "")
+        return pods.POD_GROUP_APIS.get(self.profile.gang_scheduler or "")
 
     @property
     def payload_dir(self) -> str | None:
         """The folder in which pods find the run's submitted files; None without such files."""
-        return payload_dir_of(self.job)
+        return pods.payload_dir_of(self.job)
 
     @property
     def entry(self) -> tuple[str, ...]:
@@ -232,10 +211,7 @@ class KubernetesPlan(LaunchPlan):
         site, job = f"profile {self.profile.name!r}", f"job {self.job.name!r}: kubernetes"
         return tuple(
             (f"{whose}.patches[{at}]", patch.kind or self.workload, patch)
-            for whose, patches in (
-                (site, self.profile.patches),
-                (job, self.job.kubernetes.patches),
-            )
+            for whose, patches in ((site, self.profile.patches), (job, self.job.kubernetes.patches))
             for at, patch in enumerate(patches)
         )
 
@@ -287,12 +263,12 @@ def _plan(
     sweep_name: str | None = None,
 ) -> KubernetesPlan:
     """Decide how a plain job runs."""
-    kind = workload_of(job, profile)
+    kind = pods.workload_of(job, profile)
     labels = {
         "app.kubernetes.io/name": job.name,
-        "app.kubernetes.io/managed-by": MANAGER,
-        RUN_LABEL: run_name,
-        **({SWEEP_LABEL: sweep_name} if sweep_name else {}),
+        "app.kubernetes.io/managed-by": pods.MANAGER,
+        pods.RUN_LABEL: run_name,
+        **({pods.SWEEP_LABEL: sweep_name} if sweep_name else {}),
     }
     queue_labels = {
         "kueue.x-k8s.io/queue-name": job.kubernetes.queue or profile.queue,
@@ -304,8 +280,8 @@ def _plan(
         profile=profile,
         torchrun=(),
         env={"TRAIN_RUN_DIR": f"{profile.runs_dir.rstrip('/')}/{folder}"}
-        | ({"TRAIN_SUBMITTED_DIR": submitted} if (submitted := payload_dir_of(job)) else {})
-        | environment(job, profile),
+        | ({"TRAIN_SUBMITTED_DIR": submitted} if (submitted := pods.payload_dir_of(job)) else {})
+        | plans.environment(job, profile),
         secrets={
             name: place or Secret(secret=profile.secret or "", key=name)
             for name, place in job.secrets.items()
@@ -313,12 +289,12 @@ def _plan(
         notes=_notes(job, profile),
         workload=kind,
         run_name=run_name,
-        pod=pod_of(
+        pod=pods.pod_of(
             job,
             profile,
             run_name=run_name,
             labels=labels,
-            grace_s=job.stop.grace_s + POD_MARGIN_S,
+            grace_s=job.stop.grace_s + pods.POD_MARGIN_S,
         ),
         # The operators of PyTorchJobs and TrainJobs find the container by its name.
         container="pytorch" if kind == "PyTorchJob" else "node",
@@ -352,7 +328,7 @@ def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
         torchrun=(
             f"--nproc-per-node={job.resources.nproc_per_node}",
             "--tee=3",
-            *carried_options(job),
+            *plans.carried_options(job),
         ),
         replicas=roles,
         restart_policy=policy,
@@ -364,7 +340,7 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
     """Add what Indexed Jobs need, alone, in a JobSet, or in the JobSet of a TrainJob."""
     job, name = plan.job, plan.run_name
     service = plan.profile.service or name
-    first = first_pod(plan.workload, name, plan.profile.service)
+    first = pods.first_pod(plan.workload, name, plan.profile.service)
     spare = SPARE_RESTARTS if job.retries.requeue and plan.profile.runs_claim else 0
     in_jobset = plan.workload != "Job"
     # Trainer refuses variables of torchrun in a TrainJob, whose names are its to use.
@@ -374,7 +350,7 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
         env={name: value for name, value in plan.env.items() if name not in kept_back},
         exports={name: plan.env[name] for name in kept_back},
         torchrun=(
-            *torchrun_options(job),
+            *plans.torchrun_options(job),
             f"--rdzv-endpoint={first}:{PORT}",
             f"--rdzv-id={name}",
             "--tee=3",

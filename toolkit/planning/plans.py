@@ -96,8 +96,7 @@ class LaunchPlan:
     @property
     def secret_files(self) -> dict[str, str]:
         """Secrets that the script reads from a file, and which."""
-        places = self.secrets.items()
-        return {name: place.file for name, place in places if place and place.file}
+        return {name: place.file for name, place in self.secrets.items() if place and place.file}
 
     @property
     def exported_secrets(self) -> tuple[str, ...]:

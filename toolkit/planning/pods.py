@@ -33,11 +33,7 @@ _PAYLOAD = "submitted"
 
 _GROUP_NAMES = {
     "volcano": ("annotations", "scheduling.k8s.io/group-name", "volcano"),
-    "scheduler-plugins": (
-        "labels",
-        "scheduling.x-k8s.io/pod-group",
-        "scheduler-plugins-scheduler",
-    ),
+    "scheduler-plugins": ("labels", "scheduling.x-k8s.io/pod-group", "scheduler-plugins-scheduler"),
 }
 """How pods name their PodGroup, and the name of the scheduler (manuals of both)."""
 
@@ -244,25 +240,22 @@ def _volumes(
     runs: dict[str, Any] = {"emptyDir": {}}
     if profile.runs_claim:
         runs = {"persistentVolumeClaim": {"claimName": profile.runs_claim}}
-    volumes: list[Mapping[str, Any]] = [
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": shm},
-        {"name": "runs", **runs},
-    ]
-    mounts: list[Mapping[str, Any]] = [
-        {"name": "tmp", "mountPath": "/tmp"},
-        {"name": "shm", "mountPath": "/dev/shm"},
-        {"name": "runs", "mountPath": profile.runs_dir},
+    places: list[tuple[str, dict[str, Any], str, bool]] = [
+        ("tmp", {"emptyDir": {}}, "/tmp", False),
+        ("shm", {"emptyDir": shm}, "/dev/shm", False),
+        ("runs", runs, profile.runs_dir, False),
     ]
     if payload := payload_dir_of(job):
-        volumes.append({"name": _PAYLOAD, "configMap": {"name": run_name}})
-        mounts.append({"name": _PAYLOAD, "mountPath": payload, "readOnly": True})
+        places.append((_PAYLOAD, {"configMap": {"name": run_name}}, payload, True))
     for index, mount in enumerate((*profile.mounts, *job.mounts)):
-        name = f"mount-{index}"
-        volumes.append({"name": name, **volume_of(mount)})
-        place: dict[str, Any] = {"name": name, "mountPath": mount.target}
-        mounts.append(place | ({"readOnly": True} if mount.read_only else {}))
-    return tuple(volumes), tuple(mounts)
+        places.append((f"mount-{index}", volume_of(mount), mount.target, mount.read_only))
+    return (
+        tuple({"name": name, **volume} for name, volume, _, _ in places),
+        tuple(
+            {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})
+            for name, _, path, read_only in places
+        ),
+    )
 
 
 def volume_of(mount: Mount) -> dict[str, Any]:

@@ -13,17 +13,7 @@ from toolkit.errors import Problem
 from toolkit.job.sbatch_options import merged
 from toolkit.job.spec import JobSpec, Mount
 from toolkit.job.sweep import Point, Sweep
-from toolkit.planning.plans import (
-    OWN_FOLDERS,
-    RENDEZVOUS_PORTS,
-    RENDEZVOUS_TIMEOUT_S,
-    REQUEUE_MARGIN_S,
-    LaunchPlan,
-    environment,
-    in_container,
-    refusal,
-    torchrun_options,
-)
+from toolkit.planning import plans
 from toolkit.profile import SlurmProfile
 from toolkit.text.quantities import format_duration, slurm_megabytes, slurm_time
 
@@ -51,7 +41,7 @@ _OPTIONS_OF_SCRIPT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmPlan(LaunchPlan):
+class SlurmPlan(plans.LaunchPlan):
     """A batch script with one srun task per node."""
 
     profile: SlurmProfile
@@ -65,10 +55,10 @@ class SlurmPlan(LaunchPlan):
     chain: bool = False
     """Whether several jobs are submitted that continue the run in turn."""
 
-    ports: tuple[int, int] = RENDEZVOUS_PORTS
+    ports: tuple[int, int] = plans.RENDEZVOUS_PORTS
     """First port that the rendezvous may use, and how many."""
 
-    join_timeout_s: int = RENDEZVOUS_TIMEOUT_S
+    join_timeout_s: int = plans.RENDEZVOUS_TIMEOUT_S
     """How long nodes wait for each other."""
 
     points: tuple[Point, ...] = ()
@@ -178,12 +168,12 @@ def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
     return SlurmPlan(
         job=job,
         profile=profile,
-        torchrun=torchrun_options(job, numbered=True),
-        env=environment(job, profile),
+        torchrun=plans.torchrun_options(job, numbered=True),
+        env=plans.environment(job, profile),
         secrets=job.secrets,
         notes=tuple(notes),
         sbatch=tuple((option, value or None) for option, value in sbatch if value is not None),
-        image=image_for(profile.runtime, job.image or "") if in_container(profile) else None,
+        image=image_for(profile.runtime, job.image or "") if plans.in_container(profile) else None,
         mounts=tuple(
             f"{mount.source}:{mount.target}" + (":ro" if mount.read_only else "")
             for mount in (*profile.mounts, *job.mounts)
@@ -195,7 +185,7 @@ def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
 
 def warning_lead_s(job: JobSpec) -> int:
     """Return how long before the time limit Slurm warns: the checkpoint and the requeue."""
-    return job.stop.grace_s + REQUEUE_MARGIN_S
+    return job.stop.grace_s + plans.REQUEUE_MARGIN_S
 
 
 def array_of(indices: Iterable[int], sweep: Sweep) -> str:
@@ -261,16 +251,16 @@ def container_problems(job: JobSpec, profile: SlurmProfile) -> Iterator[Problem]
     elif image.startswith("/") and runtime == "podman" and not image.endswith(".tar"):
         image_problem = f"image {image!r} is no archive; make one with {_FILE[runtime]}"
     if image_problem:
-        yield refusal("image-of-another-runtime", image_problem, "image")
+        yield plans.refusal("image-of-another-runtime", image_problem, "image")
     for index, mount in enumerate(profile.mounts):
         for rule, reason in _mount_problems(mount, runtime):
-            yield refusal(rule, f"profile {profile.name!r}: mounts[{index}]: {reason}")
+            yield plans.refusal(rule, f"profile {profile.name!r}: mounts[{index}]: {reason}")
     for index, mount in enumerate(job.mounts):
         for rule, reason in _mount_problems(mount, runtime):
-            yield refusal(rule, f"mounts[{index}]: {reason}", "mounts", index)
+            yield plans.refusal(rule, f"mounts[{index}]: {reason}", "mounts", index)
     for index, option in enumerate(profile.container_options):
         if (name := option.partition("=")[0]) in _OPTIONS_OF_SCRIPT[runtime]:
-            yield refusal(
+            yield plans.refusal(
                 "container-option-taken",
                 f"profile {profile.name!r}: container_options[{index}]: {name} is set by the "
                 "script, which needs it as it is; leave it out",
@@ -287,7 +277,7 @@ def _mount_problems(mount: Mount, runtime: str) -> Iterator[tuple[str, str]]:
         if sign in mount.source + mount.target:
             reason = f"{runtime} takes no {sign!r} in a path; make a link without it"
             yield "mount-unwritable", reason
-    if mount.target.rstrip("/") in OWN_FOLDERS:
+    if mount.target.rstrip("/") in plans.OWN_FOLDERS:
         yield (
             "mount-target-taken",
             f"{mount.target!r} is the container's own; choose another target",

@@ -7,41 +7,23 @@ needs one of them.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from toolkit.profile.base import (
-    LocalProfile,
-    NodeFacts,
-    as_profile,
-    configuration_folder,
-    default_profile,
-    leaks_of,
-    load_profile,
-    model_of,
-    profile_names,
-    require_default_profile,
-)
+from toolkit.profile.base import LocalProfile as LocalProfile
+from toolkit.profile.base import NodeFacts as NodeFacts
+from toolkit.profile.base import as_profile as as_profile
+from toolkit.profile.base import configuration_folder as configuration_folder
+from toolkit.profile.base import default_profile as default_profile
+from toolkit.profile.base import leaks_of as leaks_of
+from toolkit.profile.base import load_profile as load_profile
+from toolkit.profile.base import model_of as model_of
+from toolkit.profile.base import profile_names as profile_names
+from toolkit.profile.base import require_default_profile as require_default_profile
 
 if TYPE_CHECKING:
-    from toolkit.profile.kubernetes import KubernetesProfile
-    from toolkit.profile.slurm import SlurmProfile, Switches
+    from toolkit.profile.kubernetes import KubernetesProfile as KubernetesProfile
+    from toolkit.profile.slurm import SlurmProfile as SlurmProfile
+    from toolkit.profile.slurm import Switches as Switches
 
     Profile = LocalProfile | SlurmProfile | KubernetesProfile
-
-__all__ = [
-    "KubernetesProfile",
-    "LocalProfile",
-    "NodeFacts",
-    "Profile",
-    "SlurmProfile",
-    "Switches",
-    "as_profile",
-    "configuration_folder",
-    "default_profile",
-    "leaks_of",
-    "load_profile",
-    "model_of",
-    "profile_names",
-    "require_default_profile",
-]
 
 _HOMES = {"KubernetesProfile": "kubernetes", "SlurmProfile": "slurm", "Switches": "slurm"}
 

@@ -7,18 +7,11 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import (
-    BytecodeCache,
-    Environment,
-    FileSystemBytecodeCache,
-    FileSystemLoader,
-    StrictUndefined,
-)
-from jinja2 import __version__ as jinja2_version
+import jinja2
 from jinja2.bccache import Bucket
 
 from toolkit.errors import RenderError
@@ -45,17 +38,7 @@ def templates_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "templates"
 
 
-def _yaml(value: object, indent: int | None = None) -> str:
-    """Write a block; a value of several lines without an indent would leave its place."""
-    if indent is None:
-        raise RenderError(
-            "the filter 'yaml' needs the column of its block, such as yaml(4); for a value on one "
-            "line, use 'yaml_flow'"
-        )
-    return yaml_block(value, indent)
-
-
-class _BytecodeCache(FileSystemBytecodeCache):
+class _BytecodeCache(jinja2.FileSystemBytecodeCache):
     """Compiled templates in the user's cache folder: to compile them anew takes 0.06 s."""
 
     def dump_bytecode(self, bucket: Bucket) -> None:
@@ -64,13 +47,13 @@ class _BytecodeCache(FileSystemBytecodeCache):
             super().dump_bytecode(bucket)
 
 
-def _bytecode_cache() -> BytecodeCache | None:
+def _bytecode_cache() -> jinja2.BytecodeCache | None:
     """Return the user's cache of compiled templates; None if others could write there.
 
     Its files are executed. jinja2 compares them with the template's text and Python's version.
     """
     home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '/')}/.cache"
-    folder = Path(home, "torch-deploy-toolkit", f"jinja2-{jinja2_version}")
+    folder = Path(home, "torch-deploy-toolkit", f"jinja2-{jinja2.__version__}")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.lstat()
@@ -81,16 +64,16 @@ def _bytecode_cache() -> BytecodeCache | None:
 
 
 @functools.cache
-def our_environment() -> Environment:
+def our_environment() -> jinja2.Environment:
     """Return the environment of our own templates."""
-    loader, cache = FileSystemLoader(templates_folder()), _bytecode_cache()
-    return configured(Environment, loader=loader, auto_reload=False, bytecode_cache=cache)
+    loader, cache = jinja2.FileSystemLoader(templates_folder()), _bytecode_cache()
+    return configured(jinja2.Environment, loader=loader, auto_reload=False, bytecode_cache=cache)
 
 
-def configured(environment_class: type[Environment], **options: Any) -> Environment:
+def configured(environment_class: type[jinja2.Environment], **options: Any) -> jinja2.Environment:
     """Return an environment for scripts and manifests, with the filters for their values."""
     environment = environment_class(
-        undefined=StrictUndefined,
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -105,7 +88,7 @@ def configured(environment_class: type[Environment], **options: Any) -> Environm
         "sh_entry": entry_words,
         "sh_line": shell_line,
         "sh_path": path_quote,
-        "yaml": _yaml,
+        "yaml": yaml_block,
         "yaml_flow": yaml_flow,
         "sh_words": lambda values: " ".join(map(shell_quote, values)),
     }
@@ -113,11 +96,11 @@ def configured(environment_class: type[Environment], **options: Any) -> Environm
 
 
 @functools.cache
-def page_environment() -> Environment:
+def page_environment() -> jinja2.Environment:
     """Return where the templates of notebooks come from; every value is escaped for HTML."""
-    return Environment(
-        loader=FileSystemLoader(templates_folder()),
-        undefined=StrictUndefined,
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(templates_folder()),
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         autoescape=True,
@@ -233,7 +216,7 @@ def yaml_flow(value: object) -> str:
     return json_quote(value)
 
 
-def yaml_block(value: object, indent: int = 0) -> str:
+def yaml_block(value: object, indent: int | None = None) -> str:
     r"""Return the text that follows `key:` or `-`, on the same line or indented below it.
 
     >>> print("key:" + yaml_block({"small": [1, 2]}, 2))
@@ -244,30 +227,32 @@ def yaml_block(value: object, indent: int = 0) -> str:
       text: |
         if a
         then b
+
+    Raises:
+        RenderError: no indent is given; a value of several lines would leave its place.
     """
+    if indent is None:
+        raise RenderError(
+            "the filter 'yaml' needs the column of its block, such as yaml(4); for a value on one "
+            "line, use 'yaml_flow'"
+        )
     pad = " " * indent
     if isinstance(value, str):
         if not _LINES.fullmatch(value):
             return " " + yaml_flow(value)
-        lines = value[:-1].split("\n")
-        return " |" + "".join(f"\n{pad}{line}" if line else "\n" for line in lines)
+        return " |" + "".join(f"\n{pad}{line}" if line else "\n" for line in value[:-1].split("\n"))
     if not isinstance(value, Mapping | Sequence) or not value:
         return " " + yaml_flow(value)
     text = yaml_flow(value)
     if len(text) <= YAML_WIDTH and not _holds_lines(value):
         return " " + text
-    return "".join(f"\n{pad}{line}" for line in _entries(value, indent))
-
-
-def _entries(value: Mapping[str, object] | Sequence[object], indent: int) -> Iterator[str]:
     if isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield f"{yaml_flow(key)}:{yaml_block(entry, indent + 2)}"
-        return
-    for item in value:
-        text = yaml_block(item, indent + 2)
+        lines = [f"{yaml_flow(key)}:{yaml_block(one, indent + 2)}" for key, one in value.items()]
+    else:
+        items = [yaml_block(item, indent + 2) for item in value]
         # A mapping or list of several lines begins beside its dash.
-        yield "- " + text.lstrip("\n ") if text.startswith("\n") else "-" + text
+        lines = ["- " + text.lstrip("\n ") if text[0] == "\n" else "-" + text for text in items]
+    return "".join(f"\n{pad}{line}" for line in lines)
 
 
 def _holds_lines(value: object) -> bool:

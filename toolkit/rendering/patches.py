@@ -178,11 +178,10 @@ def _added(value: Any, path: str) -> Any:
     """Return a value of a patch that has no target, without nulls and directives."""
     if isinstance(value, dict):
         _require_directive(value.get("$patch"), path)
-        directives = ("$patch", "$retainKeys")
         return {
             key: _added(entry, f"{path}.{key}")
             for key, entry in value.items()
-            if entry is not None and key not in directives
+            if entry is not None and key not in ("$patch", "$retainKeys")
         }
     return [_added(item, path) for item in value] if isinstance(value, list) else value
 

@@ -14,15 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jinja2 import (
-    ChoiceLoader,
-    Environment,
-    FileSystemLoader,
-    PrefixLoader,
-    TemplateNotFound,
-    TemplateSyntaxError,
-    UndefinedError,
-)
+import jinja2
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -83,15 +75,17 @@ def _require_template(folder: Path, name: str) -> None:
 
 
 @functools.cache
-def _environment(folder: Path) -> Environment:
+def _environment(folder: Path) -> jinja2.Environment:
     """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
-    ours = FileSystemLoader(templates_folder())
-    loader = ChoiceLoader([_YourLoader(folder), PrefixLoader({"toolkit": ours}), ours])
+    ours = jinja2.FileSystemLoader(templates_folder())
+    loader = jinja2.ChoiceLoader(
+        [_YourLoader(folder), jinja2.PrefixLoader({"toolkit": ours}), ours]
+    )
     return configured(_Sandbox, loader=loader)
 
 
 @contextlib.contextmanager
-def _limited(environment: Environment) -> Iterator[None]:
+def _limited(environment: jinja2.Environment) -> Iterator[None]:
     """End templates that take too long, in any thread: each line of one looks at the clock.
 
     A signal would reach the main thread only. A single filter runs to its end.
@@ -137,33 +131,35 @@ def _problem(error: Exception, folder: Path, name: str, values: Iterable[str]) -
     match error:
         case RenderError():
             message = str(error)
-        case TemplateNotFound():
+        case jinja2.TemplateNotFound():
             message = f"there is no template {error.name!r}; the toolkit's own is 'toolkit/{name}'"
-        case TemplateSyntaxError():
+        case jinja2.TemplateSyntaxError():
             message = error.message or "not a template"
             place = f"{error.filename}:{error.lineno}" if error.filename else place
-        case UndefinedError():
+        case jinja2.UndefinedError():
             message = f"{error}; templates know {', '.join(values)}"
         case _:
             message = f"{type(error).__name__}: {error}"
     return Problem(place=place, message=message)
 
 
-class _YourLoader(FileSystemLoader):
+class _YourLoader(jinja2.FileSystemLoader):
     """Loads templates that people have written, which need not be text."""
 
     def get_source(
-        self, environment: Environment, template: str
+        self, environment: jinja2.Environment, template: str
     ) -> tuple[str, str, Callable[[], bool]]:
         path = Path(self.searchpath[0], template)
         if path.is_file() and path.stat().st_size > _MOST:
-            raise TemplateSyntaxError(f"has more than {_MOST:,} bytes", 1, template, str(path))
+            raise jinja2.TemplateSyntaxError(
+                f"has more than {_MOST:,} bytes", 1, template, str(path)
+            )
         try:
             return super().get_source(environment, template)
         except UnicodeDecodeError as error:
             line = error.object.count(b"\n", 0, error.start) + 1
             message = f"not UTF-8: byte 0x{error.object[error.start]:02x}"
-            raise TemplateSyntaxError(message, line, template, str(path)) from None
+            raise jinja2.TemplateSyntaxError(message, line, template, str(path)) from None
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

@@ -197,8 +197,7 @@ def read_manifests(text: str, source: str, *, pod_security: str | None = None) -
             continue
         problems += document.problems
         if document.data is not None:
-            data = _as_kubernetes(document.data)
-            manifests += _objects(data, document, problems)
+            manifests += _objects(_as_kubernetes(document.data), document, problems)
     if not manifests and not problems:
         problems.append(Problem(place=source, message="the file holds no object"))
     if problems:

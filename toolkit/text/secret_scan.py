@@ -177,10 +177,8 @@ def leaks_of_document(
 ) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """Yield the path and the problem of each string in a document that holds a secret.
 
-    Args:
-        value: The document: lists, mappings and strings, as JSON has them.
-        place: The path of the document, for messages; empty for a whole file.
-        name: The key of the document, if it is a single string.
+    The document is lists, mappings and strings, as JSON has them. `place` is its path for messages,
+    empty for a whole file; `name` is its key if it is a single string.
     """
     if isinstance(value, str):
         if kind := kind_of(value, name=name):

@@ -43,12 +43,15 @@ _PLAIN = "plain"  # instead of a tag: the word is neither quoted nor tagged
 _UNREADABLE = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]"
 )
-_NULL = re.compile(r"null|Null|NULL|~|")
-_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
-_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(
-    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-)
+_CORE = {
+    "null": re.compile(r"null|Null|NULL|~|"),
+    "bool": re.compile(r"true|True|TRUE|false|False|FALSE"),
+    "int": re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"),
+    "float": re.compile(
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+    ),
+}
+"""Plain words by their tags in YAML 1.2's core schema; every other one is a string."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen late
@@ -232,10 +235,7 @@ def place_of(source: str, line: int | None) -> str:
 
 def _core_tag(written: str) -> str:
     """Return the tag of a plain word by YAML 1.2's core schema."""
-    for tag, pattern in (("null", _NULL), ("bool", _BOOL), ("int", _INT), ("float", _FLOAT)):
-        if pattern.fullmatch(written):
-            return tag
-    return "str"
+    return next((tag for tag, pattern in _CORE.items() if pattern.fullmatch(written)), "str")
 
 
 _streams: dict[Path, bytes] = {}

@@ -22,12 +22,7 @@ class WordReader:
     """A position in the text, with the functions that read from there."""
 
     def __init__(self, spans: Sequence[SourceText], source: str) -> None:
-        """Prepare to read.
-
-        Args:
-            spans: The text, in pieces whose lines are known.
-            source: The file's name, for messages.
-        """
+        """Prepare to read a text, given in pieces whose lines are known."""
         self.text = "".join(span.text for span in spans)
         self.source = source
         self.at, self.limit = 0, len(self.text)
@@ -216,8 +211,7 @@ class WordReader:
         if name := self.match(_SHORT_NAME):
             self.at = name.end()
             text = "*[@]" if name[0] in "@*" else name[0]
-            line = self.line(start)
-            return [WordPart(kind="variable", text=text, line=line, quoted=double)]
+            return [WordPart(kind="variable", text=text, line=self.line(start), quoted=double)]
         self.at = start
         return None
 
@@ -248,14 +242,13 @@ class WordReader:
         operator = match[0] if (match := self.match(_OPERATOR)) else ""
         self.at += len(operator)
         plain = double and operator in _DEFAULTS
-        argument = self.until("}", double=double and operator in _DEFAULTS, plain_quotes=plain)
         return WordPart(
             kind="variable",
             text=text,
             line=self.line(start),
             quoted=double,
             operator=operator,
-            argument=argument,
+            argument=self.until("}", double=double and operator in _DEFAULTS, plain_quotes=plain),
         )
 
     def _ansi(self) -> WordPart:

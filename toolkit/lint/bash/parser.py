@@ -5,20 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import InputError, Problem
-from toolkit.lint.bash.ast import (
-    AndOr,
-    Assignment,
-    CommandList,
-    Compound,
-    FunctionDefinition,
-    Node,
-    Pipeline,
-    Redirection,
-    SimpleCommand,
-    SourceText,
-    Word,
-    WordPart,
-)
+from toolkit.lint.bash import ast
 from toolkit.lint.bash.lexer import WordReader
 
 DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
@@ -35,8 +22,8 @@ _LAST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}", ")",
 class ReadScript:
     """A script, read."""
 
-    commands: CommandList
-    comments: tuple[SourceText, ...]
+    commands: ast.CommandList
+    comments: tuple[ast.SourceText, ...]
 
 
 def read_script(text: str, source: str) -> ReadScript:
@@ -45,12 +32,11 @@ def read_script(text: str, source: str) -> ReadScript:
     Raises:
         InputError: bash would refuse it as well, or it is nested beyond reason.
     """
-    reader = _CommandReader([SourceText(text, 1)], source)
-    commands = _whole(reader)
-    return ReadScript(commands=commands, comments=tuple(reader.comments))
+    reader = _CommandReader([ast.SourceText(text, 1)], source)
+    return ReadScript(commands=_whole(reader), comments=tuple(reader.comments))
 
 
-def read_commands(spans: Sequence[SourceText], source: str) -> CommandList:
+def read_commands(spans: Sequence[ast.SourceText], source: str) -> ast.CommandList:
     """Read commands that stand inside a script, as those of `bash -c`.
 
     Raises:
@@ -59,7 +45,7 @@ def read_commands(spans: Sequence[SourceText], source: str) -> CommandList:
     return _whole(_CommandReader(spans, source))
 
 
-def _whole(reader: "_CommandReader") -> CommandList:
+def _whole(reader: "_CommandReader") -> ast.CommandList:
     try:
         return reader.commands()
     except RecursionError:
@@ -70,8 +56,8 @@ def _whole(reader: "_CommandReader") -> CommandList:
 class _CommandReader(WordReader):
     """Recursive descent over bash's grammar (bash manual, SHELL GRAMMAR)."""
 
-    def commands(self, *ends: str) -> CommandList:
-        commands: list[AndOr] = []
+    def commands(self, *ends: str) -> ast.CommandList:
+        commands: list[ast.AndOr] = []
         while True:
             self._separators()
             if self.done:
@@ -82,7 +68,7 @@ class _CommandReader(WordReader):
                 self.fail(f"{end!r} closes nothing here")
             commands.append(self._and_or())
 
-    def nested(self, spans: Sequence[SourceText]) -> CommandList:
+    def nested(self, spans: Sequence[ast.SourceText]) -> ast.CommandList:
         return _CommandReader(spans, self.source).commands()
 
     def _separators(self) -> None:
@@ -112,7 +98,7 @@ class _CommandReader(WordReader):
         if not word_taken:
             self.fail(f"{word!r} is missing for what begins here", opened)
 
-    def _and_or(self) -> AndOr:
+    def _and_or(self) -> ast.AndOr:
         line = self.line()
         pipelines, operators = [self._pipeline()], list[str]()
         while True:
@@ -128,14 +114,11 @@ class _CommandReader(WordReader):
             background = self.take("&")
             if not background:
                 self.take(";")
-        return AndOr(
-            pipelines=tuple(pipelines),
-            operators=tuple(operators),
-            background=background,
-            line=line,
+        return ast.AndOr(
+            pipelines=tuple(pipelines), operators=tuple(operators), background=background, line=line
         )
 
-    def _pipeline(self) -> Pipeline:
+    def _pipeline(self) -> ast.Pipeline:
         negated = False
         while True:
             self.blanks()
@@ -151,13 +134,13 @@ class _CommandReader(WordReader):
         while True:
             self.blanks()
             if self.sees("||") or not (self.take("|&") or self.take("|")):
-                return Pipeline(nodes=tuple(nodes), negated=negated)
+                return ast.Pipeline(nodes=tuple(nodes), negated=negated)
             self._separators()
             nodes.append(self._node())
 
     # ---- One command
 
-    def _node(self) -> Node:
+    def _node(self) -> ast.Node:
         start, line = self.at, self.line()
         if self.arithmetic():
             return self._compound("arithmetic", line)
@@ -173,8 +156,7 @@ class _CommandReader(WordReader):
         if word == "if":
             return self._if(start, line)
         if word in ("while", "until"):
-            condition = self.commands("do")
-            return self._loop(word, start, line, conditions=(condition,))
+            return self._loop(word, start, line, conditions=(self.commands("do"),))
         if word in ("for", "select"):
             return self._for(start, line)
         if word == "case":
@@ -195,11 +177,11 @@ class _CommandReader(WordReader):
         kind: str,
         line: int,
         *,
-        conditions: tuple[CommandList, ...] = (),
-        bodies: tuple[CommandList, ...] = (),
-        words: tuple[Word, ...] = (),
-    ) -> Compound:
-        return Compound(
+        conditions: tuple[ast.CommandList, ...] = (),
+        bodies: tuple[ast.CommandList, ...] = (),
+        words: tuple[ast.Word, ...] = (),
+    ) -> ast.Compound:
+        return ast.Compound(
             kind=kind,
             conditions=conditions,
             bodies=bodies,
@@ -208,7 +190,7 @@ class _CommandReader(WordReader):
             line=line,
         )
 
-    def _if(self, start: int, line: int) -> Compound:
+    def _if(self, start: int, line: int) -> ast.Compound:
         conditions, bodies = [self.commands("then")], []
         self._expect("then", start)
         while True:
@@ -228,17 +210,17 @@ class _CommandReader(WordReader):
         start: int,
         line: int,
         *,
-        conditions: tuple[CommandList, ...] = (),
-        words: tuple[Word, ...] = (),
-    ) -> Compound:
+        conditions: tuple[ast.CommandList, ...] = (),
+        words: tuple[ast.Word, ...] = (),
+    ) -> ast.Compound:
         self._expect("do", start)
         body = self.commands("done")
         self._expect("done", start)
         return self._compound(kind, line, conditions=conditions, bodies=(body,), words=words)
 
-    def _for(self, start: int, line: int) -> Compound:
+    def _for(self, start: int, line: int) -> ast.Compound:
         self.blanks()
-        words: list[Word] = []
+        words: list[ast.Word] = []
         name = ""
         if not self.arithmetic():
             name = self.word().shown
@@ -256,18 +238,18 @@ class _CommandReader(WordReader):
         self._separators()
         if self.sees("{"):
             body = self._node()
-            if not isinstance(body, Compound):
+            if not isinstance(body, ast.Compound):
                 self.fail("the body of this loop cannot be read", start)
             compound = self._compound("for", line, bodies=body.bodies, words=tuple(words))
         else:
             compound = self._loop("for", start, line, words=tuple(words))
         return replace(compound, variable=name)
 
-    def _case(self, start: int, line: int) -> Compound:
+    def _case(self, start: int, line: int) -> ast.Compound:
         self.blanks()
         subject = self.word()
         self._expect("in", start)
-        bodies: list[CommandList] = []
+        bodies: list[ast.CommandList] = []
         while True:
             self._separators()
             if self._reserved("esac"):
@@ -288,15 +270,15 @@ class _CommandReader(WordReader):
                 break
         return self._compound("case", line, bodies=tuple(bodies), words=(subject,))
 
-    def _function(self, name: str, line: int) -> FunctionDefinition:
+    def _function(self, name: str, line: int) -> ast.FunctionDefinition:
         self._separators()
         body = self._node()
-        if isinstance(body, FunctionDefinition):
+        if isinstance(body, ast.FunctionDefinition):
             self.fail(f"the function {name!r} has no body")
-        return FunctionDefinition(name=name, body=body, line=line)
+        return ast.FunctionDefinition(name=name, body=body, line=line)
 
-    def _test(self, line: int) -> SimpleCommand:
-        start, words = self.at, list[Word]()
+    def _test(self, line: int) -> ast.SimpleCommand:
+        start, words = self.at, list[ast.Word]()
         while True:
             while self.char() in (" ", "\t", "\n") or self.sees("\\\n"):
                 self.at += 2 if self.char() == "\\" else 1
@@ -307,14 +289,14 @@ class _CommandReader(WordReader):
                 break
             words.append(self.test_word())
         redirections = tuple(iter(self._redirection, None))
-        return SimpleCommand(
+        return ast.SimpleCommand(
             assignments=(), words=tuple(words), redirections=redirections, line=line
         )
 
-    def _simple(self, line: int) -> Node:
-        assignments: list[Assignment] = []
-        words: list[Word] = []
-        redirections: list[Redirection] = []
+    def _simple(self, line: int) -> ast.Node:
+        assignments: list[ast.Assignment] = []
+        words: list[ast.Word] = []
+        redirections: list[ast.Redirection] = []
         start = self.at
         while True:
             self.blanks()
@@ -337,20 +319,20 @@ class _CommandReader(WordReader):
                 words.append(self.word())
         if self.at == start:
             self.fail("a command is missing here")
-        return SimpleCommand(
+        return ast.SimpleCommand(
             assignments=tuple(assignments),
             words=tuple(words),
             redirections=tuple(redirections),
             line=line,
         )
 
-    def _assignment(self, match: "re.Match[str]") -> Assignment:
+    def _assignment(self, match: "re.Match[str]") -> ast.Assignment:
         start, line = self.at, self.line()
         self.at = match.end()
-        items: tuple[Word, ...] | None = None
-        value = Word(parts=(), line=line)
+        items: tuple[ast.Word, ...] | None = None
+        value = ast.Word(parts=(), line=line)
         if self.take("("):
-            read: list[Word] = []
+            read: list[ast.Word] = []
             while True:
                 self._separators()
                 if self.take(")"):
@@ -363,9 +345,9 @@ class _CommandReader(WordReader):
         else:
             value = self.word()
         name = match[1] + (match[2] or "")
-        return Assignment(name=name, added=bool(match[3]), value=value, items=items, line=line)
+        return ast.Assignment(name=name, added=bool(match[3]), value=value, items=items, line=line)
 
-    def _redirection(self) -> Redirection | None:
+    def _redirection(self) -> ast.Redirection | None:
         self.blanks()
         match = self.match(_REDIRECTION)
         if match is None or (match[1] in ("<", ">") and self.text[match.end() :][:1] == "("):
@@ -376,7 +358,7 @@ class _CommandReader(WordReader):
         target = self.word()
         if not target.parts:
             self.fail(f"nothing follows {operator}")
-        body: tuple[WordPart, ...] = ()
+        body: tuple[ast.WordPart, ...] = ()
         if operator in ("<<", "<<-"):
             body = self.here_document(target, tabs=operator == "<<-")
-        return Redirection(operator=operator, target=target, body=body)
+        return ast.Redirection(operator=operator, target=target, body=body)

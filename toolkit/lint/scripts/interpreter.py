@@ -8,18 +8,10 @@ from pathlib import PurePath
 from typing import Literal
 
 from toolkit.errors import InputError
-from toolkit.lint.bash.ast import (
-    CommandList,
-    Compound,
-    FunctionDefinition,
-    Node,
-    SimpleCommand,
-    SourceText,
-    Word,
-    WordPart,
-)
+from toolkit.job.sbatch_options import names
+from toolkit.lint.bash import ast
 from toolkit.lint.bash.parser import DECLARES, read_commands
-from toolkit.lint.scripts.options import SRUN, TORCHRUN, Option, names, read_options
+from toolkit.lint.scripts.options import SRUN, TORCHRUN, Option, read_options
 from toolkit.lint.scripts.values import Argument, Values
 
 
@@ -91,7 +83,7 @@ class _Surroundings:
 
     background: bool = False
     looped: bool = False
-    piped_to: SimpleCommand | None = None
+    piped_to: ast.SimpleCommand | None = None
     """The command that reads its output."""
 
     on_nodes: bool = False
@@ -112,7 +104,7 @@ class Call(_Surroundings):
 
     arguments: tuple[Argument, ...]
     line: int
-    node: SimpleCommand
+    node: ast.SimpleCommand
     errexit: bool
     pipefail: bool
     order: int
@@ -137,7 +129,7 @@ class Walk:
     torchruns: list[Torchrun] = field(default_factory=list)
     traps: list[Trap] = field(default_factory=list)
     settings: list[Setting] = field(default_factory=list)
-    functions: dict[str, FunctionDefinition] = field(default_factory=dict)
+    functions: dict[str, ast.FunctionDefinition] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
 
 
@@ -165,7 +157,7 @@ _DEEPEST = 8
 _MOST_WORDS = 1000  # before the program that a command starts
 
 
-def walk(commands: CommandList, source: str, *, errexit: bool = False) -> Walk:
+def walk(commands: ast.CommandList, source: str, *, errexit: bool = False) -> Walk:
     """Walk over a script.
 
     Raises:
@@ -191,20 +183,20 @@ class _Walker:
 
     # ---- Over the grammar
 
-    def commands(self, commands: CommandList, around: _Surroundings, values: Values) -> None:
+    def commands(self, commands: ast.CommandList, around: _Surroundings, values: Values) -> None:
         for item in commands:
             here = replace(around, background=around.background or item.background)
             for pipeline in item.pipelines:
                 for node, after in zip(pipeline.nodes, (*pipeline.nodes[1:], None), strict=True):
-                    reader = after if isinstance(after, SimpleCommand) else None
+                    reader = after if isinstance(after, ast.SimpleCommand) else None
                     self.node(node, replace(here, piped_to=reader), values)
 
-    def node(self, node: Node, around: _Surroundings, values: Values) -> None:
-        if isinstance(node, FunctionDefinition):
+    def node(self, node: ast.Node, around: _Surroundings, values: Values) -> None:
+        if isinstance(node, ast.FunctionDefinition):
             self.walk.functions[node.name] = node
             with self.own_options():
                 self.node(node.body, replace(around, function=node.name), values)
-        elif isinstance(node, Compound):
+        elif isinstance(node, ast.Compound):
             for word in node.words:
                 self.substitutions(word.parts, around, values)
             if node.variable:
@@ -221,7 +213,7 @@ class _Walker:
 
     def substitutions(
         self,
-        parts: Iterable[WordPart],
+        parts: Iterable[ast.WordPart],
         around: _Surroundings,
         values: Values,
         *,
@@ -236,7 +228,7 @@ class _Walker:
 
     # ---- One command
 
-    def command(self, node: SimpleCommand, around: _Surroundings, values: Values) -> None:
+    def command(self, node: ast.SimpleCommand, around: _Surroundings, values: Values) -> None:
         for redirection in node.redirections:
             self.substitutions((*redirection.target.parts, *redirection.body), around, values)
         for assignment in node.assignments:
@@ -267,11 +259,11 @@ class _Walker:
         self.start(call, arguments, around, values)
         for redirection in node.redirections:
             if redirection.body and call.name in _SHELLS and len(arguments) == 1:
-                body = values.one(Word(parts=redirection.body, line=node.line))
+                body = values.one(ast.Word(parts=redirection.body, line=node.line))
                 self.again(body.spans, around, values, call)
 
     def call(
-        self, node: SimpleCommand, arguments: Sequence[Argument], around: _Surroundings
+        self, node: ast.SimpleCommand, arguments: Sequence[Argument], around: _Surroundings
     ) -> Call:
         call = Call(
             **vars(around),
@@ -325,7 +317,7 @@ class _Walker:
             if name in REMOTE:
                 around = replace(around, remote=name, level="task")
             elif name == "eval":
-                spans = [s for a in rest for s in (*a.spans, SourceText(" ", a.line))]
+                spans = [s for a in rest for s in (*a.spans, ast.SourceText(" ", a.line))]
                 return self.again(spans, around, values, call)
             elif name == "srun":
                 options, program = read_options(rest, SRUN)
@@ -367,7 +359,7 @@ class _Walker:
             self.start(self.call(call.node, program, around), program, around, values)
 
     def again(
-        self, spans: Iterable[SourceText], around: _Surroundings, values: Values, call: Call
+        self, spans: Iterable[ast.SourceText], around: _Surroundings, values: Values, call: Call
     ) -> None:
         """Read a text of commands, as that of `bash -c`."""
         if around.depth > _DEEPEST:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit.job.sbatch_options import ALLOWED, DECIDED, FLAGS, OPTIONAL
+from toolkit.job.sbatch_options import ALLOWED, DECIDED, FLAGS, OPTIONAL, names
 from toolkit.lint.scripts.values import Argument, Piece
 
 
@@ -60,11 +60,6 @@ class Grammar:
             return name
         candidates = [option for option in self.names if option.startswith(name)]
         return candidates[0] if len(candidates) == 1 and name else name
-
-
-def names(words: str) -> frozenset[str]:
-    """Return the words of a text."""
-    return frozenset(words.split())
 
 
 def _short(words: str) -> dict[str, str]:
@@ -189,12 +184,7 @@ def is_batch_script(path: str, text: str) -> bool:
 
 
 def read_directives(text: str, hidden: range | None = None) -> Iterator[Directive]:
-    """Yield the directives in order.
-
-    Args:
-        text: The script.
-        hidden: Lines that are another script's.
-    """
+    """Yield the directives of a script in order, up to the lines `hidden` of another one."""
     late = False
     for number, row in enumerate(text.splitlines(), start=1):
         if hidden is not None and number in hidden:

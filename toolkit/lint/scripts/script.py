@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 
+from toolkit.job.sbatch_options import names
 from toolkit.lint.bash.ast import CommandList, SourceText
 from toolkit.lint.bash.parser import read_script
 from toolkit.lint.scripts.interpreter import Setting, SrunStep, Torchrun, Walk, walk
-from toolkit.lint.scripts.options import Directive, Option, names, read_directives
+from toolkit.lint.scripts.options import Directive, Option, read_directives
 from toolkit.text.quantities import whole_number
 
 TOOLS = names("""

@@ -88,8 +88,7 @@ class Argument:
             left, right = max(start - at, 0), min(end - at, len(piece.text))
             if left < right:
                 line = piece.line + piece.text.count("\n", 0, left)
-                text = piece.text[left:right]
-                pieces.append(replace(piece, text=text, line=line))
+                pieces.append(replace(piece, text=piece.text[left:right], line=line))
             at += len(piece.text)
         return Argument(pieces=tuple(pieces), line=pieces[0].line if pieces else self.line)
 
@@ -183,13 +182,10 @@ class Values:
         return items[number] if number is not None and number < len(items) else None
 
 
-def _uncovered(text: str) -> str:
-    return "".join(chr(ord(c) - _HIDDEN) if _HIDDEN <= ord(c) < _HIDDEN + 128 else c for c in text)
-
-
 def uncovered(text: str) -> str:
     """Return a text for a message, with hidden parts as they were written."""
-    return _uncovered(text.replace(_MARK, "").replace(_END, ""))
+    text = text.replace(_MARK, "").replace(_END, "")
+    return "".join(chr(ord(c) - _HIDDEN) if _HIDDEN <= ord(c) < _HIDDEN + 128 else c for c in text)
 
 
 def _texts(part: WordPart) -> Iterator[Piece]:
@@ -200,9 +196,8 @@ def _texts(part: WordPart) -> Iterator[Piece]:
     for index, chunk in enumerate(text.split(_MARK)):
         inside, end, after = chunk.partition(_END) if index else ("", "", chunk)
         if end:
-            shown = _uncovered(inside)
-            name = shown.strip("${}")
-            yield Piece(text=shown, line=line, known=False, name=name, outer=True)
+            shown = uncovered(inside)
+            yield Piece(text=shown, line=line, known=False, name=shown.strip("${}"), outer=True)
         if after:
             yield Piece(text=after, line=line, quoted=part.quoted)
 

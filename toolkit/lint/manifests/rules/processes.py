@@ -128,8 +128,7 @@ def _secrets(stream: Stream) -> Iterator[Violation[View]]:
                 yield Violation(entry.at("value"), f"what looks like {kind} stands in env")
         for key in ("command", "args"):
             words = container.view.at(key)
-            texts = [item.text() for item in words.items()]
-            for index, kind in secret_scan.kinds_of_words(texts):
+            for index, kind in secret_scan.kinds_of_words([item.text() for item in words.items()]):
                 yield Violation(words.at(index), f"what looks like {kind} stands in {key}")
     for manifest in stream.of("ConfigMap"):
         for key, entry in manifest.view.at("data").entries():
@@ -169,8 +168,7 @@ def _references(stream: Stream) -> Iterator[Violation[View]]:
         for word, script in _words(container):
             for used in _unknown(word.text(), names):
                 if not script or used.isupper():
-                    what = f"$({used}): the container has no variable of this name"
-                    yield Violation(word, what)
+                    yield Violation(word, f"$({used}): the container has no variable of this name")
 
 
 @MANIFESTS.rule(

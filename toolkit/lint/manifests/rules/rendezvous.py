@@ -75,8 +75,7 @@ def _by_hand(stream: Stream) -> Iterator[Violation[View]]:
 def _nproc(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.of("PyTorchJob"):
         count = manifest.view.at("spec", "nprocPerNode")
-        good = re.fullmatch(r"auto|gpu|cpu|[1-9][0-9]*", count.text())
-        if count and not good:
+        if count and not re.fullmatch(r"auto|gpu|cpu|[1-9][0-9]*", count.text()):
             yield Violation(count, f"nprocPerNode: {shown(count.value)} is no such string")
 
 

@@ -151,15 +151,11 @@ def schemas_of(objects: Iterable[Any]) -> Schemas:
 
 
 @dataclass(frozen=True)
-class _Mismatch:
+class _Mismatch(Violation[View]):
     """A value that is not what a schema allows at its place."""
 
-    rule: str
+    rule: str = ""
     """The rule that reports it, for a schema of the package."""
-
-    at: View
-    what: str
-    way_out: str | None = None
 
 
 _Mismatches = Iterator[_Mismatch]
@@ -189,10 +185,10 @@ class _Checker:
         for kind, unit, low, high in _SIZES:
             if isinstance(value, kind) and not len(value) >= schema.get(low, 0):
                 what = f"{view.where} has {len(value)} {unit}; it must have {schema[low]}"
-                yield _Mismatch("", view, what)
+                yield _Mismatch(view, what)
             if isinstance(value, kind) and high in schema and len(value) > schema[high]:
                 what = f"{view.where} has {len(value)} {unit}; it may have {schema[high]}"
-                yield _Mismatch("", view, what)
+                yield _Mismatch(view, what)
         if not schema.get("x-kubernetes-int-or-string"):  # whose anyOf is the same condition
             yield from self.combined(view, schema)
 
@@ -215,12 +211,12 @@ class _Checker:
                 meant = nearest(key.lower(), lower, cutoff=0.75)
                 what = f"{entry.where}: the {self.author} has no such field"
                 way_out = f"did you mean {lower[meant]!r}?" if meant else None
-                yield _Mismatch("field-unknown", entry, what, way_out)
+                yield _Mismatch(entry, what, "field-unknown", fix=way_out)
         for key in schema.get("required", ()):
             lack = view.at(key)
             filled = "default" in fields.get(key, {}) or _FILLED.search(lack.where)
             if lack.value is None and not filled:
-                yield _Mismatch("field-missing", lack, f"{lack.where} is missing")
+                yield _Mismatch(lack, f"{lack.where} is missing", "field-missing")
 
     def items(self, view: View, schema: _Schema) -> _Mismatches:
         items = schema.get("items", {})
@@ -237,8 +233,7 @@ class _Checker:
             values = [other.get("default") if one is None else one for one, other in entries]
             key = tuple(map(repr, values)) if kind == "map" else (repr(item.value),)
             if key in seen:
-                what = f"{item.where} stands twice in the list: {', '.join(key)}"
-                yield _Mismatch("", item, what)
+                yield _Mismatch(item, f"{item.where} stands twice in the list: {', '.join(key)}")
             seen.add(key)
 
     def combined(self, view: View, schema: _Schema) -> _Mismatches:
@@ -252,13 +247,13 @@ class _Checker:
             yield from part(one)
         fits = [not any(part(one)) for one in schema.get("anyOf", ())]
         if fits and not any(fits):
-            yield _Mismatch("", view, f"{where}: {value} is none of what the schema allows there")
+            yield _Mismatch(view, f"{where}: {value} is none of what the schema allows there")
         fits = [not any(part(one)) for one in schema.get("oneOf", ())]
         if fits and sum(fits) != 1:
             what = f"{where}: the schema allows one of {len(fits)} forms; {sum(fits)} fit"
-            yield _Mismatch("", view, what)
+            yield _Mismatch(view, what)
         if "not" in schema and not any(part(schema["not"])):
-            yield _Mismatch("", view, f"{where}: {value} is what the schema forbids")
+            yield _Mismatch(view, f"{where}: {value} is what the schema forbids")
 
 
 _OWN = ("apiVersion", "kind", "metadata", "status")
@@ -285,34 +280,34 @@ def _expected(value: Any, schema: _Schema) -> str | None:
 
 def _wrong_type(view: View, expected: str, way_out: str | None = None) -> _Mismatch:
     what = f"{view.where} must be {expected}, and is {shown(view.value)}"
-    return _Mismatch("field-type", view, what, way_out)
+    return _Mismatch(view, what, "field-type", fix=way_out)
 
 
 def _scalar(view: View, schema: _Schema) -> _Mismatches:
     """Yield violations of the limits of a single value."""
     value, where = view.value, view.where
     if schema.get("format") == "quantity" and amount(value) is None:
-        yield _Mismatch("quantity-malformed", view, f"{where}: {shown(value)} is no quantity")
+        yield _Mismatch(view, f"{where}: {shown(value)} is no quantity", "quantity-malformed")
     if "enum" in schema and value not in schema["enum"]:
         words = [str(word) for word in schema["enum"]]
         choice = f"write one of {', '.join(filter(None, words))}"
         meant = nearest(str(value), words)
         way_out = f"did you mean {meant!r}? {choice}" if meant else choice
-        yield _Mismatch("field-word", view, f"{where}: {shown(value)} means nothing", way_out)
+        yield _Mismatch(view, f"{where}: {shown(value)} means nothing", "field-word", fix=way_out)
     if isinstance(value, str) and (pattern := schema.get("pattern")):
         try:
             matches = re.search(pattern, value) is not None
         except re.error:
             matches = True  # Go's syntax, which Python does not know
         if not matches:
-            yield _Mismatch("", view, f"{where}: {shown(value)} is not like {pattern}")
+            yield _Mismatch(view, f"{where}: {shown(value)} is not like {pattern}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         bits = _BITS.get(schema.get("format", ""))
         most = schema.get("maximum", 2**bits - 1 if bits else None)
         if bits and value < -(2**bits):
-            yield _Mismatch("", view, f"{where}: {value} is less than {-(2**bits)}")
+            yield _Mismatch(view, f"{where}: {value} is less than {-(2**bits)}")
         if most is not None and value > most:
-            yield _Mismatch("", view, f"{where}: {value} is more than {most}")
+            yield _Mismatch(view, f"{where}: {value} is more than {most}")
 
 
 def schema_violations(stream: Stream, schemas: Schemas) -> Iterator[Violation[View]]:
@@ -324,12 +319,10 @@ def schema_violations(stream: Stream, schemas: Schemas) -> Iterator[Violation[Vi
         versions = schemas.versions(manifest.group, manifest.kind)
         if versions and version not in versions:
             what = f"{manifest.kind} is served as {', '.join(versions)}"
-            fix = f"write apiVersion: {manifest.group}/{versions[-1]}"
-            yield Violation(written, what, fix=fix)
+            yield Violation(written, what, fix=f"write apiVersion: {manifest.group}/{versions[-1]}")
         elif versions:
             schema = schemas.served[manifest.group, version, manifest.kind]
-            for one in checker.fields(manifest.view, schema, own=_OWN):
-                yield Violation(one.at, one.what, fix=one.way_out)
+            yield from checker.fields(manifest.view, schema, own=_OWN)
 
 
 # ---- The rules
@@ -364,8 +357,7 @@ def _versions(stream: Stream) -> Iterator[Violation[View]]:
         written = manifest.view.at("apiVersion")
         group, _, version = str(written.value).rpartition("/")
         for api_version, served in groups.get(manifest.kind, ()):
-            moved = (manifest.kind, group) in _MOVED
-            if (group == api_version and version != served) or moved:
+            if (group == api_version and version != served) or (manifest.kind, group) in _MOVED:
                 way_out = f"{api_version}/{served}".lstrip("/")
                 yield Violation(
                     written,
@@ -396,9 +388,7 @@ def _form_rule(id: str, *, finds: str, reason: str, fix: str) -> None:
 
     @MANIFESTS.rule(id, finds=finds, reason=reason, fix=fix)
     def check(stream: Stream) -> Iterator[Violation[View]]:
-        for one in _mismatches(stream):
-            if one.rule == id:
-                yield Violation(one.at, one.what, fix=one.way_out)
+        return (mismatch for mismatch in _mismatches(stream) if mismatch.rule == id)
 
 
 _form_rule(

@@ -13,8 +13,6 @@ _PLAIN_CAPABILITIES = frozenset(
 )
 """What `baseline` lets a container keep (Pod Security Standards)."""
 
-_LEVELS = ("baseline", "restricted")
-
 
 @MANIFESTS.rule(
     "pod-security",
@@ -27,7 +25,7 @@ _LEVELS = ("baseline", "restricted")
 def _levels(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         level = stream.level_of(pods.owner)
-        if level not in _LEVELS or not pods.spec:
+        if level not in ("baseline", "restricted") or not pods.spec:
             continue
         refuser = f"Pod Security {level!r} refuses"
         if stream.known_level_of(pods.owner) is None:

@@ -19,8 +19,7 @@ from toolkit.text import secret_scan
     fix="begin the file with #!/bin/bash",
 )
 def _shebang(script: BatchScript) -> Iterator[Violation[int]]:
-    first = script.text.partition("\n")[0]
-    if not first.startswith("#!"):
+    if not script.text.partition("\n")[0].startswith("#!"):
         yield Violation(1, "the first line does not begin with #!, and sbatch refuses that")
 
 

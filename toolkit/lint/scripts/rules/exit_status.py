@@ -4,15 +4,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-from toolkit.lint.bash.ast import (
-    AndOr,
-    CommandList,
-    Compound,
-    FunctionDefinition,
-    Node,
-    Pipeline,
-    SimpleCommand,
-)
+from toolkit.lint.bash import ast
 from toolkit.lint.registry import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import Call
 from toolkit.lint.scripts.script import BatchScript
@@ -48,12 +40,10 @@ class _Flow:
         self.script = script
         self.work = work
 
-    def violations(self, commands: CommandList, *, ends: bool) -> Iterator[Violation[int]]:
-        """Yield where the status of a training is lost.
+    def violations(self, commands: ast.CommandList, *, ends: bool) -> Iterator[Violation[int]]:
+        """Yield where the status of a training is lost in a list of commands.
 
-        Args:
-            commands: A list of commands.
-            ends: Whether the status of its last command is that of the script, or is tested.
+        `ends`: whether the status of its last command is that of the script, or is tested.
         """
         for index, item in enumerate(commands):
             after = commands[index + 1 : index + 1 + _MOST_AFTER]
@@ -64,18 +54,17 @@ class _Flow:
                     elif violation := self._lost(call, item, place, after, ends=ends):
                         yield violation
                 for node in pipeline.nodes:
-                    if isinstance(node, Compound) and not item.background:
+                    if isinstance(node, ast.Compound) and not item.background:
                         counts = self._kept(item, place, after, ends=ends)
                         for inner in node.bodies:
                             yield from self.violations(inner, ends=counts)
 
     def _lost(
-        self, call: Call, item: AndOr, place: int, after: CommandList, *, ends: bool
+        self, call: Call, item: ast.AndOr, place: int, after: ast.CommandList, *, ends: bool
     ) -> Violation[int] | None:
-        pipeline = item.pipelines[place]
-        last = pipeline.nodes[-1]
+        last = item.pipelines[place].nodes[-1]
         if last is not call.node and not call.pipefail and not self._asked(after, "PIPESTATUS"):
-            name = last.name if isinstance(last, SimpleCommand) else "what follows"
+            name = last.name if isinstance(last, ast.SimpleCommand) else "what follows"
             return Violation(
                 call.line,
                 f"the status of this pipeline is that of {name}, not of {call.name}",
@@ -86,7 +75,13 @@ class _Flow:
         return Violation(call.line, f"{call.name} may fail here, and the script still succeeds")
 
     def _kept(
-        self, item: AndOr, place: int, after: CommandList, *, ends: bool, errexit: bool = False
+        self,
+        item: ast.AndOr,
+        place: int,
+        after: ast.CommandList,
+        *,
+        ends: bool,
+        errexit: bool = False,
     ) -> bool:
         """Whether the status of a pipeline still matters after its list."""
         if item.pipelines[place].negated:
@@ -94,19 +89,19 @@ class _Flow:
         if "||" in item.operators[place:]:
             pipeline = item.pipelines[item.operators.index("||", place) + 1]
             first = pipeline.nodes[0]
-            if isinstance(first, SimpleCommand) and first.assignments and not first.words:
+            if isinstance(first, ast.SimpleCommand) and first.assignments and not first.words:
                 return self._used_later(first)
             return not _harmless(pipeline)
         if errexit and place == len(item.pipelines) - 1:
             return True
         return self._asked(after) if after else ends
 
-    def _asked(self, after: CommandList, word: str = "") -> bool:
+    def _asked(self, after: ast.CommandList, word: str = "") -> bool:
         """Whether the next commands test the exit status and act on it."""
         if not after:
             return False
         first = after[0].pipelines[0].nodes[0]
-        if isinstance(first, SimpleCommand):
+        if isinstance(first, ast.SimpleCommand):
             if first.name in ("exit", "return") and len(first.words) == 1:
                 return True
             words = [*first.words, *(a.value for a in first.assignments)]
@@ -115,14 +110,14 @@ class _Flow:
             if first.assignments and not first.words:
                 return self._used_later(first)
             return first.name not in ("echo", "printf")
-        if isinstance(first, Compound):
+        if isinstance(first, ast.Compound):
             conditions = [node for c in first.conditions for node in _nodes(c)]
-            words = [w for n in conditions if isinstance(n, SimpleCommand) for w in n.words]
+            words = [w for n in conditions if isinstance(n, ast.SimpleCommand) for w in n.words]
             condition = " ".join(word.shown for word in (*words, *first.words))
             return _ASKS.search(condition) is not None and word in condition
         return False
 
-    def _used_later(self, command: SimpleCommand) -> bool:
+    def _used_later(self, command: ast.SimpleCommand) -> bool:
         """Whether a variable that holds the status is looked at again, beside being printed."""
         names = {assignment.name for assignment in command.assignments}
         for call in self.script.walk.calls:
@@ -137,7 +132,7 @@ class _Flow:
         arithmetic = rf"\(\([^)]*\b({'|'.join(map(re.escape, names))})\b"
         return re.search(arithmetic, source) is not None
 
-    def _waited_for(self, call: Call, after: CommandList) -> Iterator[Violation[int]]:
+    def _waited_for(self, call: Call, after: ast.CommandList) -> Iterator[Violation[int]]:
         """Look for a `wait` whose status counts; one without a process always succeeds."""
         calls = self.script.walk.calls
         # In the background, wait is a child that has none to wait for.
@@ -158,29 +153,23 @@ class _Flow:
             yield lost[0]
 
 
-def _harmless(pipeline: Pipeline) -> bool:
+def _harmless(pipeline: ast.Pipeline) -> bool:
     """Whether a list after `||` always succeeds."""
+    nodes: list[ast.Node] = []
     for node in pipeline.nodes:
-        if isinstance(node, SimpleCommand):
-            if node.name not in _HARMLESS:
-                return False
-        elif isinstance(node, Compound):
-            inner = [n for body in node.bodies for n in _nodes(body)]
-            if any(not isinstance(n, SimpleCommand) or n.name not in _HARMLESS for n in inner):
-                return False
-        else:
-            return False
-    return True
+        bodies = node.bodies if isinstance(node, ast.Compound) else None
+        nodes += [node] if bodies is None else [n for body in bodies for n in _nodes(body)]
+    return all(isinstance(node, ast.SimpleCommand) and node.name in _HARMLESS for node in nodes)
 
 
-def _nodes(commands: CommandList) -> Iterator[Node]:
+def _nodes(commands: ast.CommandList) -> Iterator[ast.Node]:
     for item in commands:
         for pipeline in item.pipelines:
             for node in pipeline.nodes:
                 yield node
-                if isinstance(node, Compound):
+                if isinstance(node, ast.Compound):
                     for inner in (*node.conditions, *node.bodies):
                         yield from _nodes(inner)
-                if isinstance(node, FunctionDefinition) and isinstance(node.body, Compound):
+                if isinstance(node, ast.FunctionDefinition) and isinstance(node.body, ast.Compound):
                     for inner in node.body.bodies:
                         yield from _nodes(inner)

@@ -127,8 +127,7 @@ def _interrupted(script: BatchScript) -> Iterator[Violation[int]]:
         ends = requeues or call.name in ("exit", "exec")
         if ends and (call.level == "handler" or call.function in names):
             return  # a handler ends the script, or has Slurm end it
-    line = traps[-1].line
-    what = f"the signal of the trap in line {line} ends this wait, while srun still runs"
+    what = f"the signal of the trap in line {traps[-1].line} ends this wait, while srun still runs"
     yield Violation(waits[0].line, what)
 
 

@@ -157,8 +157,7 @@ def _no_wait(script: BatchScript) -> Iterator[Violation[int]]:
     last = max(waits, default=-1)
     for step in script.training:
         call = step.call
-        top = call.level == "batch" and not call.function
-        if call.background and top and last <= call.order:
+        if call.background and call.level == "batch" and not call.function and last <= call.order:
             yield Violation(
                 step.line,
                 "nothing waits for this srun, and Slurm kills it at the script's end",
