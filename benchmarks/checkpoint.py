@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from train.checkpoints.state import Saver
 from train.cli.config import Config
 from train.data.order import Batch
-from train.model.optimizer import LossScaler, NamedOptimizer
+from train.model.gradients import LossScaler
+from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts
 from train.parallel.one_process import Single
 from train.rundir.console import Console

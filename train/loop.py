@@ -10,7 +10,8 @@ from train.data.loader import Feed, resident, source_of
 from train.data.order import SampleOrder, mixed, seed_device, seed_of
 from train.errors import NonFiniteLoss
 from train.model.evaluation import batch_size, measure
-from train.model.optimizer import LearningRate, LossScaler, NamedOptimizer, clip, total_norm
+from train.model.gradients import LossScaler, clip, total_norm
+from train.model.optimizer import LearningRate, NamedOptimizer
 from train.parallel.base import Strategy, Sums, is_sharded
 from train.parallel.consistency import Untrained, check_counters, check_data, some_of
 from train.profiling.capture import Profiler

@@ -23,7 +23,8 @@ from train.errors import (
 )
 from train.failure.record import fail
 from train.loop import Trainer
-from train.model.optimizer import LossScaler, NamedOptimizer
+from train.model.gradients import LossScaler
+from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts
 from train.parallel.layout import counted
 from train.profiling.capture import Profiler

@@ -15,7 +15,8 @@ from train.checkpoints.safetensors_file import problem_of
 from train.checkpoints.store import Position, State
 from train.cli.config import Config
 from train.errors import CheckpointError, FencedError, NonFiniteLoss, UsageError
-from train.model.optimizer import LossScaler, NamedOptimizer, not_finite
+from train.model.gradients import LossScaler, not_finite
+from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Strategy
 from train.rundir.claim import differences
 from train.rundir.console import Console

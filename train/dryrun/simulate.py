@@ -24,11 +24,12 @@ from train.dryrun.counters import (
 )
 from train.dryrun.fake_group import StageInputs, fake_world, keep_buckets
 from train.model import evaluation
-from train.model.optimizer import NamedOptimizer, clip, total_norm
+from train.model.gradients import clip, total_norm
+from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts, Strategy, WholeModel
-from train.parallel.ddp import LocalSgd
 from train.parallel.fsdp import GradientSync
 from train.parallel.hybrid import Composed
+from train.parallel.local_sgd import LocalSgd
 from train.parallel.pipeline import split
 from train.parallel.pipeline.schedule import Pipelined
 from train.runtime.rank import RankInfo

@@ -1,121 +1,17 @@
-"""The optimizer's step: the norm of all gradients, loss scaling, the update, the learning rate.
-
-`torch.nn.utils.clip_grad_norm_` fails when parameters lie on several meshes, as they do when only
-some layers are tensor parallel. So every rank adds up its own parts, and the sums are added along
-just those dimensions of each mesh along which something is cut.
-"""
+"""The optimizer, its state under the names of parameters, and the learning rate of each step."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.distributed.tensor import DTensor
 
 from train.errors import UsageError
-from train.parallel.base import Strategy, local, scale
 
 if TYPE_CHECKING:
     from train.cli.config import Config
-
-FIRST_SCALE = 2.0**16
-GROW_AFTER = 2000
-"""The schedule of Micikevicius et al., "Mixed Precision Training" (2018), with the numbers that
-torch.amp.GradScaler uses."""
-SMALLEST_SCALE = 2.0**-14
-
-
-def total_norm(strategy: Strategy) -> float:
-    """Compute the 2-norm of the whole gradient: the same number on every rank."""
-    cuts: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for _, parameter in strategy.counted_parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            # By their ranks: of equal meshes that a process has made, torch may take any.
-            own = {tuple(dist.get_process_group_ranks(g)): g for g in _groups(parameter)}
-            groups = own | groups
-            cuts.setdefault(tuple(own), []).append(local(gradient))
-    device = strategy.norm_device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    # In an order that is the same on all ranks, as their parameters are.
-    for cut, gradients in cuts.items():
-        norms = [norm.to(device, torch.float64) for norm in torch._foreach_norm(gradients)]
-        square = torch.stack(norms).square().sum()
-        for ranks in cut:
-            dist.all_reduce(square, group=groups[ranks])
-        total += square
-    if (stages := strategy.stage_group) is not None:
-        dist.all_reduce(total, group=stages)
-    return total.sqrt().item()
-
-
-def clip(strategy: Strategy, norm: float, limit: float) -> None:
-    """Scale the gradients so that their norm, which is `norm`, is at most `limit`."""
-    if norm > limit:
-        scale(strategy.named_parameters(), limit / norm)
-
-
-def not_finite(strategy: Strategy) -> list[str]:
-    """Name the parameters whose part on this rank holds an infinity or NaN."""
-    parts = {name: local(p.detach()) for name, p in strategy.named_parameters()}
-    if not parts:
-        return []
-    # A sum of squares, as that is the fastest single pass over memory; one answer for all.
-    norms = torch._foreach_norm(list(parts.values()))
-    finite = torch.stack([norm.to(strategy.norm_device) for norm in norms]).isfinite().tolist()
-    return [name for name, good in zip(parts, finite, strict=True) if not good]
-
-
-def _groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Name the ranks that hold different parts of a parameter, one group per dimension cut."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    mesh = parameter.device_mesh
-    return tuple(
-        mesh.get_group(dimension)
-        for dimension, placement in enumerate(parameter.placements)
-        if not placement.is_replicate() and mesh.size(dimension) > 1
-    )
-
-
-class LossScaler:
-    """The factor by which losses are multiplied: halved at an overflow, doubled after long peace.
-
-    For fp16, whose smallest numbers are larger than many gradients.
-
-    Not torch.amp.GradScaler: it looks at one rank's gradients, and ranks that disagree about a step
-    part for good. Here the norm over all ranks decides.
-    """
-
-    def __init__(self, *, enabled: bool) -> None:
-        self.enabled = enabled
-        self.scale = FIRST_SCALE if enabled else 1.0
-        self._good_steps = 0
-
-    def passed(self) -> None:
-        """Note a step whose gradients were finite."""
-        self._good_steps += 1
-        if self.enabled and self._good_steps % GROW_AFTER == 0:
-            self.scale *= 2.0
-
-    def overflowed(self) -> bool:
-        """Note a step whose gradients were not; say whether a smaller scale may help."""
-        self._good_steps = 0
-        self.scale /= 2.0
-        return self.enabled and self.scale >= SMALLEST_SCALE
-
-    def state(self) -> dict[str, float]:
-        """Return what a checkpoint must hold."""
-        return {"scale": self.scale, "good_steps": self._good_steps} if self.enabled else {}
-
-    def load(self, state: Mapping[str, float]) -> None:
-        """Go on from there; a checkpoint of another precision holds nothing."""
-        if self.enabled and state:
-            self.scale, self._good_steps = state["scale"], int(state["good_steps"])
 
 
 class NamedOptimizer:

@@ -1,4 +1,4 @@
-"""How a step's work is shared between processes: the strategies by name."""
+"""How a step's work is shared between processes. One module per strategy."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
@@ -19,7 +19,7 @@ STRATEGIES = {
     "cp": _COMPOSED,
     "hybrid": _COMPOSED,
     "ps": ("train.parallel.parameter_server.strategy", "Served"),
-    "local-sgd": ("train.parallel.ddp", "LocalSgd"),
+    "local-sgd": ("train.parallel.local_sgd", "LocalSgd"),
     "exact": ("train.parallel.ddp", "ExactDataParallel"),
 }
 """Module and class by name; imported only when used: DistributedDataParallel alone takes a second.

@@ -1,10 +1,8 @@
 """Data parallel: every rank has the whole model and a slice of each batch.
 
-`--reduce fast` is torch's DistributedDataParallel, `--reduce exact` an exchange of our own;
-`--strategy local-sgd` exchanges weights now and then instead of gradients.
+`--reduce fast` is torch's DistributedDataParallel, `--reduce exact` an exchange of our own.
 """
 
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from train.data.order import Batch, seed_of, share_of
 from train.errors import UsageError
 from train.model import batchnorm, compilation
 from train.model.trees import joined
-from train.parallel.base import Parts, Sums, WholeModel, scale
+from train.parallel.base import Parts, Sums, WholeModel
 
 _WAITING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 """How the reducer reports the parameters that it still waits for, and their numbers."""
@@ -271,88 +269,3 @@ def _top_to_bottom(table: Tensor) -> Tensor:
     for row in table[1:]:
         total += row
     return total
-
-
-class LocalSgd(WholeModel):
-    """Averages weights and the optimizer's moments now and then: ranks train by themselves.
-
-    With slow links between ranks, exchanging gradients each step is what takes the time. Here each
-    rank makes optimizer steps of its own on its slice of each batch; every `--local-steps` steps
-    all take the mean of their weights (Stich, "Local SGD Converges Fast and Communicates Little",
-    2019), and in the first `--local-start` steps after each (post-local SGD, Lin et al. 2020). It
-    computes something else than one process does: only with SGD and an averaging after every step
-    is it the same.
-
-    Not torch.distributed.algorithms.model_averaging: that averages weights but not the optimizer's
-    moments, and counts steps by itself, so no checkpoint would hold the whole state.
-    """
-
-    def __init__(self, parts: Parts) -> None:
-        if parts.config.precision == "fp16":
-            raise UsageError(
-                "--strategy local-sgd does not go with --precision fp16: ranks that step by "
-                "themselves would scale their losses differently; use --precision bf16"
-            )
-        super().__init__(parts, parts.model())
-        compilation.compile_whole(self.model, parts.config)
-        self._last_step = 0
-        self._step_count, self._factor = 0, 1.0
-        # Items seen since the last averaging: a rank with more of them weighs more.
-        self._items = 0
-
-    def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
-        """Add the gradients of this rank's summed loss; nothing is exchanged."""
-        sums = super().accumulate(micro_batches, factor)
-        self._step_count, self._factor = sums.count, factor
-        self._items += sums.count
-        return sums
-
-    def scale_gradients(self, factor: float) -> None:
-        """Make the gradients those of the mean over this rank's items alone."""
-        scale(self.named_parameters(), 1.0 / (max(self._step_count, 1) * self._factor))
-
-    def agree_on_norm(self, norm: float) -> float:
-        """Keep each rank's own norm, unless one of them is not finite: then all must stop."""
-        bad_ranks = self.parts.group.sum([not math.isfinite(norm)])[0]
-        return math.nan if bad_ranks else norm
-
-    def after_step(self, step: int) -> None:
-        """Average after each of the first steps, then after every so many."""
-        self._last_step = step
-        if self.settled(step):
-            self._average()
-
-    def finish(self) -> None:
-        """Average at the end, whenever that is."""
-        if not self.settled(self._last_step):
-            self._average()
-
-    def settled(self, step: int) -> bool:
-        """Whether the ranks have been averaged after this step."""
-        config = self.parts.config
-        return step <= config.local_start or step % config.local_steps == 0
-
-    def _average(self) -> None:
-        """Take the mean over the ranks, weighted by items, in one exchange.
-
-        It is taken of what differs between ranks: weights, moments, running statistics.
-        """
-        if not self.parts.group.connected:
-            return
-        weights = [parameter.detach() for _, parameter in self.named_parameters()]
-        state = self._optimizer.tensors()
-        # Counters of steps are alike everywhere; a mean could only round them.
-        moments = [tensor for key, tensor in state.items() if not key.endswith("/step")]
-        tensors = [*weights, *moments, *batchnorm.moving_buffers(self.model)]
-        device = self.parts.group.device
-        # The weight travels along, as the last number.
-        columns = [tensor.reshape(-1).to(device) for tensor in tensors]
-        # torch joins numbers of any types but those of one byte.
-        columns = [c.float() if c.itemsize == 1 else c for c in columns]
-        flat = torch.cat([*columns, torch.ones(1, device=device)]) * self._items
-        dist.all_reduce(flat)
-        flat /= flat[-1].clone()
-        means = torch.split(flat[:-1], [tensor.numel() for tensor in tensors])
-        for tensor, mean in zip(tensors, means, strict=True):
-            tensor.copy_(mean.view_as(tensor))
-        self._items = 0

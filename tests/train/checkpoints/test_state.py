@@ -13,7 +13,7 @@ import pytest
 from tests.train.support.making import trainer_for
 from train.checkpoints import checkpointer, state, store
 from train.checkpoints.planner import Staging
-from train.model import optimizer
+from train.model import gradients
 from train.rundir.console import Console
 from train.rundir.files import RunDirectory, read_lines
 
@@ -76,7 +76,7 @@ def test_stall_seconds_is_all_the_time_that_training_stood(
     monkeypatch.setattr(checkpointer, "time", clock)
     monkeypatch.setattr(checkpointer.Checkpointer, "_join", join)
     monkeypatch.setattr(store, "commit", commit)
-    monkeypatch.setattr(state, "not_finite", taking(10, optimizer.not_finite))
+    monkeypatch.setattr(state, "not_finite", taking(10, gradients.not_finite))
     monkeypatch.setattr(Staging, "copy", taking(100, Staging.copy))
 
     def save() -> None:

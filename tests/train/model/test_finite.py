@@ -146,7 +146,7 @@ def test_a_part_that_is_not_finite_is_found_wherever_it_lies() -> None:
 
 
 def searched(rank: int) -> dict[str, tuple[list[str], int]]:
-    from train.model.optimizer import not_finite
+    from train.model.gradients import not_finite
 
     found = {}
     for name, guilty in (("ddp", 0), ("fsdp", 1)):

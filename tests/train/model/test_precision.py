@@ -20,8 +20,8 @@ from tests.train.support.making import config_of, trainer_for
 from tests.train.support.ranks import on_ranks
 from train.checkpoints.store import read_state
 from train.errors import NonFiniteLoss
-from train.model import optimizer
-from train.model.optimizer import FIRST_SCALE, GROW_AFTER, SMALLEST_SCALE, LossScaler
+from train.model import gradients
+from train.model.gradients import FIRST_SCALE, GROW_AFTER, SMALLEST_SCALE, LossScaler
 from train.parallel.base import full
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def rounded(precision: str) -> list[Case]:
                 **layout,
             ),
             # No overflow, so that no step is left out.
-            sabotage="from train.model import optimizer; optimizer.FIRST_SCALE = 256.0",
+            sabotage="from train.model import gradients; gradients.FIRST_SCALE = 256.0",
         )
         for name, layout in ARRANGED.items()
     ]
@@ -112,7 +112,7 @@ def gathered(rank: int, ranks: int, folder: Path, precision: str) -> tuple[dict[
     """Weights after a step of two micro-batches, by strategy; in which type each is gathered."""
     chosen = {"task": MULTIPLIED, "precision": precision, "optimizer": "sgd", "lr": 0.5}
     # No overflow, so that the step is not left out.
-    optimizer.FIRST_SCALE = 256.0
+    gradients.FIRST_SCALE = 256.0
     types, weights = {}, {}
     for strategy in ("ddp", "fsdp"):
         trainer = trainer_for(rank, ranks, folder, strategy=strategy, micro_batch=2, **chosen)
@@ -299,8 +299,8 @@ def hopeless(folder: Path) -> tuple[int, float, str]:
 
 # So large that the first steps overflow, as no test can wait for the scale to grow.
 LARGE_START = f"""
-from train.model import optimizer
-optimizer.FIRST_SCALE = {LARGE}
+from train.model import gradients
+gradients.FIRST_SCALE = {LARGE}
 from train.__main__ import enter
 enter()
 """

@@ -177,7 +177,7 @@ FAULTS = {
         case("fsdp", 2, strategy="fsdp"),
     ),
     "each rank clips by the norm of its own parts": (
-        "from train.model import optimizer\noptimizer._groups = lambda gradient: ()",
+        "from train.model import gradients\ngradients._groups = lambda gradient: ()",
         case("fsdp", 2, strategy="fsdp", clip_norm=0.1),
     ),
     "losses are averaged within micro-batches": (

@@ -19,8 +19,8 @@ from train.data.order import SampleOrder, share_of
 from train.errors import UsageError
 from train.loop import Trainer
 from train.parallel.base import Parts
-from train.parallel.ddp import LocalSgd
 from train.parallel.layout import Layout
+from train.parallel.local_sgd import LocalSgd
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
 from train.tasks import load

@@ -18,7 +18,7 @@ from tests.train.support.ranks import on_ranks
 from train import tasks
 from train.data.loader import source_of
 from train.loop import Trainer
-from train.model.optimizer import total_norm
+from train.model.gradients import total_norm
 from train.model.prepare import prepare
 
 MESHES: dict[str, dict[str, Any]] = {
