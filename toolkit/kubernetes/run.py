@@ -25,8 +25,8 @@ from toolkit.kubernetes.status import (
     Evidence,
     digest,
     evidence_of,
-    judge,
     state_of,
+    status_of,
 )
 from toolkit.kubernetes.volume import fetch
 from toolkit.kubernetes.workloads import Object, WorkloadKind, pods_of
@@ -133,7 +133,7 @@ class KubernetesRun(Run):
         present = {name: objects[name] for name in names if name in objects}
         evidence = evidence_of(self.cluster, self.kind, present, causes=causes)
         return [
-            part._seen(judge(self.kind, present[name], evidence.get(name)))
+            part._seen(status_of(self.kind, present[name], evidence.get(name)))
             if name in present
             else part._gone()
             for name, part in zip(names, parts, strict=True)
@@ -281,7 +281,7 @@ class KubernetesRun(Run):
             return Round(pods=self.cluster.pods(self.selector))
         by_name = evidence_of(self.cluster, self.kind, {self.object_name: obj})
         evidence = by_name.get(self.object_name, Evidence())
-        status = self._seen(judge(self.kind, obj, evidence))
+        status = self._seen(status_of(self.kind, obj, evidence))
         on_status(status)
         pods = evidence.pods
         if not pods and status.state is not RunState.PENDING:

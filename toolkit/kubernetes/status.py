@@ -2,7 +2,7 @@
 
 One list returns the states of all runs of a namespace and kind. Causes are queried only for runs
 that wait or have failed: one list of pods, and one of events, Jobs or Workloads if these may hold
-the cause. `judge` is pure.
+the cause. `status_of` is pure.
 """
 
 import re
@@ -136,7 +136,7 @@ def listed_or_none(question: Callable[[], list[Object]]) -> list[Object]:
         return []
 
 
-def judge(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None) -> RunStatus:
+def status_of(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None) -> RunStatus:
     """Return the state of an object, with the reason that lies closest to the cause."""
     evidence = evidence or Evidence()
     state, reason = state_of(kind, obj)

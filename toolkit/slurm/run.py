@@ -21,7 +21,7 @@ from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.login.host import LoginNode
 from toolkit.slurm.snapshot import Snapshot
 from toolkit.slurm.squeue import first_line
-from toolkit.slurm.status import JobRow, judge
+from toolkit.slurm.status import JobRow, status_of
 from toolkit.slurm.submission import SlurmJob, is_job_id, read_jobs
 
 _STATUS_AGE_S = 1.0
@@ -153,11 +153,11 @@ class SlurmRun(Run):
                 if run_dir is not None and run_directory.is_over(run_dir):
                     return (self._by_run_dir(),)  # the pending jobs of the chain end at once
             job, row = (started or live)[0]
-            return (judge(row, self.run_dir, after=job.after),)
+            return (status_of(row, self.run_dir, after=job.after),)
         if not pairs:
             return (self._forgotten(snapshot),)
         job, row = pairs[-1]
-        by_slurm = judge(row, self.run_dir, after=job.after)
+        by_slurm = status_of(row, self.run_dir, after=job.after)
         if len(jobs) == 1:
             return (by_slurm,)
         status = self._by_run_dir()
@@ -174,7 +174,7 @@ class SlurmRun(Run):
         started = [pair for pair in ours if pair[1].state is not RunState.CANCELLED]
         job, row = (started or ours)[-1]
         if row.state.final:
-            return judge(row, self.run_dir, after=job.after)
+            return status_of(row, self.run_dir, after=job.after)
         # It is late when a job has ended just now, or when the controller could not reach it then.
         reason = f"{row.reason}, and the controller does not know the job"
         return RunStatus(state=RunState.UNKNOWN, reason=reason)

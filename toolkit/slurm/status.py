@@ -92,7 +92,7 @@ class JobRow(NamedTuple):
         return match[1] if match else self.command.partition(" ")[0]
 
 
-def judge(row: JobRow, run_dir: Path | None, *, after: str = "") -> RunStatus:
+def status_of(row: JobRow, run_dir: Path | None, *, after: str = "") -> RunStatus:
     """Combine Slurm's state with the outcome that the training has written.
 
     Args:

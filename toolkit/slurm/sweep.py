@@ -21,7 +21,7 @@ from toolkit.runs.run import Run, unfinished_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.run import CONDITIONS, SlurmRun
 from toolkit.slurm.snapshot import Snapshot
-from toolkit.slurm.status import JobRow, judge
+from toolkit.slurm.status import JobRow, status_of
 from toolkit.slurm.submission import SlurmJob
 from toolkit.text import untrusted
 
@@ -158,7 +158,7 @@ class SlurmPoint(SlurmRun):
         row = rows.get(f"{job.job_id}_{self.index}")
         if row is None and not run_directory.has_attempts(self.run_dir):
             row = rows.get(job.job_id)  # tasks that were cancelled before they started, together
-        return judge(row, self.run_dir, after=job.after) if row else self._forgotten(snapshot)
+        return status_of(row, self.run_dir, after=job.after) if row else self._forgotten(snapshot)
 
     def _ids(self, job: SlurmJob) -> Sequence[str]:
         whole = job.job_id.partition("_")[0]

@@ -6,7 +6,7 @@ import pytest
 
 from toolkit.job.kubernetes_options import Workload
 from toolkit.kubernetes.pods import last_words
-from toolkit.kubernetes.status import Evidence, digest, judge, queue_reason, stuck_objects
+from toolkit.kubernetes.status import Evidence, digest, queue_reason, status_of, stuck_objects
 from toolkit.kubernetes.workloads import KINDS
 from toolkit.runs.state import RunState, RunStatus
 
@@ -59,7 +59,7 @@ def status(state: RunState, reason: str = "") -> RunStatus:
 
 
 def judged(found: Any, workload: Workload = "Job", **evidence: Any) -> RunStatus:
-    return judge(KINDS[workload], found, Evidence(**evidence))
+    return status_of(KINDS[workload], found, Evidence(**evidence))
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -360,7 +360,7 @@ def test_what_is_kept_of_an_object_tells_the_same_as_the_object(workload: Worklo
         thing(ready=1, restarts=1, jobsStatus=[{"ready": 1}], replicatedJobsStatus=[{"ready": 1}]),
     ):
         whole = found | {"metadata": found["metadata"] | rich, "spec": {"template": "y" * 9000}}
-        assert judge(kind, digest(kind, whole)) == judge(kind, whole)
+        assert status_of(kind, digest(kind, whole)) == status_of(kind, whole)
         assert len(str(digest(kind, whole))) < 600
 
 

@@ -16,7 +16,7 @@ from toolkit.local.launcher import LocalRun
 from toolkit.runs import registry
 from toolkit.runs.registry import RunRecord
 from toolkit.slurm.squeue import ask_jobs, ask_mine
-from toolkit.slurm.status import JobRow, expected, in_words, judge
+from toolkit.slurm.status import JobRow, expected, in_words, status_of
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_what_a_job_waits_for_is_told_in_words() -> None:
     row = JobRow(
         job_id="1", word="PENDING", reason="Resources", command="", start="2999-01-02T03:04"
     )
-    status = judge(row, None)
+    status = status_of(row, None)
     assert (
         status.reason == "Resources: waits for nodes to become free; expected to start Jan 2 03:04"
     )
