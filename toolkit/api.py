@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.errors import LauncherError, Problem, ProfileError, RunNotFound
-from toolkit.extensions import BUILT_IN, extension
 from toolkit.job.spec import Dependency, JobSpec, parse_dependency
 from toolkit.planning import LaunchPlan, plan
 from toolkit.planning.local import LocalPlan
 from toolkit.planning.slurm import SlurmPlan
+from toolkit.plugins import BUILT_IN, plugin
 from toolkit.profile import (
     KubernetesProfile,
     LocalProfile,
@@ -266,7 +266,7 @@ def _stored_profile(record: registry.RunRecord) -> Profile:
 def launcher_for(profile: Profile) -> Launcher[Any]:
     """Return the launcher of a profile's kind."""
     if profile.kind not in BUILT_IN:
-        return extension(profile.kind).launcher(profile)
+        return plugin(profile.kind).launcher(profile)
     match profile:
         case LocalProfile():
             from toolkit.local.launcher import LocalLauncher

@@ -9,9 +9,9 @@ from __future__ import annotations  # naming a plan must not import it
 from typing import TYPE_CHECKING, overload
 
 from toolkit.errors import PlanError
-from toolkit.extensions import BUILT_IN, extension
 from toolkit.job.spec import JobSpec
 from toolkit.planning.compatibility import refusals
+from toolkit.plugins import BUILT_IN, plugin
 
 if TYPE_CHECKING:
     from toolkit.planning.kubernetes import KubernetesPlan
@@ -45,7 +45,7 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
     if problems := list(refusals(job, profile, run_name=name)):
         raise PlanError(problems)
     if profile.kind not in BUILT_IN:
-        return extension(profile.kind).plan(job, profile)
+        return plugin(profile.kind).plan(job, profile)
     if profile.kind == "local":
         from toolkit.planning.local import local_plan
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import Field
 
-from toolkit import extensions
+from toolkit import plugins
 from toolkit.errors import Problem, ProfileError, did_you_mean
 from toolkit.job import types
 from toolkit.job.loader import validate
@@ -178,7 +178,7 @@ def _read(path: Path) -> "Profile":
     if isinstance(data, dict) and model is None:
         mistake = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
         place = document.place(("kind",))
-        way_out = did_you_mean(kind, [*_MODELS, *extensions.kinds()])
+        way_out = did_you_mean(kind, [*_MODELS, *plugins.kinds()])
         problem = Problem(place=place, message=f"{mistake}; {way_out}")
         raise ProfileError([problem, *document.problems])
     profile = validate(model or LocalProfile, document, ProfileError)
@@ -196,10 +196,10 @@ def model_of(kind: object) -> "type[Profile] | None":
         return None
     if kind in _MODELS:
         return _model(kind)
-    if kind not in extensions.kinds():
+    if kind not in plugins.kinds():
         return None
     # The package that defines a kind also handles its profiles.
-    return cast("type[Profile]", extensions.extension(kind).profile)
+    return cast("type[Profile]", plugins.plugin(kind).profile)
 
 
 def _model(kind: str) -> "type[Profile]":

@@ -49,9 +49,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SI
 
 # ---- Messages that only report another rank's loss, so that they name no cause
 #
-# Four programs need the list, and three of them import nothing of the toolkit: `train/errors.py`,
-# `toolkit/functions/worker.py` (copied beside the payload) and `templates/first_error.sh` (rendered
-# into scripts) hold copies. A test compares them.
+# Four programs need the list, and three of them import nothing of the toolkit and hold copies, which a
+# test compares: `train/errors.py`, `toolkit/functions/worker.py` (copied beside the payload) and
+# `templates/common/first_error.sh` (rendered into scripts).
 
 ECHOES = (
     "connection (closed|reset) by peer",

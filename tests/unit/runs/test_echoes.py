@@ -13,7 +13,7 @@ from train import errors
 
 def in_the_scripts(name: str) -> str:
     """Return a pattern of the scripts' awk."""
-    text = (ROOT / "templates/first_error.sh").read_text()
+    text = (ROOT / "templates/common/first_error.sh").read_text()
     lines = re.search(rf'\b{name} = ((?:"[^"]*"[ \\\n]*)+)', text)
     assert lines is not None
     return "".join(re.findall(r'"([^"]*)"', lines[1]))

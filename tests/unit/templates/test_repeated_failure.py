@@ -265,5 +265,5 @@ def test_what_differs_from_start_to_start_is_not_the_failure(awk: str, job: Job)
 
 
 def test_the_functions_are_sh() -> None:
-    script = ROOT / "templates/first_error.sh"
+    script = ROOT / "templates/common/first_error.sh"
     subprocess.run(["sh", "-n", script], check=True)

@@ -1,6 +1,6 @@
 """Launchers of other packages, found by entry points of `torch_deploy_toolkit.launchers`.
 
-The name of the entry point is the `kind` of a profile; its object is an `Extension`:
+The name of the entry point is the `kind` of a profile; its object is an `LauncherPlugin`:
 
     [project.entry-points."torch_deploy_toolkit.launchers"]
     pbs = "toolkit_pbs:PBS"
@@ -26,7 +26,7 @@ BUILT_IN = ("local", "slurm", "kubernetes")
 """The kinds that need no other package; none can take their place."""
 
 
-class Extension(Protocol):
+class LauncherPlugin(Protocol):
     """What a package brings to run jobs on one more kind of site."""
 
     profile: "type[SiteProfile]"
@@ -56,7 +56,7 @@ def kinds() -> tuple[str, ...]:
 
 
 @functools.cache
-def extension(kind: str) -> Extension:
+def plugin(kind: str) -> LauncherPlugin:
     """Return what a package brings for a kind of profile.
 
     Raises:
@@ -73,5 +73,5 @@ def extension(kind: str) -> Extension:
     except Exception as error:  # another package's code
         name = entries[0].value
         raise ProfileError(f"kind {kind!r}: {name} cannot be loaded: {error}") from error
-    made: Extension = loaded() if isinstance(loaded, type) else loaded
+    made: LauncherPlugin = loaded() if isinstance(loaded, type) else loaded
     return made
