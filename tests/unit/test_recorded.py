@@ -27,7 +27,9 @@ from toolkit.runs.state import RunState
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "rec"
     with tarfile.open(ROOT / "tests/data/recorded/version-0.1.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # since Python 3.11.4; Debian 12 has 3.11.2
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(folder)
     state = folder / "state/torch-deploy-toolkit/runs.jsonl"
     state.write_text(state.read_text().replace("/tmp/rec", str(folder)))
     (folder / "state/torch-deploy-toolkit").chmod(0o700)
