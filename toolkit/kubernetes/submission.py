@@ -223,7 +223,7 @@ def _apply(cluster: Cluster, resource: ApiResource, body: Object) -> Object:
 
 
 def _existing(cluster: Cluster, resource: ApiResource, name: str) -> Object | None:
-    """Return an object; None also where we may make objects and not look at them."""
+    """Return an object; None also without the right to read it."""
     try:
         return cluster.get(resource, name)
     except (Denied, NotServed):

@@ -36,7 +36,7 @@ from toolkit.text.secret_scan import Mask
 
 _LAST_WORDS = 5
 _UNREPORTED_S = 120.0
-"""How long before others a rank can have failed whose torchrun was ended before it could report."""
+"""Seconds before the reported failures in which an unreported rank may have failed first."""
 
 _WELL = ("done", "cancelled", "preempted", "walltime", "fenced", "terminated")
 """Words of the retry policy for ends of attempts in which nothing has failed."""

@@ -168,7 +168,7 @@ def _explained() -> Iterator[None]:
 def placed(
     cluster: Cluster, kind: WorkloadKind, workload: Object, files: Mapping[str, bytes]
 ) -> Iterator[None]:
-    """Have files in the run directory of a run that is to be submitted; if that fails, no longer.
+    """Put files into the run directory of a new run; remove them if its submission fails.
 
     The files are given by their paths in the run directory; without any, nothing is done.
 
