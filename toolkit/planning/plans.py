@@ -110,7 +110,7 @@ class LaunchPlan:
 
     @property
     def restarts_in_job(self) -> bool:
-        """Whether torchrun may restart the workers twice or more, so that two starts can fail alike."""
+        """Whether torchrun may restart the workers twice or more: two starts may fail alike."""
         return self.job.retries.in_job > 1
 
     @property
