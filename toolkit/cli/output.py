@@ -46,7 +46,7 @@ def _status_printer(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
     def show(status: toolkit.RunStatus) -> None:
         nonlocal shown
         waits = status.state in (toolkit.RunState.PENDING, toolkit.RunState.UNKNOWN)
-        line = f"{status.state.upper()} ({status.reason})" if waits else ""
+        line = f"{status.state.upper()}{in_parentheses(status.reason)}" if waits else ""
         line = status.reason if run.points else line
         if line and line != shown:
             _say(run, f"{run.name}: {line}")
@@ -131,8 +131,12 @@ def report(run: toolkit.Run, status: toolkit.RunStatus) -> None:
     if status.state is toolkit.RunState.FAILED:
         echo_failure(run)
     where = f"; run directory {run.run_dir}" if run.run_dir else ""
-    reason = f" ({status.reason})" if status.reason else ""
-    _say(run, f"{run.name}: {status.state.upper()}{reason}{where}")
+    _say(run, f"{run.name}: {status.state.upper()}{in_parentheses(status.reason)}{where}")
+
+
+def in_parentheses(reason: str) -> str:
+    """Return the reason as the words that follow a state; "" without one."""
+    return f" ({reason})" if reason else ""
 
 
 def _say(run: toolkit.Run, text: str) -> None:

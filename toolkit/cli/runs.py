@@ -10,7 +10,15 @@ import click
 
 import toolkit
 from toolkit.cli.main import FOLLOW, JSON, RUN, RUNS, TRUST, cli, example
-from toolkit.cli.output import echo_failure, echo_lines, follow_lines, report, report_and_exit, say
+from toolkit.cli.output import (
+    echo_failure,
+    echo_lines,
+    follow_lines,
+    in_parentheses,
+    report,
+    report_and_exit,
+    say,
+)
 from toolkit.errors import LauncherError
 
 _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED", "UNKNOWN")
@@ -112,7 +120,10 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
     runs = [toolkit.open_run(name, trust=trust) for name in names]
     for run, status in zip(runs, toolkit.statuses(runs), strict=True):
         if status.state is toolkit.RunState.UNKNOWN and not status.lost:
-            say(f"{run.name}: UNKNOWN ({status.reason}); waiting for an answer", err=True)
+            say(
+                f"{run.name}: UNKNOWN{in_parentheses(status.reason)}; waiting for an answer",
+                err=True,
+            )
     try:
         if len(runs) == 1 and not as_json:
             runs[0].wait(timeout)

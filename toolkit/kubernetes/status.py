@@ -167,6 +167,8 @@ def state_of(kind: WorkloadKind, obj: Object) -> tuple[RunState, str]:
         if (condition := by_type.get(name)) is not None and state is not None:
             quiet = name in ("Created", "Running") or state is RunState.SUCCEEDED
             reason = condition.get("message") or condition.get("reason") or name
+            if name == "RestartingJobSet":
+                reason = f"starts again (restart {(obj.get('status') or {}).get('restarts') or 1})"
             return state, "" if quiet else reason
     if strange := sorted(set(by_type) - set(kind.conditions)):
         return RunState.UNKNOWN, f"the {kind.kind} says {', '.join(strange)}"

@@ -131,6 +131,7 @@ KINDS: Mapping[Workload, WorkloadKind] = {
             "Failed": _FAILED,
             "Completed": _SUCCEEDED,
             "Suspended": _PENDING,
+            "RestartingJobSet": _RUNNING,
             "StartupPolicyInProgress": None,
             "StartupPolicyCompleted": None,
         },

@@ -43,7 +43,9 @@ _OUTCOMES = {
 _WORDS = {
     "cancelled": RunState.CANCELLED,
     "fatal": RunState.FAILED,  # a start that was ended for it may have called itself preempted
+    "gave_up": RunState.FAILED,
     "no_progress": RunState.FAILED,
+    "retryable": RunState.FAILED,  # a failure on another node stops ranks as a preemption does
     "terminated": RunState.CANCELLED,  # no attempt has followed, as one does after a preemption
 }
 """What the first word of an attempt's reason knows better than the outcome."""
@@ -237,6 +239,14 @@ def last_reason(run_dir: Path) -> str:
     """Return the newest attempt's reason and decision, or "" without one."""
     texts = (reason_of(attempt).text for attempt in reversed(attempt_folders(run_dir)))
     return next(filter(None, texts), "")
+
+
+def ended_silently(run_dir: Path) -> bool:
+    """Whether the newest attempt left neither a reason nor an exit status."""
+    attempts = attempt_folders(run_dir)
+    return (
+        bool(attempts) and not reason_of(attempts[-1]).text and exit_status_of(attempts[-1]) is None
+    )
 
 
 def exit_status_of(attempt: Path) -> int | None:

@@ -92,6 +92,13 @@ class JobRow(NamedTuple):
         return match[1] if match else self.command.partition(" ")[0]
 
 
+_SCRIPT_WAS_KILLED = (
+    "FAILED: the batch script was killed, or could not write why it ended; "
+    "`toolkit resubmit` goes on from the last checkpoint"
+)
+"""For a job that Slurm calls FAILED although its script has recorded no end."""
+
+
 def status_of(row: JobRow, run_dir: Path | None, *, after: str = "") -> RunStatus:
     """Combine Slurm's state with the outcome that the training has written.
 
@@ -124,6 +131,8 @@ def status_of(row: JobRow, run_dir: Path | None, *, after: str = "") -> RunStatu
         word = run_directory.newest_reason(run_dir).word
         if ended.state is RunState.SUCCEEDED and word != "done":
             return ended  # torchrun failed, or was stopped, after all steps were made
+        if row.word == "FAILED" and run_directory.ended_silently(run_dir):
+            return RunStatus(state=state, reason=_SCRIPT_WAS_KILLED)
         by_slurm = word == "terminated" and row.word != "FAILED"  # as for a lost node
         if ended.state in (RunState.PREEMPTED, RunState.CANCELLED) and not by_slurm:
             return ended

@@ -62,6 +62,7 @@ def _up(arguments: argparse.Namespace, state: StateDir) -> str:
         memory=arguments.memory,
         gpus=arguments.gpus,
         kill_wait=arguments.kill_wait,
+        message_timeout=arguments.message_timeout,
         min_job_age=arguments.min_job_age,
         accounting=arguments.accounting,
         cloud=arguments.cloud,
@@ -199,6 +200,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--kill-wait", type=number(1, 3600), default=30, metavar="S",
         help="KillWait: seconds from SIGTERM to SIGKILL (%(default)s)",
+    )  # fmt: skip
+    sub.add_argument(
+        "--message-timeout", type=number(1, 100), default=5, metavar="S",
+        help="MessageTimeout: seconds in which daemons answer (%(default)s; Slurm's own: 10)",
     )  # fmt: skip
     sub.add_argument(
         "--min-job-age", type=number(2, 86400), default=300, metavar="S",

@@ -89,7 +89,7 @@ def slurm_conf(shape: Shape, state: StateDir, job_id: int) -> str:
         "ReturnToService=2",
         "SlurmdTimeout=10",
         # Half the default: a cut cable is noticed after 15 s instead of 30.
-        "MessageTimeout=5",
+        f"MessageTimeout={shape.message_timeout}",
         f"KillWait={shape.kill_wait}",
         f"MinJobAge={shape.min_job_age}",
         "JobRequeue=1",

@@ -40,6 +40,8 @@ class Shape:
     accounting: bool
     cloud: int = 0
     """The number of nodes in partition `cloud`, which Slurm knows and which never start."""
+    message_timeout: int = 5
+    """Seconds that a daemon may take to answer another; Slurm's own default is 10."""
     slurm: str = ""
     """The folder of another Slurm, as `fetch` makes it; empty for the machine's own."""
 

@@ -66,6 +66,7 @@ def restart(cluster: Kubelet, jobset: Object, message: str = "restarting jobset"
     status = jobset.setdefault("status", {})
     status["restarts"] = status.get("restarts", 0) + 1
     status["restartsCountTowardsMax"] = status.get("restartsCountTowardsMax", 0) + 1
+    set_condition(jobset, "RestartingJobSet", reason="RestartingJobSet", message=message)
     cluster.put(JOBSET, jobset)
     name, space = jobset["metadata"]["name"], jobset["metadata"]["namespace"]
     cluster.warn(name, "RestartingJobSet", message, namespace=space, kind="JobSet")
@@ -147,6 +148,11 @@ def _count(cluster: Kubelet, jobset: Object, jobs: list[Object]) -> None:
         )
     jobset.setdefault("status", {})["replicatedJobsStatus"] = found
     jobset["status"].setdefault("restarts", 0)
+    if condition_of(jobset, "RestartingJobSet") and any(one["active"] for one in found):
+        words = "jobset restarted"
+        set_condition(
+            jobset, "RestartingJobSet", reason="RestartedJobSet", message=words, status="False"
+        )
     cluster.put(JOBSET, jobset)
 
 

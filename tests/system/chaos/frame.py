@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import toolkit
+from tests.conftest import Cluster
 from tests.support.processes import with_environment
 from tests.support.slurm_site import Site, events, failure
 from tests.system.chaos.counted import SAMPLES
@@ -89,6 +90,30 @@ class Trial:
             if f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
         )
         os.kill(worker, signal.SIGKILL)
+
+    def kill_torchrun(self, node: int, attempt: int = 0) -> None:
+        """Kill torchrun on the node of this number, and not its ranks."""
+        (torchrun,) = (
+            pid
+            for pid in self.processes_of(attempt)
+            if b"torchrun\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            and b"\0RANK=" not in (environment := Path(f"/proc/{pid}/environ").read_bytes())
+            and f"\0PET_LOG_DIR={self.attempt(attempt)}/node-{node}\0".encode() in environment
+        )
+        os.kill(torchrun, signal.SIGKILL)
+
+    def kill_batch_script(self, cluster: Cluster) -> None:
+        """Kill the shell that runs the batch script, on the first node."""
+        (script,) = (
+            process["pid"]
+            for process in json.loads(cluster("ps", "--json"))
+            if "slurm_script" in process["command"] and "srun" not in process["command"]
+        )
+        os.kill(script, signal.SIGKILL)
+
+    def step_numbers(self, attempt: int) -> set[str]:
+        """Return the numbers of the Slurm steps that started torchrun in an attempt."""
+        return {path.read_text().strip() for path in self.attempt(attempt).glob("began-*")}
 
     def wait(self) -> toolkit.RunStatus:
         """Train the rest at full speed, until the job has ended."""

@@ -30,6 +30,44 @@ def test_a_rank_is_killed_twice_and_restarted_in_the_job_then_by_a_requeue(
     assert len(trial.reasons()) == 2
 
 
+def test_a_killed_torchrun_is_a_failure_of_its_node_and_counts(
+    cluster: Cluster, site: Site, reference: Trial, until: Until
+) -> None:
+    """Slurm stops the other node's ranks with SIGTERM, which is no preemption of the run."""
+    trial = submit(site, "retries.requeue=1")
+    until(trial.saved, "a first checkpoint")
+    _, node = nodes_of(cluster, trial.run)
+    trial.kill_torchrun(1)
+    until(lambda: trial.saved(attempt=1), "a checkpoint of the second attempt")
+    reason = f"retryable: torchrun was killed on {node} (exit status 137)"
+    assert trial.reasons()[0] == f"{reason}; queued again"
+    assert (trial.attempt(0) / "failing_node").read_text() == f"{node}\n"
+    # A kill of the first step that Slurm sends again must not hit a step of the same number.
+    assert not trial.step_numbers(0) & trial.step_numbers(1)
+    trial.kill_torchrun(1, attempt=1)
+    status = trial.run.wait(300)
+    assert status.state is toolkit.RunState.FAILED, failure(trial.run)
+    assert trial.reasons()[1].endswith("; gave up after 1 requeues")
+    unharmed(go_on(trial, site), reference, until)
+
+
+@pytest.mark.slow
+def test_a_killed_batch_script_is_named_and_the_run_goes_on_when_told_to(
+    cluster: Cluster, site: Site, reference: Trial, until: Until
+) -> None:
+    """Slurm then calls the job FAILED and does not queue it again; its ranks call it a stop."""
+    trial = submit(site)
+    until(trial.saved, "a first checkpoint")
+    trial.kill_batch_script(cluster)
+    status = trial.run.wait(300)
+    assert status.state is toolkit.RunState.FAILED, failure(trial.run)
+    assert status.reason.startswith("FAILED: the batch script was killed, or could not write why")
+    assert "`toolkit resubmit` goes on" in status.reason
+    trial = go_on(trial, site)
+    trial.wait()
+    assert trial.run.status().state is toolkit.RunState.SUCCEEDED, failure(trial.run)
+
+
 @pytest.mark.slow
 def test_out_of_memory_ends_the_job_with_the_node_s_name_and_it_goes_on_when_told_to(
     cluster: Cluster, site: Site, reference: Trial, until: Until

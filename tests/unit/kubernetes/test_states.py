@@ -99,6 +99,7 @@ def test_a_run_that_nobody_has_seen_yet_waits(workload: Workload) -> None:
         ("JobSet", thing(replicatedJobsStatus=[{"name": "node", "ready": 1}])),
         ("JobSet", thing(restarts=2, replicatedJobsStatus=[{"name": "node", "ready": 0}])),
         ("JobSet", thing(condition("StartupPolicyCompleted"), replicatedJobsStatus=[{"ready": 1}])),
+        ("JobSet", thing(condition("RestartingJobSet"), restarts=1)),
         ("Job", thing(active=2, ready=1)),
         ("Job", thing(active=1, failed=1)),
         ("Job", thing(condition("FailureTarget"))),

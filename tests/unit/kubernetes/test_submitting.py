@@ -346,6 +346,24 @@ def test_a_refusal_is_final_and_in_the_servers_words(site: Site, code: int) -> N
     assert site.slept == []
 
 
+@every_workload
+def test_an_unknown_field_is_refused_at_once_although_the_server_calls_it_its_own_error(
+    site: Site,
+) -> None:
+    """Server-side apply answers 500 to it (1.34.9), which elsewhere means: ask again."""
+    *_, document = site.shown("t-bad")
+    document["spec"]["nonsense"] = 1
+    client = site.server.api_client()
+    ((_, words),) = dry_run([document], site.profile, api_client=client)
+    assert words.startswith("failed to create typed patch object (")
+    assert words.endswith(".spec.nonsense: field not declared in schema")
+    kind = site.path + "/.*"
+    site.server.faults = [Fault(method="PATCH", path=kind, status=500, message=words)]
+    with pytest.raises(LauncherError, match=r"^Kubernetes refused: failed to create typed patch"):
+        site.submit()
+    assert site.slept == []
+
+
 # A runtime that is made just now.
 
 
