@@ -115,9 +115,9 @@ class Trial:
         """Return the numbers of the Slurm steps that started torchrun in an attempt."""
         return {path.read_text().strip() for path in self.attempt(attempt).glob("began-*")}
 
-    def wait(self) -> toolkit.RunStatus:
-        """Train the rest at full speed, until the job has ended."""
-        self.pace(0)
+    def wait(self, pace: float = 0) -> toolkit.RunStatus:
+        """Train the rest, at full speed unless told otherwise, until the job has ended."""
+        self.pace(pace)
         return self.run.wait(300)
 
 
@@ -156,9 +156,11 @@ def go_on(trial: Trial, site: Site) -> Trial:
     return trial
 
 
-def unharmed(trial: Trial, reference: Trial, until: Callable[..., None]) -> None:
+def unharmed(
+    trial: Trial, reference: Trial, until: Callable[..., None], *, pace: float = 0
+) -> None:
     """Insist that a run has ended as if it had never been disturbed, and has left nothing alive."""
-    status = trial.wait()
+    status = trial.wait(pace)
     assert status.state is toolkit.RunState.SUCCEEDED, failure(trial.run)
     until(lambda: not trial.processes(), "no process of the run is left on any node")
     outcome = json.loads((trial.run_dir / "outcome.json").read_text())

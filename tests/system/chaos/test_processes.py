@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
 import pytest
 
 import toolkit
-from tests.conftest import Cluster, Until
+from tests.conftest import SANDBOX, Cluster, Until
 from tests.support.slurm_site import Site, failure, nodes_of
 from tests.system.chaos.frame import Trial, go_on, submit, unharmed
 from tests.system.chaos.memory import limited
@@ -87,3 +92,31 @@ def test_out_of_memory_ends_the_job_with_the_node_s_name_and_it_goes_on_when_tol
     reason = f"fatal: out of memory: the kernel killed a process on {node}; not queued again"
     assert trial.reasons()[1:] == [reason]
     unharmed(go_on(trial, site), reference, until)
+
+
+@pytest.mark.slow
+def test_a_kill_that_slurm_sends_again_does_not_hit_the_next_attempt(
+    reference: Trial, tmp_path: Path, until: Until
+) -> None:
+    """At Slurm's own time-outs (KillWait 30 s, MessageTimeout 10 s), with a rank that stops slowly.
+
+    slurmctld asks its node once more a minute later. A requeued job has the same id.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="sb", dir="/tmp"))
+    shape = ("--nodes=4", "--kill-wait=30", "--message-timeout=10", "--dir", str(folder))
+    subprocess.run([SANDBOX, "up", *shape], check=True)
+    try:
+        cluster = Cluster(folder)
+        trial = submit(Site(cluster, tmp_path))
+        until(trial.saved, "a first checkpoint")
+        trial.pace(20)
+        steps = trial.steps()
+        until(lambda: trial.steps() > steps + 1, "a slow step has begun")
+        trial.kill_torchrun(1)
+        until(lambda: trial.processes_of(1), "it is queued again and started")
+        trial.pace(0.5)
+        unharmed(trial, reference, until, pace=0.5)
+    finally:
+        subprocess.run([SANDBOX, "down", "--dir", str(folder)], check=True)
+        shutil.rmtree(folder)
+    assert len(trial.reasons()) == 2, trial.reasons()
