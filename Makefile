@@ -57,11 +57,11 @@ test: install lint  ## Install what the tests need and run those that each chang
 
 test-all: install lint  ## Run all tests: also the slow ones (chaos, versions of Slurm, images)
 	@tests/packages.sh
-	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -m "not nightly" -n 3 --dist worksteal $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest --hypothesis-profile=search -m "not nightly" -n 3 --dist worksteal $(ARGS)
 
 test-nightly: install  ## Run the tests that take too long for each change
 	@tests/packages.sh
-	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -m nightly -n 2 -o timeout=14400 $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest --hypothesis-profile=search -m nightly -n 2 -o timeout=14400 $(ARGS)
 
 test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs for
 	@$(BIN)/pytest -m gpu tests/train $(ARGS)

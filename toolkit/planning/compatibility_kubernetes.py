@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from toolkit.errors import Problem
 from toolkit.job.kubernetes_options import Workload, is_image_name
 from toolkit.job.spec import JobSpec
-from toolkit.planning.plans import OWN_FOLDERS, SCRIPT_VARIABLES, refusal
-from toolkit.planning.pods import workload_of
+from toolkit.planning.plans import OWN_FOLDERS, SCRIPT_VARIABLES, environment, refusal
+from toolkit.planning.pods import payload_dir_of, workload_of
 from toolkit.profile import KubernetesProfile
 
 NAME_MAX = 63
@@ -16,8 +16,9 @@ NAME_MAX = 63
 ENTRYPOINT_VARIABLES = ("JOB_COMPLETION_INDEX", "HOSTNAME", "IFS")
 """Variables that the entrypoint of the pods reads, and that neither secrets nor `env` may set."""
 
-TRAINJOB_WORDS_MAX = 128
-"""How many arguments a TrainJob takes (its CustomResourceDefinition, Trainer 2.3)."""
+TRAINJOB_ITEMS_MAX = 128
+"""How many arguments and how many variables a TrainJob takes (its CustomResourceDefinition,
+Trainer 2.3)."""
 
 TORCHRUN_WORDS = 9
 """Arguments that a rendered manifest puts before the job's own, at most."""
@@ -126,10 +127,21 @@ def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Probl
                 "`workload: JobSet`",
                 *(("workdir",) if key == "workdir" else ()),
             )
-    if (words := TORCHRUN_WORDS + len(job.entry)) > TRAINJOB_WORDS_MAX:
+    # The run directory, the attempt and the started pods; submitted files bring two more.
+    own = 5 if payload_dir_of(job) else 3
+    names = {*environment(job, profile), *job.secrets}
+    if (count := own + sum(not name.startswith("PET_") for name in names)) > TRAINJOB_ITEMS_MAX:
         yield refusal(
             "trainjob-cannot-say",
-            f"a TrainJob takes {TRAINJOB_WORDS_MAX} words on a command line; these are {words}, "
+            f"a TrainJob takes {TRAINJOB_ITEMS_MAX} variables; these are {count}, "
+            f"{count - len({*job.env, *job.secrets})} of them from profile {profile.name!r} and "
+            "the toolkit; read some from a file in the program, or write `workload: JobSet`",
+            "env",
+        )
+    if (words := TORCHRUN_WORDS + len(job.entry)) > TRAINJOB_ITEMS_MAX:
+        yield refusal(
+            "trainjob-cannot-say",
+            f"a TrainJob takes {TRAINJOB_ITEMS_MAX} words on a command line; these are {words}, "
             f"{TORCHRUN_WORDS} of them torchrun's; put arguments into a file, or write "
             "`workload: JobSet`",
             "args",

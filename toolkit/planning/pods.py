@@ -11,7 +11,7 @@ from toolkit.job.kubernetes_options import Workload
 from toolkit.job.spec import JobSpec, Mount
 from toolkit.job.types import IN_RUN_DIR
 from toolkit.profile import KubernetesProfile
-from toolkit.text.quantities import kubernetes_size, parse_size
+from toolkit.text.quantities import kubernetes_count, kubernetes_size, parse_size
 
 MANAGER = "torch-deploy-toolkit"
 """The field manager, and the value of `app.kubernetes.io/managed-by`."""
@@ -127,11 +127,11 @@ def pod_of(
         annotations[f"kueue.x-k8s.io/podset-{wish}-topology"] = profile.topology.key
     spec |= _placement(job, profile, run_name)
     need, user = job.resources, profile.run_as_user
-    requests = {"cpu": str(need.cpus)}
+    requests = {"cpu": kubernetes_count(need.cpus)}
     if need.memory_bytes:
         requests["memory"] = kubernetes_size(need.memory_bytes)
     if need.gpus_per_node:
-        requests[profile.gpu_resource] = str(need.gpus_per_node)
+        requests[profile.gpu_resource] = kubernetes_count(need.gpus_per_node)
     capabilities = {"drop": ["ALL"]}
     if profile.capabilities:
         capabilities["add"] = list(profile.capabilities)
@@ -139,7 +139,8 @@ def pod_of(
     return Pod(
         labels=labels,
         annotations=annotations,
-        requests=requests | {name: str(count) for name, count in profile.resources.items()},
+        requests=requests
+        | {name: kubernetes_count(count) for name, count in profile.resources.items()},
         grace_s=grace_s,
         spec=spec,
         pod_security={

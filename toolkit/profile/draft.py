@@ -224,11 +224,13 @@ def _kubernetes(discovery: Discovery, chosen: Context) -> Iterator[str]:
         if site.queues:
             yield _first("queue", site.queues)
     yield ""
-    claim = "without one that all nodes can write to, checkpoints are lost with their pod"
-    if site and site.claims:
-        yield _first("runs_claim", site.claims)
+    claims = site.claims if site else ()
+    if "runs" in claims:  # the claim of k8s/base; any other may be meant for something else
+        yield _first("runs_claim", sorted(claims, key=lambda name: name != "runs"))
     else:
-        yield f"# runs_claim: NAME  # a PersistentVolumeClaim; {claim}"
+        there = f" (there are: {', '.join(claims)})" if claims else ""
+        claim = f"a PersistentVolumeClaim{there}; without one that all nodes can write to"
+        yield f"# runs_claim: NAME  # {_plain(claim)}, checkpoints are lost with their pod"
     yield "# secret: NAME  # the Secret for the job's `secrets`"
     yield "# node: {gpus: 8}  # the size of a node; jobs that cannot fit are then refused"
     yield "# node_selector: {LABEL: VALUE}"

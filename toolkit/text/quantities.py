@@ -151,15 +151,30 @@ def slurm_megabytes(size_bytes: int) -> str:
 
 
 def kubernetes_size(size_bytes: int) -> str:
-    """Return bytes as a Kubernetes quantity, exactly.
+    """Return bytes as a Kubernetes quantity, exactly and in canonical form.
 
-    >>> kubernetes_size(2 * 2**30), kubernetes_size(500_000_000)
-    ('2Gi', '500000000')
+    >>> kubernetes_size(2 * 2**30), kubernetes_size(500_000_000), kubernetes_size(1500)
+    ('2Gi', '500M', '1500')
     """
-    for unit, factor in reversed(_KUBERNETES.items()):
-        if size_bytes % factor == 0:
+    for unit in ("Ei", "Pi", "Ti", "Gi", "Mi", "Ki"):
+        if size_bytes % (factor := _KUBERNETES_FACTORS[unit]) == 0:
             return f"{size_bytes // factor}{unit}"
-    return str(size_bytes)
+    return kubernetes_count(size_bytes)
+
+
+def kubernetes_count(count: int) -> str:
+    """Return a whole number as a Kubernetes quantity in canonical form.
+
+    Servers store canonical forms: another form, applied again, is a change, which a TrainJob
+    refuses. Source: Kubernetes, apimachinery/pkg/api/resource.
+
+    >>> kubernetes_count(96), kubernetes_count(2000)
+    ('96', '2k')
+    """
+    for unit in "EPTGMk":
+        if count and count % (factor := _KUBERNETES_FACTORS[unit]) == 0:
+            return f"{count // factor}{unit}"
+    return str(count)
 
 
 def amount(value: Any) -> Fraction | None:

@@ -9,6 +9,7 @@ from tests.fakes.kubernetes.applying import Ownership
 from tests.fakes.kubernetes.checking import checked
 from tests.fakes.kubernetes.discovery import discover
 from tests.fakes.kubernetes.patching import patched
+from tests.fakes.kubernetes.quantities import with_canonical_quantities
 from tests.fakes.kubernetes.reading import Reading, chosen
 from tests.fakes.kubernetes.resources import Resource, of_kind, served
 from tests.fakes.kubernetes.wire import Answer, Object, Query, Refusal, Request, status_object
@@ -201,6 +202,7 @@ class Api(Reading):
         if "dryRun" in request.query:
             return body | {"metadata": body["metadata"] | {"uid": "00000000-0000-0000-0000-0"}}
         self.prepare(resource, body)
+        body = with_canonical_quantities(body)
         return self.put(resource, body)
 
     def prepare(self, resource: Resource, body: Object) -> None:
@@ -270,6 +272,10 @@ class Api(Reading):
             admit_update(self, resource, found, body)
         if "dryRun" in request.query:
             return body
+        if body.get("spec") != (canonical := with_canonical_quantities(body)).get("spec"):
+            # What was sent differs from what is stored, though it means the same: a change.
+            canonical["metadata"]["generation"] = found["metadata"].get("generation", 0) + 1
+        body, metadata = canonical, canonical["metadata"]
         self._owners.setdefault(metadata["uid"], Ownership()).changed(
             _manager(request), found, body
         )

@@ -20,11 +20,12 @@ from tests.unit.kubernetes.site import (
     runtime,
     status,
 )
-from toolkit.errors import LauncherError, SchedulerMissing
+from toolkit.errors import LauncherError, PlanError, SchedulerMissing
 from toolkit.job.kubernetes_options import Workload
 from toolkit.kubernetes import KubernetesLauncher, dry_run
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile
+from toolkit.rendering import render
 from toolkit.runs import registry
 
 PROFILE = make_profile("Job")
@@ -172,6 +173,29 @@ def test_what_is_made_is_what_render_shows_strictly_and_by_our_manager(site: Sit
     ours = {"fieldManager": "torch-deploy-toolkit", "fieldValidation": "Strict"}
     assert all(query == ours for query in site.asked("PATCH", run.name))
     assert site.asked("POST") == []
+
+
+@every_workload
+def test_an_object_that_is_applied_again_is_no_change(site: Site) -> None:
+    job: dict[str, Any] = {
+        "resources": {"cpus_per_node": 2000, "memory": "500MB", "shm": "2MB"},
+        "mounts": [{"source": "empty:2048TiB", "target": "/scratch"}],
+    }
+    text = render(plan(make_job(**job), site.profile))
+    first, again = (site.server.apply(text, manager="us")[-1] for _ in range(2))
+    assert again["metadata"]["generation"] == first["metadata"]["generation"] == 1
+    assert again["spec"] == first["spec"]
+
+
+@pytest.mark.parametrize("workload", ["TrainJob"])
+def test_a_trainjob_takes_as_many_variables_as_a_plan_allows(site: Site) -> None:
+    sent = len(site.shown("t", env={"V": "x"})[-1]["spec"]["trainer"]["env"])
+    most = {f"V{index}": "x" for index in range(128 - sent + 1)}
+    run = site.submit(env=most)
+    made = site.server.object("TrainJob", run.name)["spec"]["trainer"]["env"]
+    assert len(made) == 128
+    with pytest.raises(PlanError, match="takes 128 variables; these are 129"):
+        site.submit(env={**most, "ONE_MORE": "x"})
 
 
 @every_workload

@@ -307,6 +307,7 @@ def test_all_reasons_come_at_once() -> None:
                 ({"kubernetes": {"priority_class": "high"}}, {}),
                 ({"workdir": "/work"}, {}),
                 ({"args": ["x"] * 118}, {}),
+                ({"env": {f"V{index}": "x" for index in range(128)}}, {}),
             )
         ),
         ("mount-forbidden", {"mounts": [mount("nfs:h:/x", "/x")]}, {}, "claim:NAME"),

@@ -197,7 +197,7 @@ def test_pods_get_what_was_asked_and_are_restarted_as_often_as_asked() -> None:
     assert isinstance(made, KubernetesPlan)
     requests = {"cpu": "2", "memory": "64Gi", "amd.com/gpu": "2", "rdma/hca": "1"}
     assert made.pod.requests == requests
-    assert made.pod.volumes[1]["emptyDir"] == {"medium": "Memory", "sizeLimit": "500000000"}
+    assert made.pod.volumes[1]["emptyDir"] == {"medium": "Memory", "sizeLimit": "500M"}
     assert (made.pod.grace_s, made.image) == (75, "localhost/train:latest")
     assert (made.restart_policy, made.backoff_limit) == ("OnFailure", 7)
     assert (made.torchrun, made.entry) == (("--nproc-per-node=2", "--tee=3"), ("-m", "train"))

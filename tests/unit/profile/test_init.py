@@ -186,6 +186,22 @@ def test_what_a_cluster_serves_and_a_namespace_holds_is_in_the_profile(
         assert facts(tmp_path, server)[1][1] == "workload: Job"
 
 
+def test_only_the_claim_called_runs_is_taken_for_run_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", kubectl_path())
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    runs = (ROOT / "k8s/base/claim.yaml").read_text()
+    with FakeKubernetes(operator=False) as server:
+        server.apply(runs.replace("name: runs", "name: datasets"))
+        assert facts(tmp_path, server)[1][-1] == (
+            "# runs_claim: NAME  # a PersistentVolumeClaim (there are: datasets); without one that "
+            "all nodes can write to, checkpoints are lost with their pod"
+        )
+        server.apply(runs)
+        assert facts(tmp_path, server)[1][-1] == "runs_claim: runs  # there are also: datasets"
+
+
 def test_a_pod_finds_its_own_cluster(tmp_path: Path) -> None:
     folder = tmp_path / "var/run/secrets/kubernetes.io/serviceaccount"
     folder.mkdir(parents=True)

@@ -8,7 +8,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kubernetes.utils.quantity import parse_quantity
 
+from tests.fakes.kubernetes.quantities import with_canonical_quantities
 from toolkit.rendering import environment
 from toolkit.text import quantities, yaml_reader
 from toolkit.text.quantities import (
@@ -217,6 +219,7 @@ def test_slurm_never_gets_less_memory_than_asked(size: int) -> None:
 
 
 @given(BYTES)
-def test_kubernetes_gets_exactly_the_memory_asked(size: int) -> None:
-    number, unit = re.fullmatch("([0-9]+)(|Ki|Mi|Gi|Ti)", kubernetes_size(size)).groups()  # type: ignore[union-attr]
-    assert int(number) * (UNITS[unit] if unit else 1) == size
+def test_kubernetes_gets_exactly_the_memory_asked_in_the_form_that_servers_store(size: int) -> None:
+    written = kubernetes_size(size)
+    assert parse_quantity(written) == size
+    assert with_canonical_quantities({"limits": {"memory": written}})["limits"]["memory"] == written
