@@ -15,7 +15,8 @@ _DECIMAL = ["n", "u", "m", "", "k", "M", "G", "T", "P", "E"]
 
 def with_canonical_quantities(thing: Object) -> Object:
     """Return an object, its lists of resources and limits of volumes in canonical form."""
-    return _canonical(thing)
+    canonical: Object = _canonical(thing)
+    return canonical
 
 
 def _canonical(value: Any, name: str = "") -> Any:
