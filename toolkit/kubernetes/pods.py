@@ -239,9 +239,14 @@ class Death:
 
 
 def first_death(pods: Iterable[Object]) -> Death | None:
-    """Return the pod that failed first in the last start, if it can be found out."""
+    """Return the pod that failed first in the last start, if it can be found out.
+
+    What ended before the newest pod was made belongs to an earlier start.
+    """
+    newest = newest_of(pods)
+    made = max((str(pod["metadata"].get("creationTimestamp") or "") for pod in newest), default="")
     deaths: list[Death] = []
-    for pod in newest_of(pods):
+    for pod in newest:
         ends = [*_states(pod, "terminated"), *_states(pod, "terminated", where="lastState")]
         end = next((e for e in ends if e.get("exitCode") or e.get("reason") == "OOMKilled"), None)
         if end is not None:
@@ -253,6 +258,7 @@ def first_death(pods: Iterable[Object]) -> Death | None:
                 words=last_words(str(end.get("message") or "")),
             )
             deaths.append(death)
+    deaths = [death for death in deaths if death.finished >= made] or deaths
     dated = all(death.words.time is not None for death in deaths)
 
     def order(death: Death) -> tuple[bool, float, str]:

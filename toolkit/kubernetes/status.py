@@ -167,6 +167,8 @@ def state_of(kind: WorkloadKind, obj: Object) -> tuple[RunState, str]:
         if (condition := by_type.get(name)) is not None and state is not None:
             quiet = name in ("Created", "Running") or state is RunState.SUCCEEDED
             reason = condition.get("message") or condition.get("reason") or name
+            if name == "Created" and any(c["type"] == "Running" for c in conditions_of(obj)):
+                return RunState.RUNNING, "starts again"  # it ran before
             if name == "RestartingJobSet":
                 reason = f"starts again (restart {(obj.get('status') or {}).get('restarts') or 1})"
             return state, "" if quiet else reason

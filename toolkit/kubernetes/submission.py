@@ -113,6 +113,15 @@ def _submit(cluster: Cluster, run: RunObjects) -> None:
         for thing in made:
             with contextlib.suppress(LauncherError):
                 cluster.delete(resource_of(thing), thing, changed=True)
+        if isinstance(error, Denied) and body is not run.workload:
+            # Who may not even make the workload is not helped by a way around its companions.
+            try:
+                cluster.apply(run.kind, run.workload, dry_run=True)
+            except Denied as denial:
+                if _RBAC.search(denial.answer):
+                    error, body = denial, run.workload
+            except LauncherError:
+                pass
         raise _explained(error, cluster, run.kind, body) from error
     _adopt(cluster, run, workload)
 
@@ -272,5 +281,8 @@ def _explained(
                 "profile, if k8s/base has made the namespace"
             )
         case Denied() if _RBAC.search(error.answer):
-            return Denied(f"{error}; k8s/base has a Role with all that submitting needs")
+            return Denied(
+                f"{error}; you may not submit in namespace {cluster.namespace!r}: k8s/base has a "
+                "Role with all that submitting needs, which its administrators can bind to you"
+            )
     return error

@@ -164,19 +164,23 @@ def add(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> RunRecord
 def records(*, environ: Mapping[str, str] = os.environ) -> Iterator[RunRecord]:
     """Yield every run that was submitted, oldest first, and pass over lines that are no record.
 
-    Runs whose submission was interrupted, and whose outcome is unknown, come last.
+    Runs whose submission was interrupted, and whose outcome is unknown, stand among the others by
+    their time.
     """
     # First: a submission that is finished meanwhile is then in the list, if not in the journal.
     cut_short = [
         parse(data.get("record")) for data in submission_journal.orphans(intents_folder(environ))
     ]
-    names = set()
+    runs: list[RunRecord] = []
     with contextlib.suppress(OSError):
-        for data in untrusted.lines_of_json(_file(environ), limit=_BYTES):
-            if (run := parse(data)) is not None:
-                names.add(run.name)
-                yield run
-    yield from (run for run in cut_short if run is not None and run.name not in names)
+        lines = untrusted.lines_of_json(_file(environ), limit=_BYTES)
+        runs += [run for data in lines if (run := parse(data)) is not None]
+    names = {run.name for run in runs}
+    for run in cut_short:
+        if run is not None and run.name not in names:
+            older = (at for at in range(len(runs), 0, -1) if runs[at - 1].created <= run.created)
+            runs.insert(next(older, 0), run)
+    yield from runs
 
 
 def find(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.environ) -> RunRecord:

@@ -16,6 +16,7 @@ from tests.conftest import TOOLKIT, Until
 from tests.fakes.kubernetes import FakeKubernetes, Fault
 from tests.unit.kubernetes.site import CANCELLED, FAILED, GROUPS, PENDING, UNKNOWN, runtime
 from toolkit.errors import LauncherError
+from toolkit.job import spec
 from toolkit.job.kubernetes_options import Workload
 from toolkit.runs import registry
 from toolkit.runs.state_dir import state_folder
@@ -142,6 +143,16 @@ def test_what_was_cut_short_can_be_submitted_after_all(user: User, until: Until)
     run = toolkit.resubmit(user.run)
     assert [run.name] == user.objects
     assert (user.run.state, user.run.uri, user.intents) == (PENDING, run.uri, [])
+
+
+@a_job
+def test_what_was_cut_short_stands_by_its_time_in_the_list(user: User, until: Until) -> None:
+    user.is_killed_at(Fault(method="PATCH", path=POLICY), until)
+    cut_short = user.run.name
+    job = spec.load(user.folder / "job.yaml")
+    toolkit.submit(job, to=toolkit.load_profile(str(user.folder / "site.yaml")))
+    first, second = toolkit.list_runs()
+    assert first.name == cut_short != second.name
 
 
 @a_job

@@ -94,6 +94,7 @@ def test_a_run_that_nobody_has_seen_yet_waits(workload: Workload) -> None:
     [
         ("PyTorchJob", thing(condition("Running"))),
         ("PyTorchJob", thing(condition("Created"), condition("Restarting"))),
+        ("PyTorchJob", thing(condition("Created"), condition("Running", "False"))),
         ("TrainJob", thing(jobsStatus=[{"name": "node", "active": 1, "ready": 1}])),
         ("TrainJob", thing(condition("Suspended", "False"), jobsStatus=[{"succeeded": 1}])),
         ("JobSet", thing(replicatedJobsStatus=[{"name": "node", "ready": 1}])),
@@ -303,6 +304,12 @@ def test_of_several_starts_of_a_pod_the_newest_counts() -> None:
     old["metadata"] |= {"name": "t-0-a", "creationTimestamp": "1"}
     new["metadata"] |= {"name": "t-0-b", "creationTimestamp": "2"}
     assert judged(thing(condition("Failed")), pods=[new, old]).reason.endswith("new")
+
+
+def test_what_ended_before_the_newest_pod_was_made_is_no_cause() -> None:
+    old, new = ended(0, message="old", finishedAt="1"), ended(1, message="new", finishedAt="3")
+    old["metadata"]["creationTimestamp"], new["metadata"]["creationTimestamp"] = "0", "2"
+    assert judged(thing(condition("Failed")), pods=[old, new]).reason.endswith("new")
 
 
 def test_a_pod_that_was_killed_for_memory_is_told_first_whatever_its_status() -> None:

@@ -346,9 +346,14 @@ def test_who_may_make_no_network_policy_is_told_the_way_out(site: Site) -> None:
 @a_job
 def test_who_may_not_submit_is_told_which_role_can(site: Site) -> None:
     site.server.forbid("jobs", "create", "patch")
-    with pytest.raises(LauncherError, match=r"cannot (create|patch) .*k8s/base has a Role"):
+    denied = r"jobs.* cannot (create|patch) .*you may not submit .*k8s/base has a Role"
+    with pytest.raises(LauncherError, match=denied):
         site.submit()
     assert site.server.objects_of("NetworkPolicy") == []
+    # Who may only watch needs no way around the NetworkPolicy, which is made first.
+    site.server.forbid("networkpolicies", "create", "patch")
+    with pytest.raises(LauncherError, match=denied):
+        site.submit()
 
 
 @a_job
