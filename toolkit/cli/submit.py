@@ -3,6 +3,7 @@
 from __future__ import annotations  # naming a type must not import it
 
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -43,7 +44,10 @@ def submit(
     """Start a new run, or all points of a sweep, and print its URI."""
     made = _planned(job, overrides, to)
     output.note(made.notes)
+    began = time.time()
     run = toolkit.submit(made, after=after, chain=chain)
+    if run.record.created < began:
+        output.note((f"{run.name} is taken up, whose submission was cut short",))
     click.echo(run.uri)
     if follow:
         output.follow_and_exit(run)

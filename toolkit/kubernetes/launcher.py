@@ -40,6 +40,7 @@ from toolkit.kubernetes.workloads import (
 from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL, payload_dir_of
 from toolkit.profile import KubernetesProfile
+from toolkit.rendering import render
 from toolkit.runs import registry, submission_journal
 from toolkit.runs.run import Launcher, Run, new_run_name
 from toolkit.text import untrusted
@@ -82,6 +83,8 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
     ) -> KubernetesRun:
         """Start a new run: of the objects that `render` shows of `plan.named(NAME)`.
 
+        A run of this very plan whose submission was cut short after the cluster had it is taken up.
+
         Args:
             plan: What to start.
             files: What pods shall find in `plan.payload_dir`, by path in the run directory, in a
@@ -102,6 +105,8 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         }
         profile = self._profile.model_copy(update=facts)
         payload = files or {}
+        if not payload and (run := self._cut_short(plan, profile)) is not None:
+            return run
         manifest = manifest_for(plan.named(name), payload)
         runs = objects_by_run(manifest, kind, payload)
         local = LocalState(name, self._environ)
@@ -209,6 +214,33 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             if not self._is_known(record):
                 run.local.delete()
         return run
+
+    def _cut_short(self, plan: KubernetesPlan, profile: KubernetesProfile) -> KubernetesRun | None:
+        """Return a run of this plan that an interrupted submission of this user has started.
+
+        None if there is none, the cluster has nothing of it, or it has ended.
+        """
+        kind, stored = KINDS[plan.workload], profile.model_dump(mode="json", by_alias=True)
+        for data in list(submission_journal.orphans(self._intents)):
+            record = registry.parse(data.get("record"))
+            if record is None or record.profile != stored or data.get("files"):
+                continue
+            try:
+                manifest = LocalState(record.name, self._environ).manifest(profile)
+            except (LauncherError, InputError):
+                continue
+            if manifest != render(plan.named(record.name)):
+                continue
+            if (intent := submission_journal.take(self._intents, record.name)) is None:
+                continue
+            with intent:
+                run = self._recovered(record, kind, intent)
+                arrived = self._is_known(record)
+            if arrived and not run.status().state.final:
+                if run.begun is not None:  # a sweep without some of its points
+                    self._finish(run)
+                return _opened(record, self._cluster, kind, self._environ)
+        return None
 
     def _add(self, record: registry.RunRecord) -> None:
         """Record a run, unless that was done before."""

@@ -116,17 +116,35 @@ class LocalState:
     def write_end(self, object_name: str, status: RunStatus) -> None:
         """Write down how an object has ended, where the run has a folder."""
         text = json.dumps({"state": status.state, "reason": status.reason})
-        path = self._end(object_name)
+        self._write(self._end(object_name), text)
         with contextlib.suppress(OSError):
-            if not self.folder.is_dir():
-                return
-            if not path.exists() or untrusted.read_text(path) != text:
-                untrusted.write_bytes(path, text.encode())
+            self._start(object_name).unlink(missing_ok=True)
 
     def delete_end(self, object_name: str) -> None:
         """Take back that an object has ended, since it goes on or is made again."""
         with contextlib.suppress(OSError):
             self._end(object_name).unlink(missing_ok=True)
 
+    def start(self, object_name: str) -> str:
+        """Return the uid of an object that was seen to run; empty if none was."""
+        try:
+            return untrusted.read_text(self._start(object_name))
+        except OSError:
+            return ""
+
+    def write_start(self, object_name: str, uid: str) -> None:
+        """Write down that an object runs, where the run has a folder."""
+        self._write(self._start(object_name), uid)
+
+    def _write(self, path: Path, text: str) -> None:
+        with contextlib.suppress(OSError):
+            if not self.folder.is_dir():
+                return
+            if not path.exists() or untrusted.read_text(path) != text:
+                untrusted.write_bytes(path, text.encode())
+
     def _end(self, object_name: str) -> Path:
         return self.folder / f"ended-{object_name}.json"
+
+    def _start(self, object_name: str) -> Path:
+        return self.folder / f"started-{object_name}"

@@ -22,9 +22,11 @@ from toolkit.kubernetes.status import (
     FOR_LIST,
     FOR_ONE,
     FOR_WAIT,
+    STARTS_AGAIN,
     Evidence,
     digest,
     evidence_of,
+    is_suspended,
     state_of,
     status_of,
 )
@@ -70,6 +72,8 @@ class KubernetesRun(Run):
         """The local files of the run, or of the sweep that it is a point of."""
         self.begun = begun
         """When its submission went on last, if it was cut short; else None."""
+        self._started = ""
+        """The uid of its object, if that was seen to run."""
         self._watch: ObjectWatch | None = None
         self._causes = FOR_WAIT
 
@@ -133,7 +137,7 @@ class KubernetesRun(Run):
         present = {name: objects[name] for name in names if name in objects}
         evidence = evidence_of(self.cluster, self.kind, present, causes=causes)
         return [
-            part._seen(status_of(self.kind, present[name], evidence.get(name)))
+            part._seen(status_of(self.kind, present[name], evidence.get(name)), present[name])
             if name in present
             else part._gone()
             for name, part in zip(names, parts, strict=True)
@@ -165,12 +169,27 @@ class KubernetesRun(Run):
         unknown = RunStatus(state=RunState.UNKNOWN, reason=str(error))
         return self.local.end(self.object_name) or unknown
 
-    def _seen(self, status: RunStatus) -> RunStatus:
-        """Record a final status, since the object is deleted `ttl` after its end."""
+    def _seen(self, status: RunStatus, obj: Object) -> RunStatus:
+        """Record a final status, since the object is deleted `ttl` after its end.
+
+        Record also that the run has run: between two of its starts no pod and no condition shows
+        it, so that the cluster's answer alone is that of a run which has never started.
+        """
         if status.state.final:
             self.local.write_end(self.object_name, status)
-        elif status.state is not RunState.UNKNOWN:
-            self.local.delete_end(self.object_name)
+            return status
+        if status.state is RunState.UNKNOWN:
+            return status
+        self.local.delete_end(self.object_name)
+        uid = str(obj["metadata"].get("uid") or "")
+        if status.state is RunState.RUNNING and self._started != uid:
+            self._started = uid
+            self.local.write_start(self.object_name, uid)
+        elif status.state is RunState.PENDING and not is_suspended(obj):
+            self._started = self._started or self.local.start(self.object_name)
+            if uid and self._started == uid:
+                reason = status.reason or STARTS_AGAIN
+                return replace(status, state=RunState.RUNNING, reason=reason)
         return status
 
     @contextlib.contextmanager
@@ -281,7 +300,7 @@ class KubernetesRun(Run):
             return Round(pods=self.cluster.pods(self.selector))
         by_name = evidence_of(self.cluster, self.kind, {self.object_name: obj})
         evidence = by_name.get(self.object_name, Evidence())
-        status = self._seen(status_of(self.kind, obj, evidence))
+        status = self._seen(status_of(self.kind, obj, evidence), obj)
         on_status(status)
         pods = evidence.pods
         if not pods and status.state is not RunState.PENDING:

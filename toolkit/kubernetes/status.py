@@ -42,6 +42,9 @@ FOR_LIST = frozenset((RunState.PENDING, RunState.FAILED))
 FOR_WAIT = frozenset((RunState.FAILED,))
 """The states whose causes are queried while a caller waits for many runs."""
 
+STARTS_AGAIN = "starts again"
+"""The reason of a run between two of its starts, where nothing else is known."""
+
 _OUT_OF_TIME = ("DeadlineExceeded", "active longer than specified deadline")
 """The reason of a run that has met its deadline; the Training Operator's reason does not."""
 
@@ -92,7 +95,7 @@ def evidence_of(
     """
     states = {name: state_of(kind, obj)[0] for name, obj in objects.items()}
     states = {name: state for name, state in states.items() if state in causes}
-    held = {n for n in states if _is_suspended(objects[n]) and not states[n].final}
+    held = {n for n in states if is_suspended(objects[n]) and not states[n].final}
     active = [name for name in states if name not in held]
     pods: defaultdict[str, list[Object]] = defaultdict(list)
     if active:
@@ -148,7 +151,7 @@ def status_of(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None)
         return RunStatus(state=RunState.RUNNING, reason="being stopped")
     if state is RunState.UNKNOWN:
         return RunStatus(state=state, reason=reason)
-    if _is_suspended(obj):
+    if is_suspended(obj):
         if queue := label_of(obj, _QUEUE_LABEL):
             uid = obj["metadata"].get("uid")
             owners = ((w, w["metadata"].get("ownerReferences") or ()) for w in evidence.queued)
@@ -168,7 +171,7 @@ def state_of(kind: WorkloadKind, obj: Object) -> tuple[RunState, str]:
             quiet = name in ("Created", "Running") or state is RunState.SUCCEEDED
             reason = condition.get("message") or condition.get("reason") or name
             if name == "Created" and any(c["type"] == "Running" for c in conditions_of(obj)):
-                return RunState.RUNNING, "starts again"  # it ran before
+                return RunState.RUNNING, STARTS_AGAIN  # it ran before
             if name == "RestartingJobSet":
                 reason = f"starts again (restart {(obj.get('status') or {}).get('restarts') or 1})"
             return state, "" if quiet else reason
@@ -186,7 +189,7 @@ def state_of(kind: WorkloadKind, obj: Object) -> tuple[RunState, str]:
 
 def stuck_objects(kind: WorkloadKind, obj: Object, pods: Sequence[Object]) -> list[str]:
     """Return the names of the objects whose events explain why nothing starts."""
-    if state_of(kind, obj)[0] is not RunState.PENDING or _is_suspended(obj):
+    if state_of(kind, obj)[0] is not RunState.PENDING or is_suspended(obj):
         return []
     if not pods:
         name = str(obj["metadata"]["name"])
@@ -216,7 +219,8 @@ def queue_reason(queue: str, workload: Object | None) -> str:
     return f"queue {queue!r}: {before}{meaning}" + (f": {words}" if words else "")
 
 
-def _is_suspended(obj: Object) -> bool:
+def is_suspended(obj: Object) -> bool:
+    """Whether an object makes no pods, since a queue or somebody holds it."""
     return bool((obj.get("spec") or {}).get("suspend")) or "Suspended" in true_conditions(obj)
 
 
@@ -297,13 +301,20 @@ def changes_of(cluster: Cluster, kind: WorkloadKind, selector: str) -> Iterator[
         LauncherError: the server refuses.
     """
     states: dict[str, tuple[RunState, str]] = {}
+    started: dict[str, object] = {}
     watch = ObjectWatch(cluster, kind, selector, partial(digest, kind))
     try:
         for name, obj in watch.events():
             if obj is None:
                 if states.pop(name, None) is not None:
                     yield Change(name=name, state=None)
-            elif (now := state_of(kind, obj)) != states.get(name):
+                continue
+            now, uid = state_of(kind, obj), obj["metadata"].get("uid")
+            if now[0] is RunState.RUNNING:
+                started[name] = uid
+            elif now[0] is RunState.PENDING and uid and started.get(name) == uid:
+                now = now if is_suspended(obj) else (RunState.RUNNING, STARTS_AGAIN)
+            if now != states.get(name):
                 states[name] = now
                 yield Change(name=name, state=now[0], reason=now[1])
     finally:

@@ -251,7 +251,7 @@ class Launcher(abc.ABC, Generic[PlanT]):
 
     @abc.abstractmethod
     def submit(self, plan: PlanT) -> Run:
-        """Start a new run; never touches an older one.
+        """Start a new run; never touches an older one that the caller knows of.
 
         Raises:
             LauncherError: the place refused, or cannot be reached.

@@ -205,8 +205,8 @@ class Api(Reading):
         body = with_canonical_quantities(body)
         return self.put(resource, body)
 
-    def prepare(self, resource: Resource, body: Object) -> None:
-        """Change an object that is being made, as webhooks do."""
+    def prepare(self, resource: Resource, body: Object, before: Object | None = None) -> None:
+        """Change an object that is being made, or changed from `before`, as webhooks do."""
 
     def _decoded(self, resource: Resource, namespace: str, request: Request) -> Object:
         body = request.body
@@ -269,6 +269,7 @@ class Api(Reading):
                 metadata[key] = found["metadata"][key]
         metadata["resourceVersion"] = found["metadata"]["resourceVersion"]
         if sub != "status":
+            self.prepare(resource, body, found)
             admit_update(self, resource, found, body)
         if "dryRun" in request.query:
             return body

@@ -143,10 +143,12 @@ class FakeKubernetes(Hands):
 
     # Controllers.
 
-    def prepare(self, resource: Resource, body: Object) -> None:
-        """Suspend an object that has to wait in a queue."""
-        if kueue.is_held(self._queued, body):
+    def prepare(self, resource: Resource, body: Object, before: Object | None = None) -> None:
+        """Suspend an object that has to wait in a queue; date the patches of a TrainJob."""
+        if before is None and kueue.is_held(self._queued, body):
             kueue.suspend(body)
+        if resource is trainjobs.TRAINJOB:
+            trainjobs.date_patches(body, before)
 
     def look(self, key: Key) -> None:
         """Let the controller of an object act on the object's new state."""

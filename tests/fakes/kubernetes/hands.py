@@ -194,6 +194,9 @@ class Hands(Execs):
                 for pod in self._pods_of(name):
                     self.end_pod(pod, 0)
             self.settle()
+            if not self.auto_run:
+                self._count(name)
+                self.settle()
 
     def stopped(self, name: str) -> None:
         """Let the pods of a deleted workload be gone, with `hold_deletes`."""

@@ -5,12 +5,14 @@ from typing import Any
 
 from tests.fakes.kubernetes.kubelet import Kubelet, reference, set_condition
 from tests.fakes.kubernetes.resources import Resource, of_kind
+from tests.fakes.kubernetes.store import stamp
 from tests.fakes.kubernetes.wire import Object
 
 __all__ = ["QUEUE", "WORKLOAD", "admit", "hold", "is_held", "preempt", "said"]
 
 WORKLOAD = of_kind("Workload")
 QUEUE = "kueue.x-k8s.io/queue-name"
+MANAGER = "kueue.x-k8s.io/manager"
 DEFAULT_KINDS = ("Job", "JobSet", "TrainJob")
 """The kinds of Kueue's default configuration; PyTorchJobs run without it."""
 
@@ -63,8 +65,18 @@ def admit(cluster: Kubelet, resource: Resource, thing: Object, workload: Object)
     set_condition(workload, "Admitted", reason="Admitted", message="The workload is admitted")
     set_condition(workload, "Evicted", reason="Admitted", status="False")
     cluster.put(WORKLOAD, workload)
+    if thing["kind"] == "TrainJob":
+        thing["spec"].setdefault("runtimePatches", []).append(_patch())
     _spec(thing)["suspend"] = False
     cluster.put(resource, thing)
+
+
+def _patch() -> Object:
+    """Return what Kueue writes into a TrainJob that it admits, beside the patches of others."""
+    pod = {"metadata": {"labels": {"kueue.x-k8s.io/podset": "node"}}}
+    job = {"name": "node", "template": {"spec": {"template": pod}}}
+    spec = {"template": {"spec": {"replicatedJobs": [job]}}}
+    return {"manager": MANAGER, "time": stamp(), "trainingRuntimeSpec": spec}
 
 
 def said(cluster: Kubelet, workload: Object, reason: str, message: str) -> None:
@@ -80,4 +92,6 @@ def preempt(cluster: Kubelet, resource: Resource, thing: Object, workload: Objec
     set_condition(workload, "Admitted", reason="NoReservation", message=words, status="False")
     said(cluster, workload, "Pending", words)
     suspend(thing)
+    if (patches := thing["spec"].get("runtimePatches")) is not None:
+        patches[:] = [patch for patch in patches if patch["manager"] != MANAGER]
     cluster.put(resource, thing)

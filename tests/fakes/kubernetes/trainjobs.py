@@ -8,14 +8,26 @@ from tests.fakes.kubernetes.jobsets import JOBSET
 from tests.fakes.kubernetes.kubelet import Kubelet, condition_of, reference, set_condition
 from tests.fakes.kubernetes.patching import laid_over
 from tests.fakes.kubernetes.resources import of_kind
+from tests.fakes.kubernetes.store import stamp
 from tests.fakes.kubernetes.wire import Object
 
-__all__ = ["TRAINJOB", "reconcile"]
+__all__ = ["TRAINJOB", "date_patches", "reconcile"]
 
 TRAINJOB = of_kind("TrainJob")
 RUNTIME = of_kind("TrainingRuntime")
 STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 PORT = 29500
+
+
+def date_patches(trainjob: Object, before: Object | None) -> None:
+    """Write into each new or changed entry of `runtimePatches` when that was, as the webhook does.
+
+    Who sends the list as in a file sends it without these times: to the server a change.
+    """
+    old = (before or {}).get("spec", {}).get("runtimePatches") or []
+    for patch in trainjob["spec"].get("runtimePatches") or ():
+        if patch not in old:
+            patch["time"] = stamp()
 
 
 def reconcile(cluster: Kubelet, trainjob: Object) -> None:

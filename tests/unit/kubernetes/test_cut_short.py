@@ -16,7 +16,6 @@ from tests.conftest import TOOLKIT, Until
 from tests.fakes.kubernetes import FakeKubernetes, Fault
 from tests.unit.kubernetes.site import CANCELLED, FAILED, GROUPS, PENDING, UNKNOWN, runtime
 from toolkit.errors import LauncherError
-from toolkit.job import spec
 from toolkit.job.kubernetes_options import Workload
 from toolkit.runs import registry
 from toolkit.runs.state_dir import state_folder
@@ -49,6 +48,11 @@ class User:
             assert process.poll() is None, process.stderr and process.stderr.read()
             process.kill()
         self.held.set()
+
+    def submits(self, **changes: Any) -> toolkit.Run:
+        """Submit the same job, or a changed one, and be left alone."""
+        job = toolkit.load(self.folder / "job.yaml").replace(**changes)
+        return toolkit.submit(job, to=toolkit.load_profile(str(self.folder / "site.yaml")))
 
     @property
     def objects(self) -> list[str]:
@@ -149,10 +153,50 @@ def test_what_was_cut_short_can_be_submitted_after_all(user: User, until: Until)
 def test_what_was_cut_short_stands_by_its_time_in_the_list(user: User, until: Until) -> None:
     user.is_killed_at(Fault(method="PATCH", path=POLICY), until)
     cut_short = user.run.name
-    job = spec.load(user.folder / "job.yaml")
-    toolkit.submit(job, to=toolkit.load_profile(str(user.folder / "site.yaml")))
+    user.submits()
     first, second = toolkit.list_runs()
     assert first.name == cut_short != second.name
+
+
+@a_job
+def test_what_arrived_after_the_kill_is_taken_up_by_the_next_submission_of_it(
+    user: User, until: Until
+) -> None:
+    user.is_killed_at(Fault(method="PATCH", path=workload_path("Job"), status=200), until)
+    until(lambda: user.objects, "the workload has come")
+    first = user.objects
+    user.submits(time_limit="1h")
+    assert len(user.objects) == 2 and len(user.intents) == 1
+    argv = [str(TOOLKIT), "submit", "job.yaml", "--to", "site.yaml"]
+    done = subprocess.run(argv, cwd=user.folder, capture_output=True, text=True, check=True)
+    assert done.stdout == f"k8s://default/{first[0]}\n"
+    assert done.stderr == f"note: {first[0]} is taken up, whose submission was cut short\n"
+    assert len(user.objects) == 2 and user.intents == []
+    owned = [p["metadata"].get("ownerReferences") for p in user.server.objects_of("NetworkPolicy")]
+    assert all(owned)
+    assert user.submits().name not in first and len(user.objects) == 3
+
+
+@a_job
+def test_what_has_ended_since_is_not_taken_up(user: User, until: Until) -> None:
+    user.is_killed_at(Fault(method="PATCH", path=workload_path("Job"), status=200), until)
+    until(lambda: user.objects, "the workload has come")
+    user.server.finish(user.objects[0])
+    ended = user.objects
+    assert user.submits().name not in ended and len(user.objects) == 2
+
+
+@a_job
+def test_the_next_submission_of_a_sweep_submits_the_points_that_did_not_come(
+    user: User, until: Until
+) -> None:
+    sweep = {"grid": {"--lr": [str(number) for number in range(20)]}}
+    path = workload_path("Job") + "-18"
+    user.is_killed_at(Fault(method="PATCH", path=path), until, sweep=sweep)
+    until(lambda: len(user.objects) >= 16, "a first batch has come")
+    assert user.submits().uri == user.run.uri
+    assert len(user.objects) == 20 and user.intents == []
+    assert user.run.status() == toolkit.RunStatus(state=PENDING, reason="20 PENDING")
 
 
 @a_job

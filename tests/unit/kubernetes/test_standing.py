@@ -213,6 +213,27 @@ def test_waiting_goes_on_where_no_watch_is_allowed(site: Site) -> None:
     assert found == [status(SUCCEEDED)] * 2
 
 
+@every_workload
+def test_a_run_that_has_run_is_running_between_two_of_its_starts(site: Site) -> None:
+    run = site.submit(resources={"nnodes": 2})
+    site.server.run(run.name)
+    assert run.status() == status(RUNNING)
+    site.server.refuse_pods = "no quota"
+    site.server.recreate(run.name)
+    later = site.open_launcher().open(run.record)
+    for found in (run.status(), later.status(), *toolkit.statuses([later])):
+        assert found.state is RUNNING
+    if site.workload in ("TrainJob", "Job"):  # whose objects do not tell that they ran
+        assert run.status().reason == "FailedCreate: no quota"
+        with run.watching([run]):
+            assert run.status() == status(RUNNING, "starts again")
+    site.server.finish(run.name, succeeded=False)
+    assert run.status().state is FAILED
+    site.server.refuse_pods = None
+    site.launcher.resubmit(run)
+    assert run.status().state is later.status().state is PENDING
+
+
 # Stopping.
 
 

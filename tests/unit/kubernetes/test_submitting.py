@@ -1,5 +1,6 @@
 """Submitting to Kubernetes: the objects, each created once, and the messages of refusals."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import yaml
 
 from tests.fakes.kubernetes import FakeKubernetes, Fault
+from tests.support.costs import others_slow
+from tests.support.kubectl import kubectl
 from tests.unit.kubernetes.site import (
     PENDING,
     WORKLOADS,
@@ -59,7 +62,8 @@ def test_without_a_cluster_the_error_says_what_is_missing_and_what_to_do(tmp_pat
     assert str(error.value) == (
         f"no Kubernetes cluster at hand: there is no {file}, and this is no pod of a cluster; "
         "name a context in the profile, or set KUBECONFIG; "
-        "`toolkit render JOB.yaml --to PROFILE | kubectl apply -f -` needs no Python client"
+        "`toolkit render JOB.yaml --to PROFILE | kubectl apply --server-side -f -` needs no Python "
+        "client"
     )
 
 
@@ -185,6 +189,28 @@ def test_an_object_that_is_applied_again_is_no_change(site: Site) -> None:
     first, again = (site.server.apply(text, manager="us")[-1] for _ in range(2))
     assert again["metadata"]["generation"] == first["metadata"]["generation"] == 1
     assert again["spec"] == first["spec"]
+
+
+@pytest.mark.parametrize("workload", others_slow(WORKLOADS, "TrainJob"))
+def test_the_command_in_the_head_of_a_manifest_may_be_given_again(
+    workload: Workload, tmp_path: Path
+) -> None:
+    text = render(plan(make_job(), make_profile(workload, queue="gpus")))
+    (tmp_path / "job.yaml").write_text(text)
+    command = re.findall("# Apply with: kubectl (.*) FILE", text)[0].split()
+    # The fake has no OpenAPI documents for kubectl to look into first; it looks itself.
+    argv = [*command, str(tmp_path / "job.yaml"), "--validate=false"]
+    with FakeKubernetes(kueue=True) as server:
+        server.apply(runtime())
+        config = server.kubeconfig(tmp_path / "config")
+        kubectl(*argv, config=config)
+        if workload != "PyTorchJob":  # which Kueue leaves alone
+            server.admit("t")
+        before = server.job("t", kind=workload)
+        kubectl(*argv, config=config)
+        after = server.job("t", kind=workload)
+        assert after["spec"] == before["spec"]
+        assert after["metadata"]["generation"] == before["metadata"]["generation"]
 
 
 @pytest.mark.parametrize("workload", ["TrainJob"])

@@ -304,8 +304,8 @@ class Connection:
             why = f"there is no {file}, and this is no pod of a cluster"
         raise SchedulerMissing(
             f"no Kubernetes cluster at hand: {why}; name a context in the profile, or set "
-            "KUBECONFIG; `toolkit render JOB.yaml --to PROFILE | kubectl apply -f -` needs no "
-            "Python client"
+            "KUBECONFIG; `toolkit render JOB.yaml --to PROFILE | kubectl apply --server-side -f -` "
+            "needs no Python client"
         )
 
 
