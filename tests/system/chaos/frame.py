@@ -111,6 +111,16 @@ class Trial:
         )
         os.kill(script, signal.SIGKILL)
 
+    def kill_slurmstepd(self, cluster: Cluster, node: str) -> None:
+        """Kill the daemon of Slurm that watches torchrun's step on a node, and not its tasks."""
+        (number,) = self.step_numbers(0)
+        (daemon,) = (
+            process["pid"]
+            for process in json.loads(cluster("ps", node, "--all", "--json"))
+            if process["command"].startswith(f"slurmstepd: [{self.job_id}.{number}]")
+        )
+        os.kill(daemon, signal.SIGKILL)
+
     def step_numbers(self, attempt: int) -> set[str]:
         """Return the numbers of the Slurm steps that started torchrun in an attempt."""
         return {path.read_text().strip() for path in self.attempt(attempt).glob("began-*")}
