@@ -27,13 +27,13 @@ def main() -> None:
     """Train, from the newest checkpoint if there is one."""
     note("imported")
     dist.init_process_group("gloo")
-    note("met")
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(1000, 16, generator=generator)
     targets = inputs.sin().sum(dim=1, keepdim=True)
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     model, path, first = DistributedDataParallel(layers), FOLDER / "checkpoint.pt", 1
+    note("met")  # DDP has connected the ranks
     optimizer = torch.optim.AdamW(model.parameters())
     if path.exists():
         saved = torch.load(path)

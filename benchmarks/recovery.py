@@ -242,7 +242,7 @@ def measure(
     try:
         return recover(arena, trial, FAULTS[fault])
     finally:
-        arena.heal()
+        arena.restore()
         arena.slurm("scancel", trial.job_id)
         until(lambda: not living(trial))
 

@@ -39,6 +39,7 @@ class Arena(abc.ABC):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._undo: list[Callable[[], object]] = []
+        self._restore: list[Callable[[], object]] = []
 
     @abc.abstractmethod
     def submit(self, overrides: Sequence[str], *, pace: float, every: int) -> Trial:
@@ -60,6 +61,16 @@ class Arena(abc.ABC):
         """Undo all changes, the newest first."""
         while self._undo:
             self._undo.pop()()
+
+    def restore_later(self, restore: Callable[[], object]) -> None:
+        """Remember what makes the place as it was, and would end what a run has left there."""
+        self._restore.append(restore)
+
+    def restore(self) -> None:
+        """Undo all changes, and make the place as it was: only after a run has been judged."""
+        self.heal()
+        while self._restore:
+            self._restore.pop()()
 
     def holds_nodes(self, trial: Trial) -> bool:
         """Whether nodes are reserved for the run."""
@@ -279,7 +290,7 @@ def own_slurm(folder: Path) -> Iterator[SlurmArena]:
         subprocess.run([SANDBOX, *argv], check=True, stdout=sys.stderr)
         arena = SlurmArena(Cluster(state), folder / "slurm", disk)
         yield arena
-        arena.heal()
+        arena.restore()
     finally:
         subprocess.run([SANDBOX, "down", "--dir", str(state)], check=True, stdout=sys.stderr)
         subprocess.run(["umount", disk], check=True)

@@ -177,7 +177,7 @@ def kill_on_node(scene: Scene, part: str, *, first: bool = False, cycle: bool = 
     node = nodes[0 if first else -1]
     pids = scene.victim(lambda: scene.slurm.processes(node, part))
     if pids and cycle:
-        scene.arena.undo_later(lambda: scene.slurm.power_cycle(node))
+        scene.arena.restore_later(lambda: scene.slurm.power_cycle(node))
     return bool(pids) and all([kill(pid) for pid in pids or []])
 
 
@@ -188,7 +188,7 @@ def on_node(scene: Scene, *, command: str, undo: str, first: bool = False) -> bo
         return False
     node = nodes[0 if first else -1]
     if undo == "heal":
-        scene.arena.undo_later(lambda: scene.slurm.power_cycle(node))
+        scene.arena.restore_later(lambda: scene.slurm.power_cycle(node))
         scene.arena.undo_later(lambda: scene.slurm.cluster("heal", node))
     else:
         scene.arena.undo_later(lambda: scene.slurm.cluster(undo, node))

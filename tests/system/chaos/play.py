@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -98,7 +99,7 @@ class Course:
 MOMENTS = ("start", "processes", "training", "checkpoint", "end")
 
 
-def reached(moment: str, trial: Trial, blows: int) -> bool:
+def reached(moment: str, trial: Trial) -> bool:
     """Whether a run has reached a moment; `again` is right after the fault before."""
     if moment == "processes":
         return bool(ranks(trial))
@@ -108,7 +109,9 @@ def reached(moment: str, trial: Trial, blows: int) -> bool:
         return bool(list(trial.run_dir.glob("checkpoints/attempt-*/*.tmp")))
     if moment == "end":
         trial.pace(0)
-        return trial.steps() >= STEPS - 10
+        if trial.steps() < STEPS - 60:
+            return False
+        trial.pace(0.05)
     return True
 
 
@@ -119,7 +122,9 @@ def draw(seed: int, number: int, *, place: str = "", quick: bool = False) -> Sco
     pool = [f for f in FAULTS if f.place == place and f.drawn and (f.quick or not quick)]
     blows: list[Blow] = []
     for index in range(dice.choices([1, 2, 3], [5, 4, 1])[0] if not quick else 2):
-        moments = MOMENTS if not index else (*MOMENTS[2:], "again")
+        moments = [*MOMENTS[2:], "again"] if index else [*MOMENTS]
+        if quick:  # at the end a fault may come too late
+            moments.remove("end")
         moment = dice.choice(moments)
         delay_s = dice.uniform(0, 5 if moment in ("start", "processes") else 2)
         blows.append(Blow(fault=dice.choice(pool), moment=moment, delay_s=delay_s))
@@ -131,7 +136,7 @@ def draw(seed: int, number: int, *, place: str = "", quick: bool = False) -> Sco
         hold_s=dice.uniform(0, 5 if quick else 40),
         overrides=(
             f"retries.in_job={dice.choice([0, 0, 1, 2])}",
-            *("retries.requeue=8", "stop.grace=20s"),
+            *("retries.requeue=8", f"stop.grace={60 if quick else 20}s"),
         ),
         idle_s=None if quick else IDLE_S,
     )
@@ -196,23 +201,22 @@ def play(arena: Arena, score: Score, reference: Trial, dice: random.Random) -> C
     watch = Watch(arena, trial)
     watch.start()
     try:
-        for index, blow in enumerate(score.blows):
-            wait_for(
-                lambda blow=blow, index=index: (
-                    reached(blow.moment, trial, index)  # type: ignore[misc]
-                    or status_of(trial).state.final
-                ),
-                f"the moment {blow.moment}",
-            )
+        for blow in score.blows:
+            if course.hits and _ended_early(trial):
+                _judge(trial, course)
+                arena.heal()
+                arena.go_on(trial)
+            _await(blow.moment, trial)
             time.sleep(blow.delay_s)
             before = len(trial.events("resume"))
             if blow.fault.inject(Scene(arena, trial, dice)):
                 course.hits.append(blow.fault)
                 hold_s = blow.fault.hold_s if score.hold_s is None else score.hold_s
                 _hold(trial, before, hold_s)
+            trial.pace(score.pace)
         arena.heal()
         trial.pace(0)
-        _end(arena, trial, course, score)
+        _end(arena, trial, course, lambda: watch.idle_s > (score.idle_s or math.inf))
         if not any(fault.destroys for fault in course.hits):
             whole_result(trial, reference)
             last_words(trial)
@@ -222,10 +226,13 @@ def play(arena: Arena, score: Score, reference: Trial, dice: random.Random) -> C
         watch.stop()
         course.seen, course.idle_s = watch.seen, watch.idle_s
         _stop(arena, trial)
-    told_right(course)
-    if score.idle_s is not None and course.idle_s > score.idle_s:
-        raise Broken(f"nodes were reserved for {course.idle_s:.0f} s without a rank")
+        arena.restore()
+    told_right(course, trial.reasons())
     return course
+
+
+def _await(moment: str, trial: Trial) -> None:
+    wait_for(lambda: reached(moment, trial) or status_of(trial).state.final, f"the moment {moment}")
 
 
 def _hold(trial: Trial, resumed: int, hold_s: float) -> None:
@@ -238,28 +245,39 @@ def _hold(trial: Trial, resumed: int, hold_s: float) -> None:
         )
 
 
-def _end(arena: Arena, trial: Trial, course: Course, score: Score) -> None:
-    """Wait for the end, and continue a run that has ended otherwise than with success."""
+def _ended_early(trial: Trial) -> bool:
+    state = status_of(trial).state
+    return state.final and state is not RunState.SUCCEEDED
+
+
+def _judge(trial: Trial, course: Course) -> None:
+    """Hold the end of a run to what its faults allow."""
+    status = status_of(trial)
+    if course.first_end.state is RunState.UNKNOWN:
+        course.first_end, course.reasons = status, trial.reasons()
+        course.restarts = sum(event["restart"] > 0 for event in trial.events("resume"))
+    _no_orphan(trial)
     allowed = {RunState.SUCCEEDED}.union(*(fault.states for fault in course.hits))
-    for start in range(STARTS):
-        wait_for(lambda: status_of(trial).state.final or _is_gone(trial), "the run ends", 900)
-        status = status_of(trial)
-        if not start:
-            course.first_end, course.reasons = status, trial.reasons()
-            resumed = trial.events("resume")
-            course.restarts = sum(event["restart"] > 0 for event in resumed)
-        _no_orphan(trial)
-        if status.state not in allowed:
-            raise Broken(f"the run has ended as {status}, not as one of {sorted(allowed)}")
-        if status.state is RunState.SUCCEEDED or any(fault.destroys for fault in course.hits):
+    if status.state not in allowed:
+        raise Broken(f"the run has ended as {status}, not as one of {sorted(allowed)}")
+
+
+def _end(arena: Arena, trial: Trial, course: Course, idles: Callable[[], bool]) -> None:
+    """Wait for the end, and continue a run that has ended otherwise than with success."""
+    for _ in range(STARTS):
+        wait_for(
+            lambda: status_of(trial).state.final or status_of(trial).lost or idles(),
+            "the run ends",
+            900,
+        )
+        if idles():
+            raise Broken("nodes are reserved, and no rank lives")
+        _judge(trial, course)
+        if not _ended_early(trial) or any(fault.destroys for fault in course.hits):
             return
         arena.heal()
         arena.go_on(trial)
     raise Broken(f"not done after {STARTS} starts: {status_of(trial)}")
-
-
-def _is_gone(trial: Trial) -> bool:
-    return status_of(trial).lost
 
 
 def _no_orphan(trial: Trial) -> None:
@@ -286,7 +304,7 @@ def _stop(arena: Arena, trial: Trial) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def told_right(course: Course) -> None:
+def told_right(course: Course, reasons: Sequence[str]) -> None:
     """Insist that the reasons are those that the faults may have."""
     patterns = [pattern for fault in course.hits for pattern in fault.reasons]
     texts = [text for text in (*course.reasons, *course.seen, course.first_end.reason) if text]
@@ -295,7 +313,7 @@ def told_right(course: Course) -> None:
     for fault in course.hits:
         if ended and len(course.hits) == 1 and fault.reasons and not matching(fault, texts):
             raise Broken(f"no reason tells of it: {texts}; wanted one of {patterns}")
-    for reason in course.reasons:
+    for reason in reasons:
         if reason and not any(re.search(p, reason) for p in (r"^done", r"ended with 0", *patterns)):
             raise Broken(f"a reason that no fault explains: {reason!r}; wanted {patterns}")
 
@@ -426,6 +444,7 @@ def play_number(arenas: Arenas, seed: int, number: int, reference: Trial, place:
         if not isinstance(error, Broken):
             traceback.print_exc(file=sys.stdout)
         limits = f" ARGS=--place={place}" if place else ""
+        print(f"  evidence: {arenas.folder}")
         print(f"  again: make chaos SEED={seed} RUN={number}{limits}", flush=True)
         arenas.drop(score.place)
         if isinstance(error, KeyboardInterrupt):
