@@ -29,6 +29,8 @@ from toolkit.runs.state import RunState, RunStatus
 
 RUNTIME = ROOT / "k8s/base/trainer/runtime.yaml"
 CLAIM = "runs"
+OVER_MEMORY_KILL = "over-memory-kill"
+"""An option of the sandbox, which gives Slurm the parameter of this name."""
 
 
 class Arena(abc.ABC):
@@ -82,10 +84,17 @@ class SlurmArena(Arena):
 
     place = "slurm"
 
-    def __init__(self, cluster: Cluster, folder: Path, disk: Path | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        *,
+        disk: Path | None = None,
+        over_memory_kill: bool = False,
+    ) -> None:
         super().__init__(folder)
         folder.mkdir(exist_ok=True)
-        self.cluster, self.disk = cluster, disk
+        self.cluster, self.disk, self.over_memory_kill = cluster, disk, over_memory_kill
         self.site = Site(cluster, folder)
 
     def submit(self, overrides: Sequence[str], *, pace: float, every: int) -> Trial:
@@ -101,8 +110,9 @@ class SlurmArena(Arena):
         self.site.launcher.resubmit(trial.run)
 
     def offers(self, need: str) -> bool:
-        """Whether there is a small disk, or whatever else is needed."""
-        return {"": True, "disk": self.disk is not None}.get(need, False)
+        """Whether there is a small disk, or a Slurm that kills jobs for their memory."""
+        there = {"": True, "disk": self.disk is not None, OVER_MEMORY_KILL: self.over_memory_kill}
+        return there[need]
 
     def slurm(self, *argv: str) -> bool:
         """Run a command of Slurm that may come too late; return whether Slurm accepted it."""
@@ -286,13 +296,15 @@ def own_slurm(folder: Path) -> Iterator[SlurmArena]:
     # Before the nodes are made, so that all of them have it.
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "chaos", disk], check=True)
     argv = ["up", "--nodes", "4", "--kill-wait", "5", "--dir", str(state)]
+    usage = subprocess.run([SANDBOX, "up", "--help"], check=True, capture_output=True, text=True)
+    kills = f"--{OVER_MEMORY_KILL}" in usage.stdout
     try:
-        subprocess.run([SANDBOX, *argv], check=True, stdout=sys.stderr)
-        arena = SlurmArena(Cluster(state), folder / "slurm", disk)
+        subprocess.run([SANDBOX, *argv, *([f"--{OVER_MEMORY_KILL}"] * kills)], check=True)
+        arena = SlurmArena(Cluster(state), folder / "slurm", disk=disk, over_memory_kill=kills)
         yield arena
         arena.restore()
     finally:
-        subprocess.run([SANDBOX, "down", "--dir", str(state)], check=True, stdout=sys.stderr)
+        subprocess.run([SANDBOX, "down", "--dir", str(state)], check=True)
         subprocess.run(["umount", disk], check=True)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -59,6 +60,8 @@ class Counted(Task):
             file.write(json.dumps({"restart": int(self.restart), "numbers": numbers}) + "\n")
         while self.hungry.exists():
             self.eaten.append(os.urandom(1 << 25))
+            with suppress(FileNotFoundError):
+                time.sleep(float(self.hungry.read_text() or 0))
         if self.faulty.exists():
             raise IndexError("list index out of range")
         time.sleep(float(self.pace.read_text() or 0))

@@ -256,10 +256,10 @@ def limit_memory(arena: Arena) -> None:
     arena.undo_later(stack.close)
 
 
-def eat_memory(scene: Scene) -> bool:
-    """Let rank 1 allocate more and more."""
+def eat_memory(scene: Scene, *, pause_s: float = 0) -> bool:
+    """Let rank 1 allocate 32 MiB after each pause."""
     path = scene.trial.folder / "hungry-1"
-    path.touch()
+    path.write_text(f"{pause_s}")
     scene.arena.undo_later(lambda: path.unlink(missing_ok=True))
     return True
 
@@ -423,6 +423,11 @@ FAULTS: tuple[Fault, ...] = (
     _slurm(
         "out of memory (cgroup)", eat_memory, r"fatal: out of memory",
         states=_FAILED, follows=frozenset({FINAL}), prepare=limit_memory, drawn=False,
+    ),
+    _slurm(
+        "out of memory (accounting, OverMemoryKill)", _bind(eat_memory, pause_s=0.5),
+        r"fatal: out of memory", states=_FAILED, follows=frozenset({FINAL}),
+        overrides=("resources.memory=1GiB",), need="over-memory-kill", drawn=False,
     ),
     _slurm(
         "the disk is full", fill_disk, r"fatal: .*(?i:no space)",

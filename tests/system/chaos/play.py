@@ -252,11 +252,12 @@ def _ended_early(trial: Trial) -> bool:
 
 def _judge(trial: Trial, course: Course) -> None:
     """Hold the end of a run to what its faults allow."""
+    _no_orphan(trial)
+    # Only now: without its supervisor, a local script may still be writing its reason.
     status = status_of(trial)
     if course.first_end.state is RunState.UNKNOWN:
         course.first_end, course.reasons = status, trial.reasons()
         course.restarts = sum(event["restart"] > 0 for event in trial.events("resume"))
-    _no_orphan(trial)
     allowed = {RunState.SUCCEEDED}.union(*(fault.states for fault in course.hits))
     if status.state not in allowed:
         raise Broken(f"the run has ended as {status}, not as one of {sorted(allowed)}")
