@@ -38,6 +38,8 @@ HEAD = (
 )
 PLACES = {"slurm": "Slurm", "pods": "Kubernetes", "local": "this machine"}
 NOT_RUN = "not run yet"
+_LONGEST = 120
+"""Characters of a reason, and of what was decided."""
 
 
 def rows(page: str) -> dict[str, str]:
@@ -102,10 +104,21 @@ def shown(fault: Fault, course: Course, follows: str) -> str:
     """Return what a user sees: the state at the end of the attempt, and the reason."""
     parts = [part for reason in course.reasons for part in reason.split(" | ")]
     text = matching(fault, [*parts, *course.seen, course.first_end.reason])
-    text = re.sub(r"^[A-Z]+: ", "", text).splitlines()[0] if text else ""
-    text = re.sub(r" \[\[?/.*\]", "", text)  # what the library said, with lines of its source
     state = course.first_end.state.upper() if follows == FINAL else "RUNNING"
-    return f"{state}: `{text}`" if text else f"{state}, without a word"
+    return f"{state}: {quoted(text)}" if text else f"{state}, without a word"
+
+
+def quoted(text: str) -> str:
+    """Return a reason as code, without what differs from machine to machine."""
+    line = re.sub(r"^[A-Z]+: ", "", text.strip()).splitlines()[0]
+    line = re.sub(r" \[\[?/.*\]", "", line)  # what the library said, with lines of its source
+    line = re.sub(r"/[\w./-]*/counted-\d+-\d+-\w+", "RUN_DIR", line)
+    line = re.sub(r"counted-\d+-\d+-\w+", "RUN", line).replace(f"{ROOT}/", "")
+    if len(line) > _LONGEST:
+        head, _, decision = line.rpartition("; ")
+        line = f"{head[:_LONGEST].rpartition(' ')[0]} …; {decision[:_LONGEST]}"
+    fence = "``" if "`" in line else "`"
+    return f"{fence}{line}{fence}"
 
 
 def costs(course: Course, follows: str, destroys: bool) -> str:
