@@ -34,7 +34,7 @@ from typing import Any
 
 from tests.conftest import ROOT
 from tests.system.chaos.arena import SlurmArena, living, own_slurm
-from tests.system.chaos.faults import Scene, control, kill_rank, kill_torchrun, on_node, preempt
+from tests.system.chaos.faults import Scene, control, kill_rank, kill_torchrun, power_off, preempt
 from tests.system.chaos.frame import Trial
 
 PHASES = ("detect", "stop", "queue", "processes", "imports", "group", "load", "lost steps")
@@ -45,7 +45,7 @@ SLACK_S, ALONE_S = 1.0, 60.0
 FAULTS: dict[str, Callable[[Scene], bool]] = {
     "rank killed": kill_rank,
     "torchrun killed": kill_torchrun,
-    "node off": lambda scene: on_node(scene, command="power-off", undo="power-on"),
+    "node off": power_off,
     "preemption": preempt,
     "requeue": lambda scene: control(scene, "requeue"),
 }

@@ -118,6 +118,13 @@ class SlurmArena(Arena):
         """Run a command of Slurm that may come too late; return whether Slurm accepted it."""
         return self.cluster._run(*argv).returncode == 0
 
+    def sandbox(self, *argv: str) -> bool:
+        """Run a command of the sandbox that a node without power refuses; return whether it ran."""
+        with contextlib.suppress(AssertionError):
+            self.cluster(*argv)
+            return True
+        return False
+
     def job(self, trial: Trial) -> dict[str, str]:
         """Return the fields of the run's newest job as scontrol shows them; empty if unknown."""
         shown = self.cluster._run("scontrol", "-o", "show", "job", trial.job_id).stdout
@@ -137,8 +144,12 @@ class SlurmArena(Arena):
 
     def power_cycle(self, node: str) -> None:
         """Put a node back to work sooner than Slurm would, which seldom pings lost nodes."""
-        with contextlib.suppress(AssertionError):
-            self.cluster("power-off", node)
+        self.cluster("power-off", node)
+        self.power_on(node)
+
+    def power_on(self, node: str) -> None:
+        """Start a node again; one that is drained, too, since Slurm shall use it."""
+        self.slurm("scontrol", "update", f"nodename={node}", "state=undrain")
         self.cluster("power-on", node)
 
     def holds_nodes(self, trial: Trial) -> bool:

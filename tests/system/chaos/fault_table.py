@@ -88,7 +88,18 @@ def run_alone(arena: Arena, fault: Fault, reference: Trial) -> tuple[Course, str
     follows = what_followed(course)
     if follows not in fault.follows:
         raise Broken(f"{follows!r} followed, not one of {sorted(fault.follows)}")
+    # Of a restart in the job only the log tells.
+    if fault.reasons and follows not in (IN_PLACE, UNHURT):
+        texts = told(course)
+        if not any(re.search(fault.reasons[0], text) for text in texts):
+            raise Broken(f"no reason says {fault.reasons[0]!r}: {texts}")
     return course, follows
+
+
+def told(course: Course) -> list[str]:
+    """Return what the reasons of the attempts, one by one, and the statuses said."""
+    parts = [part for reason in course.reasons for part in reason.split(" | ")]
+    return [text for text in (*parts, *course.seen, course.first_end.reason) if text]
 
 
 def what_followed(course: Course) -> str:
@@ -102,8 +113,7 @@ def what_followed(course: Course) -> str:
 
 def shown(fault: Fault, course: Course, follows: str) -> str:
     """Return what a user sees: the state at the end of the attempt, and the reason."""
-    parts = [part for reason in course.reasons for part in reason.split(" | ")]
-    text = matching(fault, [*parts, *course.seen, course.first_end.reason])
+    text = matching(fault, told(course))
     state = course.first_end.state.upper() if follows == FINAL else "RUNNING"
     return f"{state}: {quoted(text)}" if text else f"{state}, without a word"
 

@@ -81,7 +81,8 @@ class Fault:
     inject: Injection
 
     reasons: tuple[str, ...] = ()
-    """Regular expressions: what the attempt's reason or the status may say; none for no word."""
+    """Regular expressions: what reason or status says of the fault alone, after a checkpoint; then
+    the words of unlucky moments, and of other faults beside. None where nothing is said."""
 
     states: frozenset[RunState] = frozenset()
     """In which states the run may end, beside success."""
@@ -181,19 +182,26 @@ def kill_on_node(scene: Scene, part: str, *, first: bool = False, cycle: bool = 
     return bool(pids) and all([kill(pid) for pid in pids or []])
 
 
-def on_node(scene: Scene, *, command: str, undo: str, first: bool = False) -> bool:
-    """Run a command of the sandbox on the job's first or last node; `undo` reverses it."""
+def power_off(scene: Scene, *, first: bool = False) -> bool:
+    """Cut the power of the job's first or last node."""
     nodes = scene.victim(lambda: scene.slurm.nodes(scene.trial))
     if not nodes:
         return False
     node = nodes[0 if first else -1]
-    if undo == "heal":
-        scene.arena.restore_later(lambda: scene.slurm.power_cycle(node))
-        scene.arena.undo_later(lambda: scene.slurm.cluster("heal", node))
-    else:
-        scene.arena.undo_later(lambda: scene.slurm.cluster(undo, node))
-    scene.slurm.cluster(command, node)
+    scene.arena.undo_later(lambda: scene.slurm.power_on(node))
+    scene.slurm.cluster("power-off", node)
     return True
+
+
+def cut(scene: Scene, *, first: bool = False) -> bool:
+    """Pull the network cable of the job's first or last node, whose processes go on."""
+    nodes = scene.victim(lambda: scene.slurm.nodes(scene.trial))
+    if not nodes:
+        return False
+    node = nodes[0 if first else -1]
+    scene.arena.restore_later(lambda: scene.slurm.power_cycle(node))
+    scene.arena.undo_later(lambda: scene.slurm.sandbox("heal", node))
+    return scene.slurm.sandbox("cut", node)
 
 
 def update_node(scene: Scene, state: str) -> bool:
@@ -333,9 +341,10 @@ def signal_supervisor(scene: Scene, number: int) -> bool:
 _WITHOUT = ("retries.in_job=0",)
 _WITHIN = ("retries.in_job=2",)
 _HANGS = ("args.9=20",)
-_LOST = (r"node_failure: .*down", r"lost: ", r"preempted: Slurm has taken", r"retryable: ")
+_LOST = (r"down: node\d", r"node_failure: ", r"lost: ", r"preempted: ", r"retryable: ")
 _STOPPED = (r"preempted: ", r"terminated: ", r"retryable: ")
 _KILLED = (r"retryable: ", r"torchrun ended with .*(retryable|preempted)")
+_TAKEN = (r"torchrun ended with .*(preempted|retryable)", *_KILLED)
 _FAILED, _CANCELLED = frozenset({RunState.FAILED}), frozenset({RunState.CANCELLED})
 
 
@@ -359,7 +368,10 @@ FAULTS: tuple[Fault, ...] = (
         follows=frozenset({IN_PLACE}), overrides=_WITHIN,
     ),
     _slurm("a rank is killed; `retries.in_job: 0`", kill_rank, *_KILLED, quick=True),
-    _slurm("torchrun is killed", kill_torchrun, *_KILLED, quick=True),
+    _slurm(
+        "torchrun is killed", kill_torchrun, r"retryable: torchrun was killed on node\d", *_KILLED,
+        quick=True,
+    ),
     _slurm(
         "a rank hangs", hang_rank, *_KILLED,
         follows=frozenset({REQUEUED, IN_PLACE}), overrides=_HANGS,
@@ -376,7 +388,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _slurm(
         "slurmstepd of a node is killed", _bind(kill_on_node, part="slurmstepd"),
-        *_LOST, states=_FAILED, follows=frozenset({REQUEUED, UNHURT}), drawn=False,
+        *_LOST, states=_FAILED, follows=frozenset({REQUEUED, UNHURT}),
     ),
     _slurm(
         "slurmd of a node is killed", _bind(kill_on_node, part="slurmd ", cycle=True),
@@ -384,18 +396,18 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _slurm(
         "the last node loses its power",
-        _bind(on_node, command="power-off", undo="power-on"), *_LOST,
+        power_off, *_LOST,
     ),
     _slurm(
         "the first node loses its power",
-        _bind(on_node, command="power-off", undo="power-on", first=True), *_LOST,
+        _bind(power_off, first=True), *_LOST,
     ),
     _slurm(
-        "the last node loses its network cable", _bind(on_node, command="cut", undo="heal"), *_LOST
+        "the last node loses its network cable", cut, *_LOST
     ),
     _slurm(
         "the first node loses its network cable",
-        _bind(on_node, command="cut", undo="heal", first=True), *_LOST,
+        _bind(cut, first=True), *_LOST,
     ),
     _slurm("a node is set down", _bind(update_node, state="down"), *_LOST),
     _slurm(
@@ -409,13 +421,14 @@ FAULTS: tuple[Fault, ...] = (
     _slurm(
         "an operator requeues and holds the job",
         _bind(control, verb="requeuehold", undo="release"),
-        r"JobHeld", r"requeued by an operator", *_STOPPED, hold_s=20,
+        r"(?i)held", r"requeued by an operator", *_STOPPED, hold_s=20,
     ),
     _slurm(
         "an operator suspends the job", _bind(control, verb="suspend", undo="resume"),
         r"(?i)suspended", follows=frozenset({UNHURT}), hold_s=8,
     ),
-    _slurm("preemption", preempt, *_STOPPED),
+    # KillWait (5 s) may be over before the script knows why.
+    _slurm("preemption", preempt, r"preempted: |terminated: by Slurm", *_STOPPED),
     _slurm(
         "the time limit", end_time, r"walltime: out of time", *_STOPPED,
         overrides=("time_limit=10m",),
@@ -434,7 +447,7 @@ FAULTS: tuple[Fault, ...] = (
         states=_FAILED, follows=frozenset({FINAL}), overrides=("@disk",), need="disk", drawn=False,
     ),
     _slurm(
-        "the run directory is removed", remove_run_directory, r"(?i)run directory", r"is gone",
+        "the run directory is removed", remove_run_directory, r"was removed|is gone",
         states=_FAILED, follows=frozenset({FINAL}), drawn=False, destroys=True,
     ),
     _slurm(
@@ -455,11 +468,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _pod("a rank is killed in a pod; `retries.in_job: 0`", kill_rank, *_KILLED, quick=True),
     _pod("torchrun is killed in a pod", kill_torchrun, *_KILLED, quick=True),
-    _pod("the first process of a pod is killed", _bind(on_pod, hit="kill"), *_KILLED, quick=True),
-    _pod("a pod is deleted", _bind(on_pod, hit="delete"), *_KILLED, quick=True),
-    _pod("a pod is evicted", _bind(on_pod, hit="evict"), *_KILLED, quick=True),
-    _pod("the last pod's node is lost", _bind(lose_node, first=False), *_KILLED, overrides=_HANGS),
-    _pod("the rendezvous host is lost", _bind(lose_node, first=True), *_KILLED, overrides=_HANGS),
+    _pod(
+        "the first process of a pod is killed", _bind(on_pod, hit="kill"), *_TAKEN, quick=True
+    ),
+    _pod("a pod is deleted", _bind(on_pod, hit="delete"), *_TAKEN, quick=True),
+    _pod("a pod is evicted", _bind(on_pod, hit="evict"), *_TAKEN, quick=True),
+    _pod("the last pod's node is lost", _bind(lose_node, first=False), *_TAKEN, overrides=_HANGS),
+    _pod("the rendezvous host is lost", _bind(lose_node, first=True), *_TAKEN, overrides=_HANGS),
     _pod("the API server is away", api_away, follows=frozenset({UNHURT}), hold_s=8, quick=True),
     _pod(
         "a pod runs out of memory", _bind(on_pod, hit="oom"), r"out of memory",
@@ -488,7 +503,7 @@ FAULTS: tuple[Fault, ...] = (
     _local("torchrun is killed on this machine", kill_torchrun, *_KILLED, _STOPPED[0], quick=True),
     _local(
         "the supervisor is killed", _bind(signal_supervisor, number=signal.SIGKILL),
-        r"supervisor", r"lost: ", r"cancelled", r"batch script", r"killed",
+        r"supervisor|cancelled: ", r"lost: ", r"killed",
         states=_FAILED | _CANCELLED, follows=frozenset({FINAL}), quick=True,
     ),
     _local(
@@ -502,7 +517,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _local(
         "the run directory is removed on this machine", remove_run_directory,
-        r"(?i)run directory", r"is gone",
+        r"was removed|is gone",
         states=_FAILED | {RunState.UNKNOWN}, follows=frozenset({FINAL}), drawn=False, destroys=True,
     ),
     _local(
