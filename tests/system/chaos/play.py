@@ -121,7 +121,10 @@ def draw(seed: int, number: int, *, place: str = "", quick: bool = False) -> Sco
     place = place or dice.choices(["slurm", "pods", "local"], [6, 3, 1])[0]
     pool = [f for f in FAULTS if f.place == place and f.drawn and (f.quick or not quick)]
     blows: list[Blow] = []
-    for index in range(dice.choices([1, 2, 3], [5, 4, 1])[0] if not quick else 2):
+    count = dice.choices([1, 2, 3], [5, 4, 1])[0]
+    if quick:
+        count = 2 if place == "slurm" else 1
+    for index in range(count):
         moments = [*MOMENTS[2:], "again"] if index else [*MOMENTS]
         if quick:  # at the end a fault may come too late
             moments.remove("end")
