@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 _SRUN = """#!{python} -SE
 import os, subprocess, sys
@@ -45,7 +46,7 @@ esac
 
 @dataclass(frozen=True)
 class Seen:
-    """The options and environment of one torchrun."""
+    """The options and environment of one torchrun, which reads `$$` in its words as a dollar."""
 
     argv: list[str]
     env: dict[str, str]
@@ -89,4 +90,11 @@ def execute(
     )
     assert done.returncode == 0, (done.stdout + done.stderr).decode(errors="replace")
     dumps = sorted((folder / "dumps").iterdir(), key=lambda dump: int(dump.name))
-    return [Seen(**json.loads(dump.read_text())) for dump in dumps]
+    records = [json.loads(dump.read_text()) for dump in dumps]
+    return [
+        Seen(
+            argv=[Template(word).safe_substitute(local_rank="0") for word in record["argv"]],
+            env=record["env"],
+        )
+        for record in records
+    ]

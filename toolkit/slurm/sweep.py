@@ -158,7 +158,11 @@ class SlurmPoint(SlurmRun):
         row = rows.get(f"{job.job_id}_{self.index}")
         if row is None and not run_directory.has_attempts(self.run_dir):
             row = rows.get(job.job_id)  # tasks that were cancelled before they started, together
-        return status_of(row, self.run_dir, after=job.after) if row else self._forgotten(snapshot)
+        if row is None:
+            return self._forgotten(snapshot)
+        # The task itself makes the folder of its point: without one, it has failed before.
+        failed_before = row.state is RunState.FAILED and not self.run_dir.is_dir()
+        return status_of(row, None if failed_before else self.run_dir, after=job.after)
 
     def _ids(self, job: SlurmJob) -> Sequence[str]:
         whole = job.job_id.partition("_")[0]

@@ -147,7 +147,15 @@ def test_this_machine_refuses_a_sweep_and_says_what_to_do() -> None:
 
 
 def test_every_point_reaches_torchrun_byte_for_byte(tmp_path: Path) -> None:
-    hostile = ["it's $HOME `x` \\", "two\nlines\t*", '"quoted" # no', "", "#==== points", "--"]
+    hostile = [
+        "it's $HOME `x` \\",
+        "two\nlines\t*",
+        '"quoted" # no',
+        "",
+        "#==== points",
+        "$$",
+        "--",
+    ]
     spec = job(
         name="hostile",
         args=["first", "--text", "old"],
