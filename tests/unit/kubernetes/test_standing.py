@@ -105,6 +105,33 @@ def test_a_run_that_waits_in_a_queue_says_what_kueue_says(
         assert run.status().state is RUNNING
 
 
+@pytest.mark.parametrize("workload", ["TrainJob", "JobSet", "Job"])
+def test_an_evicted_run_is_being_stopped_and_waits_when_its_pods_are_gone(
+    environ: dict[str, str], workload: Any
+) -> None:
+    with FakeKubernetes(kueue=True) as server:
+        server.apply(runtime())
+        site = Site(server, environ, workload, queue="gpus")
+        run = site.submit()
+        server.admit(run.name)
+        server.run(run.name)
+        server.hold_deletes = True
+        server.preempt(run.name)
+        words = "evicted by Kueue (Preempted: Preempted to accommodate a workload of a higher "
+        stops = status(RUNNING, f"queue 'gpus': {words}priority); its pods are being stopped")
+        assert run.status() == stops
+        assert toolkit.statuses([run]) == [stops]
+        server.stopped(run.name)
+        assert run.status() == status(PENDING, f"queue 'gpus': {words}priority); waits")
+        short = "couldn't assign flavors: insufficient unused quota for cpu, 2 more needed"
+        server.queue_says(run.name, "Pending", short)
+        assert run.status().reason.endswith(f"priority); waits for quota: {short}")
+        server.admit(run.name)
+        assert run.status() == status(RUNNING, "starts again")
+        server.run(run.name)
+        assert run.status() == status(RUNNING)
+
+
 @a_job
 def test_a_status_without_the_right_to_see_events_still_has_a_state(site: Site) -> None:
     run = site.submit()
