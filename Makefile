@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-all test-nightly test-cluster test-gpu fuzz lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor notebooks clean
+.PHONY: help install image run test test-all test-nightly test-cluster test-gpu fuzz lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery chaos faults notebooks clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,6 +14,8 @@ NODES ?= 4
 ARGS ?=
 BASE ?=
 MINUTES ?= 60
+SEED ?=
+RUN ?=
 
 help:  ## Show the targets
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
@@ -69,6 +71,12 @@ test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs f
 fuzz: install  ## Try odd inputs for MINUTES, all seven fuzzers side by side
 	@TOOLKIT_FUZZ_MINUTES=$(MINUTES) $(BIN)/pytest tests/security/test_fuzz.py -n 7 -o timeout=0 $(ARGS)
 
+chaos: install  ## Hit runs with faults drawn from SEED for MINUTES, on sandbox, pods and this machine; RUN=k repeats one
+	@$(BIN)/python -m tests.system.chaos.play --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(RUN),--run $(RUN)) $(ARGS)
+
+faults: install  ## Run each fault once and write the table of docs/how-to/failures.md; ARGS="--only WORD" for a part
+	@$(BIN)/python -m tests.system.chaos.fault_table $(ARGS)
+
 test-cluster: install  ## Run the tests that hold on a real Kubernetes cluster, on that of KUBECONFIG
 	@TOOLKIT_TEST_CLUSTER=1 $(BIN)/pytest tests/unit/kubernetes -m any_cluster -n 2 --dist worksteal -o timeout=1800 $(ARGS)
 
@@ -97,6 +105,9 @@ bench-kubernetes: install  ## Measure rendering beside TorchX, and waiting for 1
 
 bench-executor: install  ## Measure calling a function on all ranks beside submitit, on a sandbox
 	@$(BIN)/python -m benchmarks.executor $(ARGS)
+
+bench-recovery: install  ## Measure from each fault to the first new step, beside a script by hand, on a sandbox
+	@$(BIN)/python -m benchmarks.recovery $(ARGS)
 
 notebooks: install  ## Run the notebooks again and keep what they show; on the sandbox where it is up
 	@eval "$$($(SANDBOX) env 2>/dev/null)"; $(BIN)/jupyter execute --inplace notebooks/quickstart.ipynb notebooks/sweep.ipynb

@@ -41,9 +41,9 @@ esac
 
 
 @functools.cache
-def functions(requeue: int, chain: bool) -> str:
+def functions(requeue: int, preemptions: int | None, chain: bool) -> str:
     """Return the functions that stand below a batch script for two nodes."""
-    retries = {"requeue": requeue, "in_job": 2}
+    retries = {"requeue": requeue, "in_job": 2, "preemptions": preemptions}
     job = job_of(resources={"nnodes": 2}, retries=retries)
     plan = toolkit.plan(job, toolkit.SlurmProfile(name="s"))
     script = toolkit.render(plan.in_turns() if chain else plan)
@@ -57,6 +57,7 @@ class Job:
     run_dir: Path
     attempt: int = 0
     limit: int = 2
+    preemptions: int | None = None
     chain: bool = False
 
     def __post_init__(self) -> None:
@@ -107,7 +108,7 @@ class Job:
             str(self.run_dir),
             str(self.attempt),
             stopping,
-            functions(self.limit, self.chain),
+            functions(self.limit, self.preemptions, self.chain),
         ]
         with self.log.open("a") as log:
             done = subprocess.run(

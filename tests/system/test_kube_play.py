@@ -170,18 +170,13 @@ def job_pods(thing: Object) -> tuple[list[Object], dict[str, int]]:
 def pytorchjob_pods(thing: Object) -> tuple[list[Object], dict[str, int]]:
     """Make the pods of a PyTorchJob as the Training Operator does, and its Services' names."""
     name, spec = thing["metadata"]["name"], thing["spec"]
-    policy = spec["elasticPolicy"]
-    added = {
-        "PYTHONUNBUFFERED": "1",
-        "PET_NPROC_PER_NODE": spec["nprocPerNode"],
-        "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
-        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
-        "PET_RDZV_BACKEND": policy["rdzvBackend"],
-        "PET_RDZV_ID": policy["rdzvId"],
-        "PET_RDZV_ENDPOINT": f"{name}-worker-0:23456",
-    }
     template = spec["pytorchReplicaSpecs"]["Worker"]["template"]
-    pods = [pod(template, f"{name}-worker-{index}", added) for index in (0, 1)]
+    pods = []
+    for index in (0, 1):
+        added = {"PYTHONUNBUFFERED": "1", "PET_NPROC_PER_NODE": spec["nprocPerNode"]}
+        # The kubelet reads the number from a label of the operator.
+        added["JOB_COMPLETION_INDEX"] = str(index)
+        pods.append(pod(template, f"{name}-worker-{index}", added))
     return pods, {f"{name}-worker-{index}": index for index in (0, 1)}
 
 

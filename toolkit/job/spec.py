@@ -103,9 +103,14 @@ class Retries(FrozenModel):
     requeue: types.NaturalInt = 0
     """New attempts of the whole job after failures that may pass: a lost node, a killed rank.
 
-    On Slurm and on this machine, attempts after a preemption or the time limit are not counted, but
-    0 forbids them, too. If a script writes no `outcome.json`, the time limit counts as a failure.
+    Attempts after a preemption, the time limit, or an operator's requeue are not counted, but on
+    Slurm and on this machine 0 forbids them, too. If a script writes no `outcome.json`, the time
+    limit counts as a failure.
     """
+
+    preemptions: types.NaturalInt | None = None
+    """New attempts after a preemption, the time limit, or an operator's requeue; by default any
+    number, as long as `no_progress` allows. Slurm and this machine count them, pods do not."""
 
     no_progress: types.PositiveInt = 3
     """The run ends after this many attempts in a row without a new step in `outcome.json`. The pods

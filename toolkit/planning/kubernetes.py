@@ -19,12 +19,21 @@ STARTED = "TRAIN_START"
 PORT = 29500
 """The port of the rendezvous; each pod has a network namespace of its own."""
 
+_OPERATORS_PORT = 23456
+"""The port that the Training Operator declares in the pods of a PyTorchJob and its Services."""
+
+_INDEX_LABEL = "training.kubeflow.org/replica-index"
+"""The label of the pods of a PyTorchJob with their number."""
+
 SPARE_RESTARTS = 100
 """Restarts beyond `retries.requeue` that the cluster grants, since preemptions use them up, too;
 only the entrypoint counts failures."""
 
 ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 """The label of pods in which JobSet counts the starts of all of them."""
+
+_INDEX = "JOB_COMPLETION_INDEX"
+"""The variable with the number of a pod, as Kubernetes sets it in Indexed Jobs."""
 
 _START = "batch.kubernetes.io/controller-uid"
 """The label of pods that names the Job they belong to; a JobSet makes a new one for each start."""
@@ -69,7 +78,7 @@ class KubernetesPlan(plans.LaunchPlan):
     JobSet: restarts of all pods together."""
 
     rdzv_endpoint: str | None = None
-    """`HOST:PORT` of the rendezvous; None if the operator sets it."""
+    """`HOST:PORT` of the rendezvous; None if the operator sets the address of its Master."""
 
     join_timeout_s: int = plans.RENDEZVOUS_TIMEOUT_S
     """How long pods wait for each other."""
@@ -177,6 +186,11 @@ class KubernetesPlan(plans.LaunchPlan):
             rdzv_endpoint=endpoint,
             subdomain=name if self.subdomain == before else self.subdomain,
         )
+
+    @property
+    def meets_others(self) -> bool:
+        """Whether the pods meet at the first one, by the entrypoint's own means."""
+        return self.rdzv_endpoint is not None and self.max_nodes > 1
 
     @property
     def keeps_runs(self) -> bool:
@@ -307,7 +321,12 @@ def _plan(
 
 
 def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
-    """Add what the Training Operator needs; the operator itself sets the endpoint."""
+    """Add what the Training Operator needs.
+
+    With an `elasticPolicy` the operator would end the job, and delete the other pods with their
+    logs, when the first worker has succeeded. Without one all Workers must succeed (Training
+    Operator 1.9), so torchrun gets the rendezvous as options.
+    """
     job, nodes = plan.job, plan.job.resources.max_nodes
     roles = {"Worker": nodes}
     if plan.profile.master:
@@ -320,16 +339,20 @@ def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
     elif job.retries.requeue:
         # The operator adds up the restarts of all pods, and one incident restarts each of them.
         policy, limit = "OnFailure", job.retries.requeue * nodes + 1
+    endpoint = f"{pods.first_pod('PyTorchJob', plan.run_name, None)}:{_OPERATORS_PORT}"
+    if plan.profile.master:
+        # An option would win over the operator's variables.
+        nproc = f"--nproc-per-node={job.resources.nproc_per_node}"
+        torchrun = (nproc, "--tee=3", *plans.carried_options(job))
+    else:
+        torchrun = _meeting_at(endpoint, plan)
     return replace(
         plan,
         # The pods of successive PyTorchJobs of one name have the same labels.
         env={**plan.env, STARTED: plan.run_name},
-        # An option would win over the operator's variables.
-        torchrun=(
-            f"--nproc-per-node={job.resources.nproc_per_node}",
-            "--tee=3",
-            *plans.carried_options(job),
-        ),
+        torchrun=torchrun,
+        rdzv_endpoint=None if plan.profile.master else endpoint,
+        from_labels={} if plan.profile.master else {_INDEX: _INDEX_LABEL},
         replicas=roles,
         restart_policy=policy,
         backoff_limit=limit,
@@ -349,12 +372,7 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
         plan,
         env={name: value for name, value in plan.env.items() if name not in kept_back},
         exports={name: plan.env[name] for name in kept_back},
-        torchrun=(
-            *plans.torchrun_options(job),
-            f"--rdzv-endpoint={first}:{PORT}",
-            f"--rdzv-id={name}",
-            "--tee=3",
-        ),
+        torchrun=_meeting_at(f"{first}:{PORT}", plan),
         rdzv_endpoint=f"{first}:{PORT}",
         host_port=PORT if plan.profile.host_network else None,
         backoff_limit=job.retries.requeue + spare,
@@ -362,6 +380,16 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
         pod_restart_policy="Never",
         from_labels=({"TRAIN_ATTEMPT": ATTEMPT_LABEL} if in_jobset else {}) | {STARTED: _START},
         gang=in_jobset,
+    )
+
+
+def _meeting_at(endpoint: str, plan: KubernetesPlan) -> tuple[str, ...]:
+    """Return torchrun's options for a rendezvous by c10d on the first pod."""
+    return (
+        *plans.torchrun_options(plan.job),
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={plan.run_name}",
+        "--tee=3",
     )
 
 

@@ -163,13 +163,16 @@ def pod_of(
 
 
 def first_pod(workload: Workload, run_name: str, service: str | None) -> str:
-    """Return the host name of the first pod of an Indexed Job, which the others connect to.
+    """Return the host name of the first pod, which the others connect to.
 
-    The service names the pods of a Job; it is None if each run brings its own.
+    The service names the pods of a Job; it is None if each run brings its own. The Training
+    Operator makes a Service for each pod of a PyTorchJob.
 
-    >>> first_pod("Job", "a", None), first_pod("JobSet", "a", None)
-    ('a-0.a', 'a-node-0-0.a')
+    >>> [first_pod(kind, "a", None) for kind in ("PyTorchJob", "JobSet", "Job")]
+    ['a-worker-0', 'a-node-0-0.a', 'a-0.a']
     """
+    if workload == "PyTorchJob":
+        return f"{run_name}-worker-0"
     if workload == "Job":
         return f"{run_name}-0.{service or run_name}"
     return f"{run_name}-node-0-0.{run_name}"

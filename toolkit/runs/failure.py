@@ -38,7 +38,7 @@ _LAST_WORDS = 5
 _UNREPORTED_S = 120.0
 """Seconds before the reported failures in which an unreported rank may have failed first."""
 
-_WELL = ("done", "cancelled", "preempted", "walltime", "fenced", "terminated")
+_WELL = ("done", "cancelled", "preempted", "requeued", "walltime", "fenced", "terminated")
 """Words of the retry policy for ends of attempts in which nothing has failed."""
 
 _NOT_BEGUN = ("gave_up", "no_progress")

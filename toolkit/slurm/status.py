@@ -126,7 +126,9 @@ def status_of(row: JobRow, run_dir: Path | None, *, after: str = "") -> RunStatu
         reasons = [reason, expected(row.start), last and f"last attempt: {last}"]
         text = "; ".join(filter(None, reasons))
         return RunStatus(state=state, reason=text, expected_start=row.start)
-    if state is RunState.FAILED and run_dir is not None and run_dir.is_dir():
+    if state is RunState.FAILED and run_dir is not None and not run_dir.is_dir():
+        reason = f"{reason}: {run_dir} is gone"  # Slurm could not even open the log
+    elif state is RunState.FAILED and run_dir is not None:
         ended = run_directory.ended_status(run_dir)
         word = run_directory.newest_reason(run_dir).word
         if ended.state is RunState.SUCCEEDED and word != "done":

@@ -1,5 +1,8 @@
 """The capacity of the only node, and the images that it can pull."""
 
+from decimal import Decimal
+
+from kubernetes.utils.quantity import parse_quantity
 from tests.fakes.kubernetes.wire import Object
 
 __all__ = ["not_pulled", "not_scheduled"]
@@ -10,10 +13,10 @@ _CPUS = 1024
 
 def not_scheduled(pod: Object) -> str:
     """Return why the scheduler finds no node for a pod; empty where it does."""
-    asked = 0.0
+    asked = Decimal(0)
     for container in pod["spec"]["containers"]:
-        text = str(((container.get("resources") or {}).get("requests") or {}).get("cpu", 0))
-        asked += float(text.removesuffix("m")) / (1000 if text.endswith("m") else 1)
+        requests = (container.get("resources") or {}).get("requests") or {}
+        asked += parse_quantity(requests.get("cpu", 0))  # type: ignore[no-untyped-call]
     if asked <= _CPUS:
         return ""
     return (

@@ -106,13 +106,17 @@ def _decide(cluster: Kubelet, job: Object, pods: list[Object]) -> bool:
     name, policies = job["metadata"]["name"], job["spec"]["pytorchReplicaSpecs"]
     run_policy = job["spec"].get("runPolicy") or {}
     leads = "Master" if "Master" in policies else "Worker"
+    # The first elastic Worker that succeeds, or else all Workers (UpdateJobStatus, v1.9).
+    needed = 1 if job["spec"].get("elasticPolicy") else policies[leads].get("replicas", 1)
+    leading = 0
     gone = cluster.memory.get(job["metadata"]["uid"], set())
     restarts, failed, started = 0, "", (job.get("status") or {}).get("startTime")
     for pod in pods:
         role = pod["metadata"]["labels"][ROLE].capitalize()
         policy, phase = policies[role].get("restartPolicy", "Never"), pod["status"]["phase"]
         restarts += container_status(pod)["restartCount"]
-        if phase == "Succeeded" and role == leads:
+        leading += role == leads and phase == "Succeeded"
+        if leading == needed:
             words = f"PyTorchJob {name} successfully completed."
             say(job, "Succeeded", message=words)
             break

@@ -1,7 +1,8 @@
 """A task that notes which samples it was given, so that a test can count them.
 
 `$COUNTED` names a folder that all ranks see. Its files also say how fast to train, and which rank
-shall eat up its memory.
+shall eat up its memory or raise an exception. Each rank prints a line before it notes a step, so
+that a test can look for the last line of every rank.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,6 +33,8 @@ class Counted(Task):
         self.log = folder / f"{self.attempt}-{os.environ['MASTER_PORT']}-{rank}.jsonl"
         self.restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
         self.pace, self.hungry = folder / "pace", folder / f"hungry-{rank}"
+        self.faulty = folder / f"faulty-{rank}"
+        self.steps = 0
         self.eaten: list[bytes] = []
 
     def model(self) -> nn.Module:
@@ -50,11 +54,22 @@ class Counted(Task):
         return functional.mse_loss(outputs[:, 0], targets[:, 0], reduction="sum")
 
     def _note(self, numbers: list[int]) -> None:
+        self.steps += 1
+        print(word(self.log, self.restart, self.steps), end="", flush=True)
         with self.log.open("a") as file:
             file.write(json.dumps({"restart": int(self.restart), "numbers": numbers}) + "\n")
         while self.hungry.exists():
             self.eaten.append(os.urandom(1 << 25))
+            with suppress(FileNotFoundError):
+                time.sleep(float(self.hungry.read_text() or 0))
+        if self.faulty.exists():
+            raise IndexError("list index out of range")
         time.sleep(float(self.pace.read_text() or 0))
+
+
+def word(log: Path, restart: str | int, step: int) -> str:
+    """Return the line that a rank prints for the step of this number since its start."""
+    return f"{log.stem} of start {restart} notes its step {step}\n"
 
 
 def _samples(count: int, *, seed: int) -> Batch:

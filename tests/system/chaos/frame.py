@@ -13,7 +13,7 @@ from typing import Any
 import toolkit
 from tests.conftest import Cluster
 from tests.support.processes import with_environment
-from tests.support.slurm_site import Site, events, failure
+from tests.support.slurm_site import Site, failure
 from tests.system.chaos.counted import SAMPLES
 from tests.train.support.reading import same, whole
 from toolkit.slurm import SlurmLauncher, SlurmRun
@@ -47,7 +47,10 @@ class Trial:
         draft.replace(self.folder / "pace")
 
     def events(self, kind: str, attempt: int | None = None) -> list[dict[str, Any]]:
-        return [e for e in events(self.run, kind) if attempt in (None, e["attempt"])]
+        path = self.run_dir / "events.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        found = [event for event in map(json.loads, lines) if event["event"] == kind]
+        return [event for event in found if attempt in (None, event["attempt"])]
 
     def saved(self, attempt: int = 0) -> bool:
         """Whether an attempt has committed a checkpoint."""
@@ -111,6 +114,16 @@ class Trial:
         )
         os.kill(script, signal.SIGKILL)
 
+    def kill_slurmstepd(self, cluster: Cluster, node: str) -> None:
+        """Kill the daemon of Slurm that watches torchrun's step on a node, and not its tasks."""
+        (number,) = self.step_numbers(0)
+        (daemon,) = (
+            process["pid"]
+            for process in json.loads(cluster("ps", node, "--all", "--json"))
+            if process["command"].startswith(f"slurmstepd: [{self.job_id}.{number}]")
+        )
+        os.kill(daemon, signal.SIGKILL)
+
     def step_numbers(self, attempt: int) -> set[str]:
         """Return the numbers of the Slurm steps that started torchrun in an attempt."""
         return {path.read_text().strip() for path in self.attempt(attempt).glob("began-*")}
@@ -128,26 +141,32 @@ def submit(
 
     `profile`: more keys of its profile.
     """
-    folder = site.runs.parent / f"counted-{len(list(site.runs.parent.glob('counted-*')))}"
-    folder.mkdir()
-    (folder / "pace").write_text(f"{pace}")
+    path = write_job(site.runs.parent, pace=pace, every=every)
+    changed = site.profile.model_copy(update=profile)
+    launcher = SlurmLauncher(changed, command=site._command)
+    plan = toolkit.plan(toolkit.load(path, overrides), changed)
+    return Trial(run=launcher.submit(plan), folder=path.parent)
+
+
+def write_job(folder: Path, *, pace: float, every: int) -> Path:
+    """Write a job file into a new folder, in which its ranks will note their samples."""
+    made = folder / f"counted-{len(list(folder.glob('counted-*')))}"
+    made.mkdir(parents=True)
+    (made / "pace").write_text(f"{pace}")
     job = {
         "name": "counted",
         "module": "train",
         "args": [
             *("--task", f"{TASK}:Counted", "--steps", str(STEPS), "--global-batch", str(BATCH)),
-            *("--checkpoint-every", str(every)),
+            *("--checkpoint-every", str(every), "--timeout-s", "600"),
         ],
         "resources": {"nnodes": 2, "cpus_per_node": 1, "memory": "2GiB"},
-        "env": {"OMP_NUM_THREADS": "1", "COUNTED": str(folder)},
+        "env": {"OMP_NUM_THREADS": "1", "COUNTED": str(made)},
         "retries": {"in_job": 0, "requeue": 3},
     }
-    path = folder / "job.yaml"
+    path = made / "job.yaml"
     path.write_text(json.dumps(job))
-    changed = site.profile.model_copy(update=profile)
-    launcher = SlurmLauncher(changed, command=site._command)
-    plan = toolkit.plan(toolkit.load(path, overrides), changed)
-    return Trial(run=launcher.submit(plan), folder=folder)
+    return path
 
 
 def go_on(trial: Trial, site: Site) -> Trial:
@@ -163,12 +182,17 @@ def unharmed(
     status = trial.wait(pace)
     assert status.state is toolkit.RunState.SUCCEEDED, failure(trial.run)
     until(lambda: not trial.processes(), "no process of the run is left on any node")
-    outcome = json.loads((trial.run_dir / "outcome.json").read_text())
-    assert (outcome["status"], outcome["step"]) == ("done", STEPS)
     assert trial.reasons()[-1] == "done: all steps made"
     for attempt in range(len(trial.reasons())):
         reason = trial.reasons()[attempt]
         assert reason and not reason.endswith("deciding"), trial.reasons()
+    whole_result(trial, reference)
+
+
+def whole_result(trial: Trial, reference: Trial) -> None:
+    """Insist on the bits of the unbroken run, and on each sample once in an epoch."""
+    outcome = json.loads((trial.run_dir / "outcome.json").read_text())
+    assert (outcome["status"], outcome["step"]) == ("done", STEPS)
     assert same(whole(_last_checkpoint(trial)), whole(_last_checkpoint(reference)))
     assert trial.losses() == reference.losses()
     stream = [number for step in samples_by_step(trial) for number in step]
@@ -226,11 +250,11 @@ def _writer(trial: Trial, checkpoint: str, resumed: tuple[int, int]) -> tuple[in
 
 def _given(trial: Trial, attempt: int, restart: int) -> Iterator[list[int]]:
     """Yield the samples of each step that a start has made on all of its ranks."""
-    (first,) = (
-        path
+    firsts = {
+        path: path.read_text().partition("\n")[0]
         for path in trial.folder.glob(f"{attempt}-*-0.jsonl")
-        if json.loads(path.read_text().partition("\n")[0])["restart"] == restart
-    )
+    }
+    (first,) = (p for p, line in firsts.items() if line and json.loads(line)["restart"] == restart)
     ranks = sorted(trial.folder.glob(f"{first.name.removesuffix('0.jsonl')}*.jsonl"))
     for lines in zip(*(path.read_text().splitlines() for path in ranks), strict=False):
         yield [number for line in lines for number in json.loads(line)["numbers"]]

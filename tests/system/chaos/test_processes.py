@@ -74,6 +74,19 @@ def test_a_killed_batch_script_is_named_and_the_run_goes_on_when_told_to(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("requeue", [0, 3])
+def test_a_killed_slurmstepd_keeps_no_job_from_ending_with_its_ranks(
+    cluster: Cluster, site: Site, requeue: int, reference: Trial, until: Until
+) -> None:
+    """srun would wait for that node until the time limit."""
+    trial = submit(site, f"retries.requeue={requeue}")
+    until(trial.saved, "a first checkpoint")
+    trial.kill_slurmstepd(cluster, nodes_of(cluster, trial.run)[1])
+    unharmed(trial, reference, until)
+    assert (trial.attempt(0) / "hung").exists()
+
+
+@pytest.mark.slow
 def test_out_of_memory_ends_the_job_with_the_node_s_name_and_it_goes_on_when_told_to(
     cluster: Cluster, site: Site, reference: Trial, until: Until
 ) -> None:

@@ -88,3 +88,21 @@ def test_without_the_accounting_database_runs_are_submitted_followed_and_ended(
         second("start", "slurmdbd")
     ended = ["sacct", "-n", "-X", "--duplicates", "-j", trial.run.job_id, "-o", "state"]
     until(lambda: "COMPLETED" in second.slurm(*ended), "the database has heard of it since")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("requeued", [False, True], ids=["", "requeued"])
+def test_a_run_directory_removed_during_the_run_ends_the_run_and_nothing_begins_anew(
+    cluster: Cluster, site: Site, requeued: bool, until: Until
+) -> None:
+    """Where torchrun would start the ranks again, and where Slurm starts the script again."""
+    trial = submit(site, "retries.in_job=2")
+    until(trial.saved, "a first checkpoint")
+    shutil.rmtree(trial.run_dir)
+    if requeued:
+        cluster.slurm("scontrol", "requeue", trial.job_id)
+    status = trial.wait(pace=0.2)
+    assert status.state is toolkit.RunState.FAILED, failure(trial.run)
+    what = "is gone" if requeued else "was removed during the run; not queued again"
+    assert status.reason.endswith(f": {trial.run_dir} {what}")
+    assert not trial.events("checkpoint")

@@ -154,6 +154,35 @@ def test_scancel_is_no_failure(cluster: Cluster, site: Site, until: Until) -> No
     ), (killed, said)
 
 
+@pytest.mark.slow
+def test_a_requeue_by_an_operator_and_a_node_that_is_back_at_once_are_told_apart(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    """The operator's requeue is no failure; the node that was set down is one of that node."""
+    ran = 'touch "$TRAIN_RUN_DIR/ran-$TRAIN_ATTEMPT"'
+    loop = f'trap "exit 75" TERM; {ran}; while :; do sleep 0.1; done'
+    job = toolkit.JobSpec.model_validate(
+        {
+            "name": "shell",
+            "command": ["bash", "-c", loop],
+            "resources": {"nnodes": 2},
+            "retries": {"requeue": 1},
+        }
+    )
+    run = site.launcher.submit(toolkit.plan(job, site.profile))
+    assert run.run_dir is not None
+    until((run.run_dir / "ran-0").exists, "it runs")
+    cluster.slurm("scontrol", "requeue", run.job_id)
+    until((run.run_dir / "ran-1").exists, "it runs again")
+    # KillWait (5 s) may end the script before it can add what it has decided.
+    assert reason_of(run, 0).startswith("requeued: by an operator; queued again")
+    node = nodes_of(cluster, run)[1]
+    cluster.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    until((run.run_dir / "ran-2").exists, "it runs once more")
+    assert reason_of(run, 1).startswith(f"node_failure: down: {node}; queued again")
+    assert (run.run_dir / "logs/attempt-1/failing_node").read_text() == f"{node}\n"
+
+
 @pytest.fixture
 def powered(cluster: Cluster) -> Iterator[None]:
     """Put all nodes back to work at the end."""

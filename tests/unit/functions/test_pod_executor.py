@@ -6,6 +6,7 @@ import pickle
 import secrets
 import subprocess
 import sys
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import toolkit
 from tests.conftest import ROOT, Until
 from tests.fakes.kubernetes import FakeKubernetes, Fault
 from tests.support import calls
+from tests.unit.kubernetes.site import runtime
 from toolkit.functions import payload, pod_results
 from toolkit.functions.payload import files_of
 from toolkit.functions.pod_results import CHUNK, LIMIT, LONGEST, MARK, left_here
@@ -173,7 +175,9 @@ def test_a_pod_prints_no_more_than_its_node_keeps(tmp_path: Path) -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeKubernetes]:
-    with FakeKubernetes(auto_run=True) as found:
+    # The Training Operator deletes pods of ended jobs at once, which it is free to do.
+    with FakeKubernetes(auto_run=True, clean_after_s=0) as found:
+        found.apply(runtime())
         config = found.kubeconfig(tmp_path / "kubeconfig")
         monkeypatch.setenv("KUBECONFIG", str(config))
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -201,6 +205,28 @@ def test_every_rank_calls_the_function_and_what_it_returns_comes_back(
     (payload,) = server.objects_of("ConfigMap")
     (owner,) = payload["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["name"]) == (workload, job.run.name)
+
+
+def end_apart(wait_s: float) -> int:
+    """Return the rank; the last one ends later."""
+    from torch import distributed
+
+    rank = distributed.get_rank()
+    time.sleep(wait_s * rank)
+    print("leaves")
+    return rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["PyTorchJob", "TrainJob", "JobSet", "Job"])
+def test_results_and_logs_are_there_after_each_success(
+    server: FakeKubernetes, workload: str
+) -> None:
+    for wait_s in (30, *[0] * 20):
+        job = executor(workload).submit(end_apart, wait_s)
+        assert job.results() == [0, 1]
+        for rank in (0, 1):
+            assert [line[-6:] for line in job.run.logs(ranks=[rank]) if "leaves" in line]
 
 
 def test_what_is_run_is_what_was_submitted(

@@ -81,6 +81,7 @@ def test_every_key_at_every_level_is_described() -> None:
         ".Resources.shm",
         ".Retries.in_job",
         ".Retries.requeue",
+        ".Retries.preemptions",
         ".Retries.no_progress",
         ".Secret.secret",
         ".Secret.key",

@@ -150,12 +150,18 @@ def test_a_secret_wins_over_a_variable_of_the_profile_of_the_same_name() -> None
     assert faults(text) == []
 
 
-def test_a_range_of_nodes_is_the_operators_elasticity() -> None:
+def test_a_range_of_nodes_is_torchruns_and_all_workers_must_succeed() -> None:
+    """With an elasticPolicy the operator deletes the others when the first one has succeeded."""
     job = {"resources": {"nnodes": {"min": 2, "max": 4}}, "retries": {"in_job": 3}}
-    spec = workload(manifest(job, {}))["spec"]
-    policy = spec["elasticPolicy"]
-    assert (policy["minReplicas"], policy["maxReplicas"], policy["maxRestarts"]) == (2, 4, 3)
-    assert spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == 4
+    thing = workload(manifest(job, {}))
+    name, spec = thing["metadata"]["name"], thing["spec"]
+    assert (spec.keys(), spec["pytorchReplicaSpecs"]["Worker"]["replicas"]) == (
+        {"nprocPerNode", "runPolicy", "pytorchReplicaSpecs"},
+        4,
+    )
+    options = ("--nnodes=2:4", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-id={name}")
+    endpoint = f"--rdzv-endpoint={name}-worker-0:23456"
+    assert {*options, endpoint} <= {*container_of(thing)["args"]}
 
 
 def test_a_master_is_one_of_the_pods() -> None:
@@ -164,7 +170,7 @@ def test_a_master_is_one_of_the_pods() -> None:
         text = manifest({"resources": {"nnodes": nodes}}, site)
         spec = workload(text)["spec"]
         found = {role: of["replicas"] for role, of in spec["pytorchReplicaSpecs"].items()}
-        assert (found, "elasticPolicy" in spec) == (roles, False)
+        assert found == roles
         errors = CUSTOM["PyTorchJob"].iter_errors(workload(text))
         assert not list(errors)
 

@@ -5,13 +5,16 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Until
+from tests.support.ports import free_port
 from tests.support.rendered import KINDS, container_of, manifest, workload
 
 DONE, FINAL, AGAIN = 0, 42, 138
@@ -24,10 +27,11 @@ eval "$1"
 """
 
 
-def entrypoint(kind: str, *, requeue: int = 9, in_job: int = 0) -> list[str]:
+def entrypoint(kind: str, *, requeue: int = 9, in_job: int = 0, nnodes: int = 1) -> list[str]:
     """Return what the container starts, up to torchrun."""
     retries = {"requeue": requeue, "in_job": in_job}
-    text = manifest({"retries": retries}, {"runs_claim": "runs"}, kind)
+    job = {"retries": retries, "resources": {"nnodes": nnodes}}
+    text = manifest(job, {"runs_claim": "runs"}, kind)
     command: list[str] = container_of(workload(text))["command"]
     return command
 
@@ -43,9 +47,10 @@ class Pod:
         name: str = "t-0",
         requeue: int = 9,
         in_job: int = 0,
+        nnodes: int = 1,
     ) -> None:
         self.folder, self.runs = folder, folder / "runs" / "it's a run"
-        self.command = entrypoint(kind, requeue=requeue, in_job=in_job)
+        self.command = entrypoint(kind, requeue=requeue, in_job=in_job, nnodes=nnodes)
         self.programs = folder / "bin"
         self.programs.mkdir(exist_ok=True)
         self.program("torchrun", TORCHRUN)
@@ -272,8 +277,80 @@ def test_without_labels_every_pod_is_of_attempt_0(kind: str, tmp_path: Path) -> 
 def test_pods_meet_at_the_first_one(tmp_path: Path) -> None:
     pod = Pod(tmp_path)
     for index, host in (("0", "1"), ("3", "0")):
-        code = f'[ "$PET_RDZV_CONF" = "is_host={host},join_timeout=600,read_timeout=600" ]'
+        code = f'[ "$PET_RDZV_CONF" = "is_host={host},join_timeout=600" ]'
         assert pod.run(code, JOB_COMPLETION_INDEX=index) == DONE
+
+
+FAST_SLEEP = '#!/bin/sh\necho >>"$TRAIN_RUN_DIR/slept"\nexec /bin/sleep 0.01\n'
+
+
+def test_the_first_pod_is_waited_for_before_torchrun_starts(tmp_path: Path, until: Until) -> None:
+    pod = Pod(tmp_path, nnodes=2)
+    pod.program("sleep", FAST_SLEEP)
+    slept, option = pod.runs / "slept", f"--rdzv-endpoint=localhost:{(port := free_port())}"
+    start = partial(pod.start, "torchrun", 'touch "$TRAIN_RUN_DIR/ran"', option)
+    with start(JOB_COMPLETION_INDEX="1") as process:
+        until(lambda: slept.exists() and len(slept.read_text()) > 3, "it has tried some times")
+        assert not (pod.runs / "ran").exists()
+        with socket.create_server(("localhost", port)):
+            assert process.wait() == DONE
+    assert (pod.runs / "ran").exists()
+
+
+HANGS = r"""
+mkdir -p "$PET_LOG_DIR/run/attempt_0"
+echo "E1125 api.py] failed (exitcode: 1) local_rank: 0 (pid: 1)" >>"$TORCH_LOGS_OUT"
+exec python3 -c "import time; time.sleep(3600)"
+"""
+"""A torchrun whose rank has failed and which waits for ever for a store that is gone."""
+
+
+@pytest.mark.parametrize("host_answers", [False, True])
+def test_a_torchrun_that_hangs_without_ranks_is_ended(
+    host_answers: bool, tmp_path: Path, until: Until
+) -> None:
+    """The node of the first pod is lost; the pod that replaces the first one may be there."""
+    pod = Pod(tmp_path, nnodes=2)
+    pod.program("sleep", FAST_SLEEP)
+    with socket.create_server(("localhost", 0)) as server:
+        option = f"--rdzv-endpoint=localhost:{server.getsockname()[1]}"
+        with pod.start("torchrun", HANGS, option, JOB_COMPLETION_INDEX="1") as process:
+            until(lambda: [*pod.runs.glob("logs/*/*/run")], "torchrun runs")
+            if not host_answers:
+                server.close()
+            assert process.wait(300) == AGAIN
+            assert process.stderr is not None
+            assert "the first pod, where the nodes meet, was lost" in process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "",  # no rank has begun yet
+        'mkdir -p "$PET_LOG_DIR/run/attempt_0"; ',  # its ranks have ended well, those of others not
+    ],
+)
+def test_a_torchrun_that_waits_for_other_nodes_is_left_alone(code: str, tmp_path: Path) -> None:
+    pod = Pod(tmp_path, nnodes=2)
+    pod.program("sleep", FAST_SLEEP)
+    waits = """exec python3 -c "import os, time
+while os.stat(os.environ['TRAIN_RUN_DIR'] + '/slept').st_size < 22: time.sleep(0.01)" """
+    with socket.create_server(("localhost", 0)) as server:
+        option = f"--rdzv-endpoint=localhost:{server.getsockname()[1]}"
+        with pod.start("torchrun", code + waits, option, JOB_COMPLETION_INDEX="1") as process:
+            assert process.wait(300) == DONE
+
+
+def test_a_pod_that_comes_back_when_the_others_are_done_is_done(tmp_path: Path) -> None:
+    first, late = Pod(tmp_path, nnodes=2), Pod(tmp_path, name="t-1", nnodes=2)
+    start = {"TRAIN_START": "uid-1"}
+    assert late.run("say running; exit 1", **start) == AGAIN
+    assert first.run("say done; exit 0", **start) == DONE
+    assert late.run('touch "$TRAIN_RUN_DIR/ran"; exit 1', **start) == DONE
+    assert not (first.runs / "ran").exists()
+    again = {"TRAIN_START": "uid-2"}  # submitted again, for example with more steps
+    assert late.run('touch "$TRAIN_RUN_DIR/ran"', **again) == DONE
+    assert (first.runs / "ran").exists()
 
 
 def test_where_nothing_can_be_written_nothing_is_tried_again(tmp_path: Path) -> None:

@@ -150,6 +150,17 @@ def test_time_and_preemption_use_up_nothing_while_there_is_progress(job: Job, wo
     assert job.asked == AGAIN
 
 
+@pytest.mark.parametrize(("allowed", "asked"), [(3, AGAIN), (2, [])])
+def test_preemptions_have_a_limit_of_their_own(job: Job, allowed: int, asked: list[str]) -> None:
+    job.attempt, job.limit, job.preemptions = 3, 1, allowed
+    for attempt, word in enumerate(["preempted", "requeued", "walltime"]):
+        job.had(attempt, word, step=10 * (attempt + 1))
+    job.told(status="retryable", attempt=3, step=100, rank=1, reason="gone")
+    assert job.conclude(1) == 1
+    assert job.asked == asked
+    assert ("gave up after 2 preemptions (retries.preemptions)" in job.reason) == (not asked)
+
+
 def test_out_of_time_uses_up_requeues_where_no_outcome_shows_progress(job: Job) -> None:
     job.attempt = 2
     job.had(0, "walltime")
@@ -298,6 +309,35 @@ def test_scancel_while_the_script_begins_is_no_success(
     done = subprocess.run(argv, env=environ, capture_output=True, check=False)
     assert (logs / "reason").read_text() == reason
     assert done.returncode < 0 or int((logs / "exit_status").read_text()) != 0
+
+
+KILLED = "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-25T13:13:27"
+
+
+@pytest.mark.parametrize(
+    ("printed", "down", "reason"),
+    [
+        (f"{KILLED} DUE TO JOB REQUEUE ***", "", "requeued: by an operator"),
+        (f"{KILLED} DUE TO PREEMPTION ***", "n2", "preempted: Slurm has taken the nodes"),
+        (
+            "srun: error: Node failure on n2\n"
+            f"{KILLED} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
+            "",
+            "node_failure: down: n2",
+        ),
+        (f"{KILLED} ***", "", "cancelled: by scancel"),
+    ],
+    ids=["operator", "preemption", "a node that is back already", "scancel"],
+)
+def test_slurmstepd_says_why_slurm_ends_an_attempt(
+    job: Job, printed: str, down: str, reason: str
+) -> None:
+    job.environ |= {"DOWN": down, "RESTARTS": "0" if reason.startswith("cancelled") else "1"}
+    job.told(status="preempted", attempt=0, step=5, rank=None, reason="x")
+    assert job.conclude(1, stopping="terminated", printed=printed) == 1
+    assert job.reason.startswith(f"{reason}; ")
+    assert job.asked == []
+    assert (job.folder(0) / "failing_node").exists() == reason.startswith("node_failure")
 
 
 # ---- A full disk, memory, a controller that is away, a later attempt
@@ -476,3 +516,12 @@ say "judged $n times as $_word, $seen signals"
     sent = int((job.run_dir / "sent").read_text())
     assert last[:4] == ["digits:", "judged", "40", "times"]
     assert 10 < int(last[6]) <= sent
+
+
+def test_srun_is_ended_that_hangs_when_all_nodes_have_ended(job: Job) -> None:
+    """As srun does if a node's slurmstepd was killed."""
+    for node, status in enumerate((0, 7)):
+        (job.folder(0) / f"ended-{node}").write_text(f"{status}\n")
+    at_once = "_since=0; echo 0 >$_logs/since; read() { return 1; }"
+    assert job.run(f"{at_once}\nlaunch() {{ sleep 1000 & }}\nlaunch_once; exit $_status") == 7
+    assert (job.folder(0) / "hung").exists()
