@@ -228,7 +228,7 @@ def queue_reason(queue: str, workload: Object | None) -> str:
         return f"queue {queue!r}: held: {who}"
     before = ""
     if is_evicted := evicted.get("status") == "True":
-        before = f"evicted by Kueue ({evicted.get('reason', '')}: {why}); "
+        before = f"evicted by Kueue ({sentence('', evicted)}); "
     if reserved.get("status") == "True":
         then = "its pods are being stopped" if is_evicted else "has its quota, waits for admission"
         return f"queue {queue!r}: {before}{then}"

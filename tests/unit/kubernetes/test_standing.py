@@ -1,5 +1,7 @@
 """Where runs on Kubernetes stand, one by one and many at once, and how they are stopped."""
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.unit.kubernetes.site import (
     short,
     status,
 )
+from toolkit.cli.output import follow_lines
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.planning import plan
 from toolkit.rendering import render
@@ -238,6 +241,26 @@ def test_waiting_goes_on_where_no_watch_is_allowed(site: Site) -> None:
     site.server.finish(runs[0].name)
     found = toolkit.wait(runs, 15, on_end=lambda *_: site.server.finish(runs[1].name))
     assert found == [status(SUCCEEDED)] * 2
+
+
+@a_job
+def test_who_follows_reads_a_state_without_a_reason_alone(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = site.submit()
+    lines = follow_lines(run)
+    shown = threading.Thread(target=lambda: list(lines))
+    shown.start()
+    try:
+        limit = time.monotonic() + 60
+        said = ""
+        while not said and time.monotonic() < limit:
+            time.sleep(0.05)
+            said = capsys.readouterr().err
+    finally:
+        site.server.finish(run.name)
+        shown.join()
+    assert said == f"{run.name}: PENDING\n"
 
 
 @every_workload
