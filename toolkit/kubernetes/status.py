@@ -51,9 +51,11 @@ _OUT_OF_TIME = ("DeadlineExceeded", "active longer than specified deadline")
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 """The label of objects that wait in a LocalQueue."""
 
+_BY_SOMEBODY = "somebody has deactivated its Workload"
+
 _QUEUE_MEANINGS = (
     (r"LocalQueue .* doesn't exist", "unknown queue"),
-    (r"(Local|Cluster)Queue .* (is inactive|is stopped|doesn't exist)", "held queue"),
+    (r"(Local|Cluster)Queue (.* )?(is inactive|is stopped|doesn't exist)", "held queue"),
     (r"namespace doesn't match ClusterQueue selector", "the queue does not take this namespace"),
     (r"insufficient quota .*maximum capacity", "never fits"),
     (r"unavailable in ClusterQueue", "never fits"),
@@ -75,8 +77,8 @@ class Evidence:
     jobs: Sequence[Object] = ()
     """The Jobs between it and its pods."""
 
-    queued: Sequence[Object] = ()
-    """Kueue's Workloads; its own is among them where it has one."""
+    queued: Sequence[Object] | None = None
+    """Kueue's Workloads, its own among them where it has one; None where they cannot be seen."""
 
 
 def evidence_of(
@@ -94,16 +96,23 @@ def evidence_of(
         Away: the server does not answer.
     """
     states = {name: state_of(kind, obj)[0] for name, obj in objects.items()}
-    states = {name: state for name, state in states.items() if state in causes}
     held = {n for n in states if is_suspended(objects[n]) and not states[n].final}
+    waits = RunState.PENDING in causes
+    states = {n: s for n, s in states.items() if s in causes or (waits and n in held)}
+    held &= states.keys()
     active = [name for name in states if name not in held]
     pods: defaultdict[str, list[Object]] = defaultdict(list)
     if active:
         for pod in listed_or_none(lambda: cluster.pods(selector_of(RUN_LABEL, active))):
             pods[label_of(pod, RUN_LABEL)].append(pod)
-    queued: Sequence[Object] = ()
+    queued: Sequence[Object] | None = None
     if any(label_of(objects[name], _QUEUE_LABEL) for name in held):
-        queued = listed_or_none(cluster.queued)
+        try:
+            queued = cluster.queued()
+        except Away:
+            raise
+        except LauncherError:
+            queued = None
     stuck = {name: stuck_objects(kind, objects[name], pods.get(name, ())) for name in active}
     names = {name for stuck_names in stuck.values() for name in stuck_names}
     events: defaultdict[str, list[Object]] = defaultdict(list)
@@ -153,10 +162,15 @@ def status_of(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None)
         return RunStatus(state=state, reason=reason)
     if is_suspended(obj):
         if queue := label_of(obj, _QUEUE_LABEL):
+            if evidence.queued is None:
+                return RunStatus(state=state, reason=f"waits in queue {queue!r}")
             uid = obj["metadata"].get("uid")
             owners = ((w, w["metadata"].get("ownerReferences") or ()) for w in evidence.queued)
-            own = (w for w, refs in owners if any(owner.get("uid") == uid for owner in refs))
-            reason = queue_reason(queue, next(own, None))
+            owned = (w for w, refs in owners if any(owner.get("uid") == uid for owner in refs))
+            reason = queue_reason(queue, own := next(owned, None))
+            # Kueue takes the quota back when the pods that it stops are gone.
+            if own and {"Evicted", "QuotaReserved"} <= true_conditions(own).keys():
+                state = RunState.RUNNING
         return RunStatus(state=state, reason=reason)
     if any(is_running(pod) or attempt_of(pod) for pod in evidence.pods):
         state = RunState.RUNNING
@@ -207,16 +221,20 @@ def queue_reason(queue: str, workload: Object | None) -> str:
         return f"waits in queue {queue!r}; Kueue has no Workload for it yet"
     by_type = {condition["type"]: condition for condition in conditions_of(workload)}
     reserved, evicted = by_type.get("QuotaReserved", {}), by_type.get("Evicted", {})
+    why, words = str(evicted.get("message") or ""), str(reserved.get("message") or "")
     if workload.get("spec", {}).get("active") is False:
-        return f"queue {queue!r}: held: somebody has deactivated its Workload"
+        by_itself = str(evicted.get("reason")).startswith("DeactivatedDueTo")
+        who = f"Kueue has deactivated its Workload: {why}" if by_itself else _BY_SOMEBODY
+        return f"queue {queue!r}: held: {who}"
     before = ""
-    if evicted.get("status") == "True":
-        before = f"evicted by Kueue ({evicted.get('reason', '')}: {evicted.get('message', '')}); "
+    if is_evicted := evicted.get("status") == "True":
+        before = f"evicted by Kueue ({sentence('', evicted)}); "
     if reserved.get("status") == "True":
-        return f"queue {queue!r}: {before}has its quota, waits for admission"
-    words = str(reserved.get("message") or "")
+        then = "its pods are being stopped" if is_evicted else "has its quota, waits for admission"
+        return f"queue {queue!r}: {before}{then}"
     meaning = next((means for text, means in _QUEUE_MEANINGS if re.search(text, words)), "waits")
-    return f"queue {queue!r}: {before}{meaning}" + (f": {words}" if words else "")
+    more = "" if is_evicted and words == why else words  # which Kueue repeats at first
+    return f"queue {queue!r}: {before}{meaning}" + (f": {more}" if more else "")
 
 
 def is_suspended(obj: Object) -> bool:

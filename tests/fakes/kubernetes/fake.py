@@ -11,7 +11,7 @@ import yaml
 
 from tests.fakes.kubernetes import indexed, jobsets, kueue, pytorchjobs, trainjobs
 from tests.fakes.kubernetes.hands import Hands
-from tests.fakes.kubernetes.kubelet import Kubelet
+from tests.fakes.kubernetes.kubelet import POD, Kubelet
 from tests.fakes.kubernetes.resources import OPERATORS, Resource
 from tests.fakes.kubernetes.store import Key
 from tests.fakes.kubernetes.wire import Fault, Object, Server
@@ -152,6 +152,10 @@ class FakeKubernetes(Hands):
 
     def look(self, key: Key) -> None:
         """Let the controller of an object act on the object's new state."""
+        for workload in self.all(kueue.WORKLOAD) if key.resource in (POD, kueue.WORKLOAD) else ():
+            (owner,) = workload["metadata"]["ownerReferences"]
+            if not self._pods_of(owner["name"]):
+                kueue.requeue(self, workload)
         if (thing := self.find(*key)) is None or self.closing:
             return
         resource = key.resource

@@ -204,6 +204,9 @@ class Hands(Execs):
             for pod in self._pods_of(name):
                 self.remove_pod(pod)
             self.settle()
+            if not self.auto_run:
+                self._count(name)
+                self.settle()
 
     def delete(self, name: str, namespace: str = "default", *, kind: str | None = None) -> None:
         """Delete a workload, or another object where its kind is named, as another would."""

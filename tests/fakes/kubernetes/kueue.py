@@ -3,12 +3,12 @@
 import hashlib
 from typing import Any
 
-from tests.fakes.kubernetes.kubelet import Kubelet, reference, set_condition
+from tests.fakes.kubernetes.kubelet import Kubelet, condition_of, reference, set_condition
 from tests.fakes.kubernetes.resources import Resource, of_kind
 from tests.fakes.kubernetes.store import stamp
 from tests.fakes.kubernetes.wire import Object
 
-__all__ = ["QUEUE", "WORKLOAD", "admit", "hold", "is_held", "preempt", "said"]
+__all__ = ["QUEUE", "WORKLOAD", "admit", "hold", "is_held", "preempt", "requeue", "said"]
 
 WORKLOAD = of_kind("Workload")
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -86,12 +86,20 @@ def said(cluster: Kubelet, workload: Object, reason: str, message: str) -> None:
 
 
 def preempt(cluster: Kubelet, resource: Resource, thing: Object, workload: Object) -> None:
-    """Take the quota of an object away; its pods end, and it waits again."""
+    """Evict an object: its pods are stopped, and keep their quota until they are gone."""
     words = "Preempted to accommodate a workload of a higher priority"
     set_condition(workload, "Evicted", reason="Preempted", message=words)
-    set_condition(workload, "Admitted", reason="NoReservation", message=words, status="False")
-    said(cluster, workload, "Pending", words)
+    cluster.put(WORKLOAD, workload)
     suspend(thing)
     if (patches := thing["spec"].get("runtimePatches")) is not None:
         patches[:] = [patch for patch in patches if patch["manager"] != MANAGER]
     cluster.put(resource, thing)
+
+
+def requeue(cluster: Kubelet, workload: Object) -> None:
+    """Let an evicted Workload, whose pods are gone, wait again."""
+    evicted = condition_of(workload, "Evicted")
+    if evicted is not None and condition_of(workload, "QuotaReserved"):
+        words = evicted["message"]
+        set_condition(workload, "Admitted", reason="NoReservation", message=words, status="False")
+        said(cluster, workload, "Pending", words)

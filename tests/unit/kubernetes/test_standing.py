@@ -1,5 +1,7 @@
 """Where runs on Kubernetes stand, one by one and many at once, and how they are stopped."""
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.unit.kubernetes.site import (
     short,
     status,
 )
+from toolkit.cli.output import follow_lines
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.planning import plan
 from toolkit.rendering import render
@@ -103,6 +106,33 @@ def test_a_run_that_waits_in_a_queue_says_what_kueue_says(
         server.admit(run.name)
         server.run(run.name)
         assert run.status().state is RUNNING
+
+
+@pytest.mark.parametrize("workload", ["TrainJob", "JobSet", "Job"])
+def test_an_evicted_run_is_being_stopped_and_waits_when_its_pods_are_gone(
+    environ: dict[str, str], workload: Any
+) -> None:
+    with FakeKubernetes(kueue=True) as server:
+        server.apply(runtime())
+        site = Site(server, environ, workload, queue="gpus")
+        run = site.submit()
+        server.admit(run.name)
+        server.run(run.name)
+        server.hold_deletes = True
+        server.preempt(run.name)
+        words = "evicted by Kueue (Preempted: Preempted to accommodate a workload of a higher "
+        stops = status(RUNNING, f"queue 'gpus': {words}priority); its pods are being stopped")
+        assert run.status() == stops
+        assert toolkit.statuses([run]) == [stops]
+        server.stopped(run.name)
+        assert run.status() == status(PENDING, f"queue 'gpus': {words}priority); waits")
+        short = "couldn't assign flavors: insufficient unused quota for cpu, 2 more needed"
+        server.queue_says(run.name, "Pending", short)
+        assert run.status().reason.endswith(f"priority); waits for quota: {short}")
+        server.admit(run.name)
+        assert run.status() == status(RUNNING, "starts again")
+        server.run(run.name)
+        assert run.status() == status(RUNNING)
 
 
 @a_job
@@ -211,6 +241,26 @@ def test_waiting_goes_on_where_no_watch_is_allowed(site: Site) -> None:
     site.server.finish(runs[0].name)
     found = toolkit.wait(runs, 15, on_end=lambda *_: site.server.finish(runs[1].name))
     assert found == [status(SUCCEEDED)] * 2
+
+
+@a_job
+def test_who_follows_reads_a_state_without_a_reason_alone(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = site.submit()
+    lines = follow_lines(run)
+    shown = threading.Thread(target=lambda: list(lines))
+    shown.start()
+    try:
+        limit = time.monotonic() + 60
+        said = ""
+        while not said and time.monotonic() < limit:
+            time.sleep(0.05)
+            said = capsys.readouterr().err
+    finally:
+        site.server.finish(run.name)
+        shown.join()
+    assert said == f"{run.name}: PENDING\n"
 
 
 @every_workload

@@ -210,6 +210,7 @@ def workload_of(**conditions: Any) -> dict[str, Any]:
         ("LocalQueue q doesn't exist", "unknown queue"),
         ("ClusterQueue c is inactive", "held queue"),
         ("LocalQueue q is inactive", "held queue"),
+        ("The ClusterQueue is stopped", "held queue"),
         ("namespace doesn't match ClusterQueue selector", "the queue does not take this namespace"),
         (
             "couldn't assign flavors to pod set main: insufficient quota for cpu in flavor f, "
@@ -237,8 +238,35 @@ def test_a_preempted_workload_a_held_one_and_one_that_is_not_there() -> None:
         "waits for quota: insufficient unused quota"
     )
     assert "has its quota" in queue_reason("q", workload_of(QuotaReserved={}))
-    assert "deactivated" in queue_reason("q", workload_of() | {"spec": {"active": False}})
+    held = workload_of() | {"spec": {"active": False}}
+    assert queue_reason("q", held) == "queue 'q': held: somebody has deactivated its Workload"
+    words = "The workload is deactivated due to exceeding the maximum number of re-queuing retries"
+    gave_up = workload_of(
+        Evicted={"reason": "DeactivatedDueToRequeuingLimitExceeded", "message": words}
+    )
+    assert queue_reason("q", gave_up | {"spec": {"active": False}}) == (
+        f"queue 'q': held: Kueue has deactivated its Workload: {words}"
+    )
     assert "no Workload for it yet" in queue_reason("q", None)
+
+
+def test_without_a_look_at_kueues_workloads_nothing_is_said_of_them() -> None:
+    found = thing(condition("Suspended"), queue="q")
+    assert judged(found) == status(PENDING, "waits in queue 'q'")
+    assert judged(found, queued=[]).reason.endswith("Kueue has no Workload for it yet")
+
+
+def test_an_evicted_run_runs_until_its_pods_are_gone() -> None:
+    found = thing(condition("Suspended"), queue="q")
+    leaving = workload_of(Evicted={"reason": "Preempted", "message": "why"}, QuotaReserved={})
+    assert judged(found, queued=[leaving]) == status(
+        RUNNING, "queue 'q': evicted by Kueue (Preempted: why); its pods are being stopped"
+    )
+    gone = {"status": "False", "reason": "Pending", "message": "why"}
+    left = workload_of(Evicted={"reason": "Preempted", "message": "why"}, QuotaReserved=gone)
+    assert judged(found, queued=[left]) == status(
+        PENDING, "queue 'q': evicted by Kueue (Preempted: why); waits"
+    )
 
 
 def test_a_queue_label_that_nobody_acts_on_changes_nothing() -> None:
