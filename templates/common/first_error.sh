@@ -7,7 +7,7 @@ first_error() {  # FOLDER all|last [MARK] <TORCHRUN'S_REPORTS: reads files below
   _outcome=$_run_dir/outcome.json
   [ -z "${3:-}" ] || find "$_outcome" -newer "$3" 2>/dev/null | grep -q . || _outcome=/dev/null
   {
-    grep -E '^ +(time|host|exitcode) *:' || true
+    grep -E '^( +(time|host|exitcode) *:|Root Cause)' || true
     find "$1" -path '*/attempt_*' \( -name error.json -o -name stderr.log \) \
       ${3:+-newer "$3"} -exec ls -tr {} + 2>/dev/null || true
   } | _starts=$2 _all_ended=${_all_ended:-} _run_dir=$_run_dir _outcome=$_outcome _attempt=$_attempt _nodes=$1/nodes LC_ALL=C awk '
@@ -122,7 +122,8 @@ first_error() {  # FOLDER all|last [MARK] <TORCHRUN'S_REPORTS: reads files below
       hosts[ENVIRON["HOSTNAME"]]
       while ((getline host < ENVIRON["_nodes"]) > 0) hosts[host]
     }
-    /^ +time/ { when = $3 }
+    /^Root Cause/ { root = 1 }
+    /^ +time/ { when = $3 (root ? "" : "~"); root = 0 }  # in one second, the failure that torchrun observed first
     /^ +host/ { hosts[$3] }
     /^ +exitcode/ && $3 !~ /^-(1|2|3|10|15)$/ {  # not a signal with which torchrun ends ranks
       if (first == "" || when $3 < first) {

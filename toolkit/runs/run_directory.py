@@ -249,6 +249,14 @@ def ended_silently(run_dir: Path) -> bool:
     )
 
 
+def reason_did_not_fit(run_dir: Path) -> bool:
+    """Whether the newest attempt's reason is empty, since the disk was full."""
+    attempts = attempt_folders(run_dir)
+    with contextlib.suppress(OSError):
+        return bool(attempts) and os.lstat(attempts[-1] / "reason").st_size == 0
+    return False
+
+
 def exit_status_of(attempt: Path) -> int | None:
     """Return the exit status of an attempt; None while it has not written one."""
     with contextlib.suppress(OSError, ValueError):

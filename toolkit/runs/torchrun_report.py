@@ -26,7 +26,7 @@ class Reported:
 
     time: float
     """When torchrun noticed the failure, or the time in the error file; a node's clock, whole
-    seconds."""
+    seconds, and a moment more unless torchrun calls the failure the root cause."""
 
     host: str
     """The node's name of itself, without its domain."""
@@ -49,16 +49,21 @@ def read_reports(lines: Iterable[str]) -> list[Reported]:
     """Return the failures of all reports in a log; those of several nodes may be mixed."""
     reports: list[Reported] = []
     incomplete: list[list[str]] = []
+    root_causes = 0
     for line in lines:
+        root_causes += line.startswith("Root Cause")
         if not (match := _REPORT_LINE.match(line)):
             continue
+        value = match[2].strip()
         position = _REPORT_KEYS.index(match[1])
         if position == 0:
             incomplete.append([])
+            value += "" if root_causes else ".001"
+            root_causes -= bool(root_causes)
         block = next((block for block in incomplete if len(block) == position), None)
         if block is None:
             continue
-        block.append(match[2].strip())
+        block.append(value)
         if len(block) == len(_REPORT_KEYS):
             incomplete.remove(block)
             with contextlib.suppress(ValueError, OverflowError, OSError):

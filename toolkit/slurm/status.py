@@ -134,7 +134,9 @@ def status_of(row: JobRow, run_dir: Path | None, *, after: str = "") -> RunStatu
         if ended.state is RunState.SUCCEEDED and word != "done":
             return ended  # torchrun failed, or was stopped, after all steps were made
         if row.word == "FAILED" and run_directory.ended_silently(run_dir):
-            return RunStatus(state=state, reason=_SCRIPT_WAS_KILLED)
+            full = run_directory.reason_did_not_fit(run_dir)
+            said = f"FAILED: no space was left for {run_dir}" if full else _SCRIPT_WAS_KILLED
+            return RunStatus(state=state, reason=said)
         by_slurm = word == "terminated" and row.word != "FAILED"  # as for a lost node
         if ended.state in (RunState.PREEMPTED, RunState.CANCELLED) and not by_slurm:
             return ended

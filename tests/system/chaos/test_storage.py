@@ -63,9 +63,14 @@ def test_a_full_disk_ends_the_run_with_a_reason_and_it_goes_on_when_there_is_roo
     until(trial.saved, "a first checkpoint")
     fill(disk / "filler")
     status = trial.run.wait(300)
+    (disk / "more filler").touch()
+    fill(disk / "more filler")
+    again = go_on(trial, site).run.wait(300)
     (disk / "filler").unlink()
-    assert status.state is toolkit.RunState.FAILED, failure(trial.run)
-    (reason,) = trial.reasons()
+    (disk / "more filler").unlink()
+    assert again.reason == f"FAILED: no space was left for {trial.run_dir}"
+    assert status.state is again.state is toolkit.RunState.FAILED, failure(trial.run)
+    reason, _ = trial.reasons()
     assert "no space" in reason.lower() and reason.startswith("fatal: "), reason
     assert "no space" in status.reason.lower()
     unharmed(go_on(trial, site), reference, until)

@@ -75,6 +75,14 @@ def test_reports_of_two_nodes_that_are_mixed_are_told_apart() -> None:
     assert read_reports(["  time      : soon", *report("node1", 0, "-9")[3:]]) == []
 
 
+def test_of_two_failures_in_one_second_the_root_cause_came_first() -> None:
+    """A rank that torchrun ends may answer SIGTERM with a status of its own."""
+    other = ["Failures:", *report("node1", 0, "3")[1:]]
+    answer, cause = read_reports([*other, *report("node1", 1, "7")])
+    assert (answer.rank, cause.rank) == (0, 1)
+    assert cause.time < answer.time < cause.time + 1
+
+
 FRAMES = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()"]
 CHAINED = [
     *FRAMES,

@@ -267,3 +267,10 @@ def test_what_differs_from_start_to_start_is_not_the_failure(awk: str, job: Job)
 def test_the_functions_are_sh() -> None:
     script = ROOT / "templates/common/first_error.sh"
     subprocess.run(["sh", "-n", script], check=True)
+
+
+def test_the_status_that_torchrun_observed_first_is_compared(job: Job) -> None:
+    """Rank 0 has answered torchrun's SIGTERM with a status of its own, in the same second."""
+    other = KILLED.format("n1", 3).replace("Root Cause (first observed failure)", "Failures")
+    ends(job, step=5, report=other + KILLED.format("n1", 7))
+    assert (job.folder(0) / "first_error").read_text() == "bare\t5\texit status 7\n"

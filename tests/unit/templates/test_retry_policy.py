@@ -523,5 +523,5 @@ def test_srun_is_ended_that_hangs_when_all_nodes_have_ended(job: Job) -> None:
     for node, status in enumerate((0, 7)):
         (job.folder(0) / f"ended-{node}").write_text(f"{status}\n")
     at_once = "_since=0; echo 0 >$_logs/since; read() { return 1; }"
-    assert job.run(f"{at_once}\nlaunch() {{ sleep 1000 & }}\nlaunch_once; exit $_status") == 7
+    assert job.run(f"{at_once}\nlaunch() {{ sleep 30 & }}\nlaunch_once; exit $_status") == 7
     assert (job.folder(0) / "hung").exists()
