@@ -174,6 +174,46 @@ def test_killing_toolkit_run_stops_the_run(
     until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
 
 
+def test_a_killed_supervisor_is_a_failure_and_no_cancellation(
+    job_file: Path, marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = toolkit.submit(toolkit.load(job_file), to="local")
+    assert run.run_dir is not None
+    until(lambda: started(run.run_dir), "both ranks run")
+    os.kill(int((run.run_dir / "running.lock").read_text()), signal.SIGKILL)
+    reason = "fatal: the supervisor of this run was killed; not started again"
+    until(lambda: run.status().reason == reason, "it says so", seen=run.status)
+    assert run.status().state is toolkit.RunState.FAILED
+    until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
+
+
+def test_a_run_whose_directory_is_removed_stops_and_says_so(
+    job_file: Path, marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = toolkit.submit(toolkit.load(job_file), to="local")
+    assert run.run_dir is not None
+    until(lambda: started(run.run_dir), "both ranks run")
+    run.run_dir.rename(tmp_path / "elsewhere")  # at once, while the ranks write
+    until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
+    assert not run.run_dir.exists()
+    with pytest.raises(toolkit.RunLost, match=f"{run.run_dir} is gone"):
+        run.wait(60)
+
+
+def test_a_run_that_is_cancelled_right_after_it_was_submitted_is_cancelled(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor may not have begun to listen for signals."""
+    monkeypatch.chdir(tmp_path)
+    run = toolkit.submit(toolkit.load(job_file), to="local")
+    run.cancel()
+    status = run.wait(300)
+    assert status.state is toolkit.RunState.CANCELLED
+    assert "left no outcome" not in status.reason
+
+
 @pytest.mark.slow
 def test_a_rank_that_detaches_itself_does_not_outlive_the_run(
     tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch

@@ -55,11 +55,21 @@ def _starts_again(run_dir: Path) -> bool:
     return False
 
 
+def identity(run_dir: Path) -> tuple[int, int] | None:
+    """Return what makes a folder this one, and not another one of its name; None without one."""
+    with contextlib.suppress(OSError):
+        info = run_dir.stat()
+        return info.st_dev, info.st_ino
+    return None
+
+
 def supervise(script: str, run_dir: Path, *, stop_timeout_s: float, time_limit_s: float) -> int:
     """Run `script RUN_DIR` to its end, again as long as it decides so; return its exit status.
 
-    An attempt is stopped after `time_limit_s`, and killed where its stop takes `stop_timeout_s`.
+    An attempt is stopped after `time_limit_s`, and killed where its stop takes `stop_timeout_s`. It
+    is killed at once if its run directory is removed: what it would save has no place.
     """
+    folder = identity(run_dir)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     stops: list[float] = []  # when the script was to stop
     ending = False  # by a signal, not by the time limit
@@ -78,6 +88,9 @@ def supervise(script: str, run_dir: Path, *, stop_timeout_s: float, time_limit_s
     signalled = False
     while (status := child.poll()) is None or (not ending and _starts_again(run_dir)):
         now = time.monotonic()
+        if identity(run_dir) != folder:
+            child.kill()
+            break
         if status is not None:
             _sweep()
             signalled, ends_at = False, now + time_limit_s
@@ -97,7 +110,7 @@ def supervise(script: str, run_dir: Path, *, stop_timeout_s: float, time_limit_s
             child.kill()
         time.sleep(_POLL_S)
     _sweep()
-    return status
+    return 1 if status is None else status
 
 
 def main() -> int:
@@ -113,12 +126,15 @@ def main() -> int:
         _die_with_parent()
         if os.getppid() != options.tied_to:  # the parent ended before its signal was requested
             return 1
+    folder = identity(options.run_dir)
     status = supervise(
         options.script,
         options.run_dir,
         stop_timeout_s=options.stop_timeout,
         time_limit_s=options.time_limit,
     )
+    if identity(options.run_dir) != folder:
+        return status  # the run directory was removed
     attempts = attempt_folders(options.run_dir) or [options.run_dir / "logs" / "attempt-0"]
     if not (attempts[-1] / "exit_status").exists():  # the script was killed, or refused to start
         attempts[-1].mkdir(parents=True, exist_ok=True)

@@ -77,14 +77,26 @@ _LOG_LINE = re.compile(r"\[|[WIE]\d{4} |srun: |slurmstepd")
 """Lines that come in between."""
 
 
+_NOISE = re.compile(
+    r"(\[rank \d+\] )?\[W\S+ \S+ socket\.cpp:\d+\] \[c10d\] "
+    r"The hostname of the client socket cannot be retrieved\. err=-?\d+"
+)
+"""A warning of c10d wherever an address has no name; nothing follows from it."""
+
+
 class StopTraces:
-    """Holds back tracebacks until it is clear whether they are torchrun's of being stopped."""
+    """Holds back tracebacks until it is clear whether they are torchrun's of being stopped.
+
+    Also leaves out c10d's warnings of addresses without a name.
+    """
 
     def __init__(self) -> None:
         self._held: list[str] = []
 
     def take(self, line: str) -> list[str]:
         """Return what may be shown, now that this line has come."""
+        if _NOISE.fullmatch(line):
+            return []
         starts = line.startswith(("Traceback (most recent call last):", "--- Logging error ---"))
         if starts or (self._held and _STOP_TRACE.match(line)):
             self._held.append(line)

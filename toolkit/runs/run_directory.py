@@ -189,6 +189,8 @@ def ended_status(run_dir: Path) -> RunStatus:
     if state is RunState.SUCCEEDED:
         return RunStatus(state=state)
     if cancel_requested(run_dir):
+        if state is RunState.UNKNOWN:
+            reason = "cancelled, and ended without a word" if numbers else "before it began"
         state = RunState.CANCELLED
     return RunStatus(state=state, reason=reason, word=word)
 

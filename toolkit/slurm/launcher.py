@@ -22,7 +22,7 @@ from toolkit.slurm.login.ssh_host import SshLoginNode
 from toolkit.slurm.run import SlurmRun
 from toolkit.slurm.site_check import site_findings
 from toolkit.slurm.snapshot import Snapshot, snapshot_file
-from toolkit.slurm.squeue import Command, cluster_name, refused, run_command
+from toolkit.slurm.squeue import Command, refused, run_command
 from toolkit.slurm.submission import (
     SlurmJob,
     Submission,
@@ -299,11 +299,13 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         return ",".join(dict.fromkeys(conditions))
 
     def _cluster(self) -> str:
-        """Return the cluster's name; the query also shows whether there is a cluster."""
-        answer = self._login.command(["scontrol", "show", "config"])
-        name = cluster_name(answer.stdout)
-        if answer.returncode != 0 or not name:
-            raise refused("scontrol", answer)
+        """Return the cluster's name.
+
+        Raises:
+            LauncherError: no cluster answers.
+        """
+        if not (name := self._login.snapshots.cluster()):
+            raise refused("scontrol", self._login.command(["scontrol", "show", "config"]))
         return name
 
     def _secrets(self, plan: SlurmPlan) -> dict[str, str]:

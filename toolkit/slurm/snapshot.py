@@ -35,8 +35,10 @@ _PAUSES_S = (2.0, 60.0)
 """First and longest time in which a busy controller is left alone."""
 _OLDEST_S = 120.0
 """How old an answer may be that is shown while the controller is busy."""
-_CLUSTER_S = 600.0
-"""How long a cluster's name, and the lack of accounting, are believed."""
+_CLUSTER_S = 3600.0
+"""How long a cluster's name is believed."""
+_ACCOUNTING_S = 600.0
+"""How long the lack of accounting is believed."""
 _ASK_AGAIN_S = 60.0
 """How long it is believed that the accounting does not know a job; it may be late."""
 _TURN_S = 60.0
@@ -198,20 +200,25 @@ class SnapshotCache:
         asked = self._clock()
         return Snapshot(ask_jobs(self._command, job_ids), asked=asked, mine=False)
 
+    def cluster(self) -> str:
+        """Return the name of the cluster, which is asked once an hour; "" if it does not answer."""
+        answers = self._load()
+        if not answers.cluster or answers.cluster_asked < self._clock() - _CLUSTER_S:
+            done = self._command(["scontrol", "show", "config"])
+            name = "" if done.returncode else cluster_name(done.stdout)
+            with self._turn():
+                answers = self._load()
+                answers.cluster, answers.cluster_asked = name, self._clock()
+                self._save(answers)
+        return answers.cluster
+
     def require_cluster(self, cluster: str) -> None:
         """Make sure that the cluster of this name answers; another one does not know its jobs.
 
         Raises:
             LauncherError: another cluster answers.
         """
-        answers = self._load()
-        if not answers.cluster or answers.cluster_asked < self._clock() - _CLUSTER_S:
-            name = cluster_name(self._command(["scontrol", "show", "config"]).stdout)
-            with self._turn():
-                answers = self._load()
-                answers.cluster, answers.cluster_asked = name, self._clock()
-                self._save(answers)
-        if (here := answers.cluster) and here != cluster:
+        if (here := self.cluster()) and here != cluster:
             raise LauncherError(
                 f"it is of cluster {cluster!r}, and the Slurm that answers here is {here!r}; ask "
                 f"on a login node of {cluster!r}, or set SLURM_CONF to its slurm.conf"
@@ -242,7 +249,7 @@ class SnapshotCache:
             with self._turn():
                 answers = self._load()
                 if ended is None:
-                    answers.no_accounting_until = now + _CLUSTER_S
+                    answers.no_accounting_until = now + _ACCOUNTING_S
                 else:
                     answers.ended |= {job_id: (now, rows) for job_id, rows in by_job.items()}
                     answers.ended = dict(list(answers.ended.items())[-_MOST_ENDED:])

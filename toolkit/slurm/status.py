@@ -34,6 +34,9 @@ _EXPLANATIONS = {
     "JobArrayTaskLimit": "as many points run as may run at once",
     "JobHeldAdmin": "an administrator holds it",
     "JobHeldUser": "it is held; `scontrol release JOB_ID` lets it go",
+    "job requeued in held state": (
+        "it was queued again and is held; `scontrol release JOB_ID` lets it go"
+    ),
     "JobHoldMaxRequeue|JobLaunchFailure|.*requeued held": (
         "it could not be started and is held; `scontrol release JOB_ID` tries again"
     ),
@@ -121,6 +124,8 @@ def status_of(row: JobRow, run_dir: Path | None, *, after: str = "") -> RunStatu
         reason = "never started"  # in place of what the job waited for, which Slurm still shows
     elif state is RunState.PENDING:
         reason = in_words(reason)
+    elif row.word in ("SUSPENDED", "STOPPED"):
+        reason = f"{row.word}: `scontrol resume {row.job_id}` lets it go on"
     if state is RunState.PENDING:
         last = run_directory.last_reason(run_dir) if run_dir is not None else ""
         reasons = [reason, expected(row.start), last and f"last attempt: {last}"]

@@ -215,6 +215,51 @@ def test_a_chain_goes_on_over_a_real_time_limit_and_ends_done(
     assert run.status() == status
 
 
+@pytest.mark.parametrize(
+    ("jobs", "decision"),
+    [
+        ("", "not queued again (retries.requeue is 0)"),
+        ('{"job_id": "7", "mode": "", "after": ""}', "not queued again (retries.requeue is 0)"),
+        (
+            '{"job_id": "7", "mode": "", "after": ""}\n{"job_id": "8", "mode": "chain"}',
+            "the next job of the chain goes on",
+        ),
+        (
+            '{"job_id": "6", "mode": "", "after": ""}\n{"job_id": "7", "mode": "chain"}',
+            "not queued again (retries.requeue is 0)",
+        ),
+    ],
+    ids=["by hand", "no chain", "not the last", "the last"],
+)
+def test_a_job_of_a_chain_says_what_follows(tmp_path: Path, jobs: str, decision: str) -> None:
+    job = Job(tmp_path, limit=0, chain=True)
+    (job.run_dir / "jobs.jsonl").write_text(f"{jobs}\n")
+    assert job.conclude(1, stopping="walltime") == 1
+    assert job.reason == f"walltime: out of time; {decision}"
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_preemption_does_not_end_a_chain(cluster: Cluster, shell: Shell, until: Until) -> None:
+    shell.site.profile = shell.site.profile.model_copy(update={"partition": "low"})
+    run = shell.submit("true", chain=2)
+    assert run.run_dir is not None
+    until((run.run_dir / "logs/attempt-0/began-0").exists, "it runs")
+    cluster.slurm(
+        *("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive"),
+        *("--output=/dev/null", "--wrap=sleep 1"),
+    )
+    until(lambda: started(run) == 2, "the next job goes on")
+    shell.go.touch()
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
+    # KillWait (5 s) may end the script before it can add what it has decided.
+    assert (
+        (run.run_dir / "logs/attempt-0/reason")
+        .read_text()
+        .startswith("preempted: Slurm has taken the nodes; ")
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.slurm
 def test_a_fatal_failure_ends_a_chain_and_what_waits_for_it(shell: Shell, until: Until) -> None:

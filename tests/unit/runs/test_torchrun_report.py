@@ -47,6 +47,16 @@ def test_log_lines_in_between_are_shown_and_end_nothing() -> None:
     assert shown("\n".join(["before", *mixed, "after"])) == "\n".join(["before", *log, "after"])
 
 
+@pytest.mark.parametrize("prefix", ["", "[rank 3] "])
+def test_addresses_without_a_name_are_not_shown(prefix: str) -> None:
+    """c10d warns of each connection, which fills the logs of clusters without reverse names."""
+    text = "[c10d] The hostname of the client socket cannot be retrieved. err=-3"
+    noise = f"{prefix}[W1122 13:00:00.123456789 socket.cpp:767] {text}"
+    first, *rest = STOPPED.split("\n")
+    assert shown("\n".join(["a", noise, first, noise, *rest, "b"])) == "a\nb"
+    assert shown(f"it says: {noise}") == f"it says: {noise}"
+
+
 def test_every_other_traceback_stays_whole() -> None:
     assert shown(f"before\n{FAILED}\nafter") == f"before\n{FAILED}\nafter"
     ranks = "[rank 1] Traceback (most recent call last):\n[rank 1]   File\n  indented\n\nend"

@@ -44,6 +44,25 @@ def queue(slurm: Slurm, tmp_path: Path, clock: Clock) -> Callable[[], SnapshotCa
     return lambda: SnapshotCache(slurm, file=tmp_path / "queues/c.json", clock=clock)
 
 
+def test_the_name_of_the_cluster_is_asked_once_an_hour(
+    slurm: Slurm, clock: Clock, tmp_path: Path
+) -> None:
+    """Each submission needs it for the run's URI."""
+
+    def cluster() -> str:
+        launcher = SlurmLauncher(toolkit.SlurmProfile(name="s"), command=slurm)
+        file = tmp_path / "c.json"
+        launcher._login.snapshots = SnapshotCache(slurm, file=file, clock=clock)
+        return launcher._cluster()
+
+    assert [cluster(), cluster()] == ["c", "c"]
+    assert slurm.calls("scontrol") == 1
+    clock.now += 3601
+    slurm.cluster = "d"
+    assert cluster() == "d"
+    assert slurm.calls("scontrol") == 2
+
+
 def test_an_answer_is_shared_for_seconds_and_never_stale(
     queue: Callable[[], SnapshotCache], slurm: Slurm, clock: Clock, tmp_path: Path
 ) -> None:

@@ -170,6 +170,33 @@ def test_what_a_job_waits_for_is_told_in_words() -> None:
     assert in_words("Nodes required for job are DOWN") == "Nodes required for job are DOWN"
 
 
+@pytest.mark.parametrize(
+    ("word", "reason", "state", "said"),
+    [
+        ("SUSPENDED", "", "running", "SUSPENDED: `scontrol resume 1` lets it go on"),
+        (
+            "PENDING",
+            "job requeued in held state",
+            "pending",
+            "job requeued in held state: it was queued again and is held; "
+            "`scontrol release JOB_ID` lets it go",
+        ),
+        (
+            "PENDING",
+            "JobHeldUser",
+            "pending",
+            "JobHeldUser: it is held; `scontrol release JOB_ID` lets it go",
+        ),
+        ("PENDING", "JobHeldAdmin", "pending", "JobHeldAdmin: an administrator holds it"),
+    ],
+)
+def test_a_job_that_somebody_has_stopped_says_so(
+    word: str, reason: str, state: str, said: str
+) -> None:
+    status = status_of(JobRow(job_id="1", word=word, reason=reason, command=""), None)
+    assert (status.state, status.reason) == (state, said)
+
+
 def test_a_run_continued_by_hand_is_seen(user: User, slurm: Slurm) -> None:
     run = user.run("a", 1)
     left_behind(run, "fatal", reason="boom")
