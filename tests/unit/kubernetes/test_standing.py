@@ -114,6 +114,22 @@ def test_a_status_without_the_right_to_see_events_still_has_a_state(site: Site) 
 
 
 @a_job
+def test_a_lost_node_of_a_running_pod_is_told_also_without_the_right_to_see_nodes(
+    site: Site,
+) -> None:
+    run = site.submit()
+    site.server.run(run.name)
+    assert run.status() == status(RUNNING)
+    since = "2026-11-22T10:00:00Z"
+    node = site.server.lose_node(site.pod(run), since)
+    words = f"node {node} is NotReady since {since}, with node-0 on it"
+    assert run.status() == status(RUNNING, words)
+    site.server.forbid("nodes", "get")
+    words = f"node-0 on node {node} is not ready since {since}"
+    assert run.status() == status(RUNNING, words)
+
+
+@a_job
 def test_the_words_of_a_deadline_are_preemption(site: Site) -> None:
     run = site.submit()
     words = "Job was active longer than specified deadline"
