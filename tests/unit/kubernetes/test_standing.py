@@ -242,11 +242,11 @@ def test_a_cancelled_run_is_running_until_its_pods_are_gone_and_then_cancelled(
     run.cancel()
     assert run.status() == status(RUNNING, "being stopped")
     site.server.stopped(run.name)
-    assert run.status() == status(CANCELLED)
-    assert toolkit.statuses([run]) == [status(CANCELLED)]
+    assert run.status() == status(CANCELLED, "by `toolkit cancel`")
+    assert toolkit.statuses([run]) == [status(CANCELLED, "by `toolkit cancel`")]
     assert site.server.pods(run.name) == []
     tomorrow = site.open_launcher().open(run.record)
-    assert tomorrow.wait(timeout_s=0) == status(CANCELLED)
+    assert tomorrow.wait(timeout_s=0) == status(CANCELLED, "by `toolkit cancel`")
     run.cancel()
 
 
@@ -274,7 +274,7 @@ def test_cancel_looks_again_where_the_run_changed_meanwhile(site: Site) -> None:
     site.server.faults = [Fault(method="DELETE", status=409, message="Precondition failed")]
     run.cancel()
     assert site.jobs() == []
-    assert run.status() == status(CANCELLED)
+    assert run.status() == status(CANCELLED, "by `toolkit cancel`")
 
 
 @a_job
@@ -377,7 +377,7 @@ def test_a_run_that_has_ended_goes_on_under_its_name(site: Site) -> None:
 def test_a_run_that_was_cancelled_and_goes_on_is_cancelled_no_more(site: Site) -> None:
     run = site.submit()
     run.cancel()
-    assert run.status() == status(CANCELLED)
+    assert run.status() == status(CANCELLED, "by `toolkit cancel`")
     site.launcher.resubmit(run)
     site.server.delete(run.name)
     assert run.status().state is UNKNOWN
