@@ -23,7 +23,7 @@ from toolkit.kubernetes.pods import (
     container_statuses,
     disruption,
     last_words,
-    newest_of,
+    pods_of_last_start,
     seconds_of,
     short_name,
     true_conditions,
@@ -93,7 +93,7 @@ def failure_of(
     Raises:
         Away: the server does not answer.
     """
-    pods = newest_of(listed_or_none(lambda: cluster.pods(selector)))
+    pods = pods_of_last_start(listed_or_none(lambda: cluster.pods(selector)))
     number = max((attempt_of(pod) or 0 for pod in pods), default=0) if attempt is None else attempt
     own = [pod for pod in pods if (attempt_of(pod) or 0) == number and not disruption(pod)]
     outputs = [out for pod in own if (out := _output_of(cluster, kind, pod)) is not None]

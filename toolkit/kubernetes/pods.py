@@ -151,6 +151,22 @@ def newest_of(pods: Iterable[Object]) -> list[Object]:
     return list({short_name(pod): pod for pod in by_age}.values())
 
 
+def pods_of_last_start(pods: Iterable[Object]) -> list[Object]:
+    """Return the newest of each pod, without those that had ended before the newest one was made.
+
+    The pods of a Job that failed earlier stay, and those of its last start may be deleted.
+    """
+    newest = newest_of(pods)
+    made = max((seconds_of(pod["metadata"].get("creationTimestamp")) for pod in newest), default=0)
+
+    def ended_earlier(pod: Object) -> bool:
+        ends = [seconds_of(end.get("finishedAt")) for end in _states(pod, "terminated")]
+        return bool(ends) and 0 < max(ends) < made
+
+    late = [pod for pod in newest if not ended_earlier(pod)]
+    return late if any(list(_states(pod, "terminated")) for pod in late) else newest
+
+
 @dataclass(frozen=True, kw_only=True)
 class LastWords:
     """The last message of a container."""
@@ -239,14 +255,9 @@ class Death:
 
 
 def first_death(pods: Iterable[Object]) -> Death | None:
-    """Return the pod that failed first in the last start, if it can be found out.
-
-    What ended before the newest pod was made belongs to an earlier start.
-    """
-    newest = newest_of(pods)
-    made = max((str(pod["metadata"].get("creationTimestamp") or "") for pod in newest), default="")
+    """Return the pod that failed first in the last start, if it can be found out."""
     deaths: list[Death] = []
-    for pod in newest:
+    for pod in pods_of_last_start(pods):
         ends = [*_states(pod, "terminated"), *_states(pod, "terminated", where="lastState")]
         end = next((e for e in ends if e.get("exitCode") or e.get("reason") == "OOMKilled"), None)
         if end is not None:
@@ -258,7 +269,6 @@ def first_death(pods: Iterable[Object]) -> Death | None:
                 words=last_words(str(end.get("message") or "")),
             )
             deaths.append(death)
-    deaths = [death for death in deaths if death.finished >= made] or deaths
     dated = all(death.words.time is not None for death in deaths)
 
     def order(death: Death) -> tuple[bool, float, str]:

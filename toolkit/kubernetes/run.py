@@ -146,7 +146,7 @@ class KubernetesRun(Run):
     def _gone(self) -> RunStatus:
         """Return the status of a run whose object does not exist."""
         if registry.is_cancelled(self.uri, environ=self.environ):
-            return RunStatus(state=RunState.CANCELLED)
+            return RunStatus(state=RunState.CANCELLED, reason="by `toolkit cancel`")
         if self.begun is None:
             reason = (
                 f"the {self.kind.kind} is gone, and was not cancelled from here: it was deleted"

@@ -15,6 +15,7 @@ from toolkit.errors import LauncherError
 from toolkit.kubernetes.client.connection import Away
 from toolkit.kubernetes.client.resources import Cluster, selector_of
 from toolkit.kubernetes.client.watcher import ObjectWatch
+from toolkit.kubernetes.nodes import lost_node
 from toolkit.kubernetes.pods import (
     FATAL,
     attempt_of,
@@ -80,6 +81,9 @@ class Evidence:
     queued: Sequence[Object] | None = None
     """Kueue's Workloads, its own among them where it has one; None where they cannot be seen."""
 
+    lost: str = ""
+    """Which node of its running pods is lost, and since when."""
+
 
 def evidence_of(
     cluster: Cluster,
@@ -133,6 +137,7 @@ def evidence_of(
             warnings=[event for stuck_name in stuck.get(name, ()) for event in events[stuck_name]],
             jobs=jobs[name],
             queued=queued,
+            lost=lost_node(cluster, pods[name]) if not states[name].final else "",
         )
         for name in states
     }
@@ -274,6 +279,8 @@ def _restarts(obj: Object, evidence: Evidence) -> str:
 
 def _trouble(evidence: Evidence) -> str:
     """Return what keeps a run from running, or made it start again."""
+    if evidence.lost:
+        return evidence.lost
     if words := next((text for pod in evidence.pods if (text := trouble(pod))), ""):
         return words
     if not evidence.warnings:

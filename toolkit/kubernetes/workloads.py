@@ -36,7 +36,7 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _OF_CLUSTER = (
     *("ClusterQueue", "ClusterRole", "ClusterRoleBinding", "ClusterTrainingRuntime"),
-    *("CustomResourceDefinition", "Namespace", "PersistentVolume", "PriorityClass"),
+    *("CustomResourceDefinition", "Namespace", "Node", "PersistentVolume", "PriorityClass"),
     *("ResourceFlavor", "RuntimeClass", "StorageClass", "Topology", "WorkloadPriorityClass"),
 )
 """Kinds that people's manifests may hold and that are in no namespace."""

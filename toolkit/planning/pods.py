@@ -28,6 +28,9 @@ SWEEP_LABEL = f"{MANAGER}/sweep"
 POD_MARGIN_S = 15
 """What torchrun needs after its workers are gone, before the kubelet kills the container."""
 
+_LOST = ("not-ready", "unreachable")
+"""The taints of a node whose kubelet is gone."""
+
 _PAYLOAD = "submitted"
 """The volume in which pods find the files that a run was submitted with."""
 
@@ -210,11 +213,15 @@ def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if profile.node_selector:
         spec["nodeSelector"] = dict(profile.node_selector)
-    if profile.tolerations:
-        spec["tolerations"] = [
+    lost: dict[str, Any] = {"operator": "Exists", "effect": "NoExecute"}
+    lost["tolerationSeconds"] = profile.lost_node_toleration_s
+    spec["tolerations"] = [
+        *(
             toleration.model_dump(mode="json", by_alias=True, exclude_none=True)
             for toleration in profile.tolerations
-        ]
+        ),
+        *({"key": f"node.kubernetes.io/{taint}", **lost} for taint in _LOST),
+    ]
     selector = {"matchLabels": {RUN_LABEL: run_name}}
     affinity: dict[str, Any] = {}
     near = profile.topology

@@ -194,6 +194,10 @@ class KubernetesProfile(SiteProfile):
     tolerations: tuple[Toleration, ...] = ()
     """Taints of nodes that the pods tolerate."""
 
+    lost_node_toleration_s: types.Duration = Field(default=30, alias="lost_node_toleration")
+    """How long a pod stays on a node that is not ready or unreachable before another pod replaces
+    it; by itself Kubernetes would wait for five minutes."""
+
     one_pod_per_node: types.Flag = False
     """Whether each pod of a run gets a node of its own; a pod that uses all GPUs of a node has one
     anyway."""

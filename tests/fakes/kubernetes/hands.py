@@ -252,6 +252,27 @@ class Hands(Execs):
             self.disrupt(self._live(POD, pod_name, None), reason)
             self.settle()
 
+    def lose_node(self, pod_name: str, since: str) -> str:
+        """Let the cluster lose the node of a pod, which stays as it is but is not ready; its name.
+
+        The node controller does so 40 s after the kubelet's last sign of life.
+        """
+        with self.changed:
+            pod = self._live(POD, pod_name, None)
+            name = str(pod["spec"]["nodeName"])
+            words = {
+                "reason": "NodeStatusUnknown",
+                "message": "Kubelet stopped posting node status.",
+            }
+            ready = {"type": "Ready", "lastTransitionTime": since}
+            status = {"conditions": [{**ready, **words, "status": "Unknown"}]}
+            node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
+            self.put(of_kind("Node"), {**node, "status": status})
+            pod["status"]["conditions"].append({**ready, "status": "False"})
+            self.put(POD, pod)
+            self.settle()
+            return name
+
     def kill(self, pod_name: str) -> None:
         """Kill all processes of a pod's container, with auto_run."""
         with self.changed:

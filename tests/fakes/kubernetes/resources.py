@@ -56,7 +56,7 @@ def _core(plural: str, kind: str, model: str, *short: str, status: bool = False)
         versions=("v1",),
         plural=plural,
         kind=kind,
-        namespaced=kind != "Namespace",
+        namespaced=kind not in ("Namespace", "Node"),
         short=short,
         status=status,
         model=model,
@@ -78,6 +78,7 @@ def _custom(group: str, versions: str, plural: str, kind: str, *short: str) -> R
 
 RESOURCES = (
     _core("namespaces", "Namespace", "V1Namespace", "ns", status=True),
+    _core("nodes", "Node", "V1Node", "no", status=True),
     _core("pods", "Pod", "V1Pod", "po", status=True),
     _core("events", "Event", "CoreV1Event", "ev"),
     _core("services", "Service", "V1Service", "svc", status=True),

@@ -85,7 +85,7 @@ def test_a_sweep_is_cancelled_and_what_was_not_done_goes_on(site: Site) -> None:
     with pytest.raises(LauncherError, match="1 of 3 points have not ended"):
         site.launcher.resubmit(run)
     run.cancel()
-    assert run.statuses()[2] == status(CANCELLED)
+    assert run.statuses()[2] == status(CANCELLED, "by `toolkit cancel`")
     kept = site.server.job(f"{run.name}-0")["metadata"]["uid"]
     site.launcher.resubmit(run)
     assert [one.state for one in run.statuses()] == [SUCCEEDED, PENDING, PENDING]

@@ -144,6 +144,22 @@ def test_a_status_without_the_right_to_see_events_still_has_a_state(site: Site) 
 
 
 @a_job
+def test_a_lost_node_of_a_running_pod_is_told_also_without_the_right_to_see_nodes(
+    site: Site,
+) -> None:
+    run = site.submit()
+    site.server.run(run.name)
+    assert run.status() == status(RUNNING)
+    since = "2026-11-22T10:00:00Z"
+    node = site.server.lose_node(site.pod(run), since)
+    words = f"node {node} is NotReady since {since}, with node-0 on it"
+    assert run.status() == status(RUNNING, words)
+    site.server.forbid("nodes", "get")
+    words = f"node-0 on node {node} is not ready since {since}"
+    assert run.status() == status(RUNNING, words)
+
+
+@a_job
 def test_the_words_of_a_deadline_are_preemption(site: Site) -> None:
     run = site.submit()
     words = "Job was active longer than specified deadline"
@@ -297,11 +313,11 @@ def test_a_cancelled_run_is_running_until_its_pods_are_gone_and_then_cancelled(
     run.cancel()
     assert run.status() == status(RUNNING, "being stopped")
     site.server.stopped(run.name)
-    assert run.status() == status(CANCELLED)
-    assert toolkit.statuses([run]) == [status(CANCELLED)]
+    assert run.status() == status(CANCELLED, "by `toolkit cancel`")
+    assert toolkit.statuses([run]) == [status(CANCELLED, "by `toolkit cancel`")]
     assert site.server.pods(run.name) == []
     tomorrow = site.open_launcher().open(run.record)
-    assert tomorrow.wait(timeout_s=0) == status(CANCELLED)
+    assert tomorrow.wait(timeout_s=0) == status(CANCELLED, "by `toolkit cancel`")
     run.cancel()
 
 
@@ -329,7 +345,7 @@ def test_cancel_looks_again_where_the_run_changed_meanwhile(site: Site) -> None:
     site.server.faults = [Fault(method="DELETE", status=409, message="Precondition failed")]
     run.cancel()
     assert site.jobs() == []
-    assert run.status() == status(CANCELLED)
+    assert run.status() == status(CANCELLED, "by `toolkit cancel`")
 
 
 @a_job
@@ -432,7 +448,7 @@ def test_a_run_that_has_ended_goes_on_under_its_name(site: Site) -> None:
 def test_a_run_that_was_cancelled_and_goes_on_is_cancelled_no_more(site: Site) -> None:
     run = site.submit()
     run.cancel()
-    assert run.status() == status(CANCELLED)
+    assert run.status() == status(CANCELLED, "by `toolkit cancel`")
     site.launcher.resubmit(run)
     site.server.delete(run.name)
     assert run.status().state is UNKNOWN

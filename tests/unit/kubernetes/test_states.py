@@ -334,10 +334,15 @@ def test_of_several_starts_of_a_pod_the_newest_counts() -> None:
     assert judged(thing(condition("Failed")), pods=[new, old]).reason.endswith("new")
 
 
-def test_what_ended_before_the_newest_pod_was_made_is_no_cause() -> None:
-    old, new = ended(0, message="old", finishedAt="1"), ended(1, message="new", finishedAt="3")
-    old["metadata"]["creationTimestamp"], new["metadata"]["creationTimestamp"] = "0", "2"
-    assert judged(thing(condition("Failed")), pods=[old, new]).reason.endswith("new")
+def test_a_pod_of_an_earlier_start_is_not_told_where_its_successor_is_gone() -> None:
+    """A Job keeps the pods that failed earlier, and deletes those that run when it fails."""
+    old = [ended(i, exitCode=138, finishedAt=f"2026-01-01T00:00:0{i}Z") for i in (0, 1)]
+    last = ended(0, exitCode=42, message="last", finishedAt="2026-01-01T00:01:00Z")
+    for made, one in (("00:00:00", old[0]), ("00:00:00", old[1]), ("00:00:30", last)):
+        one["metadata"]["creationTimestamp"] = f"2026-01-01T{made}Z"
+    assert judged(thing(condition("Failed")), pods=[*old, last]).reason == (
+        "Failed; node-0: exit status 42: last"
+    )
 
 
 def test_a_pod_that_was_killed_for_memory_is_told_first_whatever_its_status() -> None:

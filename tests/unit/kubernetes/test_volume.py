@@ -144,7 +144,18 @@ def test_the_pod_has_what_the_site_asks_of_pods_and_nothing_else_of_the_run(
             "serviceAccountName": "training",
             "imagePullSecrets": [{"name": "registry"}],
             "nodeSelector": {"pool": "gpu"},
-            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+            "tolerations": [
+                {"key": "nvidia.com/gpu", "operator": "Exists"},
+                *(
+                    {
+                        "key": f"node.kubernetes.io/{taint}",
+                        "operator": "Exists",
+                        "effect": "NoExecute",
+                        "tolerationSeconds": 30,
+                    }
+                    for taint in ("not-ready", "unreachable")
+                ),
+            ],
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": 1000,

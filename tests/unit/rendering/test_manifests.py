@@ -164,6 +164,18 @@ def test_a_range_of_nodes_is_torchruns_and_all_workers_must_succeed() -> None:
     assert {*options, endpoint} <= {*container_of(thing)["args"]}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_of_a_lost_node_are_replaced_within_seconds(kind: str) -> None:
+    own = {"key": "gpu", "operator": "Exists"}
+    site = {"tolerations": [own], "lost_node_toleration": "45s"}
+    text = manifest({}, site, kind)
+    first, *lost = template_of(workload(text))["spec"]["tolerations"]
+    assert first == own
+    common = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 45}
+    keys = ("not-ready", "unreachable")
+    assert lost == [{"key": f"node.kubernetes.io/{key}", **common} for key in keys]
+
+
 def test_a_master_is_one_of_the_pods() -> None:
     site = {"master": True, "pod_security": "baseline"}
     for nodes, roles in ((1, {"Master": 1}), (3, {"Master": 1, "Worker": 2})):

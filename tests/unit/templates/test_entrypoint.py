@@ -369,6 +369,36 @@ def test_storage_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None
     assert pod.run("exit 0") == DONE
 
 
+@pytest.mark.parametrize("file", ["memory.events", "memory/memory.oom_control"])
+def test_a_rank_that_the_kernel_killed_for_memory_is_told(file: str, tmp_path: Path) -> None:
+    """On nodes with cgroups of version 2 and 1."""
+    pod, counters = Pod(tmp_path), tmp_path / "cgroup" / file
+    pod.command = [word.replace("/sys/fs/cgroup", str(tmp_path / "cgroup")) for word in pod.command]
+    counters.parent.mkdir(parents=True)
+    for killed, status in ((0, AGAIN), (1, FINAL)):
+        counters.write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {killed}\n")
+        with pod.start("torchrun", "exit 1") as process:
+            assert process.wait(300) == status
+            assert process.stderr is not None
+            assert ("out of memory" in process.stderr.read()) is bool(killed)
+
+
+def test_the_words_of_a_stopped_pod_fit_a_run_that_was_cancelled(
+    tmp_path: Path, until: Until
+) -> None:
+    """A pod cannot tell a cancelled run from a preempted one."""
+    pod = Pod(tmp_path)
+    with pod.start("torchrun", "trap 'exit 1' TERM; wait_for_stop") as process:
+        until((pod.runs / "ready").exists, "torchrun runs")
+        process.terminate()
+        assert process.wait(300) == AGAIN
+        assert process.stderr is not None
+        assert process.stderr.read() == (
+            "torchrun ended with 1; preempted: stopped from outside; "
+            "goes on from its checkpoint if it is started again: 138\n"
+        )
+
+
 KILLED = "kill -KILL $PPID; exit 1"
 """What the kernel does for memory, where it kills a container whole: the first process, too."""
 

@@ -21,6 +21,7 @@ from toolkit.text import untrusted
 
 PODS = ApiResource(api_version="v1", kind="Pod")
 EVENTS = ApiResource(api_version="v1", kind="Event")
+_NODES = ApiResource(api_version="v1", kind="Node")
 _DEFINITIONS = ApiResource(api_version="apiextensions.k8s.io/v1", kind="CustomResourceDefinition")
 
 _QUEUE_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
@@ -116,6 +117,10 @@ class Cluster:
     def pods(self, selector: str) -> list[Object]:
         """Return the pods that a selector picks, by their index."""
         return sorted(self.objects(PODS, selector)[0], key=index_of)
+
+    def node(self, name: str) -> Object | None:
+        """Return a node, or None if it does not exist."""
+        return self.get(_NODES, name)
 
     def jobs_of(self, runs: Collection[str]) -> list[Object]:
         """Return the Jobs between JobSets and their pods."""
