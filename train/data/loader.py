@@ -1,10 +1,14 @@
 """Sources of batches: samples in memory, or of a Dataset that other processes read ahead."""
 
+import atexit
+import multiprocessing
 import random
 import signal
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import count, repeat
+from multiprocessing.process import BaseProcess
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -130,7 +134,10 @@ class DatasetReader:
             generator=torch.Generator(),
             worker_init_fn=_ignore_stops,
         )
-        for inputs, targets in loader:
+        others = set(multiprocessing.active_children())
+        batches = iter(loader)
+        _readers.update(set(multiprocessing.active_children()) - others)
+        for inputs, targets in batches:
             yield self._batch(inputs, targets)
 
     def _unseeded(self, numbers: list[int]) -> list[tuple[Any, Any]] | None:
@@ -216,10 +223,23 @@ class _SeededSamples:
         return samples
 
 
+_readers: WeakSet[BaseProcess] = WeakSet()
+"""The processes that read ahead."""
+
+
 def _ignore_stops(worker: int) -> None:
     """Leave stops to the process that trains: torchrun and Slurm signal all processes of a rank."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register
+def _end_readers() -> None:
+    """Kill the reading processes: at exit Python sends SIGTERM, which they ignore, and waits."""
+    # torch's handler would report the kill as a failure.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for process in _readers:
+        process.kill()
 
 
 def seed_sample(seed: int) -> None:
