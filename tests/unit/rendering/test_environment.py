@@ -188,6 +188,19 @@ def test_each_node_gets_what_differs_and_shares_the_rest(folder: Path) -> None:
     assert seen[0].env["SRUN_CPUS_PER_TASK"] == "1"
 
 
+def test_ranks_that_an_attempt_has_left_do_not_meet_those_of_the_next(folder: Path) -> None:
+    """A rank whose torchrun was killed goes on connecting to the port that it was given."""
+    job = toolkit.load(ROOT / "jobs/digits.yaml", ["retries.in_job=0"])
+    script = toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s")))
+    run_dir, endpoints = fresh(folder), []
+    for attempt in range(3):
+        more = {"SLURM_RESTART_COUNT": str(attempt)} if attempt else {}
+        seen = fake_slurm.execute(script, folder, nodes=2, run_dir=run_dir, more=more)
+        endpoints += [arg for arg in seen[0].argv if arg.startswith("--rdzv-endpoint=")]
+    ports = (1234, 1234 + 1999, (1234 + 2 * 1999) % 4000)
+    assert endpoints == [f"--rdzv-endpoint=node1:{61000 + port}" for port in ports]
+
+
 @settings(max_examples=200)
 @given(entry=entries, args=arguments)
 def test_torchrun_takes_the_entry_as_it_stands(entry: dict[str, object], args: list[str]) -> None:
@@ -206,7 +219,7 @@ def test_torchrun_hands_dollars_on_as_they_are() -> None:
     """It reads each word as Python's string.Template, for its macro of the local rank."""
     words = ("a$$b", "$$$$", "$$$x", "$HOME", "$${x}", "$(date)", "$")
     quoted = torchrun_words(("printf", "%s|", *words, "${local_rank}"))
-    argv = [TOOLKIT.with_name("torchrun"), "--standalone", "--no-python", *quoted]
+    argv = [str(TOOLKIT.with_name("torchrun")), "--standalone", "--no-python", *quoted]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stdout.split("|") == [*words, "0", ""]
 
