@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 
 _SRUN = """#!{python} -SE
 import os, subprocess, sys
@@ -46,7 +45,7 @@ esac
 
 @dataclass(frozen=True)
 class Seen:
-    """The options and environment of one torchrun, which reads `$$` in its words as a dollar."""
+    """The options and environment of one torchrun."""
 
     argv: list[str]
     env: dict[str, str]
@@ -90,11 +89,4 @@ def execute(
     )
     assert done.returncode == 0, (done.stdout + done.stderr).decode(errors="replace")
     dumps = sorted((folder / "dumps").iterdir(), key=lambda dump: int(dump.name))
-    records = [json.loads(dump.read_text()) for dump in dumps]
-    return [
-        Seen(
-            argv=[Template(word).safe_substitute(local_rank="0") for word in record["argv"]],
-            env=record["env"],
-        )
-        for record in records
-    ]
+    return [Seen(**json.loads(dump.read_text())) for dump in dumps]

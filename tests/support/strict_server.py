@@ -2,7 +2,6 @@
 
 import json
 import os
-from string import Template
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -98,6 +97,5 @@ def arrives(container: Any) -> tuple[dict[str, bytes], list[bytes]]:
 
 
 def entry_of(arguments: list[bytes]) -> list[bytes]:
-    """Return what torchrun starts, without its own options: it reads `$$` as a dollar."""
-    words = map(os.fsdecode, arguments[arguments.index(b"-m") :])
-    return [os.fsencode(Template(word).safe_substitute(local_rank="0")) for word in words]
+    """Return what torchrun starts, without its own options."""
+    return arguments[arguments.index(b"-m") :]

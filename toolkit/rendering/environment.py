@@ -88,7 +88,6 @@ def configured(environment_class: type[jinja2.Environment], **options: Any) -> j
         "sh_entry": entry_words,
         "sh_line": shell_line,
         "sh_path": path_quote,
-        "torchrun_words": torchrun_words,
         "yaml": yaml_block,
         "yaml_flow": yaml_flow,
         "sh_words": lambda values: " ".join(map(shell_quote, values)),
@@ -159,17 +158,6 @@ def entry_words(words: Iterable[str]) -> str:
     quoted = shell_quote(first.removeprefix(IN_RUN_DIR))
     where = '"$_run_dir"/' if first.startswith(IN_RUN_DIR) else ""
     return " ".join([where + quoted, *map(shell_quote, others)])
-
-
-def torchrun_words(words: Iterable[str]) -> tuple[str, ...]:
-    """Return words that torchrun hands on as `words`: it makes one dollar of two.
-
-    Its macro for the local rank stays one (torch, distributed/elastic/utils/api.py).
-
-    >>> torchrun_words(["echo $$ $HOME", "--gpu=${local_rank}"])
-    ('echo $$$$ $HOME', '--gpu=${local_rank}')
-    """
-    return tuple(word.replace("$$", "$$$$") for word in words)
 
 
 def shell_line(value: str) -> str:

@@ -17,14 +17,12 @@ from hypothesis import strategies as st
 
 import toolkit
 import toolkit.rendering.environment
-from tests.conftest import TOOLKIT
 from tests.fakes import fake_slurm
 from tests.support.golden import EXAMPLES, ROOT, rendered
 from tests.support.reference import PAGES
 from toolkit.errors import RenderError
 from toolkit.lint.scripts.options import read_directives
 from toolkit.rendering import sbatch_quote, shell_quote
-from toolkit.rendering.environment import torchrun_words
 
 HOSTILE = [
     "",
@@ -213,15 +211,6 @@ def test_torchrun_takes_the_entry_as_it_stands(entry: dict[str, object], args: l
     assert read.training_script == first
     assert read.training_script_args == [*(job.command or ())[1:], *args]
     assert (read.module, read.no_python) == (job.module is not None, job.command is not None)
-
-
-def test_torchrun_hands_dollars_on_as_they_are() -> None:
-    """It reads each word as Python's string.Template, for its macro of the local rank."""
-    words = ("a$$b", "$$$$", "$$$x", "$HOME", "$${x}", "$(date)", "$")
-    quoted = torchrun_words(("printf", "%s|", *words, "${local_rank}"))
-    argv = [str(TOOLKIT.with_name("torchrun")), "--standalone", "--no-python", *quoted]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True)
-    assert done.stdout.split("|") == [*words, "0", ""]
 
 
 @pytest.mark.parametrize("entry", [{"module": "train"}, {"command": ("prog",)}])
