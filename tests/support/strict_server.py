@@ -2,6 +2,7 @@
 
 import json
 import os
+from string import Template
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -97,5 +98,6 @@ def arrives(container: Any) -> tuple[dict[str, bytes], list[bytes]]:
 
 
 def entry_of(arguments: list[bytes]) -> list[bytes]:
-    """Return what torchrun starts, without its own options."""
-    return arguments[arguments.index(b"-m") :]
+    """Return what torchrun starts, without its own options, and with its macros expanded."""
+    words = map(os.fsdecode, arguments[arguments.index(b"-m") :])
+    return [os.fsencode(Template(word).safe_substitute()) for word in words]

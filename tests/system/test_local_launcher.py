@@ -158,6 +158,25 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_no_process(
     assert "No space left on device" in done.stdout + done.stderr
 
 
+def test_dollars_in_arguments_reach_the_program(tmp_path: Path) -> None:
+    program = "import json, sys; json.dump(sys.argv[1:], open('argv', 'w'))"
+    (tmp_path / "show.py").write_text(program)
+    args = ["$$", "$$$", "a$$b", "$HOME", "$(x)", "${x}", "$$local_rank", "$${local_rank}", "$"]
+    job = toolkit.JobSpec(name="dollars", script=str(tmp_path / "show.py"), args=tuple(args))
+    made = toolkit.plan(job, toolkit.LocalProfile(name="here"))
+    (tmp_path / "run.sh").write_text(toolkit.render(made))
+    done = subprocess.run(
+        ["bash", tmp_path / "run.sh", tmp_path / "run"],
+        env=os.environ | {"PATH": f"{TOOLKIT.parent}:{os.environ['PATH']}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "argv").read_text()) == args
+
+
 @pytest.mark.slow
 def test_killing_toolkit_run_stops_the_run(
     job_file: Path, marker: str, tmp_path: Path, until: Until

@@ -90,6 +90,7 @@ def configured(environment_class: type[jinja2.Environment], **options: Any) -> j
         "sh_path": path_quote,
         "yaml": yaml_block,
         "yaml_flow": yaml_flow,
+        "torchrun": torchrun_literals,
         "sh_words": lambda values: " ".join(map(shell_quote, values)),
     }
     return environment
@@ -169,6 +170,19 @@ def shell_line(value: str) -> str:
     if _CONTROL.search(value.replace("\t", " ")):
         raise RenderError(f"{value!r} holds a control character; write one line of bash per item")
     return value
+
+
+def torchrun_literals(words: Sequence[str]) -> tuple[str, ...]:
+    """Return a program and arguments that torchrun's expansion turns into `words`.
+
+    torchrun reads `$$` as `$` in all arguments, and puts a number in place of `${local_rank}`
+    (`torch.distributed.elastic.utils.macros`). The name of a command is not expanded.
+
+    >>> torchrun_literals(["-m", "train", "$$", "$HOME", "${local_rank}"])
+    ('-m', 'train', '$$$$', '$HOME', '${local_rank}')
+    """
+    unread = 2 if words and words[0] == "--no-python" else 0
+    return (*words[:unread], *(word.replace("$$", "$$$$") for word in words[unread:]))
 
 
 def kubernetes_literal(value: str) -> str:
