@@ -63,6 +63,7 @@ def _up(arguments: argparse.Namespace, state: StateDir) -> str:
         gpus=arguments.gpus,
         kill_wait=arguments.kill_wait,
         message_timeout=arguments.message_timeout,
+        over_memory_kill=arguments.over_memory_kill,
         min_job_age=arguments.min_job_age,
         accounting=arguments.accounting,
         cloud=arguments.cloud,
@@ -216,6 +217,11 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument(
         "--slurm", metavar="FOLDER", help="run the Slurm that `fetch` has unpacked there"
+    )
+    sub.add_argument(
+        "--over-memory-kill",
+        action="store_true",
+        help="have accounting kill a step that uses more memory than it asked for (OverMemoryKill)",
     )
 
     text = "end everything, keep the logs"

@@ -79,6 +79,7 @@ def slurm_conf(shape: Shape, state: StateDir, job_id: int) -> str:
         "TaskPlugin=task/none",
         "JobAcctGatherType=jobacct_gather/linux",
         "JobAcctGatherFrequency=5",
+        *(["JobAcctGatherParams=OverMemoryKill"] if shape.over_memory_kill else []),
         # Without CAP_SYS_RESOURCE limits cannot be raised, and jobs would fail to start. Only
         # the limit of core files comes from the submitter: slurmd itself sets none.
         "PropagateResourceLimits=CORE",

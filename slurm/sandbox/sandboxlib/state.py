@@ -42,6 +42,8 @@ class Shape:
     """The number of nodes in partition `cloud`, which Slurm knows and which never start."""
     message_timeout: int = 5
     """Seconds that a daemon may take to answer another; Slurm's own default is 10."""
+    over_memory_kill: bool = False
+    """Whether accounting kills a step that uses more memory than the job asked for."""
     slurm: str = ""
     """The folder of another Slurm, as `fetch` makes it; empty for the machine's own."""
 

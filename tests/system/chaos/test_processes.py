@@ -108,6 +108,29 @@ def test_out_of_memory_ends_the_job_with_the_node_s_name_and_it_goes_on_when_tol
 
 
 @pytest.mark.slow
+def test_memory_that_accounting_limits_is_told_and_not_tried_again(
+    tmp_path: Path, reference: Trial, until: Until
+) -> None:
+    """Slurm's OverMemoryKill, which leaves no count of the kernel."""
+    folder = Path(tempfile.mkdtemp(prefix="sb", dir="/tmp"))
+    shape = ("--nodes=2", "--kill-wait=5", "--over-memory-kill", "--dir", str(folder))
+    subprocess.run([SANDBOX, "up", *shape], check=True)
+    try:
+        trial = submit(Site(Cluster(folder), tmp_path))
+        until(trial.saved, "a first checkpoint")
+        (trial.folder / "hungry-1").touch()
+        status = trial.run.wait(300)
+        (trial.folder / "hungry-1").unlink()
+    finally:
+        subprocess.run([SANDBOX, "down", "--dir", str(folder)], check=True)
+        shutil.rmtree(folder)
+    assert status.state is toolkit.RunState.FAILED, failure(trial.run)
+    (reason,) = trial.reasons()
+    assert reason.startswith("fatal: out of memory: StepId="), reason
+    assert " exceeded memory limit (" in reason
+
+
+@pytest.mark.slow
 def test_a_kill_that_slurm_sends_again_does_not_hit_the_next_attempt(
     reference: Trial, tmp_path: Path, until: Until
 ) -> None:

@@ -46,6 +46,12 @@ def job(tmp_path: Path) -> Job:
             id="out of memory",
         ),
         pytest.param(
+            "running", 1, "",
+            "slurmstepd: error: StepId=7.0 exceeded memory limit (9 > 8), being killed", 1,
+            "fatal: out of memory: StepId=7.0 exceeded memory limit (9 > 8); not queued again", [],
+            id="out of memory by accounting",
+        ),
+        pytest.param(
             "preempted", 1, "", "", 1, 'preempted: rank 1: it "said" so; queued again', AGAIN,
             id="preempted",
         ),
