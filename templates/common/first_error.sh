@@ -1,16 +1,30 @@
 # ---- The first error of a start of the ranks, so that an error that comes again is not retried for ever. In
 # sh and awk, without anything that Kubernetes expands, since all sites use it. Needs _run_dir and _attempt.
+_alike='
+  function loose(text) {  # without paths and numbers
+    gsub(/\/[^ ,;"]+/, "/*", text); gsub(/[0-9]+/, "#", text)
+    return text
+  }
+  function alike(before, now, in_a_row,   a, b) {  # lines of first_error
+    split(before, a, "\t"); split(now, b, "\t")
+    if (before == "" || a[1] != b[1] || a[1] == "unsure") return 0
+    if (a[1] == "fault" && a[3] == b[3]) return 1  # at any step
+    if (a[2] ~ /^[0-9]/ && a[2] == b[2]) return loose(a[3]) == loose(b[3])
+    return in_a_row && before == now
+  }'
+
 first_error() {  # FOLDER all|last [MARK] <TORCHRUN'S_REPORTS: reads files below FOLDER that are newer than MARK;
   # all: each start of one torchrun; last: the last start of all nodes. Prints KIND<tab>STEP<tab>MESSAGE of the
-  # last start, or of the second of two in a row that are alike. KIND is `error` (a rank has raised it), `bare`
-  # (a signal, an exit status or a lost peer, at a known step) or `unsure` (the step is not known).
+  # last start, or of the second of two that are alike. KIND is `error` (a rank has raised it), `fault` (an
+  # exception that mostly is the code's fault), `bare` (a signal, an exit status or a lost peer, at a known step)
+  # or `unsure` (the step is not known).
   _outcome=$_run_dir/outcome.json
   [ -z "${3:-}" ] || find "$_outcome" -newer "$3" 2>/dev/null | grep -q . || _outcome=/dev/null
   {
     grep -E '^( +(time|host|exitcode) *:|Root Cause)' || true
     find "$1" -path '*/attempt_*' \( -name error.json -o -name stderr.log \) \
       ${3:+-newer "$3"} -exec ls -tr {} + 2>/dev/null || true
-  } | _starts=$2 _all_ended=${_all_ended:-} _run_dir=$_run_dir _outcome=$_outcome _attempt=$_attempt _nodes=$1/nodes LC_ALL=C awk '
+  } | _starts=$2 _all_ended=${_all_ended:-} _run_dir=$_run_dir _outcome=$_outcome _attempt=$_attempt _nodes=$1/nodes LC_ALL=C awk "$_alike"'
     function json(text, name) {  # the value of a name; of a text, its first line
       if (!match(text, "\"" name "\" *: *[\"0-9a-z]")) return ""
       text = substr(text, RSTART + RLENGTH - 1)
@@ -104,7 +118,7 @@ first_error() {  # FOLDER all|last [MARK] <TORCHRUN'S_REPORTS: reads files below
         else if ((rank[i], "error.json") in has || (!ENVIRON["_all_ended"] && number[i] == most[run[i]])) continue
         else text = printed(file[i])
         if (text == "" || text ~ /^stopped by /) continue
-        if (tolower(text) !~ peer || tolower(text) ~ own) return "error\t" step(start) "\t" plain(text)
+        if (tolower(text) !~ peer || tolower(text) ~ own) return (text ~ fault ? "fault" : "error") "\t" step(start) "\t" plain(text)
         if (bare !~ /^signal/) bare = "ranks have lost another one"
       }
       if (bare == "") return ""
@@ -118,6 +132,8 @@ first_error() {  # FOLDER all|last [MARK] <TORCHRUN'S_REPORTS: reads files below
         "|failed to (recv|send)|nccl error|nccl communicator was aborted" \
         "|dist(backend|network|store)error|watchdog caught collective|timed ?out|wait timeout" \
         "|ends because of others|another rank went away|^the same as (rank [0-9]+|another rank)"
+      fault = "^(Assertion|Attribute|Import|Index|Key|ModuleNotFound|Name|NotImplemented|Recursion|Syntax|Type|UnboundLocal" \
+        "|Value|ZeroDivision)Error(:|$)"
       own = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
       hosts[ENVIRON["HOSTNAME"]]
       while ((getline host < ENVIRON["_nodes"]) > 0) hosts[host]
@@ -145,8 +161,9 @@ first_error() {  # FOLDER all|last [MARK] <TORCHRUN'S_REPORTS: reads files below
       for (n in newest) if (fewest == "" || most[newest[n]] + 0 < fewest) fewest = most[newest[n]] + 0
       if (ENVIRON["_starts"] == "last") now = look("")
       else for (n = 0; n <= most[run[1]]; n++) {
-        was = now; now = look(n "")
-        if (now != "" && now == was && now !~ /^unsure/) { again = now; break }
+        now = at_start[n] = look(n "")
+        for (m = 0; m < n && again == ""; m++) if (alike(at_start[m], now, m == n - 1)) again = now
+        if (again != "") break
       }
       if (ENVIRON["_starts"] == "all") now = again
       if (now != "") print now
@@ -154,11 +171,22 @@ first_error() {  # FOLDER all|last [MARK] <TORCHRUN'S_REPORTS: reads files below
 }
 
 same_failure() {  # BEFORE NOW, lines of first_error
-  [ -n "$2" ] && [ "$1" = "$2" ] || return 1
-  case $2 in unsure*) return 1 ;; esac
+  printf '%s\n' "$1" "$2" | LC_ALL=C awk "$_alike"'{ line[NR] = $0 } END { exit !alike(line[1], line[2], 1) }'
 }
 
-repeated() {  # FOLDER... of torchruns: whether one has failed alike in two starts in a row; sets _twice
+find_alike() {  # ERROR FILE...: sets _earlier to the first line that is the same failure, _twice_in to its folder
+  _now=$1
+  shift
+  for _file in "$@"; do
+    _twice_in=${_file%/*}
+    # shellcheck disable=SC2006  # see above
+    _earlier=`cat "$_file" 2>/dev/null` || true
+    ! same_failure "$_earlier" "$_now" || return 0
+  done
+  _earlier='' _twice_in=''
+}
+
+repeated() {  # FOLDER... of torchruns: whether one has failed alike in two starts; sets _twice
   for _folder_of_one in "$@"; do
     [ -d "$_folder_of_one/attempt_1" ] || continue
     _state=$_folder_of_one

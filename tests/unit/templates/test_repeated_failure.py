@@ -82,6 +82,35 @@ def test_another_step_or_another_error_is_tried_again(
         next_attempt(job)
 
 
+def test_a_fault_of_the_code_costs_two_starts_whatever_comes_in_between(job: Job) -> None:
+    """At any step, since a bad sample comes at another step after another restart."""
+    raised(job, "IndexError: list index out of range")
+    assert ends(job, step=12).endswith("; queued again")
+    next_attempt(job)
+    raised(job, "RuntimeError: the file server is away")
+    assert ends(job, step=13).endswith("; queued again")
+    next_attempt(job)
+    raised(job, "IndexError: list index out of range")
+    assert ends(job, step=14) == (
+        "fatal: the same failure twice at step 14: IndexError: list index out of range" + END
+    )
+
+
+def test_numbers_and_paths_are_no_difference_at_the_same_step(job: Job) -> None:
+    words = "RuntimeError: {} of /data/part-{} has {} rows"
+    raised(job, words.format("a", 1, 17))
+    assert ends(job, step=12).endswith("; queued again")
+    next_attempt(job)
+    raised(job, words.format("a", 2, 19))
+    assert ends(job, step=13).endswith("; queued again")
+    next_attempt(job)
+    raised(job, words.format("b", 2, 19))
+    assert ends(job, step=13).endswith("; queued again")
+    next_attempt(job)
+    raised(job, words.format("a", 3, 20))
+    assert ends(job, step=13).startswith("fatal: the same failure twice at step 13: RuntimeError")
+
+
 def test_a_script_that_records_nothing_is_known_by_its_traceback(job: Job) -> None:
     trace = "Traceback (most recent call last):\n  File x\n    y\nValueError: bad at 0x{}\n"
     for address in ("7f01", "7ffe"):
