@@ -278,6 +278,11 @@ class Hands(Execs):
         with self.changed:
             self.kill_container(self._live(POD, pod_name, None))
 
+    def freeze(self, pod_name: str) -> None:
+        """Let a pod's processes answer nobody any more, with auto_run."""
+        with self.changed:
+            self.freeze_container(self._live(POD, pod_name, None))
+
     def oom(self, pod_name: str) -> None:
         """Kill a pod's ranks as the kernel does where memory is short, with auto_run."""
         with self.changed:

@@ -223,6 +223,10 @@ class Kubelet(Api):
         """Kill all processes of a pod's container."""
         self._containers[pod["metadata"]["uid"]].kill()
 
+    def freeze_container(self, pod: Object) -> None:
+        """Stop all processes of a pod's container."""
+        self._containers[pod["metadata"]["uid"]].freeze()
+
     def kill_for_memory(self, pod: Object) -> None:
         """Kill the ranks of a pod's container, as the kernel does where memory is short."""
         self._containers[pod["metadata"]["uid"]].kill_for_memory()

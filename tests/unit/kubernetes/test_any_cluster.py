@@ -135,7 +135,8 @@ def test_an_image_that_cannot_be_pulled_is_told(live: Live) -> None:
     run = live.submit(image=NOWHERE["image"])
     found = live.until_reason(run, "Pull")
     pod = short(live.workload)
-    expected = (f"{pod}: ErrImagePull", f"{pod}: ImagePullBackOff")
+    # The first second has only the event "Failed: Error: ErrImagePull".
+    expected = tuple(f"{pod}: {word}" for word in ("ErrImagePull", "ImagePullBackOff", "Failed"))
     assert (found.state, found.reason.startswith(expected)) == (PENDING, True), found
 
 

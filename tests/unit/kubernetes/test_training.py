@@ -19,7 +19,7 @@ import pytest
 import toolkit
 from tests.conftest import ROOT
 from tests.fakes.kubernetes.kubelet import container_status, exit_code
-from tests.fakes.kubernetes.real import is_real
+from tests.fakes.kubernetes.real import CLAIM, FakeCluster, is_real
 from tests.train.support import held
 from tests.unit.kubernetes.live import Live
 from tests.unit.kubernetes.site import (
@@ -106,6 +106,25 @@ def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_p
     # Once is enough, as the training is the same in all; a real cluster's image has its own torch.
     if live.workload == "JobSet" and not is_real():
         assert outcome["metrics"] == undisturbed(tmp_path)["metrics"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(is_real(), reason="cuts a pod off")
+@pytest.mark.parametrize("workload", ["PyTorchJob"])
+def test_the_others_start_again_when_the_first_pod_is_cut_off(live: Live) -> None:
+    """A real torchrun hangs on the store of the rendezvous, whatever the time-outs."""
+    stop, retries = {"grace": "5s"}, {"in_job": 0, "requeue": 3}
+    run = submit(live, "--steps", "1000000", "--timeout-s", "20", stop=stop, retries=retries)
+    follow(live, run, is_after_a_checkpoint)
+    first, other = (pod["metadata"]["name"] for pod in live.cluster.pods(run.name))
+    assert isinstance(live.cluster, FakeCluster)
+    live.cluster.freeze(first)
+    logs = live.cluster.root / "claims" / CLAIM / run.name / "logs/attempt-0"
+    live.until((logs / other / "failed").exists, "the other pod has failed")
+    assert "the first pod, where the nodes meet, was lost" in (logs / other / "ended").read_text()
+    live.cluster.delete(first, live.cluster.namespace, kind="Pod")
+    live.until(lambda: live.events(run, "resume"), "both pods train again")
+    run.cancel()
 
 
 @every_workload

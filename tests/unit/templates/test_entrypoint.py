@@ -299,22 +299,29 @@ def test_the_first_pod_is_waited_for_before_torchrun_starts(tmp_path: Path, unti
 
 HANGS = r"""
 mkdir -p "$PET_LOG_DIR/run/attempt_0"
+until [ "$(wc -l <"$TRAIN_RUN_DIR/slept")" -gt 3 ]; do /bin/sleep 0.05; done
 echo "E1125 api.py] failed (exitcode: 1) local_rank: 0 (pid: 1)" >>"$TORCH_LOGS_OUT"
 exec python3 -c "import time; time.sleep(3600)"
 """
+UNNOTICED = (
+    HANGS.splitlines()[1]
+    + """
+exec python3 -c "import os, time; os.fork() or os._exit(1); time.sleep(3600)"
+"""
+)
 """A torchrun whose rank has failed and which waits for ever for a store that is gone."""
 
 
-@pytest.mark.parametrize("host_answers", [False, True])
+@pytest.mark.parametrize(("hangs", "host_answers"), [(HANGS, True), (UNNOTICED, False)])
 def test_a_torchrun_that_hangs_without_ranks_is_ended(
-    host_answers: bool, tmp_path: Path, until: Until
+    hangs: str, host_answers: bool, tmp_path: Path, until: Until
 ) -> None:
     """The node of the first pod is lost; the pod that replaces the first one may be there."""
     pod = Pod(tmp_path, nnodes=2)
     pod.program("sleep", FAST_SLEEP)
     with socket.create_server(("localhost", 0)) as server:
         option = f"--rdzv-endpoint=localhost:{server.getsockname()[1]}"
-        with pod.start("torchrun", HANGS, option, JOB_COMPLETION_INDEX="1") as process:
+        with pod.start("torchrun", hangs, option, JOB_COMPLETION_INDEX="1") as process:
             until(lambda: [*pod.runs.glob("logs/*/*/run")], "torchrun runs")
             if not host_answers:
                 server.close()
