@@ -198,7 +198,9 @@ class Strategy(ABC):
     def load_model_state(self, state: dict[str, Tensor]) -> None:
         """Put tensors in place that are sharded like those of `model_state()`."""
         for module in self.modules():
-            module.load_state_dict({name: state[name] for name in module.state_dict()})
+            # torch names all tensors that are missing.
+            own = {name: state[name] for name in module.state_dict() if name in state}
+            module.load_state_dict(own)
 
 
 class WholeModel(Strategy):

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.train.support.ranks import on_ranks
 from tests.train.support.reading import same, whole
-from train.checkpoints import store
+from train.checkpoints import recovery, store
 from train.checkpoints.checkpointer import Checkpointer
 from train.checkpoints.reader import Stored, differences, export
 from train.checkpoints.recovery import Sighting, look
@@ -240,3 +241,35 @@ def test_a_checkpoint_of_another_model_is_told_apart_tensor_by_tensor() -> None:
         "b: [] float32 there, nothing here",
         "c: nothing there, [1] int64 here",
     ]
+
+
+def loaded_on(rank: int, run_dir: Path, broken: Path, source: int | None) -> str:
+    """Return why this rank cannot load a checkpoint whose headers break after it was listed."""
+    info = RankInfo(rank=rank, world_size=2, local_rank=rank, local_world_size=2, launched=True)
+    group = RankGroup(rank_info=info, device=torch.device("cpu"))
+    own = run_dir / str(rank)
+    best = Position(attempt=0, step=3)
+    found = recovery.describe(own, group, best, source=0, shared=source is None)
+    group.gather("")
+    if rank == 0:
+        for file in broken.rglob("*.safetensors"):
+            file.write_bytes(b"\xff" * 64)
+    group.gather("")
+    tensors = {name: torch.empty(size, dtype=kind) for name, (size, kind) in found.listing.items()}
+    try:
+        recovery.fill(own, group, found, tensors)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("source", [0, None])
+def test_headers_that_one_rank_cannot_read_are_told_on_all_ranks(
+    tmp_path: Path, source: int | None
+) -> None:
+    for rank in range(2):
+        save(tmp_path / str(rank))
+    broken = 0 if source == 0 else 1
+    reasons = on_ranks(2, loaded_on, tmp_path, tmp_path / str(broken), source)
+    assert reasons[0] == reasons[1]
+    assert reasons[0].startswith(f"rank {broken}: cannot read checkpoint {tmp_path / str(broken)}")

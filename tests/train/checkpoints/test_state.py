@@ -135,3 +135,14 @@ def test_parameters_that_were_frozen_or_thawed_since_are_told(
     assert f"with another configuration: {changed[0]}\n" in capsys.readouterr().out
     assert resumed("First") == ["trained there, frozen here: 0.weight"]
     assert resumed("Some") == ["frozen there, trained here: 0.bias, 0.weight"]
+
+
+def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
+    strategy = trainer_for(0, 1, tmp_path).strategy
+    weights = strategy.model_state()
+    names = sorted(weights)[:2]
+    for name in names:
+        del weights[name]
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        strategy.load_model_state(weights)
+    assert all(f'"{name}"' in str(caught.value) for name in names)
