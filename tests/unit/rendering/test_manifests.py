@@ -153,7 +153,7 @@ def test_a_secret_wins_over_a_variable_of_the_profile_of_the_same_name() -> None
 def test_a_range_of_nodes_is_torchruns_and_all_workers_must_succeed() -> None:
     """With an elasticPolicy the operator deletes the others when the first one has succeeded."""
     job = {"resources": {"nnodes": {"min": 2, "max": 4}}, "retries": {"in_job": 3}}
-    thing = workload(manifest(job, {}))
+    thing = workload(manifest(job, {"runs_claim": "runs"}))
     name, spec = thing["metadata"]["name"], thing["spec"]
     assert (spec.keys(), spec["pytorchReplicaSpecs"]["Worker"]["replicas"]) == (
         {"nprocPerNode", "runPolicy", "pytorchReplicaSpecs"},
@@ -162,6 +162,9 @@ def test_a_range_of_nodes_is_torchruns_and_all_workers_must_succeed() -> None:
     options = ("--nnodes=2:4", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-id={name}")
     endpoint = f"--rdzv-endpoint={name}-worker-0:23456"
     assert {*options, endpoint} <= {*container_of(thing)["args"]}
+    without_volume = workload(manifest(job, {}))["spec"]
+    policy = without_volume["elasticPolicy"]  # a worker that starts late cannot see the others' end
+    assert (policy["minReplicas"], policy["maxReplicas"], policy["maxRestarts"]) == (2, 4, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,7 +22,7 @@ def _pytorchjobs(stream: Stream) -> Iterator[tuple[Manifest, View]]:
     finds="pods of a PyTorchJob that are neither Master nor Worker, or a number of Masters that is "
     "not 1",
     reason="The webhook refuses them (Training Operator 1.9).",
-    fix="write Master (replicas: 1) and Worker, or Worker alone with an elasticPolicy",
+    fix="write Master (replicas: 1) and Worker, or Worker alone",
 )
 def _roles(stream: Stream) -> Iterator[Violation[View]]:
     for _, spec in _pytorchjobs(stream):
@@ -57,8 +57,8 @@ def _containers(stream: Stream) -> Iterator[Violation[View]]:
     finds="a PyTorchJob with Master and Worker whose pods are made for Pod Security `restricted`",
     reason="The operator gives workers an init container that waits for the master, which "
     "`restricted` refuses: only the master is made, and waits for ever (Training Operator 1.9).",
-    fix="use Workers alone, with elasticPolicy: {rdzvBackend: c10d, minReplicas: N, "
-    "maxReplicas: N}",
+    fix="use Workers alone, with torchrun --nnodes=N --rdzv-backend=c10d --rdzv-id=NAME "
+    "--rdzv-endpoint=NAME-worker-0:23456",
 )
 def _masters(stream: Stream) -> Iterator[Violation[View]]:
     for manifest, spec in _pytorchjobs(stream):
