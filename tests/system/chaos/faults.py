@@ -416,12 +416,12 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _slurm(
         "an operator requeues the job", _bind(control, verb="requeue"),
-        r"requeued by an operator", *_STOPPED, quick=True,
+        r"requeued: by an operator", *_STOPPED, quick=True,
     ),
     _slurm(
         "an operator requeues and holds the job",
         _bind(control, verb="requeuehold", undo="release"),
-        r"(?i)held", r"requeued by an operator", *_STOPPED, hold_s=20,
+        r"(?i)held", r"requeued: by an operator", *_STOPPED, hold_s=20,
     ),
     _slurm(
         "an operator suspends the job", _bind(control, verb="suspend", undo="resume"),
