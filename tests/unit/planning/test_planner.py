@@ -102,7 +102,8 @@ def test_workers_share_the_cpus_of_their_node(
 @EVERYWHERE
 def test_torchrun_is_told_all_that_the_site_does_not_tell_it(kind: str) -> None:
     made = plan(FULL, site(kind, **({"secret": "keys"} if kind == "kubernetes" else {})))
-    options = ("--nnodes=2", "--nproc-per-node=4", "--max-restarts=3", "--rdzv-backend=c10d")
+    options: tuple[str, ...] = ("--nnodes=2", "--nproc-per-node=4", "--max-restarts=3")
+    options += ("--rdzv-backend=c10d",)
     if kind == "kubernetes":
         options += ("--rdzv-endpoint=digits-worker-0:23456", "--rdzv-id=digits", "--tee=3")
     assert made.torchrun == options
