@@ -23,7 +23,9 @@ def test_a_rank_is_killed_twice_and_restarted_in_the_job_then_by_a_requeue(
 ) -> None:
     trial = submit(site, "retries.in_job=1")
     until(trial.saved, "a first checkpoint")
-    trial.kill_rank(1)
+    # A torchrun that sees the other one wait before its own rank's end counts no restart, so the
+    # torchrun of rank 0, whose count the events have, must be the first to notice.
+    trial.kill_rank(0)
     until(lambda: trial.events("resume"), "restarted in the job")
     (resumed,) = trial.events("resume")
     assert (resumed["attempt"], resumed["restart"]) == (0, 1)
