@@ -218,7 +218,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
     def _cut_short(self, plan: KubernetesPlan, profile: KubernetesProfile) -> KubernetesRun | None:
         """Return a run of this plan that an interrupted submission of this user has started.
 
-        None if there is none, the cluster has nothing of it, or it has ended.
+        None if no such run exists, the cluster has none of its objects, or the run has ended.
         """
         kind, stored = KINDS[plan.workload], profile.model_dump(mode="json", by_alias=True)
         for data in list(submission_journal.orphans(self._intents)):

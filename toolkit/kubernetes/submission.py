@@ -114,7 +114,7 @@ def _submit(cluster: Cluster, run: RunObjects) -> None:
             with contextlib.suppress(LauncherError):
                 cluster.delete(resource_of(thing), thing, changed=True)
         if isinstance(error, Denied) and body is not run.workload:
-            # Who may not even make the workload is not helped by a way around its companions.
+            # Without the right to make the workload, a way around its companions does not help.
             try:
                 cluster.apply(run.kind, run.workload, dry_run=True)
             except Denied as denial:

@@ -67,7 +67,7 @@ def supervise(script: str, run_dir: Path, *, stop_timeout_s: float, time_limit_s
     """Run `script RUN_DIR` to its end, again as long as it decides so; return its exit status.
 
     An attempt is stopped after `time_limit_s`, and killed where its stop takes `stop_timeout_s`. It
-    is killed at once if its run directory is removed: what it would save has no place.
+    is killed at once if its run directory is removed, since a checkpoint would have no place.
     """
     folder = identity(run_dir)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -50,6 +50,19 @@ def test_a_failure_without_the_run_directory_is_final_and_named(tmp_path: Path) 
     assert script.reason(1) == f"fatal: {gone}; to begin at step 0: {again}"
 
 
+def test_a_run_directory_that_is_out_of_reach_for_a_moment_is_not_removed(tmp_path: Path) -> None:
+    """A handle that the file server has forgotten says so; a removed file does not exist."""
+    script = Script(tmp_path, 'rm "$TRAIN_RUN_DIR"/logs/attempt-0/since; exit 1')
+    stat = tmp_path / "bin/stat"
+    stat.write_text(
+        "#!/bin/sh\ncase $* in */since) echo 'stat: Stale file handle' >&2; exit 1 ;; esac\n"
+        'exec /usr/bin/stat "$@"\n'
+    )
+    stat.chmod(0o755)
+    script.start()
+    assert script.reason().startswith("retryable: ")
+
+
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_start_after_a_requeue_refuses_an_empty_run_directory(
     begun: bool, tmp_path: Path
