@@ -390,6 +390,23 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_told(file: str, tmp_path: P
             assert ("out of memory" in process.stderr.read()) is bool(killed)
 
 
+def test_a_rank_out_of_memory_that_torchrun_starts_again_ends_the_run_at_once(
+    tmp_path: Path,
+) -> None:
+    """Even if the ranks of the new start say that they were stopped, which they are for this."""
+    pod, counters = Pod(tmp_path, in_job=1), tmp_path / "cgroup/memory.events"
+    pod.command = [word.replace("/sys/fs/cgroup", str(tmp_path / "cgroup")) for word in pod.command]
+    counters.parent.mkdir(parents=True)
+    starts_again = (
+        'trap "say preempted; exit 1" TERM; mkdir -p "$PET_LOG_DIR/id/attempt_0"; '
+        f'echo oom_kill 1 >"{counters}"; mkdir "$PET_LOG_DIR/id/attempt_1"; wait_for_stop'
+    )
+    with pod.start("torchrun", starts_again) as process:
+        assert process.wait(300) == FINAL
+        assert process.stderr is not None
+        assert "fatal: out of memory" in process.stderr.read()
+
+
 def test_the_words_of_a_stopped_pod_fit_a_run_that_was_cancelled(
     tmp_path: Path, until: Until
 ) -> None:
