@@ -66,7 +66,12 @@ def follow_lines(run: toolkit.Run, **view: Any) -> Iterator[str]:
 def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
     """Print the first failure with its traceback; for a sweep, a line for each failed point."""
     if not run.points:
-        for line in failure.lines() if (failure := run.failure(attempt=attempt)) else ():
+        try:
+            failure = run.failure(attempt=attempt)
+        except toolkit.LauncherError as error:
+            say(f"what failed first is unknown: {error}", err=True)
+            return
+        for line in failure.lines() if failure else ():
             say(line, err=True)
         return
     failed = ((point.name, point.failure(attempt=attempt)) for point in run.points)

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from toolkit.api import statuses
+from toolkit.errors import LauncherError
 from toolkit.runs import run_directory
 from toolkit.runs.run import Run
 from toolkit.runs.run_directory import figures
@@ -38,9 +39,8 @@ def summary_of(run: Run) -> dict[str, Any]:
     """Return the content of `toolkit status`; all points of a sweep are queried together."""
     if not run.points:
         summary = _summary(run, run.status())
-        failure = run.failure() if summary["state"] == RunState.FAILED.upper() else None
-        shown = {"summary": str(failure), **asdict(failure)} if failure else None
-        return summary | {"failure": shown}
+        failed = summary["state"] == RunState.FAILED.upper()
+        return summary | {"failure": _failure(run) if failed else None}
     point_statuses = run.statuses()
     mask = mask_of(run.run_dir)
     points = [
@@ -85,6 +85,14 @@ def _summary(
         }
         | ({"remote": run.record.remote} if run.record.remote else {})
     )
+
+
+def _failure(run: Run) -> dict[str, Any] | None:
+    try:
+        failure = run.failure()
+    except LauncherError as error:
+        return {"summary": f"unknown: {error}"}
+    return {"summary": str(failure), **asdict(failure)} if failure else None
 
 
 def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:

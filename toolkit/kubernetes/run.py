@@ -47,6 +47,8 @@ after 60 s."""
 
 _CANCEL_ATTEMPTS = 5
 
+_READ_ATTEMPTS = 4
+
 _SHORTEST_PAUSE_S = 0.2
 
 
@@ -222,21 +224,24 @@ class KubernetesRun(Run):
     def failure(self, *, attempt: int | None = None) -> Failure | None:
         """Return what failed first in an attempt, by what its pods have printed.
 
-        None if no rank failed, or the cause is unknown: where the object is gone, or no server
-        answers.
+        None if no rank failed, or the cause is unknown because the object is gone.
 
         Args:
             attempt: Which one, as JobSet counts them; the newest where it is None.
+
+        Raises:
+            LauncherError: the server refused, or has not answered several requests in a row.
         """
         if self.points:
             return None  # each has its own
-        try:
+
+        def question() -> Failure | None:
             obj = self.cluster.get(self.kind, self.object_name)
             if obj is None or state_of(self.kind, obj)[0] is RunState.SUCCEEDED:
                 return None
-            failure = failure_of(self.cluster, self.kind, obj, self.selector, attempt)
-        except LauncherError:
-            return None
+            return failure_of(self.cluster, self.kind, obj, self.selector, attempt)
+
+        failure = self.cluster.connection.patiently(question, attempts=_READ_ATTEMPTS)
         return failure and failure.redacted(mask_of(self.run_dir, self.environ))
 
     def _measured(self) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from toolkit.kubernetes.pods import (
     FATAL,
     attempt_of,
     conditions_of,
+    container_statuses,
     disruption,
     first_death,
     is_running,
@@ -269,7 +270,13 @@ def _failed(obj: Object, message: str, evidence: Evidence) -> RunStatus:
 def _restarts(obj: Object, evidence: Evidence) -> str:
     """Return how often a run has started again; the reader must know that it may not continue."""
     status = obj.get("status") or {}
-    restarts = max([status.get("restarts") or 0, *(attempt_of(pod) or 0 for pod in evidence.pods)])
+    of_pods = [attempt_of(pod) or 0 for pod in evidence.pods]
+    of_containers = [
+        int(container.get("restartCount") or 0)
+        for pod in evidence.pods
+        for container in container_statuses(pod)
+    ]
+    restarts = max([status.get("restarts") or 0, *of_pods, *of_containers])
     if restarts:
         return f"restart {restarts}"
     if failed := status.get("failed"):  # of a Job

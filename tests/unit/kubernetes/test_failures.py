@@ -10,8 +10,10 @@ import pytest
 
 import toolkit
 from tests.conftest import TOOLKIT
-from tests.fakes.kubernetes import FakeKubernetes
+from tests.fakes.kubernetes import FakeKubernetes, Fault
 from tests.unit.kubernetes.site import Site, a_job, every_workload, short
+from toolkit.cli.summary import summary_of
+from toolkit.errors import LauncherError
 from toolkit.kubernetes import KubernetesRun
 from toolkit.runs.failure import Failure
 
@@ -195,6 +197,26 @@ def test_a_program_that_did_not_start_is_told_by_what_was_said_last(site: Site) 
     assert str(failure_of(run)) == (
         f"node-0: exit status 42: entrypoint: 40: torchrun: not found; {end}"
     )
+
+
+@a_job
+def test_a_question_that_fails_once_is_asked_again_and_silence_is_no_answer(site: Site) -> None:
+    """A server that is away must not read as "no rank failed"."""
+    run = site.submit()
+    site.server.run(run.name)
+    printed(site, run, 0, *of_rank(0, *TRACE), *report(0, 0), VERDICT)
+    site.server.finish(run.name, succeeded=False, exit_code=42)
+    for path in (r"/jobs/[\w-]+$", "/pods$", "/log$"):
+        site.server.faults = [Fault(method="GET", path=".*" + path, status=503)]
+        assert told(failure_of(run))[-1] == "ValueError: sample 7", path
+        assert [fault.times for fault in site.server.faults] == [0], path
+    site.server.faults = [Fault(method="GET", path=".*/log$", status=503, times=99)]
+    with pytest.raises(LauncherError, match="earliest convenience"):
+        run.failure()
+    assert "earliest convenience" in summary_of(run)["failure"]["summary"]
+    site.server.faults = []
+    with site.server.away(), pytest.raises(LauncherError):
+        run.failure()
 
 
 @pytest.mark.parametrize("workload", ["JobSet"])

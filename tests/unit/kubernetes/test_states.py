@@ -411,5 +411,10 @@ def test_a_run_that_starts_again_and_again_says_so() -> None:
     counted = thing(jobsStatus=[{"name": "node", "ready": 2}])  # only the TrainJob's pods show it
     runs = pod(attempt="3", containerStatuses=[{"state": {"running": {}}}])
     assert judged(counted, "TrainJob", pods=[runs]) == status(RUNNING, "restart 3")
+    running = thing(
+        condition("Running")
+    )  # only the pods of a PyTorchJob show it, whose containers start again
+    again = pod(role="worker", containerStatuses=[{"state": {"running": {}}, "restartCount": 2}])
+    assert judged(running, "PyTorchJob", pods=[again]) == status(RUNNING, "restart 2")
     found = thing(active=2, ready=2, failed=2)
     assert judged(found, "Job") == status(RUNNING, "2 pods have failed and been replaced")

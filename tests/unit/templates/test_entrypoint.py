@@ -494,8 +494,24 @@ def test_a_pod_that_loses_a_rank_twice_at_one_step_is_not_started_again(tmp_path
     echo = raises("Connection closed by peer")
     ends = [pod.run(f"{lost(step)}; {echo}; exit 1") for step in (4, 5)]
     assert [*ends, pod.run("say preempted; exit 1")] == [AGAIN] * 3
-    ends = [pod.run(f"{lost(step)}; {echo}; exit 1") for step in (5, 5)]
-    assert ends == [AGAIN, FINAL]
+    assert pod.run(f"{lost(5)}; {echo}; exit 1") == FINAL
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_that_comes_again_at_its_step_counts_with_another_one_in_between(
+    kind: str, tmp_path: Path
+) -> None:
+    gang, pod = kind in ("JobSet", "TrainJob"), Pod(tmp_path, kind)
+
+    def start(number: int, words: str, step: int) -> int:
+        begun = f"a{number}" if gang else "a"
+        code = f"{lost(step)}; {raises(words, number=number)}; exit 1"
+        return pod.run(code, TRAIN_START=begun, TRAIN_ATTEMPT=str(number) if gang else "")
+
+    assert start(0, "RuntimeError: no kernel", 12) == AGAIN
+    assert start(1, "RuntimeError: no memory", 13) == AGAIN
+    assert start(2, "RuntimeError: no memory", 14) == AGAIN
+    assert start(3, "RuntimeError: no kernel", 12) == FINAL
 
 
 def test_a_pod_that_is_killed_without_a_word_is_started_again(tmp_path: Path) -> None:
