@@ -14,8 +14,7 @@
             └── RunLost         exit status 1: the run existed, but its data are gone
 
 The command line shows these errors without a traceback, because the user can mend them. Any other
-exception is a bug of the toolkit. Two more statuses are the commands' own: 1 for a run that failed
-(`run`, `wait`) or a finding (`check`), 130 after Ctrl-C (`toolkit/cli/`).
+exception is a bug of the toolkit. `toolkit/cli/exit_status.py` has the commands' other statuses.
 
 A `Problem` is something wrong with the input; a `Failure` (`toolkit.runs.failure`) is the failure
 of a run.

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 import toolkit
+from toolkit.cli import exit_status
 
 _MOST_POINTS = 20
 """How many failed points of a sweep are listed."""
@@ -120,7 +121,7 @@ def follow_and_exit(run: toolkit.Run) -> None:
             f"`toolkit cancel {run.name}` stops it",
             err=True,
         )
-        sys.exit(130)
+        sys.exit(exit_status.INTERRUPTED)
     report_and_exit(run)
 
 
@@ -128,7 +129,7 @@ def report_and_exit(run: toolkit.Run) -> None:
     """Wait for a run, report its end, and exit with 0 if it has succeeded, else with 1."""
     status = run.wait()
     report(run, status)
-    sys.exit(0 if status.state is toolkit.RunState.SUCCEEDED else 1)
+    sys.exit(exit_status.of_runs([status]))
 
 
 def report(run: toolkit.Run, status: toolkit.RunStatus) -> None:

@@ -9,6 +9,7 @@ import sys
 import click
 
 import toolkit
+from toolkit.cli import exit_status
 from toolkit.cli.main import FOLLOW, JSON, RUN, RUNS, TRUST, cli, example
 from toolkit.cli.output import (
     echo_failure,
@@ -107,7 +108,7 @@ def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
         rows.append({"uri": run.uri, "name": run.name, "asked": asked, "error": error})
     if as_json:
         click.echo(json.dumps(rows, indent=2))
-    sys.exit(1 if any(row["error"] for row in rows) else 0)
+    sys.exit(exit_status.of_requests(row["error"] for row in rows))
 
 
 @cli.command(epilog=example("toolkit wait digits-1120-174558-k3f9 && echo trained"))
@@ -135,7 +136,7 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
         from toolkit.cli.summary import rows_of
 
         click.echo(json.dumps(rows_of(runs), indent=2))
-    sys.exit(0 if all(status.state is toolkit.RunState.SUCCEEDED for status in ended) else 1)
+    sys.exit(exit_status.of_runs(ended))
 
 
 @cli.command(epilog=example("toolkit logs digits-1120-174558-k3f9 --follow --rank 0"))

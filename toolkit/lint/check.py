@@ -18,7 +18,7 @@ from toolkit.lint.manifests.rules import (
 )
 from toolkit.lint.manifests.rules import rendezvous as manifest_rendezvous
 from toolkit.lint.manifests.rules.schema import CRD_RULE, Schemas, schema_violations
-from toolkit.lint.registry import MANIFESTS, SCRIPTS, Rule, Violation, allowed_rules
+from toolkit.lint.rulebook import MANIFESTS, SCRIPTS, Rule, Violation, allowed_rules
 from toolkit.lint.scripts.rules import directives, exit_status, rendezvous, signals, tasks
 from toolkit.lint.scripts.script import read_batch_script
 from toolkit.lint.scripts.values import uncovered

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import InputError, Problem, nearest
-from toolkit.lint.registry import MANIFESTS, Rule, Violation
+from toolkit.lint.rulebook import MANIFESTS, Rule, Violation
 from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import amount
 from toolkit.text.yaml_reader import read_text
