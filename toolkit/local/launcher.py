@@ -222,14 +222,16 @@ class LocalLauncher(Launcher[LocalPlan]):
             child = subprocess.Popen(
                 [
                     *(sys.executable, "-m", _SUPERVISOR, *tied, *limit),
-                    f"--stop-timeout={plan.stop_timeout_s}",
+                    *(f"--stop-timeout={plan.stop_timeout_s}", f"--lock={lock.fileno()}"),
                     str(run_dir / _SCRIPT),
                     str(run_dir),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[lock.fileno()],  # the lock is held as long as the supervisor lives
+                pass_fds=[
+                    lock.fileno()
+                ],  # the lock is held as long as the supervisor, or the script, lives
                 start_new_session=True,
                 env={**self._environ, "PATH": path},
             )
