@@ -59,8 +59,8 @@ def job_file(tmp_path: Path, marker: str) -> Path:
     return path
 
 
-def started(run_dir: Path) -> bool:
-    logs = "".join(path.read_text() for path in run_dir.glob("logs/attempt-0/node-*.log"))
+def started(run_dir: Path, attempt: int = 0) -> bool:
+    logs = "".join(path.read_text() for path in run_dir.glob(f"logs/attempt-{attempt}/node-*.log"))
     return logs.count("runs") == 2
 
 
@@ -206,6 +206,24 @@ def test_a_killed_supervisor_is_a_failure_and_no_cancellation(
     ended = run.wait(300)
     assert (ended.state, ended.reason) == (toolkit.RunState.FAILED, reason)
     until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
+
+
+def test_a_killed_torchrun_is_a_failure_that_counts(
+    job_file: Path, marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    """The other node's ranks are stopped with SIGTERM, which is no preemption of the run."""
+    monkeypatch.chdir(tmp_path)
+    run = toolkit.submit(toolkit.load(job_file, ["retries.requeue=1"]), to="local")
+    assert run.run_dir is not None
+    for attempt in range(2):
+        until(lambda n=attempt: started(run.run_dir, n), "both ranks run")  # type: ignore[misc]
+        pids = with_environment(f"PROBE={marker}")
+        agents = [pid for pid in pids if b"torchrun" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(min(agents), signal.SIGKILL)
+    assert run.wait(300).state is toolkit.RunState.FAILED
+    killed = "retryable: torchrun was killed on this machine (exit status 137)"
+    reasons = [path.read_text() for path in sorted(run.run_dir.glob("logs/attempt-*/reason"))]
+    assert reasons == [f"{killed}; started again\n", f"{killed}; gave up after 1 requeues\n"]
 
 
 def test_a_run_whose_directory_is_removed_stops_and_says_so(
