@@ -328,6 +328,15 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+def copy_part(whole: Tensor, own: Tensor) -> None:
+    """Copy this rank's part of a whole tensor in place."""
+    if is_sharded(own):
+        (box,) = own.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        whole = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+    with torch.no_grad():
+        local(own).copy_(whole)
+
+
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether a tensor is a DTensor, without importing it, as few strategies need to."""
     return hasattr(tensor, "device_mesh")

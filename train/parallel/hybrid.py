@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from train.data.order import Batch
 from train.model import batchnorm, compilation
 from train.parallel import consistency, cp, fsdp, pieces, tp
-from train.parallel.base import Parts, Sums, Tally, WholeModel, local
+from train.parallel.base import Parts, Sums, Tally, WholeModel, copy_part
 from train.runtime.process_group import arrange, limit_waiting
 
 DATA = ("dp_replicate", "fsdp")
@@ -176,13 +175,8 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
         whole = parts.group.broadcast_tensors(sent, source=0)[names[0]]
         # Under any name: a stage may hold the second of two only.
         own = next((mine[name] for name in names if name in mine), None)
-        if own is None:
-            continue
-        if isinstance(own, DTensor):
-            mesh, placements = own.device_mesh, own.placements
-            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        with torch.no_grad():
-            local(own).copy_(local(whole))
+        if own is not None:
+            copy_part(whole, own)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
