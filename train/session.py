@@ -169,12 +169,8 @@ def assemble(
         from train.parallel.parameter_server.strategy import ServedTrainer
 
         trainer = ServedTrainer
-    profiler = Profiler(
-        Profile.parse(config.profile) if config.profile else None,
-        run_dir=directory.path,
-        rank_info=group.rank_info,
-        console=console,
-    )
+    profile = Profile.parse(config.profile) if config.profile else None
+    profiler = Profiler(profile, directory, console)
     return trainer(saver=saver, profiler=profiler, progress=progress, stop=stop)
 
 

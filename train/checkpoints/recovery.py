@@ -94,7 +94,7 @@ def describe(
             resumption = Resumption(
                 position=position,
                 state=store.read_state(path),
-                listing=Stored(path).listing(),
+                listing=Stored(path).listing,
                 source=None if shared else source,
             )
         except CheckpointError as error:

@@ -181,7 +181,6 @@ def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
 
 
 def _incompatible(config: Config, strategy: str) -> Iterator[str]:
-    """Name pairs that contradict each other."""
     if (strategy == "pp" or (config.pp or 1) > 1) and config.gradient_sync == "each":
         yield (
             "--gradient-sync each does not go with --pp: the schedules of pipelines reduce "

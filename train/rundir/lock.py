@@ -124,7 +124,6 @@ class Contender:
     """A process that wants to hold a directory, and looks again until it knows whether it may."""
 
     def __init__(self, path: Path, rank_info: RankInfo, console: Console) -> None:
-        """Name the file; nothing is written before the first look."""
         self.path, self.rank_info, self.console = path, rank_info, console
         self.me = Holder.here(rank_info)
         self.hold: Hold | None = None

@@ -144,13 +144,9 @@ class Classifier(Task):
         """Count the targets."""
         return targets.numel()
 
-    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Count the targets whose likeliest class is right. Scalar."""
-        return (outputs.argmax(dim=-1) == targets).sum()
-
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Count the targets whose likeliest class is right. Shape [1]."""
-        return self.correct(outputs, targets).reshape(1)
+        return (outputs.argmax(dim=-1) == targets).sum().reshape(1)
 
     def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
         """Return the share that is right."""
@@ -161,8 +157,23 @@ class Classifier(Task):
         return class_weights(targets_of(self.train()))
 
 
-class Perceptron(Classifier):
-    """Classifies rows of numbers by two hidden layers; all samples are in memory."""
+class ResidentClassifier(Classifier):
+    """A classifier whose samples are all in memory."""
+
+    def __init__(self, *, train: Batch, test: Batch) -> None:
+        self._train, self._test = train, test
+
+    def train(self) -> Batch:
+        """Return all training samples."""
+        return self._train
+
+    def test(self) -> Batch:
+        """Return all test samples."""
+        return self._test
+
+
+class Perceptron(ResidentClassifier):
+    """Classifies rows of numbers, [n, features] float, by two hidden layers."""
 
     features: int
     """Numbers in a row."""
@@ -170,9 +181,6 @@ class Perceptron(Classifier):
     """Units of each hidden layer."""
     classes: int
     """Number of classes."""
-
-    def __init__(self, *, train: Batch, test: Batch) -> None:
-        self._train, self._test = train, test
 
     def identity(self) -> Mapping[str, str | int]:
         """Return what makes two runs different: the sizes."""
@@ -187,14 +195,6 @@ class Perceptron(Classifier):
             nn.ReLU(),
             nn.Linear(self.hidden, self.classes),
         )
-
-    def train(self) -> Batch:
-        """Return all training samples: [n, features] float, [n] int."""
-        return self._train
-
-    def test(self) -> Batch:
-        """Return all test samples, likewise."""
-        return self._test
 
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False

@@ -167,11 +167,7 @@ class ServedTrainer(Trainer):
             return super().run()
 
     def train_step(self) -> bool:
-        """Make all updates up to the next meeting; return whether any rank got a stop request.
-
-        Raises:
-            NonFiniteLoss: on all ranks, before the weights are touched.
-        """
+        """Make all updates up to the next meeting; return whether any rank got a stop request."""
         self._stretch += 1
         ended = self._compute() if self._server is None else self._serve(self._server)
         # All ranks are here, so none is left waiting when all of them leave.
@@ -248,7 +244,6 @@ class ServedTrainer(Trainer):
         return work
 
     def _gradient(self, work: Work) -> Gradient:
-        """Do what a step is without a server, up to the gradient."""
         strategy, ticket = self.strategy, work.ticket
         strategy.take_weights(work.weights)
         begin = ticket.update * self.config.global_batch
