@@ -113,7 +113,6 @@ def exact_problems(config: Config, layout: Layout) -> list[str]:
 
 
 def _starting(config: Config, rank_info: RankInfo) -> Iterator[str]:
-    """Check how the ranks start and meet."""
     text = config.init_method
     if config.spawn is not None and rank_info.launched and rank_info.meeting is None:
         yield (

@@ -13,16 +13,13 @@ differ in size, and one may be empty.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 NUMBERS = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
@@ -47,7 +44,7 @@ def synchronised(model: nn.Module, *, device: torch.device | None = None) -> nn.
     return _converted(model)
 
 
-def limit_to_group(model: nn.Module, group: "ProcessGroup") -> None:
+def limit_to_group(model: nn.Module, group: "dist.ProcessGroup") -> None:
     """Let the model's synchronised layers exchange with the ranks of `group` only."""
     for module in model.modules():
         if isinstance(module, SynchronisedBatchNorm | nn.SyncBatchNorm):
@@ -66,7 +63,7 @@ def _converted(module: nn.Module) -> nn.Module:
 class SynchronisedBatchNorm(_BatchNorm):
     """A BatchNorm layer of any dimension whose training batch is that of all ranks."""
 
-    process_group: "ProcessGroup | None" = None
+    process_group: "dist.ProcessGroup | None" = None
 
     def __init__(self, plain: _BatchNorm) -> None:
         """Take over a plain layer's settings, and its very parameters and buffers."""
@@ -110,7 +107,7 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        group: "ProcessGroup | None",
+        group: "dist.ProcessGroup | None",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -200,7 +197,7 @@ def _real(buffer: Tensor) -> Tensor:
 
 
 def average_buffers(
-    buffers: Sequence[Tensor], groups: "Sequence[ProcessGroup | None]" = (None,)
+    buffers: Sequence[Tensor], groups: "Sequence[dist.ProcessGroup | None]" = (None,)
 ) -> None:
     """Replace `moving_buffers()` by their mean over ranks, in one exchange per group.
 
