@@ -59,7 +59,7 @@ class WriteFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingCheckpoint:
-    """A checkpoint on its way to the disk; fields without a text: `Checkpointer.save()`."""
+    """A checkpoint on its way to the disk; `Checkpointer.save()` explains the other fields."""
 
     position: Position
     state: State

@@ -151,10 +151,8 @@ def _difference(parts: Parts, inputs: Tree) -> str:
     if whole.operations == apart.operations:
         return ""
     pairs = zip([*whole.operations, None], [*apart.operations, None], strict=False)
-    for one, other in pairs:
-        if one != other:
-            return f"{_described(one)} in the model, {_described(other)} in the pieces"
-    return "they end at another place"
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"{_described(one)} in the model, {_described(other)} in the pieces"
 
 
 def _in_turn(model: nn.Module, parts: Parts) -> nn.Module:

@@ -144,9 +144,13 @@ class Classifier(Task):
         """Count the targets."""
         return targets.numel()
 
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Count the targets whose likeliest class is right. Scalar."""
+        return (outputs.argmax(dim=-1) == targets).sum()
+
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Count the targets whose likeliest class is right. Shape [1]."""
-        return (outputs.argmax(dim=-1) == targets).sum().reshape(1)
+        return self.correct(outputs, targets).reshape(1)
 
     def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
         """Return the share that is right."""
