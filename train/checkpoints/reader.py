@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -40,8 +42,7 @@ class Stored:
         self._reader = HuggingFaceStorageReader(str(path))
         with _reading(path):
             files = [path / name for name in store.tensor_files(path)]
-            # These files, and no others of the folder.
-            self._reader.fs.ls = lambda path: list(map(str, files))  # type: ignore[method-assign]
+            self._reader.fs = _ListedFiles(files)
             self._metadata: Metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
             meant = {name: dtype for file in files for name, dtype in _meant(file).items()}
@@ -82,6 +83,16 @@ class Stored:
         tensor = torch.empty(shape, dtype=dtype)
         self.load({name: tensor})
         return tensor
+
+
+class _ListedFiles(FileSystem):
+    """Shows a reader these files and no others of the folder."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = files
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [str(file) for file in self._files]
 
 
 def _meant(file: Path) -> dict[str, torch.dtype]:

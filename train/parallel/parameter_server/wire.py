@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
+from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.futures import Future
 
 from train.errors import PeerError
@@ -139,9 +139,13 @@ def _rendezvous_url(group: RankGroup) -> str:
         yield store, group.rank_info.rank, group.rank_info.world_size
 
     # Once per process; tests connect more often.
-    if _SCHEME not in _rendezvous_handlers:
+    if _SCHEME not in _known_schemes:
         register_rendezvous_handler(_SCHEME, meet)  # type: ignore[no-untyped-call]
+        _known_schemes.add(_SCHEME)
     return f"{_SCHEME}://"
+
+
+_known_schemes: set[str] = set()
 
 
 def _name(rank: int) -> str:
