@@ -11,6 +11,7 @@ from typing import Any
 
 from toolkit.api import statuses
 from toolkit.runs import run_directory
+from toolkit.runs.failure import headline
 from toolkit.runs.run import Run
 from toolkit.runs.run_directory import figures
 from toolkit.runs.run_secrets import mask_of
@@ -91,7 +92,7 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield a summary as `toolkit status` prints it."""
     for key, value in summary.items():
         if key == "failure" and value:
-            yield f"first failure: {value['summary']}"
+            yield headline(value["summary"])
         elif key not in ("points", "expected_start") and value not in (None, ""):
             shown = figures(value) if isinstance(value, dict) else value
             yield f"{key + ':':<10} {shown}"

@@ -143,7 +143,8 @@ class Failure:
         """Yield what people are shown; the traceback comes last."""
         for before in self.earlier:
             yield f"earlier failure, in {before._when(counted=True)}: {before}"
-        yield f"first failure, in {self._when(counted=bool(self.restart or self.earlier))}: {self}"
+        when = self._when(counted=bool(self.restart or self.earlier))
+        yield headline(self, when=f", in {when}")
         yield from self.traceback
 
     def _when(self, *, counted: bool) -> str:
@@ -158,6 +159,11 @@ class Failure:
             traceback=tuple(mask.hide(line) for line in self.traceback),
             earlier=tuple(before.redacted(mask) for before in self.earlier),
         )
+
+
+def headline(failure: object, *, when: str = "") -> str:
+    """Return the line that opens every report of a first failure."""
+    return f"first failure{when}: {failure}"
 
 
 def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
