@@ -1,5 +1,6 @@
 """submitit's executors for calls on all ranks of a group: on Slurm, in pods, on this machine."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -231,14 +232,9 @@ class _OneRankCall(DelayedSubmission):
 
     def result(self) -> Any:
         """Call the function, once."""
-        before = dict(os.environ)
-        os.environ.update(self._env)
-        try:
-            leave_group = join_group(None, rank=0, world_size=1, gpu=self._gpu)
-            try:
-                return super().result()
-            finally:
-                leave_group()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.environ.update, dict(os.environ))
+            undo.callback(os.environ.clear)
+            os.environ.update(self._env)
+            undo.callback(join_group(None, rank=0, world_size=1, gpu=self._gpu))
+            return super().result()

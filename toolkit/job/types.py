@@ -18,7 +18,8 @@ from toolkit.text.quantities import (
 from toolkit.text.yaml_reader import Ambiguous
 
 
-def _refuse_ambiguous(value: object) -> object:
+def refuse_ambiguous(value: object) -> object:
+    """Return a value; raise ValueError for a word that YAML readers take for different values."""
     if isinstance(value, Ambiguous):
         raise ValueError(value.reason)
     return value
@@ -61,7 +62,7 @@ class Prepared(Checked):
         return core_schema.no_info_before_validator_function(self._check, handler(source))
 
 
-Text = Annotated[str, Prepared(_refuse_ambiguous), Checked(_refuse_unspeakable)]
+Text = Annotated[str, Prepared(refuse_ambiguous), Checked(_refuse_unspeakable)]
 """A string that every YAML reader takes for the same text, and that argv and variables can hold."""
 
 

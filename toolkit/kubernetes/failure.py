@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from toolkit.errors import LauncherError
-from toolkit.kubernetes.client.connection import Away, lines_of
+from toolkit.kubernetes.client.connection import Away, lines_of, unless_refused
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.delivered_files import is_delivery
 from toolkit.kubernetes.logs import STAMPED
@@ -28,7 +28,6 @@ from toolkit.kubernetes.pods import (
     short_name,
     true_conditions,
 )
-from toolkit.kubernetes.status import listed_or_none
 from toolkit.kubernetes.workloads import Object, WorkloadKind
 from toolkit.runs.failure import Failure, Kind, first_of, is_echo, judge, killed_by
 from toolkit.runs.torchrun_report import (
@@ -93,15 +92,15 @@ def failure_of(
     Raises:
         Away: the server does not answer.
     """
-    pods = pods_of_last_start(listed_or_none(lambda: cluster.pods(selector)))
+    pods = pods_of_last_start(unless_refused(lambda: cluster.pods(selector)) or [])
     number = max((attempt_of(pod) or 0 for pod in pods), default=0) if attempt is None else attempt
     own = [pod for pod in pods if (attempt_of(pod) or 0) == number and not disruption(pod)]
     outputs = [out for pod in own if (out := _output_of(cluster, kind, pod)) is not None]
     if (failure := first_failure(outputs)) is not None or outputs or attempt not in (None, 0):
         return failure
     name = str(obj["metadata"]["name"])
-    jobs = listed_or_none(lambda: cluster.jobs_of([name])) if kind.jobs else []
-    return _of_conditions([obj, *jobs])
+    jobs = unless_refused(lambda: cluster.jobs_of([name])) if kind.jobs else None
+    return _of_conditions([obj, *(jobs or ())])
 
 
 def _output_of(cluster: Cluster, kind: WorkloadKind, pod: Object) -> ContainerOutput | None:

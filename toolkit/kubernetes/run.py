@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
-from toolkit.errors import InputError, LauncherError, Problem, RunLost
+from toolkit.errors import InputError, LauncherError, RunLost
 from toolkit.kubernetes.client.connection import Away
 from toolkit.kubernetes.client.resources import Cluster, selector_of
 from toolkit.kubernetes.client.watcher import ObjectWatch
@@ -284,7 +284,7 @@ class KubernetesRun(Run):
                     f"the pods are of attempt {attempts[-1]}; those of earlier ones are gone, and "
                     "what they printed stands in the run directory, in logs/attempt-N"
                 )
-                raise InputError([Problem(place=f"--attempt {view.attempt}", message=message)])
+                raise InputError(message, place=f"--attempt {view.attempt}")
             return Round(pods=pods)
 
         def prefix(pod: Object) -> str:

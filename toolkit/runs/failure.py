@@ -15,14 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from toolkit.runs import run_directory
 from toolkit.runs.log_reader import attempt_folders
-from toolkit.runs.run_directory import (
-    STOP_WORDS,
-    cancel_requested,
-    exit_status_of,
-    outcome,
-    reason_of,
-)
 from toolkit.runs.torchrun_report import (
     RankStart,
     Reported,
@@ -207,18 +201,18 @@ def _newest(run_dir: Path) -> Path | None:
     for attempt in reversed(attempt_folders(run_dir)):
         if any(e.is_folder and e.name.startswith("node-") for e in untrusted.entries(attempt)):
             return attempt
-        if reason_of(attempt).word not in _NOT_BEGUN:
+        if run_directory.reason_of(attempt).word not in _NOT_BEGUN:
             return None
     return None
 
 
 def _ended_well(run_dir: Path, attempt: Path) -> bool:
-    content, word = outcome(run_dir) or {}, reason_of(attempt).word
+    content, word = run_directory.outcome(run_dir) or {}, run_directory.reason_of(attempt).word
     status = content.get("status") if attempt.name == f"attempt-{content.get('attempt')}" else ""
-    if status == "fatal" and word in STOP_WORDS:
+    if status == "fatal" and word in run_directory.STOP_WORDS:
         return False  # it failed while it was being stopped
-    stopped = not word and (status == "preempted" or cancel_requested(run_dir))
-    return exit_status_of(attempt) == 0 or word in _WELL or stopped
+    stopped = not word and (status == "preempted" or run_directory.cancel_requested(run_dir))
+    return run_directory.exit_status_of(attempt) == 0 or word in _WELL or stopped
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from toolkit.errors import InputError, LauncherError, Problem, RunLost, RunNotFound
+from toolkit.errors import InputError, LauncherError, RunLost, RunNotFound
 from toolkit.planning import LaunchPlan
 from toolkit.runs import run_directory
 from toolkit.runs.log_reader import LogView, read_run, spans_of
@@ -140,9 +140,7 @@ class Run(abc.ABC):
         try:
             pattern = re.compile(grep) if grep is not None else None
         except (re.error, OverflowError, RecursionError) as error:
-            raise InputError(
-                [Problem(place=f"--grep {grep}", message=f"no regular expression: {error}")]
-            ) from None
+            raise InputError(f"no regular expression: {error}", place=f"--grep {grep}") from None
         view = LogView(follow=follow, ranks=frozenset(ranks), attempt=attempt)
         lines = self._redacted(self._lines(view, on_status))
         return lines if pattern is None else (line for line in lines if pattern.search(line))

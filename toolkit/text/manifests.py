@@ -92,10 +92,6 @@ class View:
         """Whether there is a value; 0, false and empty values count."""
         return self.value is not None
 
-    def has(self, key: str) -> bool:
-        """Whether this is a mapping with the key, even with the value null."""
-        return isinstance(self.value, dict) and key in self.value
-
     def items(self) -> Iterator["View"]:
         """Yield the items of a list; nothing for any other value."""
         if isinstance(self.value, tuple):

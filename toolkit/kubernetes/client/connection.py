@@ -89,6 +89,16 @@ class Expired(LauncherError):
     """The server does not remember the version from which a watch or a list is to continue."""
 
 
+def unless_refused(question: Callable[[], T]) -> T | None:
+    """Return an answer of the server; None if it refuses, as without the right to it."""
+    try:
+        return question()
+    except Away:
+        raise
+    except LauncherError:
+        return None
+
+
 class Connection:
     """A namespace of a cluster, as one profile reaches it."""
 

@@ -188,8 +188,17 @@ class Cluster:
         return self.connection.open("GET", path, query=query, timeout_s=timeout_s)
 
     def _list(self, resource: ApiResource, query: Mapping[str, str]) -> tuple[list[Object], str]:
-        path = resource.path(self.namespace)
-        return _listed(self.connection.ask("GET", path, query=query))
+        """Return the objects of a list, and its version.
+
+        Raises:
+            LauncherError: the answer is not a list, or an item is not an object.
+        """
+        answer = self.connection.ask("GET", resource.path(self.namespace), query=query)
+        items = answer.get("items") if isinstance(answer, dict) else None
+        if not isinstance(items, list):
+            raise LauncherError("the API server has answered with what is no list of objects")
+        version = untrusted.mapping(answer.get("metadata")).get("resourceVersion")
+        return [checked(item) for item in items], version if isinstance(version, str) else ""
 
 
 def selector_of(label: str, names: Collection[str]) -> str:
@@ -302,19 +311,6 @@ def checked(answer: Any) -> Object:
             f"the API server has answered with what is no object of Kubernetes: {what}"
         ) from None
     return obj
-
-
-def _listed(answer: Any) -> tuple[list[Object], str]:
-    """Return the objects of a list, and its version.
-
-    Raises:
-        LauncherError: the answer is not a list, or an item is not an object.
-    """
-    items = answer.get("items") if isinstance(answer, dict) else None
-    if not isinstance(items, list):
-        raise LauncherError("the API server has answered with what is no list of objects")
-    version = untrusted.mapping(answer.get("metadata")).get("resourceVersion")
-    return [checked(item) for item in items], version if isinstance(version, str) else ""
 
 
 def _fitted(value: Any, form: Any) -> Any:

@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NoReturn
 
-from toolkit.errors import InputError, Problem
+from toolkit.errors import InputError
 from toolkit.lint.bash.ast import CommandList, SourceText, Word, WordPart, joined
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
@@ -45,7 +45,7 @@ class WordReader:
 
     def fail(self, what: str, at: int | None = None) -> NoReturn:
         """Give up; bash would, too."""
-        raise InputError([Problem(place=f"{self.source}:{self.line(at)}", message=what)])
+        raise InputError(what, place=f"{self.source}:{self.line(at)}")
 
     @property
     def done(self) -> bool:

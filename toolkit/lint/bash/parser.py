@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.errors import InputError, Problem
+from toolkit.errors import InputError
 from toolkit.lint.bash import ast
 from toolkit.lint.bash.lexer import WordReader
 
@@ -26,31 +26,18 @@ class ReadScript:
     comments: tuple[ast.SourceText, ...]
 
 
-def read_script(text: str, source: str) -> ReadScript:
-    """Read a script.
+def read_script(script: str | Sequence[ast.SourceText], source: str) -> ReadScript:
+    """Read a script, or the pieces of one that stands inside another, as that of `bash -c`.
 
     Raises:
         InputError: bash would refuse it as well, or it is nested beyond reason.
     """
-    reader = _CommandReader([ast.SourceText(text, 1)], source)
-    return ReadScript(commands=_whole(reader), comments=tuple(reader.comments))
-
-
-def read_commands(spans: Sequence[ast.SourceText], source: str) -> ast.CommandList:
-    """Read commands that stand inside a script, as those of `bash -c`.
-
-    Raises:
-        InputError: they cannot be read.
-    """
-    return _whole(_CommandReader(spans, source))
-
-
-def _whole(reader: "_CommandReader") -> ast.CommandList:
+    spans = [ast.SourceText(script, 1)] if isinstance(script, str) else script
+    reader = _CommandReader(spans, source)
     try:
-        return reader.commands()
+        return ReadScript(commands=reader.commands(), comments=tuple(reader.comments))
     except RecursionError:
-        message = "nested too deeply to be read"
-        raise InputError([Problem(place=reader.source, message=message)]) from None
+        raise InputError("nested too deeply to be read", place=source) from None
 
 
 class _CommandReader(WordReader):
