@@ -33,11 +33,7 @@ _LOCAL = "for this machine; leave it out"
 
 
 def _site(profile: str | Profile, kind: type[ProfileT], wanted: str) -> ProfileT:
-    """Return a profile of this kind.
-
-    Raises:
-        ProfileError: the profile does not exist, or is not `wanted`.
-    """
+    """Return a profile of this kind; raise ProfileError if it is missing, or not `wanted`."""
     site = as_profile(profile)
     if not isinstance(site, kind):
         raise ProfileError(f"profile {site.name!r} is not {wanted}")

@@ -41,11 +41,7 @@ class RankFailure:
     """The failure of a rank."""
 
     rank: int
-    """The rank."""
-
     host: str
-    """The host on which it ran."""
-
     time: float
     """When it failed, in seconds since 1970."""
 
@@ -53,7 +49,6 @@ class RankFailure:
     """Whether it only reports the loss of another rank, or a failed rendezvous."""
 
     trace: str
-    """The traceback."""
 
 
 def files_of(job: JobSpec, call: DelayedSubmission, *, delivered: bool = False) -> dict[str, bytes]:

@@ -67,7 +67,6 @@ class WorkerId:
     """The identity of this process, from the variables of the launcher and torchrun."""
 
     def __init__(self) -> None:
-        """Read the environment."""
         self.run_dir = Path(os.environ["TRAIN_RUN_DIR"])
         self.attempt = int(os.environ.get("TRAIN_ATTEMPT") or 0)
         self.restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -179,7 +178,6 @@ class StopHandler:
     """
 
     def __init__(self, worker: WorkerId, files: RankFiles) -> None:
-        """Take over the signals."""
         self._worker = worker
         self._files = files
         self._call: Call | None = None

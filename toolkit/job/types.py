@@ -42,24 +42,21 @@ class Checked:
     the fields of a job file and a profile that took 3 ms.
     """
 
+    _order: Callable[..., core_schema.CoreSchema] = core_schema.no_info_after_validator_function
+
     def __init__(self, check: Callable[[Any], Any]) -> None:
         self._check = check
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
-        """Return the schema of the type, with the check after it."""
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
+        return type(self)._order(self._check, handler(source))
 
 
 class Prepared(Checked):
     """A function that prepares or refuses a value before its type is checked."""
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        """Return the schema of the type, with the function before it."""
-        return core_schema.no_info_before_validator_function(self._check, handler(source))
+    _order = core_schema.no_info_before_validator_function
 
 
 Text = Annotated[str, Prepared(refuse_ambiguous), Checked(_refuse_unspeakable)]

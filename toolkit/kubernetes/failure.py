@@ -155,14 +155,10 @@ def _of_conditions(things: Iterable[Object]) -> Failure | None:
         index = _INDEX.search(match[1])
         return Failure(
             kind="exit",
-            rank=None,
-            local_rank=None,
             node=f"node-{index[1]}" if index else match[1],
             attempt=0,
-            restart=0,
             time=seconds_of(end.get("lastTransitionTime")),
             message=f"exit status {match[2]}; its pod is gone: {message}",
-            traceback=(),
         )
     return None
 

@@ -19,13 +19,7 @@ from toolkit.kubernetes.local_state import LocalState
 from toolkit.kubernetes.pods import label_of, seconds_of
 from toolkit.kubernetes.run import SETTLED_S, KubernetesPoint, KubernetesRun, KubernetesSweep
 from toolkit.kubernetes.status import Change, changes_of
-from toolkit.kubernetes.submission import (
-    TOGETHER,
-    complete,
-    remove,
-    submit_all,
-    withdraw,
-)
+from toolkit.kubernetes.submission import TOGETHER, complete, remove, submit_all, withdraw
 from toolkit.kubernetes.workloads import (
     KINDS,
     Object,

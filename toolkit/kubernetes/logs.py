@@ -35,8 +35,6 @@ _Lines: TypeAlias = "queue.Queue[str | LauncherError]"
 
 @dataclass(frozen=True, kw_only=True)
 class _ContainerStart:
-    """One start of a pod's container."""
-
     container_id: str
     previous: bool
     running: bool

@@ -165,7 +165,6 @@ class KubernetesRun(Run):
         return RunStatus(state=RunState.FAILED, reason=reason)
 
     def _unanswered(self, error: LauncherError) -> RunStatus:
-        """Return the status of a run when the API server does not answer."""
         unknown = RunStatus(state=RunState.UNKNOWN, reason=str(error))
         return self.local.end(self.object_name) or unknown
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from toolkit.errors import LauncherError
 from toolkit.kubernetes.client.connection import Away, unless_refused
-from toolkit.kubernetes.client.resources import Cluster, selector_of
+from toolkit.kubernetes.client.resources import NODES, Cluster, selector_of
 from toolkit.kubernetes.client.watcher import ObjectWatch
 from toolkit.kubernetes.pods import (
     FATAL,
@@ -151,7 +151,7 @@ def _lost_node(cluster: Cluster, pods: Iterable[Object]) -> str:
             continue
         name, where = str((pod.get("spec") or {}).get("nodeName") or ""), short_name(pod)
         try:
-            node = cluster.node(name) if name else None
+            node = cluster.get(NODES, name) if name else None
         except Away:
             raise
         except LauncherError:

@@ -71,7 +71,6 @@ class LocalRun(Run):
         return RunStatus(state=status.state, reason=refusal) if refusal else status
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield the lines of all nodes, each as it comes."""
         launcher_log = self.run_dir / "logs" / _LAUNCHER_LOG
         # The supervisor has started the first attempt only; users may continue the run by hand.
         first = [Span(path=launcher_log, below=self.run_dir)] if view.attempt == 0 else []

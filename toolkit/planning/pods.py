@@ -52,11 +52,7 @@ class Pod:
     """What all pods of a run have in common."""
 
     labels: Mapping[str, str]
-    """Labels."""
-
     annotations: Mapping[str, str]
-    """Annotations."""
-
     requests: Mapping[str, str]
     """Resources; requests and limits are the same, as those of device plugins must be."""
 

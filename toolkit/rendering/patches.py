@@ -108,7 +108,6 @@ def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dic
 
 
 def _merged(old: Any, patch: Any, path: str) -> Any:
-    """Return a value after a strategic merge."""
     if isinstance(old, dict) and isinstance(patch, dict):
         return _merged_mapping(old, patch, path)
     if isinstance(old, list) and isinstance(patch, list):

@@ -99,10 +99,10 @@ class Failure:
     """`exception`; `signal`: it was killed; `exit`: it ended with a status and no traceback;
     `echo`: it only reports the loss of another rank; the cause is unknown."""
 
-    rank: int | None
+    rank: int | None = None
     """The global rank, where it is known."""
 
-    local_rank: int | None
+    local_rank: int | None = None
     """Its number on its node, where it is known."""
 
     node: str
@@ -111,7 +111,7 @@ class Failure:
     attempt: int
     """The attempt of the run."""
 
-    restart: int
+    restart: int = 0
     """How often its torchrun had started its ranks anew within the attempt."""
 
     time: float
@@ -120,7 +120,7 @@ class Failure:
     message: str
     """The exception with its message, or the signal or exit status of the rank."""
 
-    traceback: tuple[str, ...]
+    traceback: tuple[str, ...] = ()
     """The lines of its traceback; without one, the last lines of its stderr."""
 
     earlier: "tuple[Failure, ...]" = ()

@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -388,15 +388,15 @@ _PAUSE_S = 0.5
 _PAUSE_PER_POINT_S = 0.005
 """How long to wait when there is nothing new; more points are looked at less often."""
 
-Spans = Callable[["Run", LogView], list[Span]]
-"""Where the lines of a point stand."""
+Spans = Mapping[str, Callable[[LogView], list[Span]]]
+"""Returns where the lines of a point stand, by its URI."""
 
 
 class _PointLog:
     """How far a point's log has been read."""
 
     def __init__(self, point: "Run", view: LogView, spans: Spans) -> None:
-        self._find = functools.partial(spans, point, view)
+        self._find = functools.partial(spans[point.uri], view)
         self._filter = LogFilter(view, f"[{point.name.rpartition('/')[2]}] ")
         self._tails = _Tails()
 

@@ -38,8 +38,6 @@ class RunRecord:
     """Where it runs."""
 
     name: str
-    """The run's name."""
-
     job: str
     """The job's name."""
 

@@ -353,7 +353,6 @@ class ForeignRun(ShownRun):
         return RunStatus(state=status.state, reason=reason)
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield the lines that are written so far."""
         run_dir = self.run_dir
         assert run_dir is not None
         spans = spans_of(run_dir, view, run_dir / "logs" / "job.log")

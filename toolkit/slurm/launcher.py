@@ -23,14 +23,7 @@ from toolkit.slurm.run import SlurmRun
 from toolkit.slurm.site_check import site_findings
 from toolkit.slurm.snapshot import Snapshot, snapshot_file
 from toolkit.slurm.squeue import Command, refused, run_command
-from toolkit.slurm.submission import (
-    SlurmJob,
-    Submission,
-    as_lines,
-    find,
-    send,
-    write_jobs,
-)
+from toolkit.slurm.submission import SlurmJob, Submission, as_lines, find, send, write_jobs
 from toolkit.slurm.sweep import SlurmPoint, SlurmSweep, has_points, write_points
 
 _SETTLED_S = 120.0
@@ -299,21 +292,13 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         return ",".join(dict.fromkeys(conditions))
 
     def _cluster(self) -> str:
-        """Return the cluster's name.
-
-        Raises:
-            LauncherError: no cluster answers.
-        """
+        """Return the cluster's name; raise LauncherError if no cluster answers."""
         if not (name := self._login.snapshots.cluster()):
             raise refused("scontrol", self._login.command(["scontrol", "show", "config"]))
         return name
 
     def _secrets(self, plan: SlurmPlan) -> dict[str, str]:
-        """Return the secrets that the jobs take from here, by name.
-
-        Raises:
-            LauncherError: one of them is not set.
-        """
+        """Return the secrets that the jobs take; raise LauncherError if one is not set here."""
         require_secrets(plan, self._environ)
         return {name: self._environ[name] for name in plan.exported_secrets}
 

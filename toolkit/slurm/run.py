@@ -190,7 +190,6 @@ class SlurmRun(Run):
         return self.record.remote_dir or (None if run_dir is None else str(run_dir))
 
     def _rows_in(self, snapshot: Snapshot) -> dict[str, JobRow]:
-        """Return the rows of this run's jobs, by their ids."""
         script = f"{self._home}/{self.record.job}.sbatch"
         rows = snapshot.rows(self.job_id.partition("_")[0], script)
         return {row.job_id: row for row in rows if self._is_ours(row.command)}
@@ -233,11 +232,7 @@ class SlurmRun(Run):
             return False
 
     def _rows(self) -> dict[str, JobRow]:
-        """Return the current rows of the jobs, by id.
-
-        Raises:
-            LauncherError: Slurm does not answer, or another cluster does.
-        """
+        """Return the rows of the jobs by id; raise LauncherError unless their cluster answers."""
         snapshots = self._login.snapshots
         rows = self._rows_in(snapshots.look(patient=False))
         if not rows and self._by_run_dir().state is not RunState.SUCCEEDED:
@@ -269,7 +264,6 @@ class SlurmRun(Run):
         return RunStatus(state=RunState.UNKNOWN, reason=reason)
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield what the jobs have printed, all their attempts."""
         self._login.fetch(time.time())
         if self.run_dir is None:
             raise LauncherError(f"{self.uri} was not submitted from here; its log is unknown")

@@ -74,7 +74,6 @@ class View:
     """The keys from the top of the object."""
 
     manifest: Manifest
-    """The object."""
 
     def at(self, *keys: str | int) -> "View":
         """Return the view of a value below, which may be missing."""
@@ -216,7 +215,6 @@ def _parts(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _objects(data: Any, document: Document, problems: list[Problem]) -> Iterator[Manifest]:
-    """Yield the objects of a document."""
     waiting: list[tuple[KeyPath, Any]] = [((), data)]  # the last one is read next
     while waiting:
         path, value = waiting.pop()
