@@ -27,7 +27,8 @@ from toolkit.text.quantities import format_size
 
 R = TypeVar("R")
 ProfileT = TypeVar("ProfileT", bound=Profile)
-
+_Calls = list[DelayedSubmission]
+_Jobs = list[core.Job[Any]]
 
 _LOCAL = "for this machine; leave it out"
 
@@ -93,9 +94,7 @@ class SlurmExecutor(_RunExecutor[SlurmProfile]):
             )
         super().__init__(site, site.runs_dir, parameters)
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[core.Job[Any]]:
+    def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
         calls = list(delayed_submissions)
         job = self._job(self.parameters, calls[0].function, len(calls))
         made = plan(job, self._profile)
@@ -132,9 +131,7 @@ class KubernetesExecutor(_RunExecutor[KubernetesProfile]):
         site = _site(profile, KubernetesProfile, f"a Kubernetes site; {others}")
         super().__init__(site, str(state_folder() / "calls"), parameters)
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[core.Job[Any]]:
+    def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
         prepared: list[tuple[JobSpec, dict[str, bytes]]] = []
         for call in delayed_submissions:
             job = self._job(self.parameters, call.function)
@@ -169,9 +166,7 @@ class LocalExecutor(_RunExecutor[LocalProfile]):
         site = _site(profile, LocalProfile, _LOCAL)
         super().__init__(site, site.runs_dir, parameters)
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[core.Job[Any]]:
+    def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
         launcher = LocalLauncher(self._profile)
         jobs = ((self._job(self.parameters, call.function), call) for call in delayed_submissions)
         return [
@@ -199,9 +194,7 @@ class DebugExecutor(submitit.DebugExecutor):
         job_of(merged, name=merged.get("name", "function"), source="DebugExecutor")
         self.parameters = merged
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[core.Job[Any]]:
+    def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
         jobs: list[core.Job[Any]] = []
         for call in delayed_submissions:
             name = self.parameters.get("name") or name_of(call.function)

@@ -147,19 +147,16 @@ class KubernetesRun(Run):
         """Return the status of a run whose object does not exist."""
         if registry.is_cancelled(self.uri, environ=self.environ):
             return RunStatus(state=RunState.CANCELLED, reason="by `toolkit cancel`")
+        kind = self.kind.kind
         if self.begun is None:
-            reason = (
-                f"the {self.kind.kind} is gone, and was not cancelled from here: it was deleted"
-            )
+            reason = f"the {kind} is gone, and was not cancelled from here: it was deleted"
             lost = RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
             return self.local.end(self.object_name) or lost
         if time.time() < self.begun + SETTLED_S:
-            reason = (
-                f"its submission was cut short, and the cluster has no {self.kind.kind} of it yet"
-            )
+            reason = f"its submission was cut short, and the cluster has no {kind} of it yet"
             return RunStatus(state=RunState.UNKNOWN, reason=reason)
         reason = (
-            f"its submission was cut short before the cluster had the {self.kind.kind}; "
+            f"its submission was cut short before the cluster had the {kind}; "
             f"`toolkit resubmit {self.local.name}` submits it"
         )
         return RunStatus(state=RunState.FAILED, reason=reason)

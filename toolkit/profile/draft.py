@@ -1,8 +1,7 @@
 """Drafts a profile from the detected facts, with comments on what to edit."""
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,11 +56,7 @@ def draft(site: Discovery, *, kind: str | None = None, name: str | None = None) 
 
 
 def keep_draft(
-    made: Draft,
-    *,
-    output: Path | None = None,
-    force: bool = False,
-    environ: Mapping[str, str] = os.environ,
+    made: Draft, *, output: Path | None = None, force: bool = False
 ) -> tuple[Path, bool]:
     """Write a profile; return its file, and whether it is the default profile now.
 
@@ -70,7 +65,7 @@ def keep_draft(
     Raises:
         InputError: the file exists already, or cannot be written.
     """
-    folder = configuration_folder(environ)
+    folder = configuration_folder()
     path = output or folder / "profiles" / f"{made.name}.yaml"
     default = folder / "default"
     try:

@@ -301,10 +301,9 @@ def read_run(
     find: Callable[[], list[Span]],
     *,
     ended: Callable[[], bool],
-    pause_s: float = 0.2,
-    ask_every_s: float = 0.0,
+    **pace: float,
 ) -> Iterator[str]:
-    """Yield the lines of a run that the view shows; the arguments are those of `follow_files`.
+    """Yield the lines of a run that the view shows; the other arguments are `follow_files`' own.
 
     Raises:
         InputError: the attempt does not exist, and does not come any more.
@@ -314,12 +313,7 @@ def read_run(
         if view.attempt not in numbers:
             attempts = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "none has begun"
             raise InputError(f"{attempts} of it", place=f"--attempt {view.attempt}")
-    lines = follow_files(
-        find,
-        ended=lambda: not view.follow or ended(),
-        pause_s=pause_s,
-        ask_every_s=ask_every_s,
-    )
+    lines = follow_files(find, ended=lambda: not view.follow or ended(), **pace)
     return LogFilter(view).shown(lines, ended=True)
 
 
