@@ -282,9 +282,7 @@ def _interrupted(
             names = {item["metadata"]["name"] for item in items}
             return runs, [objects for objects in runs if objects.name not in names]
     pairs = [(one, cluster.get(kind, one.name)) for one in runs]
-    return runs, [
-        one for one, obj in pairs if obj is None or not workloads.is_of(one.workload, obj)
-    ]
+    return runs, [one for one, obj in pairs if not workloads.is_of(one.workload, obj)]
 
 
 def _tidy(
@@ -359,10 +357,7 @@ def run_in_cluster(
 
 
 def dry_run(
-    documents: Sequence[Object],
-    profile: KubernetesProfile,
-    *,
-    api_client: Any = None,
+    documents: Sequence[Object], profile: KubernetesProfile, *, api_client: Any = None
 ) -> list[tuple[Object, str]]:
     """Validate the objects of a manifest by a dry run of the API server; nothing is created.
 

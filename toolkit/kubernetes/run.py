@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from toolkit.errors import InputError, LauncherError, RunLost
 from toolkit.kubernetes.client.connection import Away
@@ -76,11 +76,6 @@ class KubernetesRun(Run):
         """The uid of its object, if that was seen to run."""
         self._watch: ObjectWatch | None = None
         self._causes = FOR_WAIT
-
-    @property
-    def parts(self) -> "Sequence[KubernetesRun]":
-        """The runs that have an object of their own: the points of a sweep, or the run itself."""
-        return cast("Sequence[KubernetesRun]", self.points) or (self,)
 
     @property
     def selector(self) -> str:

@@ -274,12 +274,12 @@ def owned(document: Object, kind: WorkloadKind, workload: Object) -> Object:
     return {**document, "metadata": {**document["metadata"], "ownerReferences": [owner]}}
 
 
-def is_of(body: Object, obj: Object) -> bool:
-    """Whether an existing object is the one that is to be created."""
+def is_of(body: Object, obj: Object | None) -> bool:
+    """Whether an existing object, if there is one, is the one that is to be created."""
 
     def identity(thing: Object) -> tuple[str, str]:
         labels = thing["metadata"].get("labels") or {}
         annotations = thing["metadata"].get("annotations") or {}
         return str(labels.get(RUN_LABEL)), str(annotations.get(_JOB_ANNOTATION))
 
-    return identity(body) == identity(obj)
+    return obj is not None and identity(body) == identity(obj)

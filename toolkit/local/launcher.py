@@ -140,11 +140,7 @@ class LocalLauncher(Launcher[LocalPlan]):
     """Starts runs on this machine."""
 
     def __init__(
-        self,
-        profile: LocalProfile,
-        *,
-        gpus: Callable[[], int] = count_gpus,
-        tied: bool = False,
+        self, profile: LocalProfile, *, gpus: Callable[[], int] = count_gpus, tied: bool = False
     ) -> None:
         """Prepare to launch.
 
@@ -180,14 +176,15 @@ class LocalLauncher(Launcher[LocalPlan]):
             self._supervise(run_dir, plan)
         except OSError as error:
             raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
-        record = registry.remember(
+        record = registry.RunRecord(
             uri=f"local://{name}",
             name=name,
             job=plan.job.name,
-            profile=self._profile,
+            profile=self._profile.model_dump(mode="json", by_alias=True),
+            created=time.time(),
             run_dir=run_dir,
         )
-        return LocalRun(record)
+        return LocalRun(registry.add(record))
 
     def open(self, record: registry.RunRecord) -> LocalRun:
         """Return the handle of an earlier run.

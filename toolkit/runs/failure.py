@@ -43,9 +43,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SI
 
 # ---- Messages that only report another rank's loss, so that they name no cause
 #
-# Four programs need the list. Three of them import nothing of the toolkit and hold copies, which a
-# test compares: `train/errors.py`, `toolkit/functions/worker.py` (copied beside the payload) and
-# `templates/common/first_error.sh` (rendered into scripts).
+# Four programs need the list. Two of them import nothing of the toolkit and hold copies, which a
+# test compares: `train/errors.py` and `templates/common/first_error.sh` (rendered into scripts).
+# `toolkit/functions/worker.py` finds it in the call's `call.json`.
 
 ECHOES = (
     "connection (closed|reset) by peer",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
 
 from toolkit.errors import InputError, LauncherError, RunLost, RunNotFound
 from toolkit.planning import LaunchPlan
@@ -56,6 +56,11 @@ class Run(abc.ABC):
     def points(self) -> "Sequence[Run]":
         """The points of a sweep, each a run of its own; none where it is no sweep."""
         return ()
+
+    @property
+    def parts(self) -> "Sequence[Self]":
+        """The runs with a state of their own: the points of a sweep, or the run itself."""
+        return cast("Sequence[Self]", self.points) or (self,)
 
     def point(self, key: str) -> "Run":
         """Return a point by its number or its name.

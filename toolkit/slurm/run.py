@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from toolkit.errors import LauncherError
 from toolkit.runs import log_reader, registry, run_directory
@@ -62,11 +61,6 @@ class SlurmRun(Run):
     def batch_key(self) -> Hashable:
         """The snapshot of the Slurm cluster that is queried."""
         return self._login.snapshots.batch_key
-
-    @property
-    def parts(self) -> "Sequence[SlurmRun]":
-        """The parts with a state of their own: the points of a sweep, or the run itself."""
-        return cast("Sequence[SlurmRun]", self.points) or (self,)
 
     def status(self) -> RunStatus:
         """Return the status by squeue; of forgotten jobs by the run directory or sacct."""

@@ -163,11 +163,11 @@ def test_a_follower_is_told_what_the_run_waits_for_each_time_that_changes(
 class Sweep(Point):
     """All points are queried together."""
 
-    parts: Sequence[Point] = ()
+    members: Sequence[Point] = ()
 
     @property
     def points(self) -> Sequence[Point]:
-        return self.parts
+        return self.members
 
     def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
         return RunStatus(state=RunState.RUNNING, reason=f"{len(found)} points")
@@ -181,7 +181,7 @@ def test_the_points_of_a_sweep_are_followed_until_all_have_ended(tmp_path: Path)
         *(Point(tmp_path, number, waiting, waiting, waiting, over) for number in range(2, 300)),
     ]
     sweep = Sweep(tmp_path, 999, running)
-    sweep.parts = parts
+    sweep.members = parts
     spans = {point.uri: point.spans for point in parts}
     said: list[str] = []
     found = list(
