@@ -52,13 +52,14 @@ class Problem:
 
 
 class InputError(ToolkitError):
-    """The user's input cannot be used; holds every problem."""
+    """The user's input cannot be used; holds every problem, or the only one with its place."""
 
     exit_status = 2
 
-    def __init__(self, problems: str | Iterable[Problem]) -> None:
-        listed = [Problem(message=problems)] if isinstance(problems, str) else problems
-        self.problems = tuple(listed)
+    def __init__(self, problems: str | Iterable[Problem], *, place: str | None = None) -> None:
+        if isinstance(problems, str):
+            problems = [Problem(message=problems, place=place)]
+        self.problems = tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
 

@@ -216,7 +216,7 @@ def test_a_killed_torchrun_is_a_failure_that_counts(
     run = toolkit.submit(toolkit.load(job_file, ["retries.requeue=1"]), to="local")
     assert run.run_dir is not None
     for attempt in range(2):
-        until(lambda n=attempt: started(run.run_dir, n), "both ranks run")  # type: ignore[misc]
+        until(lambda n=attempt: started(run.run_dir, n), "both ranks run")
         pids = with_environment(f"PROBE={marker}")
         agents = [pid for pid in pids if b"torchrun" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(min(agents), signal.SIGKILL)

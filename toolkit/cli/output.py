@@ -75,8 +75,10 @@ def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
         for line in failure.lines() if failure else ():
             say(line, err=True)
         return
+    from toolkit.runs.failure import headline
+
     failed = ((point.name, point.failure(attempt=attempt)) for point in run.points)
-    texts = [f"{name}: first failure: {failure}" for name, failure in failed if failure]
+    texts = [f"{name}: {headline(failure)}" for name, failure in failed if failure]
     for line in texts[:_MOST_POINTS]:
         say(line, err=True)
     if len(texts) > _MOST_POINTS:

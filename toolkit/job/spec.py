@@ -20,7 +20,7 @@ from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.sweep import Point, Sweep, expand, leaks, misread
 from toolkit.job.types import Checked, FrozenModel, Prepared, Text
 from toolkit.text import secret_scan
-from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_file
+from toolkit.text.yaml_reader import Document, KeyPath, read_file
 
 
 class NodeRange(FrozenModel):
@@ -201,8 +201,7 @@ class Dependency(FrozenModel):
 
 
 def _by_name(value: object) -> object:
-    if isinstance(value, Ambiguous):
-        raise ValueError(value.reason)
+    types.refuse_ambiguous(value)
     return {"ok": value} if isinstance(value, str) else value
 
 

@@ -63,7 +63,7 @@ def check_script(text: str, source: str) -> list[Problem]:
         InputError: its bash cannot be read.
     """
     if not text.strip():
-        raise InputError([Problem(place=source, message="the file is empty")])
+        raise InputError("the file is empty", place=source)
     script = read_batch_script(text, source)
     allowed = allowed_rules(text, [(comment.line, comment.text) for comment in script.comments])
     problems = []

@@ -122,13 +122,13 @@ def profile_names(
     return sorted({path.stem for path in files} | set(_PROFILES))
 
 
-def require_default_profile(*, environ: Mapping[str, str] = os.environ) -> str:
+def require_default_profile() -> str:
     """Return the file of the default profile.
 
     Raises:
         ProfileError: no profile is the default one.
     """
-    if (name := default_profile(environ=environ)) is None:
+    if (name := default_profile()) is None:
         raise ProfileError(
             "no profile is named, and there is no default one; `toolkit init` detects the site and "
             "writes it, or name one with --to"

@@ -32,7 +32,6 @@ def render(plan: "LaunchPlan") -> str:
 
 
 def _filled(plan: "LaunchPlan") -> str:
-    """Return the template of a plan with its values."""
     values = {"plan": plan, "version": version.__version__}
     if plan.profile.templates_dir is None:
         return our_environment().get_template(plan.template).render(values)

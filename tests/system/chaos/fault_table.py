@@ -4,8 +4,6 @@
 the rows of the others stay as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random
