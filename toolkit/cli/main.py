@@ -131,7 +131,7 @@ def main() -> None:
         sys.exit(exit_status.UNUSABLE)
     except ToolkitError as error:
         say(without_secrets(str(error)), err=True)
-        sys.exit(exit_status.of_error(error))
+        sys.exit(error.exit_status)
     except OSError as error:
         if error.errno == errno.ENOSPC and error.filename is None:
             stop_writing()

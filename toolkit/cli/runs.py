@@ -99,7 +99,7 @@ def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
         rows.append({"uri": run.uri, "name": run.name, "asked": asked, "error": error})
     if as_json:
         click.echo(json.dumps(rows, indent=2))
-    sys.exit(exit_status.of_requests(row["error"] for row in rows))
+    sys.exit(exit_status.FAILED if any(row["error"] for row in rows) else exit_status.DONE)
 
 
 @cli.command(epilog=example("toolkit wait digits-1120-174558-k3f9 && echo trained"))
