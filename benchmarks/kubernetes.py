@@ -25,7 +25,7 @@ import yaml
 
 import toolkit
 from benchmarks.render import HERE, PEER, in_turn, install_peer
-from toolkit.runs import registry
+from tests.support.remembered import remember
 
 RUNS, EVENTS = 1_000, 100_000
 GROWTH_MIB = 5.0
@@ -154,7 +154,7 @@ def waiting(folder: Path) -> float:
     profile = toolkit.KubernetesProfile(name="bench", context="bench", workload="JobSet")
     for number in range(RUNS):
         name = f"bench-{number:04}"
-        registry.remember(uri=f"k8s://default/{name}", name=name, job="bench", profile=profile)
+        remember(f"k8s://default/{name}", name=name, job="bench", profile=profile)
     sizes: list[float] = []
     over = threading.Event()
 

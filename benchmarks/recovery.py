@@ -219,7 +219,7 @@ def until(condition: Callable[[], object]) -> None:
 
 def by_toolkit(arena: SlurmArena, name: str) -> Trial:
     """Submit a run of the toolkit, with restarts in the job."""
-    task = f"{ROOT}/benchmarks/stamped.py:Stamped"
+    task = f"{ROOT}/benchmarks/timestamped_task.py:TimestampedTask"
     words = (f"args.1={task}", "retries.in_job=3", "stop.grace=20s", f"name={name}")
     return arena.submit(words, pace=PACE_S, every=10)
 

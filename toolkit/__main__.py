@@ -8,17 +8,13 @@ _GARBAGE_AFTER = 100_000
 """How many new objects start a collection of garbage; a command that ends soon makes fewer."""
 
 
-def _look_for_no_plugins() -> None:
-    """Leave out pydantic's search for plugins in all installed packages: 20 ms of each command."""
-    loader = types.ModuleType("pydantic.plugin._loader")
-    loader.get_plugins = tuple  # type: ignore[attr-defined]
-    sys.modules.setdefault(loader.__name__, loader)
-
-
 def main() -> None:
     """Run the command line, and end quietly when Ctrl-C comes while it is still imported."""
     gc.set_threshold(_GARBAGE_AFTER)
-    _look_for_no_plugins()
+    # Without pydantic's search for plugins in all installed packages: 20 ms of each command.
+    loader = types.ModuleType("pydantic.plugin._loader")
+    loader.get_plugins = tuple  # type: ignore[attr-defined]
+    sys.modules.setdefault(loader.__name__, loader)
     try:
         from toolkit.cli import main as run
     except KeyboardInterrupt:

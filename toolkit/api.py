@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from toolkit.errors import LauncherError, Problem, ProfileError, RunNotFound
 from toolkit.job.spec import Dependency, JobSpec, parse_dependency
+from toolkit.launcher_plugins import BUILT_IN, plugin
 from toolkit.planning import LaunchPlan, plan
 from toolkit.planning.local import LocalPlan
 from toolkit.planning.slurm import SlurmPlan
-from toolkit.plugins import BUILT_IN, plugin
 from toolkit.profile import (
     KubernetesProfile,
     LocalProfile,

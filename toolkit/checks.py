@@ -11,7 +11,7 @@ from toolkit.errors import InputError, PlanError, Problem, ProfileError
 from toolkit.job.spec import load, read_job
 from toolkit.lint import check as lint
 from toolkit.lint.manifests.rules.schema import Schemas, read_schemas, schemas_of
-from toolkit.lint.registry import Rule, Violation
+from toolkit.lint.rulebook import Rule, Violation
 from toolkit.lint.scripts.options import is_batch_script
 from toolkit.lint.scripts.script import read_batch_script
 from toolkit.planning import plan

@@ -14,8 +14,7 @@
             └── RunLost         exit status 1: the run existed, but its data are gone
 
 The command line shows these errors without a traceback, because the user can mend them. Any other
-exception is a bug of the toolkit. Two more statuses are the commands' own: 1 for a run that failed
-(`run`, `wait`) or a finding (`check`), 130 after Ctrl-C (`toolkit/cli/`).
+exception is a bug of the toolkit. `toolkit/cli/exit_status.py` has the commands' other statuses.
 
 A `Problem` is something wrong with the input; a `Failure` (`toolkit.runs.failure`) is the failure
 of a run.
@@ -53,13 +52,14 @@ class Problem:
 
 
 class InputError(ToolkitError):
-    """The user's input cannot be used; holds every problem."""
+    """The user's input cannot be used; holds every problem, or the only one with its place."""
 
     exit_status = 2
 
-    def __init__(self, problems: str | Iterable[Problem]) -> None:
-        listed = [Problem(message=problems)] if isinstance(problems, str) else problems
-        self.problems = tuple(listed)
+    def __init__(self, problems: str | Iterable[Problem], *, place: str | None = None) -> None:
+        if isinstance(problems, str):
+            problems = [Problem(message=problems, place=place)]
+        self.problems = tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
 

@@ -18,7 +18,7 @@ from train.errors import (
     UsageError,
 )
 from train.failure.record import tell, tell_torchrun
-from train.rundir.console import Console, keep_lines_whole
+from train.rundir.console import Console, end_process, keep_lines_whole
 from train.rundir.files import RunDirectory
 from train.runtime.rank import RankInfo
 from train.runtime.signals import StopRequest
@@ -79,8 +79,7 @@ def look(request: flags.Request, console: Console) -> int:
         return EXIT_DONE
     from train import dryrun
 
-    exit_status: int = dryrun.show(request.config, console)
-    return exit_status
+    return dryrun.show(request.config, console)
 
 
 def end_early(directory: RunDirectory | None, signal_name: str) -> None:
@@ -116,12 +115,7 @@ def enter() -> NoReturn:
         traceback.print_exc()
         tell_torchrun("".join(traceback.format_exception_only(error)).strip())
         exit_status = EXIT_FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: gloo's threads may still hold tensors that DDP gave them, and free them while
-    # the interpreter goes down, which aborts the process (seen in 1 of 8 runs): a finished run
-    # would be reported as failed. Nothing of ours is left to do at exit.
-    os._exit(exit_status)
+    end_process(exit_status)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,8 @@ class ContextExchange(Protocol):
 class CausalAttention(nn.Module):
     """Scaled dot-product attention in which no position sees a later one; has no parameters."""
 
-    context: ContextExchange | None
+    context: ContextExchange | None = None
     """Set by context parallelism to replace the computation; `None`: the whole sequence is here."""
-
-    def __init__(self) -> None:
-        """Attend within the given positions."""
-        super().__init__()
-        self.context = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Mix values; each of the four is [batch, heads, time, head_dim]."""
@@ -42,13 +37,8 @@ class CausalAttention(nn.Module):
 class Placed(nn.Module):
     """A layer that must know where in the sequence its input begins."""
 
-    offset: int
+    offset: int = 0
     """Set by context parallelism: where in the sequence this rank's part begins."""
-
-    def __init__(self) -> None:
-        """Begin where the sequence begins."""
-        super().__init__()
-        self.offset = 0
 
 
 class Positions(Placed):

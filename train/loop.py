@@ -10,13 +10,13 @@ from train.data.loader import Feed, resident, source_of
 from train.data.order import SampleOrder, mixed, seed_device, seed_of
 from train.errors import NonFiniteLoss
 from train.model.evaluation import batch_size, measure
-from train.model.gradients import LossScaler, clip, total_norm
-from train.model.optimizer import LearningRate, NamedOptimizer
-from train.parallel.base import Strategy, Sums, is_sharded
+from train.model.gradients import clip, total_norm
+from train.model.optimizer import LearningRate
+from train.parallel.base import Sums, full
 from train.parallel.consistency import Untrained, check_counters, check_data, some_of
 from train.profiling.capture import Profiler
-from train.rundir.console import Console, figures
-from train.rundir.files import RunDirectory, TrainingProgress, read_lines
+from train.rundir.console import figures
+from train.rundir.files import TrainingProgress, read_lines
 from train.runtime.signals import StopRequest
 
 
@@ -24,24 +24,14 @@ class Trainer:
     """One run in the making: how to do the next step, and what follows it."""
 
     def __init__(
-        self,
-        *,
-        strategy: Strategy,
-        optimizer: NamedOptimizer,
-        scaler: LossScaler,
-        saver: Saver,
-        profiler: Profiler,
-        progress: TrainingProgress,
-        directory: RunDirectory,
-        console: Console,
-        stop: StopRequest,
+        self, *, saver: Saver, profiler: Profiler, progress: TrainingProgress, stop: StopRequest
     ) -> None:
-        """Put the parts together; `resume()` and `run()` do the work."""
+        strategy = saver.strategy
         config, group, task = strategy.parts.config, strategy.parts.group, strategy.task
         self.config, self.group, self.task, self.strategy = config, group, task, strategy
-        self.optimizer, self.scaler, self.saver = optimizer, scaler, saver
-        self.profiler, self.progress, self.directory = profiler, progress, directory
-        self.console, self.stop = console, stop
+        self.optimizer, self.scaler, self.saver = saver.optimizer, saver.scaler, saver
+        self.directory, self.console = saver.directory, saver.console
+        self.profiler, self.progress, self.stop = profiler, progress, stop
         self.train = source_of(task.train(), workers=config.workers, task=task.name)
         self.train = resident(self.train, group.device, task=task.name)
         self.samples = len(self.train)
@@ -214,7 +204,7 @@ class Trainer:
         Returns the loss and the count of the whole batch, the number of ranks that were asked to
         stop, and the number of ranks that have left out other parameters than before.
         """
-        mine = sums.loss.full_tensor() if is_sharded(sums.loss) else sums.loss
+        mine = full(sums.loss)
         loss, count, stop_flags, changes = self.group.sum_with(
             mine, (sums.count, self.stop.requested, changed)
         )

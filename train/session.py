@@ -155,12 +155,11 @@ def assemble(
     # After the strategy has wrapped the model: it may have replaced the parameters.
     optimizer = NamedOptimizer(strategy.named_parameters(), config)
     strategy.bind(optimizer)
-    scaler = LossScaler(enabled=config.precision == "fp16")
     saver = Saver(
         identity=identity,
         strategy=strategy,
         optimizer=optimizer,
-        scaler=scaler,
+        scaler=LossScaler(enabled=config.precision == "fp16"),
         directory=directory,
         console=console,
     )
@@ -170,22 +169,9 @@ def assemble(
         from train.parallel.parameter_server.strategy import ServedTrainer
 
         trainer = ServedTrainer
-    return trainer(
-        strategy=strategy,
-        optimizer=optimizer,
-        scaler=scaler,
-        saver=saver,
-        profiler=Profiler(
-            Profile.parse(config.profile) if config.profile else None,
-            run_dir=directory.path,
-            rank_info=group.rank_info,
-            console=console,
-        ),
-        progress=progress,
-        directory=directory,
-        console=console,
-        stop=stop,
-    )
+    profile = Profile.parse(config.profile) if config.profile else None
+    profiler = Profiler(profile, directory, console)
+    return trainer(saver=saver, profiler=profiler, progress=progress, stop=stop)
 
 
 def announce(trainer: Trainer, parts: Parts) -> None:

@@ -197,12 +197,12 @@ def offsets(value: object) -> dict[str, str]:
 )
 def test_headers_that_make_up_no_tensors_are_told(tmp_path: Path, metadata: dict[str, str]) -> None:
     path = save(tmp_path, step=6)
-    Stored(path).listing()
+    Stored(path)
     header(path)
-    assert [*Stored(path).listing()] == ["model.weight"]
+    assert [*Stored(path).listing] == ["model.weight"]
     header(path, **metadata)
     with pytest.raises(CheckpointError, match=rf"^cannot read checkpoint {path}: "):
-        Stored(path).listing()
+        Stored(path)
 
 
 def claimed(run_dir: Path) -> str | None:

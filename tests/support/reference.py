@@ -18,7 +18,7 @@ from toolkit.lint.check import (
     SCRIPT_RULES,
     SITE_RULES,
 )
-from toolkit.lint.registry import Rule
+from toolkit.lint.rulebook import Rule
 from toolkit.profile.kubernetes import Toleration, Topology
 from toolkit.text.quantities import format_duration
 from train.cli import flags

@@ -15,7 +15,7 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster, Until
 from tests.fakes.kubernetes import FakeKubernetes
-from toolkit import plugins
+from toolkit import launcher_plugins
 from toolkit.api import launcher_for
 
 TOY = ROOT / "tests/support/toy_launcher"
@@ -59,10 +59,10 @@ def place(
     elif request.param == "toy":
         monkeypatch.syspath_prepend(TOY)
         monkeypatch.setenv("PYTHONPATH", str(TOY))  # for the commands of the toolkit
-        plugins.kinds.cache_clear()
+        launcher_plugins.kinds.cache_clear()
         (tmp_path / "toy.yaml").write_text(f"kind: toy\nruns_dir: {runs}\n")
         yield Place(toolkit.load_profile(str(tmp_path / "toy.yaml")))
-        plugins.kinds.cache_clear()
+        launcher_plugins.kinds.cache_clear()
     elif request.param == "slurm":
         cluster: Cluster = request.getfixturevalue("cluster")
         for name in ("PATH", "SLURM_CONF", "SANDBOX_DIR"):

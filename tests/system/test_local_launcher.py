@@ -59,8 +59,8 @@ def job_file(tmp_path: Path, marker: str) -> Path:
     return path
 
 
-def started(run_dir: Path) -> bool:
-    logs = "".join(path.read_text() for path in run_dir.glob("logs/attempt-0/node-*.log"))
+def started(run_dir: Path, attempt: int = 0) -> bool:
+    logs = "".join(path.read_text() for path in run_dir.glob(f"logs/attempt-{attempt}/node-*.log"))
     return logs.count("runs") == 2
 
 
@@ -202,9 +202,28 @@ def test_a_killed_supervisor_is_a_failure_and_no_cancellation(
     until(lambda: started(run.run_dir), "both ranks run")
     os.kill(int((run.run_dir / "running.lock").read_text()), signal.SIGKILL)
     reason = "fatal: the supervisor of this run was killed; not started again"
-    until(lambda: run.status().reason == reason, "it says so", seen=run.status)
-    assert run.status().state is toolkit.RunState.FAILED
+    # Until the script has stopped its ranks, the run has not ended: their outcome says "preempted".
+    ended = run.wait(300)
+    assert (ended.state, ended.reason) == (toolkit.RunState.FAILED, reason)
     until(lambda: not with_environment(f"PROBE={marker}"), "every process has ended")
+
+
+def test_a_killed_torchrun_is_a_failure_that_counts(
+    job_file: Path, marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    """The other node's ranks are stopped with SIGTERM, which is no preemption of the run."""
+    monkeypatch.chdir(tmp_path)
+    run = toolkit.submit(toolkit.load(job_file, ["retries.requeue=1"]), to="local")
+    assert run.run_dir is not None
+    for attempt in range(2):
+        until(lambda n=attempt: started(run.run_dir, n), "both ranks run")
+        pids = with_environment(f"PROBE={marker}")
+        agents = [pid for pid in pids if b"torchrun" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(min(agents), signal.SIGKILL)
+    assert run.wait(300).state is toolkit.RunState.FAILED
+    killed = "retryable: torchrun was killed on this machine (exit status 137)"
+    reasons = [path.read_text() for path in sorted(run.run_dir.glob("logs/attempt-*/reason"))]
+    assert reasons == [f"{killed}; started again\n", f"{killed}; gave up after 1 requeues\n"]
 
 
 def test_a_run_whose_directory_is_removed_stops_and_says_so(

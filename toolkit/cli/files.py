@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 import toolkit
+from toolkit.cli import exit_status
 from toolkit.cli.main import JSON, SET, cli, example, without_secrets
 from toolkit.cli.output import note
 from toolkit.errors import InputError
@@ -100,7 +101,7 @@ def check(
         for finding in findings:
             click.echo(without_secrets(str(finding)), err=finding.rule is None)
     if findings:
-        sys.exit(2 if any(finding.rule is None for finding in findings) else 1)
+        sys.exit(exit_status.of_findings(findings))
     if as_json:
         return
     if content != "job":

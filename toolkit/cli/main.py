@@ -1,4 +1,4 @@
-"""The program `toolkit`: its commands, their shared options, and the exit status of errors."""
+"""The program `toolkit`: its commands, their shared options, and how errors are shown."""
 
 from __future__ import annotations  # naming a type must not import it
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 import toolkit
+from toolkit.cli import exit_status
 from toolkit.cli.output import say, stop_writing
 from toolkit.errors import ToolkitError
 
@@ -124,10 +125,10 @@ def main() -> None:
     except click.exceptions.Exit as end:
         sys.exit(end.exit_code)
     except (click.exceptions.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        sys.exit(exit_status.INTERRUPTED)
     except click.ClickException as error:
         error.show()
-        sys.exit(2)
+        sys.exit(exit_status.UNUSABLE)
     except ToolkitError as error:
         say(without_secrets(str(error)), err=True)
         sys.exit(error.exit_status)
@@ -135,14 +136,14 @@ def main() -> None:
         if error.errno == errno.ENOSPC and error.filename is None:
             stop_writing()
             click.echo(f"the output cannot be written: {error.strerror}", err=True)
-            sys.exit(1)
+            sys.exit(exit_status.FAILED)
         if error.errno == errno.ENOENT and not _working_folder_exists():
             click.echo("the current folder no longer exists; change to another one", err=True)
-            sys.exit(1)
+            sys.exit(exit_status.FAILED)
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
         stop_writing()  # the reader has seen enough (`| head`), or the terminal is closed
-        sys.exit(0)
+        sys.exit(exit_status.DONE)
 
 
 def without_secrets(text: str) -> str:

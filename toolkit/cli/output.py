@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 import toolkit
+from toolkit.cli import exit_status
 
 _MOST_POINTS = 20
 """How many failed points of a sweep are listed."""
@@ -74,8 +75,10 @@ def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
         for line in failure.lines() if failure else ():
             say(line, err=True)
         return
+    from toolkit.runs.failure import headline
+
     failed = ((point.name, point.failure(attempt=attempt)) for point in run.points)
-    texts = [f"{name}: first failure: {failure}" for name, failure in failed if failure]
+    texts = [f"{name}: {headline(failure)}" for name, failure in failed if failure]
     for line in texts[:_MOST_POINTS]:
         say(line, err=True)
     if len(texts) > _MOST_POINTS:
@@ -120,7 +123,7 @@ def follow_and_exit(run: toolkit.Run) -> None:
             f"`toolkit cancel {run.name}` stops it",
             err=True,
         )
-        sys.exit(130)
+        sys.exit(exit_status.INTERRUPTED)
     report_and_exit(run)
 
 
@@ -128,7 +131,7 @@ def report_and_exit(run: toolkit.Run) -> None:
     """Wait for a run, report its end, and exit with 0 if it has succeeded, else with 1."""
     status = run.wait()
     report(run, status)
-    sys.exit(0 if status.state is toolkit.RunState.SUCCEEDED else 1)
+    sys.exit(exit_status.of_runs([status]))
 
 
 def report(run: toolkit.Run, status: toolkit.RunStatus) -> None:

@@ -9,16 +9,8 @@ import sys
 import click
 
 import toolkit
+from toolkit.cli import exit_status, output
 from toolkit.cli.main import FOLLOW, JSON, RUN, RUNS, TRUST, cli, example
-from toolkit.cli.output import (
-    echo_failure,
-    echo_lines,
-    follow_lines,
-    in_parentheses,
-    report,
-    report_and_exit,
-    say,
-)
 from toolkit.errors import LauncherError
 
 _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED", "UNKNOWN")
@@ -66,7 +58,7 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
             shown = "as above" if repeated else reason
             line = f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {shown}"
             before = reason
-            say(line.rstrip())
+            output.say(line.rstrip())
 
 
 @cli.command(epilog=example("toolkit status slurm://sandbox/1234 --json"))
@@ -81,7 +73,7 @@ def status(run: str, trust: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(summary, indent=2))
     else:
-        echo_lines(summary_lines(summary))
+        output.echo_lines(summary_lines(summary))
 
 
 @cli.command(epilog=example("toolkit cancel slurm://sandbox/1234"))
@@ -102,12 +94,12 @@ def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
                 run.cancel()
             except LauncherError as refusal:  # the others are cancelled all the same
                 message = error = str(refusal)
-        say(message, err=True)
+        output.say(message, err=True)
         asked = not status.state.final and error is None
         rows.append({"uri": run.uri, "name": run.name, "asked": asked, "error": error})
     if as_json:
         click.echo(json.dumps(rows, indent=2))
-    sys.exit(1 if any(row["error"] for row in rows) else 0)
+    sys.exit(exit_status.FAILED if any(row["error"] for row in rows) else exit_status.DONE)
 
 
 @cli.command(epilog=example("toolkit wait digits-1120-174558-k3f9 && echo trained"))
@@ -120,22 +112,22 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
     runs = [toolkit.open_run(name, trust=trust) for name in names]
     for run, status in zip(runs, toolkit.statuses(runs), strict=True):
         if status.state is toolkit.RunState.UNKNOWN and not status.lost:
-            say(
-                f"{run.name}: UNKNOWN{in_parentheses(status.reason)}; waiting for an answer",
+            output.say(
+                f"{run.name}: UNKNOWN{output.in_parentheses(status.reason)}; waiting for an answer",
                 err=True,
             )
     try:
         if len(runs) == 1 and not as_json:
             runs[0].wait(timeout)
-            report_and_exit(runs[0])
-        ended = toolkit.wait(runs, timeout, on_end=report)
+            output.report_and_exit(runs[0])
+        ended = toolkit.wait(runs, timeout, on_end=output.report)
     except TimeoutError as error:
         raise LauncherError(str(error)) from None
     if as_json:
         from toolkit.cli.summary import rows_of
 
         click.echo(json.dumps(rows_of(runs), indent=2))
-    sys.exit(0 if all(status.state is toolkit.RunState.SUCCEEDED for status in ended) else 1)
+    sys.exit(exit_status.of_runs(ended))
 
 
 @cli.command(epilog=example("toolkit logs digits-1120-174558-k3f9 --follow --rank 0"))
@@ -170,12 +162,12 @@ def logs(
     Of a sweep, all points are shown, each line after its point's name; RUN_7 or RUN/NAME is one.
     """
     opened = toolkit.open_run(run, trust=trust)
-    lines = (follow_lines if follow else type(opened).logs)(
+    lines = (output.follow_lines if follow else type(opened).logs)(
         opened, ranks=ranks, attempt=attempt, grep=grep
     )
     first = next(lines, None)
     if first is not None:
-        echo_lines(itertools.chain([first], lines))
+        output.echo_lines(itertools.chain([first], lines))
     elif ranks or grep is not None:
         click.echo(f"no such line in the output of {opened.name}", err=True)
-    echo_failure(opened, attempt=attempt)
+    output.echo_failure(opened, attempt=attempt)

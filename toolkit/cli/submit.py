@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 import toolkit
-from toolkit.cli import output
+from toolkit.cli import exit_status, output
 from toolkit.cli.main import CHAIN, FOLLOW, JOB, RUN, SET, TO, TRUST, cli, example
 from toolkit.errors import InputError, PlanError
 
@@ -84,7 +84,7 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
             run.cancel()
             run.wait()
             output.stop_writing()
-            sys.exit(1)
+            sys.exit(exit_status.FAILED)
         output.report_and_exit(run)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from toolkit.api import statuses
 from toolkit.errors import LauncherError
 from toolkit.runs import run_directory
+from toolkit.runs.failure import headline
 from toolkit.runs.run import Run
-from toolkit.runs.run_directory import figures
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
 
@@ -99,13 +99,13 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield a summary as `toolkit status` prints it."""
     for key, value in summary.items():
         if key == "failure" and value:
-            yield f"first failure: {value['summary']}"
+            yield headline(value["summary"])
         elif key not in ("points", "expected_start") and value not in (None, ""):
-            shown = figures(value) if isinstance(value, dict) else value
+            shown = run_directory.figures(value) if isinstance(value, dict) else value
             yield f"{key + ':':<10} {shown}"
     points = summary.get("points", [])
     width = max((len(point["name"]) for point in points), default=0)
     for point in points:
         reason = point["reason"].partition("\n")[0]
-        text = "; ".join(filter(None, [figures(point["metrics"] or {}), reason]))
+        text = "; ".join(filter(None, [run_directory.figures(point["metrics"] or {}), reason]))
         yield f"{point['name']:<{width}}  {point['state']:<9}  {text}".rstrip()

@@ -1,5 +1,6 @@
 """submitit's executors for calls on all ranks of a group: on Slurm, in pods, on this machine."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,17 +27,14 @@ from toolkit.text.quantities import format_size
 
 R = TypeVar("R")
 ProfileT = TypeVar("ProfileT", bound=Profile)
-
+_Calls = list[DelayedSubmission]
+_Jobs = list[core.Job[Any]]
 
 _LOCAL = "for this machine; leave it out"
 
 
 def _site(profile: str | Profile, kind: type[ProfileT], wanted: str) -> ProfileT:
-    """Return a profile of this kind.
-
-    Raises:
-        ProfileError: the profile does not exist, or is not `wanted`.
-    """
+    """Return a profile of this kind; raise ProfileError if it is missing, or not `wanted`."""
     site = as_profile(profile)
     if not isinstance(site, kind):
         raise ProfileError(f"profile {site.name!r} is not {wanted}")
@@ -96,9 +94,7 @@ class SlurmExecutor(_RunExecutor[SlurmProfile]):
             )
         super().__init__(site, site.runs_dir, parameters)
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[core.Job[Any]]:
+    def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
         calls = list(delayed_submissions)
         job = self._job(self.parameters, calls[0].function, len(calls))
         made = plan(job, self._profile)
@@ -135,9 +131,7 @@ class KubernetesExecutor(_RunExecutor[KubernetesProfile]):
         site = _site(profile, KubernetesProfile, f"a Kubernetes site; {others}")
         super().__init__(site, str(state_folder() / "calls"), parameters)
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[core.Job[Any]]:
+    def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
         prepared: list[tuple[JobSpec, dict[str, bytes]]] = []
         for call in delayed_submissions:
             job = self._job(self.parameters, call.function)
@@ -172,9 +166,7 @@ class LocalExecutor(_RunExecutor[LocalProfile]):
         site = _site(profile, LocalProfile, _LOCAL)
         super().__init__(site, site.runs_dir, parameters)
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[core.Job[Any]]:
+    def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
         launcher = LocalLauncher(self._profile)
         jobs = ((self._job(self.parameters, call.function), call) for call in delayed_submissions)
         return [
@@ -202,9 +194,7 @@ class DebugExecutor(submitit.DebugExecutor):
         job_of(merged, name=merged.get("name", "function"), source="DebugExecutor")
         self.parameters = merged
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[core.Job[Any]]:
+    def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
         jobs: list[core.Job[Any]] = []
         for call in delayed_submissions:
             name = self.parameters.get("name") or name_of(call.function)
@@ -231,14 +221,9 @@ class _OneRankCall(DelayedSubmission):
 
     def result(self) -> Any:
         """Call the function, once."""
-        before = dict(os.environ)
-        os.environ.update(self._env)
-        try:
-            leave_group = join_group(None, rank=0, world_size=1, gpu=self._gpu)
-            try:
-                return super().result()
-            finally:
-                leave_group()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.environ.update, dict(os.environ))
+            undo.callback(os.environ.clear)
+            os.environ.update(self._env)
+            undo.callback(join_group(None, rank=0, world_size=1, gpu=self._gpu))
+            return super().result()

@@ -112,11 +112,7 @@ def updated(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _setting(name: str, value: Any) -> tuple[str, Any]:
-    """Return the key of a parameter and its value.
-
-    Raises:
-        ValueError: the parameter does not exist, with the reason.
-    """
+    """Return the key of a parameter and its value; raise ValueError if there is no such one."""
     if name in (*_RESOURCES, *_KEYS, *_OWN):
         return name, value
     if name in _SUBMITIT:

@@ -22,6 +22,7 @@ from toolkit.job.spec import JobSpec
 from toolkit.job.types import IN_RUN_DIR
 from toolkit.kubernetes.delivered_files import whole_files
 from toolkit.runs import run_directory
+from toolkit.runs.failure import ECHOES, NO_ECHOES
 from toolkit.runs.log_reader import attempt_numbers
 from toolkit.text import untrusted
 
@@ -41,11 +42,7 @@ class RankFailure:
     """The failure of a rank."""
 
     rank: int
-    """The rank."""
-
     host: str
-    """The host on which it ran."""
-
     time: float
     """When it failed, in seconds since 1970."""
 
@@ -53,7 +50,6 @@ class RankFailure:
     """Whether it only reports the loss of another rank, or a failed rendezvous."""
 
     trace: str
-    """The traceback."""
 
 
 def files_of(job: JobSpec, call: DelayedSubmission, *, delivered: bool = False) -> dict[str, bytes]:
@@ -71,6 +67,7 @@ def files_of(job: JobSpec, call: DelayedSubmission, *, delivered: bool = False) 
         "gpus_per_node": need.gpus_per_node,
         "restarts": job.retries.in_job,
         "python": "{}.{}".format(*sys.version_info),
+        "echoes": ("|".join(ECHOES), NO_ECHOES),
     }
     if delivered:  # signs the lines in the log that hold results
         facts["key"] = secrets.token_hex(32)

@@ -38,27 +38,6 @@ ECHO_S = 10
 """A rank that has lost another one dates its error so much later: torchrun takes the first."""
 
 WEIGHTS = {"running": 0, "retryable": 1, "preempted": 1, "fatal": 2, "done": 3}
-ECHOES = (
-    "connection (closed|reset) by peer",
-    "connection (refused|was closed)",
-    "broken pipe",
-    "remote process exited",
-    "connectfullmesh failed",
-    "gloo/transport",
-    "(recv|send)(value|bytes) failed",
-    "failed to (recv|send)",
-    "nccl error",
-    "nccl communicator was aborted",
-    "dist(backend|network|store)error",
-    "watchdog caught collective",
-    "timed ?out",
-    "wait timeout",
-    "ends because of others",
-    "another rank went away",
-    "^the same as (rank [0-9]+|another rank)",
-)
-NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
-"""As in `toolkit.runs.failure`."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -67,7 +46,6 @@ class WorkerId:
     """The identity of this process, from the variables of the launcher and torchrun."""
 
     def __init__(self) -> None:
-        """Read the environment."""
         self.run_dir = Path(os.environ["TRAIN_RUN_DIR"])
         self.attempt = int(os.environ.get("TRAIN_ATTEMPT") or 0)
         self.restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -179,7 +157,6 @@ class StopHandler:
     """
 
     def __init__(self, worker: WorkerId, files: RankFiles) -> None:
-        """Take over the signals."""
         self._worker = worker
         self._files = files
         self._call: Call | None = None
@@ -280,16 +257,16 @@ def trace_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether an error only reports the loss of another rank."""
+def is_echo(error: BaseException, echoes: str, others: str) -> bool:
+    """Whether an error only reports the loss of another rank, by the patterns of call.json."""
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"DistNetworkError", "DistStoreError", "DistBackendError"}:
         return True
     text = str(error).lower()
     return (
         isinstance(error, (RuntimeError, OSError))
-        and re.search("|".join(ECHOES), text) is not None
-        and not re.search(NO_ECHOES, text)
+        and re.search(echoes, text) is not None
+        and not re.search(others, text)
     )
 
 
@@ -414,8 +391,8 @@ def main() -> int:
         atexit._run_exitfuncs()  # forked processes skip them
     except BaseException as error:
         # A failed rendezvous may pass: a lost node, a port that is in use.
-        lost = worker.world_size > 1 and is_echo(error)
-        files.failure(error, echo=lost or not joined)
+        lost = not joined or (worker.world_size > 1 and is_echo(error, *facts["echoes"]))
+        files.failure(error, echo=lost)
         exit_now(1)
     return 0
 

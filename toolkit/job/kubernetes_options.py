@@ -25,11 +25,7 @@ def is_image_name(text: str) -> bool:
 
 
 def _in_one_meaning(value: Any) -> Any:
-    """Return the content of a patch.
-
-    Raises:
-        ValueError: versions of YAML read a word in it differently.
-    """
+    """Return the content of a patch; raise ValueError for a word that YAML does not agree on."""
     todo: list[object] = [value]
     while todo:
         match todo.pop():

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from toolkit.errors import nearest
-from toolkit.job.types import Checked, Prepared, Text
-from toolkit.text.yaml_reader import Ambiguous
+from toolkit.job.types import Checked, Prepared, Text, refuse_ambiguous
 
 
 def names(words: str) -> frozenset[str]:
@@ -95,8 +94,7 @@ def _check_name(name: str) -> str:
 
 
 def _check_value(value: object) -> object:
-    if isinstance(value, Ambiguous):
-        raise ValueError(value.reason)
+    refuse_ambiguous(value)
     if isinstance(value, tuple | list | dict):
         kind = "a mapping" if isinstance(value, dict) else "a list"
         raise ValueError(f'an option has one value, not {kind}; write it as Slurm does, like "a,b"')

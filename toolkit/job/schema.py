@@ -87,7 +87,6 @@ def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _sbatch_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the options and their values."""
     text = {"type": "string", "pattern": "^[^\\x00-\\x1f\\x7f]+$"}
     gres = {**text, "not": {"pattern": "(^|,)(gres[/:])?gpu(:|=|,|$)"}}
     number, flag, nothing = {"type": "integer"}, {"const": True}, {"type": "null"}
@@ -130,7 +129,6 @@ def _sweep_schema() -> dict[str, Any]:
 
 
 def _after_schema() -> dict[str, Any]:
-    """Return the JSON Schema of `after`."""
     name = {"type": "string", "minLength": 1}
     one = {
         "type": "object",

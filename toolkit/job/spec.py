@@ -20,7 +20,7 @@ from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.sweep import Point, Sweep, expand, leaks, misread
 from toolkit.job.types import Checked, FrozenModel, Prepared, Text
 from toolkit.text import secret_scan
-from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, read_file
+from toolkit.text.yaml_reader import Document, KeyPath, read_file
 
 
 class NodeRange(FrozenModel):
@@ -201,8 +201,7 @@ class Dependency(FrozenModel):
 
 
 def _by_name(value: object) -> object:
-    if isinstance(value, Ambiguous):
-        raise ValueError(value.reason)
+    types.refuse_ambiguous(value)
     return {"ok": value} if isinstance(value, str) else value
 
 
@@ -275,7 +274,7 @@ class JobSpec(FrozenModel):
     """Settings that only Kubernetes uses."""
 
     sweep: Sweep | None = None
-    """Many runs of this job with different arguments or variables; on Slurm."""
+    """Many runs of this job with different arguments or variables; on Slurm and Kubernetes."""
 
     after: After = ()
     """Runs on the same cluster to wait for; on Slurm. A name alone means: it must succeed."""

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from toolkit.job import types
 from toolkit.text import secret_scan
-from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, dotted
+from toolkit.text.yaml_reader import Document, KeyPath, dotted
 
 MOST_POINTS = 100_000
 """The most points of a sweep; Slurm limits an array (MaxArraySize) to 1001 by default."""
@@ -37,8 +37,7 @@ def _check_key(key: str) -> str:
 
 def _text(value: object) -> object:
     """Return a number as text; booleans and text stay as they are."""
-    if isinstance(value, Ambiguous):
-        raise ValueError(value.reason)
+    types.refuse_ambiguous(value)
     if value is None:
         raise ValueError('nothing is written here; write "" for an empty string')
     if isinstance(value, tuple | list | dict):

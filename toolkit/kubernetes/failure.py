@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from toolkit.errors import LauncherError
-from toolkit.kubernetes.client.connection import Away, lines_of
+from toolkit.kubernetes.client.connection import Away, lines_of, unless_refused
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.delivered_files import is_delivery
 from toolkit.kubernetes.logs import STAMPED
@@ -28,7 +28,6 @@ from toolkit.kubernetes.pods import (
     short_name,
     true_conditions,
 )
-from toolkit.kubernetes.status import listed_or_none
 from toolkit.kubernetes.workloads import Object, WorkloadKind
 from toolkit.runs.failure import Failure, Kind, first_of, is_echo, judge, killed_by
 from toolkit.runs.torchrun_report import (
@@ -93,15 +92,15 @@ def failure_of(
     Raises:
         Away: the server does not answer.
     """
-    pods = pods_of_last_start(listed_or_none(lambda: cluster.pods(selector)))
+    pods = pods_of_last_start(unless_refused(lambda: cluster.pods(selector)) or [])
     number = max((attempt_of(pod) or 0 for pod in pods), default=0) if attempt is None else attempt
     own = [pod for pod in pods if (attempt_of(pod) or 0) == number and not disruption(pod)]
     outputs = [out for pod in own if (out := _output_of(cluster, kind, pod)) is not None]
     if (failure := first_failure(outputs)) is not None or outputs or attempt not in (None, 0):
         return failure
     name = str(obj["metadata"]["name"])
-    jobs = listed_or_none(lambda: cluster.jobs_of([name])) if kind.jobs else []
-    return _of_conditions([obj, *jobs])
+    jobs = unless_refused(lambda: cluster.jobs_of([name])) if kind.jobs else None
+    return _of_conditions([obj, *(jobs or ())])
 
 
 def _output_of(cluster: Cluster, kind: WorkloadKind, pod: Object) -> ContainerOutput | None:
@@ -156,14 +155,10 @@ def _of_conditions(things: Iterable[Object]) -> Failure | None:
         index = _INDEX.search(match[1])
         return Failure(
             kind="exit",
-            rank=None,
-            local_rank=None,
             node=f"node-{index[1]}" if index else match[1],
             attempt=0,
-            restart=0,
             time=seconds_of(end.get("lastTransitionTime")),
             message=f"exit status {match[2]}; its pod is gone: {message}",
-            traceback=(),
         )
     return None
 
@@ -240,13 +235,10 @@ class _RanksOutput:
         for time, status, local_rank in self.noticed:
             rank = None if base is None else base + local_rank
             if status != 1 or rank not in {trace.rank for trace in traces}:
-                yield self._failure(
-                    "signal" if status < 0 else "exit",
-                    killed_by(-status) if status < 0 else f"exit status {status}",
-                    rank=rank,
-                    local_rank=local_rank,
-                    time=time,
-                )
+                kind: Kind = "signal" if status < 0 else "exit"
+                message = killed_by(-status) if status < 0 else f"exit status {status}"
+                ended = self._failure(kind, message, time)
+                yield replace(ended, rank=rank, local_rank=local_rank)
 
     def container_failures(self) -> list[Failure]:
         """Return the end of the container, if nothing is known of its ranks."""
@@ -257,8 +249,8 @@ class _RanksOutput:
             return []
         trace = last_trace([text for _, text in self.others])
         if trace is not None and not _OWN.match(trace.message):
-            kind: Kind = "echo" if is_echo(trace.message) else "exception"
-            return [self._failure(kind, trace.message, traceback=trace.lines)]
+            raised = self._failure(_kind_of(trace), trace.message)
+            return [replace(raised, traceback=trace.lines)]
         words = str(last_words("\n".join(text for _, text in container.lines)))
         message = f"exit status {container.exit_code}" + (f": {words}" if words else "")
         return [self._failure("exit", message)]
@@ -284,12 +276,10 @@ class _RanksOutput:
         time = None
         if verdict.source == "traceback" or (error_lines and verdict.kind == "exception"):
             time = _time_of(lines, trace or last_trace(stderr))
-        return self._failure(
-            verdict.kind,
-            verdict.message,
+        return replace(
+            self._failure(verdict.kind, verdict.message, time or reported.time),
             rank=reported.rank,
             local_rank=reported.local_rank,
-            time=time or reported.time,
             traceback=verdict.traceback,
         )
 
@@ -297,38 +287,24 @@ class _RanksOutput:
         """Return the exceptions with which ranks have ended."""
         traces = ((r, lines, last_trace([t for _, t in lines])) for r, lines in self.ranks.items())
         return [
-            self._failure(
-                "echo" if is_echo(trace.message) else "exception",
-                trace.message,
+            replace(
+                self._failure(_kind_of(trace), trace.message, _time_of(lines, trace)),
                 rank=rank,
                 local_rank=None if base is None else rank - base,
-                time=_time_of(lines, trace),
                 traceback=trace.lines,
             )
             for rank, lines, trace in traces
             if trace is not None and trace.at_end
         ]
 
-    def _failure(
-        self,
-        kind: Kind,
-        message: str,
-        *,
-        rank: int | None = None,
-        local_rank: int | None = None,
-        time: float | None = None,
-        traceback: tuple[str, ...] = (),
-    ) -> Failure:
+    def _failure(self, kind: Kind, message: str, time: float | None = None) -> Failure:
         return Failure(
             kind=kind,
-            rank=rank,
-            local_rank=local_rank,
             node=self.container.pod,
             attempt=self.container.attempt,
             restart=self.restart,
             time=time or self.container.ended,
             message=message,
-            traceback=traceback,
         )
 
 
@@ -350,6 +326,10 @@ def _starts_of(container: ContainerOutput) -> list[_RanksOutput]:
             starts[-1].ranks[rank] += rank_lines
         starts[-1].others += late.others
     return starts
+
+
+def _kind_of(trace: Trace) -> Kind:
+    return "echo" if is_echo(trace.message) else "exception"
 
 
 def _time_of(lines: Sequence[LogLine], trace: Trace | None) -> float | None:

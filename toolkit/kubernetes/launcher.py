@@ -13,30 +13,15 @@ from typing import Any
 
 from toolkit.errors import InputError, LauncherError, RunNotFound, SchedulerMissing
 from toolkit.job.kubernetes_options import Workload
+from toolkit.kubernetes import workloads
 from toolkit.kubernetes.client.connection import Connection, Denied, NotServed
 from toolkit.kubernetes.client.resources import Cluster, selector_of
 from toolkit.kubernetes.local_state import LocalState
 from toolkit.kubernetes.pods import label_of, seconds_of
 from toolkit.kubernetes.run import SETTLED_S, KubernetesPoint, KubernetesRun, KubernetesSweep
 from toolkit.kubernetes.status import Change, changes_of
-from toolkit.kubernetes.submission import (
-    TOGETHER,
-    complete,
-    remove,
-    submit_all,
-    withdraw,
-)
-from toolkit.kubernetes.workloads import (
-    KINDS,
-    Object,
-    RunObjects,
-    WorkloadKind,
-    is_of,
-    manifest_for,
-    objects_by_run,
-    resource_of,
-    started_again,
-)
+from toolkit.kubernetes.submission import TOGETHER, complete, remove, submit_all, withdraw
+from toolkit.kubernetes.workloads import KINDS, Object, RunObjects, WorkloadKind
 from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL, payload_dir_of
 from toolkit.profile import KubernetesProfile
@@ -107,8 +92,8 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         payload = files or {}
         if not payload and (run := self._cut_short(plan, profile)) is not None:
             return run
-        manifest = manifest_for(plan.named(name), payload)
-        runs = objects_by_run(manifest, kind, payload)
+        manifest = workloads.manifest_for(plan.named(name), payload)
+        runs = workloads.objects_by_run(manifest, kind, payload)
         local = LocalState(name, self._environ)
         local.write(plan.job, manifest, payload)
         record = registry.RunRecord(
@@ -160,8 +145,8 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         manifest = run.local.manifest(self._profile)
         names, token = {part.object_name for part in parts}, secrets.token_hex(4)
         runs = [
-            started_again(objects, token)
-            for objects in objects_by_run(manifest, run.kind)
+            workloads.started_again(objects, token)
+            for objects in workloads.objects_by_run(manifest, run.kind)
             if objects.name in names
         ]
         for objects in runs:
@@ -287,7 +272,7 @@ def _interrupted(
         raise LauncherError(
             f"what was to be submitted as {run.local.name} is gone: {error}"
         ) from error
-    runs = objects_by_run(run.local.manifest(profile, files), kind, files)
+    runs = workloads.objects_by_run(run.local.manifest(profile, files), kind, files)
     if len(runs) > 1:
         try:
             items, _ = cluster.objects(kind, selector_of(SWEEP_LABEL, [run.local.name]))
@@ -296,10 +281,8 @@ def _interrupted(
         else:
             names = {item["metadata"]["name"] for item in items}
             return runs, [objects for objects in runs if objects.name not in names]
-    pairs = [(objects, cluster.get(kind, objects.name)) for objects in runs]
-    return runs, [
-        objects for objects, obj in pairs if obj is None or not is_of(objects.workload, obj)
-    ]
+    pairs = [(one, cluster.get(kind, one.name)) for one in runs]
+    return runs, [one for one, obj in pairs if not workloads.is_of(one.workload, obj)]
 
 
 def _tidy(
@@ -374,11 +357,7 @@ def run_in_cluster(
 
 
 def dry_run(
-    documents: Sequence[Object],
-    profile: KubernetesProfile,
-    *,
-    api_client: Any = None,
-    environ: Mapping[str, str] = os.environ,
+    documents: Sequence[Object], profile: KubernetesProfile, *, api_client: Any = None
 ) -> list[tuple[Object, str]]:
     """Validate the objects of a manifest by a dry run of the API server; nothing is created.
 
@@ -388,20 +367,20 @@ def dry_run(
     Raises:
         SchedulerMissing: no cluster, or none that answers.
     """
-    cluster = Cluster(Connection(profile, api_client=api_client, environ=environ))
-
-    def refusal_of(document: Object) -> str:
+    cluster = Cluster(Connection(profile, api_client=api_client))
+    answers = []
+    for document in documents:
+        refusal = ""
         try:
-            cluster.apply(resource_of(document), document, dry_run=True)
+            cluster.apply(workloads.resource_of(document), document, dry_run=True)
         except SchedulerMissing:
             raise
         except NotServed as error:
-            return f"the cluster knows no {document['kind']} ({error})"
+            refusal = f"the cluster knows no {document['kind']} ({error})"
         except LauncherError as error:
-            return error.answer or str(error)
-        return ""
-
-    return [(document, refusal_of(document)) for document in documents]
+            refusal = error.answer or str(error)
+        answers.append((document, refusal))
+    return answers
 
 
 def watch_states(

@@ -8,7 +8,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from toolkit.kubernetes.client.connection import Away, Missing, hang_up, lines_o
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.pods import attempt_of, container_statuses
 from toolkit.kubernetes.workloads import Object, WorkloadKind
-from toolkit.runs.log_reader import LogView, StopTraces
+from toolkit.runs.log_reader import LogFilter, LogView
 
 _POLL_S = 1.0
 """Poll interval of the list of pods, in seconds."""
@@ -35,8 +35,6 @@ _Lines: TypeAlias = "queue.Queue[str | LauncherError]"
 
 @dataclass(frozen=True, kw_only=True)
 class _ContainerStart:
-    """One start of a pod's container."""
-
     container_id: str
     previous: bool
     running: bool
@@ -48,8 +46,7 @@ class _PodLog:
 
     pod: str
     container: str
-    prefix: str
-    view: LogView
+    filter: LogFilter
     stamp: bytes = b""
     """When the newest line that was read was printed; a pod's node has one clock."""
 
@@ -65,7 +62,6 @@ class _PodLog:
     thread: threading.Thread | None = None
     response: Any = None
     stopping: threading.Event = field(default_factory=threading.Event)
-    traces: StopTraces = field(default_factory=StopTraces)
 
     @property
     def active(self) -> bool:
@@ -87,12 +83,12 @@ class _PodLog:
 
         def work() -> None:
             try:
-                for line in self.shown(self.read(cluster, start, follow=True)):
+                for line in self.filter.shown(self.read(cluster, start, follow=True)):
                     lines.put(line)
                 # Of one that was running, a connection that closed early looks the same: ask again.
                 if not start.running:
                     self.complete.add(start.container_id)
-                    for line in self.rest():
+                    for line in self.filter.shown((), ended=True):
                         lines.put(line)
             except Away:
                 pass  # the next round tries again
@@ -124,18 +120,6 @@ class _PodLog:
                 self.same_stamp = self.same_stamp + 1 if stamp == self.stamp else 1
                 self.stamp = stamp
                 yield text.decode(errors="replace")
-
-    def shown(self, lines: Iterable[str]) -> Iterator[str]:
-        """Yield what people see of these lines."""
-        for line in lines:
-            yield from self._of_ranks(self.traces.take(line))
-
-    def rest(self) -> Iterator[str]:
-        """Yield the lines that were held back, after the container's end."""
-        yield from self._of_ranks(self.traces.rest())
-
-    def _of_ranks(self, lines: list[str]) -> Iterator[str]:
-        return (self.prefix + line for line in self.view.of_ranks(iter(lines)))
 
     def stop(self) -> None:
         """Make a blocked reader return, and wait for it."""
@@ -187,8 +171,7 @@ def read_lines(
                     new = _PodLog(
                         pod=metadata["name"],
                         container=kind.container,
-                        prefix=prefix(pod),
-                        view=view,
+                        filter=LogFilter(view, prefix(pod)),
                     )
                     log = logs.setdefault(metadata["uid"], new)
                     starts = list(_starts_of(pod, kind.container))
@@ -197,8 +180,8 @@ def read_lines(
                         continue
                     for start in starts:
                         with contextlib.suppress(Missing):
-                            yield from log.shown(log.read(cluster, start, follow=False))
-                        yield from log.rest()
+                            yield from log.filter.shown(log.read(cluster, start, follow=False))
+                        yield from log.filter.shown((), ended=True)
             look_again = time.monotonic() + _POLL_S
             reading = most = 0
             while (

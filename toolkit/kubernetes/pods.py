@@ -145,18 +145,13 @@ def _states(pod: Object, which: str, *, where: str = "state") -> Iterator[Object
             yield state
 
 
-def newest_of(pods: Iterable[Object]) -> list[Object]:
-    """Return the newest of each pod that was recreated, under the same or another name."""
-    by_age = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp") or ""))
-    return list({short_name(pod): pod for pod in by_age}.values())
-
-
 def pods_of_last_start(pods: Iterable[Object]) -> list[Object]:
     """Return the newest of each pod, without those that had ended before the newest one was made.
 
     The pods of a Job that failed earlier stay, and those of its last start may be deleted.
     """
-    newest = newest_of(pods)
+    by_age = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp") or ""))
+    newest = list({short_name(pod): pod for pod in by_age}.values())
     made = max((seconds_of(pod["metadata"].get("creationTimestamp")) for pod in newest), default=0)
 
     def ended_earlier(pod: Object) -> bool:
@@ -187,7 +182,6 @@ class LastWords:
     """The entrypoint's line: torchrun's exit status, why it ended, and whether to start again."""
 
     def __str__(self) -> str:
-        """Return it as a part of a sentence."""
         rank = "" if self.rank is None else f"rank {self.rank}"
         return ": ".join(filter(None, [rank, "; ".join(filter(None, [self.cause, self.verdict]))]))
 
@@ -246,7 +240,6 @@ class Death:
     words: LastWords
 
     def __str__(self) -> str:
-        """Return it as people should read it."""
         if self.reason == "OOMKilled":
             return f"{self.pod}: OOMKilled: the pod needs more memory"
         status = f"exit status {self.exit_code}"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from toolkit.errors import InputError, LauncherError, Problem, RunLost
+from toolkit.errors import InputError, LauncherError, RunLost
 from toolkit.kubernetes.client.connection import Away
 from toolkit.kubernetes.client.resources import Cluster, selector_of
 from toolkit.kubernetes.client.watcher import ObjectWatch
@@ -80,11 +80,6 @@ class KubernetesRun(Run):
         self._causes = FOR_WAIT
 
     @property
-    def parts(self) -> "Sequence[KubernetesRun]":
-        """The runs that have an object of their own: the points of a sweep, or the run itself."""
-        return cast("Sequence[KubernetesRun]", self.points) or (self,)
-
-    @property
     def selector(self) -> str:
         """The selector of its object and its pods."""
         return selector_of(RUN_LABEL, [self.object_name])
@@ -149,25 +144,21 @@ class KubernetesRun(Run):
         """Return the status of a run whose object does not exist."""
         if registry.is_cancelled(self.uri, environ=self.environ):
             return RunStatus(state=RunState.CANCELLED, reason="by `toolkit cancel`")
+        kind = self.kind.kind
         if self.begun is None:
-            reason = (
-                f"the {self.kind.kind} is gone, and was not cancelled from here: it was deleted"
-            )
+            reason = f"the {kind} is gone, and was not cancelled from here: it was deleted"
             lost = RunStatus(state=RunState.UNKNOWN, reason=reason, lost=True)
             return self.local.end(self.object_name) or lost
         if time.time() < self.begun + SETTLED_S:
-            reason = (
-                f"its submission was cut short, and the cluster has no {self.kind.kind} of it yet"
-            )
+            reason = f"its submission was cut short, and the cluster has no {kind} of it yet"
             return RunStatus(state=RunState.UNKNOWN, reason=reason)
         reason = (
-            f"its submission was cut short before the cluster had the {self.kind.kind}; "
+            f"its submission was cut short before the cluster had the {kind}; "
             f"`toolkit resubmit {self.local.name}` submits it"
         )
         return RunStatus(state=RunState.FAILED, reason=reason)
 
     def _unanswered(self, error: LauncherError) -> RunStatus:
-        """Return the status of a run when the API server does not answer."""
         unknown = RunStatus(state=RunState.UNKNOWN, reason=str(error))
         return self.local.end(self.object_name) or unknown
 
@@ -289,7 +280,7 @@ class KubernetesRun(Run):
                     f"the pods are of attempt {attempts[-1]}; those of earlier ones are gone, and "
                     "what they printed stands in the run directory, in logs/attempt-N"
                 )
-                raise InputError([Problem(place=f"--attempt {view.attempt}", message=message)])
+                raise InputError(message, place=f"--attempt {view.attempt}")
             return Round(pods=pods)
 
         def prefix(pod: Object) -> str:

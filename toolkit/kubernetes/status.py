@@ -7,15 +7,14 @@ the cause. `status_of` is pure.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from toolkit.errors import LauncherError
-from toolkit.kubernetes.client.connection import Away
-from toolkit.kubernetes.client.resources import Cluster, selector_of
+from toolkit.kubernetes.client.connection import Away, unless_refused
+from toolkit.kubernetes.client.resources import NODES, Cluster, selector_of
 from toolkit.kubernetes.client.watcher import ObjectWatch
-from toolkit.kubernetes.nodes import lost_node
 from toolkit.kubernetes.pods import (
     FATAL,
     attempt_of,
@@ -108,29 +107,24 @@ def evidence_of(
     active = [name for name in states if name not in held]
     pods: defaultdict[str, list[Object]] = defaultdict(list)
     if active:
-        for pod in listed_or_none(lambda: cluster.pods(selector_of(RUN_LABEL, active))):
+        for pod in unless_refused(lambda: cluster.pods(selector_of(RUN_LABEL, active))) or []:
             pods[label_of(pod, RUN_LABEL)].append(pod)
     queued: Sequence[Object] | None = None
     if any(label_of(objects[name], _QUEUE_LABEL) for name in held):
-        try:
-            queued = cluster.queued()
-        except Away:
-            raise
-        except LauncherError:
-            queued = None
+        queued = unless_refused(cluster.queued)
     stuck = {name: stuck_objects(kind, objects[name], pods.get(name, ())) for name in active}
     names = {name for stuck_names in stuck.values() for name in stuck_names}
     events: defaultdict[str, list[Object]] = defaultdict(list)
     if len(names) <= 2:
         for name in names:
-            events[name] = listed_or_none(partial(cluster.warnings, name))
+            events[name] = unless_refused(partial(cluster.warnings, name)) or []
     else:
-        for event in listed_or_none(cluster.warnings):
+        for event in unless_refused(cluster.warnings) or []:
             events[str((event.get("involvedObject") or {}).get("name"))].append(event)
     jobs: defaultdict[str, list[Object]] = defaultdict(list)
     failed = [name for name in active if states[name] is RunState.FAILED]
     if failed and kind.jobs:
-        for job in listed_or_none(lambda: cluster.jobs_of(failed)):
+        for job in unless_refused(lambda: cluster.jobs_of(failed)) or []:
             jobs[label_of(job, JOBSET_LABEL)].append(job)
     return {
         name: Evidence(
@@ -138,20 +132,41 @@ def evidence_of(
             warnings=[event for stuck_name in stuck.get(name, ()) for event in events[stuck_name]],
             jobs=jobs[name],
             queued=queued,
-            lost=lost_node(cluster, pods[name]) if not states[name].final else "",
+            lost=_lost_node(cluster, pods[name]) if not states[name].final else "",
         )
         for name in states
     }
 
 
-def listed_or_none(question: Callable[[], list[Object]]) -> list[Object]:
-    """Return what a list request answers; nothing without the right to it."""
-    try:
-        return question()
-    except Away:
-        raise
-    except LauncherError:
-        return []
+def _lost_node(cluster: Cluster, pods: Iterable[Object]) -> str:
+    """Return which node of running pods is lost and since when; empty where all are ready.
+
+    Kubernetes shows the pods of a lost node as running until they are replaced; only their
+    condition Ready is false. Without the right to read nodes, the sentence names the pod.
+    """
+    for pod in pods:
+        states = (status.get("state") or {} for status in container_statuses(pod))
+        ready = _ready(pod)
+        if not any(state.get("running") for state in states) or ready.get("status") != "False":
+            continue
+        name, where = str((pod.get("spec") or {}).get("nodeName") or ""), short_name(pod)
+        try:
+            node = cluster.get(NODES, name) if name else None
+        except Away:
+            raise
+        except LauncherError:
+            return f"{where} on node {name} is not ready since {ready.get('lastTransitionTime')}"
+        if node is None:
+            return f"node {name} of {where} is gone"
+        own = _ready(node)
+        if own.get("status") != "True":
+            since = own.get("lastTransitionTime")
+            return f"node {name} is NotReady since {since}, with {where} on it"
+    return ""
+
+
+def _ready(thing: Object) -> Object:
+    return next((c for c in conditions_of(thing) if c.get("type") == "Ready"), {})
 
 
 def status_of(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None) -> RunStatus:

@@ -6,19 +6,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from toolkit.errors import LauncherError
+from toolkit.kubernetes import workloads
 from toolkit.kubernetes.client.connection import FIRST_PAUSE_S, Away, Conflict, Denied, NotServed
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.volume import placed
-from toolkit.kubernetes.workloads import (
-    KINDS,
-    ApiResource,
-    Object,
-    RunObjects,
-    WorkloadKind,
-    is_of,
-    owned,
-    resource_of,
-)
+from toolkit.kubernetes.workloads import KINDS, ApiResource, Object, RunObjects, WorkloadKind
 from toolkit.runs.submission_journal import UnknownOutcome
 
 TOGETHER = 16
@@ -91,7 +83,7 @@ def _submit(cluster: Cluster, run: RunObjects) -> None:
     existing = cluster.connection.patiently(
         lambda: _existing(cluster, run.kind, run.name), attempts=_ATTEMPTS
     )
-    if existing is not None and not is_of(run.workload, existing):
+    if existing is not None and not workloads.is_of(run.workload, existing):
         raise Conflict(
             f'Kubernetes refused: {run.kind.plural} "{run.name}" already exists, and is not '
             "this run"
@@ -100,7 +92,7 @@ def _submit(cluster: Cluster, run: RunObjects) -> None:
     body = run.workload
     try:
         for body in run.companions:
-            made.append(_apply(cluster, resource_of(body), body))
+            made.append(_apply(cluster, workloads.resource_of(body), body))
         body = run.workload
         workload = _apply_workload(cluster, run)
         made.append(workload)
@@ -112,7 +104,7 @@ def _submit(cluster: Cluster, run: RunObjects) -> None:
     except LauncherError as error:
         for thing in made:
             with contextlib.suppress(LauncherError):
-                cluster.delete(resource_of(thing), thing, changed=True)
+                cluster.delete(workloads.resource_of(thing), thing, changed=True)
         if isinstance(error, Denied) and body is not run.workload:
             # Without the right to make the workload, a way around its companions does not help.
             try:
@@ -138,7 +130,8 @@ def _adopt(cluster: Cluster, run: RunObjects, workload: Object) -> None:
     for document in run.companions:
         # The run is under way, even if its companions are not deleted with it.
         with contextlib.suppress(LauncherError):
-            _apply(cluster, resource_of(document), owned(document, run.kind, workload))
+            body = workloads.owned(document, run.kind, workload)
+            _apply(cluster, workloads.resource_of(body), body)
 
 
 def _create_payload(cluster: Cluster, run: RunObjects, workload: Object) -> None:
@@ -152,11 +145,11 @@ def _create_payload(cluster: Cluster, run: RunObjects, workload: Object) -> None
         UnknownOutcome: the server has not answered in all attempts.
     """
     assert run.payload is not None
-    body = owned(run.payload, run.kind, workload)
+    body = workloads.owned(run.payload, run.kind, workload)
     try:
         with contextlib.suppress(Conflict):
             cluster.connection.patiently(
-                lambda: cluster.create(resource_of(body), body), attempts=_ATTEMPTS
+                lambda: cluster.create(workloads.resource_of(body), body), attempts=_ATTEMPTS
             )
     except Away as error:
         raise UnknownOutcome(f"{error} ({_ATTEMPTS} attempts)") from error
@@ -166,9 +159,9 @@ def withdraw(cluster: Cluster, run: RunObjects) -> None:
     """Delete the companions of a run that never was, as far as the server lets us."""
     for document in run.companions:
         with contextlib.suppress(LauncherError):
-            resource = resource_of(document)
+            resource = workloads.resource_of(document)
             obj = cluster.get(resource, document["metadata"]["name"])
-            if obj is not None and is_of(document, obj):
+            if obj is not None and workloads.is_of(document, obj):
                 cluster.delete(resource, obj, changed=True)
 
 
@@ -217,7 +210,7 @@ def _apply(cluster: Cluster, resource: ApiResource, body: Object) -> Object:
         except Conflict:
             # Another client changes it, or an attempt whose answer was lost has just arrived.
             existing = _existing(cluster, resource, name)
-            if existing is not None and is_of(body, existing):
+            if existing is not None and workloads.is_of(body, existing):
                 return existing
             raise
 
@@ -226,7 +219,7 @@ def _apply(cluster: Cluster, resource: ApiResource, body: Object) -> Object:
     except Away as error:
         with contextlib.suppress(LauncherError):
             existing = cluster.get(resource, name)
-            if existing is not None and is_of(body, existing):
+            if existing is not None and workloads.is_of(body, existing):
                 return existing
         raise UnknownOutcome(f"{error} ({_ATTEMPTS} attempts)") from error
 

@@ -12,13 +12,12 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
-import yaml
-
 from toolkit.job.kubernetes_options import Workload
 from toolkit.planning.kubernetes import STARTED, KubernetesPlan, with_checksums
 from toolkit.planning.pods import RUN_LABEL
 from toolkit.rendering import render
 from toolkit.runs.state import RunState
+from toolkit.text.yaml_reader import documents_of
 
 Object = Mapping[str, Any]
 """An object of the API, or a part of one."""
@@ -30,9 +29,6 @@ PAYLOAD_LIMIT = 1024 * 1024 - 16 * 1024
 """Bytes of a run's files in a ConfigMap, which holds 1 MiB, keys and names included."""
 
 _JOB_ANNOTATION = "torch-deploy-toolkit/job"
-
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The same in C, where PyYAML was built with it: a sweep has thousands of objects."""
 
 _OF_CLUSTER = (
     *("ClusterQueue", "ClusterRole", "ClusterRoleBinding", "ClusterTrainingRuntime"),
@@ -199,11 +195,6 @@ def resource_of(document: Object) -> ApiResource:
     return ApiResource(api_version=str(document["apiVersion"]), kind=str(document["kind"]))
 
 
-def documents_of(text: str) -> list[dict[str, Any]]:
-    """Return the objects of a rendered manifest."""
-    return [document for document in yaml.load_all(text, Loader=_Loader) if document]
-
-
 def manifest_for(plan: KubernetesPlan, files: Mapping[str, bytes]) -> str:
     """Return the manifest of a run that is submitted with files.
 
@@ -283,12 +274,12 @@ def owned(document: Object, kind: WorkloadKind, workload: Object) -> Object:
     return {**document, "metadata": {**document["metadata"], "ownerReferences": [owner]}}
 
 
-def is_of(body: Object, obj: Object) -> bool:
-    """Whether an existing object is the one that is to be created."""
+def is_of(body: Object, obj: Object | None) -> bool:
+    """Whether an existing object, if there is one, is the one that is to be created."""
 
     def identity(thing: Object) -> tuple[str, str]:
         labels = thing["metadata"].get("labels") or {}
         annotations = thing["metadata"].get("annotations") or {}
         return str(labels.get(RUN_LABEL)), str(annotations.get(_JOB_ANNOTATION))
 
-    return identity(body) == identity(obj)
+    return obj is not None and identity(body) == identity(obj)

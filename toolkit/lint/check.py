@@ -18,7 +18,7 @@ from toolkit.lint.manifests.rules import (
 )
 from toolkit.lint.manifests.rules import rendezvous as manifest_rendezvous
 from toolkit.lint.manifests.rules.schema import CRD_RULE, Schemas, schema_violations
-from toolkit.lint.registry import MANIFESTS, SCRIPTS, Rule, Violation, allowed_rules
+from toolkit.lint.rulebook import MANIFESTS, SCRIPTS, Rule, Violation, allowed_rules
 from toolkit.lint.scripts.rules import directives, exit_status, rendezvous, signals, tasks
 from toolkit.lint.scripts.script import read_batch_script
 from toolkit.lint.scripts.values import uncovered
@@ -63,7 +63,7 @@ def check_script(text: str, source: str) -> list[Problem]:
         InputError: its bash cannot be read.
     """
     if not text.strip():
-        raise InputError([Problem(place=source, message="the file is empty")])
+        raise InputError("the file is empty", place=source)
     script = read_batch_script(text, source)
     allowed = allowed_rules(text, [(comment.line, comment.text) for comment in script.comments])
     problems = []

@@ -36,9 +36,9 @@ _LAUNCHER_LOG = "launcher.log"
 """The script's own output, such as a refusal to start."""
 
 
-def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
+def count_gpus() -> int:
     """Return how many NVIDIA GPUs there are for us, without loading torch."""
-    if chosen := environ.get("CUDA_VISIBLE_DEVICES"):
+    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return len(chosen.split(","))
     return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdecimal()])
 
@@ -71,7 +71,6 @@ class LocalRun(Run):
         return RunStatus(state=status.state, reason=refusal) if refusal else status
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield the lines of all nodes, each as it comes."""
         launcher_log = self.run_dir / "logs" / _LAUNCHER_LOG
         # The supervisor has started the first attempt only; users may continue the run by hand.
         first = [Span(path=launcher_log, below=self.run_dir)] if view.attempt == 0 else []
@@ -141,23 +140,16 @@ class LocalLauncher(Launcher[LocalPlan]):
     """Starts runs on this machine."""
 
     def __init__(
-        self,
-        profile: LocalProfile,
-        *,
-        environ: Mapping[str, str] = os.environ,
-        gpus: Callable[[], int] = count_gpus,
-        tied: bool = False,
+        self, profile: LocalProfile, *, gpus: Callable[[], int] = count_gpus, tied: bool = False
     ) -> None:
         """Prepare to launch.
 
         Args:
             profile: Where run directories are made.
-            environ: The environment that runs inherit.
             gpus: How many GPUs this machine has.
             tied: Whether runs end with this process, however it ends.
         """
         self._profile = profile
-        self._environ = environ
         self._gpus = gpus
         self._tied = tied
 
@@ -170,11 +162,11 @@ class LocalLauncher(Launcher[LocalPlan]):
                 f"{need.max_nodes} nodes with {need.gpus_per_node} GPUs make {gpus}, and this "
                 f"machine has {there}; --set resources.gpus_per_node=0 trains on its CPUs"
             )
-        require_secrets(plan, self._environ)
+        require_secrets(plan)
         script = None if plan.carried else plan.job.script
         if script is not None and not Path(script).is_file():
             raise LauncherError(f"script {script!r} is not below {Path.cwd()}, where it would run")
-        registry.check(environ=self._environ)
+        registry.check()
         name = new_run_name(plan.job.name)
         run_dir = run_directory.make(Path(self._profile.runs_dir), name)
         run_directory.write_inputs(
@@ -184,15 +176,15 @@ class LocalLauncher(Launcher[LocalPlan]):
             self._supervise(run_dir, plan)
         except OSError as error:
             raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
-        record = registry.remember(
+        record = registry.RunRecord(
             uri=f"local://{name}",
             name=name,
             job=plan.job.name,
-            profile=self._profile,
+            profile=self._profile.model_dump(mode="json", by_alias=True),
+            created=time.time(),
             run_dir=run_dir,
-            environ=self._environ,
         )
-        return LocalRun(record)
+        return LocalRun(registry.add(record))
 
     def open(self, record: registry.RunRecord) -> LocalRun:
         """Return the handle of an earlier run.
@@ -210,7 +202,7 @@ class LocalLauncher(Launcher[LocalPlan]):
         limit_s = plan.job.time_limit_s
         limit = [] if limit_s is None else [f"--time-limit={limit_s}"]
         # torchrun lies beside the Python that runs us, whether or not its folder is in PATH.
-        path = f"{Path(sys.executable).parent}{os.pathsep}{self._environ.get('PATH', os.defpath)}"
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         with (
             (run_dir / _LOCK).open("w", encoding="utf-8") as lock,
             (run_dir / "logs" / _LAUNCHER_LOG).open("w", encoding="utf-8") as log,
@@ -222,16 +214,18 @@ class LocalLauncher(Launcher[LocalPlan]):
             child = subprocess.Popen(
                 [
                     *(sys.executable, "-m", _SUPERVISOR, *tied, *limit),
-                    f"--stop-timeout={plan.stop_timeout_s}",
+                    *(f"--stop-timeout={plan.stop_timeout_s}", f"--lock={lock.fileno()}"),
                     str(run_dir / _SCRIPT),
                     str(run_dir),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[lock.fileno()],  # the lock is held as long as the supervisor lives
+                pass_fds=[
+                    lock.fileno()
+                ],  # the lock is held as long as the supervisor, or the script, lives
                 start_new_session=True,
-                env={**self._environ, "PATH": path},
+                env={**os.environ, "PATH": path},
             )
             lock.seek(0)
             lock.write(f"{child.pid:0{len(_NO_PID)}}")

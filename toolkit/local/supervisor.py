@@ -13,9 +13,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.runs.log_reader import attempt_folders
+
+SCRIPT_LOCK = 9
+"""The file descriptor by which the script holds the run's lock; its torchruns close it."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -30,6 +34,13 @@ def _prctl(option: int, value: int) -> None:
 
 def _die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _start(argv: Sequence[str], *, locked: bool) -> subprocess.Popen[bytes]:
+    """Start the script. Should this process be killed, the run has not ended before the script."""
+    return subprocess.Popen(
+        argv, preexec_fn=_die_with_parent, pass_fds=[SCRIPT_LOCK] if locked else []
+    )
 
 
 def _sweep() -> None:
@@ -63,7 +74,14 @@ def identity(run_dir: Path) -> tuple[int, int] | None:
     return None
 
 
-def supervise(script: str, run_dir: Path, *, stop_timeout_s: float, time_limit_s: float) -> int:
+def supervise(
+    script: str,
+    run_dir: Path,
+    *,
+    stop_timeout_s: float,
+    time_limit_s: float,
+    locked: bool = False,
+) -> int:
     """Run `script RUN_DIR` to its end, again as long as it decides so; return its exit status.
 
     An attempt is stopped after `time_limit_s`, and killed where its stop takes `stop_timeout_s`. It
@@ -83,7 +101,7 @@ def supervise(script: str, run_dir: Path, *, stop_timeout_s: float, time_limit_s
     for number in _STOP_SIGNALS:
         signal.signal(number, stop)
     argv = ["bash", script, str(run_dir)]
-    child = subprocess.Popen(argv, preexec_fn=_die_with_parent)
+    child = _start(argv, locked=locked)
     ends_at = time.monotonic() + time_limit_s
     signalled = False
     while (status := child.poll()) is None or (not ending and _starts_again(run_dir)):
@@ -95,7 +113,7 @@ def supervise(script: str, run_dir: Path, *, stop_timeout_s: float, time_limit_s
             _sweep()
             signalled, ends_at = False, now + time_limit_s
             stops.clear()
-            child = subprocess.Popen([*argv, "restart"], preexec_fn=_die_with_parent)
+            child = _start([*argv, "restart"], locked=locked)
             continue
         if not stops and now > ends_at:
             print(f"time limit of {time_limit_s:.0f} s: stopping", flush=True)
@@ -121,17 +139,22 @@ def main() -> int:
     parser.add_argument("--stop-timeout", type=float, default=60.0, help="seconds")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds")
     parser.add_argument("--tied-to", type=int, help="stop when this parent ends")
+    parser.add_argument("--lock", type=int, help="the descriptor that holds the run's lock")
     options = parser.parse_args()
     if options.tied_to:
         _die_with_parent()
         if os.getppid() != options.tied_to:  # the parent ended before its signal was requested
             return 1
+    if options.lock is not None and options.lock != SCRIPT_LOCK:
+        os.dup2(options.lock, SCRIPT_LOCK)
+        os.close(options.lock)
     folder = identity(options.run_dir)
     status = supervise(
         options.script,
         options.run_dir,
         stop_timeout_s=options.stop_timeout,
         time_limit_s=options.time_limit,
+        locked=options.lock is not None,
     )
     if identity(options.run_dir) != folder:
         return status  # the run directory was removed

@@ -44,23 +44,15 @@ class KubernetesPlan(plans.LaunchPlan):
     """An object that creates one pod per node, and its companions."""
 
     profile: KubernetesProfile
-    """The site."""
-
     workload: Workload
-    """The object's kind."""
-
     run_name: str
     """The object's name."""
 
     pod: pods.Pod
-    """The pods."""
-
     container: str
     """The name of the pods' container, by which the operators find it."""
 
     image: str
-    """The container image."""
-
     labels: Mapping[str, str]
     """Labels of everything that belongs to the run."""
 
@@ -129,10 +121,8 @@ class KubernetesPlan(plans.LaunchPlan):
         """The plans to render: this one, or those of a sweep's points."""
         return self.parts or (self,)
 
-    @property
-    def has_limits(self) -> bool:
-        """Whether the entrypoint counts its earlier starts; Kubernetes may start any pod again."""
-        return True
+    has_limits = True
+    """Whether the entrypoint counts its earlier starts; Kubernetes may start any pod again."""
 
     @property
     def counts_attempts(self) -> bool:
@@ -276,7 +266,6 @@ def _plan(
     *,
     sweep_name: str | None = None,
 ) -> KubernetesPlan:
-    """Decide how a plain job runs."""
     kind = pods.workload_of(job, profile)
     labels = {
         "app.kubernetes.io/name": job.name,

@@ -12,8 +12,6 @@ class LocalPlan(LaunchPlan):
     """N torchrun agents on this machine stand for N nodes."""
 
     profile: LocalProfile
-    """The site."""
-
     template = "local/run.sh.j2"
 
     visible_devices: tuple[tuple[int, ...], ...]

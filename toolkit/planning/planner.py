@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, overload
 
 from toolkit.errors import PlanError
 from toolkit.job.spec import JobSpec
+from toolkit.launcher_plugins import BUILT_IN, plugin
 from toolkit.planning.compatibility import refusals
-from toolkit.plugins import BUILT_IN, plugin
 
 if TYPE_CHECKING:
     from toolkit.planning.kubernetes import KubernetesPlan

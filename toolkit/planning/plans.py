@@ -35,11 +35,7 @@ class LaunchPlan:
     """What every launcher needs to know to start one torchrun per node."""
 
     job: JobSpec
-    """The job."""
-
     profile: Profile
-    """The site."""
-
     torchrun: tuple[str, ...]
     """torchrun's options that are the same on every node and that the site does not set itself."""
 

@@ -52,11 +52,7 @@ class Pod:
     """What all pods of a run have in common."""
 
     labels: Mapping[str, str]
-    """Labels."""
-
     annotations: Mapping[str, str]
-    """Annotations."""
-
     requests: Mapping[str, str]
     """Resources; requests and limits are the same, as those of device plugins must be."""
 
@@ -226,16 +222,11 @@ def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[
     affinity: dict[str, Any] = {}
     near = profile.topology
     if near and not (job.kubernetes.queue or profile.queue):
-        term = {"labelSelector": selector, "topologyKey": near.key}
-        affinity["podAffinity"] = (
-            {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
-            if near.required
-            else {
-                "preferredDuringSchedulingIgnoredDuringExecution": [
-                    {"weight": 100, "podAffinityTerm": term}
-                ]
-            }
-        )
+        term: dict[str, Any] = {"labelSelector": selector, "topologyKey": near.key}
+        wish, terms = "required", [term]
+        if not near.required:
+            wish, terms = "preferred", [{"weight": 100, "podAffinityTerm": term}]
+        affinity["podAffinity"] = {f"{wish}DuringSchedulingIgnoredDuringExecution": terms}
     if profile.one_pod_per_node or profile.host_network:
         apart = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}

@@ -45,8 +45,6 @@ class SlurmPlan(plans.LaunchPlan):
     """A batch script with one srun task per node."""
 
     profile: SlurmProfile
-    """The site."""
-
     template = "slurm/train.sbatch.j2"
 
     sbatch: tuple[tuple[str, str | None], ...]

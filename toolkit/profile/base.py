@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import Field
 
-from toolkit import plugins
+from toolkit import launcher_plugins
 from toolkit.errors import Problem, ProfileError, did_you_mean
 from toolkit.job import types
 from toolkit.job.loader import validate
@@ -73,7 +73,7 @@ _MODELS = {
 }
 """The model of each kind of profile, imported when it is first used."""
 
-_BUILT_IN = {"local": "local", "slurm": "slurm", "k8s": "kubernetes"}
+_PROFILES = {"local": "local", "slurm": "slurm", "k8s": "kubernetes"}
 """The kinds of the profiles that need no file, by their names."""
 
 
@@ -95,8 +95,8 @@ def load_profile(
         for path in place.glob("*.yaml"):  # a name need not be one that a file can have
             if path.stem == name:
                 return _read(path)
-    if name in _BUILT_IN:
-        return _model(_BUILT_IN[name])(name=name)
+    if name in _PROFILES:
+        return _model(_PROFILES[name])(name=name)
     names = profile_names(folder=folder, environ=environ)
     searched = ", ".join(map(str, _folders(folder, environ)))
     raise ProfileError(
@@ -119,16 +119,16 @@ def profile_names(
     """Return the names of all profiles that `load_profile` finds, sorted."""
     folder = folder or Path.cwd()
     files = (p for place in _folders(folder, environ) for p in place.glob("*.yaml"))
-    return sorted({path.stem for path in files} | set(_BUILT_IN))
+    return sorted({path.stem for path in files} | set(_PROFILES))
 
 
-def require_default_profile(*, environ: Mapping[str, str] = os.environ) -> str:
+def require_default_profile() -> str:
     """Return the file of the default profile.
 
     Raises:
         ProfileError: no profile is the default one.
     """
-    if (name := default_profile(environ=environ)) is None:
+    if (name := default_profile()) is None:
         raise ProfileError(
             "no profile is named, and there is no default one; `toolkit init` detects the site and "
             "writes it, or name one with --to"
@@ -178,7 +178,7 @@ def _read(path: Path) -> "Profile":
     if isinstance(data, dict) and model is None:
         mistake = "the key 'kind' is missing" if kind is None else f"kind: {kind!r} is not a choice"
         place = document.place(("kind",))
-        way_out = did_you_mean(kind, [*_MODELS, *plugins.kinds()])
+        way_out = did_you_mean(kind, [*_MODELS, *launcher_plugins.kinds()])
         problem = Problem(place=place, message=f"{mistake}; {way_out}")
         raise ProfileError([problem, *document.problems])
     profile = validate(model or LocalProfile, document, ProfileError)
@@ -196,10 +196,10 @@ def model_of(kind: object) -> "type[Profile] | None":
         return None
     if kind in _MODELS:
         return _model(kind)
-    if kind not in plugins.kinds():
+    if kind not in launcher_plugins.kinds():
         return None
     # The package that defines a kind also handles its profiles.
-    return cast("type[Profile]", plugins.plugin(kind).profile)
+    return cast("type[Profile]", launcher_plugins.plugin(kind).profile)
 
 
 def _model(kind: str) -> "type[Profile]":

@@ -1,12 +1,11 @@
 """Drafts a profile from the detected facts, with comments on what to edit."""
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.errors import InputError, Problem
+from toolkit.errors import InputError
 from toolkit.profile import configuration_folder
 from toolkit.profile.detect import Context, Discovery, Partition, SlurmSite
 from toolkit.text.quantities import format_duration, format_size
@@ -36,7 +35,7 @@ def draft(site: Discovery, *, kind: str | None = None, name: str | None = None) 
     """
     if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
         message = f"{name!r} cannot be a profile's name; take letters, digits, '-', '_' and '.'"
-        raise InputError([Problem(place="--name", message=message)])
+        raise InputError(message, place="--name")
     current = site.context
     kind = kind or ("slurm" if site.slurm else "kubernetes" if current else "local")
     if kind == "slurm":
@@ -57,11 +56,7 @@ def draft(site: Discovery, *, kind: str | None = None, name: str | None = None) 
 
 
 def keep_draft(
-    made: Draft,
-    *,
-    output: Path | None = None,
-    force: bool = False,
-    environ: Mapping[str, str] = os.environ,
+    made: Draft, *, output: Path | None = None, force: bool = False
 ) -> tuple[Path, bool]:
     """Write a profile; return its file, and whether it is the default profile now.
 
@@ -70,7 +65,7 @@ def keep_draft(
     Raises:
         InputError: the file exists already, or cannot be written.
     """
-    folder = configuration_folder(environ)
+    folder = configuration_folder()
     path = output or folder / "profiles" / f"{made.name}.yaml"
     default = folder / "default"
     try:
@@ -80,7 +75,7 @@ def keep_draft(
                 file.write(made.text)
         except FileExistsError:
             message = "exists already; --force overwrites it, --print only shows the new one"
-            raise InputError([Problem(place=str(path), message=message)]) from None
+            raise InputError(message, place=str(path)) from None
         entry = str(path.absolute()) if output else f"profiles/{path.name}"
         before = default.read_text(encoding="utf-8").strip() if default.is_file() else entry
         if before != entry and not force:

@@ -8,11 +8,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import yaml
-
-from toolkit.errors import Problem, RenderError
+from toolkit.errors import RenderError
 from toolkit.job.kubernetes_options import Patch
 from toolkit.rendering.environment import json_quote, yaml_block
+from toolkit.text.yaml_reader import documents_of
 
 MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "containers": ("name",),
@@ -34,8 +33,6 @@ MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
 """Lists whose entries are identified by a key (Kubernetes API, `patch-merge-key`; those of JobSet
 and TrainJob by their `x-kubernetes-list-map-keys`). All others are replaced as a whole."""
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
 
 class _Unfit(Exception):
     """A patch does not fit; the message names the place and the value."""
@@ -52,12 +49,12 @@ def patched(text: str, patches: Iterable[tuple[str, str, Patch]]) -> str:
     Raises:
         RenderError: a patch that does not apply, and why.
     """
-    documents = [document for document in yaml.load_all(text, Loader=_LOADER) if document]
+    documents = documents_of(text)
     for place, kind, patch in patches:
         targets = [at for at, document in enumerate(documents) if document["kind"] == kind]
         if not targets:
             kinds = ", ".join(dict.fromkeys(document["kind"] for document in documents))
-            raise _refused(place, f"no {kind} is rendered; there are {kinds}")
+            raise RenderError(f"no {kind} is rendered; there are {kinds}", place=place)
         for at in targets:
             try:
                 if patch.merge is None:
@@ -65,12 +62,12 @@ def patched(text: str, patches: Iterable[tuple[str, str, Patch]]) -> str:
                 else:
                     changed = _merged_mapping(documents[at], _thawed(patch.merge), "")
             except _Unfit as error:
-                raise _refused(place, str(error)) from None
+                raise RenderError(str(error), place=place) from None
             if _identity(changed) != _identity(documents[at]):
-                raise _refused(
-                    place,
+                raise RenderError(
                     "apiVersion, kind, name and namespace are how the run is found again; they "
                     "follow from the job and the profile",
+                    place=place,
                 )
             documents[at] = changed
     head = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
@@ -79,10 +76,6 @@ def patched(text: str, patches: Iterable[tuple[str, str, Patch]]) -> str:
         for document in documents
     )
     return "\n".join([*head, *blocks]) + "\n"
-
-
-def _refused(place: str, message: str) -> RenderError:
-    return RenderError([Problem(place=place, message=message)])
 
 
 def _identity(document: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -115,7 +108,6 @@ def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dic
 
 
 def _merged(old: Any, patch: Any, path: str) -> Any:
-    """Return a value after a strategic merge."""
     if isinstance(old, dict) and isinstance(patch, dict):
         return _merged_mapping(old, patch, path)
     if isinstance(old, list) and isinstance(patch, list):

@@ -7,7 +7,7 @@ runs (its nodes, how an attempt ended) is decided by the scripts themselves: tem
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit import plugins, version
+from toolkit import launcher_plugins, version
 from toolkit.rendering.environment import our_environment
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ def render(plan: "LaunchPlan") -> str:
         RenderError: a value that the format cannot hold, a template of the profile's
             `templates_dir` that does not work, with its line, or a patch that does not apply.
     """
-    if plan.profile.kind not in plugins.BUILT_IN:
-        return plugins.plugin(plan.profile.kind).render(plan)
+    if plan.profile.kind not in launcher_plugins.BUILT_IN:
+        return launcher_plugins.plugin(plan.profile.kind).render(plan)
     text = "".join(map(_filled, plan.objects))
     if not plan.patches:
         return text
@@ -32,7 +32,6 @@ def render(plan: "LaunchPlan") -> str:
 
 
 def _filled(plan: "LaunchPlan") -> str:
-    """Return the template of a plan with its values."""
     values = {"plan": plan, "version": version.__version__}
     if plan.profile.templates_dir is None:
         return our_environment().get_template(plan.template).render(values)

@@ -119,7 +119,7 @@ def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
         raise RenderError(error.problems) from None
     if not any(one.kind == plan.workload and one.name == plan.run_name for one in manifests):
         message = f"holds no {plan.workload} named {plan.run_name!r}, which makes the pods"
-        raise RenderError([Problem(place=place, message=message)])
+        raise RenderError(message, place=place)
 
 
 def _problem(error: Exception, folder: Path, name: str, values: Iterable[str]) -> Problem:

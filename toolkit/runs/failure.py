@@ -15,14 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from toolkit.runs import run_directory
 from toolkit.runs.log_reader import attempt_folders
-from toolkit.runs.run_directory import (
-    STOP_WORDS,
-    cancel_requested,
-    exit_status_of,
-    outcome,
-    reason_of,
-)
 from toolkit.runs.torchrun_report import (
     RankStart,
     Reported,
@@ -49,9 +43,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SI
 
 # ---- Messages that only report another rank's loss, so that they name no cause
 #
-# Four programs need the list. Three of them import nothing of the toolkit and hold copies, which a
-# test compares: `train/errors.py`, `toolkit/functions/worker.py` (copied beside the payload) and
-# `templates/common/first_error.sh` (rendered into scripts).
+# Four programs need the list. Two of them import nothing of the toolkit and hold copies, which a
+# test compares: `train/errors.py` and `templates/common/first_error.sh` (rendered into scripts).
+# `toolkit/functions/worker.py` finds it in the call's `call.json`.
 
 ECHOES = (
     "connection (closed|reset) by peer",
@@ -105,10 +99,10 @@ class Failure:
     """`exception`; `signal`: it was killed; `exit`: it ended with a status and no traceback;
     `echo`: it only reports the loss of another rank; the cause is unknown."""
 
-    rank: int | None
+    rank: int | None = None
     """The global rank, where it is known."""
 
-    local_rank: int | None
+    local_rank: int | None = None
     """Its number on its node, where it is known."""
 
     node: str
@@ -117,7 +111,7 @@ class Failure:
     attempt: int
     """The attempt of the run."""
 
-    restart: int
+    restart: int = 0
     """How often its torchrun had started its ranks anew within the attempt."""
 
     time: float
@@ -126,7 +120,7 @@ class Failure:
     message: str
     """The exception with its message, or the signal or exit status of the rank."""
 
-    traceback: tuple[str, ...]
+    traceback: tuple[str, ...] = ()
     """The lines of its traceback; without one, the last lines of its stderr."""
 
     earlier: "tuple[Failure, ...]" = ()
@@ -143,7 +137,8 @@ class Failure:
         """Yield what people are shown; the traceback comes last."""
         for before in self.earlier:
             yield f"earlier failure, in {before._when(counted=True)}: {before}"
-        yield f"first failure, in {self._when(counted=bool(self.restart or self.earlier))}: {self}"
+        when = self._when(counted=bool(self.restart or self.earlier))
+        yield headline(self, when=f", in {when}")
         yield from self.traceback
 
     def _when(self, *, counted: bool) -> str:
@@ -158,6 +153,11 @@ class Failure:
             traceback=tuple(mask.hide(line) for line in self.traceback),
             earlier=tuple(before.redacted(mask) for before in self.earlier),
         )
+
+
+def headline(failure: object, *, when: str = "") -> str:
+    """Return the line that opens every report of a first failure."""
+    return f"first failure{when}: {failure}"
 
 
 def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
@@ -201,18 +201,18 @@ def _newest(run_dir: Path) -> Path | None:
     for attempt in reversed(attempt_folders(run_dir)):
         if any(e.is_folder and e.name.startswith("node-") for e in untrusted.entries(attempt)):
             return attempt
-        if reason_of(attempt).word not in _NOT_BEGUN:
+        if run_directory.reason_of(attempt).word not in _NOT_BEGUN:
             return None
     return None
 
 
 def _ended_well(run_dir: Path, attempt: Path) -> bool:
-    content, word = outcome(run_dir) or {}, reason_of(attempt).word
+    content, word = run_directory.outcome(run_dir) or {}, run_directory.reason_of(attempt).word
     status = content.get("status") if attempt.name == f"attempt-{content.get('attempt')}" else ""
-    if status == "fatal" and word in STOP_WORDS:
+    if status == "fatal" and word in run_directory.STOP_WORDS:
         return False  # it failed while it was being stopped
-    stopped = not word and (status == "preempted" or cancel_requested(run_dir))
-    return exit_status_of(attempt) == 0 or word in _WELL or stopped
+    stopped = not word and (status == "preempted" or run_directory.cancel_requested(run_dir))
+    return run_directory.exit_status_of(attempt) == 0 or word in _WELL or stopped
 
 
 @dataclass(frozen=True, kw_only=True)

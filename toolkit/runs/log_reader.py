@@ -10,12 +10,12 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.errors import InputError, LauncherError, Problem
+from toolkit.errors import InputError, LauncherError
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.state_dir import state_folder
 from toolkit.text import untrusted
@@ -73,6 +73,8 @@ _STOP_TRACE = re.compile(
 """Lines of torchrun's traceback after a stop signal: its own `SignalException` looks like a failure
 but is none. The lines of several nodes may be mixed."""
 
+_STARTS = ("Traceback (most recent call last):", "--- Logging error ---")
+
 _LOG_LINE = re.compile(r"\[|[WIE]\d{4} |srun: |slurmstepd")
 """Lines that come in between."""
 
@@ -84,39 +86,38 @@ _NOISE = re.compile(
 """A warning of c10d wherever an address has no name; nothing follows from it."""
 
 
-class StopTraces:
-    """Holds back tracebacks until it is clear whether they are torchrun's of being stopped.
+class LogFilter:
+    """Selects the lines of a log that a view shows, each after a prefix.
 
-    Also leaves out c10d's warnings of addresses without a name.
+    Tracebacks are held back until it is clear whether they are torchrun's of being stopped, which
+    are left out, as are c10d's warnings of addresses without a name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, view: LogView, prefix: str = "") -> None:
+        self._view, self._prefix = view, prefix
         self._held: list[str] = []
 
-    def take(self, line: str) -> list[str]:
-        """Return what may be shown, now that this line has come."""
-        if _NOISE.fullmatch(line):
-            return []
-        starts = line.startswith(("Traceback (most recent call last):", "--- Logging error ---"))
-        if starts or (self._held and _STOP_TRACE.match(line)):
-            self._held.append(line)
-            return []
-        if self._held and _LOG_LINE.match(line):
-            return [line]
-        return [*self.rest(), line]
+    def shown(self, lines: Iterable[str], *, ended: bool = False) -> Iterator[str]:
+        """Yield what is shown of the next lines; with `ended`, also what was held back."""
+        for line in self._view.of_ranks(self._without_stop_traces(lines, ended)):
+            yield self._prefix + line
 
-    def rest(self) -> list[str]:
-        """Return the lines that are held back, at the end of the log."""
+    def _without_stop_traces(self, lines: Iterable[str], ended: bool) -> Iterator[str]:
+        for line in lines:
+            if _NOISE.fullmatch(line):
+                continue
+            if line.startswith(_STARTS) or (self._held and _STOP_TRACE.match(line)):
+                self._held.append(line)
+                continue
+            if not _LOG_LINE.match(line):
+                yield from self._rest()
+            yield line
+        if ended:
+            yield from self._rest()
+
+    def _rest(self) -> list[str]:
         held, self._held = self._held, []
         return [] if any("SignalException" in line for line in held) else held
-
-
-def without_stop_traces(lines: Iterable[str]) -> Iterator[str]:
-    """Yield `lines` without torchrun's tracebacks of being stopped; all others stay."""
-    traces = StopTraces()
-    for line in lines:
-        yield from traces.take(line)
-    yield from traces.rest()
 
 
 # ---- Files that grow
@@ -300,10 +301,9 @@ def read_run(
     find: Callable[[], list[Span]],
     *,
     ended: Callable[[], bool],
-    pause_s: float = 0.2,
-    ask_every_s: float = 0.0,
+    **pace: float,
 ) -> Iterator[str]:
-    """Yield the lines of a run that the view shows; the arguments are those of `follow_files`.
+    """Yield the lines of a run that the view shows; the other arguments are `follow_files`' own.
 
     Raises:
         InputError: the attempt does not exist, and does not come any more.
@@ -312,15 +312,9 @@ def read_run(
         numbers = attempt_numbers(run_dir)
         if view.attempt not in numbers:
             attempts = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "none has begun"
-            place = f"--attempt {view.attempt}"
-            raise InputError([Problem(place=place, message=f"{attempts} of it")])
-    lines = follow_files(
-        find,
-        ended=lambda: not view.follow or ended(),
-        pause_s=pause_s,
-        ask_every_s=ask_every_s,
-    )
-    return view.of_ranks(without_stop_traces(lines))
+            raise InputError(f"{attempts} of it", place=f"--attempt {view.attempt}")
+    lines = follow_files(find, ended=lambda: not view.follow or ended(), **pace)
+    return LogFilter(view).shown(lines, ended=True)
 
 
 def _noted(folder: Path) -> tuple[int, str] | None:
@@ -388,36 +382,27 @@ _PAUSE_S = 0.5
 _PAUSE_PER_POINT_S = 0.005
 """How long to wait when there is nothing new; more points are looked at less often."""
 
-Spans = Callable[["Run", LogView], list[Span]]
-"""Where the lines of a point stand."""
+Spans = Mapping[str, Callable[[LogView], list[Span]]]
+"""Returns where the lines of a point stand, by its URI."""
 
 
-@dataclass(kw_only=True)
 class _PointLog:
     """How far a point's log has been read."""
 
-    point: "Run"
-    view: LogView
-    spans: Spans
-    tails: _Tails = field(default_factory=_Tails)
-    traces: StopTraces = field(default_factory=StopTraces)
+    def __init__(self, point: "Run", view: LogView, spans: Spans) -> None:
+        self._find = functools.partial(spans[point.uri], view)
+        self._filter = LogFilter(view, f"[{point.name.rpartition('/')[2]}] ")
+        self._tails = _Tails()
 
     def new_lines(self, *, ended: bool = False) -> Iterator[str]:
         """Yield the lines since the last call; all that is left if the point has `ended`."""
-        name = self.point.name.rpartition("/")[2]
-        return (f"[{name}] {line}" for line in self.view.of_ranks(self._shown(ended)))
-
-    def _shown(self, ended: bool) -> Iterator[str]:
-        for line in self.tails.new_lines(self.spans(self.point, self.view), ended=ended):
-            yield from self.traces.take(line)
-        if ended:
-            yield from self.traces.rest()
+        return self._filter.shown(self._tails.new_lines(self._find(), ended=ended), ended=ended)
 
 
 def read_points(points: "Sequence[Run]", view: LogView, spans: Spans) -> Iterator[str]:
     """Yield what the points have printed, one after the other."""
     for point in points:
-        yield from _PointLog(point=point, view=view, spans=spans).new_lines(ended=True)
+        yield from _PointLog(point, view, spans).new_lines(ended=True)
 
 
 def follow_points(
@@ -432,7 +417,7 @@ def follow_points(
 
     Each answer of the scheduler, at most one in `ask_every_s`, is handed to `on_status`.
     """
-    logs = {point.uri: _PointLog(point=point, view=view, spans=spans) for point in sweep.points}
+    logs = {point.uri: _PointLog(point, view, spans) for point in sweep.points}
     states: dict[str, RunState] = {}
     while True:
         asked_s = time.monotonic()

@@ -111,7 +111,6 @@ def _page_of(run: "Run", now: RunStatus, statuses: Sequence[RunStatus]) -> str:
     """Return a run as a piece of HTML; everything in it is escaped, and secrets are left out."""
     mask = mask_of(run.run_dir)
     rows = [] if run.points or run.run_dir is None else read_metrics(run.run_dir)
-    extent = _extent_of(run, statuses)
     points = [
         {
             "name": point.name.rpartition("/")[2],
@@ -131,9 +130,7 @@ def _page_of(run: "Run", now: RunStatus, statuses: Sequence[RunStatus]) -> str:
         "state": now.state.upper(),
         "colour": _COLOURS[now.state],
         "reason": mask.hide(now.reason),
-        "done": extent and extent.done,
-        "total": extent and extent.total,
-        "unit": extent and extent.unit,
+        "extent": _extent_of(run, statuses),
         "curve": Curve.of(rows),
         "figures": figures(rows[-1]) if rows else "",
         "keys": sorted({key for point in run.points for key in point.settings}),

@@ -7,14 +7,12 @@ import contextlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import LauncherError, RunNotFound
-from toolkit.profile import Profile
 from toolkit.runs import submission_journal
 from toolkit.runs.state_dir import append, state_folder
 from toolkit.text import untrusted
@@ -38,8 +36,6 @@ class RunRecord:
     """Where it runs."""
 
     name: str
-    """The run's name."""
-
     job: str
     """The job's name."""
 
@@ -115,33 +111,6 @@ def check(*, environ: Mapping[str, str] = os.environ) -> None:
         raise LauncherError(
             f"the list of runs cannot be written: {error}; set XDG_STATE_HOME to another folder"
         ) from error
-
-
-def remember(
-    *,
-    uri: str,
-    name: str,
-    job: str,
-    profile: Profile,
-    run_dir: Path | None = None,
-    remote_dir: str | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> RunRecord:
-    """Record a run that was submitted just now, in the user's list and in its run directory.
-
-    Raises:
-        LauncherError: nothing can be written there.
-    """
-    run = RunRecord(
-        uri=uri,
-        name=name,
-        job=job,
-        profile=profile.model_dump(mode="json", by_alias=True),
-        created=time.time(),
-        run_dir=run_dir,
-        remote_dir=remote_dir,
-    )
-    return add(run, environ=environ)
 
 
 def add(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> RunRecord:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
 
-from toolkit.errors import InputError, LauncherError, Problem, RunLost, RunNotFound
+from toolkit.errors import InputError, LauncherError, RunLost, RunNotFound
 from toolkit.planning import LaunchPlan
 from toolkit.runs import run_directory
 from toolkit.runs.log_reader import LogView, read_run, spans_of
@@ -56,6 +56,11 @@ class Run(abc.ABC):
     def points(self) -> "Sequence[Run]":
         """The points of a sweep, each a run of its own; none where it is no sweep."""
         return ()
+
+    @property
+    def parts(self) -> "Sequence[Self]":
+        """The runs with a state of their own: the points of a sweep, or the run itself."""
+        return cast("Sequence[Self]", self.points) or (self,)
 
     def point(self, key: str) -> "Run":
         """Return a point by its number or its name.
@@ -140,9 +145,7 @@ class Run(abc.ABC):
         try:
             pattern = re.compile(grep) if grep is not None else None
         except (re.error, OverflowError, RecursionError) as error:
-            raise InputError(
-                [Problem(place=f"--grep {grep}", message=f"no regular expression: {error}")]
-            ) from None
+            raise InputError(f"no regular expression: {error}", place=f"--grep {grep}") from None
         view = LogView(follow=follow, ranks=frozenset(ranks), attempt=attempt)
         lines = self._redacted(self._lines(view, on_status))
         return lines if pattern is None else (line for line in lines if pattern.search(line))
@@ -355,7 +358,6 @@ class ForeignRun(ShownRun):
         return RunStatus(state=status.state, reason=reason)
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield the lines that are written so far."""
         run_dir = self.run_dir
         assert run_dir is not None
         spans = spans_of(run_dir, view, run_dir / "logs" / "job.log")

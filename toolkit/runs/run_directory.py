@@ -85,8 +85,8 @@ def write_inputs(
     script: str,
     file_name: str,
     files: Mapping[str, bytes] = {},
-) -> Path:
-    """Write the resolved job file and the rendered script; return the script's path.
+) -> None:
+    """Write the resolved job file and the rendered script.
 
     `files` is what else the job finds there, by its path below the run directory.
 
@@ -103,7 +103,6 @@ def write_inputs(
             untrusted.write_bytes(run_dir / name, content)
     except OSError as error:
         raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
-    return run_dir / file_name
 
 
 def require_own(path: Path) -> None:

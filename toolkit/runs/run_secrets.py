@@ -32,7 +32,7 @@ _LONGEST = 1 << 16
 _SALT_BYTES = 16
 
 
-def require_secrets(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+def require_secrets(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> None:
     """Make sure that the secrets are there which the job takes from here.
 
     A file that is not here may be on the node; the script checks again. Hashes of the values are

@@ -41,8 +41,6 @@ class RunStatus:
     """A run's state and why."""
 
     state: RunState
-    """The state."""
-
     reason: str = ""
     """The scheduler's own words, or the outcome's; empty where there is nothing to say."""
 

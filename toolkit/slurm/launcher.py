@@ -23,14 +23,7 @@ from toolkit.slurm.run import SlurmRun
 from toolkit.slurm.site_check import site_findings
 from toolkit.slurm.snapshot import Snapshot, snapshot_file
 from toolkit.slurm.squeue import Command, refused, run_command
-from toolkit.slurm.submission import (
-    SlurmJob,
-    Submission,
-    as_lines,
-    find,
-    send,
-    write_jobs,
-)
+from toolkit.slurm.submission import SlurmJob, Submission, as_lines, find, send, write_jobs
 from toolkit.slurm.sweep import SlurmPoint, SlurmSweep, has_points, write_points
 
 _SETTLED_S = 120.0
@@ -40,29 +33,21 @@ _SETTLED_S = 120.0
 class SlurmLauncher(Launcher[SlurmPlan]):
     """Submits batch scripts."""
 
-    def __init__(
-        self,
-        profile: SlurmProfile,
-        *,
-        command: Command | None = None,
-        environ: Mapping[str, str] = os.environ,
-    ) -> None:
+    def __init__(self, profile: SlurmProfile, *, command: Command | None = None) -> None:
         """Prepare to submit.
 
         Args:
             profile: The site.
             command: How Slurm's commands are run; without it, on this machine or on the host of the
             profile's `via`.
-            environ: Where the user's list of runs is looked for.
         """
         self._profile = profile
-        self._environ = environ
-        self._journal = registry.intents_folder(environ)
+        self._journal = registry.intents_folder()
         self._login: LoginNode
         if profile.via is not None and command is None:
-            self._login = SshLoginNode(profile, environ)
+            self._login = SshLoginNode(profile)
         else:
-            file = snapshot_file(environ) if command in (None, run_command) else None
+            file = snapshot_file() if command in (None, run_command) else None
             self._login = LoginNode(profile, command or run_command, file=file)
 
     def submit(
@@ -88,7 +73,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         plan = plan.in_turns() if chain > 1 else plan
         cluster = self._cluster()
         secrets = self._secrets(plan)
-        registry.check(environ=self._environ)
+        registry.check()
         waits = self._conditions([*plan.job.after, *after], cluster)
         name = new_run_name(plan.job.name)
         folder = self._login.make(name)
@@ -159,7 +144,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         """Record the submitted run in the user's list and in the run directory."""
         if record.begun:
             uri = f"{record.uri.removesuffix(record.name)}{jobs[0].job_id}"
-            record = registry.add(replace(record, uri=uri), environ=self._environ)
+            record = registry.add(replace(record, uri=uri))
         new = None if submission.known else record
         self._login.keep(submission.folder, jobs=as_lines(jobs), record=new)
         write_jobs(submission.folder.here, jobs)
@@ -284,7 +269,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         """Return the value of sbatch's `--dependency`; empty where all of it has ended well."""
         conditions: list[str] = []
         for dependency in after:
-            record, point = registry.find_point(dependency.run, environ=self._environ)
+            record, point = registry.find_point(dependency.run)
             if not record.believed or record.problem:
                 raise LauncherError(f"after {dependency.run}: it is not in your list of runs")
             if record.address[:2] != ("slurm", cluster):
@@ -299,23 +284,15 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         return ",".join(dict.fromkeys(conditions))
 
     def _cluster(self) -> str:
-        """Return the cluster's name.
-
-        Raises:
-            LauncherError: no cluster answers.
-        """
+        """Return the cluster's name; raise LauncherError if no cluster answers."""
         if not (name := self._login.snapshots.cluster()):
             raise refused("scontrol", self._login.command(["scontrol", "show", "config"]))
         return name
 
     def _secrets(self, plan: SlurmPlan) -> dict[str, str]:
-        """Return the secrets that the jobs take from here, by name.
-
-        Raises:
-            LauncherError: one of them is not set.
-        """
-        require_secrets(plan, self._environ)
-        return {name: self._environ[name] for name in plan.exported_secrets}
+        """Return the secrets that the jobs take; raise LauncherError if one is not set here."""
+        require_secrets(plan)
+        return {name: os.environ[name] for name in plan.exported_secrets}
 
 
 class InterruptedRun(SlurmRun):

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from toolkit.errors import LauncherError
 from toolkit.runs import log_reader, registry, run_directory
@@ -62,11 +61,6 @@ class SlurmRun(Run):
     def batch_key(self) -> Hashable:
         """The snapshot of the Slurm cluster that is queried."""
         return self._login.snapshots.batch_key
-
-    @property
-    def parts(self) -> "Sequence[SlurmRun]":
-        """The parts with a state of their own: the points of a sweep, or the run itself."""
-        return cast("Sequence[SlurmRun]", self.points) or (self,)
 
     def status(self) -> RunStatus:
         """Return the status by squeue; of forgotten jobs by the run directory or sacct."""
@@ -190,7 +184,6 @@ class SlurmRun(Run):
         return self.record.remote_dir or (None if run_dir is None else str(run_dir))
 
     def _rows_in(self, snapshot: Snapshot) -> dict[str, JobRow]:
-        """Return the rows of this run's jobs, by their ids."""
         script = f"{self._home}/{self.record.job}.sbatch"
         rows = snapshot.rows(self.job_id.partition("_")[0], script)
         return {row.job_id: row for row in rows if self._is_ours(row.command)}
@@ -233,11 +226,7 @@ class SlurmRun(Run):
             return False
 
     def _rows(self) -> dict[str, JobRow]:
-        """Return the current rows of the jobs, by id.
-
-        Raises:
-            LauncherError: Slurm does not answer, or another cluster does.
-        """
+        """Return the rows of the jobs by id; raise LauncherError unless their cluster answers."""
         snapshots = self._login.snapshots
         rows = self._rows_in(snapshots.look(patient=False))
         if not rows and self._by_run_dir().state is not RunState.SUCCEEDED:
@@ -269,7 +258,6 @@ class SlurmRun(Run):
         return RunStatus(state=RunState.UNKNOWN, reason=reason)
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield what the jobs have printed, all their attempts."""
         self._login.fetch(time.time())
         if self.run_dir is None:
             raise LauncherError(f"{self.uri} was not submitted from here; its log is unknown")

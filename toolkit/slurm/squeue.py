@@ -82,7 +82,6 @@ def run_limited(
     stdin: bytes = b"",
     environ: Mapping[str, str] | None = None,
     limit_s: float = math.inf,
-    limit_bytes: int = ANSWER_BYTES,
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command and return its output; bytes that are not UTF-8 become U+FFFD.
 
@@ -90,7 +89,7 @@ def run_limited(
     memory and blocks no caller.
 
     Raises:
-        TooLong: it has taken longer than `limit_s`, or printed more than `limit_bytes`.
+        TooLong: it has taken longer than `limit_s`, or printed more than `ANSWER_BYTES`.
     """
 
     def write(process: "subprocess.Popen[bytes]") -> None:
@@ -122,8 +121,8 @@ def run_limited(
                     if not (chunk := os.read(process.stdout.fileno(), _CHUNK)):
                         break
                     output += chunk
-                if len(output) + os.fstat(errors.fileno()).st_size > limit_bytes:
-                    raise TooLong(f"{argv[0]} prints more than {limit_bytes >> 20} MiB: ended")
+                if len(output) + os.fstat(errors.fileno()).st_size > ANSWER_BYTES:
+                    raise TooLong(f"{argv[0]} prints more than {ANSWER_BYTES >> 20} MiB: ended")
             process.wait(None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()))
         except (TimeoutError, subprocess.TimeoutExpired):
             process.kill()
@@ -135,7 +134,7 @@ def run_limited(
             # The process may still be writing when its output is closed.
             writer.join(timeout=1.0)
         errors.seek(0)
-        printed = (bytes(output), errors.read(limit_bytes))
+        printed = (bytes(output), errors.read(ANSWER_BYTES))
     stdout, stderr = (text.decode(errors="replace") for text in printed)
     return subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
 

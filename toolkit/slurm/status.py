@@ -20,7 +20,10 @@ _STATES = {
     }.items()
     for slurm_state in slurm_states.split()
 }
-"""Slurm's job states (squeue manual, JOB STATE CODES); all others are UNKNOWN."""
+"""Slurm's job states (squeue manual, JOB STATE CODES); all others are UNKNOWN.
+
+A run that is out of time was stopped from outside with a checkpoint, as a preempted one.
+"""
 
 _EXPLANATIONS = {
     "AssocGrp.*|AssocMax.*|Max.*PerAccount": "a limit of your account is reached",

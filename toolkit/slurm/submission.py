@@ -110,7 +110,7 @@ def write_jobs(run_dir: Path, jobs: Iterable[SlurmJob]) -> None:
     job_ids = {job.job_id for job in read_jobs(run_dir)}
     lines = [f"{line}\n" for line in as_lines(job for job in jobs if job.job_id not in job_ids)]
     try:
-        untrusted.append_bytes(run_dir / _JOBS, "".join(lines).encode())
+        untrusted.write_bytes(run_dir / _JOBS, "".join(lines).encode(), append=True)
     except OSError as error:
         raise LauncherError(
             f"the jobs are submitted, but {run_dir / _JOBS} cannot be written: {error.strerror}"

@@ -15,9 +15,9 @@ from pathlib import Path
 from toolkit.errors import LauncherError
 from toolkit.job.sweep import Point
 from toolkit.runs import run_directory
-from toolkit.runs.log_reader import LogView, Span, follow_points
+from toolkit.runs.log_reader import LogView, follow_points
 from toolkit.runs.log_reader import read_points as read_lines_of
-from toolkit.runs.run import Run, unfinished_of
+from toolkit.runs.run import unfinished_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.run import CONDITIONS, SlurmRun
 from toolkit.slurm.snapshot import Snapshot
@@ -64,13 +64,9 @@ class SlurmSweep(SlurmRun):
         """Yield what the points have printed, each line after its point's name."""
         self._login.fetch(time.time())
         spans = {point.uri: point._spans for point in self.points}
-
-        def spans_of(point: Run, view: LogView) -> list[Span]:
-            return spans[point.uri](view)
-
         if view.follow:
-            return follow_points(self, view, spans_of, on_status)
-        return read_lines_of(self.points, view, spans_of)
+            return follow_points(self, view, spans, on_status)
+        return read_lines_of(self.points, view, spans)
 
     def _only_waiting(self, job_ids: list[str]) -> list[str]:
         return ["--state=PENDING", *dict.fromkeys(i.partition("_")[0] for i in job_ids)]

@@ -74,7 +74,6 @@ class View:
     """The keys from the top of the object."""
 
     manifest: Manifest
-    """The object."""
 
     def at(self, *keys: str | int) -> "View":
         """Return the view of a value below, which may be missing."""
@@ -91,10 +90,6 @@ class View:
     def __bool__(self) -> bool:
         """Whether there is a value; 0, false and empty values count."""
         return self.value is not None
-
-    def has(self, key: str) -> bool:
-        """Whether this is a mapping with the key, even with the value null."""
-        return isinstance(self.value, dict) and key in self.value
 
     def items(self) -> Iterator["View"]:
         """Yield the items of a list; nothing for any other value."""
@@ -220,7 +215,6 @@ def _parts(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _objects(data: Any, document: Document, problems: list[Problem]) -> Iterator[Manifest]:
-    """Yield the objects of a document."""
     waiting: list[tuple[KeyPath, Any]] = [((), data)]  # the last one is read next
     while waiting:
         path, value = waiting.pop()

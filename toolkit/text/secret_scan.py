@@ -314,7 +314,6 @@ class Mask:
     """Hides the values of secrets in texts."""
 
     def __init__(self, values: Iterable[tuple[str, str]], marks: Iterable[Mark] = ()) -> None:
-        """Hide these pairs of variable and value, and words with one of these marks."""
         forms = {
             form: name
             for name, value in values

@@ -162,15 +162,13 @@ def _whole_characters(value: Any) -> Any:
     return value
 
 
-def lines_of_json(
-    path: Path | str, *, limit: int = JSON_BYTES, below: Path | None = None
-) -> Iterator[Any]:
+def lines_of_json(path: Path | str, *, limit: int = JSON_BYTES) -> Iterator[Any]:
     """Yield the value of each line of a file; lines that are incomplete or not JSON are skipped.
 
     A file that does not exist or cannot be read has no lines.
     """
     try:
-        content = read_bytes(path, limit=limit, below=below)
+        content = read_bytes(path, limit=limit)
     except OSError:
         return
     for line in content.split(b"\n"):
@@ -179,21 +177,13 @@ def lines_of_json(
                 yield parse_json(line)
 
 
-def write_bytes(path: Path | str, content: bytes) -> None:
+def write_bytes(path: Path | str, content: bytes, *, append: bool = False) -> None:
     """Write a file that only its owner may write, whatever the umask; a link is not followed.
 
     Raises:
         OSError: the file cannot be written, or is a link.
     """
-    _write(path, content, os.O_TRUNC)
-
-
-def append_bytes(path: Path | str, content: bytes) -> None:
-    """Append to a file by one write, with the rules and errors of `write_bytes()`."""
-    _write(path, content, os.O_APPEND)
-
-
-def _write(path: Path | str, content: bytes, how: int) -> None:
+    how = os.O_APPEND if append else os.O_TRUNC
     # Non-blocking: opening a pipe without a reader would wait for ever.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | _NO_LINK | how
     with os.fdopen(os.open(path, flags, 0o644), "wb", buffering=0) as file:

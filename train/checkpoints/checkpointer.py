@@ -59,12 +59,10 @@ class WriteFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingCheckpoint:
-    """A checkpoint on its way to the disk; the callbacks are those of `Checkpointer.save()`."""
+    """A checkpoint on its way to the disk; `Checkpointer.save()` explains the other fields."""
 
     position: Position
-    """Where it will lie."""
     state: State
-    """Everything but the tensors."""
     parts: Sequence[TensorPart]
     """What this rank writes."""
     tensors: Sequence[Tensor]

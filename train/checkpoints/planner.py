@@ -22,7 +22,6 @@ class Planner:
     """Plans once, and again only when the tensors have changed: the first step adds moments."""
 
     def __init__(self, channel: Channel) -> None:
-        """Exchange plans over `channel`."""
         self._channel = channel
         self._planned_for: object = None
         self._parts: tuple[TensorPart, ...] = ()
@@ -99,7 +98,6 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        """Allocate nothing before the first copy."""
         self._buffers: dict[TensorPart, Tensor] = {}
 
     def copy(self, parts: Sequence[TensorPart], tensors: Mapping[str, Tensor]) -> list[Tensor]:

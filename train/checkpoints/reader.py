@@ -46,7 +46,8 @@ class Stored:
             self._metadata: Metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
             meant = {name: dtype for file in files for name, dtype in _meant(file).items()}
-            self._listing: Listing = {}
+            self.listing: Listing = {}
+            """The tensors."""
             for name, entry in sorted(self._metadata.state_dict_metadata.items()):
                 if not isinstance(entry, TensorStorageMetadata):
                     continue
@@ -57,11 +58,7 @@ class Stored:
                 dtype = meant.get(name, entry.properties.dtype)
                 # A file stores a complex number as two, in one more dimension.
                 shape = entry.size[:-1] if dtype.is_complex else entry.size
-                self._listing[name] = (shape, dtype)
-
-    def listing(self) -> Listing:
-        """List the tensors."""
-        return self._listing
+                self.listing[name] = (shape, dtype)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors in place; of a DTensor only this rank's part is read.
@@ -82,7 +79,7 @@ class Stored:
 
     def whole(self, name: str) -> Tensor:
         """Read all of one tensor."""
-        shape, dtype = self._listing[name]
+        shape, dtype = self.listing[name]
         tensor = torch.empty(shape, dtype=dtype)
         self.load({name: tensor})
         return tensor
@@ -138,18 +135,16 @@ def differences(there: Listing, here: Iterable[Listing]) -> list[str]:
     ours: Listing = {}
     for one in here:
         ours.update(one)
-    problems = []
-    for name in sorted({*there, *ours}):
-        if name not in ours:
-            problems.append(f"{name}: {_shown(there[name])} there, nothing here")
-        elif name not in there:
-            problems.append(f"{name}: nothing there, {_shown(ours[name])} here")
-        elif there[name] != ours[name]:
-            problems.append(f"{name}: {_shown(there[name])} there, {_shown(ours[name])} here")
-    return problems
+    return [
+        f"{name}: {_shown(there.get(name))} there, {_shown(ours.get(name))} here"
+        for name in sorted({*there, *ours})
+        if there.get(name) != ours.get(name)
+    ]
 
 
-def _shown(entry: tuple[torch.Size, torch.dtype]) -> str:
+def _shown(entry: tuple[torch.Size, torch.dtype] | None) -> str:
+    if entry is None:
+        return "nothing"
     shape, dtype = entry
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 

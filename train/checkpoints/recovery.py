@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from train.checkpoints import store
 from train.checkpoints.reader import Listing, Stored, differences
 from train.checkpoints.store import Position, State
 from train.errors import CheckpointError
+from train.parallel.base import copy_part
 from train.runtime.process_group import RankGroup
 
 
@@ -94,7 +94,7 @@ def describe(
             resumption = Resumption(
                 position=position,
                 state=store.read_state(path),
-                listing=Stored(path).listing(),
+                listing=Stored(path).listing,
                 source=None if shared else source,
             )
         except CheckpointError as error:
@@ -163,15 +163,4 @@ def _distribute(
         if name not in whole:
             return
         if name in tensors:
-            _copy_part(whole[name], tensors[name])
-
-
-def _copy_part(whole: Tensor, own: Tensor) -> None:
-    """Copy this rank's part of a tensor in place."""
-    target = own.detach()
-    if hasattr(own, "__create_chunk_list__"):
-        (box,) = own.__create_chunk_list__()
-        whole = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
-        target = target.to_local()  # type: ignore[attr-defined]
-    with torch.no_grad():
-        target.copy_(whole)
+            copy_part(whole[name], tensors[name])

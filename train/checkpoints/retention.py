@@ -16,7 +16,6 @@ class Retention:
     """Which checkpoints of a run stay in rank 0's directory."""
 
     def __init__(self, directory: RunDirectory, console: Console, *, keep: int) -> None:
-        """Keep so many whole checkpoints; nothing is removed yet."""
         self._directory, self._console, self._keep = directory, console, keep
         self.damaged: set[Position] = set()
         """Checkpoints that were damaged at the start and have not been written again."""

@@ -203,12 +203,11 @@ class Saver:
             if self._saved is None:
                 raise CheckpointError(f"cannot export to {path}: the last step could not be saved")
             stored = Stored(self._saved.path(self.directory.path))
-            export(path, stored.listing(), stored.whole)
+            export(path, stored.listing, stored.whole)
 
         self.group.on_rank_0(write)
 
     def _everywhere(self, names: Iterable[str]) -> list[str]:
-        """Join the names of all ranks."""
         return sorted({name for rank in self.group.gather(list(names)) for name in rank})
 
     def _refuse_not_finite(self, step: int) -> None:

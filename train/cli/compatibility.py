@@ -113,7 +113,6 @@ def exact_problems(config: Config, layout: Layout) -> list[str]:
 
 
 def _starting(config: Config, rank_info: RankInfo) -> Iterator[str]:
-    """Check how the ranks start and meet."""
     text = config.init_method
     if config.spawn is not None and rank_info.launched and rank_info.meeting is None:
         yield (
@@ -181,7 +180,6 @@ def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
 
 
 def _incompatible(config: Config, strategy: str) -> Iterator[str]:
-    """Name pairs that contradict each other."""
     if (strategy == "pp" or (config.pp or 1) > 1) and config.gradient_sync == "each":
         yield (
             "--gradient-sync each does not go with --pp: the schedules of pipelines reduce "

@@ -19,8 +19,6 @@ from train.parallel.layout import Layout, resolve
 from train.runtime.rank import RankInfo
 from train.tasks import problem_of
 
-DEFAULT_EPOCHS = 10
-
 
 @dataclass(frozen=True)
 class AtLeast:
@@ -208,7 +206,7 @@ class Config:
         """
         if self.steps is not None:
             return self.steps
-        return math.ceil((self.epochs or DEFAULT_EPOCHS) * train_samples / self.global_batch)
+        return math.ceil((self.epochs or 10) * train_samples / self.global_batch)
 
     def axis_sizes(self) -> dict[str, int | None]:
         """Return the sizes of the mesh that were given."""

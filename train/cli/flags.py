@@ -242,12 +242,9 @@ def write_file(path: Path, config: Config) -> None:
     """
     try:
         path.write_text(dumps(config), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write the configuration to {path}: {error.strerror}") from error
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"cannot write the configuration to {path}: {error.object!r} is not Unicode"
-        ) from error
+    except (OSError, UnicodeEncodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"{error.object!r} is not Unicode"
+        raise UsageError(f"cannot write the configuration to {path}: {why}") from error
 
 
 def _convert(field: ConfigField, value: object) -> object:

@@ -2,11 +2,10 @@
 
 import os
 import sys
-from typing import NoReturn
 
 from train.collectives.options import parse, parser
 from train.errors import EXIT_DONE, UsageError
-from train.rundir.console import Console, keep_lines_whole
+from train.rundir.console import Console, end_process, keep_lines_whole
 from train.runtime.rank import RankInfo
 
 
@@ -29,15 +28,6 @@ def main() -> int:
     return spawn(options, options.nproc) if options.nproc else be_a_rank(options, rank_info)
 
 
-def enter() -> NoReturn:
-    """Run `main()` as a process of its own, and end that process."""
-    keep_lines_whole()
-    exit_status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # As for `python -m train`: gloo's threads may free tensors while the interpreter goes down.
-    os._exit(exit_status)
-
-
 if __name__ == "__main__":
-    enter()
+    keep_lines_whole()
+    end_process(main())

@@ -168,11 +168,7 @@ def show(
     ranks: Ranks,
     console: Console,
 ) -> None:
-    """Compare results with expectations on every rank, and draw the numbers before and after.
-
-    Raises:
-        WrongResult: as for `demonstrate()`.
-    """
+    """Compare results on every rank, see `demonstrate()`; draw the numbers before and after."""
     rows = ranks.exchange((list(before), None if expected is None else list(expected), list(got)))
     wrong = [
         f"{name}: rank {rank} expected {_numbers(right)}, got {_numbers(result)}"

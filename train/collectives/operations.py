@@ -9,6 +9,7 @@ others. Source: nccl-tests, doc/PERFORMANCE.md, and its src/{gather,scatter,send
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -58,10 +59,6 @@ def _one_for_each(rank: int, world_size: int) -> Numbers:
 
 def _sums(before: list[Numbers]) -> Numbers:
     return [sum(column) for column in zip(*before, strict=True)]
-
-
-def _one_after_the_other(before: list[Numbers]) -> Numbers:
-    return [number for numbers in before for number in numbers]
 
 
 def _in_place(operation: Callable[[Tensor], object]) -> Prepare:
@@ -174,7 +171,7 @@ COLLECTIVES = (
         name="gather",
         sentence="rank 0 collects everybody's tensor, in order of rank",
         before=_two_each,
-        after=lambda before, rank: _one_after_the_other(before) if rank == ROOT else [],
+        after=lambda before, rank: list(chain(*before)) if rank == ROOT else [],
         prepare=_gather,
         bus_factor=_all_but_own,
     ),
@@ -182,7 +179,7 @@ COLLECTIVES = (
         name="all_gather",
         sentence="every rank collects everybody's tensor, in order of rank",
         before=_two_each,
-        after=lambda before, rank: _one_after_the_other(before),
+        after=lambda before, rank: list(chain(*before)),
         prepare=_into(dist.all_gather_single, lambda own, ranks: own * ranks),
         bus_factor=_all_but_own,
     ),

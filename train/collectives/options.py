@@ -77,7 +77,7 @@ def parse(argv: Sequence[str], rank_info: RankInfo) -> Options:
         word = unknown[0].partition("=")[0]
         flags = [flag for action in flags_parser._actions for flag in action.option_strings]
         raise UsageError(f"unknown flag {word!r}{nearest(word, flags)}; --help shows all flags")
-    nproc = _whole("--nproc", values.nproc, 1)
+    nproc = _whole("--nproc", values.nproc)
     if nproc and rank_info.launched:
         raise UsageError(
             f"--nproc {nproc}: a launcher has started {rank_info.world_size} ranks already; leave "
@@ -106,16 +106,16 @@ def parse(argv: Sequence[str], rank_info: RankInfo) -> Options:
         nproc=nproc,
         only=tuple(name for name in NAMES if name in only),
         sizes_bytes=_sizes(values.sizes, values.max_size or "64MiB"),
-        repeats=_whole("--repeats", values.repeats, 1) or Options.repeats,
-        timeout_s=_whole("--timeout-s", values.timeout_s, 1) or Options.timeout_s,
+        repeats=_whole("--repeats", values.repeats) or Options.repeats,
+        timeout_s=_whole("--timeout-s", values.timeout_s) or Options.timeout_s,
     )
 
 
-def _whole(flag: str, text: str | None, least: int) -> int | None:
+def _whole(flag: str, text: str | None) -> int | None:
     if text is None:
         return None
-    if not re.fullmatch(r"[0-9]+", text) or int(text) < least:
-        raise UsageError(f"{flag} {text!r}: must be a whole number, at least {least}")
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
+        raise UsageError(f"{flag} {text!r}: must be a whole number, at least 1")
     return int(text)
 
 

@@ -1,7 +1,6 @@
 """A run: start the ranks or join those of a launcher, and show one collective after another."""
 
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,7 +21,7 @@ from train.collectives.demo import (
 from train.collectives.operations import COLLECTIVES, Collective
 from train.collectives.options import Options
 from train.errors import EXIT_DONE, EXIT_FAILED, TrainError
-from train.rundir.console import Console
+from train.rundir.console import Console, end_process
 from train.runtime.devices import agree_on_device, device_and_backend, use
 from train.runtime.process_group import disconnect
 from train.runtime.rank import RankInfo
@@ -46,10 +45,7 @@ def _spawned(rank: int, options: Options, nproc: int, meeting: str) -> None:
     # Ranks on one machine share its cores; each with a thread per core would slow all of them down.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // nproc))
-    exit_status = be_a_rank(options, RankInfo().of_spawned(rank, nproc, meeting))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_status)
+    end_process(be_a_rank(options, RankInfo().of_spawned(rank, nproc, meeting)))
 
 
 def be_a_rank(options: Options, rank_info: RankInfo) -> int:

@@ -84,10 +84,8 @@ class DatasetReader:
         self._drawing, self._detector = False, RandomDrawDetector()
         # The form of the first batch, which the others must have.
         self._form: object = None
-        self._checked = False
 
     def __len__(self) -> int:
-        """Count the samples."""
         return len(self._samples)
 
     def to(self, device: torch.device) -> "DatasetReader":
@@ -173,7 +171,7 @@ class DatasetReader:
             ValueError: they are of another form than the first.
         """
         first = samples[0]
-        if not self._checked and not (isinstance(first, tuple | list) and len(first) == 2):
+        if self._form is None and not (isinstance(first, tuple | list) and len(first) == 2):
             shown = type(first).__name__
             if isinstance(first, Sized):
                 shown = f"{shown} of {len(first)}"
@@ -183,13 +181,10 @@ class DatasetReader:
                 "several inputs are one dict, list or tuple in it"
             )
         inputs, targets = default_collate(samples)
-        if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and self._form is None:
-            self._checked = True
-            return inputs, targets
         form = trees.form_of((inputs, targets))
-        if not self._checked:
+        if self._form is None:
             trees.check(inputs, targets, task=self._task)
-            self._form, self._checked = form, True
+            self._form = form
         if form != self._form:
             shown = f"{trees.described('inputs', inputs)}; {trees.described('targets', targets)}"
             raise ValueError(f"samples are of another form than the first one was: {shown}")
@@ -261,7 +256,6 @@ class RandomDrawDetector:
     """
 
     def __init__(self) -> None:
-        """Make the copies; `start()` sets them."""
         self._random, self._numpy = random.Random(), np.random.RandomState()
         self._state = torch.default_generator.get_state()
 
@@ -292,7 +286,6 @@ class Feed:
     def __init__(
         self, source: Source, order: SampleOrder, *, global_batch: int, shard: int, shards: int
     ) -> None:
-        """Prepare to read; nothing is read yet."""
         self._source, self._order = source, order
         self._global_batch = global_batch
         self._first, self._last = share_of(global_batch, shard=shard, shards=shards)

@@ -61,7 +61,6 @@ def bubble(schedule: str, pp: int, micro_batches: int) -> float:
 
 
 def _actions(schedule: str, pp: int, micro_batches: int) -> list[list[_Action]]:
-    """List each rank's actions, in their order."""
     if schedule not in split.ONE_STAGE:
         ranks = get_schedule_ops(schedule, pp, micro_batches)
         return [[flat for action in actions for flat in _flat(action)] for actions in ranks]

@@ -146,7 +146,6 @@ class Memory(OperationCounter):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop watching."""
         self._resize.stop()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
@@ -169,19 +168,14 @@ class Memory(OperationCounter):
         """Start the log now, with the existing storages."""
         self._log = [(number, size) for number, size in self._sizes.items() if size]
 
-    def peak(self, without: Iterable[str] = ()) -> dict[str, int]:
-        """Return the bytes of each kind when their sum was largest.
-
-        Args:
-            without: kinds that are kept elsewhere and do not count for the sum.
-        """
-        elsewhere = set(without)
+    def peak(self, without: Sequence[str] = ()) -> dict[str, int]:
+        """Return the bytes of each kind when their sum is largest; kinds `without` do not count."""
         now = dict.fromkeys(MEMORY_KINDS, 0)
         total, best, at_peak = 0, -1, now
         for number, growth in self._log:
             kind = self._kinds.get(number, ACTIVATIONS)
             now[kind] += growth
-            if kind in elsewhere:
+            if kind in without:
                 continue
             total += growth
             if total > best:

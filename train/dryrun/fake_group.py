@@ -142,10 +142,6 @@ def _replacements(stage_inputs: StageInputs) -> list[AbstractContextManager[obje
         with _disable_current_modes():
             return propagate(self, schema)
 
-    def stay(module: nn.Module, *args: object, **kwargs: object) -> nn.Module:
-        # There is one device, and a module's parameters cannot be swapped for fake tensors.
-        return module
-
     def foreach_as_on_a_gpu(
         parameters: list[Tensor], differentiable: bool, use_fused: bool = False
     ) -> tuple[bool, bool]:
@@ -193,7 +189,8 @@ def _replacements(stage_inputs: StageInputs) -> list[AbstractContextManager[obje
     return [
         patch.object(DeviceMesh, "__init__", mesh_of_real_numbers),
         patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_uncounted),
-        patch.object(nn.Module, "to", stay),
+        # There is one device, and a module's parameters cannot be swapped for fake tensors.
+        patch.object(nn.Module, "to", lambda module, *_, **__: module),
         patch.object(adam, "_default_to_fused_or_foreach", foreach_as_on_a_gpu),
         patch.object(sgd, "_default_to_fused_or_foreach", foreach_as_on_a_gpu),
         # A fake tensor has no address; its storage shows with which tensors it shares memory.

@@ -128,14 +128,8 @@ class Findings:
                 {
                     "rank": rank.rank,
                     "coordinates": self.layout.coordinates(rank.rank),
-                    "micro_batches": rank.micro_batches,
-                    "micro_batch": rank.micro_batch,
-                    "eval_batch": rank.eval_batch,
+                    **vars(rank),
                     "gradient_sync": rank.gradient_sync and dataclasses.asdict(rank.gradient_sync),
-                    "peak": rank.peak,
-                    "memory": dict(rank.memory),
-                    "host_memory": dict(rank.host_memory),
-                    "flops": rank.flops,
                     "traffic": [dataclasses.asdict(flow) for flow in self.flows(rank)],
                 }
                 for rank in self.ranks

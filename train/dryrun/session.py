@@ -5,11 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses import fake_tensor
 
 from train import tasks
 from train.cli import compatibility
@@ -122,9 +118,9 @@ def _rehearse(config: Config, task: Task, rank_info: RankInfo) -> list[RankCost]
     try:
         return Rehearsal(config, task, rank_info).run()
     except (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedFakeTensorException,
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
     ) as error:
         raise UsageError(
             f"--dry-run cannot rehearse task '{task.name}': its model or loss does something that "

@@ -28,7 +28,6 @@ from train.model.gradients import clip, total_norm
 from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts, Strategy, WholeModel
 from train.parallel.fsdp import GradientSync
-from train.parallel.hybrid import Composed
 from train.parallel.local_sgd import LocalSgd
 from train.parallel.pipeline import split
 from train.parallel.pipeline.schedule import Pipelined
@@ -60,10 +59,10 @@ class RankCost:
     """Bytes of the device at that peak by kind, see `counters`."""
     host_memory: Mapping[str, int]
     """Bytes of the host at that peak, with `--cpu-offload`."""
-    traffic: Mapping[Exchange, float]
-    """Calls per step; a fraction for work that is not done in every step."""
     flops: float
     """Floating-point operations of matrix products and attention."""
+    traffic: Mapping[Exchange, float]
+    """Calls per step; a fraction for work that is not done in every step."""
 
     @property
     def total(self) -> int:
@@ -125,9 +124,7 @@ class Rehearsal:
             eval_batch = self._eval_batch(strategy)
             strategy.evaluate(self._batch(eval_batch))
             peaks[EVALUATION] = memory.peak(without=on_host)
-            gradient_sync = None
-            if isinstance(strategy, (Composed, Pipelined)):
-                gradient_sync = strategy.gradient_sync
+            gradient_sync = strategy.gradient_sync
             del step, strategy
         on_device = {
             when: {kind: size for kind, size in peak.items() if kind not in on_host}
@@ -188,7 +185,6 @@ class Rehearsal:
                 del strategy
 
     def _eval_batch(self, strategy: Strategy) -> int:
-        """Count the samples of a rank's largest batch of an evaluation."""
         share = math.ceil(self._test_samples / strategy.shards)
         return min(evaluation.batch_size(self._config, strategy), share)
 
@@ -202,7 +198,6 @@ class _Step:
     """A step of the training loop, as far as other ranks or memory are concerned."""
 
     def __init__(self, parts: Parts, memory: Memory) -> None:
-        """Build the strategy and its optimizer."""
         self._parts, self._memory = parts, memory
         self.strategy = parallel.build(parts.config.strategy_on(parts.group.rank_info), parts)
         if isinstance(self.strategy, WholeModel):
@@ -217,7 +212,6 @@ class _Step:
         memory.mark(self._parameters(), PARAMETERS)
 
     def make(self, share: Batch, batches: int, number: int) -> None:
-        """Make step `number` with a share of the batch in `batches` micro-batches."""
         strategy, config = self.strategy, self._parts.config
         strategy.begin_step(number)
         # Not 1: a multiplication that every real step makes would be left out.

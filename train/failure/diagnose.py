@@ -162,7 +162,6 @@ def _batch(frames: Sequence[FrameType]) -> Batch | None:
 
 
 def _given(what: str, frame: FrameType) -> str:
-    """Describe the tensors that a method was given."""
     names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
     shapes = [described(name, frame.f_locals.get(name)) for name in names]
     shapes = [shape for shape in shapes if shape]

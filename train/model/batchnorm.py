@@ -13,16 +13,13 @@ differ in size, and one may be empty.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 NUMBERS = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
@@ -32,35 +29,33 @@ NUMBERS = (
 SENT = {*NUMBERS, torch.bool} - {torch.int16}
 
 
-def synchronised(
-    model: nn.Module, group: "ProcessGroup | None" = None, *, device: torch.device | None = None
-) -> nn.Module:
-    """Replace each BatchNorm1d, 2d and 3d by one that normalises over all ranks of `group`.
+def synchronised(model: nn.Module, *, device: torch.device | None = None) -> nn.Module:
+    """Replace each BatchNorm1d, 2d and 3d by one that normalises over all ranks of the run.
 
-    In place; parameters, buffers and their names stay. Without a group: all ranks of the run, which
-    is wrong where some of them hold the same samples or another stage, see `limit_to_group()`.
-    `device` is where the model will run (default: where it is).
+    In place; parameters, buffers and their names stay. Where some ranks hold the same samples or
+    another stage, `limit_to_group()` must follow. `device` is where the model will run (default:
+    where it is).
     """
     first = next(model.parameters(), None)
     device = device or (None if first is None else first.device)
     if device is not None and device.type == "cuda":
         convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-        return cast(nn.Module, convert(model, group))
-    return _converted(model, group)
+        return cast(nn.Module, convert(model))
+    return _converted(model)
 
 
-def limit_to_group(model: nn.Module, group: "ProcessGroup") -> None:
+def limit_to_group(model: nn.Module, group: "dist.ProcessGroup") -> None:
     """Let the model's synchronised layers exchange with the ranks of `group` only."""
     for module in model.modules():
         if isinstance(module, SynchronisedBatchNorm | nn.SyncBatchNorm):
             module.process_group = group
 
 
-def _converted(module: nn.Module, group: "ProcessGroup | None") -> nn.Module:
+def _converted(module: nn.Module) -> nn.Module:
     if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-        return SynchronisedBatchNorm(module, group)
+        return SynchronisedBatchNorm(module)
     for name, child in module.named_children():
-        setattr(module, name, _converted(child, group))
+        setattr(module, name, _converted(child))
     return module
 
 
@@ -68,14 +63,13 @@ def _converted(module: nn.Module, group: "ProcessGroup | None") -> nn.Module:
 class SynchronisedBatchNorm(_BatchNorm):
     """A BatchNorm layer of any dimension whose training batch is that of all ranks."""
 
-    process_group: "ProcessGroup | None"
+    process_group: "dist.ProcessGroup | None" = None
 
-    def __init__(self, plain: _BatchNorm, group: "ProcessGroup | None") -> None:
+    def __init__(self, plain: _BatchNorm) -> None:
         """Take over a plain layer's settings, and its very parameters and buffers."""
         super().__init__(plain.num_features, plain.eps, plain.momentum, device="meta")
         self.affine, self.track_running_stats = plain.affine, plain.track_running_stats
         self._parameters, self._buffers = plain._parameters, plain._buffers
-        self.process_group = group
         self.train(plain.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -113,7 +107,7 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        group: "ProcessGroup | None",
+        group: "dist.ProcessGroup | None",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -203,7 +197,7 @@ def _real(buffer: Tensor) -> Tensor:
 
 
 def average_buffers(
-    buffers: Sequence[Tensor], groups: "Sequence[ProcessGroup | None]" = (None,)
+    buffers: Sequence[Tensor], groups: "Sequence[dist.ProcessGroup | None]" = (None,)
 ) -> None:
     """Replace `moving_buffers()` by their mean over ranks, in one exchange per group.
 

@@ -112,7 +112,6 @@ class _Compiled:
         self._run = torch.compile(run, backend=BACKEND)
 
     def take_hooks(self, module: nn.Module, name: str) -> None:
-        """Take over the hooks that a piece has by now."""
         self._name = name
         for number, hook in list(module._forward_pre_hooks.items()):
             with_named = number in module._forward_pre_hooks_with_kwargs

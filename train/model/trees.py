@@ -32,8 +32,6 @@ def mapped(function: Callable[[Tensor], object], tree: Tree) -> Tree:
 
 def joined(trees: Sequence[Tree]) -> Tree:
     """Put trees of one form together, sample after sample."""
-    if isinstance(trees[0], Tensor):
-        return torch.cat(list(trees))
     return _pytree.tree_map(lambda *parts: torch.cat(parts), *trees)
 
 
@@ -61,8 +59,6 @@ def unflattened(leaves: Tree, form: TreeSpec | None) -> Tree:
 
 def named(name: str, tree: Tree) -> list[tuple[str, object]]:
     """Name all leaves of a tree that is called `name`, such as `inputs['image']`."""
-    if isinstance(tree, Tensor):
-        return [(name, tree)]
     try:
         leaves, _ = _pytree.tree_flatten_with_path(tree)
     except ValueError:

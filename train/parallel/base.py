@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from train.cli.config import Config
     from train.data.order import Batch
     from train.model.optimizer import NamedOptimizer
+    from train.parallel.fsdp import GradientSync
     from train.parallel.layout import Layout
     from train.runtime.process_group import RankGroup
     from train.tasks.base import Task
@@ -95,6 +96,8 @@ class Strategy(ABC):
     """Coordinates with random numbers of their own; ranks that must draw the same share them."""
     norm_device: torch.device
     """Where sums over ranks are computed."""
+    gradient_sync: "GradientSync | None" = None
+    """When gradients are reduced, if parameters are sharded."""
     stage_group: "ProcessGroup | None" = None
     """Ranks that hold other parameters than this one (pipeline stages), one of each stage."""
     _without_gradient: frozenset[str] = frozenset()
@@ -125,8 +128,8 @@ class Strategy(ABC):
         check_unchanged(self._given, made, how=how, whole=layout.pp == 1)
 
     def describe(self) -> str:
-        """Describe which part of the model is where, as far as that is worth a line."""
-        return ""
+        """Describe which part of the model is where, or what was chosen, if it is worth a line."""
+        return str(self.gradient_sync or "")
 
     def report(self) -> str:
         """Print a summary at the end, if there is one."""
@@ -326,6 +329,15 @@ def local(tensor: Tensor) -> Tensor:
 def full(tensor: Tensor) -> Tensor:
     """Put a sharded tensor together; all of its ranks take part."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def copy_part(whole: Tensor, own: Tensor) -> None:
+    """Copy this rank's part of a whole tensor in place."""
+    if is_sharded(own):
+        (box,) = own.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        whole = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+    with torch.no_grad():
+        local(own).copy_(whole)
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":

@@ -127,6 +127,12 @@ def check_unchanged(given: Inventory, made: Inventory, *, how: str, whole: bool)
         )
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Name parameters and buffers, under all their names, also those that no checkpoint holds."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
+
+
 def ties_of(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """List the parameters that several modules share: owners, each with its name for it."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}

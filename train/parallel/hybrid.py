@@ -8,14 +8,14 @@ parameters, and cuts them once more along another dimension of the same mesh.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from train.data.order import Batch
 from train.model import batchnorm, compilation
 from train.parallel import consistency, cp, fsdp, pieces, tp
-from train.parallel.base import Parts, Sums, Tally, WholeModel, local
+from train.parallel.base import Parts, Sums, Tally, WholeModel, copy_part
+from train.parallel.consistency import named_tensors
 from train.runtime.process_group import arrange, limit_waiting
 
 DATA = ("dp_replicate", "fsdp")
@@ -24,6 +24,8 @@ DATA = ("dp_replicate", "fsdp")
 
 class Composed(WholeModel):
     """Applies a layout to one model."""
+
+    gradient_sync: fsdp.GradientSync
 
     def __init__(self, parts: Parts) -> None:
         meta = parts.config.meta_init
@@ -39,10 +41,6 @@ class Composed(WholeModel):
             materialise([self.model], parts)
         self._settlement = Settlement([self.model], mesh, parts)
         self.gradient_sync = fsdp.choose_gradient_sync(parts, self.model, self.micro_batches())
-
-    def describe(self) -> str:
-        """Describe when gradients are reduced, where that is a choice."""
-        return str(self.gradient_sync)
 
     def warm_up(self, batch: Batch) -> None:
         """Refuse a model that does not bear cutting its sequences, or sharding its pieces."""
@@ -165,9 +163,9 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
     for owner in together.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             owner._buffers[name] = buffer.to(device)
-    mine = {name: tensor for module in modules for name, tensor in _tensors(module).items()}
+    mine = {name: tensor for module in modules for name, tensor in named_tensors(module).items()}
     first = parts.group.rank_info.rank == 0
-    weights = _tensors(parts.model(torch.device("cpu"))) if first else {}
+    weights = named_tensors(parts.model(torch.device("cpu"))) if first else {}
     names_of: dict[int, list[str]] = {}
     for name, tensor in weights.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -176,16 +174,5 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
         whole = parts.group.broadcast_tensors(sent, source=0)[names[0]]
         # Under any name: a stage may hold the second of two only.
         own = next((mine[name] for name in names if name in mine), None)
-        if own is None:
-            continue
-        if isinstance(own, DTensor):
-            mesh, placements = own.device_mesh, own.placements
-            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        with torch.no_grad():
-            local(own).copy_(local(whole))
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Name parameters and buffers, under all their names, also those that no checkpoint holds."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
+        if own is not None:
+            copy_part(whole, own)

@@ -69,8 +69,6 @@ OWN_AXIS = {
 """The axis that a strategy's name lays the ranks along."""
 ALONE = ("single", "dataparallel", "manual")
 """Strategies of one process: devices, if several, are used by its threads or in turn."""
-ONE_AXIS = ("ddp", "local-sgd", "ps")
-"""Strategies that know one axis only."""
 
 
 def resolve(
@@ -108,7 +106,7 @@ def resolve(
             )
         # Each trainer draws slices of its own; rank 0 serves.
         return Layout(dp_replicate=world_size)
-    if strategy in ONE_AXIS and (
+    if strategy in ("ddp", "local-sgd") and (
         others := {axis for axis, size in given.items() if size > 1} - {OWN_AXIS[strategy]}
     ):
         foreign = " ".join(f"{flag(axis)} {given[axis]}" for axis in given if axis in others)

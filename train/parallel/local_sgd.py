@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from train.data.order import Batch
-from train.errors import UsageError
 from train.model import batchnorm, compilation
 from train.parallel.base import Parts, Sums, WholeModel, scale
 
@@ -26,11 +25,6 @@ class LocalSgd(WholeModel):
     """Averages weights and the optimizer's moments now and then."""
 
     def __init__(self, parts: Parts) -> None:
-        if parts.config.precision == "fp16":
-            raise UsageError(
-                "--strategy local-sgd does not go with --precision fp16: ranks that step by "
-                "themselves would scale their losses differently; use --precision bf16"
-            )
         super().__init__(parts, parts.model())
         compilation.compile_whole(self.model, parts.config)
         self._last_step = 0

@@ -114,7 +114,6 @@ class Threaded(WholeModel):
         return text
 
     def _note_output(self, module: nn.Module, inputs: object, output: Tree) -> None:
-        """Record the size of the outputs that are gathered on the first device."""
         size = sum(tensor.nbytes for tensor in tensors_of(output))
         self._largest_output = max(self._largest_output, size)
 
@@ -150,7 +149,6 @@ class Manual(WholeModel):
 
 
 def _fetch(device: torch.device, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Move a piece's inputs to its device."""
     return mapped(lambda value: value.to(device) if isinstance(value, Tensor) else value, inputs)
 
 

@@ -102,7 +102,6 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._running: list[str] = []
 
     def watch(self, model: nn.Module, pieces: Sequence[str]) -> None:
-        """Know a model's parameters by name, and which piece is running."""
         for name, parameter in model.named_parameters():
             self._names[id(parameter)] = name
         for piece in pieces:
@@ -114,7 +113,6 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and note it."""
         tensors = tensors_of((args, dict(kwargs or {})))
         names = tuple(self._names[id(t)] for t in tensors if id(t) in self._names)
         shapes = tuple(tuple(t.shape) for t in tensors)
@@ -153,10 +151,8 @@ def _difference(parts: Parts, inputs: Tree) -> str:
     if whole.operations == apart.operations:
         return ""
     pairs = zip([*whole.operations, None], [*apart.operations, None], strict=False)
-    for one, other in pairs:
-        if one != other:
-            return f"{_described(one)} in the model, {_described(other)} in the pieces"
-    return "they end at another place"
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"{_described(one)} in the model, {_described(other)} in the pieces"
 
 
 def _in_turn(model: nn.Module, parts: Parts) -> nn.Module:
@@ -164,7 +160,6 @@ def _in_turn(model: nn.Module, parts: Parts) -> nn.Module:
 
 
 def _run(model: nn.Module, inputs: Tree, record: _Record) -> None:
-    """Record the operations of a model on the device `meta`."""
     given = mapped(lambda t: t.to("meta") if isinstance(t, Tensor) else t, inputs)
     model.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), record:

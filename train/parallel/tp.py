@@ -71,7 +71,6 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
 
 
 def _cut(parameter: nn.Parameter) -> str:
-    """Describe how a parameter is cut."""
     if not isinstance(parameter, DTensor):
         return "is not cut"
     dims = [str(p.dim) for p in parameter.placements if isinstance(p, Shard)]
@@ -83,9 +82,6 @@ def _check_even(model: nn.Module, plan: Mapping[str, ParallelStyle], *, ranks: i
 
     Between two such layers torch passes each rank's part on as a plain tensor, and takes all parts
     to be of one size when it puts them together again.
-
-    Raises:
-        UsageError: names the parameter, with the arithmetic.
     """
     for prefix, module in model.named_modules():
         style = plan.get(prefix)

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from train.profiling.timeline import DATA, STEP, Profile, Split, split
 from train.rundir.console import Console
-from train.runtime.rank import RankInfo
+from train.rundir.files import RunDirectory
 
 MOST_OPERATIONS = 8
 _OFF = nullcontext()
@@ -25,11 +25,9 @@ _OFF = nullcontext()
 class Profiler:
     """Traces the steps of a profile; without one it does nothing, in about a microsecond."""
 
-    def __init__(
-        self, profile: Profile | None, *, run_dir: Path, rank_info: RankInfo, console: Console
-    ) -> None:
-        self.profile, self.rank_info, self.console = profile, rank_info, console
-        self.folder = run_dir / "profile" / f"attempt-{rank_info.attempt}"
+    def __init__(self, profile: Profile | None, directory: RunDirectory, console: Console) -> None:
+        self.profile, self.rank_info, self.console = profile, directory.rank_info, console
+        self.folder = directory.path / "profile" / f"attempt-{self.rank_info.attempt}"
         self._trace: torch.profiler.profile | None = None
 
     def step(self, number: int) -> AbstractContextManager[None]:
@@ -96,7 +94,6 @@ def _write(trace: torch.profiler.profile, path: Path) -> list[dict[str, object]]
 
 
 def _lines(parts: Split) -> list[str]:
-    """Write a split for people."""
     steps, wall = max(parts.steps, 1), max(parts.wall, 1e-12)
     lines = [f"profile of {parts.steps} steps on rank 0, {parts.wall / steps * 1e3:.2f} ms each:"]
     notes = {

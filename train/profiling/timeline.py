@@ -13,8 +13,7 @@ CPU operators that launch its kernels are not.
 """
 
 import re
-from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -122,7 +121,9 @@ def split(events: Iterable[Event]) -> Split:
     hidden, wall = length(overlap(talk, compute)), length(steps)
     until_talk = length(union([*compute, *talk]))
     until_data = length(union([*compute, *talk, *fetch]))
-    calls = _calls(spans, steps)
+    calls = Counter(
+        str(e["name"]) for e in spans if any(start <= float(e["ts"]) < end for start, end in steps)
+    )
     return Split(
         compute=length(compute) / 1e6,
         communication=(until_talk - length(compute)) / 1e6,
@@ -146,17 +147,6 @@ def _on_cpu(event: Event) -> bool:
 def _interval(event: Event) -> Interval:
     start = float(event["ts"])
     return start, start + float(event["dur"])
-
-
-def _calls(spans: Iterable[Event], steps: Sequence[Interval]) -> dict[str, int]:
-    calls: dict[str, int] = defaultdict(int)
-    starts = [start for start, _ in steps]
-    for event in spans:
-        now = float(event["ts"])
-        before = bisect_right(starts, now) - 1
-        if before >= 0 and now < steps[before][1]:
-            calls[str(event["name"])] += 1
-    return calls
 
 
 def _device_pieces(spans: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]:
@@ -185,7 +175,6 @@ def _device_pieces(spans: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval
 
 
 def _correlation(event: Event) -> object:
-    """Return the correlation id of a driver call and its GPU work."""
     return event.get("args", {}).get("correlation")
 
 

@@ -77,7 +77,7 @@ def _judge(
     rank_info, path = directory.rank_info, directory.path
     try:
         try:
-            holder = _known_identity(directory)
+            holder, _ = _known_identities(directory)
         except ValueError as error:
             return "refused", (
                 f"{path / RUN} is damaged ({error}), so nothing says whose run this is: give this "
@@ -149,13 +149,13 @@ def adopt(directory: RunDirectory, identity: Identity, step: int, console: Conso
     Call it on rank 0 when all else fits, such as names and shapes of the checkpoint's tensors. From
     then on checkpoints of the former identity are this run's own.
     """
-    holder = _known_identity(directory)
+    holder, former = _known_identities(directory)
     differing = [] if holder is None else differences(holder, identity)
     if differing:
         rank_info = directory.rank_info
-        former = {"attempt": rank_info.attempt, "restart": rank_info.restart, "time": time.time()}
-        history = [*_history(directory), {**former, "identity": holder}]
-        content = {"version": VERSION, "identity": identity, "adopted": history}
+        here = {"attempt": rank_info.attempt, "restart": rank_info.restart, "time": time.time()}
+        adopted = [*former, {**here, "identity": holder}]
+        content = {"version": VERSION, "identity": identity, "adopted": adopted}
         write_atomically(directory.path / RUN, dump(content, indent=2) + "\n")
         directory.event("adopted", step=step, differing=differing)
         console.say(f"adopted a run of another configuration: {'; '.join(differing)}")
@@ -201,35 +201,32 @@ def _former_identities(
 ) -> list[Identity]:
     """List this run's other identities: those adopted earlier, and the one to be adopted now."""
     try:
-        holder = _known_identity(directory)
+        holder, former = _known_identities(directory)
     except (OSError, ValueError):
         return []  # `_judge()` reports the fault
     if holder is None or not may_adopt(holder, identity, adopt):
         return []
-    adopted = (entry.get("identity") for entry in _history(directory))
+    adopted = (entry.get("identity") for entry in former)
     return [holder, *(identity for identity in adopted if isinstance(identity, dict))]
 
 
-def _history(directory: RunDirectory) -> list[dict[str, object]]:
-    try:
-        history = untrusted.read_object(directory.path / RUN).get("adopted")
-    except (OSError, ValueError):
-        return []
-    entries = history if isinstance(history, list) else []
-    return [entry for entry in entries if isinstance(entry, dict)]
-
-
-def _known_identity(directory: RunDirectory) -> dict[str, object] | None:
-    """Read which run the directory holds; None: it holds none.
+def _known_identities(
+    directory: RunDirectory,
+) -> tuple[dict[str, object] | None, list[dict[str, object]]]:
+    """Read which run the directory holds (None: it holds none), and what it was before.
 
     Raises:
         OSError: `run.json` is there and cannot be read.
         ValueError: it holds no identity.
     """
     try:
-        return untrusted.mapping(untrusted.read_object(directory.path / RUN).get("identity"))
+        record = untrusted.read_object(directory.path / RUN)
     except FileNotFoundError:
-        return None
+        return None, []
+    adopted = record.get("adopted")
+    entries = adopted if isinstance(adopted, list) else []
+    former = [entry for entry in entries if isinstance(entry, dict)]
+    return untrusted.mapping(record.get("identity")), former
 
 
 def differences(there: Identity, here: Identity) -> list[str]:

@@ -81,19 +81,13 @@ class RunDirectory:
     """The run directory as one process reads and writes it."""
 
     def __init__(self, path: Path, rank_info: RankInfo) -> None:
-        """Name the directory; nothing is written yet."""
-        self.path = path
+        self.path, self.outcome_path = path, path / "outcome.json"
         self.rank_info = rank_info
         # Whether another process has taken the directory from us: see `train.rundir.lock`.
         self.taken_over: Callable[[], bool] = lambda: False
         self._tried = {"attempt": rank_info.attempt, "restart": rank_info.restart}
         self._events = Journal(path / "events.jsonl")
         self._metrics = MetricsLog(path / "metrics.jsonl", {"version": VERSION, **self._tried})
-
-    @property
-    def outcome_path(self) -> Path:
-        """Where the outcome lies."""
-        return self.path / "outcome.json"
 
     def event(self, event: str, *, step: int, **details: object) -> None:
         """Append to `events.jsonl`; only rank 0 does."""

@@ -23,17 +23,15 @@ TOGETHER_S = 0.1
 """Metrics that follow each other faster than this are written together: one by one they would cost
 a short step a tenth of its time. A kill loses this much at most; no step that takes longer waits.
 """
-_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 def dump(record: object, indent: int | None = None) -> str:
     """Write a record as JSON that every reader takes: numbers that are not finite become null."""
-    encoder = _ENCODER if indent is None else json.JSONEncoder(indent=indent, allow_nan=False)
     try:
-        return encoder.encode(record)
+        return json.dumps(record, indent=indent, allow_nan=False)
     except (TypeError, ValueError):
         # Only these rare records pay for a walk through their values.
-        return encoder.encode(_strict(record))
+        return json.dumps(_strict(record), indent=indent, allow_nan=False)
 
 
 def dump_numbers(record: Mapping[str, object]) -> str:
@@ -64,7 +62,6 @@ class Journal:
     """Appends whole lines: a kill tears the last one at most, and only that one is lost."""
 
     def __init__(self, path: Path) -> None:
-        """Name the file; it is made by the first line."""
         self.path = path
         self._handle: int | None = None
         self._opened = self._last = float("-inf")
@@ -100,7 +97,6 @@ class Journal:
     __del__ = close
 
     def _open(self, now: float, *, create: bool) -> tuple[int, int]:
-        """Return the open file, and its length."""
         if self._handle is not None:
             status = os.fstat(self._handle)
             # A file that was removed meanwhile would take lines that no reader can find.
@@ -118,7 +114,6 @@ class MetricsLog:
     """Writes a line per step, at once or a moment later: cheap enough for steps of 1 ms."""
 
     def __init__(self, path: Path, head: Mapping[str, object]) -> None:
-        """Name the file, and the fields with which every line begins."""
         self._journal, self._head = Journal(path), head
         # Two threads share the queue, and neither replaces it: so no line gets lost between them.
         self._waiting: deque[tuple[float, Mapping[str, object]]] = deque()

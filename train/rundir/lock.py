@@ -72,11 +72,6 @@ class Holder:
             since=time.time(),
         )
 
-    @property
-    def machine(self) -> tuple[str, str]:
-        """The machine and its boot: a living process holds a lock that is held there."""
-        return self.host, self.boot
-
     def describe(self) -> str:
         """Name the process, so that a user can end it."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -124,7 +119,6 @@ class Contender:
     """A process that wants to hold a directory, and looks again until it knows whether it may."""
 
     def __init__(self, path: Path, rank_info: RankInfo, console: Console) -> None:
-        """Name the file; nothing is written before the first look."""
         self.path, self.rank_info, self.console = path, rank_info, console
         self.me = Holder.here(rank_info)
         self.hold: Hold | None = None
@@ -162,8 +156,11 @@ class Contender:
     ) -> Verdict:
         if holder is None and lock != "theirs":
             return "mine"
-        alive_here = lock == "theirs" and holder is not None and holder.machine == self.me.machine
+        alive_here = False
         if holder is not None:
+            # On its own machine, a living process holds a lock that is held.
+            here = (holder.host, holder.boot) == (self.me.host, self.me.boot)
+            alive_here = lock == "theirs" and here
             if holder.attempt < self.rank_info.attempt:
                 return "mine"  # alive or not: it is fenced
             if lock == "ours" and holder.boot == self.me.boot:

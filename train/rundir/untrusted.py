@@ -32,7 +32,6 @@ class Refused(OSError):
     """A file that is there and is not used: a link, a device, too large."""
 
     def __init__(self, path: Path, why: str) -> None:
-        """The message names the file and the fault."""
         super().__init__(errno.EINVAL, why, str(path))
 
 
@@ -101,10 +100,10 @@ def mapping(value: object) -> dict[str, object]:
     return value
 
 
-def whole(value: object, *, least: int = 0, most: int = MOST) -> int:
+def whole(value: object, *, least: int = 0) -> int:
     """Return a value that is a whole number within bounds."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"a whole number from {least} to {most} is wanted, not {_short(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+        raise ValueError(f"a whole number from {least} to {MOST} is wanted, not {_short(value)}")
     return value
 
 

@@ -114,7 +114,7 @@ def gather(store: Store, rank_info: RankInfo, where: str) -> Store:
     except DistNetworkError as error:
         raise PeerError(f"rank 0 ended before all ranks had met at {where}") from error
     except RuntimeError as error:
-        keys = [_taken(rank) for rank in range(rank_info.world_size)]
+        keys = [f"rank {rank}" for rank in range(rank_info.world_size)]
         raise missing_ranks(store, keys) from error
     verdict = store.get(_VERDICT).decode()
     if verdict == _COMPLETE:
@@ -129,7 +129,7 @@ def gather(store: Store, rank_info: RankInfo, where: str) -> Store:
 def enter(store: Store, rank_info: RankInfo) -> tuple[RankClaim, RankClaim] | None:
     """Claim a rank; return the two claims that exclude each other, if any do."""
     claim = RankClaim.of(rank_info)
-    holder = claim.put(store, _taken(rank_info.rank))
+    holder = claim.put(store, f"rank {rank_info.rank}")
     if holder != claim:
         return holder, claim
     first = claim.put(store, "first")
@@ -173,10 +173,6 @@ def missing_ranks(store: Store, keys: Sequence[str]) -> PeerError:
     return PeerError(f"waited in vain for rank {shown} of {len(keys)}")
 
 
-def _taken(rank: int) -> str:
-    return f"rank {rank}"
-
-
 def _decide(store: Store, verdict: str) -> str:
     """Make the verdict, unless it is made; return the one that holds."""
     return store.compare_set(_VERDICT, "", verdict).decode()
@@ -188,7 +184,6 @@ def _have_read(store: Store) -> None:
 
 
 def _error(refusal: str, rank_info: RankInfo, where: str) -> TrainError:
-    """Turn a refusal into the exception of this rank."""
     reason, transient = json.loads(refusal)
     this = f"this is rank {rank_info.rank} of {rank_info.world_size}"
     text = f"--init-method {where}: {this}, but {reason}: "

@@ -29,7 +29,6 @@ class RankGroup:
     """The ranks of a run. Works unchanged, and without any exchange, when there is only one."""
 
     def __init__(self, *, rank_info: RankInfo, device: torch.device) -> None:
-        """Describe the group; `open_group()` makes the connections."""
         self.rank_info = rank_info
         self.device = device
 

@@ -42,6 +42,7 @@ def meet(rank_info: RankInfo, init_method: str, timeout: timedelta) -> Iterator[
 
     Raises:
         UsageError: another run is there already.
+        PeerError: not all ranks have come.
     """
     if init_method == "env://" and rank_info.meeting:
         # The process that spawned the ranks has made a file for them.
@@ -101,12 +102,7 @@ def await_server(
 
 @contextmanager
 def _explained(where: str, timeout: timedelta) -> Iterator[None]:
-    """Explain in our own words why the store of an address cannot be reached.
-
-    Raises:
-        UsageError: another run is there already.
-        PeerError: not all ranks have come.
-    """
+    """Explain in our own words why the store of an address cannot be reached."""
     try:
         yield
     except (DistNetworkError, DistStoreError) as error:
@@ -123,7 +119,6 @@ def _explained(where: str, timeout: timedelta) -> Iterator[None]:
 
 
 def _meet_at_port(init_method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
-    """Meet at a port that rank 0 serves."""
     address = urlsplit(init_method)
     host, port = address.hostname or "", address.port or 0
     await_server(host, port, rank_info, timeout)

@@ -21,24 +21,19 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        """Start without a request; `install()` makes signals arrive here."""
-        self._signal: int | None = None
+        self.signal_number: int | None = None
+        """The first signal, as a number to pass on; None when this rank got none."""
         self._at_once: Callable[[str], None] | None = None
 
     @property
     def requested(self) -> bool:
         """Whether any stop signal has arrived on this rank."""
-        return self._signal is not None
+        return self.signal_number is not None
 
     @property
     def signal_name(self) -> str | None:
         """The first signal's name, such as `SIGTERM`; None when this rank got none."""
-        return None if self._signal is None else signal.Signals(self._signal).name
-
-    @property
-    def signal_number(self) -> int | None:
-        """The first signal, as a number to pass on; None when this rank got none."""
-        return self._signal
+        return None if self.signal_number is None else signal.Signals(self.signal_number).name
 
     def install(self, at_once: Callable[[str], None]) -> None:
         """Take over the stop signals; `at_once(name)` is called before an early exit."""
@@ -58,15 +53,14 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # A second signal changes nothing: the first one's checkpoint is being written.
-        if self._signal is None:
-            self._signal = number
+        if self.signal_number is None:
+            self.signal_number = number
 
     def _watch(self, reader: int) -> None:
         while received := os.read(reader, 1):
             if received[0] not in SIGNALS:
                 continue
-            if self._signal is None:
-                self._signal = received[0]
+            self._note(received[0], None)
             at_once = self._at_once
             if at_once is not None:
                 try:

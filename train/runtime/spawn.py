@@ -97,7 +97,6 @@ def _watch(processes: Sequence[BaseProcess], stop: StopRequest) -> int:
 
 
 def _failure(processes: Sequence[BaseProcess]) -> int:
-    """Return the status of a process that has failed, if one has."""
     codes = [process.exitcode for process in processes if process.exitcode]
     # Below 0: killed by a signal.
     statuses = [code if code > 0 else EXIT_FAILED for code in codes]

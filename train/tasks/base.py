@@ -161,8 +161,23 @@ class Classifier(Task):
         return class_weights(targets_of(self.train()))
 
 
-class Perceptron(Classifier):
-    """Classifies rows of numbers by two hidden layers; all samples are in memory."""
+class ResidentClassifier(Classifier):
+    """A classifier whose samples are all in memory."""
+
+    def __init__(self, *, train: Batch, test: Batch) -> None:
+        self._train, self._test = train, test
+
+    def train(self) -> Batch:
+        """Return all training samples."""
+        return self._train
+
+    def test(self) -> Batch:
+        """Return all test samples."""
+        return self._test
+
+
+class Perceptron(ResidentClassifier):
+    """Classifies rows of numbers, [n, features] float, by two hidden layers."""
 
     features: int
     """Numbers in a row."""
@@ -170,9 +185,6 @@ class Perceptron(Classifier):
     """Units of each hidden layer."""
     classes: int
     """Number of classes."""
-
-    def __init__(self, *, train: Batch, test: Batch) -> None:
-        self._train, self._test = train, test
 
     def identity(self) -> Mapping[str, str | int]:
         """Return what makes two runs different: the sizes."""
@@ -187,14 +199,6 @@ class Perceptron(Classifier):
             nn.ReLU(),
             nn.Linear(self.hidden, self.classes),
         )
-
-    def train(self) -> Batch:
-        """Return all training samples: [n, features] float, [n] int."""
-        return self._train
-
-    def test(self) -> Batch:
-        """Return all test samples, likewise."""
-        return self._test
 
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from train.data.order import Batch
 from train.errors import UsageError
 from train.layers import CausalAttention, Positions
-from train.tasks.base import Classifier, check_divisible, classes_can_be_sharded
+from train.tasks.base import ResidentClassifier, check_divisible, classes_can_be_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -56,8 +56,12 @@ class Sizes:
     """Blocks."""
 
 
-class Chars(Classifier):
-    """Predict the next character from up to 64 before it."""
+class Chars(ResidentClassifier):
+    """Predict the next character from up to 64 before it.
+
+    Training windows: [2310, 64] int, twice; test windows: [240, 64]. Targets are one character
+    ahead.
+    """
 
     name = "chars"
 
@@ -79,18 +83,13 @@ class Chars(Classifier):
         train, test = [], []
         tests = max(TEST_WINDOWS * CONTEXT // self.sizes.context, 1)
         for piece in pieces:
-            windows = self._windows(piece)
+            ascii_only = bytes(byte if byte < VOCABULARY else ord("?") for byte in piece)
+            symbols = torch.frombuffer(bytearray(ascii_only), dtype=torch.uint8).long()
+            # They share one character. Shape [n, context + 1].
+            windows = symbols.unfold(0, self.sizes.context + 1, self.sizes.context)
             train.append(windows[:-tests])
             test.append(windows[-tests:])
-        self._train = self._batch(torch.cat(train))
-        self._test = self._batch(torch.cat(test))
-
-    def _windows(self, piece: bytes) -> Tensor:
-        """Cut bytes into windows that share one character. Shape [n, context + 1]."""
-        context = self.sizes.context
-        ascii_only = bytes(byte if byte < VOCABULARY else ord("?") for byte in piece)
-        symbols = torch.frombuffer(bytearray(ascii_only), dtype=torch.uint8).long()
-        return symbols.unfold(0, context + 1, context)
+        super().__init__(train=self._batch(torch.cat(train)), test=self._batch(torch.cat(test)))
 
     @staticmethod
     def _batch(windows: Tensor) -> Batch:
@@ -98,25 +97,16 @@ class Chars(Classifier):
 
     def identity(self) -> Mapping[str, str | int]:
         """Return what else makes two runs different: the text and the sizes."""
-        sizes = self.sizes
         return {
             "text_sha256": self._digest,
-            "context": sizes.context,
-            "width": sizes.width,
-            "layers": sizes.layers,
+            "context": self.sizes.context,
+            "width": self.sizes.width,
+            "layers": self.sizes.layers,
         }
 
     def model(self) -> nn.Module:
         """Make a small causal transformer, [batch, time] to [batch, time, vocabulary]."""
         return Transformer(self.sizes)
-
-    def train(self) -> Batch:
-        """Return all training windows: [2310, 64] int, twice; targets are one character ahead."""
-        return self._train
-
-    def test(self) -> Batch:
-        """Return all test windows: [240, 64] int, twice."""
-        return self._test
 
     def pieces(self, model: nn.Module) -> Sequence[str]:
         """Name embedding, blocks and head."""

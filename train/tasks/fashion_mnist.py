@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from train.data.order import Batch
 from train.errors import UsageError
-from train.tasks.base import Classifier
+from train.tasks.base import ResidentClassifier
 
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 FOLDER_VARIABLE = "FASHION_MNIST_DIR"
@@ -20,16 +20,18 @@ MAGIC = bytes([0, 0, 8])
 """Of the idx format: two zero bytes, the type (8: unsigned bytes), the number of dimensions."""
 
 
-class FashionMnist(Classifier):
-    """Classify a picture of a piece of clothing."""
+class FashionMnist(ResidentClassifier):
+    """Classify a picture of a piece of clothing.
+
+    Training samples: [60000, 1, 28, 28] bytes and [60000] int; test samples: 10000 likewise.
+    """
 
     name = "fashion-mnist"
 
     def __init__(self, folder: Path | None = None) -> None:
         """Read the pictures from a folder (default: $FASHION_MNIST_DIR, or the package's own)."""
         folder = folder or Path(os.environ.get(FOLDER_VARIABLE) or FOLDER)
-        self._train = _read(folder, "train")
-        self._test = _read(folder, "t10k")
+        super().__init__(train=_read(folder, "train"), test=_read(folder, "t10k"))
 
     def model(self) -> nn.Module:
         """Make a small network of convolutions, [batch, 1, 28, 28] bytes to [batch, 10]."""
@@ -41,14 +43,6 @@ class FashionMnist(Classifier):
                 head=nn.Sequential(nn.Flatten(), nn.Dropout(0.0), nn.Linear(64 * 3 * 3, CLASSES)),
             )
         )
-
-    def train(self) -> Batch:
-        """Return all training samples: [60000, 1, 28, 28] bytes, [60000] int."""
-        return self._train
-
-    def test(self) -> Batch:
-        """Return all test samples: [10000, 1, 28, 28] bytes, [10000] int."""
-        return self._test
 
 
 class Stem(nn.Sequential):

@@ -47,11 +47,7 @@ class Shuttle(Perceptron):
         )
 
     def _read(self, path: Path) -> tuple[Tensor, Tensor]:
-        """Read features [58000, 9], double, and classes [58000], counted from 0.
-
-        Raises:
-            UsageError: the file is missing or has other content.
-        """
+        """Read features [58000, 9], double, and classes [58000], counted from 0."""
         if not path.exists():
             raise UsageError(
                 f"task 'shuttle' needs {path} of the Debian package r-cran-mlbench: "

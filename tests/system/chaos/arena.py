@@ -3,8 +3,6 @@
 An arena submits runs of the task `counted`, finds their processes, and undoes what faults changed.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import dataclasses

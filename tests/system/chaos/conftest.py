@@ -1,7 +1,5 @@
 """The undisturbed run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

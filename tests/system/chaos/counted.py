@@ -5,8 +5,6 @@ shall eat up its memory or raise an exception. Each rank prints a line before it
 that a test can look for the last line of every rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

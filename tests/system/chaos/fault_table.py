@@ -4,8 +4,6 @@
 the rows of the others stay as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random
@@ -87,7 +85,8 @@ def run_alone(arena: Arena, fault: Fault, reference: Trial) -> tuple[Course, str
         raise Broken("there was nothing to hit")
     follows = what_followed(course)
     if follows not in fault.follows:
-        raise Broken(f"{follows!r} followed, not one of {sorted(fault.follows)}")
+        wanted = sorted(fault.follows)
+        raise Broken(f"{follows!r} followed, not one of {wanted}: {told(course)}")
     # Of a restart in the job only the log tells.
     if fault.reasons and follows not in (IN_PLACE, UNHURT):
         texts = told(course)

@@ -4,8 +4,6 @@
 draws them at any moment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """One frame for every disturbance: a run that counts its samples, and the checks of its results."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """A limit of memory for a node of the sandbox, by the machine's own cgroups of either version."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 function of seed and number, apart from what the machine does meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -399,7 +397,7 @@ class Arenas:
         if place in self._open:
             self._open.pop(place)[1].close()
 
-    def __enter__(self) -> Arenas:
+    def __enter__(self) -> "Arenas":
         """End in order when asked to stop, also in the background of a shell."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)

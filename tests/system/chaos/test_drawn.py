@@ -1,7 +1,5 @@
 """Runs that drawn faults hit at drawn moments, and each fault alone."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Nodes that lose their power, and nodes that only lose their cable and go on."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

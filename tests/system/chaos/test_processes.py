@@ -1,7 +1,5 @@
 """Processes that the kernel ends: a rank killed, in the job and beyond it; memory that runs out."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shutil

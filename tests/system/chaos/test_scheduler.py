@@ -1,7 +1,5 @@
 """A scheduler that is down, that preempts a run, or that gets the command to end it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

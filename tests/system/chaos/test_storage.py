@@ -1,7 +1,5 @@
 """A file system that is full, and a database for accounting that is down."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import subprocess

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import toolkit.job.sweep
 from tests.conftest import ROOT, Until
 from tests.fakes import fake_slurm
+from tests.support.remembered import remember
 from tests.support.slurm_site import Site
 from toolkit.api import open_run
 from toolkit.cli.summary import summary_lines, summary_of
 from toolkit.job.spec import JobSpec
-from toolkit.runs import registry
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.state import RunStatus
 from toolkit.slurm import SlurmLauncher
@@ -255,8 +255,8 @@ def test_without_a_controller_a_sweep_is_unknown_and_cannot_be_submitted_again(
 def test_a_point_that_is_not_there_is_refused(name: str, tmp_path: Path) -> None:
     sweep, _ = recorded(tmp_path)
     assert sweep.run_dir is not None
-    registry.remember(
-        uri=sweep.uri,
+    remember(
+        sweep.uri,
         name=sweep.name,
         job="probe",
         profile=toolkit.SlurmProfile(name="s"),

@@ -62,7 +62,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert store.read_state(path) == STATE
     assert same(whole(path), TENSORS)
     stored = Stored(path)
-    assert stored.listing() == {n: (t.shape, t.dtype) for n, t in sorted(TENSORS.items())}
+    assert stored.listing == {n: (t.shape, t.dtype) for n, t in sorted(TENSORS.items())}
     live = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     stored.load(live)
     assert same(live, TENSORS)
@@ -121,7 +121,7 @@ def test_what_else_lies_in_the_folder_of_a_checkpoint_is_no_part_of_it(
     save_file({"model.weight": torch.zeros(7, 7), "model.more": torch.ones(1)}, newest / name)
     seen = look(tmp_path, attempt=0)
     assert seen == Sighting(best=Position(attempt=0, step=6), damaged=())
-    assert Stored(newest).listing() == {n: (t.shape, t.dtype) for n, t in sorted(TENSORS.items())}
+    assert Stored(newest).listing == {n: (t.shape, t.dtype) for n, t in sorted(TENSORS.items())}
     live = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     Stored(newest).load(live)
     assert same(live, TENSORS)
@@ -154,7 +154,7 @@ def test_a_poisoned_pickle_is_refused_and_never_unpickled(tmp_path: Path) -> Non
     path = save(tmp_path)
     (path / ".metadata").write_bytes(poison)
     assert look(tmp_path, attempt=0).best == Position(attempt=0, step=3)
-    assert Stored(path).listing().keys() == TENSORS.keys()
+    assert Stored(path).listing.keys() == TENSORS.keys()
     (path / ".metadata").unlink()
     # In place of tensors, by another user, who can also write a manifest.
     (path / FILE).write_bytes(poison)
@@ -216,7 +216,7 @@ def test_who_may_not_commit_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_an_export_loads_without_us(tmp_path: Path) -> None:
     stored = Stored(save(tmp_path))
-    export(tmp_path / "w.st", stored.listing(), stored.whole)
+    export(tmp_path / "w.st", stored.listing, stored.whole)
     model = {n.removeprefix("model."): t for n, t in TENSORS.items() if n.startswith("model.")}
     assert same(load_file(tmp_path / "w.st"), model)
 
@@ -225,7 +225,7 @@ def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
     stored = Stored(save(tmp_path / "run"))
     (tmp_path / "w.st").mkdir()
     with pytest.raises(CheckpointError, match=r"^cannot export to "):
-        export(tmp_path / "w.st", stored.listing(), stored.whole)
+        export(tmp_path / "w.st", stored.listing, stored.whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "w.st"]
 
 

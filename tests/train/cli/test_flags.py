@@ -233,8 +233,14 @@ def test_a_flag_with_its_owner_is_taken() -> None:
 def test_what_contradicts_each_other_is_refused() -> None:
     (hook,) = problems("--comm-hook=bf16", "--backend=gloo", rank_info=ranks(2))
     assert hook.startswith("--comm-hook bf16 needs --backend nccl, ")
-    (fp16,) = problems("--strategy=local-sgd", "--precision=fp16", rank_info=ranks(2))
-    assert fp16.startswith("--strategy local-sgd does not go with --precision fp16: ")
+    for strategy in ("local-sgd", "ps"):
+        (fp16,) = problems(f"--strategy={strategy}", "--precision=fp16", rank_info=ranks(2))
+        assert fp16 == (
+            f"--strategy {strategy} does not go with --precision fp16: ranks that step by "
+            "themselves would scale their losses differently; use --precision bf16"
+        )
+    (norm,) = problems("--strategy=ps", "--sync-batch-norm", rank_info=ranks(2))
+    assert norm.startswith("--strategy ps does not go with --sync-batch-norm, ")
     (exact,) = problems("--reduce=exact", "--strategy=fsdp", rank_info=ranks(2))
     assert exact.startswith("--reduce exact keeps the whole model on each rank: ")
     (shards,) = problems("--reduce=exact", rank_info=ranks(3))

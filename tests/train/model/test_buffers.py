@@ -112,12 +112,12 @@ def test_a_checkpoint_and_an_export_hold_every_type_and_any_reader_reads_them(
     writer.save(SAVED, state, named)
     writer.wait()
     stored = Stored(SAVED.path(tmp_path))
-    assert stored.listing() == {n: (t.shape, t.dtype) for n, t in sorted(named.items())}
+    assert stored.listing == {n: (t.shape, t.dtype) for n, t in sorted(named.items())}
     live = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
     live[MODEL + "conjugate"] = torch.zeros(3, 4, 1, dtype=torch.complex128).conj()
     stored.load(live)
     assert bits(live) == bits(named)
-    export(tmp_path / "w.st", stored.listing(), stored.whole)
+    export(tmp_path / "w.st", stored.listing, stored.whole)
     foreign = load_file(tmp_path / "w.st")
     assert foreign.keys() == tensors.keys()
     # Complex numbers as pairs, what few know as bytes, and all else as it is.

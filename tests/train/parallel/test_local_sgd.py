@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,8 @@ from tests.train.support.ladder import double_precision, like_the_models, traine
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.data.order import SampleOrder, share_of
-from train.errors import UsageError
 from train.loop import Trainer
-from train.parallel.base import Parts
 from train.parallel.layout import Layout
-from train.parallel.local_sgd import LocalSgd
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
 from train.tasks import load
@@ -211,16 +207,3 @@ def test_ranks_agree_when_settled_and_only_then(
     for name in RUNS:
         ends = [rank[name][0] for rank in ranks]
         assert max(difference(ends[0], end) for end in ends) == 0.0
-
-
-def test_fp16_is_refused() -> None:
-    message = (
-        "--strategy local-sgd does not go with --precision fp16: ranks that step by themselves "
-        "would scale their losses differently; use --precision bf16"
-    )
-    group = RankGroup(rank_info=RankInfo(), device=torch.device("cpu"))
-    parts = Parts(
-        task=load("digits"), config=config_of(precision="fp16"), layout=Layout(), group=group
-    )
-    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        LocalSgd(parts)

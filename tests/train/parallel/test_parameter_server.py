@@ -18,14 +18,14 @@ from tests.train.support.ladder import double_precision, like_the_models, refere
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.data.order import Batch, SampleOrder
-from train.errors import NonFiniteLoss, UsageError
+from train.errors import NonFiniteLoss
 from train.loop import Trainer
 from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts, Sums
 from train.parallel.layout import Layout
 from train.parallel.parameter_server import wire
 from train.parallel.parameter_server.server import Gradient, Pacing, Server, Stretch, Ticket, Work
-from train.parallel.parameter_server.strategy import Alone, ServedTrainer, check
+from train.parallel.parameter_server.strategy import Alone, ServedTrainer
 from train.rundir.files import read_lines
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
@@ -392,9 +392,3 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_before_it_reaches_the_weights(
         text, _, finite = found["async"]
         assert "is not finite, as rank 2 has found for a batch of samples " in text
         assert finite
-
-
-@pytest.mark.parametrize("chosen", [{"precision": "fp16"}, {"sync_batch_norm": True}])
-def test_what_trainers_would_have_to_agree_on_is_refused(chosen: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="--strategy ps"):
-        check(config_of(**chosen))

@@ -20,16 +20,15 @@ from train.profiling import capture, timeline
 from train.profiling.capture import Profiler
 from train.profiling.timeline import Profile, Split, split
 from train.rundir.console import Console
+from train.rundir.files import RunDirectory
 from train.runtime.rank import RankInfo
 
 LARGE = 1_000_000
 
 
 def profiler_of(rank: int, run_dir: Path, first: int, last: int) -> Profiler:
-    rank_info, console = RankInfo(rank=rank, world_size=2, attempt=3), Console(rank=rank)
-    return Profiler(
-        Profile(first=first, last=last), run_dir=run_dir, rank_info=rank_info, console=console
-    )
+    directory = RunDirectory(run_dir, RankInfo(rank=rank, world_size=2, attempt=3))
+    return Profiler(Profile(first=first, last=last), directory, Console(rank=rank))
 
 
 def ddp_steps(rank: int, run_dir: Path) -> None:
@@ -295,7 +294,7 @@ def test_a_trace_from_a_gpu_says_what_its_streams_did() -> None:
 
 
 def test_no_profile_costs_no_object_and_no_file(tmp_path: Path) -> None:
-    profiler = Profiler(None, run_dir=tmp_path, rank_info=RankInfo(), console=Console(rank=0))
+    profiler = Profiler(None, RunDirectory(tmp_path, RankInfo()), Console(rank=0))
     assert profiler.step(1) is profiler.step(2) is profiler.data()
     with profiler.step(1), profiler.data():
         pass

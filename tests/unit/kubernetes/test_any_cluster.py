@@ -18,9 +18,9 @@ from tests.unit.kubernetes.site import (
 )
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.kubernetes import dry_run, watch_states
-from toolkit.kubernetes.workloads import documents_of
 from toolkit.planning import plan
 from toolkit.rendering import render
+from toolkit.text.yaml_reader import documents_of
 
 pytestmark = pytest.mark.any_cluster
 

@@ -163,19 +163,14 @@ def test_a_follower_is_told_what_the_run_waits_for_each_time_that_changes(
 class Sweep(Point):
     """All points are queried together."""
 
-    parts: Sequence[Point] = ()
+    members: Sequence[Point] = ()
 
     @property
     def points(self) -> Sequence[Point]:
-        return self.parts
+        return self.members
 
     def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
         return RunStatus(state=RunState.RUNNING, reason=f"{len(found)} points")
-
-
-def spans_of(run: Run, view: LogView) -> list[Span]:
-    assert isinstance(run, Point)
-    return run.spans(view)
 
 
 def test_the_points_of_a_sweep_are_followed_until_all_have_ended(tmp_path: Path) -> None:
@@ -186,13 +181,14 @@ def test_the_points_of_a_sweep_are_followed_until_all_have_ended(tmp_path: Path)
         *(Point(tmp_path, number, waiting, waiting, waiting, over) for number in range(2, 300)),
     ]
     sweep = Sweep(tmp_path, 999, running)
-    sweep.parts = parts
+    sweep.members = parts
+    spans = {point.uri: point.spans for point in parts}
     said: list[str] = []
     found = list(
         follow_points(
             sweep,
             LogView(follow=True),
-            spans_of,
+            spans,
             lambda status: said.append(status.reason),
             ask_every_s=0,
         )
@@ -206,4 +202,4 @@ def test_the_points_of_a_sweep_are_followed_until_all_have_ended(tmp_path: Path)
     assert said == ["300 points"] * 4
     # One that waits is looked at when it begins to, and when it has ended: never in between.
     assert max(point.opened for point in parts[2:]) == 2
-    assert list(read_points(parts[:2], LogView(), spans_of)) == found
+    assert list(read_points(parts[:2], LogView(), spans)) == found

@@ -22,11 +22,11 @@ class ToldRun(Run):
     """A run with a state that the test sets."""
 
     told = RunStatus(state=RunState.RUNNING)
-    parts: Sequence[Run] = ()
+    members: Sequence[Run] = ()
 
     @property
     def points(self) -> Sequence[Run]:
-        return self.parts
+        return self.members
 
     def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
         return found[0]
@@ -151,7 +151,7 @@ def test_the_page_of_a_sweep_has_a_row_per_point(tmp_path: Path) -> None:
         write(folder, {"step": 7, "loss": loss})
         parts.append(run_at(folder, name=f"sweep/{number}"))
     run = run_at(tmp_path)
-    run.parts = parts
+    run.members = parts
     tags = read(run._repr_html_())
     assert tags.seen.count("tr") == 3
     assert "0 of 2 points" in tags.text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.runs.log_reader import without_stop_traces
+from toolkit.runs.log_reader import LogFilter, LogView
 from toolkit.runs.torchrun_report import last_trace, read_reports
 
 STOPPED = """\
@@ -25,7 +25,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 
 def shown(text: str) -> str:
-    return "\n".join(without_stop_traces(iter(text.split("\n"))))
+    return "\n".join(LogFilter(LogView()).shown(text.split("\n"), ended=True))
 
 
 def test_a_traceback_of_being_stopped_is_left_out() -> None:

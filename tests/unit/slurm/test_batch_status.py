@@ -11,7 +11,7 @@ import pytest
 import toolkit
 from tests.conftest import TOOLKIT
 from tests.support.asked_slurm import Answer, fake_squeue
-from toolkit.runs import registry
+from tests.support.remembered import remember
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
     profile = toolkit.SlurmProfile(name="s")
     for number, (name, job) in enumerate([("r-1", "r"), ("p-2", "p"), ("p-3", "p")], 1):
         uri = f"slurm://c/{number}"
-        registry.remember(uri=uri, name=name, job=job, profile=profile)
+        remember(uri, name=name, job=job, profile=profile)
     rows = "==job|1|RUNNING|N/A|None|x\n==job|2|PENDING|2999-01-01T00:00:00|Priority|x\n"
     (commands / "rows").write_text(f"{rows}==job|3|COMPLETED|N/A|None|x\n")
     (commands / "scancel").write_text('#!/bin/sh\n[ "$1" != 2 ] || { echo no >&2; exit 1; }\n')

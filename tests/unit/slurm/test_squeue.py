@@ -11,9 +11,9 @@ import pytest
 
 import toolkit
 from tests.support.asked_slurm import Slurm, User, counted, fake_squeue, shown
+from tests.support.remembered import remember
 from toolkit.cli.summary import rows_of
 from toolkit.local.launcher import LocalRun
-from toolkit.runs import registry
 from toolkit.runs.registry import RunRecord
 from toolkit.slurm.squeue import ask_jobs, ask_mine
 from toolkit.slurm.status import JobRow, expected, in_words, status_of
@@ -63,7 +63,7 @@ def test_the_runs_of_all_profiles_of_a_cluster_are_asked_about_together(
     for number, partition in enumerate(("one", "two")):
         made = toolkit.SlurmProfile(name=partition, partition=partition)
         uri = f"slurm://c/{number + 1}"
-        registry.remember(uri=uri, name=partition, job=partition, profile=made)
+        remember(uri, name=partition, job=partition, profile=made)
     assert shown(toolkit.statuses(toolkit.list_runs())) == ["RUNNING", "RUNNING"]
     assert counted(tmp_path) == 1
     assert [run.name for run in toolkit.list_runs(job="two")] == ["two"]

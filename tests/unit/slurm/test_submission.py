@@ -14,6 +14,7 @@ import pytest
 
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster
+from tests.support.remembered import remember
 from tests.support.slurm_site import Site
 from toolkit.runs import registry, submission_journal
 from toolkit.runs.registry import RunRecord
@@ -277,13 +278,13 @@ def test_what_somebody_is_submitting_is_left_to_him(tmp_path: Path) -> None:
 def test_a_line_that_a_full_disk_cut_off_takes_no_other_with_it(own_user: Path) -> None:
     profile = toolkit.SlurmProfile(name="s")
 
-    def remember(name: str) -> RunRecord:
-        return registry.remember(uri=f"slurm://c/{name}", name=name, job="j", profile=profile)
+    def add(name: str) -> RunRecord:
+        return remember(f"slurm://c/{name}", name=name, job="j", profile=profile)
 
-    first, _ = remember("a"), remember("b")
+    first, _ = add("a"), add("b")
     path = own_user / "state/torch-deploy-toolkit/runs.jsonl"
     os.truncate(path, path.stat().st_size - 20)
-    third = remember("c")
+    third = add("c")
     assert list(registry.records()) == [first, third]
     with path.open("ab") as file:
         file.write(b"\xff\xfe\n" + b"[" * 100_000 + b"\n")
@@ -312,11 +313,9 @@ def test_a_state_folder_of_somebody_else_is_refused(own_user: Path) -> None:
 
 def test_a_record_of_an_older_version_is_still_a_record(tmp_path: Path, own_user: Path) -> None:
     profile = toolkit.SlurmProfile(name="s")
-    run = registry.remember(uri="slurm://c/1", name="a", job="j", profile=profile)
+    run = remember("slurm://c/1", name="a", job="j", profile=profile)
     line = (own_user / "state/torch-deploy-toolkit/runs.jsonl").read_text()
     assert "remote_dir" not in json.loads(line), "an older version knows no such key"
     assert list(registry.records()) == [run]
-    far = registry.remember(
-        uri="slurm://c/2", name="b", job="j", profile=profile, remote_dir="/there/b"
-    )
+    far = remember("slurm://c/2", name="b", job="j", profile=profile, remote_dir="/there/b")
     assert registry.find("/there/b") == far

@@ -89,6 +89,16 @@ class Expired(LauncherError):
     """The server does not remember the version from which a watch or a list is to continue."""
 
 
+def unless_refused(question: Callable[[], T]) -> T | None:
+    """Return an answer of the server; None if it refuses, as without the right to it."""
+    try:
+        return question()
+    except Away:
+        raise
+    except LauncherError:
+        return None
+
+
 class Connection:
     """A namespace of a cluster, as one profile reaches it."""
 
@@ -200,6 +210,7 @@ class Connection:
             Away: no answer, or none for now; also where one breaks off while it is read.
         """
         self.connect()  # which reports a missing library
+        from urllib3 import Timeout
         from urllib3 import exceptions as errors
 
         target = path + (f"?{urlencode(query)}" if query else "")
@@ -210,7 +221,8 @@ class Connection:
             headers["Content-Type"] = f"application/{kind}"
         content = None if body is None else json.dumps(body)
         try:
-            response = self._send(method, target, content, headers, timeout_s)
+            timeout = Timeout(connect=timeout_s[0], read=timeout_s[1])
+            response = self._send(method, target, headers, body=content, timeout=timeout)
             try:
                 if response.status >= 400:
                     words = body_of(response, limit=_REFUSAL_BYTES)
@@ -226,16 +238,8 @@ class Connection:
                 connected=not isinstance(error, never),
             ) from error
 
-    def _send(
-        self,
-        method: str,
-        target: str,
-        content: str | None,
-        headers: Mapping[str, str],
-        timeout_s: tuple[float, float],
-    ) -> Any:
+    def _send(self, method: str, target: str, headers: Mapping[str, str], **request: Any) -> Any:
         """Send a request; once more, where a kept connection was closed or a token is too old."""
-        from urllib3 import Timeout
         from urllib3 import exceptions as errors
 
         again = method in ("GET", "DELETE")
@@ -245,11 +249,10 @@ class Connection:
                 response = client.rest_client.pool_manager.request(
                     method,
                     client.configuration.host.rstrip("/") + target,
-                    body=content,
                     headers={**headers, **authorization},
-                    timeout=Timeout(connect=timeout_s[0], read=timeout_s[1]),
                     retries=False,
                     preload_content=False,
+                    **request,
                 )
             except errors.ProtocolError:
                 if not again:

@@ -21,7 +21,7 @@ from toolkit.text import untrusted
 
 PODS = ApiResource(api_version="v1", kind="Pod")
 EVENTS = ApiResource(api_version="v1", kind="Event")
-_NODES = ApiResource(api_version="v1", kind="Node")
+NODES = ApiResource(api_version="v1", kind="Node")
 _DEFINITIONS = ApiResource(api_version="apiextensions.k8s.io/v1", kind="CustomResourceDefinition")
 
 _QUEUE_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
@@ -118,10 +118,6 @@ class Cluster:
         """Return the pods that a selector picks, by their index."""
         return sorted(self.objects(PODS, selector)[0], key=index_of)
 
-    def node(self, name: str) -> Object | None:
-        """Return a node, or None if it does not exist."""
-        return self.get(_NODES, name)
-
     def jobs_of(self, runs: Collection[str]) -> list[Object]:
         """Return the Jobs between JobSets and their pods."""
         return self.objects(KINDS["Job"], selector_of(JOBSET_LABEL, runs))[0]
@@ -188,8 +184,13 @@ class Cluster:
         return self.connection.open("GET", path, query=query, timeout_s=timeout_s)
 
     def _list(self, resource: ApiResource, query: Mapping[str, str]) -> tuple[list[Object], str]:
-        path = resource.path(self.namespace)
-        return _listed(self.connection.ask("GET", path, query=query))
+        """Return the objects of a list, and its version; raise LauncherError if it is no list."""
+        answer = self.connection.ask("GET", resource.path(self.namespace), query=query)
+        items = answer.get("items") if isinstance(answer, dict) else None
+        if not isinstance(items, list):
+            raise LauncherError("the API server has answered with what is no list of objects")
+        version = untrusted.mapping(answer.get("metadata")).get("resourceVersion")
+        return [checked(item) for item in items], version if isinstance(version, str) else ""
 
 
 def selector_of(label: str, names: Collection[str]) -> str:
@@ -304,25 +305,8 @@ def checked(answer: Any) -> Object:
     return obj
 
 
-def _listed(answer: Any) -> tuple[list[Object], str]:
-    """Return the objects of a list, and its version.
-
-    Raises:
-        LauncherError: the answer is not a list, or an item is not an object.
-    """
-    items = answer.get("items") if isinstance(answer, dict) else None
-    if not isinstance(items, list):
-        raise LauncherError("the API server has answered with what is no list of objects")
-    version = untrusted.mapping(answer.get("metadata")).get("resourceVersion")
-    return [checked(item) for item in items], version if isinstance(version, str) else ""
-
-
 def _fitted(value: Any, form: Any) -> Any:
-    """Return a value without the parts that do not have the form.
-
-    Raises:
-        _Misfit: nothing of the value has it.
-    """
+    """Return a value without the parts that do not have the form; raise _Misfit for all of it."""
     kind: Any = type(form) if isinstance(form, dict | list) else form
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise _Misfit

@@ -10,15 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from toolkit.errors import LauncherError
-from toolkit.kubernetes.client.connection import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    Away,
-    Expired,
-    hang_up,
-    lines_of,
-    refusal,
-)
+from toolkit.kubernetes.client import connection
 from toolkit.kubernetes.client.resources import Cluster, checked
 from toolkit.kubernetes.workloads import ApiResource, Object
 from toolkit.text import untrusted
@@ -75,7 +67,7 @@ class ObjectWatch:
     def close(self) -> None:
         """End the watch."""
         self._closed.set()
-        hang_up(self._response)
+        connection.hang_up(self._response)
         if self._thread is not None:
             self._thread.join(timeout=5)
 
@@ -94,24 +86,24 @@ class ObjectWatch:
 
         It raises LauncherError if the server refuses to go on.
         """
-        pause_s = FIRST_PAUSE_S
+        pause_s = connection.FIRST_PAUSE_S
         while not self._closed.is_set():
             try:
                 if not self._version:
                     yield from self._list()
                 for name, obj in self._watch():
-                    pause_s = FIRST_PAUSE_S
+                    pause_s = connection.FIRST_PAUSE_S
                     yield name, obj
                 self._note(None)
-                wait_s = 0.0 if pause_s == FIRST_PAUSE_S else pause_s
-            except Expired:
+                wait_s = 0.0 if pause_s == connection.FIRST_PAUSE_S else pause_s
+            except connection.Expired:
                 self._version, wait_s = "", 0.0
-            except Away as error:
+            except connection.Away as error:
                 self._note(error)
                 wait_s = error.retry_after_s or pause_s
             if not self._closed.is_set():
-                self._cluster.connection.sleep(min(max(wait_s, 0.05), LONGEST_PAUSE_S))
-            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                self._cluster.connection.sleep(min(max(wait_s, 0.05), connection.LONGEST_PAUSE_S))
+            pause_s = min(pause_s * 2, connection.LONGEST_PAUSE_S)
 
     def _list(self) -> list[tuple[str, Object | None]]:
         """Read everything anew; return the changes since then."""
@@ -130,7 +122,7 @@ class ObjectWatch:
             if self._closed.is_set():
                 return  # the connection may have been closed before this response
             self._note(None)
-            for line in lines_of(self._response):
+            for line in connection.lines_of(self._response):
                 try:
                     event = untrusted.mapping(untrusted.parse_json(line))
                 except ValueError:
@@ -140,7 +132,7 @@ class ObjectWatch:
                     raise LauncherError("the API server's watch has sent what is no event")
                 if kind == "ERROR":
                     code = untrusted.whole(thing.get("code"), least=400, most=599)
-                    raise refusal(code or 500, json.dumps(thing).encode(), {})
+                    raise connection.refusal(code or 500, json.dumps(thing).encode(), {})
                 metadata = untrusted.mapping(thing.get("metadata"))
                 self._version = str(metadata.get("resourceVersion") or "")
                 if kind == "BOOKMARK":

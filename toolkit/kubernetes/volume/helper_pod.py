@@ -19,10 +19,11 @@ from toolkit.kubernetes.client.connection import Away, Conflict, Denied, Missing
 from toolkit.kubernetes.client.exec import execute
 from toolkit.kubernetes.client.resources import PODS, Cluster
 from toolkit.kubernetes.pods import sentence, trouble
-from toolkit.kubernetes.workloads import Object, WorkloadKind, documents_of, owned
+from toolkit.kubernetes.workloads import Object, WorkloadKind, owned
 from toolkit.planning.pods import MANAGER
 from toolkit.profile import KubernetesProfile
 from toolkit.runs.submission_journal import UnknownOutcome
+from toolkit.text.yaml_reader import documents_of
 
 if TYPE_CHECKING:
     from toolkit.kubernetes.run import KubernetesRun

@@ -121,14 +121,14 @@ class Compound:
     """`if`, `while`, `until`, `for`, `case`, `{ }`, `( )`."""
 
     kind: str
-    conditions: tuple["CommandList", ...]
+    conditions: tuple["CommandList", ...] = ()
     """The commands whose exit status is tested."""
 
-    bodies: tuple["CommandList", ...]
-    words: tuple[Word, ...]
+    bodies: tuple["CommandList", ...] = ()
+    words: tuple[Word, ...] = ()
     """What a loop goes over, or what `case` looks at."""
 
-    redirections: tuple[Redirection, ...]
+    redirections: tuple[Redirection, ...] = ()
     line: int
     variable: str = ""
     """The variable of a `for` loop."""

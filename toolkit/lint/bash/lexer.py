@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NoReturn
 
-from toolkit.errors import InputError, Problem
+from toolkit.errors import InputError
 from toolkit.lint.bash.ast import CommandList, SourceText, Word, WordPart, joined
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
@@ -45,7 +45,7 @@ class WordReader:
 
     def fail(self, what: str, at: int | None = None) -> NoReturn:
         """Give up; bash would, too."""
-        raise InputError([Problem(place=f"{self.source}:{self.line(at)}", message=what)])
+        raise InputError(what, place=f"{self.source}:{self.line(at)}")
 
     @property
     def done(self) -> bool:
@@ -187,9 +187,12 @@ class WordReader:
     def _text(self, text: str, at: int, *, quoted: bool = False) -> WordPart:
         return WordPart(kind="text", text=text, line=self.line(at), quoted=quoted)
 
-    def _computed(self, start: int, *, quoted: bool) -> WordPart:
-        source = self.text[start : self.at]
-        return WordPart(kind="computed", text=source, line=self.line(start), quoted=quoted)
+    def _read_from(self, start: int, *, quoted: bool, inner: CommandList | None = None) -> WordPart:
+        """Return what was read: a substitution by its commands, or what a shell computes."""
+        source, line = self.text[start : self.at], self.line(start)
+        if inner is None:
+            return WordPart(kind="computed", text=source, line=line, quoted=quoted)
+        return WordPart(kind="command", text=source, line=line, quoted=quoted, inner=inner)
 
     # ---- Expansions
 
@@ -197,7 +200,7 @@ class WordReader:
         """Read what `$` begins; None where it stands for itself."""
         start = self.at
         if self.sees("$((") and self._arithmetic_ends(start + 3):
-            return [self._computed(start, quoted=double)]
+            return [self._read_from(start, quoted=double)]
         if self.take("$("):
             return [self._commands(start, "$(", quoted=double)]
         if self.take("${"):
@@ -215,23 +218,19 @@ class WordReader:
         self.at = start
         return None
 
-    def _substitution(self, start: int, inner: CommandList, *, quoted: bool) -> WordPart:
-        source, line = self.text[start : self.at], self.line(start)
-        return WordPart(kind="command", text=source, line=line, quoted=quoted, inner=inner)
-
     def _commands(self, start: int, opening: str, *, quoted: bool) -> WordPart:
         """Read the commands of a substitution up to its bracket."""
         inner = self.commands(")")
         if not self.take(")"):
             self.fail(f"this {opening} is never closed", start)
-        return self._substitution(start, inner, quoted=quoted)
+        return self._read_from(start, quoted=quoted, inner=inner)
 
     def _braces(self, start: int, *, double: bool) -> WordPart:
         name = self.match(_NAME)
         special = name is None or (name[0] in "#!" and self.char(1) not in ("}", ":", "-"))
         if special or name is None:  # a length, an indirect one: known to a running shell only
             self.until("}", double=double, plain_quotes=False)
-            return self._computed(start, quoted=double)
+            return self._read_from(start, quoted=double)
         self.at = name.end()
         text = "*[@]" if name[0] in "@*" else name[0]
         if self.char() == "[":
@@ -273,7 +272,7 @@ class WordReader:
             text += self.char()
             self.at += 1
         inner = self.nested([SourceText(text, self.line(start))])
-        return self._substitution(start, inner, quoted=quoted)
+        return self._read_from(start, quoted=quoted, inner=inner)
 
     def _arithmetic_ends(self, at: int) -> bool:
         """Step over `… ))`, if that is what closes it; else stay."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.errors import InputError, Problem
+from toolkit.errors import InputError
 from toolkit.lint.bash import ast
 from toolkit.lint.bash.lexer import WordReader
 
@@ -26,31 +26,18 @@ class ReadScript:
     comments: tuple[ast.SourceText, ...]
 
 
-def read_script(text: str, source: str) -> ReadScript:
-    """Read a script.
+def read_script(script: str | Sequence[ast.SourceText], source: str) -> ReadScript:
+    """Read a script, or the pieces of one that stands inside another, as that of `bash -c`.
 
     Raises:
         InputError: bash would refuse it as well, or it is nested beyond reason.
     """
-    reader = _CommandReader([ast.SourceText(text, 1)], source)
-    return ReadScript(commands=_whole(reader), comments=tuple(reader.comments))
-
-
-def read_commands(spans: Sequence[ast.SourceText], source: str) -> ast.CommandList:
-    """Read commands that stand inside a script, as those of `bash -c`.
-
-    Raises:
-        InputError: they cannot be read.
-    """
-    return _whole(_CommandReader(spans, source))
-
-
-def _whole(reader: "_CommandReader") -> ast.CommandList:
+    spans = [ast.SourceText(script, 1)] if isinstance(script, str) else script
+    reader = _CommandReader(spans, source)
     try:
-        return reader.commands()
+        return ReadScript(commands=reader.commands(), comments=tuple(reader.comments))
     except RecursionError:
-        message = "nested too deeply to be read"
-        raise InputError([Problem(place=reader.source, message=message)]) from None
+        raise InputError("nested too deeply to be read", place=source) from None
 
 
 class _CommandReader(WordReader):
@@ -141,22 +128,29 @@ class _CommandReader(WordReader):
     # ---- One command
 
     def _node(self) -> ast.Node:
+        node = self._command()
+        if isinstance(node, ast.Compound):
+            return replace(node, redirections=tuple(iter(self._redirection, None)))
+        return node
+
+    def _command(self) -> ast.Node:
         start, line = self.at, self.line()
         if self.arithmetic():
-            return self._compound("arithmetic", line)
+            return ast.Compound(kind="arithmetic", line=line)
         if self.take("("):
             body = self.commands(")")
             self._expect(")", start)
-            return self._compound("subshell", line, bodies=(body,))
+            return ast.Compound(kind="subshell", line=line, bodies=(body,))
         word = self._reserved("{", "if", "while", "until", "for", "select", "case", "function")
         if word == "{":
             body = self.commands("}")
             self._expect("}", start)
-            return self._compound("group", line, bodies=(body,))
+            return ast.Compound(kind="group", line=line, bodies=(body,))
         if word == "if":
             return self._if(start, line)
         if word in ("while", "until"):
-            return self._loop(word, start, line, conditions=(self.commands("do"),))
+            tests = (self.commands("do"),)
+            return ast.Compound(kind=word, line=line, conditions=tests, bodies=self._loop(start))
         if word in ("for", "select"):
             return self._for(start, line)
         if word == "case":
@@ -172,24 +166,6 @@ class _CommandReader(WordReader):
             return self._test(line)
         return self._simple(line)
 
-    def _compound(
-        self,
-        kind: str,
-        line: int,
-        *,
-        conditions: tuple[ast.CommandList, ...] = (),
-        bodies: tuple[ast.CommandList, ...] = (),
-        words: tuple[ast.Word, ...] = (),
-    ) -> ast.Compound:
-        return ast.Compound(
-            kind=kind,
-            conditions=conditions,
-            bodies=bodies,
-            words=words,
-            redirections=tuple(iter(self._redirection, None)),
-            line=line,
-        )
-
     def _if(self, start: int, line: int) -> ast.Compound:
         conditions, bodies = [self.commands("then")], []
         self._expect("then", start)
@@ -202,21 +178,16 @@ class _CommandReader(WordReader):
             if self._reserved("else"):
                 bodies.append(self.commands("fi"))
             self._expect("fi", start)
-            return self._compound("if", line, conditions=tuple(conditions), bodies=tuple(bodies))
+            return ast.Compound(
+                kind="if", line=line, conditions=tuple(conditions), bodies=tuple(bodies)
+            )
 
-    def _loop(
-        self,
-        kind: str,
-        start: int,
-        line: int,
-        *,
-        conditions: tuple[ast.CommandList, ...] = (),
-        words: tuple[ast.Word, ...] = (),
-    ) -> ast.Compound:
+    def _loop(self, start: int) -> tuple[ast.CommandList]:
+        """Read the body of a loop."""
         self._expect("do", start)
         body = self.commands("done")
         self._expect("done", start)
-        return self._compound(kind, line, conditions=conditions, bodies=(body,), words=words)
+        return (body,)
 
     def _for(self, start: int, line: int) -> ast.Compound:
         self.blanks()
@@ -240,10 +211,10 @@ class _CommandReader(WordReader):
             body = self._node()
             if not isinstance(body, ast.Compound):
                 self.fail("the body of this loop cannot be read", start)
-            compound = self._compound("for", line, bodies=body.bodies, words=tuple(words))
+            bodies = body.bodies
         else:
-            compound = self._loop("for", start, line, words=tuple(words))
-        return replace(compound, variable=name)
+            bodies = self._loop(start)
+        return ast.Compound(kind="for", line=line, bodies=bodies, words=tuple(words), variable=name)
 
     def _case(self, start: int, line: int) -> ast.Compound:
         self.blanks()
@@ -268,7 +239,7 @@ class _CommandReader(WordReader):
             if not any(self.take(end) for end in (";;&", ";;", ";&")):
                 self._expect("esac", start)
                 break
-        return self._compound("case", line, bodies=tuple(bodies), words=(subject,))
+        return ast.Compound(kind="case", line=line, bodies=tuple(bodies), words=(subject,))
 
     def _function(self, name: str, line: int) -> ast.FunctionDefinition:
         self._separators()

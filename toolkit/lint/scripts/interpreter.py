@@ -10,7 +10,7 @@ from typing import Literal
 from toolkit.errors import InputError
 from toolkit.job.sbatch_options import names
 from toolkit.lint.bash import ast
-from toolkit.lint.bash.parser import DECLARES, read_commands
+from toolkit.lint.bash.parser import DECLARES, read_script
 from toolkit.lint.scripts.options import SRUN, TORCHRUN, Option, read_options
 from toolkit.lint.scripts.values import Argument, Values
 
@@ -365,7 +365,7 @@ class _Walker:
         if around.depth > _DEEPEST:
             return
         try:
-            commands = read_commands(list(spans), self.source)
+            commands = read_script(list(spans), self.source).commands
         except InputError:
             if any("\ue000" in span.text for span in spans):
                 return  # an expansion at run time may be half of a command

@@ -79,13 +79,13 @@ class SshLoginNode(LoginNode):
 
     remote = True
 
-    def __init__(self, profile: SlurmProfile, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, profile: SlurmProfile) -> None:
         """Prepare to reach the host; all in this process share its connection and its mirrors."""
         self._ssh = connection_to(profile.host)
-        self._mirrors = _mirrors_of(self._ssh, state_folder(environ) / "mirrors" / profile.host)
+        self._mirrors = _mirrors_of(self._ssh, state_folder() / "mirrors" / profile.host)
         self._tree: WorkingTree | None = None
         self._before = ""
-        file = snapshot_file(environ, host=profile.host)
+        file = snapshot_file(host=profile.host)
         super().__init__(profile, self._ssh.command, file=file)
 
     @property

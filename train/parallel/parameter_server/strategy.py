@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from train.cli.config import Config
 from train.data.order import mixed, seed_device
-from train.errors import NonFiniteLoss, UsageError
+from train.errors import NonFiniteLoss
 from train.loop import Trainer, listed
 from train.model import batchnorm, compilation
 from train.model.evaluation import batch_size, measure
@@ -34,7 +33,6 @@ class Served(WholeModel):
     """One rank's copy of the model; rank 0's is the one that counts."""
 
     def __init__(self, parts: Parts) -> None:
-        check(parts.config)
         super().__init__(parts, parts.model())
         self.serves = parts.group.rank_info.rank == 0
         if not self.serves:
@@ -140,24 +138,6 @@ class Served(WholeModel):
         return [*self.model.parameters(), *self._buffers]
 
 
-def check(config: Config) -> None:
-    """Refuse what trainers would have to agree on.
-
-    Raises:
-        UsageError: names it, and the way out.
-    """
-    if config.precision == "fp16":
-        raise UsageError(
-            "--strategy ps does not go with --precision fp16: the scale of the loss would have to "
-            "travel with each gradient; use --precision bf16"
-        )
-    if config.sync_batch_norm:
-        raise UsageError(
-            "--sync-batch-norm lets ranks exchange in every forward pass, but the server makes "
-            "none; leave it out with --strategy ps"
-        )
-
-
 class Alone(RankGroup):
     """A group of one, in a process that is connected to others."""
 
@@ -187,11 +167,7 @@ class ServedTrainer(Trainer):
             return super().run()
 
     def train_step(self) -> bool:
-        """Make all updates up to the next meeting; return whether any rank got a stop request.
-
-        Raises:
-            NonFiniteLoss: on all ranks, before the weights are touched.
-        """
+        """Make all updates up to the next meeting; return whether any rank got a stop request."""
         self._stretch += 1
         ended = self._compute() if self._server is None else self._serve(self._server)
         # All ranks are here, so none is left waiting when all of them leave.
@@ -262,14 +238,12 @@ class ServedTrainer(Trainer):
         )
 
     def _compute(self) -> Stretch:
-        """Compute gradients until the stretch is over."""
         trainer = self.group.rank_info.rank - 1
         while isinstance(work := wire.draw(trainer, self._stretch), Work):
             wire.push(self._gradient(work))
         return work
 
     def _gradient(self, work: Work) -> Gradient:
-        """Do what a step is without a server, up to the gradient."""
         strategy, ticket = self.strategy, work.ticket
         strategy.take_weights(work.weights)
         begin = ticket.update * self.config.global_batch

@@ -175,7 +175,6 @@ class Pipelined(Strategy):
         return tuple(tensors_of(outputs))
 
     def _loss(self, outputs: Tree, number: Tensor) -> Tensor:
-        """Compute the loss of a micro-batch, and record the reported metrics."""
         # A part of all numbers: so where it begins is the number, also in a rehearsal, whose
         # tensors have no contents.
         targets = self._targets[int(number.storage_offset())]

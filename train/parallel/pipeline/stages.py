@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from train.errors import UsageError
 from train.model.trees import Tree
 from train.parallel.base import Parts, local
+from train.parallel.consistency import named_tensors
 from train.parallel.pipeline import split
 
 
@@ -54,11 +55,7 @@ def plan(model: nn.Module, parts: Parts) -> list[list[str]]:
     sizes = split.piece_sizes(model, task)
     flags = f"--pp {pp} with --pp-schedule {schedule}"
     groups = split.cut(sizes, split.stage_count(schedule, pp), flags=flags)
-    tensors = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in tensors:
+    for name, tensor in named_tensors(model).items():
         if not any(_within(name, own) for own in groups):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise UsageError(
@@ -69,7 +66,6 @@ def plan(model: nn.Module, parts: Parts) -> list[list[str]]:
 
 
 def _within(name: str, pieces: Sequence[str]) -> bool:
-    """Whether a tensor of that name belongs to one of these pieces."""
     return any(name.startswith(f"{piece}.") for piece in pieces)
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from toolkit.lint.manifests.pods import containers_of, pods_of
-from toolkit.lint.registry import MANIFESTS, Violation
+from toolkit.lint.rulebook import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 
 _1123 = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")

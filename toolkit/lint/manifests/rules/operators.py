@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from toolkit.lint.manifests.pods import Pods, containers_of, launches, pods_of
 from toolkit.lint.manifests.rules.schema import shown
-from toolkit.lint.registry import MANIFESTS, Violation
+from toolkit.lint.rulebook import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 from toolkit.text.quantities import amount, whole_number
 

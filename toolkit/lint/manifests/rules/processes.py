@@ -12,7 +12,7 @@ from toolkit.lint.manifests.pods import (
     seconds,
     shell_of,
 )
-from toolkit.lint.registry import MANIFESTS, Violation
+from toolkit.lint.rulebook import MANIFESTS, Violation
 from toolkit.text import secret_scan
 from toolkit.text.manifests import Stream, View
 

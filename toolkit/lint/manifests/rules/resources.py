@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from toolkit.lint.manifests.pods import Container, containers_of, launches, pods_of
-from toolkit.lint.registry import MANIFESTS, Violation
+from toolkit.lint.rulebook import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import amount, whole_number
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
-from toolkit.errors import InputError, Problem, nearest
-from toolkit.lint.registry import MANIFESTS, Rule, Violation
+from toolkit.errors import InputError, nearest
+from toolkit.lint.rulebook import MANIFESTS, Rule, Violation
 from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import amount
-from toolkit.text.yaml_reader import read_text
+from toolkit.text.yaml_reader import documents_of, read_text
 
 CRD_RULE = Rule(
     id="crd-schema",
@@ -33,7 +33,6 @@ CRD_RULE = Rule(
 
 _Schema = Mapping[str, Any]
 _PACKAGED = Path(__file__).parents[1] / "schemas.json"
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "array": ((tuple,), "a list"),
@@ -110,20 +109,20 @@ def read_schemas(folder: Path) -> Schemas:
         InputError: it holds none, or a file of it is no YAML.
     """
     if not folder.is_dir():
-        raise InputError([Problem(place=str(folder), message="there is no such folder")])
+        raise InputError("there is no such folder", place=str(folder))
     objects: list[Any] = []
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".yaml", ".yml", ".json")):
         try:
             text = read_text(path)
             is_json = path.suffix == ".json"
-            objects += [json.loads(text)] if is_json else yaml.load_all(text, Loader=_LOADER)
+            objects += [json.loads(text)] if is_json else documents_of(text)
         except (ValueError, RecursionError, yaml.YAMLError) as error:
             words = " ".join(str(error).split())
-            raise InputError([Problem(place=str(path), message=f"not YAML: {words}")]) from error
+            raise InputError(f"not YAML: {words}", place=str(path)) from error
     schemas = schemas_of(objects)
     if not schemas.served:
         what = "holds no CustomResourceDefinition; write them there: kubectl get crd -o yaml"
-        raise InputError([Problem(place=str(folder), message=what)])
+        raise InputError(what, place=str(folder))
     return schemas
 
 

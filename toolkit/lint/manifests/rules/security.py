@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from toolkit.lint.manifests.pods import Pods, launches, pods_of
 from toolkit.lint.manifests.rules.schema import shown
-from toolkit.lint.registry import MANIFESTS, Violation
+from toolkit.lint.rulebook import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 
 _PLAIN_CAPABILITIES = frozenset(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from toolkit.lint.manifests.pods import WORKLOADS, pods_of
-from toolkit.lint.registry import MANIFESTS, Violation
+from toolkit.lint.rulebook import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 
 _JOBS = ("node", "dataset-initializer", "model-initializer", "launcher")

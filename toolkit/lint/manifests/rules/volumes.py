@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from toolkit.job.kubernetes_options import is_image_name
 from toolkit.lint.manifests.pods import containers_of, pods_of
 from toolkit.lint.manifests.rules.schema import shown
-from toolkit.lint.registry import MANIFESTS, Violation
+from toolkit.lint.rulebook import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 
 _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9]|-(?!-)){0,14}(?<!-)")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from toolkit.errors import nearest
-from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.rulebook import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import QUIET
 from toolkit.lint.scripts.options import PYXIS, SBATCH, Option
 from toolkit.lint.scripts.script import BatchScript

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from toolkit.lint.bash import ast
-from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.rulebook import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import Call
 from toolkit.lint.scripts.script import BatchScript
 

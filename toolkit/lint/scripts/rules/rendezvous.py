@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.rulebook import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import Torchrun
 from toolkit.lint.scripts.options import Option
 from toolkit.lint.scripts.script import BatchScript

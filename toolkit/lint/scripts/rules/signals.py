@@ -4,7 +4,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.rulebook import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import Call, Trap
 from toolkit.lint.scripts.script import BatchScript
 

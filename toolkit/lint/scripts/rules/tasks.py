@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from toolkit.lint.registry import SCRIPTS, Violation
+from toolkit.lint.rulebook import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import SrunStep
 from toolkit.lint.scripts.script import BatchScript, count
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.system.chaos.counted import Counted
 
 
-class Stamped(Counted):
+class TimestampedTask(Counted):
     """Regression on noise; its ranks note when they begin to build it."""
 
     def __init__(self) -> None:

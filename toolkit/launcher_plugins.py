@@ -1,6 +1,6 @@
 """Launchers of other packages, found by entry points of `torch_deploy_toolkit.launchers`.
 
-The name of the entry point is the `kind` of a profile; its object is an `LauncherPlugin`:
+The name of the entry point is the `kind` of a profile; its object is a `LauncherPlugin`:
 
     [project.entry-points."torch_deploy_toolkit.launchers"]
     pbs = "toolkit_pbs:PBS"

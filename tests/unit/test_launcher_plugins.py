@@ -6,7 +6,7 @@ import pytest
 
 import toolkit
 from tests.conftest import ROOT
-from toolkit import plugins
+from toolkit import launcher_plugins
 
 TOY = ROOT / "tests/support/toy_launcher"
 
@@ -17,12 +17,12 @@ def brought(folder: Path, monkeypatch: pytest.MonkeyPatch, **entries: str) -> No
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")
     lines = [f"{name} = {value}" for name, value in entries.items()]
-    text = "\n".join([f"[{plugins.GROUP}]", *lines])
+    text = "\n".join([f"[{launcher_plugins.GROUP}]", *lines])
     (info / "entry_points.txt").write_text(text + "\n")
     monkeypatch.syspath_prepend(folder / "site")
-    for cached in (plugins.kinds, plugins.plugin):
+    for cached in (launcher_plugins.kinds, launcher_plugins.plugin):
         cached.cache_clear()
-        monkeypatch.setattr(plugins, cached.__name__, cached)
+        monkeypatch.setattr(launcher_plugins, cached.__name__, cached)
 
 
 def profile(folder: Path, kind: str) -> toolkit.Profile:
@@ -57,9 +57,9 @@ def test_a_plan_is_rendered_by_the_package_that_made_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(TOY)
-    plugins.kinds.cache_clear()
+    launcher_plugins.kinds.cache_clear()
     job = toolkit.JobSpec(name="probe", module="train")
     plan = toolkit.plan(job, profile(tmp_path, "toy"))
     here = toolkit.plan(job, toolkit.LocalProfile(name="site"))
     assert toolkit.render(plan) == toolkit.render(here)
-    plugins.kinds.cache_clear()
+    launcher_plugins.kinds.cache_clear()
