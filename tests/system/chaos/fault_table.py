@@ -123,6 +123,7 @@ def quoted(text: str) -> str:
     line = re.sub(r" \[\[?/.*\]", "", line)  # what the library said, with lines of its source
     line = re.sub(r"/[\w./-]*/counted-\d+-\d+-\w+", "RUN_DIR", line)
     line = re.sub(r"counted-\d+-\d+-\w+", "RUN", line).replace(f"{ROOT}/", "")
+    line = re.sub(r"\b\d{8}\b", "JOB_ID", line)  # of the sandbox, counted from a random one
     if len(line) > _LONGEST:
         head, _, decision = line.rpartition("; ")
         line = f"{head[:_LONGEST].rpartition(' ')[0]} …; {decision[:_LONGEST]}"
