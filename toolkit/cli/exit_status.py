@@ -7,6 +7,7 @@ the user can mend has the status of its class (toolkit/errors.py).
 
 from __future__ import annotations  # naming a type must not import it
 
+import signal
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
     from toolkit.runs.state import RunStatus
 
 DONE, FAILED, UNUSABLE = 0, 1, 2
-INTERRUPTED = 130
-"""After Ctrl-C, as shells have it: 128 and the signal's number."""
+INTERRUPTED = 128 + signal.SIGINT  # as shells have it
 
 
 def of_runs(statuses: Iterable[RunStatus]) -> int:

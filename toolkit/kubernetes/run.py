@@ -213,12 +213,9 @@ class KubernetesRun(Run):
         watch.wait(pause_s - first_s)
 
     def failure(self, *, attempt: int | None = None) -> Failure | None:
-        """Return what failed first in an attempt, by what its pods have printed.
+        """Return what failed first in an attempt, as JobSet counts them, by what its pods printed.
 
         None if no rank failed, or the cause is unknown because the object is gone.
-
-        Args:
-            attempt: Which one, as JobSet counts them; the newest where it is None.
 
         Raises:
             LauncherError: the server refused, or has not answered several requests in a row.

@@ -286,11 +286,8 @@ def _restarts(obj: Object, evidence: Evidence) -> str:
     """Return how often a run has started again; the reader must know that it may not continue."""
     status = obj.get("status") or {}
     of_pods = [attempt_of(pod) or 0 for pod in evidence.pods]
-    of_containers = [
-        int(container.get("restartCount") or 0)
-        for pod in evidence.pods
-        for container in container_statuses(pod)
-    ]
+    containers = (one for pod in evidence.pods for one in container_statuses(pod))
+    of_containers = [int(one.get("restartCount") or 0) for one in containers]
     restarts = max([status.get("restarts") or 0, *of_pods, *of_containers])
     if restarts:
         return f"restart {restarts}"

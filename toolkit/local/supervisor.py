@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from toolkit.runs.log_reader import attempt_folders
@@ -34,13 +34,6 @@ def _prctl(option: int, value: int) -> None:
 
 def _die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _start(argv: Sequence[str], *, locked: bool) -> subprocess.Popen[bytes]:
-    """Start the script. Should this process be killed, the run has not ended before the script."""
-    return subprocess.Popen(
-        argv, preexec_fn=_die_with_parent, pass_fds=[SCRIPT_LOCK] if locked else []
-    )
 
 
 def _sweep() -> None:
@@ -100,8 +93,12 @@ def supervise(
     # Before there is anything to stop, so that no request is lost.
     for number in _STOP_SIGNALS:
         signal.signal(number, stop)
+    # With the lock: should this process be killed, the run has not ended before the script.
+    start = partial(
+        subprocess.Popen, preexec_fn=_die_with_parent, pass_fds=[SCRIPT_LOCK] if locked else []
+    )
     argv = ["bash", script, str(run_dir)]
-    child = _start(argv, locked=locked)
+    child = start(argv)
     ends_at = time.monotonic() + time_limit_s
     signalled = False
     while (status := child.poll()) is None or (not ending and _starts_again(run_dir)):
@@ -113,7 +110,7 @@ def supervise(
             _sweep()
             signalled, ends_at = False, now + time_limit_s
             stops.clear()
-            child = _start([*argv, "restart"], locked=locked)
+            child = start([*argv, "restart"])
             continue
         if not stops and now > ends_at:
             print(f"time limit of {time_limit_s:.0f} s: stopping", flush=True)
