@@ -21,8 +21,6 @@ ALLOWED = {
     "functions/job.py": {"pickle.load"},
     # Files of this package.
     "kubernetes/volume/helper_pod.py": {"read_text", "open(wb)"},
-    # What this program has just rendered.
-    "kubernetes/workloads.py": {"yaml.load_all"},
     # The kernel's.
     "local/supervisor.py": {"read_text"},
     "local/launcher.py": {"read_bytes", "open(w)"},

@@ -18,3 +18,11 @@ def with_environment(marker: str) -> set[int]:
         if marker.encode() in text and state != "Z":
             found.add(int(entry.name))
     return found
+
+
+def parent_of(pid: int) -> int:
+    """Return the parent of a process; 0 if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

@@ -437,7 +437,7 @@ def test_a_login_node_decides_nothing_that_leaves_the_laptop(laptop: Laptop) -> 
 def test_an_answer_without_an_end_is_ended(laptop: Laptop) -> None:
     limited = (
         "import sys\nfrom toolkit.slurm import squeue\nfrom toolkit.__main__ import main\n"
-        "squeue.ANSWER_S, squeue.run_limited.__kwdefaults__['limit_bytes'] = 5.0, 1 << 20\n"
+        "squeue.ANSWER_S, squeue.ANSWER_BYTES = 5.0, 1 << 20\n"
         "sys.argv = ['toolkit', 'list']\nmain()\n"
     )
     laptop.toolkit("submit", held(laptop), "--to", "later.yaml")

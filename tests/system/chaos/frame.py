@@ -10,7 +10,7 @@ from typing import Any
 
 import toolkit
 from tests.conftest import Cluster
-from tests.support.processes import with_environment
+from tests.support.processes import parent_of, with_environment
 from tests.support.slurm_site import Site, failure
 from tests.system.chaos.counted import SAMPLES
 from tests.train.support.reading import same, whole
@@ -105,11 +105,13 @@ class Trial:
 
     def kill_batch_script(self, cluster: Cluster) -> None:
         """Kill the shell that runs the batch script, on the first node."""
-        (script,) = (
+        shells = {
             process["pid"]
             for process in json.loads(cluster("ps", "--json"))
             if "slurm_script" in process["command"] and "srun" not in process["command"]
-        )
+        }
+        # Its subshells, some of which live for an instant, have the same command.
+        (script,) = (pid for pid in shells if parent_of(pid) not in shells | {0})
         os.kill(script, signal.SIGKILL)
 
     def kill_slurmstepd(self, cluster: Cluster, node: str) -> None:
