@@ -407,6 +407,28 @@ def test_a_rank_out_of_memory_that_torchrun_starts_again_ends_the_run_at_once(
         assert "fatal: out of memory" in process.stderr.read()
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_pod_out_of_memory_is_told_though_another_pod_made_all_start_again(
+    failed: bool, tmp_path: Path, until: Until
+) -> None:
+    """A JobSet starts all pods again when the first one has lost that rank."""
+    pod, counters = Pod(tmp_path, "JobSet"), tmp_path / "cgroup/memory.events"
+    pod.command = [word.replace("/sys/fs/cgroup", str(tmp_path / "cgroup")) for word in pod.command]
+    counters.parent.mkdir(parents=True)
+    counters.write_text(
+        "oom_kill 1\n"
+    )  # perhaps of a helper process that the script can do without
+    line = "E1125 17:00:00 7 x.py:9] failed (exitcode: -9) local_rank: 0 (pid: 7)"
+    logged = f'echo "{line}" >"$TORCH_LOGS_OUT"; ' if failed else ""
+    code = f"trap 'exit 1' TERM; {logged}wait_for_stop"
+    with pod.start("torchrun", code, TRAIN_START="a", TRAIN_ATTEMPT="0") as process:
+        until((pod.runs / "ready").exists, "torchrun runs")
+        process.terminate()
+        assert process.wait(300) == (FINAL if failed else AGAIN)
+    ended = pod.run("exit 0", TRAIN_START="b", TRAIN_ATTEMPT="1")
+    assert ended == (FINAL if failed else DONE), "nothing is tried again that ran out of memory"
+
+
 def test_the_words_of_a_stopped_pod_fit_a_run_that_was_cancelled(
     tmp_path: Path, until: Until
 ) -> None:
