@@ -127,6 +127,57 @@ def test_the_others_start_again_when_the_first_pod_is_cut_off(live: Live) -> Non
     run.cancel()
 
 
+JOINS_AND_STAYS = """#!{python}
+# In the last pod, once: a torchrun that joins the rendezvous and then hangs.
+import os, pathlib, sys, time
+joined = pathlib.Path(__file__).with_name("joined")
+if not os.environ["HOSTNAME"].endswith("-1") or joined.exists():
+    os.execv({torchrun!r}, [{torchrun!r}, *sys.argv[1:]])
+from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend
+from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+def stay(*_, **__):
+    joined.touch()
+    time.sleep(3600)
+RendezvousStoreInfo.build = stay
+options = dict(word[2:].split("=", 1) for word in sys.argv if word.startswith("--rdzv"))
+conf = dict(word.split("=") for word in os.environ["PET_RDZV_CONF"].split(","))
+given = RendezvousParameters(
+    "c10d", options["rdzv-endpoint"], options["rdzv-id"], 2, 2, {local_addr!r}, **conf
+)
+backend, store = c10d_rendezvous_backend.create_backend(given)
+create_handler(store, backend, given).next_rendezvous()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(is_real(), reason="replaces torchrun")
+@pytest.mark.parametrize("workload", ["JobSet"])
+@pytest.mark.parametrize(("local_addr", "attempts"), [("z.invalid", 1), ("0.invalid", 2)])
+def test_a_pod_that_is_lost_between_joining_and_starting_its_ranks_makes_nobody_wait_long(
+    live: Live, tmp_path: Path, local_addr: str, attempts: int
+) -> None:
+    """Torchrun sorts nodes by address, and waits for the address of the first of them only."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    own = Path(sys.executable).parent
+    text = JOINS_AND_STAYS.format(
+        python=sys.executable, torchrun=str(own / "torchrun"), local_addr=local_addr
+    )
+    (bin_dir / "torchrun").write_text(text)
+    (bin_dir / "torchrun").chmod(0o755)
+    path = f"{bin_dir}:{own}:/usr/bin:/bin"
+    env = {"OMP_NUM_THREADS": "1", "PATH": path}
+    run = submit(live, "--steps", "20", env=env, retries={"in_job": 1, "requeue": 2})
+    live.until((bin_dir / "joined").exists, "the last pod has joined")
+    live.cluster.evict(live.cluster.pods(run.name)[-1]["metadata"]["name"])
+    status = live.ended(run)
+    assert status.state is SUCCEEDED, (status, live.told(run))
+    assert isinstance(live.cluster, FakeCluster)
+    logs = live.cluster.root / "claims" / CLAIM / run.name / "logs"
+    assert len(list(logs.glob("attempt-*"))) == attempts, live.told(run)
+
+
 @every_workload
 def test_a_failure_of_the_users_making_is_not_tried_again(live: Live) -> None:
     run = submit(live, "--steps", "1", "--lr", "nonsense", nnodes=1)

@@ -277,7 +277,7 @@ def test_without_labels_every_pod_is_of_attempt_0(kind: str, tmp_path: Path) -> 
 def test_pods_meet_at_the_first_one(tmp_path: Path) -> None:
     pod = Pod(tmp_path)
     for index, host in (("0", "1"), ("3", "0")):
-        code = f'[ "$PET_RDZV_CONF" = "is_host={host},join_timeout=600" ]'
+        code = f'[ "$PET_RDZV_CONF" = "is_host={host},join_timeout=600,read_timeout=30" ]'
         assert pod.run(code, JOB_COMPLETION_INDEX=index) == DONE
 
 
