@@ -25,7 +25,7 @@ import yaml
 
 import toolkit
 from benchmarks.render import HERE, PEER, in_turn, install_peer
-from tests.support.remembered import remember
+from tests.support.run_records import remember
 
 RUNS, EVENTS = 1_000, 100_000
 GROWTH_MIB = 5.0

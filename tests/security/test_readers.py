@@ -15,12 +15,12 @@ ALLOWED = {
     # What runs in pods and in run directories alone, without this package.
     "functions/worker.py": None,
     "functions/pod_results.py": None,
-    "kubernetes/volume/agent.py": None,
+    "kubernetes/volume_agent.py": None,
     # The user's own call, and results that no other user can have written.
     "functions/payload.py": {"pickle.loads", "read_bytes"},  # and programs of this package
     "functions/job.py": {"pickle.load"},
     # Files of this package.
-    "kubernetes/volume/helper_pod.py": {"read_text", "open(wb)"},
+    "kubernetes/volume.py": {"read_text", "open(wb)"},
     # The kernel's.
     "local/supervisor.py": {"read_text"},
     "local/launcher.py": {"read_bytes", "open(w)"},

@@ -8,8 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 import toolkit
+from toolkit import planning
 from toolkit.cli import cli
-from toolkit.planning import compatibility, planner
+from toolkit.planning import compatibility
 from toolkit.planning.local import LocalPlan
 
 JOB = toolkit.JobSpec.model_validate(
@@ -78,7 +79,7 @@ def test_a_submission_is_planned_once(
         planned.append(profile.kind)
         return compatibility.refusals(job, profile, run_name=run_name)
 
-    monkeypatch.setattr(planner, "refusals", counted)
+    monkeypatch.setattr(planning, "refusals", counted)
     for command, answer in {"scontrol": "ClusterName = c", "sbatch": "7", "squeue": ""}.items():
         (tmp_path / command).write_text(f"#!/bin/sh\necho '{answer}'\n")
         (tmp_path / command).chmod(0o755)

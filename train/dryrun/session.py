@@ -10,10 +10,9 @@ from torch._subclasses import fake_tensor
 from train import tasks
 from train.cli import compatibility
 from train.cli.config import Config
-from train.dryrun.bubbles import bubbles
 from train.dryrun.counters import ACTIVATIONS, STATE
 from train.dryrun.report import Findings
-from train.dryrun.simulate import EVALUATION, RankCost, Rehearsal
+from train.dryrun.simulate import EVALUATION, RankCost, Rehearsal, bubbles
 from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from train.parallel.layout import OWN_AXIS, Layout, flag
 from train.rundir.console import Console

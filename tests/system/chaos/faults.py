@@ -20,6 +20,7 @@ from tests.system.chaos import arena as places
 from tests.system.chaos.arena import Arena, PodArena, SlurmArena, status_of
 from tests.system.chaos.frame import Trial
 from tests.system.chaos.memory import limited
+from toolkit.errors import LauncherError
 from toolkit.runs.state import RunState
 
 T = TypeVar("T")
@@ -161,7 +162,11 @@ def cancel(scene: Scene) -> bool:
     """Cancel the run as `toolkit cancel` does."""
     if status_of(scene.trial).state.final:
         return False
-    scene.trial.run.cancel()
+    try:
+        scene.trial.run.cancel()
+    except LauncherError:  # an earlier fault has the cluster away: a user asks again later
+        scene.arena.heal()
+        scene.trial.run.cancel()
     return True
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import toolkit.job.sweep
 from tests.conftest import ROOT, Until
 from tests.fakes import fake_slurm
-from tests.support.remembered import remember
+from tests.support.run_records import remember
 from tests.support.slurm_site import Site
 from toolkit.api import open_run
 from toolkit.cli.summary import summary_lines, summary_of

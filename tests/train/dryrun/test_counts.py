@@ -25,8 +25,7 @@ from tests.train.support.ranks import on_ranks
 from train import tasks
 from train.cli.config import Config, ScheduleName
 from train.data.order import Batch
-from train.dryrun import bubbles, examine, show
-from train.dryrun.bubbles import bubble
+from train.dryrun import examine, show, simulate
 from train.dryrun.counters import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -39,7 +38,7 @@ from train.dryrun.counters import (
     Traffic,
 )
 from train.dryrun.report import Findings, Flow
-from train.dryrun.simulate import _Step
+from train.dryrun.simulate import _Step, bubble
 from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from train.parallel.base import Parts
 from train.parallel.layout import Layout
@@ -334,7 +333,7 @@ def test_what_cannot_be_rehearsed_is_refused(chosen: dict[str, Any], words: str)
         show(Config(**chosen), Console(rank=1))
 
 
-@pytest.mark.parametrize("module", [bubbles, devices])
+@pytest.mark.parametrize("module", [simulate, devices])
 def test_examples_are_right(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted and not found.failed

@@ -22,16 +22,18 @@ from tests.fakes.kubernetes import FakeKubernetes, Fault
 from tests.unit.kubernetes.site import Site, every_workload, runtime
 from toolkit.errors import LauncherError
 from toolkit.job.kubernetes_options import Workload
-from toolkit.kubernetes import KubernetesRun
+from toolkit.kubernetes import KubernetesRun, volume
 from toolkit.kubernetes.client import exec
 from toolkit.kubernetes.client.connection import Away, Denied
 from toolkit.kubernetes.run import KubernetesPoint
-from toolkit.kubernetes.volume import fetch, helper_pod, placed, transfer
-from toolkit.kubernetes.volume.helper_pod import (
+from toolkit.kubernetes.volume import (
     CHUNK,
     TRANSFER_LABEL,
     _Received,
+    fetch,
+    placed,
     run_dir_of,
+    transfer,
     transfer_pod,
 )
 from toolkit.kubernetes.workloads import KINDS, Object
@@ -263,7 +265,7 @@ def test_a_write_that_nobody_waits_for_is_ended_before_its_file_is_removed(
     tmp_path: Path, until: Until
 ) -> None:
     path = tmp_path / "runs/t/f/x"
-    program = [sys.executable, "-I", "-c", helper_pod._PROGRAM.read_text()]
+    program = [sys.executable, "-I", "-c", volume._PROGRAM.read_text()]
     writer = subprocess.Popen([*program, "write", path, "9", "?"], stdin=subprocess.PIPE)
     until(lambda: list(tmp_path.rglob(".x.part-*")), "it has begun")
     subprocess.run([*program, "remove", path, tmp_path / "runs"], check=True)
@@ -370,7 +372,7 @@ def test_a_missing_right_is_named_with_the_role_that_has_it(
 def test_a_pod_that_never_runs_is_told_with_its_reason_and_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(helper_pod, "_PATIENCE", 3)
+    monkeypatch.setattr(volume, "_PATIENCE", 3)
     with FakeKubernetes() as server:
         there = Site(server, {"HOME": str(tmp_path)}, "Job")
         waiting = {"reason": "ErrImagePull", "message": "no such image"}

@@ -11,7 +11,7 @@ import pytest
 import toolkit
 from tests.conftest import TOOLKIT
 from tests.support.asked_slurm import Answer, fake_squeue
-from tests.support.remembered import remember
+from tests.support.run_records import remember
 
 
 @pytest.fixture

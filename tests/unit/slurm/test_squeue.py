@@ -11,7 +11,7 @@ import pytest
 
 import toolkit
 from tests.support.asked_slurm import Slurm, User, counted, fake_squeue, shown
-from tests.support.remembered import remember
+from tests.support.run_records import remember
 from toolkit.cli.summary import rows_of
 from toolkit.local.launcher import LocalRun
 from toolkit.runs.registry import RunRecord

@@ -14,7 +14,7 @@ import pytest
 
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster
-from tests.support.remembered import remember
+from tests.support.run_records import remember
 from tests.support.slurm_site import Site
 from toolkit.runs import registry, submission_journal
 from toolkit.runs.registry import RunRecord

@@ -59,7 +59,7 @@ CHUNK = 32 * 1024
 _ATTEMPTS = 3
 """How often a transfer of a file is tried if the connection is lost."""
 
-_PROGRAM = Path(__file__).parent / "agent.py"
+_PROGRAM = Path(__file__).parent / "volume_agent.py"
 
 _RBAC = re.compile(r" cannot \w+ resource ")
 
