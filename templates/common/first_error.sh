@@ -197,9 +197,14 @@ repeated() {  # FOLDER... of torchruns: whether one has failed alike in two star
     _looked_at="${_looked_at:-}<$_state>"  # the same files have the same errors
     # shellcheck disable=SC2006  # see above
     _twice=`first_error "$_folder_of_one" all </dev/null`
-    [ -z "$_twice" ] || return 0
+    case $_twice in
+      '') ;;
+      *"another one") _echo=$_twice _echo_at=${_echo_at:-`date +%s`} ;;  # another node, whose files may come late, has the cause
+      *) return 0 ;;
+    esac
   done
-  return 1
+  _twice=${_echo:-}
+  [ -n "$_twice" ] && { [ -n "${_all_ended:-}" ] || [ "`date +%s`" -ge "`expr "$_echo_at" + 60`" ]; }
 }
 
 in_words() {  # LINE of first_error: prints a sentence

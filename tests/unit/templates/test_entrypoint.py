@@ -554,6 +554,20 @@ def test_a_torchrun_that_would_start_for_ever_what_fails_alike_is_ended(tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_pod_that_has_only_lost_another_one_tells_the_cause(kind: str, tmp_path: Path) -> None:
+    """Its status may be the only one that is seen: it is final, so that the others are deleted."""
+    pod = Pod(tmp_path, kind, in_job=1)
+    code = ""
+    for number in (0, 1):
+        cause = raises("RuntimeError: no kernel", start=number)
+        echo = raises("Connection closed by peer", start=number)
+        code += f"{cause.replace('$PET_LOG_DIR', '$PET_LOG_DIR/../t-1')}; {echo}; "
+    assert pod.run(f"{code}{lost(5)}; exit 1") == FINAL
+    (ended,) = pod.runs.glob("logs/attempt-0/t-0/ended")
+    assert "fatal: the same failure twice at step 5: RuntimeError: no kernel; " in ended.read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_script_is_sh_and_holds_nothing_that_kubernetes_expands(
     kind: str, tmp_path: Path
 ) -> None:

@@ -215,6 +215,37 @@ def test_two_starts_in_one_job_that_fail_alike_are_enough(job: Job) -> None:
     assert ends(job) == f"fatal: the same failure twice at step 12: RuntimeError: bad{END}"
 
 
+def fails_in_two_starts(job: Job, words: str, *, node: int) -> None:
+    for start in (0, 1):
+        raised(job, words, start=start, node=node)
+    events = [{"attempt": 0, "restart": start, "event": "error", "step": 12} for start in (0, 1)]
+    (job.run_dir / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+
+
+LOST = "another rank went away [Connection closed by peer]"
+
+
+def test_the_node_with_the_cause_is_named_and_not_the_first_that_has_lost_it(job: Job) -> None:
+    fails_in_two_starts(job, LOST, node=0)
+    fails_in_two_starts(job, "RuntimeError: bad", node=1)
+    assert ends(job) == f"fatal: the same failure twice at step 12: RuntimeError: bad{END}"
+
+
+def test_nodes_that_only_lose_another_one_are_stopped_later_than_the_cause_can_take(
+    job: Job,
+) -> None:
+    """On a network file system, the files of the node with the cause may be seen a minute later."""
+    fails_in_two_starts(job, LOST, node=0)
+    clock = "date() { echo $_now_s; }; _all_ended=''; "
+    look = 'repeated "$_logs"/node-*/*'
+    too_early = f"{clock} _now_s=100; {look} && exit 3; _now_s=159; {look} && exit 4; "
+    assert job.run(f"{too_early} _now_s=160; {look}; echo $_twice") == 0
+    assert job.log.read_text().endswith("bare 12 ranks have lost another one\n")
+    fails_in_two_starts(job, "RuntimeError: bad", node=1)
+    assert job.run(f"{clock} _now_s=100; {look}; echo $_twice") == 0, "at once"
+    assert job.log.read_text().endswith("error 12 RuntimeError: bad\n")
+
+
 def test_what_was_stopped_for_its_repetition_is_fatal_whatever_it_says_then(job: Job) -> None:
     (job.folder(0) / "repeated").write_text("error\t12\tRuntimeError: bad\n")
     reason = ends(job, step=12, status="preempted")
