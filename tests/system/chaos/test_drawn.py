@@ -29,10 +29,7 @@ def opened(place: str, cluster: Cluster, folder: Path) -> Iterator[Arena]:
     arena.restore()
 
 
-@pytest.mark.parametrize(
-    ("place", "seed"),
-    [pytest.param("slurm", 2, marks=pytest.mark.slow), ("pods", 2), ("local", 6)],
-)
+@pytest.mark.parametrize(("place", "seed"), [("slurm", 2), ("pods", 2), ("local", 6)])
 def test_a_run_survives_faults_at_any_moment(
     place: str, seed: int, cluster: Cluster, tmp_path: Path, reference: Trial
 ) -> None:
