@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from train.checkpoints.state import Saver
+from train.checkpoints.saver import Saver
 from train.cli.config import Config
 from train.data.order import Batch
 from train.model.gradients import LossScaler

@@ -19,7 +19,7 @@ from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.profile import KubernetesProfile, Profile, as_profile
 from toolkit.rendering import render
 from toolkit.runs.run import new_run_name
-from toolkit.slurm.squeue import Command, run_command
+from toolkit.slurm.commands import Command, run_command
 from toolkit.text.manifests import Manifest, View, is_manifest, read_manifests
 from toolkit.text.yaml_reader import Document, KeyPath, read_text
 

@@ -20,6 +20,7 @@ from train.errors import (
 from train.failure.record import tell, tell_torchrun
 from train.rundir.console import Console, end_process, keep_lines_whole
 from train.rundir.files import RunDirectory
+from train.runtime.phases import Phases
 from train.runtime.rank import RankInfo
 from train.runtime.signals import StopRequest
 from train.runtime.spawn import spawn
@@ -59,7 +60,9 @@ def main() -> int:
             return exit_status
         from train.session import train
 
-        exit_status = train(config, rank_info, stop, console)
+        phases = Phases.of_process(os.environ, restart=rank_info.restart)
+        phases.end("imports")
+        exit_status = train(config, rank_info, stop, console, phases)
         if exit_status == EXIT_PREEMPTED:
             tell_torchrun(f"stopped by {stop.signal_name or 'a signal to another rank'}")
         return exit_status

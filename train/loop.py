@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from train.checkpoints.state import Saver
+from train.checkpoints.saver import Saver
 from train.data.loader import Feed, resident, source_of
 from train.data.order import SampleOrder, mixed, seed_device, seed_of
 from train.errors import NonFiniteLoss
@@ -262,12 +262,15 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Measure on the test set, and say so."""
-        progress = self.progress
+        progress, started = self.progress, time.monotonic()
         measured = self.measure()
         progress.metrics.update(measured)
         place = {"epoch": self.epoch, "samples_seen": progress.samples_seen}
         self.directory.metric(step=progress.step, **place, **measured)
-        self.directory.event("epoch", step=progress.step, **place, **progress.metrics)
+        seconds = time.monotonic() - started
+        self.directory.event(
+            "epoch", step=progress.step, **place, **progress.metrics, seconds=seconds
+        )
         done = f"step {progress.step}/{progress.steps}, epoch {self.epoch}"
         self.console.say(f"{done}: {figures(progress.metrics)}")
 

@@ -9,7 +9,7 @@ import torch
 from train import parallel, tasks
 from train.checkpoints import recovery
 from train.checkpoints.reader import export, export_problem, weights
-from train.checkpoints.state import Saver
+from train.checkpoints.saver import Saver
 from train.cli import flags
 from train.cli.config import Config
 from train.data.loader import source_of
@@ -32,14 +32,19 @@ from train.profiling.timeline import Profile
 from train.rundir.claim import adopt, claim
 from train.rundir.console import Console, figures
 from train.rundir.files import RunDirectory, TrainingProgress
+from train.runtime.phases import Phases
 from train.runtime.process_group import RankGroup, open_group
 from train.runtime.rank import RankInfo
 from train.runtime.signals import StopRequest
 from train.tasks.base import Task
 
 
-def train(config: Config, rank_info: RankInfo, stop: StopRequest, console: Console) -> int:
+def train(
+    config: Config, rank_info: RankInfo, stop: StopRequest, console: Console, phases: Phases
+) -> int:
     """Train as configured and return the exit status; a failure has been reported by then.
+
+    `phases` are those of this process until now.
 
     Raises:
         UsageError: the run directory holds another run, or something is missing on this machine.
@@ -54,6 +59,7 @@ def train(config: Config, rank_info: RankInfo, stop: StopRequest, console: Conso
         with open_group(rank_info, config) as group:
             # All ranks are here: from now on they can agree on where to stop.
             stop.wait_for_the_loop()
+            phases.end("process_group")
             samples = len(source_of(task.train(), task=task.name))
             progress = TrainingProgress(steps=config.total_steps(samples))
             identity = {**config.identity(), **task.identity()}
@@ -70,9 +76,12 @@ def train(config: Config, rank_info: RankInfo, stop: StopRequest, console: Conso
             trainer = assemble(parts, identity, progress, directory, console, stop)
             saver = trainer.saver
             announce(trainer, parts)
+            phases.end("setup")
             trainer.resume()
             step = progress.step
             group.on_rank_0(lambda: adopt(directory, identity, step, console))
+            phases.end("restore")
+            directory.event("ready", step=step, began=phases.began, phases=phases.seconds)
             if not trainer.run():
                 return EXIT_PREEMPTED
             finish(trainer)

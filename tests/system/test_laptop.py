@@ -436,8 +436,8 @@ def test_a_login_node_decides_nothing_that_leaves_the_laptop(laptop: Laptop) -> 
 @pytest.mark.slow
 def test_an_answer_without_an_end_is_ended(laptop: Laptop) -> None:
     limited = (
-        "import sys\nfrom toolkit.slurm import squeue\nfrom toolkit.__main__ import main\n"
-        "squeue.ANSWER_S, squeue.ANSWER_BYTES = 5.0, 1 << 20\n"
+        "import sys\nfrom toolkit.slurm import commands\nfrom toolkit.__main__ import main\n"
+        "commands.ANSWER_S, commands.ANSWER_BYTES = 5.0, 1 << 20\n"
         "sys.argv = ['toolkit', 'list']\nmain()\n"
     )
     laptop.toolkit("submit", held(laptop), "--to", "later.yaml")
@@ -455,8 +455,8 @@ def test_an_answer_without_an_end_is_ended(laptop: Laptop) -> None:
 @pytest.mark.slow
 def test_a_submission_without_an_end_is_ended_and_tried_once(laptop: Laptop) -> None:
     limited = (
-        "import sys\nfrom toolkit.slurm import squeue\nfrom toolkit.__main__ import main\n"
-        "squeue.ACTION_S = 5.0\n"
+        "import sys\nfrom toolkit.slurm import commands\nfrom toolkit.__main__ import main\n"
+        "commands.ACTION_S = 5.0\n"
         f"sys.argv = ['toolkit', 'submit', {held(laptop)!r}, '--to', 'later.yaml']\nmain()\n"
     )
     calls = laptop.folder / "calls"

@@ -17,7 +17,7 @@ from toolkit.functions.payload import files_of
 from toolkit.functions.worker import join_group
 from toolkit.job.spec import JobSpec
 from toolkit.kubernetes import KubernetesLauncher
-from toolkit.kubernetes.workloads import PAYLOAD_LIMIT, apart
+from toolkit.kubernetes.workloads import PAYLOAD_LIMIT, too_large
 from toolkit.local.launcher import LocalLauncher
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile, as_profile
@@ -136,7 +136,7 @@ class KubernetesExecutor(_RunExecutor[KubernetesProfile]):
         for call in delayed_submissions:
             job = self._job(self.parameters, call.function)
             files = files_of(job, call, delivered=True)
-            if apart(files) and self._profile.runs_claim is None:
+            if too_large(files) and self._profile.runs_claim is None:
                 raise PlanError(
                     f"the call of {job.name!r} is {format_size(sum(map(len, files.values())))} "
                     f"pickled, and a ConfigMap holds {format_size(PAYLOAD_LIMIT)}; name a "

@@ -66,9 +66,10 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
     def submit(
         self, plan: KubernetesPlan, *, files: Mapping[str, bytes] | None = None
     ) -> KubernetesRun:
-        """Start a new run: of the objects that `render` shows of `plan.named(NAME)`.
+        """Create the objects of `render(plan.named(NAME))` and return the run.
 
-        A run of this very plan whose submission was cut short after the cluster had it is taken up.
+        If an earlier submission of the same plan was interrupted after the cluster had its objects,
+        that run is returned instead.
 
         Args:
             plan: What to start.

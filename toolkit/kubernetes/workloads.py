@@ -226,12 +226,12 @@ def objects_by_run(
                 "binaryData": {n: b64encode(text).decode() for n, text in _small(files).items()},
                 "immutable": True,
             }
-            run = replace(run, payload=payload, apart=apart(files))
+            run = replace(run, payload=payload, apart=too_large(files))
         runs.append(run)
     return runs
 
 
-def apart(files: Mapping[str, bytes]) -> dict[str, bytes]:
+def too_large(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return those files that no ConfigMap holds beside the others: the largest."""
     rest = dict(sorted(files.items(), key=lambda item: len(item[1])))
     contents: dict[str, bytes] = {}
@@ -242,7 +242,7 @@ def apart(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def _small(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the others, by their names alone, as the pods find them."""
-    large = apart(files)
+    large = too_large(files)
     return {name.rpartition("/")[2]: text for name, text in files.items() if name not in large}
 
 

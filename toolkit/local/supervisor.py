@@ -36,7 +36,7 @@ def _die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _sweep() -> None:
+def _kill_descendants() -> None:
     """Kill every descendant; killing a parent hands its children to us, so until none is left."""
     while True:
         for task in Path("/proc/self/task").glob("*/children"):
@@ -107,7 +107,7 @@ def supervise(
             child.kill()
             break
         if status is not None:
-            _sweep()
+            _kill_descendants()
             signalled, ends_at = False, now + time_limit_s
             stops.clear()
             child = start([*argv, "restart"])
@@ -124,7 +124,7 @@ def supervise(
         if stops and now > stops[0] + stop_timeout_s:
             child.kill()
         time.sleep(_POLL_S)
-    _sweep()
+    _kill_descendants()
     return 1 if status is None else status
 
 

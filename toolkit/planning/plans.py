@@ -37,7 +37,8 @@ class LaunchPlan:
     job: JobSpec
     profile: Profile
     torchrun: tuple[str, ...]
-    """torchrun's options that are the same on every node and that the site does not set itself."""
+    """torchrun's options that are known before the job runs: on Kubernetes with the endpoint, which
+    on Slurm the script adds."""
 
     env: Mapping[str, str]
     """The environment of every worker, by name."""

@@ -17,12 +17,12 @@ from toolkit.runs import registry, run_directory, submission_journal
 from toolkit.runs.run import Launcher, Run, new_run_name
 from toolkit.runs.run_secrets import require_secrets
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.slurm.commands import Command, refused, run_command
 from toolkit.slurm.login.host import LoginNode, RunFolder
 from toolkit.slurm.login.ssh_host import SshLoginNode
 from toolkit.slurm.run import SlurmRun
 from toolkit.slurm.site_check import site_findings
 from toolkit.slurm.snapshot import Snapshot, snapshot_file
-from toolkit.slurm.squeue import Command, refused, run_command
 from toolkit.slurm.submission import SlurmJob, Submission, as_lines, find, send, write_jobs
 from toolkit.slurm.sweep import SlurmPoint, SlurmSweep, has_points, write_points
 

@@ -17,9 +17,9 @@ from toolkit.runs import log_reader, registry, run_directory
 from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.slurm.commands import first_line
 from toolkit.slurm.login.host import LoginNode
 from toolkit.slurm.snapshot import Snapshot
-from toolkit.slurm.squeue import first_line
 from toolkit.slurm.status import JobRow, status_of
 from toolkit.slurm.submission import SlurmJob, is_job_id, read_jobs
 

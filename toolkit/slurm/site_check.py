@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from toolkit.errors import LauncherError, Problem
 from toolkit.planning.slurm import SIGNAL_SLACK_S, SlurmPlan, warning_lead_s
 from toolkit.rendering import render
-from toolkit.slurm.squeue import Command, first_line, refused
+from toolkit.slurm.commands import Command, first_line, refused
 from toolkit.text.quantities import format_duration, parse_duration, whole_number
 
 _OLDEST = (22, 5)

@@ -19,7 +19,14 @@ from typing import Any
 
 from toolkit.errors import LauncherError
 from toolkit.runs.state_dir import lock_file, state_folder
-from toolkit.slurm.squeue import Command, ask_accounting, ask_jobs, ask_mine, cluster_name, is_busy
+from toolkit.slurm.commands import (
+    Command,
+    ask_accounting,
+    ask_jobs,
+    ask_mine,
+    cluster_name,
+    is_busy,
+)
 from toolkit.slurm.status import JobRow
 from toolkit.text import untrusted
 

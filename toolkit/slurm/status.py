@@ -22,7 +22,7 @@ _STATES = {
 }
 """Slurm's job states (squeue manual, JOB STATE CODES); all others are UNKNOWN.
 
-A run that is out of time was stopped from outside with a checkpoint, as a preempted one.
+TIMEOUT is PREEMPTED: the time limit, too, stops a run from outside, with a checkpoint.
 """
 
 _EXPLANATIONS = {

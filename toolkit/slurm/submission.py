@@ -19,9 +19,9 @@ from typing import Any
 
 from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.runs.submission_journal import UnknownOutcome
+from toolkit.slurm.commands import ask_mine, first_line, refused
 from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.ssh import Hung, Lost
-from toolkit.slurm.squeue import ask_mine, first_line, refused
 from toolkit.text import untrusted
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes.slurm_answers import FOLDER
-from toolkit.slurm.squeue import ask_accounting, ask_jobs, run_command
+from toolkit.slurm.commands import ask_accounting, ask_jobs, run_command
 
 SCRIPT = """\
 #!/bin/bash

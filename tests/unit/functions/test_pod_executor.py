@@ -28,7 +28,7 @@ from toolkit.functions import payload, pod_results
 from toolkit.functions.payload import files_of
 from toolkit.functions.pod_results import CHUNK, LIMIT, LONGEST, MARK, left_here
 from toolkit.kubernetes.client.resources import Cluster
-from toolkit.kubernetes.workloads import PAYLOAD_LIMIT, apart
+from toolkit.kubernetes.workloads import PAYLOAD_LIMIT, too_large
 from toolkit.planning.pods import FILE_MARK
 
 KEY = "ab" * 32
@@ -317,7 +317,7 @@ def test_a_call_of_just_the_limit_is_in_the_configmap_and_a_larger_one_on_the_cl
     claim = server.root / "claims/runs" / job.run.name
     placed = {str(f.relative_to(claim)): f.read_bytes() for f in claim.rglob("*") if f.is_file()}
     assert mounted | placed == wanted
-    assert placed == apart(wanted)
+    assert placed == too_large(wanted)
     assert list(placed) == ["function/call.pkl"] * more
     assert job.submission().args == (b"x" * size,)
     until(lambda: not pods(server), "no pod is left")

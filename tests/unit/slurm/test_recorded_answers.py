@@ -4,7 +4,7 @@ import pytest
 
 from tests.fakes.slurm_answers import FOLDER, Recording
 from toolkit.runs.state import RunState
-from toolkit.slurm.squeue import ask_accounting, ask_jobs
+from toolkit.slurm.commands import ask_accounting, ask_jobs
 
 RECORDED = sorted(FOLDER.glob("*.json"))
 STATES = {

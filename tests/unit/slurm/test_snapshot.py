@@ -159,7 +159,7 @@ def test_shells_that_ask_at_once_make_one_question(tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
     code = (
         "import sys; from toolkit.slurm.snapshot import SnapshotCache, snapshot_file\n"
-        "from toolkit.slurm.squeue import run_command\n"
+        "from toolkit.slurm.commands import run_command\n"
         "queue = SnapshotCache(run_command, file=snapshot_file())\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "print(len(queue.look(max_age_s=60).rows('1', '')), flush=True)"

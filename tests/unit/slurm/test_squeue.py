@@ -15,7 +15,7 @@ from tests.support.run_records import remember
 from toolkit.cli.summary import rows_of
 from toolkit.local.launcher import LocalRun
 from toolkit.runs.registry import RunRecord
-from toolkit.slurm.squeue import ask_jobs, ask_mine
+from toolkit.slurm.commands import ask_jobs, ask_mine
 from toolkit.slurm.status import JobRow, expected, in_words, status_of
 
 

@@ -508,7 +508,7 @@ trap 'seen=$((seen + 1))' USR1
 ) 9<> <(:) &
 for n in {1..40}; do
   _why='' _word=''
-  judge 1
+  classify 1
   count
   _excluded=''
 done

@@ -12,8 +12,8 @@ from toolkit.profile import SlurmProfile
 from toolkit.runs import run_directory
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Run
+from toolkit.slurm.commands import Command
 from toolkit.slurm.snapshot import SnapshotCache
-from toolkit.slurm.squeue import Command
 
 DOUBTFUL = 75
 """Exit status of `LoginNode.sbatch`: an earlier call has started it, and its outcome is unknown."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.slurm import squeue
+from toolkit.slurm import commands
 
 _OPTIONS = (
     "BatchMode=yes",  # no password prompt: the toolkit may run unattended
@@ -79,7 +79,7 @@ class SshConnection:
         second factor to make it.
         """
         options = list(_OPTIONS)
-        own = self._run(["ssh", "-G", self.name], limit_s=squeue.ANSWER_S)
+        own = self._run(["ssh", "-G", self.name], limit_s=commands.ANSWER_S)
         if not re.search(r"^controlpath (?!none$)", own.stdout, re.MULTILINE):
             folder = _socket_folder(os.environ)
             if folder is None:
@@ -98,7 +98,7 @@ class SshConnection:
         """
         script = _WRAPPER.format(body=body, begin=_BEGIN, end=_END)
         stdin = script.encode("utf-8", "surrogateescape")
-        limit_s = squeue.ACTION_S if limit_s is None else limit_s
+        limit_s = commands.ACTION_S if limit_s is None else limit_s
         done = self._run([*self.ssh, self.name, "exec bash -l -s"], stdin, limit_s=limit_s)
         output = done.stdout.partition(f"{_BEGIN}\n")[2]
         output, ended, status = output.rpartition(f"\n{_END} ")
@@ -108,13 +108,13 @@ class SshConnection:
         return subprocess.CompletedProcess([], int(status), output, message)
 
     def command(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        """Run one command, as `squeue.Command` wants it.
+        """Run one command, as `commands.Command` wants it.
 
         Raises:
             SchedulerMissing: the command does not exist there.
         """
         hidden = "unset ${!SQUEUE_*} ${!SACCT_*} SLURM_TIME_FORMAT SLURM_CLUSTERS"
-        limit_s = squeue.ANSWER_S if squeue.only_asks(argv) else None
+        limit_s = commands.ANSWER_S if commands.only_asks(argv) else None
         done = self.bash(f"{hidden}\n{shlex.join(argv)}", limit_s=limit_s)
         if done.returncode == 127 and f"{argv[0]}: command not found" in done.stderr:
             raise SchedulerMissing(
@@ -129,9 +129,9 @@ class SshConnection:
         Raises:
             LauncherError: rsync is missing there.
         """
-        waits = f"--timeout={squeue.ANSWER_S:.0f}"  # for a host that sends nothing any more
+        waits = f"--timeout={commands.ANSWER_S:.0f}"  # for a host that sends nothing any more
         argv = ["rsync", "--protect-args", waits, f"--rsh={shlex.join(self.ssh)}", *words]
-        done = self._run(argv, names, limit_s=squeue.TRANSFER_S)
+        done = self._run(argv, names, limit_s=commands.TRANSFER_S)
         if "rsync: command not found" in done.stderr:
             raise LauncherError(f"rsync is not installed on {self.name}; ask who runs it")
         if done.returncode in (10, 12, 30, 35, 255):  # sockets, the protocol's stream, time-outs
@@ -144,8 +144,8 @@ class SshConnection:
         if shutil.which(argv[0]) is None:
             raise SchedulerMissing(f"{argv[0]} is not in PATH here; a profile with `via` needs it")
         try:
-            return squeue.run_limited(argv, stdin=stdin, limit_s=limit_s)
-        except squeue.TooLong as error:
+            return commands.run_limited(argv, stdin=stdin, limit_s=limit_s)
+        except commands.TooLong as error:
             raise Hung(self._why_lost(str(error))) from None
 
     def _why_lost(self, message: str) -> str:

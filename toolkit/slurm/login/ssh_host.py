@@ -25,11 +25,11 @@ from toolkit.runs import run_directory
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Run
 from toolkit.runs.state_dir import state_folder
+from toolkit.slurm.commands import first_line
 from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.mirror import Mirrors
 from toolkit.slurm.login.ssh import Hung, Lost, connection_to
 from toolkit.slurm.snapshot import snapshot_file
-from toolkit.slurm.squeue import first_line
 from toolkit.text.quantities import format_size
 
 _CODE_BYTES = 2**30

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.train.support.making import trainer_for
-from train.checkpoints import checkpointer, state, store
+from train.checkpoints import checkpointer, saver, store
 from train.checkpoints.planner import Staging
 from train.model import gradients
 from train.rundir.console import Console
@@ -72,11 +72,11 @@ def test_stall_seconds_is_all_the_time_that_training_stood(
     clock = SimpleNamespace(monotonic=lambda: now[0])
     trainer = trainer_for(0, 1, tmp_path)
     trainer.resume()
-    monkeypatch.setattr(state, "time", clock)
+    monkeypatch.setattr(saver, "time", clock)
     monkeypatch.setattr(checkpointer, "time", clock)
     monkeypatch.setattr(checkpointer.Checkpointer, "_join", join)
     monkeypatch.setattr(store, "commit", commit)
-    monkeypatch.setattr(state, "not_finite", taking(10, gradients.not_finite))
+    monkeypatch.setattr(saver, "not_finite", taking(10, gradients.not_finite))
     monkeypatch.setattr(Staging, "copy", taking(100, Staging.copy))
 
     def save() -> None:
