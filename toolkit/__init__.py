@@ -32,6 +32,7 @@ _NAMES = {
     "profile.draft": "draft keep_draft",
     "rendering": "render",
     "runs.failure": "Failure",
+    "runs.goodput": "Goodput",
     "runs.run": "Launcher Run",
     "runs.state": "RunState RunStatus",
 }
@@ -91,6 +92,7 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
     from toolkit.profile.draft import draft as draft, keep_draft as keep_draft
     from toolkit.rendering import render as render
     from toolkit.runs.failure import Failure as Failure
+    from toolkit.runs.goodput import Goodput as Goodput
     from toolkit.runs.run import Launcher as Launcher, Run as Run
     from toolkit.runs.state import RunState as RunState, RunStatus as RunStatus
 

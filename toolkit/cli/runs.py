@@ -1,4 +1,4 @@
-"""The commands for runs that were submitted: list, status, cancel, wait, logs."""
+"""The commands for runs that were submitted: list, status, cancel, wait, logs, goodput."""
 
 from __future__ import annotations  # naming a type must not import it
 
@@ -171,3 +171,24 @@ def logs(
     elif ranks or grep is not None:
         click.echo(f"no such line in the output of {opened.name}", err=True)
     output.echo_failure(opened, attempt=attempt)
+
+
+@cli.command(epilog=example("toolkit goodput digits-1120-174558-k3f9"))
+@RUNS
+@TRUST
+@JSON
+def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
+    """Show where the time of runs went: steps that count, and everything else.
+
+    Goodput is the share of the time since the submission that went into steps that count.
+    """
+    from toolkit.cli.summary import goodput_lines
+
+    runs = [part for name in names for part in toolkit.open_run(name, trust=trust).parts]
+    found = [(run, run.goodput()) for run in runs]
+    if as_json:
+        rows = [{"uri": run.uri, "name": run.name, **one.as_json()} for run, one in found]
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for run, one in found:
+        output.echo_lines(goodput_lines(run.name, one))

@@ -1,4 +1,4 @@
-"""The rows of `toolkit list` and the content of `toolkit status`.
+"""The rows of `toolkit list`, the content of `toolkit status` and of `toolkit goodput`.
 
 They stand apart from the commands, whose modules `toolkit --help` imports.
 """
@@ -13,6 +13,7 @@ from toolkit.api import statuses
 from toolkit.errors import LauncherError
 from toolkit.runs import run_directory
 from toolkit.runs.failure import headline
+from toolkit.runs.goodput import BUCKETS, Goodput
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
@@ -109,3 +110,27 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
         reason = point["reason"].partition("\n")[0]
         text = "; ".join(filter(None, [run_directory.figures(point["metrics"] or {}), reason]))
         yield f"{point['name']:<{width}}  {point['state']:<9}  {text}".rstrip()
+
+
+def goodput_lines(name: str, goodput: Goodput) -> Iterator[str]:
+    """Yield a run's goodput as `toolkit goodput` prints it: the largest buckets first."""
+    again = f", {goodput.steps_again} made again" if goodput.steps_again else ""
+    starts = "1 start" if goodput.starts == 1 else f"{goodput.starts} starts"
+    yield (
+        f"{name}: goodput {goodput.share:.1%} of {duration(goodput.elapsed_s)} "
+        f"({goodput.steps} steps{again}, {starts})"
+    )
+    for bucket, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1]):
+        if seconds:
+            share = seconds / goodput.elapsed_s
+            yield f"  {share:>6.1%}  {duration(seconds):>12}  {bucket:<13}  {BUCKETS[bucket]}"
+
+
+def duration(seconds: float) -> str:
+    """Return a span of time in its two largest units: `2 h 5 min`; below a minute, `3.4 s`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from toolkit.errors import InputError, LauncherError, RunLost
 from toolkit.kubernetes.client.connection import Away
@@ -37,7 +36,6 @@ from toolkit.runs import registry
 from toolkit.runs.failure import Failure
 from toolkit.runs.log_reader import LogView
 from toolkit.runs.run import Run, unfinished_of
-from toolkit.runs.run_directory import read_metrics
 from toolkit.runs.run_secrets import mask_of, redacted
 from toolkit.runs.state import RunState, RunStatus
 
@@ -232,11 +230,12 @@ class KubernetesRun(Run):
         failure = self.cluster.connection.patiently(question, attempts=_READ_ATTEMPTS)
         return failure and failure.redacted(mask_of(self.run_dir, self.environ))
 
-    def _measured(self) -> list[dict[str, Any]]:
-        """Return what the run has measured, from the claim, by a pod of the run or a helper pod."""
+    @contextlib.contextmanager
+    def _recorded(self, *names: str) -> Iterator[Path]:
+        """Give a folder with files from the claim, by a pod of the run or a helper pod."""
         with tempfile.TemporaryDirectory() as folder:
-            fetch(self, {"metrics.jsonl": Path(folder, "metrics.jsonl")})
-            return read_metrics(Path(folder))
+            fetch(self, {name: Path(folder, name) for name in names})
+            yield Path(folder)
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         """Yield the lines of all pods, with the pod's name in front if there are several."""

@@ -22,6 +22,7 @@ from toolkit.text.quantities import whole_number
 
 if TYPE_CHECKING:
     from toolkit.runs.failure import Failure
+    from toolkit.runs.goodput import Goodput
 
 _NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
 
@@ -197,9 +198,31 @@ class Run(abc.ABC):
 
     def _measured(self) -> list[dict[str, Any]]:
         """Return what a run that is no sweep has measured."""
+        with self._recorded("metrics.jsonl") as folder:
+            return run_directory.read_metrics(folder)
+
+    @contextlib.contextmanager
+    def _recorded(self, *names: str) -> Iterator[Path]:
+        """Give a folder that has these files of the run directory, as far as there are any."""
         if self.run_dir is None:
             raise LauncherError(f"{self.uri}: its run directory cannot be seen from here")
-        return run_directory.read_metrics(self.run_dir)
+        yield self.run_dir
+
+    def goodput(self) -> "Goodput":
+        """Return where the time of the run went, from its submission until now or its end.
+
+        A sweep has none; each of its points has.
+
+        Raises:
+            LauncherError: the run directory cannot be seen from here, or this is a sweep.
+        """
+        from toolkit.runs.goodput import goodput_of
+
+        if self.points:
+            raise LauncherError(f"{self.uri} is a sweep; ask for a point, such as {self.uri}_0")
+        until = None if self.status().state.final else time.time()
+        with self._recorded("events.jsonl", "metrics.jsonl", "outcome.json") as folder:
+            return goodput_of(folder, submitted=self.record.created, until=until)
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> RunStatus:
         """Return the status once the run has ended.

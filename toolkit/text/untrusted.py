@@ -177,6 +177,25 @@ def lines_of_json(path: Path | str, *, limit: int = JSON_BYTES) -> Iterator[Any]
                 yield parse_json(line)
 
 
+def stream_json(path: Path | str, *, limit: int, line_limit: int) -> Iterator[Any]:
+    """Yield the values of `lines_of_json()` one by one, from a file that memory need not hold.
+
+    At most `limit` bytes are read; a line of more than `line_limit` bytes is skipped.
+    """
+    try:
+        file = open_untrusted(path)
+    except OSError:
+        return
+    with file:
+        whole_line = True
+        while limit > 0 and (line := file.readline(min(line_limit, limit))):
+            limit -= len(line)
+            begins, whole_line = whole_line, line.endswith(b"\n")
+            if begins and whole_line:
+                with contextlib.suppress(ValueError):
+                    yield parse_json(line)
+
+
 def write_bytes(path: Path | str, content: bytes, *, append: bool = False) -> None:
     """Write a file that only its owner may write, whatever the umask; a link is not followed.
 

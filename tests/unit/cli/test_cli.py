@@ -29,6 +29,7 @@ COMMANDS = [
     "cancel",
     "wait",
     "logs",
+    "goodput",
     "schema",
 ]
 

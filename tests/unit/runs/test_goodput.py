@@ -1,0 +1,230 @@
+"""Goodput: where the time of a run went, by what its starts have recorded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import ROOT
+from toolkit.runs.goodput import BUCKETS, Goodput, goodput_of
+
+SUBMITTED = 1_000_000.0
+PHASES = {"start": 4.0, "imports": 3.0, "process_group": 1.0, "setup": 2.0, "restore": 0.0}
+
+
+class Recorded:
+    """A run directory in the making: what ranks have recorded, in seconds after the submission."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.attempt = self.restart = 0
+
+    def _append(self, name: str, at: float, **row: Any) -> None:
+        head = {"version": 1, "time": SUBMITTED + at}
+        numbers = {"attempt": self.attempt, "restart": self.restart}
+        with (self.folder / name).open("a") as file:
+            file.write(json.dumps({**head, **numbers, **row}) + "\n")
+
+    def event(self, event: str, at: float, **row: Any) -> None:
+        self._append("events.jsonl", at, event=event, **row)
+
+    def start(self, began: float, *, phases: dict[str, float] = PHASES) -> float:
+        """Record a start of four ranks; return when it is ready."""
+        ready = began + sum(phases.values())
+        self.event("start", ready - 0.5, step=0, global_batch=32, world_size=4)
+        self.event("ready", ready, step=0, began=SUBMITTED + began, phases=phases)
+        return ready
+
+    def steps(self, first: int, last: int, at: float, *, each: float = 1.0) -> float:
+        """Record steps that follow each other; return when the last one ends."""
+        for step in range(first, last + 1):
+            at += each
+            self._append("metrics.jsonl", at, step=step, loss=1.0, samples_per_s=32 / each)
+        return at
+
+    def goodput(self, until: float | None = None) -> Goodput:
+        end = None if until is None else SUBMITTED + until
+        return goodput_of(self.folder, submitted=SUBMITTED, until=end)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path)
+
+
+def spent(goodput: Goodput) -> dict[str, float]:
+    """Return the buckets that have any time, to the millisecond."""
+    assert sum(goodput.seconds.values()) == pytest.approx(goodput.elapsed_s)
+    assert [*goodput.seconds] == [*BUCKETS]
+    return {name: round(value, 3) for name, value in goodput.seconds.items() if abs(value) > 5e-4}
+
+
+def test_a_run_without_faults(run: Recorded) -> None:
+    at = run.start(30)
+    at = run.steps(1, 60, at)
+    at += 1.5
+    run.event("checkpoint", at, step=60, stall_seconds=1.5, seconds=9)
+    at += 5
+    run.event("epoch", at, step=60, seconds=5)
+    at = run.steps(61, 100, at)
+    run.event("done", at, step=100)
+    found = run.goodput(at + 2)
+    assert spent(found) == {
+        "productive": 100,
+        "queue": 30,
+        "start": 4,
+        "imports": 3,
+        "process group": 1,
+        "setup": 2,
+        "checkpoint": 1.5,
+        "evaluation": 5,
+        "other": 2,
+    }
+    assert (found.steps, found.steps_again, found.starts, found.ranks) == (100, 0, 1, 4)
+    assert found.share == pytest.approx(100 / 148.5)
+    assert found.definitions == {
+        "goodput (Google)": pytest.approx(100 / 118.5),
+        "ETTR (Meta)": pytest.approx(100 / 148.5),
+    }
+    figures = found.as_json()
+    assert figures["rank_hours_productive"] == pytest.approx(4 * 100 / 3600)
+    assert figures["rank_hours"] == pytest.approx(4 * 118.5 / 3600)
+
+
+def test_steps_after_the_last_checkpoint_are_lost_and_gaps_have_names(run: Recorded) -> None:
+    at = run.start(0)
+    at = run.steps(1, 25, at)
+    run.event("error", at + 20, step=25)  # a rank hung
+    run.restart = 1
+    began = at + 20 + 6
+    at = run.start(began, phases={"imports": 3.0, "restore": 1.0})
+    at = run.steps(21, 50, at)  # from the checkpoint of step 20
+    run.attempt, run.restart = 1, 0
+    at = run.start(at + 90)
+    at = run.steps(41, 60, at)
+    found = run.goodput()
+    assert spent(found) == {
+        "productive": 60,
+        "lost work": 5 + 10,
+        "stall": 20,
+        "restart": 6,
+        "requeue": 90,
+        "start": 8,
+        "imports": 9,
+        "process group": 2,
+        "setup": 4,
+        "restore": 1,
+    }
+    assert (found.steps, found.steps_again, found.starts) == (60, 15, 3)
+
+
+def test_the_first_step_of_a_start_may_compile(run: Recorded) -> None:
+    at = run.start(0)
+    at = run.steps(1, 1, at, each=31)
+    at = run.steps(2, 10, at)
+    assert spent(run.goodput())["productive"] == 10
+    assert spent(run.goodput())["first step"] == 30
+
+
+def test_a_script_that_writes_steps_alone_has_goodput_too(run: Recorded) -> None:
+    """One that knows neither phases nor rates: the time between two steps is the later one's."""
+    for step in range(1, 11):
+        run._append("metrics.jsonl", 50 + 2 * step, step=step, loss=1.0)
+    found = run.goodput(75)
+    assert spent(found) == {"productive": 18, "queue": 52, "other": 5}
+    assert found.ranks is None and found.as_json()["rank_hours"] is None
+
+
+def test_the_end_is_the_outcome_s(run: Recorded) -> None:
+    at = run.steps(1, 10, run.start(0))
+    outcome = {"status": "done", "time": SUBMITTED + at + 7}
+    (run.folder / "outcome.json").write_text(json.dumps(outcome))
+    assert spent(run.goodput())["other"] == 7
+
+
+def test_of_a_run_that_has_not_begun_all_is_other(run: Recorded) -> None:
+    """Nothing says that it waits in a queue: it may fail before it records anything."""
+    assert spent(run.goodput(60)) == {"other": 60}
+    assert run.goodput().share == 0
+
+
+def test_a_clock_that_was_set_back_makes_no_time(run: Recorded) -> None:
+    at = run.steps(1, 10, run.start(100))
+    run.attempt = 1
+    run.steps(11, 20, run.start(at - 60))
+    found = run.goodput()
+    assert min(found.seconds.values()) >= 0
+    assert found.elapsed_s == pytest.approx(120)
+    assert spent(found)["productive"] <= 20
+
+
+def test_what_is_no_record_is_left_out(run: Recorded) -> None:
+    at = run.steps(1, 10, run.start(0))
+    before = run.goodput()
+    odd = [
+        "{torn",
+        "[]",
+        '{"time": "soon", "event": "error"}',
+        '{"time": 1e400, "event": "start"}',
+        json.dumps({"time": SUBMITTED + at, "event": "epoch", "seconds": "nan"}),
+        json.dumps({"time": SUBMITTED + at, "event": "epoch", "seconds": -5}),
+        '{"time": ' + "1" * 100_000 + "}",
+        "\x00",
+    ]
+    with (run.folder / "events.jsonl").open("a") as file:
+        file.write("\n".join(odd) + "\n")
+    assert run.goodput() == before
+
+
+def test_a_link_is_not_followed(run: Recorded, tmp_path: Path) -> None:
+    run.steps(1, 10, run.start(0))
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (run.folder / name).rename(tmp_path / "elsewhere" / name)
+        (run.folder / name).symlink_to(tmp_path / "elsewhere" / name)
+    assert run.goodput(5).starts == 0
+
+
+numbers = st.one_of(st.none(), st.integers(-5, 40), st.floats(), st.text(max_size=3))
+moments = st.one_of(st.floats(SUBMITTED - 500, SUBMITTED + 500), numbers)
+rows = st.fixed_dictionaries(
+    {},
+    optional={
+        "time": moments,
+        "attempt": numbers,
+        "restart": numbers,
+        "step": numbers,
+        "event": st.sampled_from(["start", "ready", "epoch", "checkpoint", "error", "done"]),
+        "began": moments,
+        "phases": st.dictionaries(st.sampled_from([*PHASES, "x"]), numbers),
+        "seconds": numbers,
+        "stall_seconds": numbers,
+        "global_batch": numbers,
+        "world_size": numbers,
+        "samples_per_s": numbers,
+    },
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(events=st.lists(rows, max_size=12), metrics=st.lists(rows, max_size=12))
+def test_the_buckets_of_any_run_are_never_negative_and_make_up_its_time(
+    events: list[Any], metrics: list[Any], tmp_path: Path
+) -> None:
+    for name, lines in (("events", events), ("metrics", metrics)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    found = goodput_of(tmp_path, submitted=SUBMITTED, until=SUBMITTED + 100)
+    assert all(seconds >= 0 for seconds in found.seconds.values())
+    assert sum(found.seconds.values()) == pytest.approx(found.elapsed_s)
+    assert 0 <= found.share <= 1
+    json.dumps(found.as_json(), allow_nan=False)
+
+
+def test_the_page_has_every_bucket_as_it_is_shown() -> None:
+    page = (ROOT / "docs/reference/goodput.md").read_text()
+    rows = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in BUCKETS.items())
+    assert rows in page

@@ -1,0 +1,319 @@
+"""Goodput: the share of a run's time that went into steps that count, and where the rest went.
+
+Everything comes from the files of the run directory (docs/reference/run-directory.md), and so is
+the same on every site. Whoever may have written them is not believed: what is no number, or no
+moment, is left out, and a clock that was set back makes a span empty, never negative.
+"""
+
+import itertools
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.text import untrusted
+
+BUCKETS = {
+    "productive": "steps that count",
+    "lost work": "steps that were made again",
+    "queue": "from the submission to the first attempt",
+    "start": "containers, torchrun, the nodes' rendezvous",
+    "imports": "Python and its imports",
+    "process group": "the ranks' rendezvous",
+    "setup": "data, model, optimizer",
+    "restore": "loading a checkpoint",
+    "first step": "what the first step of a start takes longer than the others: compilation",
+    "checkpoint": "training stands still for a checkpoint",
+    "evaluation": "on the test set",
+    "stall": "from the last step to the failure",
+    "restart": "from a failure to the next start in the job",
+    "requeue": "from the end of an attempt to the next one",
+    "other": "the rest",
+}
+"""Where the time of a run goes, in the order in which it is shown."""
+
+_PHASES = {
+    "start": "start",
+    "imports": "imports",
+    "process_group": "process group",
+    "setup": "setup",
+    "restore": "restore",
+}
+"""The phases of the event `ready`, by bucket."""
+
+_BYTES = 4 << 30
+"""How much is read of a file: 10 million steps, and more events than a run has."""
+
+_LINE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Where the time of a run went."""
+
+    elapsed_s: float
+    """From the submission to the end, or to now, in seconds."""
+
+    seconds: Mapping[str, float]
+    """The time in each of `BUCKETS`, in seconds; together the elapsed time."""
+
+    steps: int
+    """Steps that count."""
+
+    steps_again: int
+    """Steps that were lost and made again."""
+
+    starts: int
+    """How often ranks were started; attempts and restarts together."""
+
+    ranks: int | None
+    """How many ranks there were in the newest start; None if no start has said so."""
+
+    @property
+    def share(self) -> float:
+        """The goodput: productive time ÷ elapsed time, from 0 to 1."""
+        return self.seconds["productive"] / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def definitions(self) -> Mapping[str, float]:
+        """The goodput as others define it; see docs/reference/goodput.md."""
+        after_queue = self.elapsed_s - self.seconds["queue"]
+        productive = self.seconds["productive"]
+        return {
+            "goodput (Google)": productive / after_queue if after_queue else 0.0,
+            "ETTR (Meta)": self.share,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures by name, as `toolkit goodput --json` prints them."""
+        hours = self.ranks / 3600 if self.ranks else None
+        return {
+            "goodput": self.share,
+            "elapsed_s": self.elapsed_s,
+            "seconds": dict(self.seconds),
+            "definitions": dict(self.definitions),
+            "steps": self.steps,
+            "steps_again": self.steps_again,
+            "starts": self.starts,
+            "ranks": self.ranks,
+            "rank_hours": hours and hours * (self.elapsed_s - self.seconds["queue"]),
+            "rank_hours_productive": hours and hours * self.seconds["productive"],
+        }
+
+
+@dataclass
+class _Start:
+    """What one start of the ranks has recorded."""
+
+    number: tuple[int, int]
+    """Attempt and restart."""
+
+    first: float
+    """The earliest moment that it has recorded, in seconds since 1970."""
+
+    last: float
+    """The latest one."""
+
+    began: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    batch: float | None = None
+    ranks: int | None = None
+    evaluation_s: float = 0.0
+    checkpoint_s: float = 0.0
+    failed_at: float | None = None
+    stepped_at: float | None = None
+    """When the last step ended."""
+    steps: "array[int]" = field(default_factory=lambda: array("q"))
+    durations: "array[float]" = field(default_factory=lambda: array("d"))
+    """How long each of `steps` took, in seconds."""
+
+    def see(self, when: float) -> None:
+        self.first, self.last = min(self.first, when), max(self.last, when)
+
+    def step(self, step: int, when: float, rate: float | None) -> None:
+        """Note a step; `rate` is its samples per second."""
+        if self.steps and step <= self.steps[-1]:
+            return  # an evaluation has a record of its own
+        if rate and self.batch:
+            seconds = self.batch / rate
+        elif self.stepped_at is not None:
+            seconds = max(when - self.stepped_at, 0.0)
+        else:
+            seconds = 0.0
+        self.steps.append(step)
+        self.durations.append(seconds)
+        self.stepped_at = when
+
+    def in_first_step(self) -> float:
+        """Return how much longer the first step took than the mean of the others."""
+        others = len(self.durations) - 1
+        if others < 1:
+            return 0.0
+        return max(self.durations[0] - sum(self.durations[1:]) / others, 0.0)
+
+
+def goodput_of(
+    folder: Path, *, submitted: float | None = None, until: float | None = None
+) -> Goodput:
+    """Return where the time of a run went, by the files in its run directory.
+
+    Args:
+        folder: Where `events.jsonl`, `metrics.jsonl` and `outcome.json` are.
+        submitted: When the run was submitted, in seconds since 1970; by default, when it began.
+        until: The end for a run that goes on; by default, the last moment that it has recorded.
+    """
+    starts = _starts(folder)
+    clock = _Clock(submitted)
+    kept, again = 0, 0
+    for index, start in enumerate(starts):
+        if index == 0:
+            gap = "queue"
+        else:
+            same = starts[index - 1].number[0] == start.number[0]
+            gap = "restart" if same else "requeue"
+        clock.advance(gap, start.first if start.began is None else start.began)
+        for phase, seconds in start.phases.items():
+            clock.spend(_PHASES[phase], seconds, until=start.last)
+        valid = _valid(starts, index)
+        lost = len(start.steps) - valid
+        kept, again = kept + valid, again + lost
+        clock.divide(_training(start, valid), until=start.last)
+    last = untrusted.moment(untrusted.mapping(_outcome(folder)).get("time"))
+    clock.advance("other", max(filter(None, (last, until)), default=clock.now))
+    return Goodput(
+        elapsed_s=sum(clock.seconds.values()),
+        seconds=clock.seconds,
+        steps=kept,
+        steps_again=again,
+        starts=len(starts),
+        ranks=next((start.ranks for start in reversed(starts) if start.ranks), None),
+    )
+
+
+class _Clock:
+    """Goes through a run from its submission, and notes in which bucket each second belongs."""
+
+    def __init__(self, begin: float | None) -> None:
+        self._begin = begin
+        self._now = begin
+        self.seconds = dict.fromkeys(BUCKETS, 0.0)
+
+    @property
+    def now(self) -> float:
+        """The moment that has been reached."""
+        return self._now or 0.0
+
+    def advance(self, bucket: str, moment: float) -> None:
+        """Go on to a moment; nothing happens if it has been passed."""
+        if self._now is None:
+            self._now = moment
+        self.seconds[bucket] += max(moment - self._now, 0.0)
+        self._now = max(moment, self._now)
+
+    def spend(self, bucket: str, seconds: float, *, until: float) -> None:
+        """Go on by so many seconds, not beyond a moment."""
+        self.advance(bucket, min(self.now + seconds, until))
+
+    def divide(self, shares: Mapping[str, float], *, until: float) -> None:
+        """Go on to a moment. Of the time until then each bucket gets its share, `other` the rest.
+
+        Shares that are more than there is, since clocks differ, are made smaller.
+        """
+        there_is, wanted = max(until - self.now, 0.0), sum(shares.values())
+        scale = min(there_is / wanted, 1.0) if wanted else 0.0
+        for bucket, seconds in shares.items():
+            self.seconds[bucket] += seconds * scale
+        self.seconds["other"] += max(there_is - wanted * scale, 0.0)
+        self._now = max(until, self.now)
+
+
+def _valid(starts: list[_Start], index: int) -> int:
+    """Return how many steps of a start no later one has made again.
+
+    A later start voids the steps from its first one on, as `run_directory.read_metrics` has it.
+    """
+    voided = min((later.steps[0] for later in starts[index + 1 :] if later.steps), default=None)
+    if voided is None:
+        return len(starts[index].steps)
+    return sum(1 for _ in itertools.takewhile(lambda step: step < voided, starts[index].steps))
+
+
+def _training(start: _Start, valid: int) -> dict[str, float]:
+    """Return how the time from the first step of a start to its last record is shared out."""
+    extra = start.in_first_step()
+    productive, lost = sum(start.durations[:valid]), sum(start.durations[valid:])
+    if valid:
+        productive -= extra
+    else:
+        lost -= extra
+    noticed = start.failed_at
+    stall = 0.0 if noticed is None else max(noticed - (start.stepped_at or noticed), 0.0)
+    return {
+        "productive": productive,
+        "lost work": lost,
+        "first step": extra,
+        "checkpoint": start.checkpoint_s,
+        "evaluation": start.evaluation_s,
+        "stall": stall,
+    }
+
+
+def _starts(folder: Path) -> list[_Start]:
+    """Return what each start of the ranks has recorded, in their order."""
+    starts: dict[tuple[int, int], _Start] = {}
+    for row, when in _rows(folder / "events.jsonl"):
+        start = _start_of(starts, row, when)
+        _note(start, str(row.get("event")), row, when)
+    for row, when in _rows(folder / "metrics.jsonl"):
+        start = _start_of(starts, row, when)
+        if (step := untrusted.whole(row.get("step"))) is not None:
+            start.step(step, when, untrusted.finite(row.get("samples_per_s")))
+    return [starts[number] for number in sorted(starts)]
+
+
+def _start_of(starts: dict[tuple[int, int], _Start], row: Mapping[str, Any], when: float) -> _Start:
+    numbers = (untrusted.whole(row.get(key)) or 0 for key in ("attempt", "restart"))
+    number = (next(numbers), next(numbers))
+    if number not in starts:
+        starts[number] = _Start(number, when, when)
+    start = starts[number]
+    start.see(when)
+    return start
+
+
+def _note(start: _Start, event: str, row: Mapping[str, Any], when: float) -> None:
+    seconds = untrusted.finite(row.get("stall_seconds" if event == "checkpoint" else "seconds"))
+    seconds = max(seconds or 0.0, 0.0)
+    if event == "start":
+        start.batch = untrusted.finite(row.get("global_batch"))
+        start.ranks = untrusted.whole(row.get("world_size"), least=1)
+    elif event == "ready":
+        start.began = untrusted.moment(row.get("began"))
+        phases = untrusted.mapping(row.get("phases"))
+        known = ((name, untrusted.finite(phases.get(name))) for name in _PHASES)
+        start.phases = {name: max(took, 0.0) for name, took in known if took is not None}
+    elif event == "epoch":
+        start.evaluation_s += seconds
+    elif event == "checkpoint":
+        start.checkpoint_s += seconds
+    elif event == "error":
+        start.failed_at = when
+
+
+def _rows(path: Path) -> Iterator[tuple[Mapping[str, Any], float]]:
+    """Yield the records of a file, each with its time; what is no record, or has none, is left out.
+
+    Read line by line: of a run of millions of steps, the file has gibibytes.
+    """
+    for value in untrusted.stream_json(path, limit=_BYTES, line_limit=_LINE_BYTES):
+        row = untrusted.mapping(value)
+        if (when := untrusted.moment(row.get("time"))) is not None:
+            yield row, when
+
+
+def _outcome(folder: Path) -> Any:
+    try:
+        return untrusted.read_json(folder / "outcome.json")
+    except (OSError, ValueError):
+        return None
