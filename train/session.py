@@ -32,6 +32,7 @@ from train.profiling.timeline import Profile
 from train.rundir.claim import adopt, claim
 from train.rundir.console import Console, figures
 from train.rundir.files import RunDirectory, TrainingProgress
+from train.runtime.environment import environment
 from train.runtime.phases import Phases
 from train.runtime.process_group import RankGroup, open_group
 from train.runtime.rank import RankInfo
@@ -76,6 +77,7 @@ def train(
             trainer = assemble(parts, identity, progress, directory, console, stop)
             saver = trainer.saver
             announce(trainer, parts)
+            directory.event("environment", step=0, **environment(group))
             phases.end("setup")
             trainer.resume()
             step = progress.step

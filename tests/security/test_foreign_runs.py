@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import toolkit
 from tests.conftest import TOOLKIT
 from tests.fakes import fake_slurm
-from toolkit.cli.summary import rows_of, summary_lines, summary_of
+from toolkit.cli.summary import origin_of, rows_of, summary_lines, summary_of
 from toolkit.errors import LauncherError
 from toolkit.runs import registry
 
@@ -302,7 +303,12 @@ def test_an_odd_run_directory_takes_nothing_from_the_other_runs(tmp_path: Path, 
         run = toolkit.open_run(str(odd), trust=trust)
         for part in summary_lines(summary_of(run)):
             part.encode()
-        for ask in (lambda run=run: list(run.logs()), run.failure, run.metrics, run._repr_html_):
+        asked: tuple[Callable[[], object], ...] = (
+            partial(list, run.logs()),
+            partial(origin_of, run),
+            *(run.failure, run.metrics, run.goodput, run._repr_html_),
+        )
+        for ask in asked:
             try:
                 shown = str(ask())
             except LauncherError as error:

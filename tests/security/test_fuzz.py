@@ -16,7 +16,14 @@ import toolkit
 from tests.conftest import ROOT
 from tests.security.fuzzing import CANARY, as_text, deep, fuzz, guarded, mutated, torn
 from toolkit import checks
-from toolkit.cli.summary import rows_of, summary_lines, summary_of
+from toolkit.cli.summary import (
+    goodput_lines,
+    origin_lines,
+    origin_of,
+    rows_of,
+    summary_lines,
+    summary_of,
+)
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 from toolkit.runs import registry, run_directory
 from toolkit.slurm import SlurmLauncher
@@ -141,7 +148,15 @@ LEFT: dict[str, Any] = {
     "metrics.jsonl": {"step": 1, "loss": 0.5, "attempt": 0, "restart": 0},
     "jobs.jsonl": {"version": 1, "job_id": "77", "mode": "", "points": None, "after": ""},
     "points.jsonl": {"version": 1, "index": 0, "name": "p0", "settings": {"--lr": "0.1"}},
-    "launch.json": {"version": 1, "uri": "local://x", "name": "x", "job": "j", "profile": {}},
+    "launch.json": {
+        **{"version": 1, "uri": "local://x", "name": "x", "job": "j", "profile": {}},
+        "provenance": {"toolkit": "0.1", "git": {"commit": "c", "dirty": True, "diff": "+a"}},
+    },
+    "events.jsonl": {
+        **{"time": 1.7e9, "attempt": 0, "restart": 0, "event": "environment", "torch": "2"},
+        **{"nodes": [{"host": "n", "ranks": 1}], "packages_differ": [], "began": 1.6e9},
+        **{"phases": {"imports": 3.0}, "global_batch": 8, "seconds": 1.0},
+    },
     "job.yaml": {"name": "probe", "script": "x.py", "secrets": {"T": {"file": "x"}}},
     f"{RANK}/error.json": ERROR,
     f"{RANK}/stderr.log": "Traceback (most recent call last):\n  File x, line 1\nValueError: no\n",
@@ -204,6 +219,8 @@ def shown(run: toolkit.Run) -> None:
         lambda: "\n".join(run.logs()),
         lambda: "\n".join(failure.lines()) if (failure := run.failure()) else "",
         lambda: str(run.metrics()),
+        lambda: "\n".join(goodput_lines(run.name, run.goodput())),
+        lambda: "\n".join(origin_lines(origin_of(run))),
         run._repr_html_,
     )
     for ask in asked:

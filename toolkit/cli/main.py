@@ -22,7 +22,7 @@ from toolkit.errors import ToolkitError
 _MODULES = {
     **dict.fromkeys(("init", "check"), "files"),
     **dict.fromkeys(("render", "submit", "resubmit", "run"), "submit"),
-    **dict.fromkeys(("list", "status", "cancel", "wait", "logs", "goodput"), "runs"),
+    **dict.fromkeys(("list", "status", "cancel", "wait", "logs", "goodput", "show"), "runs"),
     "schema": "files",
 }
 """The commands in the order of `--help`, and the modules of this package that define them."""

@@ -1,4 +1,4 @@
-"""The commands for runs that were submitted: list, status, cancel, wait, logs, goodput."""
+"""The commands for runs that were submitted: list, status, cancel, wait, logs, goodput, show."""
 
 from __future__ import annotations  # naming a type must not import it
 
@@ -192,3 +192,24 @@ def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
         return
     for run, one in found:
         output.echo_lines(goodput_lines(run.name, one))
+
+
+@cli.command(epilog=example("toolkit show digits-1120-174558-k3f9 --diff | git apply"))
+@RUN
+@TRUST
+@JSON
+@click.option("--diff", is_flag=True, help="Print only the changes that were not committed.")
+def show(run: str, trust: bool, as_json: bool, diff: bool) -> None:
+    """Show what a run was made from: commit, versions, packages, nodes."""
+    from toolkit.cli.summary import no_diff, origin_lines, origin_of
+
+    origin = origin_of(toolkit.open_run(run, trust=trust))
+    changes = str((origin["git"] or {}).get("diff") or "")
+    if diff and not changes:
+        raise LauncherError(f"{origin['name']} has no diff: {no_diff(origin)}")
+    if diff:
+        output.echo_lines(iter(changes.splitlines()))
+    elif as_json:
+        click.echo(json.dumps(origin, indent=2))
+    else:
+        output.echo_lines(origin_lines(origin))

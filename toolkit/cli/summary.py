@@ -1,8 +1,9 @@
-"""The rows of `toolkit list`, the content of `toolkit status` and of `toolkit goodput`.
+"""The rows of `toolkit list`, the content of `toolkit status`, `goodput` and `show`.
 
 They stand apart from the commands, whose modules `toolkit --help` imports.
 """
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -14,9 +15,11 @@ from toolkit.errors import LauncherError
 from toolkit.runs import run_directory
 from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
+from toolkit.runs.provenance import environment_of
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.text import untrusted
 
 
 def rows_of(
@@ -121,9 +124,69 @@ def goodput_lines(name: str, goodput: Goodput) -> Iterator[str]:
         f"({goodput.steps} steps{again}, {starts})"
     )
     for bucket, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1]):
-        if seconds:
-            share = seconds / goodput.elapsed_s
+        share = seconds / goodput.elapsed_s if seconds else 0.0
+        if share >= 0.0005:  # as 0.1%
             yield f"  {share:>6.1%}  {duration(seconds):>12}  {bucket:<13}  {BUCKETS[bucket]}"
+
+
+def origin_of(run: Run) -> dict[str, Any]:
+    """Return the content of `toolkit show`."""
+    made = dict(run.record.provenance)
+    folder = run.run_dir
+    if folder is not None:  # the list of runs has no diffs
+        with contextlib.suppress(OSError, ValueError):
+            launch = untrusted.read_json(folder / "launch.json")
+            made |= untrusted.mapping(untrusted.mapping(launch).get("provenance"))
+    environment: dict[str, Any] = {}
+    with contextlib.suppress(LauncherError), run.recorded("events.jsonl") as recorded:
+        environment = environment_of(recorded)
+    created = datetime.fromtimestamp(run.record.created).astimezone()
+    return {
+        "uri": run.uri,
+        "name": run.name,
+        "job": run.record.job,
+        "profile": run.record.profile.get("name"),
+        "created": created.isoformat(timespec="seconds"),
+        "run_dir": str(folder) if folder else None,
+        "toolkit": made.get("toolkit"),
+        "python": made.get("python"),
+        "git": untrusted.mapping(made.get("git")) or None,
+        "environment": {key: environment.get(key) for key in _ENVIRONMENT} if environment else None,
+    }
+
+
+_ENVIRONMENT = ("python", "torch", "cuda", "nccl", "driver", "packages", "packages_differ", "nodes")
+
+
+def no_diff(origin: Mapping[str, Any]) -> str:
+    """Say why the origin of a run has no diff."""
+    git = origin["git"]
+    if not git:
+        return "it was not submitted from a git working tree"
+    if not git.get("dirty"):
+        return "nothing was changed since its commit"
+    return "its changes are in new files, are too large, or were recorded elsewhere"
+
+
+def origin_lines(origin: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the content of `toolkit show` as lines."""
+    for key in ("uri", "name", "job", "profile", "created", "run_dir"):
+        if origin[key] is not None:
+            yield f"{key + ':':<12} {origin[key]}"
+    if git := origin["git"]:
+        changed = ", with changes that are not committed" if git.get("dirty") else ""
+        yield f"{'commit:':<12} {git.get('commit')} ({git.get('branch')}){changed}"
+    if origin["toolkit"]:
+        yield f"{'toolkit:':<12} {origin['toolkit']}, submitted with Python {origin['python']}"
+    if ranks := origin["environment"]:
+        for name in ("python", "torch", "cuda", "nccl", "driver", "packages"):
+            if ranks[name]:
+                yield f"{name + ':':<12} {ranks[name]}"
+        if differing := ranks["packages_differ"]:
+            yield f"{'':<12} ranks with other packages than rank 0: {differing}"
+        for node in map(untrusted.mapping, untrusted.sequence(ranks["nodes"])):
+            gpu = f" on {node['gpu']}" if node.get("gpu") else ""
+            yield f"{'node:':<12} {node.get('host')}, ranks: {node.get('ranks')}{gpu}"
 
 
 def duration(seconds: float) -> str:

@@ -26,7 +26,7 @@ from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL, payload_dir_of
 from toolkit.profile import KubernetesProfile
 from toolkit.rendering import render
-from toolkit.runs import registry, submission_journal
+from toolkit.runs import provenance, registry, submission_journal
 from toolkit.runs.run import Launcher, Run, new_run_name
 from toolkit.text import untrusted
 
@@ -103,6 +103,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             job=plan.job.name,
             profile=profile.model_dump(mode="json", by_alias=True),
             created=time.time(),
+            provenance=provenance.collect(),
             run_dir=local.folder if files else None,
         )
         data = {"record": record.as_json(), "files": list(payload)}

@@ -231,7 +231,7 @@ class KubernetesRun(Run):
         return failure and failure.redacted(mask_of(self.run_dir, self.environ))
 
     @contextlib.contextmanager
-    def _recorded(self, *names: str) -> Iterator[Path]:
+    def recorded(self, *names: str) -> Iterator[Path]:
         """Give a folder with files from the claim, by a pod of the run or a helper pod."""
         with tempfile.TemporaryDirectory() as folder:
             fetch(self, {name: Path(folder, name) for name in names})

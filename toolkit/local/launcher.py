@@ -18,7 +18,7 @@ from toolkit.errors import LauncherError
 from toolkit.planning.local import LocalPlan
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
-from toolkit.runs import log_reader, registry, run_directory
+from toolkit.runs import log_reader, provenance, registry, run_directory
 from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Launcher, Run, new_run_name
 from toolkit.runs.run_secrets import require_secrets
@@ -182,6 +182,7 @@ class LocalLauncher(Launcher[LocalPlan]):
             job=plan.job.name,
             profile=self._profile.model_dump(mode="json", by_alias=True),
             created=time.time(),
+            provenance=provenance.collect(),
             run_dir=run_dir,
         )
         return LocalRun(registry.add(record))

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,9 @@ class RunRecord:
 
     remote_dir: str | None = None
     """The run directory's path on that host; None where this machine sees the directory itself."""
+
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """What was submitted, see toolkit/runs/provenance.py; empty in records of older versions."""
 
     believed: bool = True
     """Whether the record is this user's own; that of a run directory that was opened by its path
@@ -120,9 +123,11 @@ def add(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> RunRecord
         LauncherError: nothing can be written there.
     """
     line = json.dumps(run.as_json())
+    git = {key: value for key, value in run.provenance.get("git", {}).items() if key != "diff"}
+    listed = replace(run, provenance={**run.provenance, "git": git}) if git else run
     try:
         # The user's list first: it may lie on another disk than a run directory that is full.
-        append(_file(environ), line)
+        append(_file(environ), json.dumps(listed.as_json()))  # in a long list, no diffs
         if run.run_dir is not None:
             untrusted.write_bytes(run.run_dir / "launch.json", f"{line}\n".encode())
     except OSError as error:
@@ -262,6 +267,7 @@ def parse(data: Any) -> RunRecord | None:
         created=created,
         run_dir=Path(run_dir) if run_dir else None,
         remote_dir=remote_dir,
+        provenance=untrusted.mapping(content.get("provenance")),
     )
 
 

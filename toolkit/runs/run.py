@@ -198,11 +198,11 @@ class Run(abc.ABC):
 
     def _measured(self) -> list[dict[str, Any]]:
         """Return what a run that is no sweep has measured."""
-        with self._recorded("metrics.jsonl") as folder:
+        with self.recorded("metrics.jsonl") as folder:
             return run_directory.read_metrics(folder)
 
     @contextlib.contextmanager
-    def _recorded(self, *names: str) -> Iterator[Path]:
+    def recorded(self, *names: str) -> Iterator[Path]:
         """Give a folder that has these files of the run directory, as far as there are any."""
         if self.run_dir is None:
             raise LauncherError(f"{self.uri}: its run directory cannot be seen from here")
@@ -221,7 +221,7 @@ class Run(abc.ABC):
         if self.points:
             raise LauncherError(f"{self.uri} is a sweep; ask for a point, such as {self.uri}_0")
         until = None if self.status().state.final else time.time()
-        with self._recorded("events.jsonl", "metrics.jsonl", "outcome.json") as folder:
+        with self.recorded("events.jsonl", "metrics.jsonl", "outcome.json") as folder:
             return goodput_of(folder, submitted=self.record.created, until=until)
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> RunStatus:

@@ -13,7 +13,7 @@ from toolkit.planning import plan
 from toolkit.planning.slurm import SlurmPlan, array_of
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import render
-from toolkit.runs import registry, run_directory, submission_journal
+from toolkit.runs import provenance, registry, run_directory, submission_journal
 from toolkit.runs.run import Launcher, Run, new_run_name
 from toolkit.runs.run_secrets import require_secrets
 from toolkit.runs.state import RunState, RunStatus
@@ -103,6 +103,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             job=plan.job.name,
             profile=self._profile.model_dump(mode="json", by_alias=True),
             created=time.time(),
+            provenance=provenance.collect(),
             run_dir=folder.here,
             remote_dir=folder.there if self._login.remote else None,
         )

@@ -256,6 +256,11 @@ def mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def sequence(value: Any) -> list[Any]:
+    """Return a JSON array; an empty one for any other value."""
+    return value if isinstance(value, list) else []
+
+
 def whole(value: Any, *, least: int = 0, most: int = 2**53) -> int | None:
     """Return a whole number within bounds; None for any other value."""
     good = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

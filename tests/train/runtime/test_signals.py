@@ -34,6 +34,7 @@ def test_every_stop_signal_means_checkpoint_and_status_75(
     # An epoch may end before the signal comes.
     assert [e["event"] for e in run.events() if e["event"] != "epoch"] == [
         "start",
+        "environment",
         "ready",
         "stop_requested",
         "checkpoint",

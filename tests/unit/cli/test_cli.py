@@ -30,6 +30,7 @@ COMMANDS = [
     "wait",
     "logs",
     "goodput",
+    "show",
     "schema",
 ]
 
@@ -472,3 +473,61 @@ finally:
             *("toolkit.rendering.patches", "toolkit.runs", "toolkit.text.untrusted"),
         }
     )
+
+
+@pytest.fixture
+def ended_run(tmp_path: Path) -> Path:
+    """A run directory in which ten steps of a second have been recorded, of a run of anybody's."""
+    folder = tmp_path / "ended"
+    folder.mkdir()
+    git = {"commit": "c0ffee", "branch": "lab", "dirty": True, "diff": "-a\n+\x1b]0;b\x07\n"}
+    launch = {
+        "version": 1,
+        "uri": "local://ended",
+        "name": "ended",
+        "job": "digits",
+        "profile": {"name": "here"},
+        "created": 1e9,
+        "run_dir": str(folder),
+        "provenance": {"toolkit": "0.1", "python": "3.11", "git": git},
+    }
+    (folder / "launch.json").write_text(json.dumps(launch))
+    steps = [{"time": 1e9 + 10 + step, "step": step, "loss": 1.0} for step in range(11)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    environment = {"time": 1e9 + 10, "event": "environment", "torch": "2.13", "nodes": [{}, 7]}
+    (folder / "events.jsonl").write_text(json.dumps(environment) + "\n")
+    (folder / "outcome.json").write_text(
+        json.dumps({"version": 1, "status": "done", "attempt": 0, "time": 1e9 + 20})
+    )
+    return folder
+
+
+def test_goodput_is_a_table_or_json(program: Program, ended_run: Path) -> None:
+    done = program("goodput", str(ended_run))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "ended: goodput 50.0% of 20.0 s (11 steps, 1 start)",
+        "   50.0%        10.0 s  productive     steps that count",
+        "   50.0%        10.0 s  queue          from the submission to the first attempt",
+    ]
+    (row,) = json.loads(program("goodput", str(ended_run), "--json").stdout)
+    assert (row["name"], row["goodput"], row["seconds"]["queue"]) == ("ended", 0.5, 10)
+
+
+def test_show_tells_what_a_run_was_made_from(program: Program, ended_run: Path) -> None:
+    done = program("show", str(ended_run))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "commit:      c0ffee (lab), with changes that are not committed\n" in done.stdout
+    assert "torch:       2.13\n" in done.stdout
+    diff = program("show", str(ended_run), "--diff").stdout
+    assert diff == "-a\n+\\x1b]0;b\\x07\n", "a terminal must not obey it"
+    assert json.loads(program("show", str(ended_run), "--json").stdout)["toolkit"] == "0.1"
+
+
+def test_a_run_without_a_diff_says_why(program: Program, ended_run: Path) -> None:
+    launch = json.loads((ended_run / "launch.json").read_text())
+    launch["provenance"] = "none"
+    (ended_run / "launch.json").write_text(json.dumps(launch))
+    done = program("show", str(ended_run), "--diff")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "ended has no diff: it was not submitted from a git working tree\n"
