@@ -4,6 +4,7 @@ from __future__ import annotations  # naming a type must not import it
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import click
 
 import toolkit
 from toolkit.cli import exit_status
+from toolkit.errors import RunLost
 
 _MOST_POINTS = 20
 """How many failed points of a sweep are listed."""
@@ -125,6 +127,40 @@ def follow_and_exit(run: toolkit.Run) -> None:
         )
         sys.exit(exit_status.INTERRUPTED)
     report_and_exit(run)
+
+
+def watch(run: toolkit.Run) -> int:
+    """Show a run's summary until it has ended; return the exit status of `toolkit status --watch`.
+
+    At a terminal, the summary is written over the one before. Elsewhere only the lines follow that
+    have changed.
+    """
+    from toolkit.cli.summary import summary_lines, summary_of
+    from toolkit.runs.run import pauses
+
+    before: list[str] = []
+    with run.watching([run], explained=True):
+        for pause_s in pauses(first_s=1.0):
+            status = None if run.points else run.status()
+            if status is not None and status.lost:
+                raise RunLost(f"{run.uri}: {status.reason}")
+            summary = summary_of(run, status)
+            lines = list(summary_lines(summary))
+            if sys.stdout.isatty():
+                width = max(shutil.get_terminal_size()[0] - 1, 20)
+                # One line each: of a longer one, nobody knows how many lines of the terminal it is.
+                lines = [line.partition("\n")[0][:width] for line in lines]
+                if before:
+                    click.echo(f"\x1b[{len(before)}F\x1b[J", nl=False)
+                echo_lines(iter(lines))
+            else:
+                echo_lines(line for line in lines if line not in before)
+            before = lines
+            state = toolkit.RunState(summary["state"].lower())
+            if state.final:
+                return exit_status.of_runs([toolkit.RunStatus(state=state)])
+            time.sleep(pause_s)
+    raise AssertionError("there is always another pause")
 
 
 def report_and_exit(run: toolkit.Run) -> None:

@@ -65,11 +65,19 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
 @RUN
 @TRUST
 @JSON
-def status(run: str, trust: bool, as_json: bool) -> None:
-    """Show the state of a run, and the reason for it."""
+@click.option(
+    "--watch", "-w", is_flag=True, help="Show it again and again until the run has ended."
+)
+def status(run: str, trust: bool, as_json: bool, watch: bool) -> None:
+    """Show the state of a run, the reason for it, and how far it is."""
     from toolkit.cli.summary import summary_lines, summary_of
 
-    summary = summary_of(toolkit.open_run(run, trust=trust))
+    opened = toolkit.open_run(run, trust=trust)
+    if watch and as_json:
+        raise click.UsageError("--watch shows lines; leave out --json")
+    if watch:
+        sys.exit(output.watch(opened))
+    summary = summary_of(opened)
     if as_json:
         click.echo(json.dumps(summary, indent=2))
     else:

@@ -15,11 +15,13 @@ from toolkit.errors import LauncherError
 from toolkit.runs import run_directory
 from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
+from toolkit.runs.progress import progress_of
 from toolkit.runs.provenance import environment_of
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
+from toolkit.text.quantities import rounded_duration
 
 
 def rows_of(
@@ -39,12 +41,15 @@ def rows_of(
     ]
 
 
-def summary_of(run: Run) -> dict[str, Any]:
-    """Return the content of `toolkit status`; all points of a sweep are queried together."""
+def summary_of(run: Run, status: RunStatus | None = None) -> dict[str, Any]:
+    """Return the content of `toolkit status`; all points of a sweep are queried together.
+
+    `status` is that of a run that is no sweep, where the caller has asked for it already.
+    """
     if not run.points:
-        summary = _summary(run, run.status())
-        failed = summary["state"] == RunState.FAILED.upper()
-        return summary | {"failure": _failure(run) if failed else None}
+        status = status or run.status()
+        failure = _failure(run) if status.state is RunState.FAILED else None
+        return _summary(run, status) | {"progress": _progress(run, status), "failure": failure}
     point_statuses = run.statuses()
     mask = mask_of(run.run_dir)
     points = [
@@ -91,6 +96,14 @@ def _summary(
     )
 
 
+def _progress(run: Run, status: RunStatus) -> dict[str, Any] | None:
+    """Return how far a run is, while it runs and where this machine sees its run directory."""
+    if status.state is not RunState.RUNNING or run.run_dir is None:
+        return None
+    progress = progress_of(run.run_dir)
+    return {"summary": str(progress), **asdict(progress)} if progress else None
+
+
 def _failure(run: Run) -> dict[str, Any] | None:
     try:
         failure = run.failure()
@@ -104,6 +117,8 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     for key, value in summary.items():
         if key == "failure" and value:
             yield headline(value["summary"])
+        elif key == "progress" and value:
+            yield f"{'progress:':<10} {value['summary']}"
         elif key not in ("points", "expected_start") and value not in (None, ""):
             shown = run_directory.figures(value) if isinstance(value, dict) else value
             yield f"{key + ':':<10} {shown}"
@@ -120,13 +135,14 @@ def goodput_lines(name: str, goodput: Goodput) -> Iterator[str]:
     again = f", {goodput.steps_again} made again" if goodput.steps_again else ""
     starts = "1 start" if goodput.starts == 1 else f"{goodput.starts} starts"
     yield (
-        f"{name}: goodput {goodput.share:.1%} of {duration(goodput.elapsed_s)} "
+        f"{name}: goodput {goodput.share:.1%} of {rounded_duration(goodput.elapsed_s)} "
         f"({goodput.steps} steps{again}, {starts})"
     )
     for bucket, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1]):
         share = seconds / goodput.elapsed_s if seconds else 0.0
         if share >= 0.0005:  # as 0.1%
-            yield f"  {share:>6.1%}  {duration(seconds):>12}  {bucket:<13}  {BUCKETS[bucket]}"
+            took = rounded_duration(seconds)
+            yield f"  {share:>6.1%}  {took:>12}  {bucket:<13}  {BUCKETS[bucket]}"
 
 
 def origin_of(run: Run) -> dict[str, Any]:
@@ -187,13 +203,3 @@ def origin_lines(origin: Mapping[str, Any]) -> Iterator[str]:
         for node in map(untrusted.mapping, untrusted.sequence(ranks["nodes"])):
             gpu = f" on {node['gpu']}" if node.get("gpu") else ""
             yield f"{'node:':<12} {node.get('host')}, ranks: {node.get('ranks')}{gpu}"
-
-
-def duration(seconds: float) -> str:
-    """Return a span of time in its two largest units: `2 h 5 min`; below a minute, `3.4 s`."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"

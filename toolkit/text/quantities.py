@@ -87,6 +87,20 @@ def format_duration(seconds: int) -> str:
     return "".join(parts) or "0s"
 
 
+def rounded_duration(seconds: float) -> str:
+    """Return a span of time in its two largest units; below a minute, in tenths of a second.
+
+    >>> rounded_duration(3.44), rounded_duration(90), rounded_duration(7500)
+    ('3.4 s', '1 min 30 s', '2 h 5 min')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 def parse_size(text: str) -> int:
     """Return the bytes in a size, rounded up.
 

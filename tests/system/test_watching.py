@@ -1,0 +1,107 @@
+"""`toolkit status --watch`: a run that is shown until it has ended."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.conftest import TOOLKIT, Until
+
+# A script that writes metrics of its own, and ends when the file `end` is there.
+SCRIPT = """
+import json, os, pathlib, time
+run_dir = pathlib.Path(os.environ["TRAIN_RUN_DIR"])
+step = 0
+while not (run_dir / "end").exists():
+    step += 1
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"time": time.time(), "step": step, "loss": 1 / step}) + "\\n")
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, until: Until) -> toolkit.Run:
+    script = tmp_path / "steps.py"
+    script.write_text(SCRIPT)
+    job = toolkit.JobSpec.model_validate({"name": "steps", "script": str(script)})
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    submitted = toolkit.submit(job, to=profile)
+    assert submitted.run_dir is not None
+    until((submitted.run_dir / "metrics.jsonl").exists, "it makes steps")
+    return submitted
+
+
+def end(run: toolkit.Run) -> None:
+    assert run.run_dir is not None
+    (run.run_dir / "end").touch()
+
+
+def test_without_a_terminal_only_changed_lines_follow(run: toolkit.Run, until: Until) -> None:
+    argv = [str(TOOLKIT), "status", "--watch", run.name]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        shown = []
+        for line in process.stdout:
+            shown.append(line)
+            if sum("progress:" in each for each in shown) == 2:
+                end(run)
+        assert process.wait(300) == 0
+    text = "".join(shown)
+    assert text.count("uri: ") == 1
+    assert re.findall(r"state: +(\w+)", text) == ["RUNNING", "SUCCEEDED"]
+    assert re.search(r"progress: +step \d+, loss [\d.e-]+, [\d.]+ s per step\n", text), text
+    assert "\x1b" not in text
+
+
+def test_at_a_terminal_the_lines_are_written_over_those_before(run: toolkit.Run) -> None:
+    terminal, inside = pty.openpty()
+    argv = [str(TOOLKIT), "status", "-w", run.name]
+    environ = {**os.environ, "COLUMNS": "60"}
+    process = subprocess.Popen(argv, stdout=inside, stderr=inside, env=environ)
+    os.close(inside)
+    seen = b""
+    try:
+        while seen.count(b"progress:") < 3:
+            seen += os.read(terminal, 4096)
+        end(run)
+        while chunk := os.read(terminal, 4096):
+            seen += chunk
+    except OSError:  # the terminal's other side is closed
+        pass
+    finally:
+        os.close(terminal)
+    assert process.wait(300) == 0
+    screens = re.split(rb"\x1b\[(\d+)F\x1b\[J", seen)
+    for before, lines in zip(screens[::2], screens[1::2], strict=False):
+        # As many lines are taken back as there were, none of them longer than the terminal is wide.
+        rows = before.decode().replace("\r", "").splitlines()
+        assert len(rows) == int(lines), before
+        assert max(map(len, rows)) < 60
+    assert b"SUCCEEDED" in screens[-1]
+
+
+def test_progress_is_in_the_json_of_a_running_run_alone(run: toolkit.Run) -> None:
+    def status() -> dict[str, object]:
+        argv = [str(TOOLKIT), "status", "--json", run.name]
+        done = subprocess.run(argv, check=True, capture_output=True, text=True)
+        return dict(json.loads(done.stdout))
+
+    progress = status()["progress"]
+    assert isinstance(progress, dict)
+    assert progress["step"] >= 1 and progress["steps"] is None
+    end(run)
+    run.wait(300)
+    assert status()["progress"] is None
+    done = subprocess.run(
+        [str(TOOLKIT), "status", "--json", "-w", run.name],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "--json" in done.stderr

@@ -1,0 +1,79 @@
+"""How far a run is, by its last records."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.runs.progress import progress_of
+
+NOW = 1_000_000.0
+
+
+def write(folder: Path, *steps: tuple[int, float], steps_in_all: Any = 100, **more: Any) -> None:
+    """Write steps, each with its time, seconds before `NOW`."""
+    lines = [{"time": NOW - ago, "step": step, "loss": 1 / step, **more} for step, ago in steps]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+    outcome = {"status": "running", "steps": steps_in_all}
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+
+
+def test_what_is_left_follows_from_the_speed_of_the_last_steps(tmp_path: Path) -> None:
+    write(tmp_path, *((step, 42 - 2 * step) for step in range(1, 21)))
+    found = progress_of(tmp_path, now=NOW)
+    assert found is not None
+    assert (found.step, found.steps, found.step_s, found.left_s) == (20, 100, 2, 160)
+    assert found.spread_s == 0
+    assert str(found) == "step 20/100 (20%), loss 0.05, 2 s per step, 2 min 40 s left"
+
+
+def test_a_speed_that_varies_gives_a_spread(tmp_path: Path) -> None:
+    ago, steps = 0.0, []
+    for step in range(40, 0, -1):
+        steps.append((step, ago))
+        ago += 3 if step > 20 else 1
+    write(tmp_path, *reversed(steps))
+    found = progress_of(tmp_path, now=NOW)
+    assert found is not None and found.spread_s is not None
+    assert found.left_s == pytest.approx(60 * (20 * 3 + 19) / 39)
+    assert found.spread_s == pytest.approx(60, rel=0.1), "half of 3 s less 1 s, for 60 steps"
+    assert "left (± 1 min" in str(found)
+
+
+def test_a_new_start_has_its_own_speed_and_is_named(tmp_path: Path) -> None:
+    write(tmp_path, (1, 1000), (2, 900))
+    write(tmp_path, (3, 10), attempt=2, restart=1)
+    found = progress_of(tmp_path, now=NOW)
+    assert found is not None and found.step_s is None and found.left_s is None
+    assert str(found) == "step 3/100 (3%), loss 0.3333, attempt 2, restart 1"
+
+
+def test_silence_is_told_after_a_minute_and_ten_steps(tmp_path: Path) -> None:
+    write(tmp_path, (1, 140), (2, 130))
+    for later, told in ((0, True), (-75, False)):
+        found = progress_of(tmp_path, now=NOW + later)
+        assert found is not None and found.is_silent is told
+        assert ("no step for 2 min 10 s" in str(found)) is told
+
+
+def test_without_a_number_of_steps_nothing_is_said_of_the_rest(tmp_path: Path) -> None:
+    write(tmp_path, (1, 2), (2, 1), steps_in_all=None)
+    found = progress_of(tmp_path, now=NOW)
+    assert found is not None and str(found) == "step 2, loss 0.5, 1 s per step"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]\n7\n", '{"step": 1}\n', '{"step": "x", "time": 1}\n', "\x00\xff"]
+)
+def test_what_is_no_record_is_no_progress(text: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert progress_of(tmp_path) is None
+    assert progress_of(tmp_path / "nowhere") is None
+
+
+def test_a_clock_that_was_set_back_gives_no_speed(tmp_path: Path) -> None:
+    write(tmp_path, (1, 5), (2, 50))
+    found = progress_of(tmp_path, now=NOW - 60)
+    assert found is not None and (found.step_s, found.left_s, found.silent_s) == (None, None, 0)

@@ -1,0 +1,151 @@
+"""How far a run is: its step, its speed, and how long the rest will take.
+
+From the last records of `metrics.jsonl` and from `outcome.json` (docs/reference/run-directory.md),
+which anybody may have written.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolkit.runs import run_directory
+from toolkit.runs.log_reader import Span, end_of
+from toolkit.text import untrusted
+from toolkit.text.quantities import rounded_duration
+
+_LAST_BYTES = 1 << 17
+"""How much is read of the metrics: some 500 steps."""
+
+_PARTS = 4
+"""Into how many parts these steps are divided, to see how much their speed varies."""
+
+
+class _Record(NamedTuple):
+    start: tuple[int, int]
+    """Attempt and restart."""
+    when: float
+    step: int
+    loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is."""
+
+    step: int
+    """Steps made, up to the last record."""
+
+    steps: int | None
+    """Steps in all; None if the training has not said so."""
+
+    loss: float | None
+    """The newest loss."""
+
+    step_s: float | None
+    """Seconds per step, with what happens between steps; None until the newest start has made two
+    steps."""
+
+    left_s: float | None
+    """How long the rest will take at this speed, in seconds."""
+
+    spread_s: float | None
+    """By how much `left_s` differs, in seconds, if the speed goes on varying as it has."""
+
+    attempt: int
+    restart: int
+
+    silent_s: float
+    """How long ago the last record was written, in seconds."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no step has come for a minute, and for ten times as long as a step takes."""
+        return self.silent_s > max(60.0, 10 * (self.step_s or 0.0))
+
+    def __str__(self) -> str:
+        """Describe it in one line, such as `step 840/1500 (56%), loss 0.31, …`."""
+        of = f"/{self.steps}" if self.steps is not None else ""
+        share = f" ({self.step / self.steps:.0%})" if self.steps else ""
+        parts = [f"step {self.step}{of}{share}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
+        if self.step_s is not None:
+            parts.append(f"{self.step_s:.3g} s per step")
+        if self.left_s:
+            spread = f" (± {rounded_duration(self.spread_s)})" if self.spread_s else ""
+            parts.append(f"{rounded_duration(self.left_s)} left{spread}")
+        if self.is_silent:
+            parts.append(f"no step for {rounded_duration(self.silent_s)}")
+        if self.attempt or self.restart:
+            parts.append(f"attempt {self.attempt}, restart {self.restart}")
+        return ", ".join(parts)
+
+
+def progress_of(run_dir: Path, *, now: float | None = None) -> Progress | None:
+    """Return how far a run is; None where it has recorded no step.
+
+    Args:
+        run_dir: The run directory.
+        now: The time, in seconds since 1970; by default the present.
+    """
+    records = list(_records(run_dir))
+    if not records:
+        return None
+    now = time.time() if now is None else now
+    last = records[-1]
+    same = [one for one in records if one.start == last.start]
+    steps = untrusted.whole((run_directory.outcome(run_dir) or {}).get("steps"))
+    step_s, varies_s = _speed(same)
+    left = None if steps is None else max(steps - last.step, 0)
+    return Progress(
+        step=last.step,
+        steps=steps,
+        loss=next((one.loss for one in reversed(records) if one.loss is not None), None),
+        step_s=step_s,
+        left_s=None if left is None or step_s is None else step_s * left,
+        spread_s=None if left is None or varies_s is None else varies_s * left,
+        attempt=last.start[0],
+        restart=last.start[1],
+        silent_s=max(now - last.when, 0.0),
+    )
+
+
+def _records(run_dir: Path) -> list[_Record]:
+    """Return the last steps; of one step, the last record."""
+    try:
+        lines = end_of(Span(path=run_dir / "metrics.jsonl"), _LAST_BYTES).split(b"\n")
+    except OSError:
+        return []
+    records: list[_Record] = []
+    for line in lines:
+        row: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):  # the first or the last line may be torn
+            row = untrusted.mapping(untrusted.parse_json(line))
+        step, when = untrusted.whole(row.get("step")), untrusted.moment(row.get("time"))
+        if step is None or when is None:
+            continue
+        start = (untrusted.whole(row.get("attempt")) or 0, untrusted.whole(row.get("restart")) or 0)
+        records.append(_Record(start, when, step, untrusted.finite(row.get("loss"))))
+    return records
+
+
+def _speed(records: Sequence[_Record]) -> tuple[float | None, float | None]:
+    """Return the seconds per step, and by how much those of parts of the records differ from it."""
+    means = [_mean(records)]
+    size = len(records) // _PARTS
+    if size >= 2:
+        bounds = [part * size for part in range(_PARTS)] + [len(records) - 1]
+        means += [_mean(records[a : b + 1]) for a, b in itertools.pairwise(bounds)]
+    known = [mean for mean in means if mean is not None]
+    spread = (max(known) - min(known)) / 2 if len(known) > 1 else None
+    return means[0], spread
+
+
+def _mean(records: Sequence[_Record]) -> float | None:
+    first, last = records[0], records[-1]
+    steps, seconds = last.step - first.step, last.when - first.when
+    return seconds / steps if steps > 0 and seconds >= 0 else None
