@@ -225,6 +225,13 @@ def test_requeue_resumes_at_the_same_step(cluster: Cluster, site: Site, until: U
         saved = [e["step"] for e in events(run, "checkpoint") if e["attempt"] == 0]
         assert int(str(resumed["step"])) >= int(str(saved[-1]))
     assert run.status().state is toolkit.RunState.RUNNING
+    goodput = run.goodput()
+    assert goodput.starts == 2
+    seconds = goodput.seconds
+    # The queue may be shorter than a second, in which the begin of an attempt is counted.
+    assert min(seconds[name] for name in ("start", "imports", "setup", "requeue")) > 0
+    assert seconds["productive"] > 0
+    assert sum(seconds.values()) == pytest.approx(goodput.elapsed_s)
 
 
 @pytest.mark.slow
