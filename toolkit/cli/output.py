@@ -148,7 +148,7 @@ def watch(run: toolkit.Run) -> int:
             lines = list(summary_lines(summary))
             if sys.stdout.isatty():
                 width = max(shutil.get_terminal_size()[0] - 1, 20)
-                # One line each: of a longer one, nobody knows how many lines of the terminal it is.
+                # A line that the terminal would wrap could not be counted.
                 lines = [line.partition("\n")[0][:width] for line in lines]
                 if before:
                     click.echo(f"\x1b[{len(before)}F\x1b[J", nl=False)

@@ -44,7 +44,7 @@ def rows_of(
 def summary_of(run: Run, status: RunStatus | None = None) -> dict[str, Any]:
     """Return the content of `toolkit status`; all points of a sweep are queried together.
 
-    `status` is that of a run that is no sweep, where the caller has asked for it already.
+    `status` is the run's, if the caller has queried it already; for a sweep it is not used.
     """
     if not run.points:
         status = status or run.status()

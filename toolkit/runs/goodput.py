@@ -1,8 +1,8 @@
 """Goodput: the share of a run's time that went into steps that count, and where the rest went.
 
 Everything comes from the files of the run directory (docs/reference/run-directory.md), and so is
-the same on every site. Whoever may have written them is not believed: what is no number, or no
-moment, is left out, and a clock that was set back makes a span empty, never negative.
+the same on every site. Anybody may have written these files: values that are not numbers or times
+are left out, and a clock that was set back makes a span empty, never negative.
 """
 
 import itertools
@@ -68,7 +68,7 @@ class Goodput:
     """How often ranks were started; attempts and restarts together."""
 
     ranks: int | None
-    """How many ranks there were in the newest start; None if no start has said so."""
+    """How many ranks there were in the newest start; None if no start has recorded a number."""
 
     @property
     def share(self) -> float:
@@ -104,7 +104,7 @@ class Goodput:
 
 @dataclass
 class _Start:
-    """What one start of the ranks has recorded."""
+    """The records of one start of the ranks."""
 
     number: tuple[int, int]
     """Attempt and restart."""
@@ -260,7 +260,7 @@ def _training(start: _Start, valid: int) -> dict[str, float]:
 
 
 def _starts(folder: Path) -> list[_Start]:
-    """Return what each start of the ranks has recorded, in their order."""
+    """Return the starts of the ranks in their order, each with its records."""
     starts: dict[tuple[int, int], _Start] = {}
     for row, when in _rows(folder / "events.jsonl"):
         start = _start_of(starts, row, when)
@@ -302,7 +302,7 @@ def _note(start: _Start, event: str, row: Mapping[str, Any], when: float) -> Non
 
 
 def _rows(path: Path) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """Yield the records of a file, each with its time; what is no record, or has none, is left out.
+    """Yield the records of a file, each with its time; lines without a time are left out.
 
     Read line by line: of a run of millions of steps, the file has gibibytes.
     """

@@ -40,7 +40,7 @@ class Progress:
     """Steps made, up to the last record."""
 
     steps: int | None
-    """Steps in all; None if the training has not said so."""
+    """Steps in all; None if the training has not recorded them."""
 
     loss: float | None
     """The newest loss."""

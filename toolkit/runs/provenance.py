@@ -23,7 +23,7 @@ _LINE_BYTES = 1 << 22
 
 
 def collect(folder: Path | None = None) -> dict[str, Any]:
-    """Return what is submitted, as `launch.json` holds it.
+    """Return the provenance of a run that is submitted now, as `launch.json` holds it.
 
     Args:
         folder: The project; by default the current folder.
@@ -35,7 +35,7 @@ def collect(folder: Path | None = None) -> dict[str, Any]:
 
 
 def _git_state(folder: Path) -> dict[str, Any]:
-    """Return commit, branch and changes of a working tree; empty where there is none, or no git.
+    """Return commit, branch and changes of a working tree; empty without a tree, or without git.
 
     Git itself refuses a repository of another user, whose configuration could name programs.
     """
