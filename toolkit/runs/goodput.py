@@ -70,6 +70,13 @@ class Goodput:
     ranks: int | None
     """How many ranks there were in the newest start; None if no start has recorded a number."""
 
+    rank_s: float | None
+    """The seconds that ranks were held, summed over the ranks: without the queue and requeues, in
+    which a scheduler may give their nodes to others. None if a start has not recorded its ranks."""
+
+    productive_rank_s: float | None
+    """Those of `rank_s` in which steps that count were made."""
+
     @property
     def share(self) -> float:
         """The goodput: productive time ÷ elapsed time, from 0 to 1."""
@@ -87,7 +94,6 @@ class Goodput:
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures by name, as `toolkit goodput --json` prints them."""
-        hours = self.ranks / 3600 if self.ranks else None
         return {
             "goodput": self.share,
             "elapsed_s": self.elapsed_s,
@@ -97,8 +103,10 @@ class Goodput:
             "steps_again": self.steps_again,
             "starts": self.starts,
             "ranks": self.ranks,
-            "rank_hours": hours and hours * (self.elapsed_s - self.seconds["queue"]),
-            "rank_hours_productive": hours and hours * self.seconds["productive"],
+            "rank_hours": None if self.rank_s is None else self.rank_s / 3600,
+            "rank_hours_productive": (
+                None if self.productive_rank_s is None else self.productive_rank_s / 3600
+            ),
         }
 
 
@@ -166,19 +174,27 @@ def goodput_of(
     starts = _starts(folder)
     clock = _Clock(submitted)
     kept, again = 0, 0
+    held, productive = 0.0, 0.0
     for index, start in enumerate(starts):
         if index == 0:
             gap = "queue"
         else:
             same = starts[index - 1].number[0] == start.number[0]
             gap = "restart" if same else "requeue"
+        ranks = start.ranks or 0
+        before, released = dict(clock.seconds), gap != "restart"
         clock.advance(gap, start.first if start.began is None else start.began)
+        if released:
+            before[gap] = clock.seconds[gap]
         for phase, seconds in start.phases.items():
             clock.spend(_PHASES[phase], seconds, until=start.last)
         valid = _valid(starts, index)
         lost = len(start.steps) - valid
         kept, again = kept + valid, again + lost
         clock.divide(_training(start, valid), until=start.last)
+        held += ranks * (sum(clock.seconds.values()) - sum(before.values()))
+        productive += ranks * (clock.seconds["productive"] - before["productive"])
+    all_counted = bool(starts) and all(start.ranks for start in starts)
     last = untrusted.moment(untrusted.mapping(_outcome(folder)).get("time"))
     clock.advance("other", max(filter(None, (last, until)), default=clock.now))
     return Goodput(
@@ -188,6 +204,8 @@ def goodput_of(
         steps_again=again,
         starts=len(starts),
         ranks=next((start.ranks for start in reversed(starts) if start.ranks), None),
+        rank_s=held if all_counted else None,
+        productive_rank_s=productive if all_counted else None,
     )
 
 

@@ -91,7 +91,8 @@ def test_a_run_without_faults(run: Recorded) -> None:
     }
     figures = found.as_json()
     assert figures["rank_hours_productive"] == pytest.approx(4 * 100 / 3600)
-    assert figures["rank_hours"] == pytest.approx(4 * 118.5 / 3600)
+    # Until its last record: the rest belongs to nobody.
+    assert figures["rank_hours"] == pytest.approx(4 * 116.5 / 3600)
 
 
 def test_steps_after_the_last_checkpoint_are_lost_and_gaps_have_names(run: Recorded) -> None:
@@ -119,6 +120,20 @@ def test_steps_after_the_last_checkpoint_are_lost_and_gaps_have_names(run: Recor
         "restore": 1,
     }
     assert (found.steps, found.steps_again, found.starts) == (60, 15, 3)
+
+
+def test_hours_are_those_of_the_ranks_that_each_start_had(run: Recorded) -> None:
+    """An elastic run goes on with fewer, and a requeued one holds no nodes meanwhile."""
+    at = run.steps(1, 10, run.start(50, phases={}))
+    run.restart = 1
+    run.event("start", at + 5, step=0, global_batch=32, world_size=2)
+    at = run.steps(11, 20, at + 5)
+    run.attempt, run.restart = 1, 0
+    run.event("start", at + 100, step=0, global_batch=32, world_size=8)
+    run.steps(21, 30, at + 100)
+    figures = run.goodput().as_json()
+    assert figures["rank_hours_productive"] == pytest.approx((4 + 2 + 8) * 10 / 3600)
+    assert figures["rank_hours"] == pytest.approx((4 * 10 + 2 * (5 + 10) + 8 * 10) / 3600)
 
 
 def test_the_first_step_of_a_start_may_compile(run: Recorded) -> None:
