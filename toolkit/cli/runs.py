@@ -202,11 +202,15 @@ def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
         output.echo_lines(goodput_lines(run.name, one))
 
 
-@cli.command(epilog=example("toolkit show digits-1120-174558-k3f9 --diff | git apply"))
+@cli.command(epilog=example("toolkit show digits-1120-174558-k3f9 --diff"))
 @RUN
 @TRUST
 @JSON
-@click.option("--diff", is_flag=True, help="Print only the changes that were not committed.")
+@click.option(
+    "--diff",
+    is_flag=True,
+    help="Print only the changes that were not committed.",
+)
 def show(run: str, trust: bool, as_json: bool, diff: bool) -> None:
     """Show what a run was made from: commit, versions, packages, nodes."""
     from toolkit.cli.summary import no_diff, origin_lines, origin_of
@@ -216,7 +220,8 @@ def show(run: str, trust: bool, as_json: bool, diff: bool) -> None:
     if diff and not changes:
         raise LauncherError(f"{origin['name']} has no diff: {no_diff(origin)}")
     if diff:
-        output.echo_lines(iter(changes.splitlines()))
+        # Not splitlines(), which also breaks lines at characters that are part of a file's line.
+        output.echo_lines(iter(changes.removesuffix("\n").split("\n")))
     elif as_json:
         click.echo(json.dumps(origin, indent=2))
     else:

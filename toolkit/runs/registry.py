@@ -52,7 +52,8 @@ class RunRecord:
     """The run directory's path on that host; None where this machine sees the directory itself."""
 
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """What was submitted, see toolkit/runs/provenance.py; empty in records of older versions."""
+    """Commit, changes and versions at the submission (toolkit/runs/provenance.py); empty in records
+    of older versions."""
 
     believed: bool = True
     """Whether the record is this user's own; that of a run directory that was opened by its path
