@@ -58,7 +58,7 @@ test: install lint  ## Install what the tests need and run those that each chang
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
 test-all: install lint  ## Run all tests: also the slow ones (chaos, versions of Slurm, images)
-	@tests/packages.sh
+	@tests/packages.sh all
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest --hypothesis-profile=search -m "not nightly" -n 3 --dist worksteal $(ARGS)
 
 test-nightly: install  ## Run the tests that take too long for each change

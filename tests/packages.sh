@@ -1,7 +1,17 @@
 #!/bin/bash
 # Install the Debian packages that the tests need, where that is possible; otherwise say what is
 # left out. Tests that need them are skipped then, and fail where CI is set.
+# With `all`: also what only the slow tests need.
 set -euo pipefail
+
+# Google's calculator of goodput and TensorBoard, apart from .venv: they bring half of Google's clients.
+peer="$(dirname "$0")/../.cache/ml-goodput-measurement"
+if [ "${1:-}" = all ] && [ ! -d "$peer" ]; then
+  pip=("$(dirname "$0")/../.venv/bin/pip" install -qq --disable-pip-version-check --target "$peer.new")
+  { "${pip[@]}" google-cloud-{logging,monitoring,storage} tensorboard && "${pip[@]}" --no-deps ml-goodput-measurement==0.2.3 tensorboardX &&
+    mv "$peer.new" "$peer"; } 2>/dev/null ||
+    echo "left out: the tests beside ml-goodput-measurement, which could not be had" >&2
+fi
 
 # Data sets, unpacked below the project: neither root nor the R that one of them depends on is
 # needed.
@@ -34,6 +44,9 @@ if [ "$(id -u)" -eq 0 ]; then
     command -v "$program" >/dev/null || missing+=("$program")
   done
   command -v sshd >/dev/null || missing+=(openssh-server)
+  # What shows the reports.
+  command -v chromium >/dev/null || missing+=(chromium)
+  command -v chromedriver >/dev/null || missing+=(chromium-driver)
 fi
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
   echo "left out: the tests on a real Slurm cluster, in containers, by ssh and with a full disk, which need root on Debian" >&2

@@ -33,6 +33,7 @@ _NAMES = {
     "rendering": "render",
     "runs.failure": "Failure",
     "runs.goodput": "Goodput",
+    "runs.report": "Report report",
     "runs.run": "Launcher Run",
     "runs.state": "RunState RunStatus",
 }
@@ -93,6 +94,7 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
     from toolkit.rendering import render as render
     from toolkit.runs.failure import Failure as Failure
     from toolkit.runs.goodput import Goodput as Goodput
+    from toolkit.runs.report import Report as Report, report as report
     from toolkit.runs.run import Launcher as Launcher, Run as Run
     from toolkit.runs.state import RunState as RunState, RunStatus as RunStatus
 

@@ -71,11 +71,13 @@ munged --foreground --socket="$run/munge.sock" --key-file="$run/key/munge.key" \
 wait_for 30 test -S "$run/munge.sock"
 
 if [ "$accounting" = accounting ]; then
-    mariadb-install-db --no-defaults --user=root --datadir="$dir/mariadb" \
+    # Its temporary files have names of process ids, which are the same ones in each sandbox.
+    mkdir -m 0700 "$run/tmp"
+    mariadb-install-db --no-defaults --user=root --datadir="$dir/mariadb" --tmpdir="$run/tmp" \
         --auth-root-authentication-method=normal --skip-test-db >"$dir/logs/mariadb-install.log" 2>&1
     # The port is safe: it exists in this network namespace only.
-    mariadbd --no-defaults --user=root --datadir="$dir/mariadb" --socket="$run/mariadb.sock" \
-        --bind-address=127.0.0.1 --skip-name-resolve --pid-file="$run/mariadb.pid" \
+    mariadbd --no-defaults --user=root --datadir="$dir/mariadb" --tmpdir="$run/tmp" \
+        --socket="$run/mariadb.sock" --bind-address=127.0.0.1 --skip-name-resolve --pid-file="$run/mariadb.pid" \
         --innodb-buffer-pool-size=64M --innodb-log-file-size=16M >"$dir/logs/mariadb.log" 2>&1 &
     wait_for 60 mariadb-admin --no-defaults --socket="$run/mariadb.sock" --user=root ping
     slurmdbd

@@ -19,9 +19,10 @@ import pytest
 import toolkit
 from tests.conftest import TOOLKIT
 from tests.fakes import fake_slurm
-from toolkit.cli.summary import origin_of, rows_of, summary_lines, summary_of
+from toolkit.cli.summary import rows_of, summary_lines, summary_of
 from toolkit.errors import LauncherError
 from toolkit.runs import registry
+from toolkit.runs.provenance import origin_of
 
 LOCAL = {"kind": "local", "name": "local", "runs_dir": "runs"}
 
@@ -307,6 +308,7 @@ def test_an_odd_run_directory_takes_nothing_from_the_other_runs(tmp_path: Path, 
             partial(list, run.logs()),
             partial(origin_of, run),
             *(run.failure, run.metrics, run.goodput, run._repr_html_),
+            lambda run=run: run.report().html,
         )
         for ask in asked:
             try:

@@ -16,16 +16,10 @@ import toolkit
 from tests.conftest import ROOT
 from tests.security.fuzzing import CANARY, as_text, deep, fuzz, guarded, mutated, torn
 from toolkit import checks
-from toolkit.cli.summary import (
-    goodput_lines,
-    origin_lines,
-    origin_of,
-    rows_of,
-    summary_lines,
-    summary_of,
-)
+from toolkit.cli.summary import goodput_lines, rows_of, summary_lines, summary_of
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
 from toolkit.runs import registry, run_directory
+from toolkit.runs.provenance import origin_lines, origin_of
 from toolkit.slurm import SlurmLauncher
 
 PROFILES: tuple[Profile, ...] = (
@@ -222,6 +216,7 @@ def shown(run: toolkit.Run) -> None:
         lambda: "\n".join(goodput_lines(run.name, run.goodput())),
         lambda: "\n".join(origin_lines(origin_of(run))),
         run._repr_html_,
+        lambda: run.report().html,
     )
     for ask in asked:
         with guarded():

@@ -42,7 +42,7 @@ def save(run_dir: Path, *, step: int, state: State | None = None) -> Path:
     store.begin(path)
     part = TensorPart(name="model.weight", dtype=torch.float32, offsets=(0,), sizes=(2,))
     proof = safetensors_file.write(path / FILE, [part], [torch.ones(2)])
-    store.complete(path, state or replace(STATE, step=step), {FILE: proof})
+    store.write_manifest(path, state or replace(STATE, step=step), {FILE: proof})
     return path
 
 
@@ -167,7 +167,7 @@ def header(path: Path, **metadata: str) -> None:
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     (path / FILE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    store.complete(path, replace(STATE, step=6), {FILE: store.measure(path / FILE)})
+    store.write_manifest(path, replace(STATE, step=6), {FILE: store.measure(path / FILE)})
 
 
 def offsets(value: object) -> dict[str, str]:

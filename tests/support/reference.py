@@ -19,6 +19,7 @@ from toolkit.lint.check import (
     SITE_RULES,
 )
 from toolkit.lint.rulebook import Rule
+from toolkit.profile.base import Price
 from toolkit.profile.kubernetes import Toleration, Topology
 from toolkit.text.quantities import format_duration
 from train.cli import flags
@@ -41,6 +42,7 @@ PROFILES = (
     profile.SlurmProfile,
     profile.KubernetesProfile,
     profile.NodeFacts,
+    Price,
     profile.Switches,
     Toleration,
     Topology,
@@ -85,7 +87,7 @@ def _kind(name: str, annotation: Any) -> str:
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
     if annotation is int:
         return "time" if name.endswith("_s") else "size" if name.endswith("_bytes") else "number"
-    return {bool: "true or false", str: "string", Any: "anything"}[annotation]
+    return {bool: "true or false", float: "number", str: "string", Any: "anything"}[annotation]
 
 
 def _default(name: str, field: FieldInfo) -> str:

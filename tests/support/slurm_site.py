@@ -40,6 +40,12 @@ class Site:
         args = '["--task", "digits", "--steps", "1000000", "--checkpoint-every", "50"]'
         return self.submit(f"args={args}", *overrides)
 
+    def story(self) -> str:
+        """Tell what the runs have said so far and what lives of them, for a test that fails."""
+        logs = sorted(self.runs.glob("**/*.log"))
+        ends = [f"{path}:\n{path.read_text(errors='replace')[-4000:]}" for path in logs]
+        return "\n".join([*ends, self.cluster("ps"), self.cluster.slurm("squeue")])
+
 
 def events(run: SlurmRun, kind: str) -> list[dict[str, object]]:
     assert run.run_dir is not None

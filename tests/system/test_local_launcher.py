@@ -218,8 +218,10 @@ def test_a_killed_torchrun_is_a_failure_that_counts(
     for attempt in range(2):
         until(lambda n=attempt: started(run.run_dir, n), "both ranks run")
         pids = with_environment(f"PROBE={marker}")
-        agents = [pid for pid in pids if b"torchrun" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(min(agents), signal.SIGKILL)
+        # As a whole argument: the name of this test, in the ranks' arguments, holds the word, too.
+        agents = [pid for pid in pids if b"torchrun\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(agents) == 2
+        os.kill(agents[0], signal.SIGKILL)
     assert run.wait(300).state is toolkit.RunState.FAILED
     killed = "retryable: torchrun was killed on this machine (exit status 137)"
     reasons = [path.read_text() for path in sorted(run.run_dir.glob("logs/attempt-*/reason"))]

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -27,9 +28,13 @@ while not (run_dir / "end").exists():
 
 @pytest.fixture
 def run(tmp_path: Path, until: Until) -> toolkit.Run:
+    return started(tmp_path, until)
+
+
+def started(tmp_path: Path, until: Until, name: str = "steps") -> toolkit.Run:
     script = tmp_path / "steps.py"
     script.write_text(SCRIPT)
-    job = toolkit.JobSpec.model_validate({"name": "steps", "script": str(script)})
+    job = toolkit.JobSpec.model_validate({"name": name, "script": str(script)})
     profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
     submitted = toolkit.submit(job, to=profile)
     assert submitted.run_dir is not None
@@ -84,6 +89,47 @@ def test_at_a_terminal_the_lines_are_written_over_those_before(run: toolkit.Run)
         assert len(rows) == int(lines), before
         assert max(map(len, rows)) < 60
     assert b"SUCCEEDED" in screens[-1]
+
+
+def test_top_shows_the_runs_that_go_on_and_their_end(
+    run: toolkit.Run, tmp_path: Path, until: Until
+) -> None:
+    ended = started(tmp_path, until, name="ended")
+    end(ended)
+    ended.wait(300)
+    other = started(tmp_path, until, name="other")
+    terminal, inside = pty.openpty()
+    environ = {**os.environ, "COLUMNS": "100", "LINES": "24"}
+    process = subprocess.Popen([str(TOOLKIT), "top"], stdout=inside, stderr=inside, env=environ)
+    os.close(inside)
+    seen = b""
+    try:
+        while seen.count(b"RUNNING    step ") < 4:
+            seen += os.read(terminal, 4096)
+        end(run)
+        while not re.search(rb"steps-\S+  SUCCEEDED", seen):
+            seen += os.read(terminal, 4096)
+        assert process.poll() is None, "another run goes on"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(300) == 0
+    finally:
+        os.close(terminal)
+        end(other)
+    assert other.name.encode() in seen
+    assert ended.name.encode() not in seen
+    assert other.wait(300).state is toolkit.RunState.SUCCEEDED
+
+
+def test_top_without_a_terminal_shows_the_runs_once(run: toolkit.Run) -> None:
+    def top(*more: str) -> str:
+        argv = [str(TOOLKIT), "top", *more]
+        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+
+    assert re.fullmatch(rf"{run.name}  RUNNING    step \d+, loss .*\n", top())
+    assert top("--job", "another") == "no run of yours goes on\n"
+    end(run)
+    run.wait(300)
+    assert top() == "no run of yours goes on\n"
 
 
 def test_progress_is_in_the_json_of_a_running_run_alone(run: toolkit.Run) -> None:

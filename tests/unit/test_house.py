@@ -83,7 +83,11 @@ def test_the_wheel_holds_toolkit_and_its_templates_and_nothing_else(built: Path)
     (wheel,) = built.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {str(path.relative_to(ROOT)) for path in python_files("toolkit")}
-    templates = {f"toolkit/{path.relative_to(ROOT)}" for path in (ROOT / "templates").rglob("*.*")}
+    templates = {
+        f"toolkit/{path.relative_to(ROOT)}"
+        for path in (ROOT / "templates").rglob("*")
+        if path.is_file()
+    }
     assert templates
     data = {
         "toolkit/lint/manifests/schemas.json",

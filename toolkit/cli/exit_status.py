@@ -2,7 +2,8 @@
 
 0: done; the runs that were waited for have succeeded. 1: a run has failed, a check has found
 something, or the scheduler refused. 2: the user's input cannot be used. 130: Ctrl-C. An error that
-the user can mend has the status of its class (toolkit/errors.py).
+the user can mend has the status of its class (toolkit/errors.py); `main()` in toolkit/cli/main.py
+turns exceptions into statuses.
 """
 
 from __future__ import annotations  # naming a type must not import it

@@ -22,7 +22,8 @@ from toolkit.errors import ToolkitError
 _MODULES = {
     **dict.fromkeys(("init", "check"), "files"),
     **dict.fromkeys(("render", "submit", "resubmit", "run"), "submit"),
-    **dict.fromkeys(("list", "status", "cancel", "wait", "logs", "goodput", "show"), "runs"),
+    **dict.fromkeys(("list", "status", "top", "cancel", "wait", "logs"), "runs"),
+    **dict.fromkeys(("goodput", "report", "forward", "show"), "runs"),
     "schema": "files",
 }
 """The commands in the order of `--help`, and the modules of this package that define them."""

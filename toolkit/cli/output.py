@@ -126,7 +126,7 @@ def follow_and_exit(run: toolkit.Run) -> None:
             err=True,
         )
         sys.exit(exit_status.INTERRUPTED)
-    report_and_exit(run)
+    print_end_and_exit(run)
 
 
 def watch(run: toolkit.Run) -> int:
@@ -138,24 +138,14 @@ def watch(run: toolkit.Run) -> int:
     from toolkit.cli.summary import summary_lines, summary_of
     from toolkit.runs.run import pauses
 
-    before: list[str] = []
+    screen = _Screen()
     with run.watching([run], explained=True):
         for pause_s in pauses(first_s=1.0):
             status = None if run.points else run.status()
             if status is not None and status.lost:
                 raise RunLost(f"{run.uri}: {status.reason}")
             summary = summary_of(run, status)
-            lines = list(summary_lines(summary))
-            if sys.stdout.isatty():
-                width = max(shutil.get_terminal_size()[0] - 1, 20)
-                # A line that the terminal would wrap could not be counted.
-                lines = [line.partition("\n")[0][:width] for line in lines]
-                if before:
-                    click.echo(f"\x1b[{len(before)}F\x1b[J", nl=False)
-                echo_lines(iter(lines))
-            else:
-                echo_lines(line for line in lines if line not in before)
-            before = lines
+            screen.show(list(summary_lines(summary)))
             state = toolkit.RunState(summary["state"].lower())
             if state.final:
                 return exit_status.of_runs([toolkit.RunStatus(state=state)])
@@ -163,14 +153,61 @@ def watch(run: toolkit.Run) -> int:
     raise AssertionError("there is always another pause")
 
 
-def report_and_exit(run: toolkit.Run) -> None:
+def watch_all(last: int, job: str | None) -> None:
+    """Show the runs that have not ended, and those that end meanwhile, until Ctrl-C.
+
+    Without a terminal, they are shown once.
+    """
+    from toolkit.cli.summary import top_lines
+    from toolkit.runs.run import pauses
+
+    screen, followed = _Screen(), set[str]()
+    with contextlib.suppress(KeyboardInterrupt):
+        for pause_s in pauses(first_s=2.0):
+            runs = list(toolkit.list_runs(job=job, last=last))
+            statuses = toolkit.statuses(runs)
+            shown = [
+                (run, status)
+                for run, status in zip(runs, statuses, strict=True)
+                if run.uri in followed or not (status.state.final or status.lost)
+            ]
+            followed |= {run.uri for run, _ in shown}
+            screen.show(list(top_lines(shown)) or ["no run of yours goes on"])
+            if not sys.stdout.isatty():
+                break
+            time.sleep(pause_s)
+
+
+class _Screen:
+    """Shows lines again and again: at a terminal over those before, elsewhere the changed ones."""
+
+    def __init__(self) -> None:
+        self._before: list[str] = []
+
+    def show(self, lines: list[str]) -> None:
+        if sys.stdout.isatty():
+            columns, rows = shutil.get_terminal_size()
+            # A line that the terminal would wrap could not be counted, nor one that scrolls away.
+            lines = [line.partition("\n")[0][: max(columns - 1, 20)] for line in lines]
+            if len(lines) > (most := max(rows - 1, 3)):
+                more = len(lines) - most + 1
+                lines = [*lines[: most - 1], f"… {more} more lines"]
+            if self._before:
+                click.echo(f"\x1b[{len(self._before)}F\x1b[J", nl=False)
+            echo_lines(iter(lines))
+        else:
+            echo_lines(line for line in lines if line not in self._before)
+        self._before = lines
+
+
+def print_end_and_exit(run: toolkit.Run) -> None:
     """Wait for a run, report its end, and exit with 0 if it has succeeded, else with 1."""
     status = run.wait()
-    report(run, status)
+    print_end(run, status)
     sys.exit(exit_status.of_runs([status]))
 
 
-def report(run: toolkit.Run, status: toolkit.RunStatus) -> None:
+def print_end(run: toolkit.Run, status: toolkit.RunStatus) -> None:
     """Print how a run ended, and its first failure."""
     if status.state is toolkit.RunState.FAILED:
         echo_failure(run)

@@ -1,10 +1,11 @@
-"""The commands for runs that were submitted: list, status, cancel, wait, logs, goodput, show."""
+"""The commands for runs that were submitted: list, status, cancel, wait, logs, goodput and more."""
 
 from __future__ import annotations  # naming a type must not import it
 
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import click
 
@@ -84,6 +85,24 @@ def status(run: str, trust: bool, as_json: bool, watch: bool) -> None:
         output.echo_lines(summary_lines(summary))
 
 
+@cli.command(epilog=example("toolkit top"))
+@click.option(
+    "--last",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    metavar="N",
+    help="Look at so many of the newest runs.",
+)
+@click.option("--job", metavar="NAME", help="Only runs of the job with this name.")
+def top(last: int, job: str | None) -> None:
+    """Show all runs that go on, a line each, again and again until Ctrl-C.
+
+    Each cluster is asked once for all of its runs. Without a terminal, they are shown once.
+    """
+    output.watch_all(last, job)
+
+
 @cli.command(epilog=example("toolkit cancel slurm://sandbox/1234"))
 @RUNS
 @TRUST
@@ -127,8 +146,8 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
     try:
         if len(runs) == 1 and not as_json:
             runs[0].wait(timeout)
-            output.report_and_exit(runs[0])
-        ended = toolkit.wait(runs, timeout, on_end=output.report)
+            output.print_end_and_exit(runs[0])
+        ended = toolkit.wait(runs, timeout, on_end=output.print_end)
     except TimeoutError as error:
         raise LauncherError(str(error)) from None
     if as_json:
@@ -202,6 +221,65 @@ def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
         output.echo_lines(goodput_lines(run.name, one))
 
 
+@cli.command(epilog=example("toolkit report digits-1120-174558-k3f9 --output digits.html"))
+@RUNS
+@TRUST
+@click.option(
+    "--output",
+    "-o",
+    "target",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The file to write; by default the run's name with .html, or report.html. - prints it.",
+)
+def report(names: tuple[str, ...], trust: bool, target: Path | None) -> None:
+    """Write a page about runs: curves, timeline, goodput, failures, provenance.
+
+    It is one file of HTML that needs no network. Several runs, and the points of a sweep, are
+    compared.
+    """
+    made = toolkit.report([toolkit.open_run(name, trust=trust) for name in names])
+    if target == Path("-"):
+        click.echo(made.html, nl=False)
+        return
+    name = f"{made.title.replace('/', '-')}.html" if len(names) == 1 else "report.html"
+    path = made.save(target or name)
+    click.echo(f"written: {path} ({len(made.html.encode()) / 1000:.0f} kB)")
+
+
+@cli.command(epilog=example("toolkit forward digits-1120-174558-k3f9 --to tensorboard"))
+@RUNS
+@TRUST
+@click.option(
+    "--to",
+    "tracker",
+    type=click.Choice(["tensorboard"]),
+    required=True,
+    help="The tracker; tensorboard: event files, for `tensorboard --logdir FOLDER`.",
+)
+@click.option(
+    "--output",
+    "-o",
+    "target",
+    type=click.Path(path_type=Path),
+    default="tensorboard",
+    show_default=True,
+    metavar="FOLDER",
+    help="Where each run gets a folder with its name.",
+)
+@click.option("--once", is_flag=True, help="Pass on what there is; do not wait for the end.")
+def forward(names: tuple[str, ...], trust: bool, tracker: str, target: Path, once: bool) -> None:
+    """Pass the metrics of runs on to a tracker until they have ended.
+
+    The curves are those of the whole run, over all attempts; nothing changes for the training.
+    """
+    from toolkit.runs.forward import forward
+
+    runs = [toolkit.open_run(name, trust=trust) for name in names]
+    for name, records in forward(runs, target, follow=not once).items():
+        click.echo(f"{name}: {records} records in {target / name}")
+
+
 @cli.command(epilog=example("toolkit show digits-1120-174558-k3f9 --diff"))
 @RUN
 @TRUST
@@ -213,7 +291,8 @@ def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
 )
 def show(run: str, trust: bool, as_json: bool, diff: bool) -> None:
     """Show what a run was made from: commit, versions, packages, nodes."""
-    from toolkit.cli.summary import no_diff, origin_lines, origin_of
+    from toolkit.cli.summary import no_diff
+    from toolkit.runs.provenance import origin_lines, origin_of
 
     origin = origin_of(toolkit.open_run(run, trust=trust))
     changes = str((origin["git"] or {}).get("diff") or "")

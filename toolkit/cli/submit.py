@@ -85,7 +85,7 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
             run.wait()
             output.stop_writing()
             sys.exit(exit_status.FAILED)
-        output.report_and_exit(run)
+        output.print_end_and_exit(run)
 
 
 def _planned(

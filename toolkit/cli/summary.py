@@ -1,9 +1,8 @@
-"""The rows of `toolkit list`, the content of `toolkit status`, `goodput` and `show`.
+"""The rows of `toolkit list`, the content of `toolkit status` and `goodput`.
 
 They stand apart from the commands, whose modules `toolkit --help` imports.
 """
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -16,11 +15,9 @@ from toolkit.runs import run_directory
 from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
 from toolkit.runs.progress import progress_of
-from toolkit.runs.provenance import environment_of
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.text import untrusted
 from toolkit.text.quantities import rounded_duration
 
 
@@ -130,6 +127,19 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{point['name']:<{width}}  {point['state']:<9}  {text}".rstrip()
 
 
+def top_lines(runs: Iterable[tuple[Run, RunStatus]]) -> Iterator[str]:
+    """Yield a line for each run: name, state, how far it is or what it waits for."""
+    rows = []
+    for run, status in runs:
+        reason = mask_of(run.run_dir).hide(status.reason).partition("\n")[0]
+        if progress := _progress(run, status):
+            reason = "; ".join(filter(None, [progress["summary"], reason]))
+        rows.append((run.name, status.state.upper(), reason))
+    width = max((len(name) for name, _, _ in rows), default=0)
+    for name, state, text in rows:
+        yield f"{name:<{width}}  {state:<9}  {text}".rstrip()
+
+
 def goodput_lines(name: str, goodput: Goodput) -> Iterator[str]:
     """Yield a run's goodput as `toolkit goodput` prints it: the largest buckets first."""
     again = f", {goodput.steps_again} made again" if goodput.steps_again else ""
@@ -143,35 +153,9 @@ def goodput_lines(name: str, goodput: Goodput) -> Iterator[str]:
         if share >= 0.0005:  # as 0.1%
             took = rounded_duration(seconds)
             yield f"  {share:>6.1%}  {took:>12}  {bucket:<13}  {BUCKETS[bucket]}"
-
-
-def origin_of(run: Run) -> dict[str, Any]:
-    """Return the content of `toolkit show`."""
-    made = dict(run.record.provenance)
-    folder = run.run_dir
-    if folder is not None:  # the list of runs has no diffs
-        with contextlib.suppress(OSError, ValueError):
-            launch = untrusted.read_json(folder / "launch.json")
-            made |= untrusted.mapping(untrusted.mapping(launch).get("provenance"))
-    environment: dict[str, Any] = {}
-    with contextlib.suppress(LauncherError), run.recorded("events.jsonl") as recorded:
-        environment = environment_of(recorded)
-    created = datetime.fromtimestamp(run.record.created).astimezone()
-    return {
-        "uri": run.uri,
-        "name": run.name,
-        "job": run.record.job,
-        "profile": run.record.profile.get("name"),
-        "created": created.isoformat(timespec="seconds"),
-        "run_dir": str(folder) if folder else None,
-        "toolkit": made.get("toolkit"),
-        "python": made.get("python"),
-        "git": untrusted.mapping(made.get("git")) or None,
-        "environment": {key: environment.get(key) for key in _ENVIRONMENT} if environment else None,
-    }
-
-
-_ENVIRONMENT = ("python", "torch", "cuda", "nccl", "driver", "packages", "packages_differ", "nodes")
+    if goodput.price and goodput.rank_s is not None and goodput.productive_rank_s is not None:
+        cost, useful = map(goodput.price.of_ranks, (goodput.rank_s, goodput.productive_rank_s))
+        yield f"  {cost} for {goodput.rank_s / 3600:.4g} rank hours; {useful} for steps that count"
 
 
 def no_diff(origin: Mapping[str, Any]) -> str:
@@ -182,24 +166,3 @@ def no_diff(origin: Mapping[str, Any]) -> str:
     if not git.get("dirty"):
         return "nothing was changed since its commit"
     return "its changes are in new files, are too large, or were recorded elsewhere"
-
-
-def origin_lines(origin: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the content of `toolkit show` as lines."""
-    for key in ("uri", "name", "job", "profile", "created", "run_dir"):
-        if origin[key] is not None:
-            yield f"{key + ':':<12} {origin[key]}"
-    if git := origin["git"]:
-        changed = ", with changes that are not committed" if git.get("dirty") else ""
-        yield f"{'commit:':<12} {git.get('commit')} ({git.get('branch')}){changed}"
-    if origin["toolkit"]:
-        yield f"{'toolkit:':<12} {origin['toolkit']}, submitted with Python {origin['python']}"
-    if ranks := origin["environment"]:
-        for name in ("python", "torch", "cuda", "nccl", "driver", "packages"):
-            if ranks[name]:
-                yield f"{name + ':':<12} {ranks[name]}"
-        if differing := ranks["packages_differ"]:
-            yield f"{'':<12} ranks with other packages than rank 0: {differing}"
-        for node in map(untrusted.mapping, untrusted.sequence(ranks["nodes"])):
-            gpu = f" on {node['gpu']}" if node.get("gpu") else ""
-            yield f"{'node:':<12} {node.get('host')}, ranks: {node.get('ranks')}{gpu}"

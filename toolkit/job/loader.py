@@ -185,7 +185,7 @@ def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | N
     if kind == "too_short":
         return f"{name}: the list is empty"
     if kind == "greater_than_equal":
-        return f"{name}: must be at least {context['ge']}, not {written or value}"
+        return f"{name}: must be at least {context['ge']:g}, not {written or value}"
     match value:
         case None:
             shown = "nothing"
@@ -205,6 +205,8 @@ def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | N
 _EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "a mapping of keys to values",
+    "finite_number": "a finite number",
+    "float_type": "a number",
     "int_type": "a whole number",
     "model_type": "a mapping of keys to values",
     "quantity_type": "a string with a unit",

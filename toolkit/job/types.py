@@ -253,6 +253,7 @@ Word = Annotated[Text, *matching(r"\S+", "write one word, or leave the key out")
 Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 NaturalInt = Annotated[int, Strict(), Field(ge=0)]
+Amount = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 
 
 def secrets_by_name(value: object) -> object:

@@ -34,6 +34,16 @@ class NodeFacts(FrozenModel):
     """Memory of a node that jobs can use, like `480GiB`."""
 
 
+class Price(FrozenModel):
+    """What computing costs, for `toolkit goodput` and reports."""
+
+    rank_hour: types.Amount
+    """The price of one rank, with its GPU if it has one, for an hour."""
+
+    currency: types.Word = "USD"
+    """The currency, as it is shown."""
+
+
 class SiteProfile(FrozenModel):
     """The settings of every kind of site."""
 
@@ -48,6 +58,9 @@ class SiteProfile(FrozenModel):
 
     network_interface: types.Word | None = None
     """The network interface for NCCL and gloo, like `ib0`; by default they choose."""
+
+    price: Price | None = None
+    """What computing costs here; `toolkit goodput` then shows money, too."""
 
     templates_dir: types.FolderPath | None = None
     """A folder whose templates replace or extend the toolkit's; a relative path is below the

@@ -14,12 +14,20 @@ from toolkit.rendering.environment import (
     path_quote,
     sbatch_quote,
     shell_quote,
+    template_text,
 )
 
 if TYPE_CHECKING:
     from toolkit.planning.plans import LaunchPlan
 
-__all__ = ["page_environment", "path_quote", "render", "sbatch_quote", "shell_quote"]
+__all__ = [
+    "page_environment",
+    "path_quote",
+    "render",
+    "sbatch_quote",
+    "shell_quote",
+    "template_text",
+]
 
 
 def render(plan: "LaunchPlan") -> str:

@@ -108,6 +108,13 @@ def page_environment() -> jinja2.Environment:
     )
 
 
+def template_text(name: str) -> str:
+    """Return a file of the templates folder as it is, such as the script of a page."""
+    environment = page_environment()
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
+
+
 # ---- Filters for bash, sbatch and Kubernetes
 
 

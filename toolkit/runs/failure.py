@@ -156,7 +156,11 @@ class Failure:
 
 
 def headline(failure: object, *, when: str = "") -> str:
-    """Return the line that opens every report of a first failure."""
+    """Return the line that opens every report of a first failure.
+
+    `status` and sweeps print `first failure: …`; `logs` and the end of a run add `when`, such as
+    `, in attempt 0, 14:05:09`.
+    """
     return f"first failure{when}: {failure}"
 
 

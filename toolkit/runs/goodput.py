@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.text import untrusted
 
@@ -42,10 +42,50 @@ _PHASES = {
 }
 """The phases of the event `ready`, by bucket."""
 
+_DOWN = frozenset({"checkpoint", "lost work", "stall", "restart", "requeue"})
+"""Downtime as NVIDIA counts it: checkpoints, work lost, shutdown and restart."""
+
+_STARTING = frozenset({"start", "imports", "process group", "setup", "restore", "first step"})
+"""Downtime, too, in each start but the first one."""
+
 _BYTES = 4 << 30
 """How much is read of a file: 10 million steps, and more events than a run has."""
 
 _LINE_BYTES = 1 << 16
+
+
+class Price(NamedTuple):
+    """What a rank costs in an hour."""
+
+    rank_hour: float
+    currency: str
+
+    @classmethod
+    def of(cls, profile: Mapping[str, Any]) -> "Price | None":
+        """Return the price in a profile as a run has recorded it, which may hold anything."""
+        price = untrusted.mapping(profile.get("price"))
+        amount, currency = untrusted.finite(price.get("rank_hour")), price.get("currency")
+        if amount is None or amount < 0 or not isinstance(currency, str):
+            return None
+        return cls(amount, untrusted.printable(currency)[:16])
+
+    def of_ranks(self, rank_s: float) -> str:
+        """Return what so many seconds of ranks cost, with the currency."""
+        return f"{self.rank_hour * rank_s / 3600:.2f} {self.currency}"
+
+
+class Span(NamedTuple):
+    """A time that belongs to one bucket."""
+
+    start: int
+    """The start of the ranks, counted from 0, with the gap before it."""
+
+    bucket: str
+
+    begin: float
+    """In seconds since the submission."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +117,16 @@ class Goodput:
     productive_rank_s: float | None
     """Those of `rank_s` in which steps that count were made."""
 
+    price: Price | None = None
+    """What a rank costs in an hour, if the run's profile says so."""
+
+    spans: tuple[Span, ...] = ()
+    """The elapsed time from its begin to its end. What a start has spent from its first step to its
+    last record is summed by bucket: one span for all of its checkpoints, say."""
+
+    numbers: tuple[tuple[int, int], ...] = ()
+    """Attempt and restart of each start."""
+
     @property
     def share(self) -> float:
         """The goodput: productive time ÷ elapsed time, from 0 to 1."""
@@ -87,9 +137,15 @@ class Goodput:
         """The goodput as others define it; see docs/reference/goodput.md."""
         after_queue = self.elapsed_s - self.seconds["queue"]
         productive = self.seconds["productive"]
+        down_s = sum(
+            span.seconds
+            for span in self.spans
+            if span.bucket in _DOWN or (span.start and span.bucket in _STARTING)
+        )
         return {
             "goodput (Google)": productive / after_queue if after_queue else 0.0,
             "ETTR (Meta)": self.share,
+            "uptime (NVIDIA)": max(1 - down_s / after_queue, 0.0) if after_queue else 0.0,
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -107,6 +163,7 @@ class Goodput:
             "rank_hours_productive": (
                 None if self.productive_rank_s is None else self.productive_rank_s / 3600
             ),
+            "price": self.price and self.price._asdict(),
         }
 
 
@@ -122,6 +179,9 @@ class _Start:
 
     last: float
     """The latest one."""
+
+    is_begun: bool = False
+    """Whether its event `start` was read."""
 
     began: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
@@ -176,6 +236,7 @@ def goodput_of(
     kept, again = 0, 0
     held, productive = 0.0, 0.0
     for index, start in enumerate(starts):
+        clock.start = index
         if index == 0:
             gap = "queue"
         else:
@@ -183,11 +244,14 @@ def goodput_of(
             gap = "restart" if same else "requeue"
         ranks = start.ranks or 0
         before, released = dict(clock.seconds), gap != "restart"
-        clock.advance(gap, start.first if start.began is None else start.began)
+        ended = start.first if start.began is None else start.began
+        clock.advance(gap, ended)
         if released:
             before[gap] = clock.seconds[gap]
         for phase, seconds in start.phases.items():
-            clock.spend(_PHASES[phase], seconds, until=start.last)
+            # By when it ended: an attempt's begin, in whole seconds, may be before the submission.
+            ended += seconds
+            clock.advance(_PHASES[phase], min(ended, start.last))
         valid = _valid(starts, index)
         lost = len(start.steps) - valid
         kept, again = kept + valid, again + lost
@@ -206,6 +270,8 @@ def goodput_of(
         ranks=next((start.ranks for start in reversed(starts) if start.ranks), None),
         rank_s=held if all_counted else None,
         productive_rank_s=productive if all_counted else None,
+        spans=tuple(clock.spans),
+        numbers=tuple(start.number for start in starts),
     )
 
 
@@ -216,6 +282,9 @@ class _Clock:
         self._begin = begin
         self._now = begin
         self.seconds = dict.fromkeys(BUCKETS, 0.0)
+        self.start = 0
+        """The start of the ranks that has been reached, counted from 0."""
+        self.spans: list[Span] = []
 
     @property
     def now(self) -> float:
@@ -225,13 +294,8 @@ class _Clock:
     def advance(self, bucket: str, moment: float) -> None:
         """Go on to a moment; nothing happens if it has been passed."""
         if self._now is None:
-            self._now = moment
-        self.seconds[bucket] += max(moment - self._now, 0.0)
-        self._now = max(moment, self._now)
-
-    def spend(self, bucket: str, seconds: float, *, until: float) -> None:
-        """Go on by so many seconds, not beyond a moment."""
-        self.advance(bucket, min(self.now + seconds, until))
+            self._begin = self._now = moment
+        self._note(bucket, max(moment - self._now, 0.0))
 
     def divide(self, shares: Mapping[str, float], *, until: float) -> None:
         """Go on to a moment. Of the time until then each bucket gets its share, `other` the rest.
@@ -241,9 +305,15 @@ class _Clock:
         there_is, wanted = max(until - self.now, 0.0), sum(shares.values())
         scale = min(there_is / wanted, 1.0) if wanted else 0.0
         for bucket, seconds in shares.items():
-            self.seconds[bucket] += seconds * scale
-        self.seconds["other"] += max(there_is - wanted * scale, 0.0)
+            self._note(bucket, seconds * scale)
+        self._note("other", max(there_is - wanted * scale, 0.0))
         self._now = max(until, self.now)
+
+    def _note(self, bucket: str, seconds: float) -> None:
+        if seconds:
+            self.spans.append(Span(self.start, bucket, self.now - (self._begin or 0.0), seconds))
+            self.seconds[bucket] += seconds
+            self._now = self.now + seconds
 
 
 def _valid(starts: list[_Start], index: int) -> int:
@@ -279,25 +349,49 @@ def _training(start: _Start, valid: int) -> dict[str, float]:
 
 def _starts(folder: Path) -> list[_Start]:
     """Return the starts of the ranks in their order, each with its records."""
-    starts: dict[tuple[int, int], _Start] = {}
+    starts = _Starts()
     for row, when in _rows(folder / "events.jsonl"):
-        start = _start_of(starts, row, when)
-        _note(start, str(row.get("event")), row, when)
+        event = str(row.get("event"))
+        _note(starts.of(row, when, begins=event == "start"), event, row, when)
     for row, when in _rows(folder / "metrics.jsonl"):
-        start = _start_of(starts, row, when)
+        start = starts.of(row, when)
         if (step := untrusted.whole(row.get("step"))) is not None:
             start.step(step, when, untrusted.finite(row.get("samples_per_s")))
-    return [starts[number] for number in sorted(starts)]
+    return starts.in_order()
 
 
-def _start_of(starts: dict[tuple[int, int], _Start], row: Mapping[str, Any], when: float) -> _Start:
-    numbers = (untrusted.whole(row.get(key)) or 0 for key in ("attempt", "restart"))
-    number = (next(numbers), next(numbers))
-    if number not in starts:
-        starts[number] = _Start(number, when, when)
-    start = starts[number]
-    start.see(when)
-    return start
+class _Starts:
+    """The starts of a run, which their numbers do not tell apart.
+
+    torchrun counts no restart for a change of members: two starts can have the same attempt and
+    restart, and one with a lower restart can follow where rank 0 is on another node.
+    """
+
+    def __init__(self) -> None:
+        self._opened: list[_Start] = []
+        self._by_number: dict[tuple[int, int], list[_Start]] = {}
+
+    def of(self, row: Mapping[str, Any], when: float, *, begins: bool = False) -> _Start:
+        """Return the start that a record belongs to; a record that `begins` one opens it."""
+        numbers = (untrusted.whole(row.get(key)) or 0 for key in ("attempt", "restart"))
+        number = (next(numbers), next(numbers))
+        alike = self._by_number.setdefault(number, [])
+        if not alike or (begins and alike[-1].is_begun):
+            alike.append(_Start(number, when, when))
+            self._opened.append(alike[-1])
+        start = next((start for start in reversed(alike) if start.first <= when), alike[0])
+        start.is_begun = start.is_begun or begins
+        start.see(when)
+        return start
+
+    def in_order(self) -> list[_Start]:
+        """Return the starts by attempt, and within one as they were recorded."""
+        starts = sorted(self._opened, key=lambda start: start.number[0])
+        for before, start in itertools.pairwise(starts):
+            # A process whose restart torchrun has not counted takes itself for the attempt's first.
+            if start.began is not None and start.began < before.last:
+                start.began += start.phases.pop("start", 0.0)
+        return starts
 
 
 def _note(start: _Start, event: str, row: Mapping[str, Any], when: float) -> None:

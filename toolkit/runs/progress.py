@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from toolkit.runs import run_directory
 from toolkit.runs.log_reader import Span, end_of
@@ -25,9 +25,11 @@ _PARTS = 4
 
 
 class _Record(NamedTuple):
-    start: tuple[int, int]
-    """Attempt and restart."""
+    start: int
+    """Which of the starts that were read; the numbers mean nothing else."""
     when: float
+    attempt: int
+    restart: int
     step: int
     loss: float | None
 
@@ -108,8 +110,8 @@ def progress_of(run_dir: Path, *, now: float | None = None) -> Progress | None:
         step_s=step_s,
         left_s=None if left is None or step_s is None else step_s * left,
         spread_s=None if left is None or varies_s is None else varies_s * left,
-        attempt=last.start[0],
-        restart=last.start[1],
+        attempt=last.attempt,
+        restart=last.restart,
         silent_s=max(now - last.when, 0.0),
     )
 
@@ -121,16 +123,20 @@ def _records(run_dir: Path) -> list[_Record]:
     except OSError:
         return []
     records: list[_Record] = []
-    for line in lines:
-        row: dict[str, Any] = {}
-        with contextlib.suppress(ValueError):  # the first or the last line may be torn
-            row = untrusted.mapping(untrusted.parse_json(line))
-        step, when = untrusted.whole(row.get("step")), untrusted.moment(row.get("time"))
-        if step is None or when is None:
-            continue
-        start = (untrusted.whole(row.get("attempt")) or 0, untrusted.whole(row.get("restart")) or 0)
-        records.append(_Record(start, when, step, untrusted.finite(row.get("loss"))))
+    start = 0
+    for record in run_directory.metric_records(map(_parsed, lines)):
+        start += record.opens_start
+        when = untrusted.moment(record.values.get("time"))
+        if when is not None:
+            loss = untrusted.finite(record.values.get("loss"))
+            records.append(_Record(start, when, record.attempt, record.restart, record.step, loss))
     return records
+
+
+def _parsed(line: bytes) -> object:
+    with contextlib.suppress(ValueError):  # the first or the last line may be torn
+        return untrusted.parse_json(line)
+    return None
 
 
 def _speed(records: Sequence[_Record]) -> tuple[float | None, float | None]:

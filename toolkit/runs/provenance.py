@@ -3,14 +3,21 @@
 The ranks' own versions, nodes and GPUs are in the run directory: the event `environment`.
 """
 
+import contextlib
 import os
 import platform
 import subprocess
+from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit import __version__
+from toolkit.errors import LauncherError
 from toolkit.text import secret_scan, untrusted
+
+if TYPE_CHECKING:
+    from toolkit.runs.run import Run
 
 _DIFF_BYTES = 64 << 10
 """The largest diff that is kept."""
@@ -76,3 +83,53 @@ def environment_of(folder: Path) -> dict[str, Any]:
         if row.get("event") == "environment":
             newest = row
     return newest
+
+
+_ENVIRONMENT = ("python", "torch", "cuda", "nccl", "driver", "packages", "packages_differ", "nodes")
+
+
+def origin_of(run: "Run") -> dict[str, Any]:
+    """Return the content of `toolkit show`."""
+    made = dict(run.record.provenance)
+    folder = run.run_dir
+    if folder is not None:  # the list of runs has no diffs
+        with contextlib.suppress(OSError, ValueError):
+            launch = untrusted.read_json(folder / "launch.json")
+            made |= untrusted.mapping(untrusted.mapping(launch).get("provenance"))
+    environment: dict[str, Any] = {}
+    with contextlib.suppress(LauncherError), run.recorded("events.jsonl") as recorded:
+        environment = environment_of(recorded)
+    created = datetime.fromtimestamp(run.record.created).astimezone()
+    return {
+        "uri": run.uri,
+        "name": run.name,
+        "job": run.record.job,
+        "profile": run.record.profile.get("name"),
+        "created": created.isoformat(timespec="seconds"),
+        "run_dir": str(folder) if folder else None,
+        "toolkit": made.get("toolkit"),
+        "python": made.get("python"),
+        "git": untrusted.mapping(made.get("git")) or None,
+        "environment": {key: environment.get(key) for key in _ENVIRONMENT} if environment else None,
+    }
+
+
+def origin_lines(origin: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the content of `toolkit show` as lines."""
+    for key in ("uri", "name", "job", "profile", "created", "run_dir"):
+        if origin[key] is not None:
+            yield f"{key + ':':<12} {origin[key]}"
+    if git := origin["git"]:
+        changed = ", with changes that are not committed" if git.get("dirty") else ""
+        yield f"{'commit:':<12} {git.get('commit')} ({git.get('branch')}){changed}"
+    if origin["toolkit"]:
+        yield f"{'toolkit:':<12} {origin['toolkit']}, submitted with Python {origin['python']}"
+    if ranks := origin["environment"]:
+        for name in ("python", "torch", "cuda", "nccl", "driver", "packages"):
+            if ranks[name]:
+                yield f"{name + ':':<12} {ranks[name]}"
+        if differing := ranks["packages_differ"]:
+            yield f"{'':<12} ranks with other packages than rank 0: {differing}"
+        for node in map(untrusted.mapping, untrusted.sequence(ranks["nodes"])):
+            gpu = f" on {node['gpu']}" if node.get("gpu") else ""
+            yield f"{'node:':<12} {node.get('host')}, ranks: {node.get('ranks')}{gpu}"

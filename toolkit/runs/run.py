@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from toolkit.text.quantities import whole_number
 if TYPE_CHECKING:
     from toolkit.runs.failure import Failure
     from toolkit.runs.goodput import Goodput
+    from toolkit.runs.report import Report
 
 _NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
 
@@ -216,13 +218,24 @@ class Run(abc.ABC):
         Raises:
             LauncherError: the run directory cannot be seen from here, or this is a sweep.
         """
-        from toolkit.runs.goodput import goodput_of
+        from toolkit.runs.goodput import Price, goodput_of
 
         if self.points:
             raise LauncherError(f"{self.uri} is a sweep; ask for a point, such as {self.uri}_0")
         until = None if self.status().state.final else time.time()
         with self.recorded("events.jsonl", "metrics.jsonl", "outcome.json") as folder:
-            return goodput_of(folder, submitted=self.record.created, until=until)
+            found = goodput_of(folder, submitted=self.record.created, until=until)
+        return replace(found, price=Price.of(self.record.profile))
+
+    def report(self) -> "Report":
+        """Return a page about the run: curves, timeline, goodput, failures, provenance.
+
+        A notebook shows it; `report().save("run.html")` keeps it. Of a sweep, the points are
+        compared; `toolkit.report()` compares runs.
+        """
+        from toolkit.runs.report import report
+
+        return report([self])
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> RunStatus:
         """Return the status once the run has ended.

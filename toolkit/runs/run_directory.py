@@ -7,7 +7,7 @@ import contextlib
 import importlib.util
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,9 @@ _LAST_BYTES = 1 << 16
 
 _METRICS_BYTES = 1 << 30
 """How much of the curves is read: those of millions of steps."""
+
+PLACE = frozenset({"version", "time", "attempt", "restart", "step", "epoch", "samples_seen"})
+"""What a record of `metrics.jsonl` has beside what it has measured."""
 
 
 _OUTCOMES = {
@@ -290,20 +293,60 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     failure count once: a new start voids what earlier ones have written from its first step on.
     """
     rows: dict[int, dict[str, Any]] = {}
-    newest = (0, 0)
     # Lines may be torn by a kill, or just being written.
-    for line in untrusted.lines_of_json(run_dir / "metrics.jsonl", limit=_METRICS_BYTES):
-        record = untrusted.mapping(line)
-        step, *numbers = (untrusted.whole(record.get(k)) for k in ("step", "attempt", "restart"))
-        if step is None:
-            continue
-        start = (numbers[0] or 0, numbers[1] or 0)
-        if start > newest:
-            newest = start
-            rows = {earlier: row for earlier, row in rows.items() if earlier < step}
-        shown = {key: value for key, value in record.items() if key != "version"}
-        rows[step] = rows.get(step, {}) | shown
+    lines = untrusted.lines_of_json(run_dir / "metrics.jsonl", limit=_METRICS_BYTES)
+    for record in metric_records(lines):
+        if record.opens_start:
+            rows = {earlier: row for earlier, row in rows.items() if earlier < record.step}
+        shown = {key: value for key, value in record.values.items() if key != "version"}
+        rows[record.step] = rows.get(record.step, {}) | shown
     return [rows[step] for step in sorted(rows)]
+
+
+class MetricRecord(NamedTuple):
+    """One record of `metrics.jsonl`."""
+
+    step: int
+    attempt: int
+    restart: int
+    opens_start: bool
+    """Whether it is the first record of a start of the ranks."""
+    values: Mapping[str, Any]
+    """The whole record."""
+
+
+def metric_records(lines: Iterable[object]) -> Iterator[MetricRecord]:
+    """Yield the records of `metrics.jsonl`."""
+    return filter(None, map(MetricReader().read, lines))
+
+
+class MetricReader:
+    """Reads the records of `metrics.jsonl` in their order, and tells the starts of ranks apart.
+
+    Attempt and restart do not tell starts apart: torchrun counts no restart when its members
+    change, and after that rank 0 may be on a node whose torchrun has counted fewer. A start is
+    taken to begin where these numbers differ from those of the record before, and where a step
+    comes again. Records of an attempt that a newer one has followed are left out.
+    """
+
+    def __init__(self) -> None:
+        self._newest, self._last = (-1, -1), -1
+        self._recorded: set[str] = set()  # of the last step
+
+    def read(self, line: object) -> MetricRecord | None:
+        """Return the record in a line's JSON; None if it holds none that counts."""
+        values = untrusted.mapping(line)
+        step = untrusted.whole(values.get("step"))
+        attempt, restart = (untrusted.whole(values.get(k)) or 0 for k in ("attempt", "restart"))
+        if step is None or attempt < self._newest[0]:
+            return None
+        keys = values.keys() - PLACE
+        again = step < self._last or (step == self._last and not self._recorded.isdisjoint(keys))
+        opens = (attempt, restart) != self._newest or again
+        same = step == self._last and not opens
+        self._recorded = self._recorded | keys if same else set(keys)
+        self._newest, self._last = (attempt, restart), step
+        return MetricRecord(step, attempt, restart, opens, values)
 
 
 def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:

@@ -286,7 +286,7 @@ class Checkpointer:
         files = {name: proof for _, own in reports for name, proof in own.items()}
         try:
             if not problems:
-                store.complete(draft, pending.state, files)
+                store.write_manifest(draft, pending.state, files)
                 pending.may_commit()
                 store.commit(draft, pending.position.path(self.run_dir))
                 now, waiting_since, stall_s = time.monotonic(), self._waiting_since, pending.stall_s

@@ -46,7 +46,7 @@ def look(run_dir: Path, *, attempt: int, together: RankGroup | None = None) -> S
 
     `together`: all ranks see one directory, and each verifies some of the files.
     """
-    positions = store.committed(run_dir, up_to_attempt=attempt)
+    positions = store.list_committed(run_dir, up_to_attempt=attempt)
     share = (0, 1)
     if together:
         positions = together.broadcast(positions)

@@ -48,7 +48,7 @@ class Retention:
         run_dir, texts = self._directory.path, []
         spare = behind(run_dir, position, keep=1, damaged=self.damaged)
         useless = sorted(self.damaged.difference(spare))
-        whole = [p for p in store.committed(run_dir) if p not in (*spare, *useless, position)]
+        whole = [p for p in store.list_committed(run_dir) if p not in (*spare, *useless, position)]
         if spare:
             texts.append(f"{_listed(spare)} may go, as with --keep-checkpoints 1")
         if useless:
@@ -93,7 +93,7 @@ def behind(
     and stays until that step is reached.
     """
     whole, older = 0, []
-    for position in store.committed(run_dir, up_to_attempt=newest.attempt):
+    for position in store.list_committed(run_dir, up_to_attempt=newest.attempt):
         if position.step > newest.step:
             continue
         if whole >= keep:

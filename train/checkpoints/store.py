@@ -81,7 +81,7 @@ def tensor_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def committed(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
+def list_committed(run_dir: Path, *, up_to_attempt: float = math.inf) -> list[Position]:
     """List the committed checkpoints of this attempt and earlier ones, best first."""
     positions = []
     for attempt, path in entries(run_dir, up_to_attempt):
@@ -109,7 +109,7 @@ def begin(draft: Path) -> None:
         sync(path.parent)
 
 
-def complete(draft: Path, state: State, files: Mapping[str, Proof]) -> None:
+def write_manifest(draft: Path, state: State, files: Mapping[str, Proof]) -> None:
     """Add state and manifest to the files of tensors, which are on the disk already.
 
     Raises:

@@ -178,7 +178,7 @@ def _other_run(path: Path, holder: Identity, identity: Identity, adopt: str | No
 
 def _strange_checkpoint(directory: RunDirectory, ours: Sequence[Identity]) -> str:
     """Describe this node's first checkpoint of another run, of any attempt; '' if it has none."""
-    for position in store.committed(directory.path):
+    for position in store.list_committed(directory.path):
         path = position.path(directory.path)
         try:
             # Not the tensors, which may be large.

@@ -20,7 +20,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from train.errors import PeerError, UsageError
+from train.errors import PeerError, TrainError, UsageError
 from train.runtime.membership import GRACE_S, EndingError, gather, leave, veto
 from train.runtime.rank import RankInfo
 
@@ -42,6 +42,7 @@ def meet(rank_info: RankInfo, init_method: str, timeout: timedelta) -> Iterator[
 
     Raises:
         UsageError: another run is there already.
+        TrainError: another process has taken the port that torchrun chose.
         PeerError: not all ranks have come.
     """
     if init_method == "env://" and rank_info.meeting:
@@ -59,13 +60,34 @@ def meet(rank_info: RankInfo, init_method: str, timeout: timedelta) -> Iterator[
     else:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         await_server(host, port, rank_info, timeout)
-        with _explained(f"{host}:{port}", timeout):
-            store, _, _ = next(rendezvous(init_method, timeout=timeout))
+        chosen = AGENT_STORE in os.environ
+        with _explained(f"{host}:{port}", timeout, chosen=chosen):
+            store = _store_of_environment(init_method, timeout, patient=chosen)
         store.set_timeout(timeout)
         yield store
-        # torchrun sets "False" when it was told not to share its store: rank 0 serves another then.
+        # torchrun sets "False" where its own store is not shared: rank 0 serves another store then.
         if os.environ.get(AGENT_STORE) != "True":
             leave(store, rank_info)
+
+
+def _store_of_environment(init_method: str, timeout: timedelta, *, patient: bool) -> Store:
+    """Reach the store at MASTER_ADDR and MASTER_PORT; rank 0 serves it unless torchrun does.
+
+    `patient`: whether rank 0 tries a taken port again. torchrun releases the free port of its
+    choice before rank 0 binds the port, so a connection of another process may have the port for
+    an instant.
+    """
+    deadline = time.monotonic() + _KNOCK_S
+    while True:
+        try:
+            store: Store = next(rendezvous(init_method, timeout=timeout))[0]
+        except DistNetworkError as error:
+            taken = "EADDRINUSE" in str(error)
+            if not (taken and patient) or time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
+            continue
+        return store
 
 
 def keys_of_this_try(purpose: str, rank_info: RankInfo, store: Store) -> Store:
@@ -101,8 +123,11 @@ def await_server(
 
 
 @contextmanager
-def _explained(where: str, timeout: timedelta) -> Iterator[None]:
-    """Explain in our own words why the store of an address cannot be reached."""
+def _explained(where: str, timeout: timedelta, *, chosen: bool = False) -> Iterator[None]:
+    """Explain in our own words why the store of an address cannot be reached.
+
+    `chosen`: whether torchrun has chosen the port, which it does for each start anew.
+    """
     try:
         yield
     except (DistNetworkError, DistStoreError) as error:
@@ -111,6 +136,11 @@ def _explained(where: str, timeout: timedelta) -> Iterator[None]:
             reason = str(error).partition("\n")[0]
             raise PeerError(
                 f"not all ranks have met at {where} within {patience} [{reason}]"
+            ) from error
+        if chosen:
+            raise TrainError(
+                f"{where}: another process of {socket.gethostname()} has taken the port since "
+                "torchrun chose it; the next start gets another one"
             ) from error
         raise UsageError(
             f"{where}: the port is taken on {socket.gethostname()}, by another run perhaps; choose "
@@ -135,7 +165,7 @@ def _meet_at_port(init_method: str, rank_info: RankInfo, timeout: timedelta) -> 
         # Before the timeout: the rank 0 of a run that was just ending has gone meanwhile.
         raise EndingError(str(error)) from error
     except UsageError:
-        # The ranks that still wait there cannot tell our ranks from their own.
+        # The other run's ranks, which still wait there, cannot tell our ranks from their own.
         with suppress(RuntimeError):
             veto(connect(False, timedelta(seconds=GRACE_S)), rank_info)
         raise

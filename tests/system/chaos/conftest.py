@@ -1,10 +1,11 @@
 """The undisturbed run."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import Cluster, Until
+from tests.conftest import PATIENCE_S, Cluster, Until
 from tests.support.slurm_site import Site
 from tests.system.chaos.frame import STEPS, Trial, submit
 
@@ -16,6 +17,16 @@ def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Tri
     trial.wait()
     assert json.loads((trial.run_dir / "outcome.json").read_text())["step"] == STEPS
     return trial
+
+
+@pytest.fixture
+def until(until: Until, site: Site) -> Until:
+    """Wait as all tests do; where that fails, the story of the runs explains why."""
+
+    def wait(condition: Callable[[], object], what: str, limit_s: float = PATIENCE_S) -> None:
+        until(condition, what, limit_s, seen=site.story)
+
+    return wait
 
 
 @pytest.fixture(autouse=True)

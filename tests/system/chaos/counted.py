@@ -54,8 +54,9 @@ class Counted(Task):
     def _note(self, numbers: list[int]) -> None:
         self.steps += 1
         print(word(self.log, self.restart, self.steps), end="", flush=True)
+        note = {"time": time.time(), "restart": int(self.restart), "numbers": numbers}
         with self.log.open("a") as file:
-            file.write(json.dumps({"restart": int(self.restart), "numbers": numbers}) + "\n")
+            file.write(json.dumps(note) + "\n")
         while self.hungry.exists():
             self.eaten.append(os.urandom(1 << 25))
             with suppress(FileNotFoundError):

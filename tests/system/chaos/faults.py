@@ -185,12 +185,15 @@ def kill_on_node(scene: Scene, part: str, *, first: bool = False, cycle: bool = 
     return bool(pids) and all([kill(pid) for pid in pids or []])
 
 
-def power_off(scene: Scene, *, first: bool = False) -> bool:
-    """Cut the power of the job's first or last node."""
+def power_off(scene: Scene, *, first: bool = False, back: bool = False) -> bool:
+    """Cut the power of the job's first or last node, for longer or for a moment (`back`)."""
     nodes = scene.victim(lambda: scene.slurm.nodes(scene.trial))
     if not nodes:
         return False
     node = nodes[0 if first else -1]
+    if back:
+        scene.slurm.power_cycle(node)
+        return True
     scene.arena.undo_later(lambda: scene.slurm.power_on(node))
     scene.slurm.cluster("power-off", node)
     return True
@@ -404,6 +407,14 @@ FAULTS: tuple[Fault, ...] = (
     _slurm(
         "the first node loses its power",
         _bind(power_off, first=True), *_LOST,
+    ),
+    _slurm(
+        "the last node loses its power for a moment", _bind(power_off, back=True),
+        r"node_failure: node\d has restarted", *_LOST, follows=frozenset({REQUEUED}),
+    ),
+    _slurm(
+        "the first node loses its power for a moment", _bind(power_off, first=True, back=True),
+        r"lost: the batch script was killed", *_LOST, follows=frozenset({REQUEUED}),
     ),
     _slurm(
         "the last node loses its network cable", cut, *_LOST

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -44,10 +45,11 @@ class Trial:
         draft.write_text(f"{seconds_per_step}")
         draft.replace(self.folder / "pace")
 
-    def events(self, kind: str, attempt: int | None = None) -> list[dict[str, Any]]:
+    def events(self, kind: str | None = None, attempt: int | None = None) -> list[dict[str, Any]]:
+        """Return the events in their order: all, or of a kind, or of an attempt."""
         path = self.run_dir / "events.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        found = [event for event in map(json.loads, lines) if event["event"] == kind]
+        found = [event for event in map(json.loads, lines) if kind in (None, event["event"])]
         return [event for event in found if attempt in (None, event["attempt"])]
 
     def saved(self, attempt: int = 0) -> bool:
@@ -206,16 +208,32 @@ def whole_result(trial: Trial, reference: Trial) -> None:
 
 def consistent(trial: Trial) -> None:
     """Check that every file of the run directory is whole, whenever its processes were killed."""
-    for position in store.committed(trial.run_dir):
+    for position in store.list_committed(trial.run_dir):
         store.verify(position.path(trial.run_dir))
     outcome = trial.run_dir / "outcome.json"
     assert not outcome.exists() or json.loads(outcome.read_text())["version"] == 1
 
 
 def _last_checkpoint(trial: Trial) -> Path:
-    (best, *_) = store.committed(trial.run_dir)
+    (best, *_) = store.list_committed(trial.run_dir)
     assert best.step == STEPS
     return best.path(trial.run_dir)
+
+
+@dataclasses.dataclass
+class _Start:
+    """What one start of the ranks has recorded."""
+
+    attempt: int
+    restart: int
+    began: float
+    """When its event `start` was recorded."""
+    ended: float = math.inf
+    """When the next one of the same attempt and restart was: torchrun does not count all."""
+    checkpoints: list[str] = dataclasses.field(default_factory=list)
+    resumed_step: int = 0
+    resumed_from: str | None = None
+    done: bool = False
 
 
 def samples_by_step(trial: Trial) -> list[list[int]]:
@@ -225,36 +243,64 @@ def samples_by_step(trial: Trial) -> list[list[int]]:
     start has made it that wrote this checkpoint; it may have been killed before it reported that.
     """
     counted: list[list[int]] = []
-    wrote = {(e["checkpoint"]): (e["attempt"], e["restart"]) for e in trial.events("checkpoint")}
-    resumed = {(e["attempt"], e["restart"]): e for e in trial.events("resume")}
-    (done,) = trial.events("done")
-    start, end = (done["attempt"], done["restart"]), STEPS
+    starts, end = _starts(trial), STEPS
+    (start,) = (start for start in starts if start.done)
     while True:
-        resume = resumed.get(start, {"step": 0})
         # One that was stopped before its first step has left a checkpoint, and no sample.
-        if wanted := end - resume["step"]:
-            counted[:0] = list(_given(trial, *start))[:wanted]
-        if "checkpoint" not in resume:
+        if wanted := end - start.resumed_step:
+            counted[:0] = list(_given(trial, start))[:wanted]
+        if start.resumed_from is None:
             return counted
-        writer = wrote.get(resume["checkpoint"])
-        start, end = writer or _writer(trial, resume["checkpoint"], start), resume["step"]
+        end, earlier = start.resumed_step, starts[: starts.index(start)]
+        start = _writer(trial, start.resumed_from, earlier)
 
 
-def _writer(trial: Trial, checkpoint: str, resumed: tuple[int, int]) -> tuple[int, int]:
-    """Return which start has written a checkpoint: the last of its attempt before `resumed`."""
+def _starts(trial: Trial) -> list[_Start]:
+    """Return the starts in their order, by the events of their rank 0."""
+    starts: list[_Start] = []
+    for event in trial.events():
+        kind, number = event["event"], (event["attempt"], event["restart"])
+        start = next((s for s in reversed(starts) if (s.attempt, s.restart) == number), None)
+        if kind == "start":
+            if start is not None:
+                start.ended = event["time"]
+            starts.append(_Start(*number, began=event["time"]))
+        elif kind in ("checkpoint", "resume", "done"):  # an error may be any rank's
+            assert start is not None, f"{event} is of no start"
+            if kind == "checkpoint":
+                start.checkpoints.append(event["checkpoint"])
+            elif kind == "resume":
+                start.resumed_step, start.resumed_from = event["step"], event["checkpoint"]
+            else:
+                start.done = True
+    return starts
+
+
+def _writer(trial: Trial, checkpoint: str, earlier: list[_Start]) -> _Start:
+    """Return which start has written a checkpoint: the last of its attempt if none reported it."""
     attempt = int(Path(checkpoint).parent.name.removeprefix("attempt-"))
-    firsts = (path.read_text().partition("\n")[0] for path in trial.folder.glob(f"{attempt}-*"))
-    starts = ((attempt, json.loads(first)["restart"]) for first in firsts if first)
-    return max(start for start in starts if start < resumed)
+    for start in reversed(earlier):
+        if checkpoint in start.checkpoints:
+            return start
+    return next(s for s in reversed(earlier) if s.attempt == attempt and _file_of(trial, s))
 
 
-def _given(trial: Trial, attempt: int, restart: int) -> Iterator[list[int]]:
+def _file_of(trial: Trial, start: _Start) -> Path | None:
+    """Return where rank 0 of a start has noted its samples; None if it made no step."""
+    found = []
+    for path in trial.folder.glob(f"{start.attempt}-*-0.jsonl"):
+        if line := path.read_text().partition("\n")[0]:
+            first = json.loads(line)
+            if first["restart"] == start.restart and start.began <= first["time"] < start.ended:
+                found.append(path)
+    assert len(found) < 2, f"more than one start of one number: {found}"
+    return found[0] if found else None
+
+
+def _given(trial: Trial, start: _Start) -> Iterator[list[int]]:
     """Yield the samples of each step that a start has made on all of its ranks."""
-    firsts = {
-        path: path.read_text().partition("\n")[0]
-        for path in trial.folder.glob(f"{attempt}-*-0.jsonl")
-    }
-    (first,) = (p for p, line in firsts.items() if line and json.loads(line)["restart"] == restart)
+    first = _file_of(trial, start)
+    assert first is not None, f"{start} has noted no sample"
     ranks = sorted(trial.folder.glob(f"{first.name.removesuffix('0.jsonl')}*.jsonl"))
     for lines in zip(*(path.read_text().splitlines() for path in ranks), strict=False):
         yield [number for line in lines for number in json.loads(line)["numbers"]]

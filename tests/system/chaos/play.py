@@ -207,7 +207,7 @@ def play(arena: Arena, score: Score, reference: Trial, dice: random.Random) -> C
                 _judge(trial, course)
                 arena.heal()
                 arena.go_on(trial)
-            _await(blow.moment, trial)
+            _await(blow.moment, arena, trial)
             time.sleep(blow.delay_s)
             before = len(trial.events("resume"))
             if blow.fault.inject(Scene(arena, trial, dice)):
@@ -232,8 +232,16 @@ def play(arena: Arena, score: Score, reference: Trial, dice: random.Random) -> C
     return course
 
 
-def _await(moment: str, trial: Trial) -> None:
-    wait_for(lambda: reached(moment, trial) or status_of(trial).state.final, f"the moment {moment}")
+def _await(moment: str, arena: Arena, trial: Trial) -> None:
+    def come() -> bool:
+        return reached(moment, trial) or status_of(trial).state.final
+
+    # A run that is suspended, or whose disk is away, reaches no moment before that is undone.
+    with contextlib.suppress(Broken):
+        wait_for(come, f"the moment {moment}", IDLE_S)
+        return
+    arena.heal()
+    wait_for(come, f"the moment {moment}")
 
 
 def _hold(trial: Trial, resumed: int, hold_s: float) -> None:

@@ -35,6 +35,22 @@ def test_the_controller_is_away_when_a_rank_dies_and_when_the_job_ends(
 
 
 @pytest.mark.slow
+def test_a_requeue_of_a_suspended_job_is_no_failure(
+    cluster: Cluster, site: Site, reference: Trial, until: Until
+) -> None:
+    """Its script is stopped, and killed before it can say why it ends."""
+    trial = submit(site, "retries.requeue=1")
+    until(trial.saved, "a first checkpoint")
+    cluster.slurm("scontrol", "suspend", trial.job_id)
+    cluster.slurm("scontrol", "requeuehold", trial.job_id)
+    until(lambda: trial.run.status().state is toolkit.RunState.PENDING, "it is held")
+    cluster.slurm("scontrol", "release", trial.job_id)
+    until(lambda: trial.events("resume", attempt=1), "started again")
+    unharmed(trial, reference, until)
+    assert trial.reasons()[0] == "requeued: by an operator"
+
+
+@pytest.mark.slow
 def test_preemption_and_walltime_cost_a_run_nothing_but_time(
     cluster: Cluster, site: Site, reference: Trial, until: Until
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import toolkit
 from tests.conftest import Cluster, Until
+from tests.support.slow_log import lost_signal
 from tests.support.slurm_site import Site, events, failure, nodes_of, output
 from tests.system.chaos.frame import STEPS, submit
 from toolkit.slurm import SlurmRun
@@ -181,6 +182,61 @@ def test_a_requeue_by_an_operator_and_a_node_that_is_back_at_once_are_told_apart
     until((run.run_dir / "ran-2").exists, "it runs once more")
     assert reason_of(run, 1).startswith(f"node_failure: down: {node}; queued again")
     assert (run.run_dir / "logs/attempt-1/failing_node").read_text() == f"{node}\n"
+
+
+@pytest.mark.slow
+def test_a_node_without_power_for_a_moment_costs_an_attempt_and_no_hang(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    """With ReturnToService=2, Slurm misses a power cut that is shorter than SlurmdTimeout."""
+    run = site.submit_long()
+    until(lambda: events(run, "checkpoint"), "a first checkpoint")
+    node = nodes_of(cluster, run)[1]
+    cluster("power-off", node)
+    cluster("power-on", node)
+    until(lambda: events(run, "resume"), "it starts again", seen=lambda: failure(run))
+    assert reason_of(run, 0) == f"node_failure: {node} has restarted; queued again"
+    assert run.run_dir is not None
+    assert (run.run_dir / "logs/attempt-0/failing_node").read_text() == f"{node}\n"
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
+
+
+@pytest.mark.slow
+def test_a_step_that_srun_could_not_end_is_ended_by_the_script(site: Site, until: Until) -> None:
+    """srun asks slurmctld to end the other nodes' tasks for ten seconds, and never again."""
+    # As where slurmctld is away for as long as srun asks.
+    silent = 'srun() { exec /usr/bin/srun "${@/--kill-on-bad-exit=1/--kill-on-bad-exit=0}"; }'
+    ends = '[ "$RANK$TRAIN_ATTEMPT" != 00 ] || exit 1; exec sleep 1000'
+    job = toolkit.JobSpec.model_validate(
+        {
+            "name": "shell",
+            "command": ["bash", "-c", f'touch "$TRAIN_RUN_DIR/ran-$TRAIN_ATTEMPT-$RANK"; {ends}'],
+            "resources": {"nnodes": 2},
+            "retries": {"requeue": 1},
+        }
+    )
+    profile = site.profile.model_copy(update={"prolog": (silent,)})
+    run = site.launcher.submit(toolkit.plan(job, profile))
+    assert run.run_dir is not None
+    until(lambda: len(list(run.run_dir.glob("ran-1-*"))) == 2, "it is started again")
+    assert reason_of(run, 0).startswith("retryable: ")
+    assert not (run.run_dir / "logs/attempt-0/hung").exists(), "the step has ended"
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, {"min": 1, "max": 2}])
+def test_a_stop_that_torchrun_loses_while_it_writes_its_log_comes_again(
+    site: Site, until: Until, nodes: object
+) -> None:
+    run = site.launcher.submit(toolkit.plan(lost_signal(nnodes=nodes), site.profile))
+    assert run.run_dir is not None
+    until(lambda: list(run.run_dir.glob("writing-*")), "torchrun writes that its rank has failed")
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
+    assert (run.run_dir / "started-1").exists(), "the first signal was lost, as it is meant to be"
 
 
 @pytest.fixture

@@ -55,6 +55,23 @@ def test_a_lost_node_is_done_without_until_it_comes_back(
     until(lambda: not json.loads(three("ps", "--json")), "no process is left")
 
 
+@pytest.mark.slow
+def test_a_node_that_restarts_unnoticed_by_slurm_is_replaced_and_not_waited_for(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    run = site.submit_long(*ELASTIC)
+    until(lambda: events(run, "checkpoint"), "three nodes train")
+    assert nodes_of(cluster, run) == ["node1", "node2", "node3"]
+    cluster("power-off", "node3")
+    cluster("power-on", "node3")
+    until(lambda: "node3 has restarted; the others go on" in output(run), "it is told")
+    until(lambda: "node4 joins attempt 0" in output(run), "another node takes its place")
+    until(lambda: worlds(run)[1:] and worlds(run)[-1] == 3, "three train again")
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
+    until(lambda: not cluster.slurm("squeue", "-h"), "Slurm does not wait for its lost task")
+
+
 def test_a_killed_torchrun_starts_again_and_its_workers_do_not_outlive_it(
     cluster: Cluster, site: Site, until: Until
 ) -> None:

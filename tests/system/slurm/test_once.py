@@ -29,6 +29,15 @@ if os.environ["RANK"] == "1":
 time.sleep(100)
 """
 
+FAILS_LATER = """
+import os, pathlib, time
+folder = pathlib.Path(os.environ["TRAIN_RUN_DIR"])
+(folder / ("ready-" + os.environ["RANK"])).touch()
+while not (folder / "fail").exists():
+    time.sleep(0.1)
+os._exit(1)
+"""
+
 
 class Once:
     """Submits scripts for two nodes, without restarts."""
@@ -134,3 +143,16 @@ def test_a_script_that_slurm_kills_has_said_that_it_was_terminated(
     cluster.slurm("scancel", run.job_id)
     assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
     assert left(run)["reason"] == "terminated: by Slurm"
+
+
+def test_a_node_that_restarts_unnoticed_by_slurm_does_not_hold_the_job(
+    once: Once, cluster: Cluster
+) -> None:
+    """srun alone would wait for the lost task till the time limit, even after a cancel."""
+    run = once.submit(FAILS_LATER, stop={"grace": "10s"})
+    once.until(lambda: len(files(run, "ready-*")) == 2, "both ranks wait")
+    cluster("power-off", "node2")
+    cluster("power-on", "node2")
+    assert run.run_dir is not None
+    (run.run_dir / "fail").touch()
+    assert run.wait(400).state is toolkit.RunState.FAILED, failure(run)

@@ -158,7 +158,7 @@ def test_a_poisoned_pickle_is_refused_and_never_unpickled(tmp_path: Path) -> Non
     (path / ".metadata").unlink()
     # In place of tensors, by another user, who can also write a manifest.
     (path / FILE).write_bytes(poison)
-    store.complete(path, STATE, {FILE: store.measure(path / FILE)})
+    store.write_manifest(path, STATE, {FILE: store.measure(path / FILE)})
     store.verify(path)
     with pytest.raises(CheckpointError, match=rf"^cannot read checkpoint {path}: "):
         Stored(path)

@@ -58,7 +58,7 @@ def save(made: Trainer, count: int = 1) -> None:
 
 def steps(run_dir: Path) -> list[int]:
     """The steps of the checkpoints that are whole."""
-    found = store.committed(run_dir)
+    found = store.list_committed(run_dir)
     for position in found:
         store.verify(position.path(run_dir))
     return sorted(position.step for position in found)

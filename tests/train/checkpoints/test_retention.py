@@ -81,7 +81,7 @@ def copy(model: Path, path: Path, *, step: int) -> None:
     """Copy a checkpoint as one of another step."""
     shutil.copytree(model, path)
     state = replace(store.read_state(model), step=step)
-    store.complete(path, state, {FILE: store.measure(path / FILE)})
+    store.write_manifest(path, state, {FILE: store.measure(path / FILE)})
 
 
 def flip(path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_newest_whole_ones_stay_and_what_lies_behind_them_goes(model: Path, 
         before = entries(run_dir), [look(run_dir, attempt=a).best for a in attempts]
         case.prune(run_dir)
         after = entries(run_dir), [look(run_dir, attempt=a).best for a in attempts]
-        assert set(store.committed(run_dir)) == case.expected()
+        assert set(store.list_committed(run_dir)) == case.expected()
         # No later start continues from an older one.
         assert before[1] == after[1]
         # What stays is as it was, and a later attempt's drafts stay as well.
@@ -161,7 +161,10 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(tmp_path: Path, model: Pa
     stuck = Position(attempt=0, step=3).path(tmp_path)
     stuck.with_suffix(".old.tmp").write_text("in the way")
     retention.prune(tmp_path, newest, keep=1)
-    assert [p.path(tmp_path) for p in store.committed(tmp_path)] == [newest.path(tmp_path), stuck]
+    assert [p.path(tmp_path) for p in store.list_committed(tmp_path)] == [
+        newest.path(tmp_path),
+        stuck,
+    ]
 
 
 @pytest.mark.slow
@@ -210,11 +213,11 @@ def test_who_is_fenced_while_it_commits_removes_nothing(start: Start, tmp_path: 
     argv += ["--checkpoint-every=20", "--keep-checkpoints=1"]
     old = start.command(argv, tmp_path / "run", 0, {})
     both = [Position(attempt=0, step=step) for step in (40, 20)]
-    old.wait_until(lambda: store.committed(old.run_dir) == both)
+    old.wait_until(lambda: store.list_committed(old.run_dir) == both)
     newer = RankInfo(attempt=1)
     outcome = TrainingProgress(steps=9).outcome(newer, "running", "starting")
     assert RunDirectory(old.run_dir, newer).write_outcome(outcome)
     (tmp_path / "go").touch()
     old.finish(1)
     assert "a newer attempt has taken over" in old.output()
-    assert store.committed(old.run_dir) == both
+    assert store.list_committed(old.run_dir) == both

@@ -209,7 +209,7 @@ def test_a_failure_of_the_last_evaluation_costs_no_step_and_the_next_start_makes
     failed = start.single(*flags, run_dir=run_dir).finish(1)
     assert failed.outcome()["status"] == "fatal"
     assert "in the evaluation after step 7" in failed.output()
-    assert [position.step for position in store.committed(run_dir)] == [7, 5]
+    assert [position.step for position in store.list_committed(run_dir)] == [7, 5]
     (tmp_path / "broken").unlink()
     done = start.single(*flags, run_dir=run_dir).finish()
     assert losses(run_dir) == [1, 2, 3, 4, 5, 6, 7]
@@ -243,7 +243,7 @@ def test_each_epoch_is_evaluated_once_after_its_checkpoint_whatever_fails(
     with pytest.raises(RuntimeError, match="out of memory"):
         run()
     # The checkpoint that was being written when it failed is whole.
-    assert [position.step for position in store.committed(run_dir)] == [10, 5]
+    assert [position.step for position in store.list_committed(run_dir)] == [10, 5]
     assert evaluations(run_dir) == []
     with pytest.raises(RuntimeError, match="out of memory"):
         run()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.train.support.making import trainer_for
 from tests.train.support.ranks import on_ranks
-from train.checkpoints.store import Position, committed, verify
+from train.checkpoints.store import Position, list_committed, verify
 from train.errors import NonFiniteLoss
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def test_weights_that_are_not_finite_replace_no_good_checkpoint(
     outcome = run.outcome()
     assert (outcome["status"], outcome["step"], outcome["rank"]) == ("fatal", 4, None)
     assert outcome["reason"].startswith("6 parameters are not finite after step 4, such as 0.bias")
-    (left,) = committed(run.run_dir, up_to_attempt=0)
+    (left,) = list_committed(run.run_dir, up_to_attempt=0)
     assert left == Position(attempt=0, step=2)
     verify(left.path(run.run_dir))
 

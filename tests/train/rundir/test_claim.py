@@ -34,7 +34,7 @@ def save(run_dir: Path, *, attempt: int, **identity: object) -> Path:
     store.begin(path)
     part = TensorPart(name="model.weight", dtype=torch.float32, offsets=(0,), sizes=(2,))
     proof = safetensors_file.write(path / "rank-00000.safetensors", [part], [torch.ones(2)])
-    store.complete(path, state, {"rank-00000.safetensors": proof})
+    store.write_manifest(path, state, {"rank-00000.safetensors": proof})
     return path
 
 
@@ -151,6 +151,6 @@ def test_a_run_whose_task_has_moved_goes_on_when_it_is_told_so_and_keeps_that_in
     (former,) = after["adopted"]
     assert former["identity"] == before["identity"]
     # From now on it is this run, with the checkpoints that it had under its former name.
-    assert [position.step for position in store.committed(run_dir)] == [4, 2]
+    assert [position.step for position in store.list_committed(run_dir)] == [4, 2]
     run(f"{new}:Mine", 5, attempt=3).finish()
     assert [m["step"] for m in moved.metrics() if "loss" in m] == [1, 2, 3, 4, 5]

@@ -138,7 +138,7 @@ def test_a_second_start_is_refused_by_name_and_a_killed_one_is_followed(
     assert first.outcome()["status"] == "running"
     assert [e["event"] for e in first.events()].count("start") == 1
     first.end()
-    best = store.committed(run_dir)[0]
+    best = store.list_committed(run_dir)[0]
     third = start.single(*FLAGS, f"--steps={best.step + 2}", run_dir=run_dir).finish()
     assert [e["step"] for e in third.events() if e["event"] == "resume"] == [best.step]
     assert third.outcome()["status"] == "done"
@@ -180,12 +180,12 @@ def test_whose_draft_a_newer_attempt_removes_says_that_it_is_fenced(
         "from pathlib import Path\n"
         "from train import __main__\n"
         "from train.checkpoints import store\n"
-        "complete = store.complete\n"
+        "complete = store.write_manifest\n"
         "def wait(*arguments):\n"
         "    while not Path('go').exists():\n"
         "        time.sleep(0.01)\n"
         "    complete(*arguments)\n"
-        "store.complete = wait\n"
+        "store.write_manifest = wait\n"
         "__main__.enter()\n"
     )
     old = start.command([sys.executable, "slow.py", *ENDLESS], tmp_path / "run", 0, {})

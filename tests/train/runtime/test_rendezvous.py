@@ -558,6 +558,43 @@ def test_ranks_meet_whose_torchruns_count_restarts_differently(
     assert runs[0].outcome()["status"] == "done"
 
 
+def test_a_port_that_was_taken_since_torchrun_chose_it_ends_no_run_for_good(
+    start: Start, tmp_path: Path
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        run = start.single(
+            "--task=digits",
+            "--steps=2",
+            run_dir=tmp_path / "run",
+            RANK="0",
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(other.getsockname()[1]),
+            TORCHELASTIC_USE_AGENT_STORE="False",
+        )
+        run.finish(status=1)  # 2 would be: another start would end like this one
+    assert "has taken the port since torchrun chose it" in run.output()
+
+
+def test_a_port_that_a_connection_had_for_an_instant_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = socket.socket()
+    other.bind(("127.0.0.1", 0))
+    other.listen()
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    given |= {"MASTER_PORT": str(other.getsockname()[1]), AGENT_STORE: "False"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: other.close())
+    monkeypatch.setattr("train.runtime.rendezvous.time", clock)
+    with meet(RankInfo(launched=True), "env://", timedelta(seconds=PATIENCE_S)) as store:
+        store.set("key", "value")
+        assert other.fileno() == -1, "the port was taken at first"
+
+
 def test_a_rank_that_comes_first_knocks_until_the_store_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,10 +27,13 @@ COMMANDS = [
     "run",
     "list",
     "status",
+    "top",
     "cancel",
     "wait",
     "logs",
     "goodput",
+    "report",
+    "forward",
     "show",
     "schema",
 ]
@@ -517,6 +521,29 @@ def test_goodput_is_a_table_or_json(program: Program, ended_run: Path) -> None:
     ]
     (row,) = json.loads(program("goodput", str(ended_run), "--json").stdout)
     assert (row["name"], row["goodput"], row["seconds"]["queue"]) == ("ended", 0.5, 10)
+
+
+def test_a_report_is_a_file_with_the_name_of_its_run(
+    program: Program, ended_run: Path, tmp_path: Path
+) -> None:
+    written = re.compile(r"written: (\S+) \(\d+ kB\)\n")
+    for argv, name in (
+        ([str(ended_run)], "ended.html"),
+        ([str(ended_run)] * 2, "report.html"),
+        ([str(ended_run), "-o", "../other.htm"], "../other.htm"),
+    ):
+        done = program("report", *argv)
+        assert (done.returncode, done.stderr) == (0, "")
+        match = written.fullmatch(done.stdout)
+        assert match is not None and match[1] == name
+        page = (tmp_path / "work" / name).read_text()
+        assert page.startswith("<!DOCTYPE html>")
+    assert program("report", str(ended_run), "-o", "-").stdout.startswith("<!DOCTYPE html>")
+    (tmp_path / "work" / "ended.html").write_text("my own")
+    done = program("report", str(ended_run))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "ended.html: is there and is no report; name another file with --output\n"
+    assert (tmp_path / "work" / "ended.html").read_text() == "my own"
 
 
 def test_show_tells_what_a_run_was_made_from(program: Program, ended_run: Path) -> None:

@@ -105,7 +105,9 @@ def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_p
     assert resumed and all(event["step"] > 0 for event in resumed), "it went on where it was"
     goodput = run.goodput()
     assert (goodput.steps, goodput.starts) == (STEPS, len(resumed) + 1)
-    assert goodput.steps_again > 0 and goodput.seconds["lost work"] > 0, "it was lost at a step"
+    # Ranks that are told to stop save before they do; a pod that is killed loses steps.
+    is_lost = live.workload in {"PyTorchJob", "JobSet"}
+    assert (goodput.steps_again > 0, goodput.seconds["lost work"] > 0) == (is_lost, is_lost)
     # Once is enough, as the training is the same in all; a real cluster's image has its own torch.
     if live.workload == "JobSet" and not is_real():
         assert outcome["metrics"] == undisturbed(tmp_path)["metrics"]

@@ -234,13 +234,27 @@ PATH:5: node_selector.gpu: yes is a boolean to YAML 1.1; write "yes" if you mean
 PATH:6: runs_dir: 'runs' must be an absolute path; it is the same on every node
 PATH:7: runs_claim: 'My_Claim' cannot be used; write a Kubernetes object name
 PATH:8: image_pull_policy: 'always' is not a choice; did you mean 'Always'?
-PATH:9: unknown key 'partition'; valid are name, node, env, network_interface, templates_dir, \
-kind, workload, namespace, context, master, training_runtime, queue, queue_priority, \
-gang_scheduler, pod_security, run_as_user, read_only_root, capabilities, host_network, \
-network_policy, egress, service, gpu_resource, resources, node_selector, tolerations, \
-lost_node_toleration, one_pod_per_node, topology, priority_class, service_account, \
+PATH:9: unknown key 'partition'; valid are name, node, env, network_interface, price, \
+templates_dir, kind, workload, namespace, context, master, training_runtime, queue, \
+queue_priority, gang_scheduler, pod_security, run_as_user, read_only_root, capabilities, \
+host_network, network_policy, egress, service, gpu_resource, resources, node_selector, \
+tolerations, lost_node_toleration, one_pod_per_node, topology, priority_class, service_account, \
 image_pull_secrets, image_pull_policy, runs_dir, runs_claim, mounts, secret, ttl, patches
 """
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("cheap", "must be a number, not 'cheap'"),
+        ("-1", "must be at least 0, not -1"),
+        (".inf", "must be a finite number, not .inf"),
+        ("true", "must be a number, not true"),
+    ],
+)
+def test_a_price_is_a_number(tmp_path: Path, written: str, reason: str) -> None:
+    path = write(tmp_path, "site", f"kind: local\nprice: {{rank_hour: {written}}}\n")
+    assert refusal(path) == f"{path}:2: price.rank_hour: {reason}"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Goodput: where the time of a run went, by what its starts have recorded."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
-from toolkit.runs.goodput import BUCKETS, Goodput, goodput_of
+from tests.support.told_run import run_at
+from toolkit.cli.summary import goodput_lines
+from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
+from toolkit.runs.state import RunState, RunStatus
 
 SUBMITTED = 1_000_000.0
 PHASES = {"start": 4.0, "imports": 3.0, "process_group": 1.0, "setup": 2.0, "restore": 0.0}
@@ -88,6 +92,7 @@ def test_a_run_without_faults(run: Recorded) -> None:
     assert found.definitions == {
         "goodput (Google)": pytest.approx(100 / 118.5),
         "ETTR (Meta)": pytest.approx(100 / 148.5),
+        "uptime (NVIDIA)": pytest.approx(1 - 1.5 / 118.5),
     }
     figures = found.as_json()
     assert figures["rank_hours_productive"] == pytest.approx(4 * 100 / 3600)
@@ -120,6 +125,8 @@ def test_steps_after_the_last_checkpoint_are_lost_and_gaps_have_names(run: Recor
         "restore": 1,
     }
     assert (found.steps, found.steps_again, found.starts) == (60, 15, 3)
+    down = 15 + 20 + 6 + 90 + (3 + 1) + 10
+    assert found.definitions["uptime (NVIDIA)"] == pytest.approx(1 - down / found.elapsed_s)
 
 
 def test_hours_are_those_of_the_ranks_that_each_start_had(run: Recorded) -> None:
@@ -134,6 +141,68 @@ def test_hours_are_those_of_the_ranks_that_each_start_had(run: Recorded) -> None
     figures = run.goodput().as_json()
     assert figures["rank_hours_productive"] == pytest.approx((4 + 2 + 8) * 10 / 3600)
     assert figures["rank_hours"] == pytest.approx((4 * 10 + 2 * (5 + 10) + 8 * 10) / 3600)
+
+
+def test_a_price_makes_money_of_hours(run: Recorded) -> None:
+    run.steps(1, 1800, run.start(50, phases={}))
+    told = run_at(run.folder)
+    told.record = replace(
+        told.record,
+        profile={"price": {"rank_hour": 2.5, "currency": "EUR"}},
+        created=SUBMITTED,
+    )
+    told.told = RunStatus(state=RunState.SUCCEEDED)
+    last = list(goodput_lines("run", told.goodput()))[-1]
+    assert last == "  5.00 EUR for 2 rank hours; 5.00 EUR for steps that count"
+    assert told.goodput().as_json()["price"] == {"rank_hour": 2.5, "currency": "EUR"}
+    assert "<dt>cost</dt><dd>5.00 EUR</dd>" in told.report().html
+
+
+@pytest.mark.parametrize(
+    "price",
+    [
+        *(None, 3, {}),
+        {"rank_hour": "2", "currency": "EUR"},
+        {"rank_hour": -1, "currency": "EUR"},
+        {"rank_hour": 1, "currency": 7},
+        {"rank_hour": float("inf"), "currency": "EUR"},
+    ],
+)
+def test_what_is_no_price_costs_nothing(price: Any) -> None:
+    assert Price.of({"price": price}) is None
+
+
+def test_starts_of_the_same_number_are_told_apart(run: Recorded) -> None:
+    """Torchrun counts no restart where a pod leaves and another one joins."""
+    at = run.steps(1, 40, run.start(10))
+    at = run.start(at + 10)
+    run.event("resume", at, step=30)
+    run.steps(31, 60, at)
+    found = run.goodput()
+    assert (found.starts, found.steps, found.steps_again) == (2, 60, 10)
+    assert (found.seconds["lost work"], found.seconds["restart"]) == (10, 10)
+
+
+def test_a_restart_that_is_not_counted_is_a_restart(run: Recorded) -> None:
+    """Its processes have measured from the attempt's begin, as the first ones did."""
+    at = run.steps(1, 40, run.start(10))
+    run.start(10, phases={**PHASES, "start": at + 20 - 10})
+    run.steps(41, 60, at + 20 + 6)
+    found = run.goodput()
+    assert spent(found)["restart"] == 20
+    assert spent(found)["start"] == PHASES["start"]
+    assert spent(found)["productive"] == 60
+
+
+def test_a_lower_restart_can_follow_a_higher_one(run: Recorded) -> None:
+    """Rank 0 is then on a node whose torchrun has seen fewer failures."""
+    run.restart = 1
+    at = run.steps(1, 40, run.start(10))
+    run.restart = 0
+    run.steps(31, 60, run.start(at + 10))
+    found = run.goodput()
+    assert (found.starts, found.steps, found.steps_again) == (2, 60, 10)
+    assert found.seconds["restart"] == 10
 
 
 def test_the_first_step_of_a_start_may_compile(run: Recorded) -> None:
@@ -151,6 +220,17 @@ def test_a_script_that_writes_steps_alone_has_goodput_too(run: Recorded) -> None
     found = run.goodput(75)
     assert spent(found) == {"productive": 18, "queue": 52, "other": 5}
     assert found.ranks is None and found.as_json()["rank_hours"] is None
+
+
+def test_an_attempt_s_begin_is_in_whole_seconds_and_may_be_before_the_submission(
+    run: Recorded,
+) -> None:
+    at = run.start(-0.7)
+    run.steps(1, 3, at, each=0.1)
+    found = run.goodput()
+    assert found.elapsed_s == pytest.approx(at + 0.3)
+    assert found.seconds["productive"] == pytest.approx(0.3)
+    assert found.seconds["start"] == pytest.approx(PHASES["start"] - 0.7)
 
 
 def test_the_end_is_the_outcome_s(run: Recorded) -> None:
@@ -236,6 +316,12 @@ def test_the_buckets_of_any_run_are_never_negative_and_make_up_its_time(
     assert all(seconds >= 0 for seconds in found.seconds.values())
     assert sum(found.seconds.values()) == pytest.approx(found.elapsed_s)
     assert 0 <= found.share <= 1
+    end = 0.0
+    for span in found.spans:
+        assert span.begin == pytest.approx(end, abs=1e-5), "spans follow each other"
+        end = span.begin + span.seconds
+    assert end == pytest.approx(found.elapsed_s, abs=1e-5)
+    assert all(span.start < max(found.starts, 1) for span in found.spans)
     json.dumps(found.as_json(), allow_nan=False)
 
 

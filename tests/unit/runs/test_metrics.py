@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,41 +10,10 @@ from typing import Any
 import pandas
 import pytest
 
+from tests.support.told_run import ToldRun, run_at
 from toolkit.runs.notebook import Curve
-from toolkit.runs.registry import RunRecord
-from toolkit.runs.run import Run
 from toolkit.runs.run_directory import read_metrics
 from toolkit.runs.state import RunState, RunStatus
-
-
-class ToldRun(Run):
-    """A run with a state that the test sets."""
-
-    told = RunStatus(state=RunState.RUNNING)
-    members: Sequence[Run] = ()
-
-    @property
-    def points(self) -> Sequence[Run]:
-        return self.members
-
-    def sum_of(self, found: Sequence[RunStatus]) -> RunStatus:
-        return found[0]
-
-    def status(self) -> RunStatus:
-        return self.told
-
-    def _lines(self, *_: Any) -> Any:
-        return iter(())
-
-    def cancel(self) -> None:
-        """Nothing to stop."""
-
-
-def run_at(folder: Path | None, *, name: str = "digits") -> ToldRun:
-    record = RunRecord(
-        uri="local://x", name=name, job="digits", profile={}, created=0.0, run_dir=folder
-    )
-    return ToldRun(record)
 
 
 def write(folder: Path, *records: dict[str, Any]) -> None:
@@ -54,8 +22,12 @@ def write(folder: Path, *records: dict[str, Any]) -> None:
 
 
 def test_training_and_evaluation_of_a_step_make_one_row(tmp_path: Path) -> None:
+    place = {"epoch": 0, "samples_seen": 64}
     write(
-        tmp_path, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 2, "accuracy": 0.5}
+        tmp_path,
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 1.0, **place},
+        {"step": 2, "accuracy": 0.5, **place},
     )
     assert [(r["step"], r["loss"], r.get("accuracy")) for r in read_metrics(tmp_path)] == [
         (1, 2.0, None),
@@ -71,6 +43,34 @@ def test_a_new_start_voids_what_an_earlier_one_wrote_from_its_first_step_on(
     write(tmp_path, *old, {"step": 3, "loss": 1.0, **start}, {"step": 4, "loss": 0.5, **start})
     rows = [(row["step"], row["loss"], row.get("old")) for row in read_metrics(tmp_path)]
     assert rows == [(1, 9.0, True), (2, 9.0, True), (3, 1.0, None), (4, 0.5, None)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [((0, 0), (0, 0)), ((0, 1), (0, 0)), ((1, 0), (1, 0)), ((0, 1), (1, 0))]
+)
+@pytest.mark.parametrize("first", [3, 5])
+def test_starts_are_told_apart_whatever_their_numbers(
+    tmp_path: Path, old: tuple[int, int], new: tuple[int, int], first: int
+) -> None:
+    """Torchrun counts no restart where its members change, and rank 0 may be another node's."""
+    before = dict(zip(("attempt", "restart"), old, strict=True))
+    after = dict(zip(("attempt", "restart"), new, strict=True))
+    earlier = [{"step": step, "loss": 9.0, **before} for step in range(1, 6)]
+    write(
+        tmp_path,
+        *(*earlier, {"step": 5, "accuracy": 0.1, **before}),
+        *({"step": step, "loss": 1.0, **after} for step in range(first, 6)),
+    )
+    rows = read_metrics(tmp_path)
+    assert [row["loss"] for row in rows] == [9.0] * (first - 1) + [1.0] * (6 - first)
+    assert "accuracy" not in rows[-1], "measured in steps that do not count any more"
+
+
+def test_what_an_earlier_attempt_writes_late_is_left_out(tmp_path: Path) -> None:
+    late = [{"step": 2, "loss": 9.0}, {"step": 1, "loss": 9.0}]
+    records = [{"step": step, "loss": 1.0, "attempt": 1} for step in (1, 2, 3)]
+    write(tmp_path, *records, *late)
+    assert [row["loss"] for row in read_metrics(tmp_path)] == [1.0, 1.0, 1.0]
 
 
 def test_metrics_are_a_data_frame_and_a_list_without_pandas(tmp_path: Path) -> None:

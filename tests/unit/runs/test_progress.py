@@ -50,6 +50,16 @@ def test_a_new_start_has_its_own_speed_and_is_named(tmp_path: Path) -> None:
     assert str(found) == "step 3/100 (3%), loss 0.3333, attempt 2, restart 1"
 
 
+@pytest.mark.parametrize("first", [29, 30])
+def test_a_start_of_the_same_number_has_its_own_speed_too(tmp_path: Path, first: int) -> None:
+    """Torchrun counts no restart where its members change."""
+    write(tmp_path, *((step, 900 - step) for step in range(20, 31)))
+    write(tmp_path, *((step, 3 * (40 - step)) for step in range(first, 41)))
+    found = progress_of(tmp_path, now=NOW)
+    assert found is not None
+    assert (found.step, found.step_s, found.spread_s) == (40, 3, 0)
+
+
 def test_silence_is_told_after_a_minute_and_ten_steps(tmp_path: Path) -> None:
     write(tmp_path, (1, 140), (2, 130))
     for later, told in ((0, True), (-75, False)):

@@ -553,6 +553,16 @@ def test_a_torchrun_that_would_start_for_ever_what_fails_alike_is_ended(tmp_path
     assert pod.run(again) == AGAIN, "what an earlier start has left is not of this one"
 
 
+def test_a_torchrun_that_has_lost_the_signal_to_end_is_told_again(tmp_path: Path) -> None:
+    """As one does where the signal comes while it writes to its log."""
+    pod = Pod(tmp_path, in_job=9)
+    pod.program("sleep", "#!/bin/sh\nexec /bin/sleep 0.1\n")
+    starts = "; ".join(raises("no kernel", start=number) for number in (0, 1))
+    second = "trap 'say preempted; exit 1' TERM"
+    code = f'trap "{second}" TERM; {starts}; wait_for_stop'
+    assert (pod.run(code), pod.failures) == (FINAL, 0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pod_that_has_only_lost_another_one_tells_the_cause(kind: str, tmp_path: Path) -> None:
     """Its status may be the only one that is seen: it is final, so that the others are deleted."""

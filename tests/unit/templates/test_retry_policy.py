@@ -479,6 +479,22 @@ def test_a_node_is_excluded_though_the_script_is_killed_while_its_step_ends(job:
     assert job.asked == ["update jobid=7 excnodelist=n2"]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "reason", "failing"),
+    [
+        ("n2\n", "n2 has restarted", "n2\n"),
+        ("n2\nn1\nn2\n", "n1 has restarted, n2 has restarted", "n1\nn2\n"),
+    ],
+)
+def test_nodes_that_have_restarted_are_named_in_one_line(
+    job: Job, nodes: str, reason: str, failing: str
+) -> None:
+    (job.folder(0) / "restarted").write_text(nodes)
+    assert job.conclude(1) == 1
+    assert job.reason == f"node_failure: {reason}; queued again"
+    assert (job.folder(0) / "failing_node").read_text() == failing
+
+
 def test_what_is_excluded_when_slurm_ends_the_script_is_said_once_it_has_ended(job: Job) -> None:
     job.environ |= {"DOWN": "n2", "RESTARTS": "2"}
     job.attempt = 1

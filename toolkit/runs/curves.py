@@ -1,0 +1,99 @@
+"""The curves of a run: what it has measured, by step and by time, with few enough points to draw.
+
+They come from `metrics.jsonl` (docs/reference/run-directory.md), which anybody may have written:
+values that are not finite numbers are left out, and so are names beyond a number that a page shows.
+"""
+
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.runs.run_directory import PLACE, MetricRecord, metric_records
+from toolkit.text import untrusted
+
+_BYTES = 4 << 30
+_LINE_BYTES = 1 << 16
+_MOST_CURVES = 24
+_NAME = 60
+"""The longest name of a curve, in characters."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The values of one name; equally many steps, times and values."""
+
+    steps: "array[int]" = field(default_factory=lambda: array("q"))
+    """Ascending."""
+    times: "array[float]" = field(default_factory=lambda: array("d"))
+    """In seconds since 1970."""
+    values: "array[float]" = field(default_factory=lambda: array("d"))
+
+    def add(self, step: int, when: float, value: float) -> None:
+        """Append a value; of one step, the last value counts."""
+        self.cut(step)
+        self.steps.append(step)
+        self.times.append(when)
+        self.values.append(value)
+
+    def cut(self, step: int) -> None:
+        """Forget the values from a step on, which are made again."""
+        if self.steps and self.steps[-1] >= step:
+            first = bisect_left(self.steps, step)
+            del self.steps[first:], self.times[first:], self.values[first:]
+
+    def thinned(self, most: int) -> "Curve":
+        """Return the curve with at most so many points, each of them one of its own.
+
+        Of equally long parts it keeps the lowest and the highest value, so that no peak is lost,
+        and it keeps the first and the last value of all.
+
+        Args:
+            most: How many points may be left, at least 4.
+        """
+        count = len(self.steps)
+        if count <= most:
+            return self
+        parts = (most - 2) // 2
+        kept = {0, count - 1}
+        for part in range(parts):
+            inside = range(part * count // parts, (part + 1) * count // parts)
+            kept |= {
+                min(inside, key=self.values.__getitem__),
+                max(inside, key=self.values.__getitem__),
+            }
+        chosen = sorted(kept)
+        return Curve(
+            array("q", [self.steps[i] for i in chosen]),
+            array("d", [self.times[i] for i in chosen]),
+            array("d", [self.values[i] for i in chosen]),
+        )
+
+
+def curves_of(folder: Path) -> dict[str, Curve]:
+    """Return the curves of the run directory, by name, in the order in which they begin.
+
+    Steps that were made again after a failure count once, as in `run_directory.read_metrics`.
+    """
+    curves: dict[str, Curve] = {}
+    lines = untrusted.stream_json(folder / "metrics.jsonl", limit=_BYTES, line_limit=_LINE_BYTES)
+    for record in metric_records(lines):
+        if record.opens_start:
+            for curve in curves.values():
+                curve.cut(record.step)
+        when = untrusted.moment(record.values.get("time"))
+        if when is None:
+            continue
+        for name, value in figures_of(record).items():
+            if name in curves or len(curves) < _MOST_CURVES:
+                curves.setdefault(name, Curve()).add(record.step, when, value)
+    return {name: curve for name, curve in curves.items() if curve.steps}
+
+
+def figures_of(record: MetricRecord) -> dict[str, float]:
+    """Return what a record has measured: its finite numbers by name."""
+    return {
+        untrusted.printable(key)[:_NAME]: value
+        for key, content in record.values.items()
+        if key not in PLACE and (value := untrusted.finite(content)) is not None
+    }

@@ -1,0 +1,458 @@
+"""A report of runs: one page of HTML with curves, timeline, goodput, failures and provenance.
+
+The page needs no network and no other file; docs/how-to/reports.md shows one. What it says comes
+from the run directory, which anybody may have written: it is escaped, secrets are left out, and
+the page's own policy lets nothing be loaded.
+"""
+
+import contextlib
+import html
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit import __version__
+from toolkit.errors import InputError, LauncherError
+from toolkit.rendering import page_environment, template_text
+from toolkit.runs import run_directory
+from toolkit.runs.curves import Curve, curves_of
+from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
+from toolkit.runs.log_reader import attempt_folders
+from toolkit.runs.provenance import origin_lines, origin_of
+from toolkit.runs.run_secrets import mask_of
+from toolkit.runs.state import RunState, RunStatus
+from toolkit.text import secret_scan, untrusted
+from toolkit.text.quantities import rounded_duration
+from toolkit.text.yaml_reader import read_document
+
+if TYPE_CHECKING:
+    from toolkit.runs.run import Run
+
+MARK = "<!-- A report of torch-deploy-toolkit -->"
+"""Stands in each report, so that a report may replace one, and nothing else."""
+
+_POINTS = 24_000
+"""Points of all curves together: some 600 KB."""
+
+_MOST_POINTS, _FEWEST_POINTS = 2000, 8
+"""Points of one curve."""
+
+_MOST_RUNS = 200
+_MOST_ATTEMPTS = 50
+_MOST_LINES = 200
+"""Lines of a failure."""
+
+_FILE_BYTES = 100 << 10
+"""How much is shown of a job file or script."""
+
+_MOST_SETTINGS = 8
+"""Columns of a comparison, and axes of its parallel coordinates."""
+
+_RECORDED = ("events.jsonl", "metrics.jsonl", "outcome.json")
+
+_FIRST = ("loss", "test_loss", "test_accuracy", "accuracy", "lr", "samples_per_s")
+"""Which curves come first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A page about one or several runs."""
+
+    title: str
+    html: str
+    """The whole page."""
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page into a file, in place of an earlier report.
+
+        Raises:
+            InputError: the file is there and is no report, or cannot be written.
+        """
+        target = Path(path)
+        with contextlib.suppress(FileNotFoundError):
+            _require_report(target)
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            untrusted.write_bytes(draft, self.html.encode())
+            draft.replace(target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise InputError(f"cannot be written: {error.strerror}", place=str(path)) from error
+        return target
+
+    def _repr_html_(self) -> str:
+        """Show the page in a notebook, apart from the notebook's own styles and scripts."""
+        return (
+            f'<iframe srcdoc="{html.escape(self.html)}" title="{html.escape(self.title)}" '
+            'sandbox="allow-scripts" style="width: 100%; height: 60em; border: 0"></iframe>'
+        )
+
+
+def _require_report(path: Path) -> None:
+    """Make sure that a file is a report, which may be replaced.
+
+    Raises:
+        FileNotFoundError: there is none.
+        InputError: it is something else.
+    """
+    try:
+        with untrusted.open_untrusted(path) as file:
+            if MARK.encode() in file.read(256):
+                return
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InputError(f"cannot be replaced: {error.strerror}", place=str(path)) from None
+    raise InputError("is there and is no report; name another file with --output", place=str(path))
+
+
+@dataclass(kw_only=True)
+class _Facts:
+    """What a report says of one run."""
+
+    run: "Run"
+    status: RunStatus
+    goodput: Goodput | None = None
+    curves: dict[str, Curve] = field(default_factory=dict)
+    steps: int | None = None
+    missing: list[str] = field(default_factory=list)
+    """What could not be had, in sentences."""
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The newest value of each curve."""
+        return {name: curve.values[-1] for name, curve in self.curves.items()}
+
+
+def report(runs: "Sequence[Run]") -> Report:
+    """Return a report of runs; of a sweep, all its points are compared.
+
+    Raises:
+        InputError: there are no runs, or too many.
+    """
+    parts = [part for run in runs for part in run.parts]
+    if not 0 < len(parts) <= _MOST_RUNS:
+        raise InputError(f"{len(parts)} runs; a report is of 1 to {_MOST_RUNS}", place="report")
+    statuses = _statuses(runs)
+    facts = [_facts(part, status) for part, status in zip(parts, statuses, strict=True)]
+    title = runs[0].name if len(runs) == 1 else f"{len(parts)} runs"
+    names = sorted({name for one in facts for name in one.curves}, key=_place_of)
+    comparison = _comparison(facts, names) if len(facts) > 1 else None
+    values = {
+        "title": title,
+        "mark": MARK,
+        "version": __version__,
+        "made": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "runs": [_shown(one) for one in facts],
+        "charts": [_chart(name, facts) for name in names],
+        "buckets": _buckets(facts),
+        "comparison": comparison,
+        "single": _details(facts[0]) if len(facts) == 1 else None,
+        "data": _script_json(_data(facts, names) | {"axes": _axes(facts, comparison)}),
+        "styles": _parts("uplot/uPlot.min.css", "report.css"),
+        "scripts": _parts("uplot/uPlot.iife.min.js", "report.js"),
+    }
+    page = page_environment().get_template("report/report.html.j2").render(values)
+    return Report(title=title, html=page)
+
+
+def _parts(*names: str) -> str:
+    """Return files that stand in the page as they are."""
+    return "\n".join(template_text(f"report/{name}") for name in names)
+
+
+def _statuses(runs: "Sequence[Run]") -> Iterator[RunStatus]:
+    for run in runs:
+        try:
+            yield from run.statuses() if run.points else [run.status()]
+        except LauncherError as error:  # a page must not fail because a cluster is away
+            unknown = RunStatus(state=RunState.UNKNOWN, reason=str(error))
+            yield from [unknown] * len(run.parts)
+
+
+def _facts(run: "Run", status: RunStatus) -> _Facts:
+    facts = _Facts(run=run, status=status)
+    until = None if status.state.final else datetime.now().timestamp()
+    try:
+        with run.recorded(*_RECORDED) as folder:
+            absent = [name for name in _RECORDED if not (folder / name).is_file()]
+            goodput = goodput_of(folder, submitted=run.record.created, until=until)
+            facts.goodput = replace(goodput, price=Price.of(run.record.profile))
+            facts.curves = curves_of(folder)
+            outcome = run_directory.outcome(folder) or {}
+            facts.steps = untrusted.whole(outcome.get("steps"))
+    except LauncherError as error:
+        facts.missing.append(str(error))
+    else:
+        if absent:
+            facts.missing.append(f"the run directory has no {', '.join(absent)}")
+        if facts.goodput and not facts.goodput.starts:
+            facts.goodput = None
+    return facts
+
+
+def _shown(facts: _Facts) -> dict[str, Any]:
+    """Return the head of a run: what `toolkit status` says, and its timeline."""
+    run, goodput = facts.run, facts.goodput
+    mask = mask_of(run.run_dir)
+    steps = max((curve.steps[-1] for curve in facts.curves.values()), default=None)
+    created = datetime.fromtimestamp(run.record.created).astimezone()
+    return {
+        "name": run.name,
+        "uri": run.uri,
+        "state": facts.status.state.upper(),
+        "reason": mask.hide(facts.status.reason),
+        "created": created.isoformat(sep=" ", timespec="seconds"),
+        "run_dir": str(run.run_dir) if run.run_dir else "",
+        "steps": steps,
+        "steps_in_all": facts.steps,
+        "last": {name: f"{value:.4g}" for name, value in facts.last.items()},
+        "goodput": f"{goodput.share:.1%}" if goodput else "",
+        "elapsed": rounded_duration(goodput.elapsed_s) if goodput else "",
+        "ranks": goodput.ranks if goodput else None,
+        "rank_hours": _hours(goodput.rank_s) if goodput else "",
+        "cost": _cost(goodput) if goodput else "",
+        "steps_again": goodput.steps_again if goodput else 0,
+        "rows": list(_timeline(goodput)) if goodput and goodput.elapsed_s else [],
+        "missing": [mask.hide(text) for text in facts.missing],
+    }
+
+
+def _hours(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds / 3600:.4g}"
+
+
+def _cost(goodput: Goodput) -> str:
+    if goodput.price is None or goodput.rank_s is None:
+        return ""
+    return goodput.price.of_ranks(goodput.rank_s)
+
+
+def _timeline(goodput: Goodput) -> Iterator[dict[str, Any]]:
+    """Yield a row for each start of the ranks, with its spans in percent of the elapsed time."""
+    for start, (attempt, restart) in enumerate(goodput.numbers or ((0, 0),)):
+        spans = [
+            {
+                "bucket": span.bucket,
+                "left": 100 * span.begin / goodput.elapsed_s,
+                "width": 100 * span.seconds / goodput.elapsed_s,
+                "said": f"{span.bucket}: {rounded_duration(span.seconds)}",
+            }
+            for span in goodput.spans
+            if span.start == start
+        ]
+        yield {"attempt": attempt, "restart": restart, "spans": spans}
+
+
+def _buckets(facts: Sequence[_Facts]) -> list[dict[str, Any]]:
+    """Return the rows of the table of goodput: each bucket's time in all runs together."""
+    known = [one.goodput for one in facts if one.goodput]
+    elapsed = sum(goodput.elapsed_s for goodput in known)
+    rows = []
+    for bucket, meaning in BUCKETS.items():
+        seconds = sum(goodput.seconds[bucket] for goodput in known)
+        if seconds > 0:
+            rows.append(
+                {
+                    "bucket": bucket,
+                    "meaning": meaning,
+                    "seconds": seconds,
+                    "share": f"{seconds / elapsed:.1%}",
+                    "took": rounded_duration(seconds),
+                }
+            )
+    return rows
+
+
+def _place_of(name: str) -> tuple[int, str]:
+    return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
+
+
+def _chart(name: str, facts: Sequence[_Facts]) -> dict[str, Any]:
+    """Return what is said about a chart, for people who do not see it, too."""
+    curves = [one.curves[name] for one in facts if name in one.curves]
+    if len(curves) > 1:
+        lasts = [curve.values[-1] for curve in curves]
+        said = f"{len(curves)} runs; last values from {min(lasts):.4g} to {max(lasts):.4g}"
+    else:
+        (curve,) = curves
+        low = min(range(len(curve.values)), key=curve.values.__getitem__)
+        high = max(range(len(curve.values)), key=curve.values.__getitem__)
+        said = (
+            f"last {curve.values[-1]:.4g} at step {curve.steps[-1]}; "
+            f"lowest {curve.values[low]:.4g} at step {curve.steps[low]}; "
+            f"highest {curve.values[high]:.4g} at step {curve.steps[high]}"
+        )
+    return {"name": name, "said": said}
+
+
+def _comparison(facts: Sequence[_Facts], names: Sequence[str]) -> dict[str, Any]:
+    """Return how the runs differ: the settings with different values, and what came of them."""
+    settings = [_settings(one.run) for one in facts]
+    keys = list(dict.fromkeys(key for one in settings for key in one))
+    differing = [
+        key for key in keys if key != "name" and len({one.get(key) for one in settings}) > 1
+    ]
+    shown = differing[:_MOST_SETTINGS]
+    return {
+        "settings": shown,
+        "more": len(differing) - len(shown),
+        "rows": [[one.get(key, "") for key in shown] for one in settings],
+        "results": [name for name in names if name != "lr"][:4],
+    }
+
+
+def _axes(facts: Sequence[_Facts], comparison: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the axes of the parallel coordinates: the settings that differ, and the results."""
+    if comparison is None or not comparison["settings"]:
+        return []
+    settings = [
+        {"name": key, "values": [row[at] for row in comparison["rows"]]}
+        for at, key in enumerate(comparison["settings"])
+    ]
+    results = [
+        {
+            "name": name,
+            "values": [f"{one.last[name]:.7g}" if name in one.last else "" for one in facts],
+        }
+        for name in comparison["results"]
+    ]
+    return settings + results
+
+
+def _settings(run: "Run") -> dict[str, str]:
+    """Return what a run was set to: the settings of a point, or the values of its job file."""
+    if run.settings:
+        return {key: str(value) for key, value in run.settings.items()}
+    text = _text_of(run, "job.yaml")
+    try:
+        return dict(_flat(read_document(text, "job.yaml").data)) if text else {}
+    except InputError:
+        return {}
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values of a job file by dotted keys; of `args`, those of each option."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    elif not isinstance(value, list | tuple):
+        yield key, str(value)
+    elif key != "args":
+        yield key, " ".join(map(str, value))
+    else:
+        words = [str(word) for word in value]
+        while words:
+            word = words.pop(0)
+            if not word.startswith("-"):
+                yield key, word
+            elif "=" in word or not words or words[0].startswith("--"):
+                name, _, content = word.partition("=")
+                yield name, content or "on"
+            else:
+                yield word, words.pop(0)
+
+
+def _details(facts: _Facts) -> dict[str, Any]:
+    """Return what a report of one run says beside its head."""
+    run = facts.run
+    return {
+        "attempts": list(_attempts(run)),
+        "failures": list(_failures(run, facts)),
+        "origin": list(origin_lines(origin_of(run))),
+        "files": [
+            {"name": name, "text": text} for name in _written(run) if (text := _text_of(run, name))
+        ],
+    }
+
+
+def _attempts(run: "Run") -> Iterator[dict[str, Any]]:
+    """Yield the newest attempts, where this machine sees their folders."""
+    if run.run_dir is None:
+        return
+    mask = mask_of(run.run_dir)
+    for folder in attempt_folders(run.run_dir)[-_MOST_ATTEMPTS:]:
+        nodes = ""
+        with contextlib.suppress(OSError):
+            nodes = " ".join(untrusted.read_text(folder / "nodes", below=run.run_dir).split())
+        yield {
+            "number": folder.name.removeprefix("attempt-"),
+            "nodes": nodes[:1000],
+            "exit_status": run_directory.exit_status_of(folder),
+            "reason": mask.hide(run_directory.reason_of(folder).text),
+        }
+
+
+def _failures(run: "Run", facts: _Facts) -> Iterator[str]:
+    """Yield the first failure of each attempt, with its traceback."""
+    numbers: list[int | None] = [None]
+    if run.run_dir is not None and (folders := attempt_folders(run.run_dir)):
+        numbers = [int(folder.name.removeprefix("attempt-")) for folder in folders]
+    for number in numbers[-_MOST_ATTEMPTS:]:
+        try:
+            failure = run.failure(attempt=number)
+        except LauncherError as error:
+            facts.missing.append(f"the first failure is unknown: {error}")
+            continue
+        if failure is not None:
+            yield "\n".join(list(failure.lines())[:_MOST_LINES])
+
+
+def _written(run: "Run") -> list[str]:
+    """Return the names of the job file and the rendered script."""
+    if run.run_dir is None:
+        return []
+    names = [entry.name for entry in untrusted.entries(run.run_dir)]
+    scripts = [name for name in names if name == "run.sh" or name.endswith(".sbatch")]
+    return [*(name for name in names if name == "job.yaml"), *scripts]
+
+
+def _text_of(run: "Run", name: str) -> str:
+    """Return a file of the run directory, without secrets; "" if there is none."""
+    folder = run.run_dir
+    if folder is None:
+        return ""
+    try:
+        text = untrusted.read_text(folder / name, limit=_FILE_BYTES, below=folder)
+    except OSError:
+        return ""
+    return secret_scan.conceal(mask_of(folder).hide(text))
+
+
+def _data(facts: Sequence[_Facts], names: Sequence[str]) -> dict[str, Any]:
+    """Return what the page draws."""
+    count = sum(len(one.curves) for one in facts)
+    most = min(max(_POINTS // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)
+    return {
+        "runs": [
+            {
+                "name": one.run.name.rpartition("/")[2],
+                "curves": {
+                    name: _points(one.curves[name].thinned(most), one.run.record.created)
+                    for name in names
+                    if name in one.curves
+                },
+            }
+            for one in facts
+        ],
+    }
+
+
+def _points(curve: Curve, created: float) -> dict[str, list[float]]:
+    """Return a curve as the page draws it; times in seconds since the submission."""
+    return {
+        "step": list(curve.steps),
+        "time": [round(when - created, 2) for when in curve.times],
+        "value": [float(f"{value:.7g}") for value in curve.values],
+    }
+
+
+def _script_json(data: Mapping[str, Any]) -> str:
+    """Return JSON that can stand in a script element: nothing in it ends the element."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
