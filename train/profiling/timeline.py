@@ -27,7 +27,8 @@ Kind = Literal["compute", "communication", "data", "other"]
 STEP = "train step "
 DATA = "data"
 
-_COMMUNICATION = ("gloo:", "nccl:", "mpi:", "c10d::", "_c10d_functional::", "record_param_comms")
+_BY_CPU = ("gloo:", "mpi:")
+_COMMUNICATION = (*_BY_CPU, "nccl:", "c10d::", "_c10d_functional::", "record_param_comms")
 _WRAPPERS = ("autograd::", "torch::autograd::", "torch::distributed::")
 """These only call others; on their own they wait, or keep books."""
 _COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
@@ -107,7 +108,7 @@ def split(events: Iterable[Event]) -> Split:
     has_device = bool(pieces)
     for kind, name, piece in _cpu_pieces(spans):
         # Beside a GPU the CPU's operators and its calls of NCCL only give orders.
-        if not has_device or kind == "data" or name.startswith("gloo:"):
+        if not has_device or kind == "data" or name.startswith(_BY_CPU):
             pieces.append((kind, name, piece))
     busy: dict[Kind, list[Interval]] = defaultdict(list)
     times: dict[str, list[float]] = defaultdict(list)
@@ -115,6 +116,10 @@ def split(events: Iterable[Event]) -> Split:
         busy[kind].append(piece)
         if name != DATA and not name.startswith(STEP):
             times[name].append(length(overlap([piece], steps)))
+    # A message lasts until it is waited for, also beside operators of the thread that asked for it.
+    busy["communication"] += [
+        _interval(e) for e in spans if str(e["name"]).startswith(_BY_CPU) and _on_cpu(e)
+    ]
     compute = overlap(union(busy["compute"]), steps)
     talk = overlap(union(busy["communication"]), steps)
     fetch = overlap(union(busy["data"]), steps)
