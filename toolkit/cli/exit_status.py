@@ -1,9 +1,9 @@
 """The exit status of each command.
 
 0: done; the runs that were waited for have succeeded. 1: a run has failed, a check has found
-something, or the scheduler refused. 2: the user's input cannot be used. 130: Ctrl-C. An error that
-the user can mend has the status of its class (toolkit/errors.py); `main()` in toolkit/cli/main.py
-turns exceptions into statuses.
+something, or the scheduler refused. 2: the user's input cannot be used, or the command line, as
+click has it. 130: Ctrl-C. The error classes in toolkit/errors.py carry their status; `main()` in
+toolkit/cli/main.py turns every exception into one.
 """
 
 from __future__ import annotations  # naming a type must not import it

@@ -30,14 +30,8 @@ from toolkit.kubernetes.pods import (
 )
 from toolkit.kubernetes.workloads import Object, WorkloadKind
 from toolkit.runs.failure import Failure, Kind, first_of, is_echo, judge, killed_by
-from toolkit.runs.torchrun_report import (
-    Reported,
-    Trace,
-    last_trace,
-    read_reports,
-    report_texts,
-    shift_s,
-)
+from toolkit.runs.torchrun_report import Reported, read_reports, report_texts, shift_s
+from toolkit.runs.tracebacks import Trace, last_trace
 
 LogLine = tuple[float | None, str]
 """When it was printed, in seconds since 1970, where that is known; and the line."""

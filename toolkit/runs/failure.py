@@ -17,14 +17,9 @@ from typing import Literal
 
 from toolkit.runs import run_directory
 from toolkit.runs.log_reader import attempt_folders
-from toolkit.runs.torchrun_report import (
-    RankStart,
-    Reported,
-    Trace,
-    last_trace,
-    reports_of,
-    starts_of,
-)
+from toolkit.runs.rank_folders import RankStart, reports_of, starts_of
+from toolkit.runs.torchrun_report import Reported
+from toolkit.runs.tracebacks import Trace, last_trace
 from toolkit.text import untrusted
 from toolkit.text.secret_scan import Mask
 

@@ -196,11 +196,30 @@ class _Start:
     durations: "array[float]" = field(default_factory=lambda: array("d"))
     """How long each of `steps` took, in seconds."""
 
-    def see(self, when: float) -> None:
+    def stretch(self, when: float) -> None:
         self.first, self.last = min(self.first, when), max(self.last, when)
 
-    def step(self, step: int, when: float, rate: float | None) -> None:
-        """Note a step; `rate` is its samples per second."""
+    def add_event(self, event: str, row: Mapping[str, Any], when: float) -> None:
+        """Add a record of `events.jsonl`."""
+        seconds = untrusted.finite(row.get("stall_seconds" if event == "checkpoint" else "seconds"))
+        seconds = max(seconds or 0.0, 0.0)
+        if event == "start":
+            self.batch = untrusted.finite(row.get("global_batch"))
+            self.ranks = untrusted.whole(row.get("world_size"), least=1)
+        elif event == "ready":
+            self.began = untrusted.moment(row.get("began"))
+            phases = untrusted.mapping(row.get("phases"))
+            known = ((name, untrusted.finite(phases.get(name))) for name in _PHASES)
+            self.phases = {name: max(took, 0.0) for name, took in known if took is not None}
+        elif event == "epoch":
+            self.evaluation_s += seconds
+        elif event == "checkpoint":
+            self.checkpoint_s += seconds
+        elif event == "error":
+            self.failed_at = when
+
+    def add_step(self, step: int, when: float, rate: float | None) -> None:
+        """Add a record of `metrics.jsonl`; `rate` is the step's samples per second."""
         if self.steps and step <= self.steps[-1]:
             return  # an evaluation has a record of its own
         if rate and self.batch:
@@ -231,7 +250,7 @@ def goodput_of(
         submitted: When the run was submitted, in seconds since 1970; by default, when it began.
         until: The end for a run that goes on; by default, the last moment that it has recorded.
     """
-    starts = _starts(folder)
+    starts = _read_starts(folder)
     clock = _Clock(submitted)
     kept, again = 0, 0
     held, productive = 0.0, 0.0
@@ -295,7 +314,7 @@ class _Clock:
         """Go on to a moment; nothing happens if it has been passed."""
         if self._now is None:
             self._begin = self._now = moment
-        self._note(bucket, max(moment - self._now, 0.0))
+        self._spend(bucket, max(moment - self._now, 0.0))
 
     def divide(self, shares: Mapping[str, float], *, until: float) -> None:
         """Go on to a moment. Of the time until then each bucket gets its share, `other` the rest.
@@ -305,11 +324,11 @@ class _Clock:
         there_is, wanted = max(until - self.now, 0.0), sum(shares.values())
         scale = min(there_is / wanted, 1.0) if wanted else 0.0
         for bucket, seconds in shares.items():
-            self._note(bucket, seconds * scale)
-        self._note("other", max(there_is - wanted * scale, 0.0))
+            self._spend(bucket, seconds * scale)
+        self._spend("other", max(there_is - wanted * scale, 0.0))
         self._now = max(until, self.now)
 
-    def _note(self, bucket: str, seconds: float) -> None:
+    def _spend(self, bucket: str, seconds: float) -> None:
         if seconds:
             self.spans.append(Span(self.start, bucket, self.now - (self._begin or 0.0), seconds))
             self.seconds[bucket] += seconds
@@ -347,20 +366,20 @@ def _training(start: _Start, valid: int) -> dict[str, float]:
     }
 
 
-def _starts(folder: Path) -> list[_Start]:
+def _read_starts(folder: Path) -> list[_Start]:
     """Return the starts of the ranks in their order, each with its records."""
-    starts = _Starts()
+    starts = _StartsByRecord()
     for row, when in _rows(folder / "events.jsonl"):
         event = str(row.get("event"))
-        _note(starts.of(row, when, begins=event == "start"), event, row, when)
+        starts.of(row, when, begins=event == "start").add_event(event, row, when)
     for row, when in _rows(folder / "metrics.jsonl"):
         start = starts.of(row, when)
         if (step := untrusted.whole(row.get("step"))) is not None:
-            start.step(step, when, untrusted.finite(row.get("samples_per_s")))
+            start.add_step(step, when, untrusted.finite(row.get("samples_per_s")))
     return starts.in_order()
 
 
-class _Starts:
+class _StartsByRecord:
     """The starts of a run, which their numbers do not tell apart.
 
     torchrun counts no restart for a change of members: two starts can have the same attempt and
@@ -381,7 +400,7 @@ class _Starts:
             self._opened.append(alike[-1])
         start = next((start for start in reversed(alike) if start.first <= when), alike[0])
         start.is_begun = start.is_begun or begins
-        start.see(when)
+        start.stretch(when)
         return start
 
     def in_order(self) -> list[_Start]:
@@ -392,25 +411,6 @@ class _Starts:
             if start.began is not None and start.began < before.last:
                 start.began += start.phases.pop("start", 0.0)
         return starts
-
-
-def _note(start: _Start, event: str, row: Mapping[str, Any], when: float) -> None:
-    seconds = untrusted.finite(row.get("stall_seconds" if event == "checkpoint" else "seconds"))
-    seconds = max(seconds or 0.0, 0.0)
-    if event == "start":
-        start.batch = untrusted.finite(row.get("global_batch"))
-        start.ranks = untrusted.whole(row.get("world_size"), least=1)
-    elif event == "ready":
-        start.began = untrusted.moment(row.get("began"))
-        phases = untrusted.mapping(row.get("phases"))
-        known = ((name, untrusted.finite(phases.get(name))) for name in _PHASES)
-        start.phases = {name: max(took, 0.0) for name, took in known if took is not None}
-    elif event == "epoch":
-        start.evaluation_s += seconds
-    elif event == "checkpoint":
-        start.checkpoint_s += seconds
-    elif event == "error":
-        start.failed_at = when
 
 
 def _rows(path: Path) -> Iterator[tuple[Mapping[str, Any], float]]:

@@ -1,0 +1,70 @@
+"""The last traceback in what a rank has printed."""
+
+import pytest
+
+from toolkit.runs.tracebacks import last_trace
+
+FRAMES = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()"]
+CHAINED = [
+    *FRAMES,
+    "KeyError: 'x'",
+    "",
+    "During handling of the above exception, another exception occurred:",
+    "",
+    *FRAMES,
+    "ValueError: y",
+    "with more to say",
+]
+GROUP = [
+    "  + Exception Group Traceback (most recent call last):",
+    '  |   File "a.py", line 1, in <module>',
+    "  | ExceptionGroup: two (1 sub-exception)",
+    "  +-+---------------- 1 ----------------",
+    "    | Traceback (most recent call last):",
+    "    | ValueError: a",
+    "    +------------------------------------",
+]
+FATAL = [
+    "Fatal Python error: Segmentation fault",
+    "",
+    "Current thread 0x1 (most recent call first):",
+]
+
+
+@pytest.mark.parametrize(
+    ("printed", "message", "lines", "rank", "at_end"),
+    [
+        (CHAINED, "ValueError: y", CHAINED, None, True),
+        (
+            [*FRAMES, "KeyError: 1", "caught it", *FRAMES, "Error"],
+            "Error",
+            [*FRAMES, "Error"],
+            None,
+            True,
+        ),
+        ([f"[rank3]: {line}" for line in CHAINED if line], "ValueError: y", None, 3, True),
+        (["[rank3]: " + FRAMES[0], "[rank3]: X: y", "bye"], "X: y", [FRAMES[0], "X: y"], 3, False),
+        (
+            [*FRAMES, "X: y", "[rank1]:[W1121 x.cpp:1] Warning"],
+            "X: y",
+            [*FRAMES, "X: y"],
+            1,
+            True,
+        ),
+        (GROUP, "ExceptionGroup: two (1 sub-exception)", GROUP, None, True),
+        (FATAL, FATAL[0], FATAL, None, True),
+    ],
+    ids=["chained", "the last", "by torch", "goes on", "noise", "group", "fatal"],
+)
+def test_the_last_traceback_is_found_whole(
+    printed: list[str], message: str, lines: list[str] | None, rank: int | None, at_end: bool
+) -> None:
+    found = last_trace(["before", *printed])
+    assert found is not None
+    assert (found.message, found.rank, found.at_end) == (message, rank, at_end)
+    assert lines is None or list(found.lines) == lines
+
+
+def test_what_is_no_traceback_is_none() -> None:
+    assert last_trace([]) is None
+    assert last_trace(["SyntaxError: of somebody else", "  Traceback in prose"]) is None

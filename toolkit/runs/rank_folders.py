@@ -1,0 +1,160 @@
+"""The folder that torchrun writes for each start of a rank: its output, and its error file.
+
+    logs/attempt-N/node-KEY/RUN_ID/attempt_RESTART/LOCAL_RANK/{stdout.log,stderr.log,error.json}
+
+`KEY` is the node's number, or `joined-by-JOB`. One torchrun has one `RUN_ID`; a node has several of
+them where its torchrun was started anew. Each report of torchrun's belongs to one start of a rank.
+"""
+
+import contextlib
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from toolkit.runs.log_reader import Span, attempt_spans, end_of, modified_at
+from toolkit.runs.torchrun_report import Reported, read_reports, shift_s
+from toolkit.text import untrusted
+
+_LOG_BYTES = 8 << 20
+"""How much of the end of an attempt's log may hold torchrun's reports, one per node."""
+
+_STDERR_BYTES = 1 << 16
+_ERROR_BYTES = 4 << 20
+
+_NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
+_GROUP = re.compile(r"attempt_([0-9]{1,9})", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStart:
+    """One start of a rank."""
+
+    folder: Path
+    """Where its output and its error file lie."""
+
+    key: str
+    """That of its node."""
+
+    node: str
+    """Its node's name; `node-1` on this machine."""
+
+    restart: int
+    """How often its torchrun had started the ranks before."""
+
+    last: bool = True
+    """Whether its node has started no other after it."""
+
+    @property
+    def local_rank(self) -> int:
+        """Its number on its node."""
+        return int(self.folder.name)
+
+    @property
+    def _run_dir(self) -> Path | None:
+        """The run directory, below which nothing is a link; None for a rank that is elsewhere."""
+        parents = self.folder.parents  # group, RUN_ID, node, attempt, logs, run directory
+        return parents[5] if len(parents) > 5 and parents[4].name == "logs" else None
+
+    def stderr(self) -> list[str]:
+        """Return the last lines of the rank's stderr."""
+        return _last_lines(
+            Span(path=self.folder / "stderr.log", below=self._run_dir), _STDERR_BYTES
+        )
+
+    def silent_since(self) -> float:
+        """Return when it has written to its stderr last."""
+        return (self.folder / "stderr.log").lstat().st_mtime
+
+    def error(self) -> tuple[str, tuple[str, ...], float] | None:
+        """Return message, traceback and time of its error file."""
+        path = self.folder / "error.json"
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            content = untrusted.read_json(path, limit=_ERROR_BYTES, below=self._run_dir)
+            message = untrusted.mapping(untrusted.mapping(content)["message"])
+            extra = untrusted.mapping(message["extraInfo"])
+            stamp = untrusted.moment(float(str(extra["timestamp"])[:40]))  # a number, or its text
+            if stamp is None:
+                return None
+            trace = str(extra.get("py_callstack") or "").rstrip("\n")
+            written = path.lstat().st_mtime  # finer than the whole seconds in it
+            time = written if 0 <= written - stamp < 2 else stamp
+            return str(message["message"]), tuple(trace.split("\n") if trace else ()), time
+        return None
+
+
+def starts_of(attempt: Path) -> list[RankStart]:
+    """Return all starts of ranks in the folder of an attempt."""
+    starts = []
+    for node in _folders(attempt, attempt):
+        if not node.name.startswith("node-"):
+            continue
+        key = node.name.removeprefix("node-")
+        name = _name_of(attempt, key)
+        # Torchruns in the order of their age, and the groups of one torchrun by their number.
+        groups = sorted(
+            (modified_at(torchrun), int(named[1]), group)
+            for torchrun in _folders(node, attempt)
+            for group in _folders(torchrun, attempt)
+            if (named := _GROUP.fullmatch(group.name))
+        )
+        for _, restart, group in groups:
+            last = group == groups[-1][2]
+            starts += [
+                RankStart(folder=folder, key=key, node=name, restart=restart, last=last)
+                for folder in _folders(group, attempt)
+                if _NUMBER.fullmatch(folder.name)
+            ]
+    return starts
+
+
+def _folders(folder: Path, attempt: Path) -> list[Path]:
+    run_dir = attempt.parents[1]
+    return [folder / e.name for e in untrusted.entries(folder, below=run_dir) if e.is_folder]
+
+
+def _name_of(attempt: Path, key: str) -> str:
+    run_dir = attempt.parents[1]
+    with contextlib.suppress(OSError, IndexError):
+        if _NUMBER.fullmatch(key):
+            return untrusted.read_text(attempt / "nodes", below=run_dir).splitlines()[int(key)]
+        return untrusted.read_text(attempt / f"failed-{key}", below=run_dir).split()[1]
+    return f"node-{key}"
+
+
+def reports_of(run_dir: Path, attempt: Path, starts: list[RankStart]) -> dict[RankStart, Reported]:
+    """Return what torchrun reports of the ranks that have failed, each with its last start."""
+    reports: dict[RankStart, Reported] = {}
+    for span in attempt_spans(run_dir, int(attempt.name.split("-")[1])):
+        key = span.path.stem.removeprefix("node-") if span.path.parent == attempt else None
+        for reported in read_reports(_last_lines(span, _LOG_BYTES)):
+            reports[_start_of(reported, key, starts, attempt)] = reported
+    for start, reported in reports.items():
+        away_s = error[2] - reported.time if (error := start.error()) else 0.0
+        if (shift := shift_s(away_s)) and abs(away_s - shift) < 30:
+            return {one: replace(r, time=r.time + shift) for one, r in reports.items()}
+    return reports
+
+
+def _start_of(
+    reported: Reported, key: str | None, starts: list[RankStart], attempt: Path
+) -> RankStart:
+    for start in starts:
+        path = start.folder.relative_to(attempt.parent) / "error.json"
+        if reported.error_file.endswith(f"/{path}"):  # the run directory may be another's mirror
+            return start
+    last = [start for start in starts if start.last and start.local_rank == reported.local_rank]
+    for start in last:
+        if start.key == key or start.node.partition(".")[0] == reported.host or len(last) == 1:
+            return start
+    return RankStart(  # of a node that names itself otherwise than Slurm does
+        folder=attempt / "elsewhere" / reported.host / str(reported.local_rank),
+        key=reported.host,
+        node=reported.host,
+        restart=0,
+    )
+
+
+def _last_lines(span: Span, most: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return end_of(span, most).decode(errors="replace").split("\n")
+    return []

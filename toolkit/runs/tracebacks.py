@@ -1,0 +1,82 @@
+"""The traceback in what a rank has printed on its stderr."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A traceback in what a rank has printed."""
+
+    lines: tuple[str, ...]
+    """The traceback; exceptions that were chained are part of it."""
+
+    message: str
+    """Its last line: the exception and its message."""
+
+    rank: int | None
+    """The rank, if torch prints it: once the process group is made, before each line."""
+
+    at_end: bool
+    """Whether nothing else follows."""
+
+
+_PREFIX = re.compile(r"\[rank(\d{1,9})\]: ?")
+_START = re.compile(r"Traceback \(most recent call last\):$|Fatal Python error: |  \+ Exception G")
+_CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct")
+_FOREIGN = re.compile(
+    r"\[rank\d+\]:\[[WIE]|\[[WIE]\d{3,4} |[WIE]\d{4} |Exception ignored in|/\S+\.py:\d+: "
+)
+"""Lines after a traceback that do not belong to it: what C++ and Python log at their end."""
+
+_SYNTAX_ERROR = re.compile(r"(Syntax|Indentation|Tab)Error: ")
+_SYNTAX_ERROR_FILE = re.compile(r' +File ".*", line \d+$')
+
+_MOST_WORDS = 50
+"""How many lines an exception may say."""
+
+
+def last_trace(printed: Sequence[str]) -> Trace | None:
+    """Return the last traceback of a rank's stderr, with the whole message of the exception."""
+    rank = None
+    lines = []
+    for line in printed:
+        if match := _PREFIX.match(line):
+            rank = int(match[1])
+            line = line[match.end() :]
+        lines.append(line)
+    starts = [number for number, line in enumerate(lines) if _START.match(line)]
+    if not starts:  # Python reports a syntax error of the script with no headline
+        error = next((n for n, line in enumerate(lines) if _SYNTAX_ERROR.match(line)), 0)
+        starts = [n for n in range(error) if _SYNTAX_ERROR_FILE.match(lines[n])][-1:]
+    if not starts:
+        return None
+    start = begin = starts[-1]
+    for earlier in reversed(starts[:-1]):  # its cause stands above
+        if not any(_CHAINED.match(line) for line in lines[earlier:begin]):
+            break
+        begin = earlier
+    prefixed = _PREFIX.match(printed[start]) is not None
+    frames = list(takewhile(lambda line: not line or line[0].isspace(), lines[start + 1 :]))
+    lines_of_error: list[str] = []
+    for number in range(start + 1 + len(frames), len(lines)):
+        other = prefixed and printed[number] and not _PREFIX.match(printed[number])
+        if other or _FOREIGN.match(printed[number]) or len(lines_of_error) == _MOST_WORDS:
+            break
+        lines_of_error.append(lines[number])
+    end = start + 1 + len(frames) + len(lines_of_error)
+    message = lines[start]
+    if lines_of_error and not message.startswith("Fatal"):
+        message = lines_of_error[0]
+    if lines[start].startswith("  + "):
+        message = next((line[4:] for line in frames if re.match(r"  \| \S", line)), message)
+    while lines_of_error and not lines_of_error[-1]:
+        lines_of_error.pop()
+    return Trace(
+        lines=tuple([*lines[begin : start + 1], *frames, *lines_of_error]),
+        message=message,
+        rank=rank,
+        at_end=all(not line or _FOREIGN.match(line) for line in printed[end:]),
+    )
