@@ -228,6 +228,45 @@ def test_a_killed_torchrun_is_a_failure_that_counts(
     assert reasons == [f"{killed}; started again\n", f"{killed}; gave up after 1 requeues\n"]
 
 
+# Node 0 ends by an error; node 1 is a torchrun that waits for its own threads when it is told.
+HANGING_AT_ITS_END = r"""#!/bin/bash
+case " $* " in
+*is_host=1*) until [ -e {folder}/other ]; do sleep 0.05; done; exit 1 ;;
+esac
+trap 'echo TERM >>{folder}/signals; [ "$(grep -c . {folder}/signals)" -lt {needed} ] || exit 1' TERM
+touch {folder}/other
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("needed", [2, pytest.param(99, marks=pytest.mark.slow)])
+def test_a_torchrun_that_hangs_when_it_is_stopped_does_not_hold_the_run(
+    needed: int, tmp_path: Path
+) -> None:
+    """Seen: SIGTERM while it stops its ranks since the rendezvous is lost; a second one ends it."""
+    job = toolkit.JobSpec.model_validate(
+        {
+            "name": "hangs",
+            "module": "train",
+            "resources": {"nnodes": 2},
+            "stop": {"grace": "1s"},
+            "retries": {"in_job": 2},
+        }
+    )
+    script = tmp_path / "run.sh"
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.LocalProfile(name="here"))))
+    torchrun = tmp_path / "bin/torchrun"
+    torchrun.parent.mkdir()
+    torchrun.write_text(HANGING_AT_ITS_END.format(folder=tmp_path, needed=needed))
+    torchrun.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{torchrun.parent}:{os.environ['PATH']}"}
+    argv = ["bash", str(script), str(tmp_path / "run")]
+    assert subprocess.run(argv, env=environ, timeout=300, check=False).returncode == 1
+    assert (tmp_path / "signals").read_text() == "TERM\n" * min(needed, 3)
+    reason = (tmp_path / "run/logs/attempt-0/reason").read_text()
+    assert reason.startswith("retryable: exit status 1 without a word in outcome.json")
+
+
 def test_a_run_whose_directory_is_removed_stops_and_says_so(
     job_file: Path, marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
