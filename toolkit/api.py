@@ -229,6 +229,8 @@ def wait(
             ):
                 if status.state.final or status.lost:
                     ended[index] = status
+                    if status.state.final:
+                        watched[index].tell_end(status)
                     on_end(watched[index], status)
             still = [run.uri for index, run in enumerate(watched) if index not in ended]
             if not still:

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,12 @@ esac
 
 
 @functools.cache
-def functions(requeue: int, preemptions: int | None, chain: bool) -> str:
-    """Return the functions that stand below a batch script for two nodes."""
+def functions(requeue: int, preemptions: int | None, chain: bool, notify: str = "null") -> str:
+    """Return the functions that stand below a batch script for two nodes; `notify` is JSON."""
     retries = {"requeue": requeue, "in_job": 2, "preemptions": preemptions}
-    job = job_of(resources={"nnodes": 2}, retries=retries)
+    told = json.loads(notify)
+    secrets = ["HOOK"] if told else []
+    job = job_of(resources={"nnodes": 2}, retries=retries, notify=told, secrets=secrets)
     plan = toolkit.plan(job, toolkit.SlurmProfile(name="s"))
     script = toolkit.render(plan.in_turns() if chain else plan)
     return script.partition("\n#==== functions\n")[2].partition("\n#==== ")[0]
@@ -59,6 +62,7 @@ class Job:
     limit: int = 2
     preemptions: int | None = None
     chain: bool = False
+    notify: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.calls = self.run_dir / "calls"
@@ -108,7 +112,7 @@ class Job:
             str(self.run_dir),
             str(self.attempt),
             stopping,
-            functions(self.limit, self.preemptions, self.chain),
+            functions(self.limit, self.preemptions, self.chain, json.dumps(self.notify)),
         ]
         with self.log.open("a") as log:
             done = subprocess.run(

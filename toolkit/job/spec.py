@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError
 
@@ -115,6 +115,43 @@ class Retries(FrozenModel):
     no_progress: types.PositiveInt = 3
     """The run ends after this many attempts in a row without a new step in `outcome.json`. The pods
     of a PyTorchJob or a Job start again one by one, and do not count them."""
+
+
+class Notify(FrozenModel):
+    """The receivers of [notifications](../how-to/monitoring.md#notifications)."""
+
+    on: Annotated[tuple[Literal["end", "failure", "requeue"], ...], Field(min_length=1)] = (
+        "end",
+        "failure",
+    )
+    """Which events: `end`, the run has ended, well or not; `failure`, an attempt has failed, also
+    if another one follows; `requeue`, an attempt has ended and another one follows."""
+
+    webhook: types.Webhook | None = None
+    """An address that takes the notification as JSON by POST, or `$NAME` if it is a secret: the
+    variable NAME under the job's `secrets`."""
+
+    webhook_file: types.SecretFile | None = None
+    """A file that holds the address, where the script runs."""
+
+    command: types.ShellLine | None = None
+    """A command of the shell that reads the JSON from its standard input; the text is also in
+    `$NOTIFY_TEXT`. It is ended after ten seconds."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
+        """Return what keys say against each other."""
+        webhooks = [key for key in ("webhook", "webhook_file") if given.get(key) is not None]
+        if len(webhooks) == 2:
+            return ["give webhook or webhook_file; found both"]
+        if not webhooks and not given.get("command"):
+            return ["give a webhook, webhook_file or command; found none of them"]
+        return []
+
+    @property
+    def variable(self) -> str:
+        """The variable that holds the address of the webhook; empty if none does."""
+        return self.webhook[1:] if self.webhook and self.webhook.startswith("$") else ""
 
 
 class Mount(FrozenModel):
@@ -256,6 +293,9 @@ class JobSpec(FrozenModel):
 
     retries: Retries = Field(default_factory=Retries.model_construct)
     """What happens after a failure."""
+
+    notify: Notify | None = None
+    """Notifications of the run's end; by default those of the profile."""
 
     secrets: Annotated[dict[types.EnvName, Secret | None], Prepared(types.secrets_by_name)] = Field(
         default={}

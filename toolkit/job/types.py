@@ -196,6 +196,19 @@ Via = Annotated[
 ]
 """How the login node is reached."""
 
+Webhook = Annotated[
+    Text,
+    *matching(
+        r"https?://[^\s\"'\\]+|\$[A-Za-z_][A-Za-z0-9_]*",
+        "write https://…, or $NAME for the secret NAME of the job",
+    ),
+]
+"""An address that takes notifications, or the variable that holds it."""
+
+ShellLine = Annotated[
+    Text, *matching(r"[^\x00-\x08\x0a-\x1f\x7f]*", "write one line of bash per item")
+]
+
 Image = Annotated[Text, *matching(r"\S+", "write it like registry/name:tag")]
 
 

@@ -101,7 +101,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             uri=f"k8s://{profile.namespace}/{name}",
             name=name,
             job=plan.job.name,
-            profile=profile.model_dump(mode="json", by_alias=True),
+            profile=plan.recorded(profile),
             created=time.time(),
             provenance=provenance.collect(),
             run_dir=local.folder if files else None,

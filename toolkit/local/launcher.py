@@ -180,7 +180,7 @@ class LocalLauncher(Launcher[LocalPlan]):
             uri=f"local://{name}",
             name=name,
             job=plan.job.name,
-            profile=self._profile.model_dump(mode="json", by_alias=True),
+            profile=plan.recorded(self._profile),
             created=time.time(),
             provenance=provenance.collect(),
             run_dir=run_dir,

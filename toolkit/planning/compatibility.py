@@ -63,6 +63,7 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Probl
             "another kind; write `toolkit wait RUN && toolkit submit …`, or leave it out",
             "after",
         )
+    yield from _notify_problems(job, profile)
     for key, reason in leaked_secrets(job):
         yield refusal("secret-in-job", reason, *key)
     for _, reason in leaks_of(profile):
@@ -111,6 +112,20 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Probl
         )
         yield from _image_missing(job, profile)
         yield from kubernetes_problems(job, profile, run_name)
+
+
+def _notify_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
+    notify = job.notify or profile.notify
+    if notify and notify.variable and notify.variable not in job.secrets:
+        at, key = "", ["notify", "webhook"]
+        if not job.notify:
+            at, key = f"profile {profile.name!r}: ", []
+        yield refusal(
+            "notify-without-secret",
+            f"{at}notify.webhook is ${notify.variable}, which is no secret of the job; name it "
+            "under secrets, or give the file that holds the address: notify: {webhook_file: …}",
+            *key,
+        )
 
 
 def _sweep_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:

@@ -5,11 +5,11 @@ from __future__ import annotations  # naming a profile must not import it
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import PlanError, Problem
 from toolkit.job.kubernetes_options import Patch
-from toolkit.job.spec import JobSpec, Secret
+from toolkit.job.spec import JobSpec, Notify, Secret
 
 if TYPE_CHECKING:
     from toolkit.profile import Profile
@@ -64,6 +64,16 @@ class LaunchPlan:
     grace_s = property(attrgetter("job.stop.grace_s"))
     retries = property(attrgetter("job.retries"))
     failure_limit = property(attrgetter("job.retries.requeue"))
+
+    @property
+    def notify(self) -> Notify | None:
+        """The receivers of notifications: the job's own, or those of the profile."""
+        return self.job.notify or self.profile.notify
+
+    def recorded(self, profile: Profile) -> dict[str, Any]:
+        """Return a profile as the record of a run holds it, with the job's own `notify`."""
+        profile = profile.model_copy(update={"notify": self.notify})
+        return profile.model_dump(mode="json", by_alias=True)
 
     @property
     def template(self) -> str:

@@ -13,6 +13,7 @@ from toolkit import launcher_plugins
 from toolkit.errors import Problem, ProfileError, did_you_mean
 from toolkit.job import types
 from toolkit.job.loader import validate
+from toolkit.job.spec import Notify
 from toolkit.job.types import FrozenModel, Text
 from toolkit.text import secret_scan
 from toolkit.text.yaml_reader import KeyPath, read_file
@@ -61,6 +62,9 @@ class SiteProfile(FrozenModel):
 
     price: Price | None = None
     """What computing costs here; `toolkit goodput` then shows money, too."""
+
+    notify: Notify | None = None
+    """Notifications of the ends of runs; a job's own take precedence."""
 
     templates_dir: types.FolderPath | None = None
     """A folder whose templates replace or extend the toolkit's; a relative path is below the

@@ -1,19 +1,15 @@
 """The model of a Slurm cluster."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from toolkit.job import types
 from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.spec import Mount
-from toolkit.job.types import FrozenModel, Text, matching
+from toolkit.job.types import FrozenModel, Text
 from toolkit.profile.base import SiteProfile
-
-ShellLine = Annotated[
-    Text, *matching(r"[^\x00-\x08\x0a-\x1f\x7f]*", "write one line of bash per item")
-]
 
 REMOTE_DIR = "~/torch-deploy-toolkit"
 
@@ -91,11 +87,11 @@ class SlurmProfile(SiteProfile):
     mounts: tuple[Mount, ...] = ()
     """Folders to mount into every job's container, besides the run directory and the job's own."""
 
-    prolog: tuple[ShellLine, ...] = ()
+    prolog: tuple[types.ShellLine, ...] = ()
     """Lines of bash to run before the environment is set up, unchanged: unset what login shells
     leak, source what defines `module`. A line that fails stops the job."""
 
-    epilog: tuple[ShellLine, ...] = ()
+    epilog: tuple[types.ShellLine, ...] = ()
     """Lines of bash to run at the end of the script, however it ends: remove the job's files from
     local disks. They cannot change the exit status; after the loss of a node they do not run."""
 

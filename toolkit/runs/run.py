@@ -262,6 +262,7 @@ class Run(abc.ABC):
                     if shown:
                         shown.show(status, points)
                     if status.state.final:
+                        self.tell_end(status, points)
                         return status
                     if status.lost:
                         raise RunLost(f"{self.uri}: {status.reason}")
@@ -274,6 +275,20 @@ class Run(abc.ABC):
             if shown:
                 shown.close()
         raise AssertionError("there is always another pause")
+
+    def tell_end(self, status: RunStatus, points: "Sequence[RunStatus]" = ()) -> None:
+        """Send the notification that the run has ended, unless its script has sent it.
+
+        Args:
+            status: How it has ended.
+            points: How the points of a sweep have ended; by default they are asked.
+        """
+        if not self.record.profile.get("notify"):
+            return
+        from toolkit.runs.notify import tell_end
+
+        for part, end in zip(self.parts, points or self.statuses() or [status], strict=True):
+            tell_end(part.record, end)
 
     def _repr_html_(self) -> str:
         """Show the run in a notebook: its state, how far it is, and the curve of its loss."""

@@ -101,7 +101,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             uri=f"slurm://{cluster}/{name}",
             name=name,
             job=plan.job.name,
-            profile=self._profile.model_dump(mode="json", by_alias=True),
+            profile=plan.recorded(self._profile),
             created=time.time(),
             provenance=provenance.collect(),
             run_dir=folder.here,

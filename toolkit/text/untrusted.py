@@ -196,13 +196,21 @@ def stream_json(path: Path | str, *, limit: int, line_limit: int) -> Iterator[An
                     yield parse_json(line)
 
 
-def write_bytes(path: Path | str, content: bytes, *, append: bool = False) -> None:
+def write_bytes(
+    path: Path | str, content: bytes, *, append: bool = False, anew: bool = False
+) -> None:
     """Write a file that only its owner may write, whatever the umask; a link is not followed.
 
+    Args:
+        path: The file.
+        content: What is written.
+        append: Whether what is in the file stays.
+        anew: Whether the file must not exist yet.
+
     Raises:
-        OSError: the file cannot be written, or is a link.
+        OSError: the file cannot be written, is a link, or exists and should not.
     """
-    how = os.O_APPEND if append else os.O_TRUNC
+    how = os.O_EXCL if anew else os.O_APPEND if append else os.O_TRUNC
     # Non-blocking: opening a pipe without a reader would wait for ever.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | _NO_LINK | how
     with os.fdopen(os.open(path, flags, 0o644), "wb", buffering=0) as file:

@@ -116,7 +116,7 @@ def split(events: Iterable[Event]) -> Split:
         busy[kind].append(piece)
         if name != DATA and not name.startswith(STEP):
             times[name].append(length(overlap([piece], steps)))
-    # A message lasts until it is waited for, also beside operators of the thread that asked for it.
+    # An asynchronous message lasts until its end, also beside operators of the requesting thread.
     busy["communication"] += [
         _interval(e) for e in spans if str(e["name"]).startswith(_BY_CPU) and _on_cpu(e)
     ]

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -292,3 +292,50 @@ def lose_node2(cluster: Cluster, run: SlurmRun, until: Until) -> None:
     assert run.run_dir is not None
     blamed = run.run_dir / f"logs/attempt-{attempt}/failing_node"
     until(lambda: blamed.exists() and blamed.read_text() == "node2\n", "the node is blamed")
+
+
+def told(site: Site, text: str, **retries: int) -> tuple[SlurmRun, Callable[[], list[str]]]:
+    """Submit a job that tells its ends by a command; return how to read what was told."""
+    lines = site.runs.parent / "told.jsonl"
+    notify = {"command": f"cat >>{lines}", "on": ["end", "failure", "requeue"]}
+    job = toolkit.JobSpec.model_validate(
+        {"name": "shell", "command": ["bash", "-c", text], "retries": retries, "notify": notify}
+    )
+    run = site.launcher.submit(toolkit.plan(job, site.profile))
+
+    def read() -> list[str]:
+        rows = map(json.loads, lines.read_text().splitlines() if lines.exists() else [])
+        return [f"{row['event']} {row['failed']} {row['text']}" for row in rows]
+
+    return run, read
+
+
+@pytest.mark.slow
+def test_each_end_of_an_attempt_is_told_once(site: Site) -> None:
+    run, read = told(site, '[ "$TRAIN_ATTEMPT" != 0 ] || exit 1', requeue=1)
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
+    name = run.run_dir.name if run.run_dir else ""
+    why = "retryable: exit status 1 without a word in outcome.json; queued again"
+    assert read() == [
+        f"requeue True {name}: attempt 0 ended: {why}",
+        f"end False {name}: attempt 1 ended: done: all steps made",
+    ]
+
+
+def test_an_end_that_the_script_could_not_tell_is_told_by_wait(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    run, read = told(site, 'touch "$TRAIN_RUN_DIR/ran"; sleep 1000')
+    assert run.run_dir is not None
+    until((run.run_dir / "ran").exists, "it runs")
+    node = nodes_of(cluster, run)[0]
+    script = next(
+        process
+        for process in json.loads(cluster("ps", node, "--json"))
+        if "slurm_script" in process["command"] and "srun" not in process["command"]
+    )
+    os.kill(script["pid"], signal.SIGKILL)
+    assert run.wait(300).state is toolkit.RunState.FAILED
+    run.wait(300)
+    (line,) = read()
+    assert line.startswith(f"end True {run.name}: attempt 0 ended: ")

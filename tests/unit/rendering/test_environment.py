@@ -313,6 +313,20 @@ def scripts() -> dict[str, str]:
     )
     site = toolkit.SlurmProfile(name="s", prolog=("unset PYTHONPATH",), epilog=("rm -f /tmp/x",))
     found["lines and files on slurm"] = toolkit.render(toolkit.plan(filed, site))
+    for name, notify in {
+        "webhook": {"webhook": "https://h/a?b=c&d=$e#f;g", "on": ["end", "failure", "requeue"]},
+        "webhook of a secret": {"webhook": "$KEY", "command": "cat >'it is' \"$X\""},
+        "webhook in a file": {"webhook_file": "~/a 'b/hook"},
+    }.items():
+        for retries in ({}, {"requeue": 1, "in_job": 2}):
+            telling = toolkit.JobSpec.model_validate(
+                {"name": "tells", "module": "train", "notify": notify, "retries": retries}
+                | {"secrets": {"KEY": None}, "resources": {"nnodes": 2}}
+            )
+            for place in (toolkit.SlurmProfile(name="s"), toolkit.LocalProfile(name="l")):
+                which = f"{name}{', restarts,' if retries else ''} "
+                which += "here" if place.kind == "local" else "on slurm"
+                found[which] = toolkit.render(toolkit.plan(telling, place))
     for name, job in {
         "files here": filed,
         "hostile here": hostile,

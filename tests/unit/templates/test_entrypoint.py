@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,10 +28,12 @@ eval "$1"
 """
 
 
-def entrypoint(kind: str, *, requeue: int = 9, in_job: int = 0, nnodes: int = 1) -> list[str]:
-    """Return what the container starts, up to torchrun."""
+def entrypoint(
+    kind: str, *, requeue: int = 9, in_job: int = 0, nnodes: int = 1, more: Any = None
+) -> list[str]:
+    """Return what the container starts, up to torchrun; `more` are keys of the job."""
     retries = {"requeue": requeue, "in_job": in_job}
-    job = {"retries": retries, "resources": {"nnodes": nnodes}}
+    job = {"retries": retries, "resources": {"nnodes": nnodes}, **(more or {})}
     text = manifest(job, {"runs_claim": "runs"}, kind)
     command: list[str] = container_of(workload(text))["command"]
     return command
@@ -48,9 +51,10 @@ class Pod:
         requeue: int = 9,
         in_job: int = 0,
         nnodes: int = 1,
+        more: Any = None,
     ) -> None:
         self.folder, self.runs = folder, folder / "runs" / "it's a run"
-        self.command = entrypoint(kind, requeue=requeue, in_job=in_job, nnodes=nnodes)
+        self.command = entrypoint(kind, requeue=requeue, in_job=in_job, nnodes=nnodes, more=more)
         self.programs = folder / "bin"
         self.programs.mkdir(exist_ok=True)
         self.program("torchrun", TORCHRUN)
@@ -581,7 +585,10 @@ def test_a_pod_that_has_only_lost_another_one_tells_the_cause(kind: str, tmp_pat
 def test_the_script_is_sh_and_holds_nothing_that_kubernetes_expands(
     kind: str, tmp_path: Path
 ) -> None:
-    shell, option, text, _ = entrypoint(kind, in_job=3)
+    notify = {"webhook": "$HOOK", "command": "cat"}
+    secrets = {"HOOK": {"secret": "hooks", "key": "url"}}
+    more = {"notify": notify, "secrets": secrets}
+    shell, option, text, _ = entrypoint(kind, in_job=3, more=more)
     assert (shell, option) == ("/bin/sh", "-c")
     assert not re.search(r"\$(?:[$(]|[^\x00-\x7f])", text)
     path = tmp_path / "entrypoint.sh"

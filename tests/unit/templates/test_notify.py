@@ -1,0 +1,315 @@
+"""Notifications by the scripts of a run, to a real server."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit
+from tests.fakes import fake_slurm
+from tests.support.ending_job import Job
+from tests.support.ports import free_port
+from tests.support.receiver import Receiver, receiving
+from tests.support.rendered import KINDS
+from tests.unit.templates.test_entrypoint import AGAIN, DONE, FINAL, Pod
+
+EVERYTHING = ["end", "failure", "requeue"]
+WITHOUT_CURL = 'command() { [ "$2" != curl ] && builtin command "$@"; }\n'
+HOSTILE = '"; touch pwned; $(touch pwned) `touch pwned` \\ \n é'
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as made:
+        yield made
+
+
+@pytest.fixture
+def job(tmp_path: Path, receiver: Receiver) -> Job:
+    return of(tmp_path, receiver, {"webhook": "$HOOK", "on": EVERYTHING})
+
+
+def of(folder: Path, receiver: Receiver, notify: dict[str, Any], **keys: Any) -> Job:
+    made = Job(folder, notify=notify, **keys)
+    made.environ["HOOK"] = receiver.url
+    return made
+
+
+@pytest.mark.parametrize("prelude", ["", WITHOUT_CURL], ids=["curl", "python"])
+@pytest.mark.parametrize(
+    ("outcome", "status", "event", "failed", "text"),
+    [
+        ("done", 0, "end", False, "attempt 0 ended: done: all steps made"),
+        ("fatal", 1, "end", True, 'attempt 0 ended: fatal: rank 1: it "said" so; not queued again'),
+        ("retryable", 1, "requeue", True, 'retryable: rank 1: it "said" so; queued again'),
+        ("preempted", 1, "requeue", False, 'preempted: rank 1: it "said" so; queued again'),
+    ],
+)
+def test_the_end_of_an_attempt_is_told_once(
+    job: Job,
+    receiver: Receiver,
+    outcome: str,
+    status: int,
+    event: str,
+    failed: bool,
+    text: str,
+    prelude: str,
+) -> None:
+    job.told(status=outcome, attempt=0, step=50, rank=1 if status else None, reason='it "said" so')
+    for _ in range(2):
+        job.run(f"{prelude}conclude {status}")
+    ((path, told),) = receiver.posts
+    assert path == "/hooks/s3cret"
+    assert (told["event"], told["failed"], told["attempt"]) == (event, failed, 0)
+    assert (told["job"], told["run_dir"]) == ("digits", str(job.run_dir))
+    assert told["text"] == told["content"]
+    assert told["text"].startswith(f"{job.run_dir.name}: attempt 0 ended: ")
+    assert told["text"].endswith(text)
+
+
+@pytest.mark.parametrize(
+    ("on", "outcome", "events"),
+    [
+        (["end"], "retryable", []),
+        (["end"], "fatal", ["end"]),
+        (["failure"], "retryable", ["requeue"]),
+        (["failure"], "preempted", []),
+        (["failure"], "done", []),
+        (["requeue"], "preempted", ["requeue"]),
+        (["requeue"], "fatal", []),
+    ],
+)
+def test_only_the_events_that_were_asked_for_are_told(
+    on: list[str], outcome: str, events: list[str], tmp_path: Path, receiver: Receiver
+) -> None:
+    job = of(tmp_path, receiver, {"webhook": "$HOOK", "on": on})
+    job.told(status=outcome, attempt=0, step=5, rank=None, reason="so")
+    job.conclude(0 if outcome == "done" else 1)
+    assert receiver.events == events
+
+
+@pytest.mark.parametrize("prelude", ["", WITHOUT_CURL], ids=["curl", "python"])
+def test_a_receiver_that_is_busy_is_asked_again(job: Job, receiver: Receiver, prelude: str) -> None:
+    receiver.answers = [503, 429]
+    assert job.run(f"{prelude}conclude 2") == 2
+    assert receiver.events == ["end"] * 3
+    assert "has failed" not in job.log.read_text()
+
+
+@pytest.mark.parametrize("prelude", ["", WITHOUT_CURL], ids=["curl", "python"])
+@pytest.mark.parametrize("answers", [[404], [503] * 3, [0] * 3, None])
+def test_a_receiver_that_fails_changes_nothing(
+    answers: list[int] | None, job: Job, receiver: Receiver, prelude: str
+) -> None:
+    if answers is None:
+        job.environ["HOOK"] = f"http://127.0.0.1:{free_port()}/"
+    receiver.answers = list(answers or [])
+    assert job.run(f"{prelude}conclude 2") == 2
+    assert job.reason == "fatal: exit status 2: another start would end like this one; " + (
+        "not queued again"
+    )
+    assert "digits: the webhook of 'notify' has failed" in job.log.read_text()
+    assert "s3cret" not in job.log.read_text()
+
+
+def test_the_address_is_on_no_command_line(job: Job, tmp_path: Path) -> None:
+    curl = tmp_path / "bin/curl"
+    curl.write_text('#!/bin/sh\necho "$*" >"$CALLS.argv"\ncat >"$CALLS.config"\n')
+    curl.chmod(0o755)
+    job.environ["HOOK"] = 'http://h/"s3cret\\\noutput = /etc/pwned'
+    assert job.conclude(2) == 2
+    assert "s3cret" not in (tmp_path / "calls.argv").read_text()
+    url, data, *more = (tmp_path / "calls.config").read_text().splitlines()
+    assert url == r'url = "http://h/\"s3cret\\?output = /etc/pwned"'
+    assert data.startswith(r'data-binary = "{\"event\": \"end\"')
+    assert more == []
+
+
+def test_a_command_gets_the_event_and_executes_nothing_of_it(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    command = f'cat >{tmp_path}/told; printf %s "$NOTIFY_TEXT" >{tmp_path}/text; exit 3'
+    job = of(tmp_path, receiver, {"command": command})
+    job.told(status="fatal", attempt=0, step=5, rank=1, reason=HOSTILE)
+    assert job.conclude(1) == 1
+    told = json.loads((tmp_path / "told").read_text())
+    assert "$(touch pwned)" in told["text"]
+    assert "$(touch pwned)" in (tmp_path / "text").read_text()
+    assert "digits: the command of 'notify' has failed" in job.log.read_text()
+    assert not list(Path.cwd().glob("**/pwned"))[:1]
+    assert receiver.posts == []
+
+
+def test_the_file_with_the_address_is_read_when_it_is_needed(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    file = tmp_path / "hook of me"
+    job = of(tmp_path, receiver, {"webhook_file": str(file)})
+    assert job.conclude(2) == 2
+    assert "the webhook of 'notify' has failed" in job.log.read_text()
+    file.write_text(receiver.url + "\n")
+    job.attempt = 1
+    assert job.conclude(2) == 2
+    assert receiver.events == ["end"]
+
+
+def test_an_attempt_that_was_killed_before_it_could_tell_is_told_by_the_next(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    job = of(tmp_path, receiver, {"webhook": "$HOOK", "on": EVERYTHING}, attempt=1)
+    job.had(0, "retryable", step=3)
+    (job.folder(0) / "log").write_text("0 /dev/null\n")
+    for _ in range(2):
+        job.run("complete_previous_attempt")
+    ((_, told),) = receiver.posts
+    assert (told["event"], told["failed"], told["attempt"]) == ("requeue", True, 0)
+    assert told["text"].endswith("attempt 0 ended: retryable: so")
+
+
+def test_an_attempt_that_another_has_taken_over_tells_no_end(job: Job, receiver: Receiver) -> None:
+    job.folder(1)
+    job.told(status="retryable", attempt=0, step=5, rank=0, reason="so")
+    job.conclude(1)
+    assert "fenced: attempt 1 has taken over" in job.log.read_text()
+    assert receiver.posts == []
+
+
+def test_a_requeue_that_slurm_refuses_is_the_end_after_all(job: Job, receiver: Receiver) -> None:
+    job.environ["REFUSES"] = "yes"
+    job.told(status="retryable", attempt=0, step=5, rank=0, reason="so")
+    job.conclude(1)
+    assert receiver.events == ["requeue", "end"]
+    assert "scontrol could not queue it again" in receiver.posts[-1][1]["text"]
+
+
+def test_what_keeps_an_attempt_from_starting_is_told(job: Job, receiver: Receiver) -> None:
+    job.run('fail "no image"')
+    ((_, told),) = receiver.posts
+    assert (told["event"], told["failed"]) == ("end", True)
+    assert told["text"].endswith("attempt 0 ended: fatal: no image")
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_job_without_restarts_tells_its_end(
+    status: int, tmp_path: Path, receiver: Receiver
+) -> None:
+    notify = {"webhook": "$HOOK"}
+    job = toolkit.JobSpec.model_validate(
+        {"name": "once", "module": "train", "notify": notify, "secrets": ["HOOK"]}
+    )
+    script = tmp_path / "once.sh"
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
+    environ = fake_slurm.install(tmp_path, nodes=1) | {"HOOK": receiver.url}
+    if status:
+        (tmp_path / "bin/torchrun").write_text(f"#!/bin/sh\nexit {status}\n")
+    argv = ["bash", str(script), str(tmp_path / "run")]
+    assert subprocess.run(argv, env=environ, cwd=tmp_path, check=False).returncode == status
+    ((_, told),) = receiver.posts
+    assert (told["event"], told["failed"]) == ("end", bool(status))
+    assert f"run: attempt 0 ended with exit status {status}" in told["text"]
+
+
+def test_this_machine_tells_each_end(tmp_path: Path, receiver: Receiver) -> None:
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    profile = profile.model_copy(
+        update={"notify": toolkit.job.spec.Notify(webhook=receiver.url, on=("end", "requeue"))}
+    )
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(3)\n")
+    job = toolkit.JobSpec(name="probe", script=str(script), retries={"requeue": 1})
+    run = toolkit.submit(job, to=profile)
+    assert run.wait(300).state is toolkit.RunState.FAILED
+    assert receiver.events == ["requeue", "end"]
+    first, last = (post["text"] for _, post in receiver.posts)
+    assert first.startswith(f"{run.name}: attempt 0 ended: retryable: ")
+    assert last.startswith(f"{run.name}: attempt 1 ended: retryable: ")
+
+
+SECRETS = {"HOOK": {"secret": "hooks", "key": "url"}}
+
+
+def pods(folder: Path, kind: str, receiver: Receiver, *names: str, **keys: Any) -> list[Pod]:
+    notify = {"webhook": "$HOOK", "on": EVERYTHING}
+    made = [
+        Pod(folder, kind, name=name, more={"notify": notify, "secrets": SECRETS}, **keys)
+        for name in names
+    ]
+    for pod in made:
+        pod.environ["HOOK"] = receiver.url
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("code", "status", "event", "failed"),
+    [
+        ("exit 0", DONE, "end", False),
+        ("say fatal; exit 1", FINAL, "end", True),
+        ("say retryable; exit 1", AGAIN, "requeue", True),
+    ],
+)
+def test_of_several_pods_one_tells_the_end(
+    kind: str,
+    code: str,
+    status: int,
+    event: str,
+    failed: bool,
+    tmp_path: Path,
+    receiver: Receiver,
+) -> None:
+    for pod in pods(tmp_path, kind, receiver, "t-0", "t-1"):
+        assert pod.run(code) == status
+    ((_, told),) = receiver.posts
+    assert (told["event"], told["failed"]) == (event, failed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_start_of_a_pod_tells_its_end(kind: str, tmp_path: Path, receiver: Receiver) -> None:
+    (pod,) = pods(tmp_path, kind, receiver, "t-0", requeue=1)
+    statuses = [
+        pod.run("say retryable; exit 1", TRAIN_ATTEMPT=str(n) if kind in GANGS else "0")
+        for n in range(2)
+    ]
+    assert statuses == [AGAIN, FINAL]
+    assert receiver.events == ["requeue", "end"]
+
+
+GANGS = ("TrainJob", "JobSet")
+
+
+def test_who_is_told_by_the_job_counts_before_the_profile() -> None:
+    theirs, ours = {"command": "theirs"}, {"command": "ours"}
+    job = toolkit.JobSpec.model_validate({"name": "n", "module": "train", "notify": ours})
+    profile = toolkit.SlurmProfile.model_validate({"name": "s", "notify": theirs})
+    script = toolkit.render(toolkit.plan(job, profile))
+    assert ("sh -c ours" in script, "sh -c theirs" in script) == (True, False)
+    plain = toolkit.JobSpec.model_validate({"name": "n", "module": "train"})
+    assert "sh -c theirs" in toolkit.render(toolkit.plan(plain, profile))
+    assert os.linesep.join(["notify"]) not in toolkit.render(
+        toolkit.plan(plain, toolkit.SlurmProfile(name="s"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("notify", "message"),
+    [
+        ({}, "give a webhook, webhook_file or command; found none of them"),
+        ({"webhook": "https://h", "webhook_file": "~/h"}, "found both"),
+        ({"webhook": "hooks.example.com"}, "write https://…, or \\$NAME"),
+        ({"command": "a", "on": []}, "notify.on"),
+        ({"command": "a", "on": ["crash"]}, "notify.on"),
+        ({"command": "a\nb"}, "one line of bash"),
+        ({"webhook": "https://hooks.slack.com/services/T0/B0/abcdefghijkl"}, "Slack"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(
+    notify: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps({"name": "n", "module": "train", "notify": notify}))
+    with pytest.raises(toolkit.SpecError, match=message):
+        toolkit.load(path)

@@ -1,0 +1,118 @@
+"""Notifications of the ends that a run's own script could not send.
+
+A script sends its notifications itself (templates/common/notify.sh.j2). For a script that was
+killed, with its node for example, `wait` sends the last one. The file `notified-end.json` in the
+attempt's folder can be made only once: the process that makes it sends the notification.
+"""
+
+import contextlib
+import errno
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from toolkit.job.spec import Notify
+from toolkit.runs.log_reader import attempt_folders
+from toolkit.runs.registry import RunRecord
+from toolkit.runs.state import RunState, RunStatus
+from toolkit.text import untrusted
+
+_TRIES, _TIMEOUT_S, _COMMAND_TIMEOUT_S = 3, 5.0, 10.0
+_TEXT = 1500
+"""The most characters of the text, as in the scripts."""
+
+
+def tell_end(record: RunRecord, status: RunStatus) -> None:
+    """Send the notification of a run's end, unless the file says that it was sent.
+
+    Without a run directory on this machine, nothing is sent. A receiver that fails or hangs costs
+    its time-out and a line on standard error.
+    """
+    asked = record.profile.get("notify")
+    if not (record.believed and asked and status.state.final and record.run_dir):
+        return
+    with contextlib.suppress(ValueError):  # of another version of the toolkit
+        notify = Notify.model_validate(asked)
+        failed = status.state is RunState.FAILED
+        wanted = "end" in notify.on or (failed and "failure" in notify.on)
+        if wanted and (attempts := attempt_folders(record.run_dir)):
+            content = _content(record, attempts[-1], status, failed=failed)
+            if not record.remote_dir and _claim(attempts[-1], content):
+                _send(notify, content)
+
+
+def _content(
+    record: RunRecord, attempt: Path, status: RunStatus, *, failed: bool
+) -> dict[str, Any]:
+    number = int(attempt.name.rpartition("-")[2])
+    text = f"{record.name}: attempt {number} ended: {status.reason or status.state.lower()}"
+    text = "".join(c if " " <= c <= "~" else "?" for c in text)[:_TEXT]
+    return {
+        "event": "end",
+        "failed": failed,
+        "job": record.job,
+        "run_dir": str(record.run_dir),
+        "attempt": number,
+        "text": text,
+        "content": text,
+    }
+
+
+def _claim(attempt: Path, content: dict[str, Any]) -> bool:
+    """Make the file of the notification; return whether this process has made it."""
+    text = f"{json.dumps(content)}\n"
+    try:
+        untrusted.write_bytes(attempt / "notified-end.json", text.encode(), anew=True)
+    except OSError as error:
+        return error.errno == errno.ENOSPC  # the file is made, and empty
+    return True
+
+
+def _send(notify: Notify, content: dict[str, Any]) -> None:
+    body = json.dumps(content).encode()
+    if notify.webhook or notify.webhook_file:
+        try:
+            _post(_address(notify), body)
+        except (OSError, ValueError, http.client.HTTPException):
+            _complain("webhook")
+    if notify.command:
+        environ = {**os.environ, "NOTIFY_TEXT": str(content["text"])}
+        argv = ["sh", "-c", notify.command]
+        try:
+            subprocess.run(
+                argv, input=body, env=environ, stdout=2, timeout=_COMMAND_TIMEOUT_S, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            _complain("command")
+
+
+def _address(notify: Notify) -> str:
+    if notify.webhook_file:
+        return untrusted.read_text(Path(notify.webhook_file).expanduser()).strip()
+    return os.environ.get(notify.variable, "") if notify.variable else str(notify.webhook)
+
+
+def _post(url: str, body: bytes) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("no address of a webhook")
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    for left in reversed(range(_TRIES)):
+        try:
+            urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()
+        except OSError as error:
+            status = getattr(error, "code", 500)
+            if not left or (400 <= status < 500 and status != 429):
+                raise
+            time.sleep(1)
+        else:
+            return
+
+
+def _complain(who: str) -> None:
+    print(f"the {who} of 'notify' has failed", file=sys.stderr)
