@@ -120,7 +120,7 @@ class Retries(FrozenModel):
 class Notify(FrozenModel):
     """The receivers of [notifications](../how-to/monitoring.md#notifications)."""
 
-    on: Annotated[tuple[Literal["end", "failure", "requeue"], ...], Field(min_length=1)] = (
+    events: Annotated[tuple[Literal["end", "failure", "requeue"], ...], Field(min_length=1)] = (
         "end",
         "failure",
     )

@@ -40,7 +40,7 @@ def tell_end(record: RunRecord, status: RunStatus) -> None:
     with contextlib.suppress(ValueError):  # of another version of the toolkit
         notify = Notify.model_validate(asked)
         failed = status.state is RunState.FAILED
-        wanted = "end" in notify.on or (failed and "failure" in notify.on)
+        wanted = "end" in notify.events or (failed and "failure" in notify.events)
         if wanted and (attempts := attempt_folders(record.run_dir)):
             content = _content(record, attempts[-1], status, failed=failed)
             if not record.remote_dir and _claim(attempts[-1], content):

@@ -297,7 +297,7 @@ def lose_node2(cluster: Cluster, run: SlurmRun, until: Until) -> None:
 def told(site: Site, text: str, **retries: int) -> tuple[SlurmRun, Callable[[], list[str]]]:
     """Submit a job that tells its ends by a command; return how to read what was told."""
     lines = site.runs.parent / "told.jsonl"
-    notify = {"command": f"cat >>{lines}", "on": ["end", "failure", "requeue"]}
+    notify = {"command": f"cat >>{lines}", "events": ["end", "failure", "requeue"]}
     job = toolkit.JobSpec.model_validate(
         {"name": "shell", "command": ["bash", "-c", text], "retries": retries, "notify": notify}
     )

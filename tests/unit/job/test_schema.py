@@ -71,7 +71,7 @@ def test_every_key_at_every_level_is_described() -> None:
         ".Mount.read_only",
         ".NodeRange.min",
         ".NodeRange.max",
-        ".Notify.on",
+        ".Notify.events",
         ".Notify.webhook",
         ".Notify.webhook_file",
         ".Notify.command",

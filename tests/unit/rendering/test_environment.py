@@ -314,7 +314,7 @@ def scripts() -> dict[str, str]:
     site = toolkit.SlurmProfile(name="s", prolog=("unset PYTHONPATH",), epilog=("rm -f /tmp/x",))
     found["lines and files on slurm"] = toolkit.render(toolkit.plan(filed, site))
     for name, notify in {
-        "webhook": {"webhook": "https://h/a?b=c&d=$e#f;g", "on": ["end", "failure", "requeue"]},
+        "webhook": {"webhook": "https://h/a?b=c&d=$e#f;g", "events": ["end", "failure", "requeue"]},
         "webhook of a secret": {"webhook": "$KEY", "command": "cat >'it is' \"$X\""},
         "webhook in a file": {"webhook_file": "~/a 'b/hook"},
     }.items():

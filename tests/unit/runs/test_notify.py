@@ -69,7 +69,7 @@ def test_what_the_script_has_told_is_not_told_again(tmp_path: Path, receiver: Re
 def test_only_what_was_asked_for_is_told(
     on: str, state: RunState, told: bool, tmp_path: Path, receiver: Receiver
 ) -> None:
-    run_of(tmp_path, {"webhook": receiver.url, "on": [on]}, RunStatus(state=state)).wait()
+    run_of(tmp_path, {"webhook": receiver.url, "events": [on]}, RunStatus(state=state)).wait()
     assert len(receiver.posts) == told
 
 
@@ -92,7 +92,7 @@ def test_a_record_that_is_not_ones_own_makes_nobody_tell_anything(
     assert (receiver.posts, (tmp_path / "pwned").exists()) == ([], False)
 
 
-@pytest.mark.parametrize("notify", [{"webhook": 7}, {"on": "x"}, [], "x"])
+@pytest.mark.parametrize("notify", [{"webhook": 7}, {"events": "x"}, [], "x"])
 def test_a_record_of_another_version_is_passed_over(notify: Any, tmp_path: Path) -> None:
     assert run_of(tmp_path, notify).wait() == LOST
 

@@ -1,7 +1,7 @@
 """Notifications by the scripts of a run, to a real server."""
 
 import json
-import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import toolkit
+from tests.conftest import ROOT
 from tests.fakes import fake_slurm
 from tests.support.ending_job import Job
 from tests.support.ports import free_port
@@ -30,7 +31,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def job(tmp_path: Path, receiver: Receiver) -> Job:
-    return of(tmp_path, receiver, {"webhook": "$HOOK", "on": EVERYTHING})
+    return of(tmp_path, receiver, {"webhook": "$HOOK", "events": EVERYTHING})
 
 
 def of(folder: Path, receiver: Receiver, notify: dict[str, Any], **keys: Any) -> Job:
@@ -86,7 +87,7 @@ def test_the_end_of_an_attempt_is_told_once(
 def test_only_the_events_that_were_asked_for_are_told(
     on: list[str], outcome: str, events: list[str], tmp_path: Path, receiver: Receiver
 ) -> None:
-    job = of(tmp_path, receiver, {"webhook": "$HOOK", "on": on})
+    job = of(tmp_path, receiver, {"webhook": "$HOOK", "events": on})
     job.told(status=outcome, attempt=0, step=5, rank=None, reason="so")
     job.conclude(0 if outcome == "done" else 1)
     assert receiver.events == events
@@ -160,7 +161,7 @@ def test_the_file_with_the_address_is_read_when_it_is_needed(
 def test_an_attempt_that_was_killed_before_it_could_tell_is_told_by_the_next(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    job = of(tmp_path, receiver, {"webhook": "$HOOK", "on": EVERYTHING}, attempt=1)
+    job = of(tmp_path, receiver, {"webhook": "$HOOK", "events": EVERYTHING}, attempt=1)
     job.had(0, "retryable", step=3)
     (job.folder(0) / "log").write_text("0 /dev/null\n")
     for _ in range(2):
@@ -216,7 +217,7 @@ def test_a_job_without_restarts_tells_its_end(
 def test_this_machine_tells_each_end(tmp_path: Path, receiver: Receiver) -> None:
     profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
     profile = profile.model_copy(
-        update={"notify": toolkit.job.spec.Notify(webhook=receiver.url, on=("end", "requeue"))}
+        update={"notify": toolkit.job.spec.Notify(webhook=receiver.url, events=("end", "requeue"))}
     )
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)\n")
@@ -233,7 +234,7 @@ SECRETS = {"HOOK": {"secret": "hooks", "key": "url"}}
 
 
 def pods(folder: Path, kind: str, receiver: Receiver, *names: str, **keys: Any) -> list[Pod]:
-    notify = {"webhook": "$HOOK", "on": EVERYTHING}
+    notify = {"webhook": "$HOOK", "events": EVERYTHING}
     made = [
         Pod(folder, kind, name=name, more={"notify": notify, "secrets": SECRETS}, **keys)
         for name in names
@@ -289,9 +290,20 @@ def test_who_is_told_by_the_job_counts_before_the_profile() -> None:
     assert ("sh -c ours" in script, "sh -c theirs" in script) == (True, False)
     plain = toolkit.JobSpec.model_validate({"name": "n", "module": "train"})
     assert "sh -c theirs" in toolkit.render(toolkit.plan(plain, profile))
-    assert os.linesep.join(["notify"]) not in toolkit.render(
-        toolkit.plan(plain, toolkit.SlurmProfile(name="s"))
-    )
+    silent = toolkit.render(toolkit.plan(plain, toolkit.SlurmProfile(name="s")))
+    assert "notify" not in silent
+
+
+def test_the_example_of_the_page_is_one(tmp_path: Path) -> None:
+    page = (ROOT / "docs/how-to/monitoring.md").read_text()
+    (example,) = re.findall(r"```yaml\n(notify:.*?)```", page, re.DOTALL)
+    path = tmp_path / "job.yaml"
+    path.write_text(f"name: n\nmodule: train\n{example}")
+    notify = toolkit.load(path).notify
+    assert notify is not None
+    assert notify.events == ("end", "failure")
+    (tmp_path / "site.yaml").write_text(f"kind: slurm\n{example}")
+    assert toolkit.load_profile(str(tmp_path / "site.yaml")).notify == notify
 
 
 @pytest.mark.parametrize(
@@ -300,8 +312,8 @@ def test_who_is_told_by_the_job_counts_before_the_profile() -> None:
         ({}, "give a webhook, webhook_file or command; found none of them"),
         ({"webhook": "https://h", "webhook_file": "~/h"}, "found both"),
         ({"webhook": "hooks.example.com"}, "write https://…, or \\$NAME"),
-        ({"command": "a", "on": []}, "notify.on"),
-        ({"command": "a", "on": ["crash"]}, "notify.on"),
+        ({"command": "a", "events": []}, "notify.events"),
+        ({"command": "a", "events": ["crash"]}, "notify.events"),
         ({"command": "a\nb"}, "one line of bash"),
         ({"webhook": "https://hooks.slack.com/services/T0/B0/abcdefghijkl"}, "Slack"),
     ],
