@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,10 @@ esac
 
 
 @functools.cache
-def functions(requeue: int, preemptions: int | None, chain: bool, notify: str = "null") -> str:
-    """Return the functions that stand below a batch script for two nodes; `notify` is JSON."""
+def functions(requeue: int, preemptions: int | None, chain: bool, more: str) -> str:
+    """Return the functions of a batch script for two nodes; `more` keys of the job are JSON."""
     retries = {"requeue": requeue, "in_job": 2, "preemptions": preemptions}
-    told = json.loads(notify)
-    secrets = ["HOOK"] if told else []
-    job = job_of(resources={"nnodes": 2}, retries=retries, notify=told, secrets=secrets)
+    job = job_of(resources={"nnodes": 2}, retries=retries, **json.loads(more))
     plan = toolkit.plan(job, toolkit.SlurmProfile(name="s"))
     script = toolkit.render(plan.in_turns() if chain else plan)
     return script.partition("\n#==== functions\n")[2].partition("\n#==== ")[0]
@@ -63,6 +61,7 @@ class Job:
     preemptions: int | None = None
     chain: bool = False
     notify: Mapping[str, Any] | None = None
+    secrets: Mapping[str, Any] = field(default_factory=lambda: {"HOOK": None})
 
     def __post_init__(self) -> None:
         self.calls = self.run_dir / "calls"
@@ -108,11 +107,12 @@ class Job:
     def run(self, body: str, *, stopping: str = "") -> int:
         """Run functions of the script; return the exit status."""
         self.folder(self.attempt)
+        more = {"notify": self.notify, "secrets": self.secrets} if self.notify else {}
         arguments = [
             str(self.run_dir),
             str(self.attempt),
             stopping,
-            functions(self.limit, self.preemptions, self.chain, json.dumps(self.notify)),
+            functions(self.limit, self.preemptions, self.chain, json.dumps(more)),
         ]
         with self.log.open("a") as log:
             done = subprocess.run(

@@ -16,6 +16,8 @@ class Receiver:
         """The path and the JSON of each."""
         self.answers: list[int] = []
         """The status of each next answer; 204 when there is none. 0 closes the connection."""
+        self.retry_after: int | None = None
+        """After how many seconds it asks to be asked again."""
         self.port = 0
 
     @property
@@ -42,6 +44,8 @@ def receiving() -> Iterator[Receiver]:
                 return
             self.send_response(status)
             self.send_header("Content-Length", "0")
+            if receiver.retry_after is not None:
+                self.send_header("Retry-After", str(receiver.retry_after))
             self.end_headers()
 
         def log_message(self, *_: object) -> None:

@@ -126,6 +126,13 @@ def _notify_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
             "under secrets, or give the file that holds the address: notify: {webhook_file: …}",
             *key,
         )
+    if notify and profile.kind == "kubernetes" and profile.runs_claim is None:
+        yield refusal(
+            "notify-without-claim",
+            f"notify: profile {profile.name!r} names no runs_claim, so that each pod would tell "
+            "the end of the run; name one, or leave notify out",
+            *(["notify"] if job.notify else []),
+        )
 
 
 def _sweep_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from toolkit.job.spec import Notify
 from toolkit.runs.log_reader import attempt_folders
 from toolkit.runs.registry import RunRecord
+from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 
@@ -51,7 +53,8 @@ def _content(
     record: RunRecord, attempt: Path, status: RunStatus, *, failed: bool
 ) -> dict[str, Any]:
     number = int(attempt.name.rpartition("-")[2])
-    text = f"{record.name}: attempt {number} ended: {status.reason or status.state.lower()}"
+    reason = mask_of(record.run_dir).hide(status.reason or status.state.lower())
+    text = f"{record.name}: attempt {number} ended: {reason}"
     text = "".join(c if " " <= c <= "~" else "?" for c in text)[:_TEXT]
     return {
         "event": "end",
@@ -78,8 +81,14 @@ def _send(notify: Notify, content: dict[str, Any]) -> None:
     body = json.dumps(content).encode()
     if notify.webhook or notify.webhook_file:
         try:
-            _post(_address(notify), body)
-        except (OSError, ValueError, http.client.HTTPException):
+            url = _address(notify)
+        except (OSError, ValueError):
+            url = ""
+        answers: list[bool] = []
+        sender = threading.Thread(target=lambda: answers.append(_post(url, body)), daemon=True)
+        sender.start()
+        sender.join(_TRIES * (_TIMEOUT_S + 1))  # the time-out of urllib counts anew for each byte
+        if answers != [True]:
             _complain("webhook")
     if notify.command:
         environ = {**os.environ, "NOTIFY_TEXT": str(content["text"])}
@@ -98,20 +107,23 @@ def _address(notify: Notify) -> str:
     return os.environ.get(notify.variable, "") if notify.variable else str(notify.webhook)
 
 
-def _post(url: str, body: bytes) -> None:
+def _post(url: str, body: bytes) -> bool:
     if not url.startswith(("http://", "https://")):
-        raise ValueError("no address of a webhook")
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    for left in reversed(range(_TRIES)):
+        return False
+    for _ in range(_TRIES):
         try:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
             urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()
         except OSError as error:
             status = getattr(error, "code", 500)
-            if not left or (400 <= status < 500 and status != 429):
-                raise
+            if 400 <= status < 500 and status != 429:
+                return False
             time.sleep(1)
+        except (ValueError, http.client.HTTPException):
+            return False
         else:
-            return
+            return True
+    return False
 
 
 def _complain(who: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import toolkit
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Until
 from tests.fakes import fake_slurm
 from tests.support.ending_job import Job
 from tests.support.ports import free_port
@@ -102,7 +102,7 @@ def test_a_receiver_that_is_busy_is_asked_again(job: Job, receiver: Receiver, pr
 
 
 @pytest.mark.parametrize("prelude", ["", WITHOUT_CURL], ids=["curl", "python"])
-@pytest.mark.parametrize("answers", [[404], [503] * 3, [0] * 3, None])
+@pytest.mark.parametrize("answers", [[404], [503] * 3, [0] * 3, None], ids=str)
 def test_a_receiver_that_fails_changes_nothing(
     answers: list[int] | None, job: Job, receiver: Receiver, prelude: str
 ) -> None:
@@ -183,8 +183,60 @@ def test_a_requeue_that_slurm_refuses_is_the_end_after_all(job: Job, receiver: R
     job.environ["REFUSES"] = "yes"
     job.told(status="retryable", attempt=0, step=5, rank=0, reason="so")
     job.conclude(1)
-    assert receiver.events == ["requeue", "end"]
+    assert receiver.events == ["end"]
     assert "scontrol could not queue it again" in receiver.posts[-1][1]["text"]
+
+
+def test_an_attempt_that_is_superseded_while_it_requeues_tells_no_end(
+    job: Job, receiver: Receiver
+) -> None:
+    """The cable of its node was cut: scontrol does not answer, and Slurm has started the job."""
+    job.environ["AWAY"] = "9"
+    job.told(status="retryable", attempt=0, step=5, rank=0, reason="so")
+    job.run(f"conclude 1 & until [ -e {job.calls} ] && grep -q requeue {job.calls}; do :; done; "
+            f"mkdir {job.run_dir}/logs/attempt-1; wait $!")  # fmt: skip
+    assert (job.run_dir / "logs/attempt-1").exists()
+    assert receiver.events == []
+
+
+def test_a_signal_that_comes_while_it_tells_changes_no_end(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    command = 'kill -TERM "$PPID" $(cat "$FOLDER/pid"); sleep 0.5'
+    job = of(tmp_path, receiver, {"command": command})
+    job.environ["FOLDER"] = str(tmp_path)
+    job.told(status="fatal", attempt=0, step=5, rank=0, reason="so")
+    traps = 'trap finish EXIT; trap stopped_by_slurm TERM; echo "$$" >"$FOLDER/pid"; '
+    assert job.run(f"{traps}conclude 3") == 3
+    assert job.reason == "fatal: rank 0: so; not queued again"
+
+
+def test_secrets_are_masked_in_what_is_told(job: Job, receiver: Receiver) -> None:
+    reason = f"401 for {receiver.url}: {receiver.url}/x"
+    job.told(status="fatal", attempt=0, step=5, rank=0, reason=reason)
+    job.conclude(1)
+    ((_, told),) = receiver.posts
+    assert "401 for ***HOOK***: ***HOOK***/x; " in told["text"]
+    assert "s3cret" not in json.dumps(told)
+
+
+def test_a_receiver_that_asks_for_hours_does_not_get_them(
+    job: Job, receiver: Receiver, tmp_path: Path
+) -> None:
+    """curl obeys Retry-After, and its --max-time does not count that."""
+    receiver.answers, receiver.retry_after = [429] * 3, 3600
+    assert job.run("conclude 2") == 2
+    assert "the webhook of 'notify' has failed" in job.log.read_text()
+
+
+def test_a_secret_in_a_file_is_read_where_it_is_not_exported_yet(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    (tmp_path / "hook").write_text(receiver.url)
+    notify = {"webhook": "$HOOK", "events": EVERYTHING}
+    job = Job(tmp_path, notify=notify, secrets={"HOOK": {"file": str(tmp_path / "hook")}})
+    assert job.conclude(2) == 2
+    assert receiver.events == ["end"]
 
 
 def test_what_keeps_an_attempt_from_starting_is_told(job: Job, receiver: Receiver) -> None:
@@ -250,7 +302,6 @@ def pods(folder: Path, kind: str, receiver: Receiver, *names: str, **keys: Any) 
     [
         ("exit 0", DONE, "end", False),
         ("say fatal; exit 1", FINAL, "end", True),
-        ("say retryable; exit 1", AGAIN, "requeue", True),
     ],
 )
 def test_of_several_pods_one_tells_the_end(
@@ -269,14 +320,24 @@ def test_of_several_pods_one_tells_the_end(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_start_of_a_pod_tells_its_end(kind: str, tmp_path: Path, receiver: Receiver) -> None:
+def test_a_pod_that_starts_again_or_is_stopped_tells_nothing(
+    kind: str, tmp_path: Path, receiver: Receiver, until: Until
+) -> None:
+    """Only what ends the run is told."""
     (pod,) = pods(tmp_path, kind, receiver, "t-0", requeue=1)
     statuses = [
         pod.run("say retryable; exit 1", TRAIN_ATTEMPT=str(n) if kind in GANGS else "0")
         for n in range(2)
     ]
     assert statuses == [AGAIN, FINAL]
-    assert receiver.events == ["requeue", "end"]
+    assert receiver.events == ["end"]
+    (tmp_path / "stopped").mkdir()
+    (pod,) = pods(tmp_path / "stopped", kind, receiver, "t-0")
+    with pod.start("torchrun", "trap 'exit 1' TERM; wait_for_stop") as process:
+        until((pod.runs / "ready").exists, "torchrun runs")
+        process.terminate()
+        process.wait(300)
+    assert receiver.events == ["end"]
 
 
 GANGS = ("TrainJob", "JobSet")
