@@ -70,6 +70,11 @@ class LaunchPlan:
         """The receivers of notifications: the job's own, or those of the profile."""
         return self.job.notify or self.profile.notify
 
+    @property
+    def in_pods(self) -> bool:
+        """Whether the script is the command of pods, in which Kubernetes expands `$(NAME)`."""
+        return self.profile.kind == "kubernetes"
+
     def recorded(self, profile: Profile) -> dict[str, Any]:
         """Return a profile as the record of a run holds it, with the job's own `notify`."""
         profile = profile.model_copy(update={"notify": self.notify})

@@ -232,11 +232,19 @@ def test_a_stop_that_torchrun_loses_while_it_writes_its_log_comes_again(
     site: Site, until: Until, nodes: object
 ) -> None:
     run = site.launcher.submit(toolkit.plan(lost_signal(nnodes=nodes), site.profile))
-    assert run.run_dir is not None
-    until(lambda: list(run.run_dir.glob("writing-*")), "torchrun writes that its rank has failed")
+    run_dir = run.run_dir
+    assert run_dir is not None
+
+    def all_write() -> bool:
+        listed = run_dir / "logs/attempt-0/nodes"
+        writing = len(list(run_dir.glob("writing-*")))
+        return listed.exists() and writing == len(listed.read_text().split())
+
+    # A torchrun that does not write yet would take the signal, and the other one wait for it.
+    until(all_write, "each torchrun writes that its rank has failed")
     run.cancel()
     assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
-    assert (run.run_dir / "started-1").exists(), "the first signal was lost, as it is meant to be"
+    assert (run_dir / "started-1").exists(), "the first signal was lost, as it is meant to be"
 
 
 @pytest.fixture
