@@ -392,7 +392,7 @@ def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:
                 "without runs_claim nobody can count failures or tell those that may pass: each "
                 "is tried again, as often as the cluster counts"
             )
-    if (job.notify or profile.notify) and profile.network_policy and not profile.egress:
+    if plans.notify_of(job, profile) and profile.network_policy and not profile.egress:
         notes.append(
             f"notify: the NetworkPolicy of profile {name!r} keeps pods from a webhook outside; "
             "name its network under egress"

@@ -68,7 +68,7 @@ class LaunchPlan:
     @property
     def notify(self) -> Notify | None:
         """The receivers of notifications: the job's own, or those of the profile."""
-        return self.job.notify or self.profile.notify
+        return notify_of(self.job, self.profile)
 
     @property
     def in_pods(self) -> bool:
@@ -170,6 +170,11 @@ class LaunchPlan:
             f"{what} {verb} Slurm's, and profile {name!r} is of another kind; write "
             "`toolkit wait RUN && toolkit submit …`"
         )
+
+
+def notify_of(job: JobSpec, profile: Profile) -> Notify | None:
+    """Return the receivers of notifications: the job's own, or those of the profile."""
+    return job.notify or profile.notify
 
 
 def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]:
