@@ -200,6 +200,23 @@ def logs(
     output.echo_failure(opened, attempt=attempt)
 
 
+@cli.command(epilog=example("toolkit stacks digits-1120-174558-k3f9"))
+@RUN
+@TRUST
+@JSON
+def stacks(run: str, trust: bool, as_json: bool) -> None:
+    """Show where the ranks of a running run stand: their stacks and last collectives.
+
+    Ranks at the same place are shown together, the fewest first: who keeps the others waiting
+    stands elsewhere.
+    """
+    found = toolkit.open_run(run, trust=trust).stacks()
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        output.echo_lines(found.lines())
+
+
 @cli.command(epilog=example("toolkit goodput digits-1120-174558-k3f9"))
 @RUNS
 @TRUST

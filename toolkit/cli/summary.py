@@ -17,6 +17,7 @@ from toolkit.runs.goodput import BUCKETS, Goodput
 from toolkit.runs.progress import progress_of
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
+from toolkit.runs.stacks import newest_stall
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text.quantities import rounded_duration
 
@@ -46,7 +47,11 @@ def summary_of(run: Run, status: RunStatus | None = None) -> dict[str, Any]:
     if not run.points:
         status = status or run.status()
         failure = _failure(run) if status.state is RunState.FAILED else None
-        return _summary(run, status) | {"progress": _progress(run, status), "failure": failure}
+        return _summary(run, status) | {
+            "progress": _progress(run, status),
+            "stall": _stall(run, status),
+            "failure": failure,
+        }
     point_statuses = run.statuses()
     mask = mask_of(run.run_dir)
     points = [
@@ -101,6 +106,14 @@ def _progress(run: Run, status: RunStatus) -> dict[str, Any] | None:
     return {"summary": str(progress), **asdict(progress)} if progress else None
 
 
+def _stall(run: Run, status: RunStatus) -> str | None:
+    """Return why a running run is stalled."""
+    if status.state is not RunState.RUNNING or run.run_dir is None:
+        return None
+    why = newest_stall(run.run_dir)
+    return why and mask_of(run.run_dir).hide(why)
+
+
 def _failure(run: Run) -> dict[str, Any] | None:
     try:
         failure = run.failure()
@@ -132,8 +145,10 @@ def top_lines(runs: Iterable[tuple[Run, RunStatus]]) -> Iterator[str]:
     rows = []
     for run, status in runs:
         reason = mask_of(run.run_dir).hide(status.reason).partition("\n")[0]
-        if progress := _progress(run, status):
-            reason = "; ".join(filter(None, [progress["summary"], reason]))
+        progress = _progress(run, status)
+        stall = f"stalled: {why}" if (why := _stall(run, status)) else ""
+        summary = progress["summary"] if progress else ""
+        reason = "; ".join(filter(None, [summary, stall, reason]))
         rows.append((run.name, status.state.upper(), reason))
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, state, text in rows:

@@ -294,6 +294,13 @@ class JobSpec(FrozenModel):
     retries: Retries = Field(default_factory=Retries.model_construct)
     """What happens after a failure."""
 
+    stall_timeout_s: types.Limit | None = Field(default=None, alias="stall_timeout")
+    """A run without a step for so long, like `10m`, is [stalled](../how-to/hangs.md): the ranks
+    that keep the others waiting are named and killed, which is a failure as `retries` counts them.
+    A script that writes no `metrics.jsonl` must print something in this time. By default the time
+    is learned from the run's own steps, and a stall is only reported; `never` leaves the watchdog
+    out."""
+
     notify: Notify | None = None
     """Notifications of the run's end; by default those of the profile."""
 

@@ -85,6 +85,7 @@ RESERVED_NAMES = re.compile(
     "|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE"
     "|TRAIN_RUN_DIR|TRAIN_ATTEMPT(_BEGAN)?"
     "|TRAIN_ENDPOINT|TRAIN_JOINS|TRAIN_START|TRAIN_SUBMITTED_DIR|TRAIN_SUBMITTED_SHA256"
+    "|TRAIN_WATCHDOG|TRAIN_WATCHED"
     "|SLURM_.*"
 )
 """Variables that torchrun, the scheduler or the toolkit sets, and a job may not."""
@@ -127,6 +128,23 @@ Duration = Annotated[
     _Quantity(parse_duration, format_duration, DURATION_PATTERN, "90s", "30m", "1h30m", "01:30:00"),
 ]
 """Whole seconds, written like `30m`."""
+
+NEVER = "never"
+
+
+def _parse_limit(text: str) -> int:
+    return 0 if text == NEVER else parse_duration(text)
+
+
+def _format_limit(seconds: int) -> str:
+    return format_duration(seconds) if seconds else NEVER
+
+
+Limit = Annotated[
+    int,
+    _Quantity(_parse_limit, _format_limit, f"{DURATION_PATTERN}|^{NEVER}$", "10m", "90s", NEVER),
+]
+"""Whole seconds, written like `30m`; 0, written `never`, is no limit."""
 
 Size = Annotated[int, _Quantity(parse_size, format_size, SIZE_PATTERN, "64GiB", "500MB")]
 """Bytes, written like `64GiB`."""

@@ -21,6 +21,11 @@ class LocalPlan(LaunchPlan):
     """First port that the rendezvous may use, and how many."""
 
     @property
+    def watchdog(self) -> str:
+        """As anywhere, but also in a script without restarts, which nobody has to read here."""
+        return super().watchdog or ("learned" if self.job.stall_timeout_s is None else "")
+
+    @property
     def default_run_dir(self) -> str:
         """The path of new run directories, without the id of the job at its end."""
         return f"{self.profile.runs_dir}/{self.job.name}"

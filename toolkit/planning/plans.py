@@ -141,6 +141,17 @@ class LaunchPlan:
         return not (self.compares_failures or self.takes_turns)
 
     @property
+    def watchdog(self) -> str:
+        """How many seconds the watchdog lets the ranks be silent, or `learned`; empty without one.
+
+        A script that starts its ranks once stays short: it has a watchdog if the job asks for one.
+        """
+        timeout_s = self.job.stall_timeout_s
+        if timeout_s is None:
+            return "" if self.starts_once else "learned"
+        return str(timeout_s) if timeout_s else ""
+
+    @property
     def has_limits(self) -> bool:
         """Whether the script counts the attempts before it."""
         return self.job.retries.requeue > 0 or self.takes_turns

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from toolkit.runs.failure import Failure
     from toolkit.runs.goodput import Goodput
     from toolkit.runs.report import Report
+    from toolkit.runs.stacks import Exchange, Stacks
 
 _NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
 
@@ -172,6 +173,32 @@ class Run(abc.ABC):
             return None
         failure = first_failure(self.run_dir, attempt)
         return failure and failure.redacted(mask_of(self.run_dir))
+
+    def stacks(self) -> "Stacks":
+        """Return where the ranks stand: their stacks, and the last collectives they have begun.
+
+        Raises:
+            LauncherError: the run has no watchdog, none has answered, or this is a sweep.
+        """
+        from toolkit.runs.stacks import ask_watchdogs
+
+        if self.points:
+            raise LauncherError(f"{self.uri} is a sweep; ask for a point, such as {self.uri}_0")
+        exchange, status = self._exchange(), self.status()
+        if status.state is not RunState.RUNNING:
+            reason = f" ({status.reason})" if status.reason else ""
+            raise LauncherError(
+                f"{self.uri} is {status.state.upper()}{reason}; only a running run has stacks"
+            )
+        return ask_watchdogs(exchange)
+
+    def _exchange(self) -> "Exchange":
+        """Return the way to the watchdogs on the nodes."""
+        from toolkit.runs.stacks import FolderExchange
+
+        if self.run_dir is None:
+            raise LauncherError(f"{self.uri}: its run directory cannot be seen from here")
+        return FolderExchange(self.run_dir)
 
     @abc.abstractmethod
     def cancel(self) -> None:
@@ -383,6 +410,9 @@ class ShownRun(Run):
     def cancel(self) -> None:
         """Raise a LauncherError: such a run is never acted upon."""
         self.refuse("stop")
+
+    def _exchange(self) -> "Exchange":
+        self.refuse("show its stacks")
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         raise LauncherError(f"{self.name} has no log here: {self._why}")

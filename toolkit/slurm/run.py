@@ -16,6 +16,7 @@ from toolkit.errors import LauncherError
 from toolkit.runs import log_reader, registry, run_directory
 from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Run
+from toolkit.runs.stacks import Exchange
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.commands import first_line
 from toolkit.slurm.login.host import LoginNode
@@ -358,6 +359,9 @@ class SlurmRun(Run):
                 "this job would wait for ever"
             )
         return []
+
+    def _exchange(self) -> Exchange:
+        return self._login.exchange(self.record) or super()._exchange()
 
     def unfinished(self) -> list[int] | None:
         """Return which points to run again, None for a run that has none.

@@ -12,6 +12,7 @@ from toolkit.profile import SlurmProfile
 from toolkit.runs import run_directory
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Run
+from toolkit.runs.stacks import Exchange
 from toolkit.slurm.commands import Command
 from toolkit.slurm.snapshot import SnapshotCache
 
@@ -125,6 +126,10 @@ class LoginNode:
     def seen(self, record: RunRecord) -> Path | None:
         """Return the run directory as this machine sees it now."""
         return record.run_dir
+
+    def exchange(self, record: RunRecord) -> Exchange | None:
+        """Return the way to the watchdogs of a remote run; None where the run directory is seen."""
+        return None
 
     def request_cancel(self, record: RunRecord) -> None:
         """Leave the mark of a cancelled run."""

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,11 +24,12 @@ from toolkit.rendering import path_quote
 from toolkit.runs import run_directory
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Run
+from toolkit.runs.stacks import NO_WATCHDOG, Exchange
 from toolkit.runs.state_dir import state_folder
 from toolkit.slurm.commands import first_line
 from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.mirror import Mirrors
-from toolkit.slurm.login.ssh import Hung, Lost, connection_to
+from toolkit.slurm.login.ssh import Hung, Lost, SshConnection, connection_to
 from toolkit.slurm.snapshot import snapshot_file
 from toolkit.text.quantities import format_size
 
@@ -242,6 +243,10 @@ class SshLoginNode(LoginNode):
             self._mirrors.refresh()
         return record.run_dir
 
+    def exchange(self, record: RunRecord) -> Exchange | None:
+        """Return the way to the watchdogs, through the login node."""
+        return SshExchange(self._ssh, record.remote_dir) if record.remote_dir else None
+
     def request_cancel(self, record: RunRecord) -> None:
         """Leave the mark of a cancelled run, there and here."""
         self._mark(record, "mkdir -p {0} && touch {0}/cancel_requested")
@@ -255,6 +260,32 @@ class SshLoginNode(LoginNode):
     def _mark(self, record: RunRecord, script: str) -> None:
         if record.remote_dir is not None:
             self._ssh.bash(script.format(shlex.quote(record.remote_dir)))
+
+
+class SshExchange:
+    """The folder of a run's watchdogs, on the file system of the login node."""
+
+    def __init__(self, ssh: SshConnection, remote_dir: str) -> None:
+        self._ssh = ssh
+        self._logs = f"{remote_dir}/logs"
+
+    def _bash(self, command: str) -> "subprocess.CompletedProcess[str]":
+        folder = "$(ls -d attempt-* 2>/dev/null | sort -t- -k2n | tail -n 1)/watchdog"
+        return self._ssh.bash(f'cd {shlex.quote(self._logs)} && cd "{folder}" && {command}')
+
+    def ask(self, name: str) -> None:
+        """Ask all watchdogs of the newest attempt."""
+        done = self._bash(f": >ask-{name}")
+        if done.returncode != 0:
+            raise LauncherError(f"{self._logs}: {NO_WATCHDOG}: {first_line(done.stderr)}")
+
+    def answers(self, name: str) -> Iterable[bytes]:
+        """Return the answers that have come."""
+        return self._bash(f"cat answer-{name}-*.json 2>/dev/null").stdout.encode().splitlines()
+
+    def withdraw(self, name: str) -> None:
+        """Remove the question and its answers."""
+        self._bash(f"rm -f ask-{name} answer-{name}-*.json")
 
 
 _mirrors_of = functools.cache(Mirrors)

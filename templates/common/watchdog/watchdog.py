@@ -1,0 +1,465 @@
+"""Looks into the ranks of one node when they hang: which rank, where, and what it has not joined.
+
+`python3 watchdog.py FOLDER SECONDS|learned PID`, started by start.sh beside the torchrun PID. The
+ranks have left files in FOLDER (sitecustomize.py).
+
+What it finds goes into the attempt's folder `watchdog` (docs/reference/run-directory.md). A file
+`ask-NAME` there, from `toolkit stacks` or another node's watchdog, is answered by a file
+`answer-NAME-NODE-PID.json`. The watchdog of rank 0 notices a stall: no step, or no output where
+the script records no steps, for so many seconds. It asks all nodes, names the ranks that keep the
+others waiting in `stalls.jsonl`, and has them killed if a number of seconds was given.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Rank = dict[str, Any]
+"""What a rank's file says of it: `rank`, `pid`, `world` (how many there are), and more."""
+
+Finding = dict[str, Any]
+"""What was found of a rank: `rank`, `pid`, `state`, `stack`, `threads`, `collectives`."""
+
+Stack = Sequence[Sequence[Any]]
+"""(file, line, function) of each frame, the innermost first."""
+
+POLL_S = 0.25
+ANSWERS_S = 40.0
+"""How long other nodes may take to answer: by default, NFS shows a new file after up to 30 s."""
+
+LEAST_LEARNED_S = 300.0
+"""A learned limit is at least this long, and ten times the longest time between two steps."""
+
+TIMES_LONGEST = 10
+LEARNS_FROM = 20
+"""How many steps are needed to learn a limit."""
+
+PAUSES = ("evaluation", "compilation")
+"""Events in `events.jsonl` after which no step is expected until something follows."""
+
+MOST_BYTES = 1 << 24
+
+THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)(?: \[.*\])? \(most recent call first\):")
+FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3[^/]*/|^<")
+COMMUNICATION = re.compile(r"/torch/distributed/|/torch/nn/parallel/")
+
+
+# ---- One rank
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; an empty one if the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            value = json.loads(file.read(MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file that appears whole."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(value) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def process_status(pid: int) -> dict[str, str]:
+    """Return the fields of /proc/PID/status; none if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+
+
+def stacks_of(rank: Rank, folder: Path) -> dict[str, list[list[Any]]]:
+    """Return the stacks of a rank's threads, by the thread's number in hexadecimal digits.
+
+    The signal would kill a process that does not handle it.
+    """
+    path = folder / f"{rank['rank']}.stacks"
+    handled = int(process_status(rank["pid"]).get("SigCgt", "0"), 16)
+    if not handled >> (rank["signal"] - 1) & 1:
+        return {}
+    os.truncate(path, 0)
+    os.kill(rank["pid"], rank["signal"])
+    size, deadline = 0, time.monotonic() + 2
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        before, size = size, size_of(path)
+        if size and size == before:  # it is written whole
+            break
+    threads: dict[str, list[list[Any]]] = {}
+    frames: list[list[Any]] = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = file.read(MOST_BYTES).splitlines()
+    for line in lines:
+        if match := THREAD.fullmatch(line):
+            frames = threads.setdefault(match[1].lstrip("0"), [])
+        elif match := FRAME.fullmatch(line):
+            frames.append([match[1], int(match[2]) if match[2].isdigit() else 0, match[3]])
+    return threads
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=2)
+        self.path = path
+
+    def connect(self) -> None:
+        """Connect to the socket."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.path)
+
+
+def collectives_of(rank: Rank) -> dict[str, dict[str, Any]]:
+    """Return the last collective that a rank has begun in each process group: number and name.
+
+    There are none without a process group, and with a torch that has no worker server.
+    """
+    last: dict[str, dict[str, Any]] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        connection = UnixConnection(rank["socket"])
+        connection.request("POST", "/handler/fr_trace_json")
+        for entry in json.loads(connection.getresponse().read(MOST_BYTES))["entries"]:
+            number, group = entry["collective_seq_id"], entry["process_group"][0]
+            if not entry["is_p2p"] and number >= last.get(group, {"number": 0})["number"]:
+                name = entry["profiling_name"].rpartition(":")[2]
+                last[group] = {"number": number, "name": name}
+    return last
+
+
+def examine(rank: Rank, folder: Path) -> Finding:
+    """Return what is found of a rank now; of a stopped process, only that it is stopped."""
+    state = process_status(rank["pid"]).get("State", "")[:1]
+    answers = state not in ("T", "t", "Z")
+    threads = stacks_of(rank, folder) if answers else {}
+    return {
+        "rank": rank["rank"],
+        "pid": rank["pid"],
+        "state": state,
+        "stack": threads.pop(f"{rank['thread']:x}", []),
+        "threads": list(threads.values()),
+        "collectives": collectives_of(rank) if answers else {},
+    }
+
+
+# ---- Which ranks keep the others waiting
+
+
+def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
+    """Return the ranks that keep the others waiting, and why; none if no rank differs.
+
+    These are, in this order: stopped processes; ranks that lack a collective which others of its
+    process group have begun; ranks outside of torch.distributed, if others are inside.
+    """
+    ranks = {each["rank"]: each for each in found}
+    stopped = [rank for rank, each in ranks.items() if each["state"] in ("T", "t")]
+    if stopped:
+        return dict.fromkeys(stopped, "is stopped (by SIGSTOP or a debugger)")
+    behind: dict[int, str] = {}
+    for group in sorted({group for each in ranks.values() for group in each["collectives"]}):
+        last = {
+            rank: each["collectives"].get(group, {"number": 0, "name": ""})
+            for rank, each in ranks.items()
+            if group in each["collectives"] or group == "0"  # the default group has all ranks
+        }
+        furthest = max(last.values(), key=lambda collective: int(collective["number"]))
+        lacks = f"has not joined {furthest['name']} {furthest['number']} of process group {group}"
+        for rank, collective in last.items():
+            if collective["number"] < furthest["number"]:
+                behind.setdefault(rank, lacks)
+    if behind and len(behind) < len(ranks):
+        return behind
+    elsewhere = [
+        rank
+        for rank, each in ranks.items()
+        if not any(COMMUNICATION.search(frame[0]) for frame in each["stack"])
+    ]
+    if elsewhere and len(elsewhere) < len(ranks):
+        return dict.fromkeys(elsewhere, "is not in torch.distributed, as the others are")
+    return {}
+
+
+def imports(found: Iterable[Finding]) -> bool:
+    """Whether a rank is importing modules."""
+    return any("importlib" in frame[0] for each in found for frame in each["stack"])
+
+
+def is_busy(before: Iterable[Finding], now: Sequence[Finding], culprits: Collection[int]) -> bool:
+    """Whether the ranks are at work, as stacks that have changed between two looks show.
+
+    Only asked where it decides: if no rank differs, or the one that does still imports modules.
+    """
+    if culprits and not imports(each for each in now if each["rank"] in culprits):
+        return False
+    stacks = [{each["rank"]: each["stack"] for each in found} for found in (before, now)]
+    return stacks[0] != stacks[1]
+
+
+def place_of(stack: Stack) -> str:
+    """Return where a stack stands: its innermost line outside of libraries."""
+    own = [frame for frame in stack if not LIBRARY.search(frame[0])] or stack
+    if not own:
+        return ""
+    file, line, function = own[0]
+    loads = any("/torch/utils/data/" in frame[0] for frame in stack)
+    return f"{file}:{line} in {function}" + (", waiting for a data loader" if loads else "")
+
+
+def in_words(
+    culprits: Mapping[int, str], found: Iterable[Finding], nodes: Mapping[int, str], world: int
+) -> str:
+    """Return one sentence about a stall: which rank on which node, why, and where it stands."""
+    ranks = {each["rank"]: each for each in found}
+    parts = []
+    for rank, why in sorted(culprits.items()):
+        place = place_of(ranks[rank]["stack"])
+        where = f"; it stands at {place}" if place else ""
+        parts.append(f"rank {rank} on {nodes[rank]} {why}{where}")
+    if not parts:
+        places = sorted({place_of(each["stack"]) for each in ranks.values()} - {""})
+        shown = " and ".join(places[:3]) or "an unknown place"
+        parts.append(f"no rank differs from the others; they stand at {shown}")
+    absent = sorted(set(range(world)) - set(ranks))
+    if absent:
+        shown = ", ".join(map(str, absent[:8])) + (", …" if len(absent) > 8 else "")
+        parts.append(f"no answer from rank {shown}")
+    return "; ".join(parts)
+
+
+# ---- Signs of life
+
+
+class Signs:
+    """When the run has last shown that it goes on, and for how long it may be silent.
+
+    A sign of life is a new line in `metrics.jsonl`. Before the first one, it is output of any rank.
+    """
+
+    def __init__(self, run_dir: Path, logs: Path, limit_s: float | None) -> None:
+        self.run_dir, self.logs, self.limit_s = run_dir, logs, limit_s
+        self.begin((), now=time.monotonic())
+
+    def begin(self, ranks: Iterable[Rank], *, now: float) -> None:
+        """Begin anew with a new start of the ranks."""
+        self.outputs = [
+            Path(rank["error_file"]).with_name(name)
+            for rank in ranks
+            if rank["error_file"]
+            for name in ("stdout.log", "stderr.log")
+        ]
+        self.last, self.looked_elsewhere = now, now
+        self.steps, self.longest_s = 0, 0.0
+        self.metrics = size_of(self.run_dir / "metrics.jsonl")
+        self.output, self.elsewhere = sum(map(size_of, self.outputs)), -1
+
+    def look(self, now: float) -> None:
+        """Take note of the signs of life since the last look."""
+        if (metrics := size_of(self.run_dir / "metrics.jsonl")) != self.metrics:
+            if self.steps:
+                self.longest_s = max(self.longest_s, now - self.last)
+            self.metrics, self.last, self.steps = metrics, now, self.steps + 1
+        elif self.steps:
+            return
+        elif (output := sum(map(size_of, self.outputs))) != self.output:
+            self.output, self.last = output, now
+        elif now - self.looked_elsewhere > max(0.5, (self.limit_s or 0) / 20):
+            before, self.looked_elsewhere = self.elsewhere, now
+            self.elsewhere = sum(map(size_of, self.logs.glob("*/*/attempt_*/*/std*.log")))
+            if before not in (-1, self.elsewhere):
+                self.last = now
+
+    @property
+    def timeout_s(self) -> float | None:
+        """For how long the run may be silent; None as long as that is not learned."""
+        if self.limit_s is not None:
+            return self.limit_s
+        if self.steps < LEARNS_FROM:
+            return None
+        return max(LEAST_LEARNED_S, TIMES_LONGEST * self.longest_s)
+
+    def silent_s(self, now: float) -> float | None:
+        """Return for how long there has been no sign of life; None if that is not too long."""
+        timeout_s = self.timeout_s
+        if timeout_s is None or now - self.last < timeout_s:
+            return None
+        if self.pauses():
+            self.last = now  # a step may take its whole time after the pause
+            return None
+        return now - self.last
+
+    def pauses(self) -> bool:
+        """Whether the newest event says that no step is expected now."""
+        try:
+            with (self.run_dir / "events.jsonl").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+                event = json.loads(file.read().splitlines()[-1])
+            return event.get("event") in PAUSES
+        except (OSError, ValueError, IndexError, AttributeError, RecursionError):
+            return False
+
+
+# ---- The watchdog of a node
+
+
+class Watchdog:
+    """Answers questions, notices stalls where rank 0 runs, and kills ranks that are to be ended."""
+
+    def __init__(self, folder: Path, logs: Path, limit_s: float | None) -> None:
+        self.folder, self.exchange = folder, logs / "watchdog"
+        self.exchange.mkdir(parents=True, exist_ok=True)
+        self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self.signs = Signs(logs.parent.parent, logs, limit_s)
+        self.kills = limit_s is not None
+        self.done: set[str] = set()
+        self.watched: list[int] = []
+        self.named = 0.0  # when a stall was named that goes on; 0 if none does
+
+    def ranks(self) -> list[Rank]:
+        """Return the ranks that run on this node, by their number."""
+        files = map(read_json, self.folder.glob("*.json"))
+        alive = [rank for rank in files if process_status(rank.get("pid", 0)).get("State")]
+        return sorted(alive, key=lambda rank: int(rank["rank"]))
+
+    def new_files(self, pattern: str) -> list[str]:
+        """Return the names of files in the exchange that match and were not seen before."""
+        names = {path.name for path in self.exchange.glob(pattern)} - self.done
+        self.done |= names
+        return sorted(names)
+
+    def answer(self, name: str) -> None:
+        """Write down what this node's ranks are doing."""
+        ranks = self.ranks()
+        report = {
+            "version": 1,
+            "time": time.time(),
+            "node": self.node,
+            "world": max((rank["world"] for rank in ranks), default=0),
+            "ranks": [examine(rank, self.folder) for rank in ranks],
+        }
+        write_json(self.exchange / f"answer-{name}-{self.node}-{os.getpid()}.json", report)
+
+    def ask_all(self, world: int) -> tuple[list[Finding], dict[int, str]]:
+        """Return what all nodes answer in time: what was found of each rank; each rank's node."""
+        name = f"stall-{time.time_ns()}"
+        (self.exchange / f"ask-{name}").touch()
+        self.done.add(f"ask-{name}")
+        self.answer(name)
+        deadline = time.monotonic() + ANSWERS_S
+        while True:
+            reports = [*filter(None, map(read_json, self.exchange.glob(f"answer-{name}-*.json")))]
+            found = [each for report in reports for each in report["ranks"]]
+            if len(found) >= world or time.monotonic() > deadline:
+                nodes = {each["rank"]: one["node"] for one in reports for each in one["ranks"]}
+                return found, nodes
+            time.sleep(0.1)
+
+    def name_stall(self, silent_s: float, world: int) -> bool:
+        """Find out who keeps the run waiting, write it down, and have those ranks killed.
+
+        Returns whether the run is stalled: ranks that are at work are not.
+        """
+        found, nodes = self.ask_all(world)
+        culprits = culprits_of(found)
+        if not culprits or imports(found):
+            time.sleep(0.5)
+            before, (found, nodes) = found, self.ask_all(world)
+            culprits = culprits_of(found)
+            if is_busy(before, found, culprits):
+                self.signs.last = time.monotonic()
+                return False
+        what = "step" if self.signs.steps else "output"
+        why = f"no {what} for {silent_s:.0f} s: {in_words(culprits, found, nodes, world)}"
+        self.record(stalled=True, ranks=sorted(culprits), why=why, kills=self.kills)
+        print(f"watchdog: {why}", file=sys.stderr, flush=True)
+        if self.kills:
+            pids = {each["rank"]: each["pid"] for each in found}
+            end = {"why": why, "pids": {rank: pids.get(rank) for rank in culprits or [0]}}
+            write_json(self.exchange / f"end-{time.time_ns()}.json", end)
+        return True
+
+    def record(self, **fields: object) -> None:
+        """Append a line to `stalls.jsonl`."""
+        line = json.dumps({"version": 1, "time": time.time(), **fields})
+        with (self.exchange / "stalls.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def end(self, name: str) -> None:
+        """Kill the ranks of this node that a file names; torchrun's report says why."""
+        order = read_json(self.exchange / name)
+        for rank in self.ranks():
+            if order.get("pids", {}).get(str(rank["rank"])) == rank["pid"]:
+                extra = {"timestamp": str(int(time.time())), "py_callstack": ""}
+                error = {"message": f"StallError: {order.get('why')}", "extraInfo": extra}
+                if rank["error_file"] and not Path(rank["error_file"]).exists():
+                    write_json(Path(rank["error_file"]), {"message": error})
+                os.kill(rank["pid"], signal.SIGKILL)
+
+    def look(self) -> None:
+        """Do what there is to do now."""
+        for name in self.new_files("ask-*"):
+            self.answer(name.removeprefix("ask-"))
+        for name in self.new_files("end-*.json"):
+            self.end(name)
+        now, ranks = time.monotonic(), self.ranks()
+        if not ranks or ranks[0]["rank"] != 0:
+            return
+        pids = [rank["pid"] for rank in ranks]
+        if pids != self.watched:
+            self.watched = pids
+            self.signs.begin(ranks, now=now)
+        else:
+            self.signs.look(now)
+        if self.named and self.signs.last > self.named:
+            self.record(stalled=False)
+            self.named = 0.0
+        silent_s = self.signs.silent_s(now)
+        if silent_s is not None and not self.named and self.name_stall(silent_s, ranks[0]["world"]):
+            self.named = time.monotonic()
+
+
+def main(folder: str, limit: str, pid: str) -> None:
+    """Watch until torchrun ends."""
+    attempt = os.environ.get("TRAIN_ATTEMPT", "0")
+    logs = Path(os.environ["TRAIN_RUN_DIR"]) / "logs" / f"attempt-{attempt}"
+    torchrun = select.poll()
+    torchrun.register(os.pidfd_open(int(pid)), select.POLLIN)
+    try:
+        watchdog = Watchdog(Path(folder), logs, None if limit == "learned" else float(limit))
+        while not torchrun.poll(POLL_S * 1000):
+            try:
+                watchdog.look()
+            except Exception as error:  # such as a full disk; the next look may succeed
+                print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                torchrun.poll(10_000)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,247 @@
+"""Where the ranks of a running run stand: their stacks, and the last collectives they have begun.
+
+The watchdog on each node (templates/common/watchdog) answers a question, which is an empty file in
+the attempt's folder. Its answers are data: whoever may write into the run directory may write one.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from toolkit.errors import LauncherError
+from toolkit.runs.log_reader import attempt_folders
+from toolkit.text import untrusted
+
+ANSWERS_S = 45.0
+"""How long the nodes may take to answer, in seconds: NFS may show a new file after 30."""
+
+_PAUSE_S = 0.2
+_LONGEST_ANSWER = 1 << 24
+_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk", "Z": "dead"}
+"""Names of Linux's process states (proc(5)) in which Python does not run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStacks:
+    """What one rank is doing."""
+
+    rank: int
+    node: str
+    pid: int
+
+    state: str
+    """The process's state, if Python does not run in it: `stopped`, `dead`; else empty."""
+
+    stack: tuple[Frame, ...]
+    """The stack of its main thread, the innermost frame first; empty if it could not be read."""
+
+    threads: tuple[tuple[Frame, ...], ...]
+    """The stacks of its other threads."""
+
+    collectives: tuple[str, ...]
+    """The last collective that it has begun in each process group, like `all_reduce 57 of 0`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """What the ranks of a run are doing."""
+
+    ranks: tuple[RankStacks, ...]
+
+    world_size: int
+    """How many ranks there are; those without an answer are missing in `ranks`."""
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks whose node has not answered."""
+        return sorted(set(range(self.world_size)) - {each.rank for each in self.ranks})
+
+    def groups(self) -> list[list[RankStacks]]:
+        """Return the ranks that stand at the same place together, the fewest first."""
+        same: dict[object, list[RankStacks]] = {}
+        for each in self.ranks:
+            same.setdefault((each.state, each.stack, each.collectives), []).append(each)
+        return sorted(same.values(), key=lambda ranks: (len(ranks), ranks[0].rank))
+
+    def lines(self) -> Iterator[str]:
+        """Yield the stacks as `toolkit stacks` prints them: who stands elsewhere comes first."""
+        for together in self.groups():
+            first = together[0]
+            nodes = sorted({each.node for each in together})
+            states = f", {first.state}" if first.state else ""
+            yield f"{_numbered([each.rank for each in together])} on {_few(nodes)}{states}"
+            for last in first.collectives:
+                yield f"  last collective: {last}"
+            for frame in reversed(first.stack):
+                yield f'  File "{frame.file}", line {frame.line}, in {frame.function}'
+            if not first.stack and not first.state:
+                yield "  its stack cannot be read"
+        if self.missing:
+            yield f"{_numbered(self.missing)}: no answer"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `toolkit stacks --json` prints."""
+        return asdict(self) | {"missing": self.missing}
+
+
+class Exchange(Protocol):
+    """A way to the files by which watchdogs are asked and answer."""
+
+    def ask(self, name: str) -> None:
+        """Ask all watchdogs of the newest attempt.
+
+        Raises:
+            LauncherError: there is none, or the question cannot be written.
+        """
+
+    def answers(self, name: str) -> Iterable[bytes]:
+        """Return the answers that have come."""
+
+    def withdraw(self, name: str) -> None:
+        """Remove the question and its answers."""
+
+
+class FolderExchange:
+    """The watchdogs' folder where this machine sees the run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        attempts = attempt_folders(run_dir)
+        self._folder = attempts[-1] / "watchdog" if attempts else run_dir
+        self._run_dir = run_dir
+
+    def ask(self, name: str) -> None:
+        """Ask all watchdogs of the newest attempt."""
+        if self._folder == self._run_dir or not self._folder.is_dir():
+            raise LauncherError(f"{self._run_dir}: {NO_WATCHDOG}")
+        try:
+            untrusted.write_bytes(self._folder / f"ask-{name}", b"", anew=True)
+        except OSError as error:
+            message = f"{self._folder} cannot be written: {error.strerror}"
+            raise LauncherError(message) from error
+
+    def answers(self, name: str) -> Iterable[bytes]:
+        """Return the answers that have come."""
+        for entry in untrusted.entries(self._folder):
+            if entry.is_file and entry.name.startswith(f"answer-{name}-"):
+                with contextlib.suppress(OSError):
+                    yield untrusted.read_bytes(self._folder / entry.name, limit=_LONGEST_ANSWER)
+
+    def withdraw(self, name: str) -> None:
+        """Remove the question and its answers."""
+        (self._folder / f"ask-{name}").unlink(missing_ok=True)
+        for entry in untrusted.entries(self._folder):
+            if entry.name.startswith(f"answer-{name}-"):
+                (self._folder / entry.name).unlink(missing_ok=True)
+
+
+NO_WATCHDOG = (
+    "no watchdog looks into its ranks: the job has `stall_timeout: never`, or nothing starts its "
+    "ranks again and it sets no `stall_timeout`, or it has not started"
+)
+
+
+def newest_stall(run_dir: Path) -> str | None:
+    """Return why the newest attempt is stalled, as its watchdog says; None if it goes on."""
+    for attempt in attempt_folders(run_dir)[-1:]:
+        lines = list(untrusted.lines_of_json(attempt / "watchdog" / "stalls.jsonl"))
+        newest = untrusted.mapping(lines[-1]) if lines else {}
+        if newest.get("stalled") is True:
+            return _text(newest.get("why"))
+    return None
+
+
+def ask_watchdogs(exchange: Exchange, *, timeout_s: float = ANSWERS_S) -> Stacks:
+    """Ask the watchdogs of all nodes what their ranks are doing.
+
+    Raises:
+        LauncherError: the run has no watchdog, or none has answered.
+    """
+    name = f"stacks-{time.time_ns()}"
+    exchange.ask(name)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while True:
+            stacks = read_answers(exchange.answers(name))
+            if stacks.ranks and not stacks.missing:
+                return stacks
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_PAUSE_S)
+    finally:
+        exchange.withdraw(name)
+    if not stacks.ranks:
+        raise LauncherError(
+            f"no rank has answered within {timeout_s:g} s: no rank runs, or their nodes hang"
+        )
+    return stacks
+
+
+def read_answers(answers: Iterable[bytes]) -> Stacks:
+    """Return what the watchdogs have answered; what cannot be understood is left out."""
+    ranks: dict[int, RankStacks] = {}
+    world_size = 0
+    for answer in answers:
+        try:
+            report = untrusted.mapping(untrusted.parse_json(answer))
+        except ValueError:
+            continue
+        world_size = max(world_size, untrusted.whole(report.get("world"), most=1 << 20) or 0)
+        for found in map(untrusted.mapping, untrusted.sequence(report.get("ranks"))):
+            rank = untrusted.whole(found.get("rank"), most=1 << 20)
+            if rank is not None:
+                ranks[rank] = _rank_of(found, rank=rank, node=_text(report.get("node")))
+    return Stacks(ranks=tuple(ranks[rank] for rank in sorted(ranks)), world_size=world_size)
+
+
+def _rank_of(found: dict[str, Any], *, rank: int, node: str) -> RankStacks:
+    threads = untrusted.sequence(found.get("threads"))
+    collectives = untrusted.mapping(found.get("collectives"))
+    return RankStacks(
+        rank=rank,
+        node=node,
+        pid=untrusted.whole(found.get("pid")) or 0,
+        state=_STATES.get(_text(found.get("state")), ""),
+        stack=_frames(found.get("stack")),
+        threads=tuple(frames for each in threads if (frames := _frames(each))),
+        collectives=tuple(_collective(key, collectives[key]) for key in sorted(collectives)),
+    )
+
+
+def _frames(stack: object) -> tuple[Frame, ...]:
+    frames = [untrusted.sequence(frame) for frame in untrusted.sequence(stack)]
+    return tuple(
+        Frame(file=_text(frame[0]), line=untrusted.whole(frame[1]) or 0, function=_text(frame[2]))
+        for frame in frames
+        if len(frame) == 3
+    )
+
+
+def _collective(group: str, value: object) -> str:
+    last = untrusted.mapping(value)
+    number = untrusted.whole(last.get("number")) or 0
+    return f"{_text(last.get('name'))} {number} of process group {untrusted.printable(group)}"
+
+
+def _text(value: object) -> str:
+    return untrusted.printable(value) if isinstance(value, str) else ""
+
+
+def _numbered(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + _few([str(rank) for rank in ranks])
+
+
+def _few(names: Sequence[str], most: int = 16) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown}, … ({len(names)} in all)"
