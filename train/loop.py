@@ -263,6 +263,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Measure on the test set, and say so."""
         progress, started = self.progress, time.monotonic()
+        self.directory.event("evaluation", step=progress.step)
         measured = self.measure()
         progress.metrics.update(measured)
         place = {"epoch": self.epoch, "samples_seen": progress.samples_seen}

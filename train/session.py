@@ -84,6 +84,8 @@ def train(
             group.on_rank_0(lambda: adopt(directory, identity, step, console))
             phases.end("restore")
             directory.event("ready", step=step, began=phases.began, phases=phases.seconds)
+            if config.compile:
+                directory.event("compilation", step=step)  # the first step takes its time
             if not trainer.run():
                 return EXIT_PREEMPTED
             finish(trainer)

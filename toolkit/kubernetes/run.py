@@ -17,6 +17,7 @@ from toolkit.kubernetes.failure import failure_of
 from toolkit.kubernetes.local_state import LocalState, Settings
 from toolkit.kubernetes.logs import Round, read_lines
 from toolkit.kubernetes.pods import attempt_of, label_of, short_name
+from toolkit.kubernetes.stacks import PodsExchange
 from toolkit.kubernetes.status import (
     FOR_LIST,
     FOR_ONE,
@@ -37,6 +38,7 @@ from toolkit.runs.failure import Failure
 from toolkit.runs.log_reader import LogView
 from toolkit.runs.run import Run, unfinished_of
 from toolkit.runs.run_secrets import mask_of, redacted
+from toolkit.runs.stacks import Exchange
 from toolkit.runs.state import RunState, RunStatus
 
 SETTLED_S = 120.0
@@ -298,6 +300,9 @@ class KubernetesRun(Run):
         if not pods and status.state is not RunState.PENDING:
             pods = self.cluster.pods(self.selector)
         return Round(pods=pods, ended=status.state.final)
+
+    def _exchange(self) -> Exchange:
+        return PodsExchange(self.cluster, self.selector, self.kind.container)
 
     def _redacted(self, lines: Iterator[str]) -> Iterator[str]:
         return redacted(lines, self.run_dir, self.environ)

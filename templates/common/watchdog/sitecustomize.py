@@ -35,9 +35,7 @@ def open_to_watchdog(folder: str) -> None:
     """Register the signal for stacks, prepare torch's server, and write a file about this rank."""
     environ, rank, pid = os.environ, os.environ["RANK"], os.getpid()
     environ["TRAIN_WATCHED"] = str(pid)
-    # Torch then records its last collectives; the second name is that of older ones, for NCCL.
-    environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+    environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # so many collectives are recorded
     number = signal.SIGRTMIN + 20
     stacks = open(os.path.join(folder, f"{rank}.stacks"), "a", encoding="utf-8")  # noqa: SIM115
     KEPT.append(stacks)

@@ -1,7 +1,7 @@
 """Looks into the ranks of one node when they hang: which rank, where, and what it has not joined.
 
-`python3 watchdog.py FOLDER SECONDS|learned PID`, started by start.sh beside the torchrun PID. The
-ranks have left files in FOLDER (sitecustomize.py).
+`python3 watchdog.py FOLDER SECONDS|learned`, started by start.sh, which then becomes torchrun. The
+ranks leave files in FOLDER (sitecustomize.py).
 
 What it finds goes into the attempt's folder `watchdog` (docs/reference/run-directory.md). A file
 `ask-NAME` there, from `toolkit stacks` or another node's watchdog, is answered by a file
@@ -46,14 +46,15 @@ LEARNS_FROM = 20
 """How many steps are needed to learn a limit."""
 
 PAUSES = ("evaluation", "compilation")
-"""Events in `events.jsonl` after which no step is expected until something follows."""
+"""Events in `events.jsonl` after which no step is expected, until another line follows."""
 
 MOST_BYTES = 1 << 24
 
 THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)(?: \[.*\])? \(most recent call first\):")
 FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3[^/]*/|^<")
-COMMUNICATION = re.compile(r"/torch/distributed/|/torch/nn/parallel/")
+COMMUNICATION = re.compile(r"/torch/(?:distributed/|nn/parallel/|autograd/graph\.py$)")
+"""Files in whose functions ranks wait for each other; DDP does so inside of backward."""
 
 
 # ---- One rank
@@ -142,10 +143,10 @@ def collectives_of(rank: Rank) -> dict[str, dict[str, Any]]:
     There are none without a process group, and with a torch that has no worker server.
     """
     last: dict[str, dict[str, Any]] = {}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-        connection = UnixConnection(rank["socket"])
-        connection.request("POST", "/handler/fr_trace_json")
-        for entry in json.loads(connection.getresponse().read(MOST_BYTES))["entries"]:
+    errors = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
+    with contextlib.suppress(*errors), contextlib.closing(UnixConnection(rank["socket"])) as server:
+        server.request("POST", "/handler/fr_trace_json")
+        for entry in json.loads(server.getresponse().read(MOST_BYTES))["entries"]:
             number, group = entry["collective_seq_id"], entry["process_group"][0]
             if not entry["is_p2p"] and number >= last.get(group, {"number": 0})["number"]:
                 name = entry["profiling_name"].rpartition(":")[2]
@@ -314,9 +315,12 @@ class Signs:
         return now - self.last
 
     def pauses(self) -> bool:
-        """Whether the newest event says that no step is expected now."""
+        """Whether an event that is newer than all steps says that none is expected now."""
+        events, metrics = (self.run_dir / f"{name}.jsonl" for name in ("events", "metrics"))
         try:
-            with (self.run_dir / "events.jsonl").open("rb") as file:
+            if metrics.exists() and events.stat().st_mtime_ns < metrics.stat().st_mtime_ns:
+                return False
+            with events.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
                 event = json.loads(file.read().splitlines()[-1])
             return event.get("event") in PAUSES
@@ -333,7 +337,10 @@ class Watchdog:
     def __init__(self, folder: Path, logs: Path, limit_s: float | None) -> None:
         self.folder, self.exchange = folder, logs / "watchdog"
         self.exchange.mkdir(parents=True, exist_ok=True)
-        self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        environ = os.environ  # of Slurm's nodes; of pods
+        self.node = (
+            environ.get("SLURMD_NODENAME") or environ.get("HOSTNAME") or socket.gethostname()
+        )
         self.signs = Signs(logs.parent.parent, logs, limit_s)
         self.kills = limit_s is not None
         self.done: set[str] = set()
@@ -443,12 +450,14 @@ class Watchdog:
             self.named = time.monotonic()
 
 
-def main(folder: str, limit: str, pid: str) -> None:
-    """Watch until torchrun ends."""
+def main(folder: str, limit: str) -> None:
+    """Watch, in the background, until the parent ends: the shell that becomes torchrun."""
+    torchrun = select.poll()
+    torchrun.register(os.pidfd_open(os.getppid()), select.POLLIN)
+    if os.fork():  # no child of torchrun, whose children are the ranks
+        return
     attempt = os.environ.get("TRAIN_ATTEMPT", "0")
     logs = Path(os.environ["TRAIN_RUN_DIR"]) / "logs" / f"attempt-{attempt}"
-    torchrun = select.poll()
-    torchrun.register(os.pidfd_open(int(pid)), select.POLLIN)
     try:
         watchdog = Watchdog(Path(folder), logs, None if limit == "learned" else float(limit))
         while not torchrun.poll(POLL_S * 1000):

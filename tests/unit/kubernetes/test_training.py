@@ -31,6 +31,7 @@ from tests.unit.kubernetes.site import (
     every_workload,
 )
 from toolkit.planning.kubernetes import ATTEMPT_LABEL
+from toolkit.runs.stacks import Stacks
 
 pytestmark = pytest.mark.any_cluster
 
@@ -111,6 +112,26 @@ def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_p
     # Once is enough, as the training is the same in all; a real cluster's image has its own torch.
     if live.workload == "JobSet" and not is_real():
         assert outcome["metrics"] == undisturbed(tmp_path)["metrics"]
+
+
+@pytest.mark.parametrize("workload", ["JobSet"])
+def test_the_stacks_of_all_pods_are_shown_and_who_stands_elsewhere_comes_first(live: Live) -> None:
+    run = submit(live, "--steps", str(STEPS), stall_timeout="1h", **HELD)
+    follow(live, run, is_held)
+    seen: list[Stacks] = []
+
+    def one_waits() -> bool:
+        seen.append(run.stacks())
+        return len({rank.collectives for rank in seen[-1].ranks}) == 2
+
+    live.until(one_waits, "the first rank has begun a collective that the held one has not")
+    stacks = seen[-1]
+    first, held_rank = stacks.ranks
+    assert (first.rank, held_rank.rank, stacks.missing) == (0, 1, [])
+    assert first.node != held_rank.node
+    assert "_stay" in [frame.function for frame in held_rank.stack]
+    assert "backward" in [frame.function for frame in first.stack]
+    run.cancel()
 
 
 @pytest.mark.slow

@@ -1,0 +1,181 @@
+"""Ranks that hang, for real: who is named, what follows, and what `toolkit stacks` shows."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit
+from tests.conftest import TOOLKIT, Until
+from tests.support.slurm_site import Site
+from toolkit.runs.failure import first_failure
+
+# A script as people write it. Rank 1 hangs in its first start, after six steps or before the first.
+HANGING = """
+import ctypes, os, signal, sys, time
+import torch, torch.distributed as dist
+kind, rank = sys.argv[1], int(os.environ["RANK"])
+hangs = rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        if kind == "loader" and index == 6 and hangs:
+            time.sleep(10000)
+        return torch.ones(2)
+
+def hang():
+    if kind == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "gil":
+        ctypes.PyDLL(None).pause()
+    while kind == "loop":
+        pass
+
+if kind == "never" and hangs:
+    time.sleep(10000)
+dist.init_process_group("gloo")
+for step, batch in enumerate(torch.utils.data.DataLoader(Data(), batch_size=1, num_workers=1)):
+    if step == 6 and hangs:
+        hang()
+    dist.all_reduce(batch)
+    print("step", step, flush=True)
+print("trained", flush=True)
+dist.destroy_process_group()
+"""
+
+LACKS = "has not joined all_reduce 7 of process group 0; it stands at "
+
+
+def place(text: str) -> str:
+    """Return where the script has this text, as the watchdog writes it."""
+    number = next(n for n, line in enumerate(HANGING.splitlines(), 1) if text in line)
+    function = "hang" if HANGING.splitlines()[number - 1].startswith(" ") else "<module>"
+    return f"hanging.py:{number} in {function}"
+
+
+WHY = {
+    "loader": (LACKS, f"{place('for step, batch')}, waiting for a data loader"),
+    "stopped": ("is stopped (by SIGSTOP or a debugger)",),
+    "gil": (LACKS, place("pause()")),
+    "loop": (LACKS, place('while kind == "loop"')),
+    "never": ("is not in torch.distributed, as the others are; it stands at ", "hanging.py:"),
+}
+
+
+def job(folder: Path, kind: str, **more: Any) -> dict[str, Any]:
+    """Return a job file's content: two ranks, of which one hangs."""
+    script = folder / "hanging.py"
+    script.write_text(HANGING)
+    wanted = {"name": "hanging", "script": str(script), "args": [kind]}
+    return {**wanted, "retries": {"in_job": 1}, "stop": {"grace": "2s"}, **more}
+
+
+def stalls(run_dir: Path) -> list[dict[str, Any]]:
+    file = run_dir / "logs/attempt-0/watchdog/stalls.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "loader",
+        "stopped",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gil", "loop", "never")),
+    ],
+)
+def test_the_rank_that_hangs_is_named_and_killed_and_the_run_goes_on(
+    kind: str, tmp_path: Path
+) -> None:
+    two = {"nproc_per_node": 2}
+    file = tmp_path / "hanging.yaml"
+    file.write_text(json.dumps(job(tmp_path, kind, resources=two, stall_timeout="8s")))
+    done = subprocess.run(
+        [TOOLKIT, "run", file], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    stall, over = stalls(run_dir)
+    assert (stall["stalled"], stall["ranks"], stall["kills"]) == (True, [1], True)
+    assert stall["why"].startswith("no output for 8 s: rank 1 on ")
+    for words in WHY[kind]:
+        assert words in stall["why"]
+    assert over["stalled"] is False, "the new start of the ranks is not stalled"
+    output = (run_dir / "logs/attempt-0/node-0.log").read_text()
+    assert f"watchdog: {stall['why']}" in output
+    assert output.count("[rank 1] step 6\n") == 1, "it was made by the second start"
+    assert not list((run_dir / "logs/attempt-0/watchdog").glob("*.json.*")), "no draft is left"
+
+
+def test_a_stall_is_the_reason_of_a_run_that_ends_for_it(tmp_path: Path) -> None:
+    file, retries = tmp_path / "hanging.yaml", {"in_job": 0}
+    more = {"resources": {"nproc_per_node": 2}, "stall_timeout": "8s", "retries": retries}
+    file.write_text(json.dumps(job(tmp_path, "loader", **more)))
+    done = subprocess.run(
+        [TOOLKIT, "run", file], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 1
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    failure = first_failure(run_dir, None)
+    assert failure is not None and failure.rank == 1
+    assert failure.message == f"StallError: {stalls(run_dir)[0]['why']}"
+    assert failure.message in done.stderr
+
+
+def test_without_a_limit_a_run_is_looked_into_and_left_alone(tmp_path: Path, until: Until) -> None:
+    file = tmp_path / "hanging.yaml"
+    file.write_text(json.dumps(job(tmp_path, "loader", resources={"nnodes": 2})))
+
+    def shown(*command: str) -> str:
+        argv = [TOOLKIT, *command]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+        return done.stdout + done.stderr
+
+    uri = shown("submit", str(file), "--to", "local").split()[0]
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    logs = run_dir / "logs/attempt-0"
+    until(
+        lambda: all("step 5" in log.read_text() for log in logs.glob("node-*.log")),
+        "all ranks have made six steps",
+    )
+    texts: list[str] = []
+
+    def one_waits() -> bool:
+        texts.append(shown("stacks", uri))
+        return "all_reduce 7" in texts[-1] and "all_reduce 6" in texts[-1]
+
+    until(one_waits, "rank 0 waits in the seventh all_reduce", seen=lambda: texts[-1])
+    first, second = (text.splitlines() for text in texts[-1].split("rank ")[1:])
+    assert texts[-1].count("hanging.py") == 2
+    assert {first[0].split()[0], second[0].split()[0]} == {"0", "1"}
+    assert any("/torch/utils/data/dataloader.py" in line for line in [*first, *second])
+    assert [path.name for path in (logs / "watchdog").glob("a*-stacks-*")] == [], "nothing is left"
+    assert "asked to stop" in shown("cancel", uri)
+    shown("wait", uri)
+    assert "CANCELLED" in shown("status", uri)
+    assert shown("stacks", uri).endswith("only a running run has stacks\n")
+
+
+def test_a_run_without_a_watchdog_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "plain.yaml"
+    file.write_text(json.dumps({"name": "plain", "command": ["true"], "stall_timeout": "never"}))
+    subprocess.run([TOOLKIT, "run", file], cwd=tmp_path, check=True, timeout=280)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert not (run_dir / "logs/attempt-0/watchdog").exists()
+    assert "TRAIN_WATCHDOG" not in (run_dir / "run.sh").read_text()
+
+
+@pytest.mark.slurm
+def test_a_rank_that_hangs_on_another_node_is_named_and_killed(site: Site, tmp_path: Path) -> None:
+    more = {"resources": {"nnodes": 2, "cpus_per_node": 1}, "stall_timeout": "8s"}
+    spec = toolkit.JobSpec.model_validate(job(tmp_path, "loader", **more))
+    run = site.launcher.submit(toolkit.plan(spec, site.profile))
+    status = run.wait(280)
+    assert status.state is toolkit.RunState.SUCCEEDED, [*run.logs()]
+    assert run.run_dir is not None
+    nodes = (run.run_dir / "logs/attempt-0/nodes").read_text().split()
+    stall = stalls(run.run_dir)[0]
+    assert stall["why"].startswith(f"no output for 8 s: rank 1 on {nodes[1]} {LACKS}")

@@ -1,0 +1,288 @@
+"""The watchdog beside torchrun: whom it names, and when it takes a run for stalled."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT, Until
+
+FOLDER = ROOT / "templates/common/watchdog"
+WAITS = [["/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce"]]
+TRAINS = [["/home/me/train.py", 41, "load"], ["/home/me/train.py", 80, "<module>"]]
+
+
+@pytest.fixture(scope="module")
+def watchdog() -> ModuleType:
+    module = ModuleType("watchdog")
+    exec(compile((FOLDER / "watchdog.py").read_text(), "watchdog.py", "exec"), module.__dict__)
+    return module
+
+
+def rank(number: int, last: int = 0, *, stack: Any = WAITS, state: str = "S") -> dict[str, Any]:
+    """Return what is found of a rank that has begun so many collectives of the default group."""
+    collectives = {"0": {"number": last, "name": "all_reduce"}} if last else {}
+    found = {"rank": number, "pid": 100 + number, "state": state, "collectives": collectives}
+    return {**found, "stack": stack, "threads": []}
+
+
+# ---- Who keeps the others waiting
+
+
+def test_a_stopped_process_is_named_before_all_others(watchdog: ModuleType) -> None:
+    found = [rank(0, 7), rank(1, 6, state="T", stack=[]), rank(2, 7)]
+    assert list(watchdog.culprits_of(found)) == [1]
+
+
+def test_who_lacks_a_collective_of_its_group_is_named(watchdog: ModuleType) -> None:
+    found = [rank(0, 7), rank(1, 6, stack=TRAINS), rank(2, 7)]
+    culprits = watchdog.culprits_of(found)
+    assert culprits == {1: "has not joined all_reduce 7 of process group 0"}
+    nodes = {0: "n1", 1: "n2", 2: "n2"}
+    assert watchdog.in_words(culprits, found, nodes, 4) == (
+        "rank 1 on n2 has not joined all_reduce 7 of process group 0; it stands at "
+        "/home/me/train.py:41 in load; no answer from rank 3"
+    )
+
+
+def test_groups_of_some_ranks_are_compared_among_their_members(watchdog: ModuleType) -> None:
+    found = [rank(number, 5) for number in range(4)]
+    for number, last in ((0, 3), (1, 2)):
+        found[number]["collectives"]["17"] = {"number": last, "name": "all_gather"}
+    assert watchdog.culprits_of(found) == {1: "has not joined all_gather 3 of process group 17"}
+
+
+def test_who_never_joins_the_default_group_is_named(watchdog: ModuleType) -> None:
+    assert list(watchdog.culprits_of([rank(0, 1), rank(1, stack=TRAINS), rank(2, 1)])) == [1]
+
+
+def test_without_collectives_who_is_not_in_torch_distributed_is_named(watchdog: ModuleType) -> None:
+    assert list(watchdog.culprits_of([rank(0), rank(1), rank(2, stack=TRAINS)])) == [2]
+
+
+def test_where_all_stand_alike_nobody_is_named(watchdog: ModuleType) -> None:
+    found = [rank(0, 7), rank(1, 7)]
+    assert watchdog.culprits_of(found) == {}
+    words = watchdog.in_words({}, found, {0: "n", 1: "n"}, 2)
+    assert words.startswith("no rank differs from the others; they stand at ")
+    assert watchdog.culprits_of([]) == {}
+    assert watchdog.in_words({}, [], {}, 2).endswith("no answer from rank 0, 1")
+
+
+def test_ranks_whose_stacks_change_are_busy_unless_one_keeps_the_others_waiting(
+    watchdog: ModuleType,
+) -> None:
+    imports = [["<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"], *TRAINS]
+    moved = [["/home/me/train.py", 42, "load"]]
+    before, now = [rank(0, stack=TRAINS)], [rank(0, stack=moved)]
+    assert watchdog.is_busy(before, now, {})
+    assert not watchdog.is_busy(before, before, {})
+    assert not watchdog.is_busy(before, now, {0: "lacks a collective"})
+    assert watchdog.is_busy(before, [rank(0, stack=imports)], {0: "still imports"})
+
+
+def test_a_place_is_the_innermost_line_of_ones_own_code(watchdog: ModuleType) -> None:
+    stdlib = [["/usr/lib/python3.11/selectors.py", 415, "select"]]
+    loader = [["/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 1464, "_get_data"]]
+    assert watchdog.place_of([*stdlib, *TRAINS]) == "/home/me/train.py:41 in load"
+    assert watchdog.place_of([*stdlib, *loader, *TRAINS]).endswith(", waiting for a data loader")
+    assert watchdog.place_of(stdlib) == "/usr/lib/python3.11/selectors.py:415 in select"
+    assert watchdog.place_of([]) == ""
+
+
+# ---- When a run is stalled
+
+
+class Clocked:
+    """A run whose steps and output are written by the test, at the test's times."""
+
+    def __init__(self, watchdog: ModuleType, folder: Path, limit_s: float | None) -> None:
+        self.folder = folder
+        self.logs = folder / "logs/attempt-0"
+        self.rank_logs = self.logs / "node-0/id/attempt_0/0"
+        self.rank_logs.mkdir(parents=True)
+        self.signs = watchdog.Signs(folder, self.logs, limit_s)
+        self.signs.begin([{"error_file": str(self.rank_logs / "error.json")}], now=0.0)
+
+    def step(self) -> None:
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write("{}\n")
+
+    def event(self, name: str) -> None:
+        with (self.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": name}) + "\n")
+
+    def silent_s(self, now: float) -> float | None:
+        self.signs.look(now)
+        found: float | None = self.signs.silent_s(now)
+        return found
+
+
+@pytest.fixture
+def clocked(watchdog: ModuleType, tmp_path: Path) -> Any:
+    return lambda limit_s=None: Clocked(watchdog, tmp_path, limit_s)
+
+
+def test_ten_thousand_steps_with_jitter_are_no_stall(clocked: Any) -> None:
+    run, now, chance = clocked(60.0), 0.0, random.Random(7)
+    for _ in range(10_000):
+        now += 50 * chance.uniform(0.95, 1.05)
+        run.step()
+        assert run.silent_s(now) is None
+    assert run.silent_s(now + 59) is None
+    assert run.silent_s(now + 60) == pytest.approx(60)
+
+
+def test_a_limit_is_learned_from_the_longest_gap_between_steps(clocked: Any) -> None:
+    run, now = clocked(), 0.0
+    assert run.silent_s(1e6) is None, "nothing is learned before the first steps"
+    run.signs.begin([], now=0.0)
+    for number in range(40):
+        now += 90 if number == 30 else 2
+        run.step()
+        assert run.silent_s(now) is None
+    assert run.silent_s(now + 899) is None
+    assert run.silent_s(now + 900) == pytest.approx(900)
+
+
+def test_a_learned_limit_is_at_least_five_minutes(clocked: Any) -> None:
+    run = clocked()
+    for number in range(40):
+        run.step()
+        assert run.silent_s(number / 100) is None
+    assert run.silent_s(299) is None
+    assert run.silent_s(301) is not None
+
+
+def test_output_of_any_rank_counts_until_there_are_steps(clocked: Any) -> None:
+    run = clocked(100.0)
+    (run.rank_logs / "stdout.log").write_text("here\n")
+    assert run.silent_s(90) is None
+    elsewhere = run.logs / "node-1/id/attempt_0/1"
+    elsewhere.mkdir(parents=True)
+    assert run.silent_s(120) is None, "looks at the other nodes' logs from time to time"
+    (elsewhere / "stderr.log").write_text("there\n")
+    assert run.silent_s(180) is None
+    assert run.silent_s(279) is None
+    run.step()
+    assert run.silent_s(300) is None
+    (run.rank_logs / "stdout.log").write_text("printed on and on\n")
+    assert run.silent_s(400) == pytest.approx(100), "from the first step on, only steps count"
+
+
+@pytest.mark.parametrize("event", ["evaluation", "compilation"])
+def test_an_evaluation_and_a_compilation_are_no_stall(clocked: Any, event: str) -> None:
+    run = clocked(60.0)
+    run.step()
+    assert run.silent_s(1) is None
+    run.event(event)
+    assert run.silent_s(500) is None
+    run.event("epoch")
+    assert run.silent_s(559) is None, "a step may take its whole time after it"
+    assert run.silent_s(560) == pytest.approx(60)
+
+
+def test_a_step_ends_a_pause(clocked: Any) -> None:
+    run = clocked(60.0)
+    run.event("compilation")
+    assert run.silent_s(500) is None
+    os.utime(run.folder / "events.jsonl", (1, 1))
+    run.step()
+    assert run.silent_s(501) is None
+    assert run.silent_s(561) == pytest.approx(60)
+
+
+def test_torn_and_foreign_events_are_no_pause(clocked: Any) -> None:
+    run = clocked(60.0)
+    for text in ("[]", "{", "evaluation", '{"event": ["evaluation"]}', "", "[" * 5000):
+        (run.folder / "events.jsonl").write_text(text)
+        assert not run.signs.pauses()
+
+
+# ---- In a rank
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder as the scripts write it, and a sitecustomize of the user's in another one."""
+    for name in ("site", "theirs", "exchange"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text((FOLDER / "sitecustomize.py").read_text())
+    (tmp_path / "theirs/sitecustomize.py").write_text("LOADED = 'theirs'\n")
+    return tmp_path
+
+
+def python(site: Path, text: str, **more: str) -> "subprocess.Popen[str]":
+    """Start Python as torchrun starts a rank."""
+    env = {**os.environ, "PYTHONPATH": f"{site / 'site'}:{site / 'theirs'}"}
+    env |= {"TRAIN_WATCHDOG": str(site / "exchange"), "TORCHELASTIC_RUN_ID": "r"}
+    env |= {"LOCAL_RANK": "0", "RANK": "3", "WORLD_SIZE": "4", **more}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", text], env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def test_a_rank_loads_the_users_own_sitecustomize_and_no_module_of_ours(site: Path) -> None:
+    script = "import sitecustomize, sys; print(sitecustomize.LOADED, *sys.path)"
+    out, err = python(site, script).communicate(timeout=60)
+    assert (out.split()[0], err) == ("theirs", "")
+    assert str(site / "site") not in out.split()
+    assert json.loads((site / "exchange/3.json").read_text())["world"] == 4
+
+
+def test_children_of_a_rank_and_other_programs_are_left_alone(site: Path) -> None:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'pass'], check=True)"
+    python(site, child).communicate(timeout=60)
+    pid = json.loads((site / "exchange/3.json").read_text())["pid"]
+    assert (site / "exchange/3.json").read_text().count(str(pid)) == 2, "its own, and its socket's"
+    (site / "exchange/3.json").unlink()
+    process = python(site, "print('fine')", LOCAL_RANK="")
+    assert process.communicate(timeout=60) == ("fine\n", "")
+    assert not (site / "exchange/3.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_stacks(site: Path) -> None:
+    process = python(site, "print('fine')", TRAIN_WATCHDOG=str(site / "missing"))
+    out, err = process.communicate(timeout=60)
+    assert (out, process.returncode) == ("fine\n", 0)
+    assert err.startswith("watchdog: no stacks of this rank: ")
+
+
+@pytest.fixture
+def hanging(site: Path, until: Until) -> Iterator[dict[str, Any]]:
+    """A rank that holds the GIL and never lets go of it."""
+    hang = (
+        "import ctypes\ndef hang():\n    print(flush=True)\n    ctypes.PyDLL(None).pause()\nhang()"
+    )
+    process = python(site, hang)
+    assert process.stdout
+    process.stdout.readline()
+    yield json.loads((site / "exchange/3.json").read_text())
+    process.kill()
+    process.communicate(timeout=60)
+
+
+def test_the_stack_of_a_rank_that_holds_the_gil_is_read(
+    watchdog: ModuleType, hanging: dict[str, Any], site: Path
+) -> None:
+    found = watchdog.examine(hanging, site / "exchange")
+    assert [frame[2] for frame in found["stack"]] == ["hang", "<module>"]
+    assert found["state"] in ("S", "R")
+
+
+def test_a_process_that_does_not_handle_the_signal_is_not_signalled(
+    watchdog: ModuleType, site: Path
+) -> None:
+    with subprocess.Popen(["sleep", "300"]) as process:
+        place = {"rank": 3, "pid": process.pid, "signal": 54, "thread": 1, "socket": "/none"}
+        found = watchdog.examine(place, site / "exchange")
+        assert (found["stack"], found["collectives"], process.poll()) == ([], {}, None)
+        process.kill()

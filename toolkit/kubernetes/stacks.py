@@ -1,0 +1,64 @@
+"""The way to the watchdogs of a run's pods: a command in each running pod, which asks its own."""
+
+import contextlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from toolkit.errors import LauncherError
+from toolkit.kubernetes.client.connection import Away, Missing
+from toolkit.kubernetes.client.exec import execute
+from toolkit.kubernetes.client.resources import Cluster
+from toolkit.runs.stacks import NO_WATCHDOG
+
+_AT_ONCE = 8
+
+_ASK = """\
+cd "$TRAIN_RUN_DIR/logs" 2>/dev/null || exit 0  # nothing is answered where there is no watchdog
+_newest=`ls -d attempt-* | sort -t - -k 2 -n | tail -n 1`
+cd "$_newest/watchdog" 2>/dev/null || exit 0
+: >"ask-$1"
+_looks=0
+until cat answer-"$1"-"$HOSTNAME"-*.json 2>/dev/null || [ "$_looks" -ge 50 ]; do
+  _looks=`expr "$_looks" + 1`
+  sleep 0.2
+done
+rm -f answer-"$1"-"$HOSTNAME"-*.json
+"""
+
+_WITHDRAW = 'rm -f "$TRAIN_RUN_DIR"/logs/attempt-*/watchdog/ask-"$1"'
+
+
+class PodsExchange:
+    """The folders of the watchdogs of pods, which may be one, on a shared volume."""
+
+    def __init__(self, cluster: Cluster, selector: str, container: str) -> None:
+        self._cluster, self._selector, self._container = cluster, selector, container
+        self._answers: list[bytes] = []
+
+    def ask(self, name: str) -> None:
+        """Ask the watchdogs of all pods; returns when they have answered."""
+        self._answers = self._in_all_pods(_ASK, name)
+        if not any(self._answers):
+            raise LauncherError(f"no pod has answered: {NO_WATCHDOG}")
+
+    def answers(self, name: str) -> Iterable[bytes]:
+        """Return the answers of the pods."""
+        return [line for answer in self._answers for line in answer.splitlines()]
+
+    def withdraw(self, name: str) -> None:
+        """Remove the question."""
+        self._in_all_pods(_WITHDRAW, name)
+
+    def _in_all_pods(self, script: str, name: str) -> list[bytes]:
+        """Return what a script prints in each running pod; nothing of a pod that ends meanwhile."""
+
+        def printed(pod: str) -> bytes:
+            parts: list[bytes] = []
+            argv = ("sh", "-c", script, "sh", name)
+            with contextlib.suppress(Away, Missing):
+                execute(self._cluster, pod, self._container, argv, show=parts.append)
+            return b"".join(parts)
+
+        pods = self._cluster.pods(self._selector)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(printed, [pod["metadata"]["name"] for pod in pods]))
