@@ -303,7 +303,9 @@ def test_the_first_pod_is_waited_for_before_torchrun_starts(tmp_path: Path, unti
 
 HANGS = r"""
 mkdir -p "$PET_LOG_DIR/run/attempt_0"
-until [ "$(wc -l <"$TRAIN_RUN_DIR/slept")" -gt 3 ]; do /bin/sleep 0.05; done
+looks() { wc -l <"$TRAIN_RUN_DIR/slept" || echo 0; }
+before=$(looks)
+until [ "$(looks)" -gt $((before + 3)) ]; do /bin/sleep 0.05; done
 echo "E1125 api.py] failed (exitcode: 1) local_rank: 0 (pid: 1)" >>"$TORCH_LOGS_OUT"
 exec python3 -c "import time; time.sleep(3600)"
 """
