@@ -36,7 +36,15 @@ ARGUMENTS = {"jobid", "excnodelist", "label"}
 STARTS = {"main", "launch", "launch_once", "run_step", "node"}
 """Functions below which something starts that sees the job's secrets."""
 
-FOR_OTHERS = {"_", "TORCH_LOGS_OUT", "SRUN_CPUS_PER_TASK", "IFS", "CUDA_VISIBLE_DEVICES", "LC_ALL"}
+FOR_OTHERS = {
+    "_",
+    "TORCH_LOGS_OUT",
+    "SRUN_CPUS_PER_TASK",
+    "IFS",
+    "CUDA_VISIBLE_DEVICES",
+    "LC_ALL",
+    "PYTHONPATH",
+}
 """What scripts set by names that are not their own: for torch, for Slurm, or for one command."""
 
 
@@ -46,6 +54,7 @@ def planned(kind: str, job: dict[str, Any], **site: Any) -> toolkit.LaunchPlan:
 
 def assigned(script: str) -> set[str]:
     """Return the names of the variables that a script sets, functions' local ones excepted."""
+    script = re.sub(r"'(---- end of \S+\.py)'\n.*?\n\1\n", "'program'\n", script, flags=re.DOTALL)
     lines = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
     text = re.sub(r"  # .*", "", "\n".join(lines))
     text = re.sub(r" awk (?:-F \S+ )?'.*?\n +}'", " awk", text, flags=re.DOTALL)

@@ -14,7 +14,7 @@ from toolkit.runs.failure import first_failure
 
 # A script as people write it. Rank 1 hangs in its first start, after six steps or before the first.
 HANGING = """
-import ctypes, os, signal, sys, time
+import itertools, os, signal, sys, time
 import torch, torch.distributed as dist
 kind, rank = sys.argv[1], int(os.environ["RANK"])
 hangs = rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -31,7 +31,7 @@ def hang():
     if kind == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "gil":
-        ctypes.PyDLL(None).pause()
+        sum(itertools.repeat(0))
     while kind == "loop":
         pass
 
@@ -60,7 +60,7 @@ def place(text: str) -> str:
 WHY = {
     "loader": (LACKS, f"{place('for step, batch')}, waiting for a data loader"),
     "stopped": ("is stopped (by SIGSTOP or a debugger)",),
-    "gil": (LACKS, place("pause()")),
+    "gil": (LACKS, place("sum(")),
     "loop": (LACKS, place('while kind == "loop"')),
     "never": ("is not in torch.distributed, as the others are; it stands at ", "hanging.py:"),
 }
@@ -130,8 +130,9 @@ def test_without_a_limit_a_run_is_looked_into_and_left_alone(tmp_path: Path, unt
     file.write_text(json.dumps(job(tmp_path, "loader", resources={"nnodes": 2})))
 
     def shown(*command: str) -> str:
-        argv = [TOOLKIT, *command]
-        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(
+            [TOOLKIT, *command], cwd=tmp_path, capture_output=True, text=True, timeout=280
+        )
         return done.stdout + done.stderr
 
     uri = shown("submit", str(file), "--to", "local").split()[0]

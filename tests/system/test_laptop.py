@@ -363,6 +363,18 @@ mirrors.fetch(0)
 """
 
 
+def test_the_stacks_of_a_run_far_away_are_shown(laptop: Laptop, until: Until) -> None:
+    script = "import time; print('begun', flush=True); time.sleep(3600)"
+    command = ["python3", "-c", script]
+    file = write_job(laptop, "sleeper", command=command, stall_timeout="1h")
+    uri = laptop.toolkit("submit", file, "--to", "away.yaml").split()[0]
+    until(lambda: "[rank 0] begun" in laptop.toolkit("logs", uri), "it has begun")
+    assert 'File "<string>", line 1, in <module>' in laptop.toolkit("stacks", uri)
+    (name,) = (laptop.home / "torch-deploy-toolkit/runs").glob("sleeper-*")
+    assert not [*name.glob("logs/attempt-0/watchdog/a*")], "neither question nor answer is left"
+    laptop.toolkit("cancel", uri)
+
+
 def test_a_mirror_takes_what_is_new_and_leaves_what_is_big(laptop: Laptop) -> None:
     there, here = laptop.home / "runs/one", laptop.folder / "mirror"
     for folder in (there / "logs", there / "checkpoints/attempt-0", there / "code"):

@@ -265,7 +265,8 @@ def test_wrong_types_are_refused_at_every_level(more: str, message: str) -> None
          "unknown key 'shm_bytes' under 'resources'; valid are nnodes, nproc_per_node, "
          "gpus_per_node, cpus_per_node, memory, shm"),
         ('"\\0": x', "unknown key '\\x00'; valid are name, module, script, command, args, image, "
-         "workdir, resources, time_limit, env, stop, retries, notify, secrets, sbatch, mounts, "
+         "workdir, resources, time_limit, env, stop, retries, stall_timeout, notify, secrets, "
+         "sbatch, mounts, "
          "kubernetes, sweep, "
          "after"),
     ],

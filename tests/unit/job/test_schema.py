@@ -55,6 +55,7 @@ def test_every_key_at_every_level_is_described() -> None:
         ".env",
         ".stop",
         ".retries",
+        ".stall_timeout",
         ".notify",
         ".secrets",
         ".sbatch",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, Until
+from tests.conftest import ROOT
 
 FOLDER = ROOT / "templates/common/watchdog"
 WAITS = [["/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce"]]
@@ -257,10 +257,10 @@ def test_a_folder_that_cannot_be_written_costs_only_the_stacks(site: Path) -> No
 
 
 @pytest.fixture
-def hanging(site: Path, until: Until) -> Iterator[dict[str, Any]]:
+def hanging(site: Path) -> Iterator[dict[str, Any]]:
     """A rank that holds the GIL and never lets go of it."""
     hang = (
-        "import ctypes\ndef hang():\n    print(flush=True)\n    ctypes.PyDLL(None).pause()\nhang()"
+        "import itertools\ndef hang():\n    print(flush=True)\n    sum(itertools.repeat(0))\nhang()"
     )
     process = python(site, hang)
     assert process.stdout
