@@ -54,7 +54,9 @@ def planned(kind: str, job: dict[str, Any], **site: Any) -> toolkit.LaunchPlan:
 
 def assigned(script: str) -> set[str]:
     """Return the names of the variables that a script sets, functions' local ones excepted."""
-    script = re.sub(r"'(---- end of \S+\.py)'\n.*?\n\1\n", "'program'\n", script, flags=re.DOTALL)
+    script = re.sub(
+        r"'(---- end of \S+\.py)'( &&)?\n.*?\n\1\n", "'program'\n", script, flags=re.DOTALL
+    )
     lines = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
     text = re.sub(r"  # .*", "", "\n".join(lines))
     text = re.sub(r" awk (?:-F \S+ )?'.*?\n +}'", " awk", text, flags=re.DOTALL)

@@ -47,6 +47,7 @@ print("trained", flush=True)
 dist.destroy_process_group()
 """
 
+OUTSIDE = "is not in torch.distributed, as the others are; it stands at "
 LACKS = "has not joined all_reduce 7 of process group 0; it stands at "
 
 
@@ -60,9 +61,9 @@ def place(text: str) -> str:
 WHY = {
     "loader": (LACKS, f"{place('for step, batch')}, waiting for a data loader"),
     "stopped": ("is stopped (by SIGSTOP or a debugger)",),
-    "gil": (LACKS, place("sum(")),
+    "gil": (OUTSIDE, place("sum(")),  # its collectives cannot be asked for
     "loop": (LACKS, place('while kind == "loop"')),
-    "never": ("is not in torch.distributed, as the others are; it stands at ", "hanging.py:"),
+    "never": (OUTSIDE, "hanging.py:"),
 }
 
 

@@ -1,22 +1,30 @@
 """Python loads this module when it starts: it lets the watchdog look into a rank that hangs.
 
-In a rank, a signal prints the stacks of all threads (by faulthandler, in C, whatever Python does),
-and torch's own worker server answers on a socket that only this user reaches. torchrun and a rank's
-child processes are left alone, and the script sees no difference.
+In a rank, a thread waits at a socket that only this user reaches, and answers with the stacks of
+all threads and torch's record of collectives. While another thread holds the GIL it cannot: then a
+signal prints that thread's stack, by faulthandler, in C. torchrun and a rank's child processes are
+left alone.
 """
 
-import contextlib
+from __future__ import annotations
+
+import _thread
 import faulthandler
 import importlib.machinery
 import importlib.util
 import json
 import os
 import signal
+import socket
 import sys
 import threading
+import time
+import types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-KEPT: list[object] = []
+RECORDER = "torch._C._distributed_c10d"
+
+KEPT = []  # type: list[object]
 """What must live as long as the process."""
 
 
@@ -32,23 +40,31 @@ def is_rank() -> bool:
 
 
 def open_to_watchdog(folder: str) -> None:
-    """Register the signal for stacks, prepare torch's server, and write a file about this rank."""
+    """Open the two ways for the watchdog, and write a file about this rank."""
     environ, rank, pid = os.environ, os.environ["RANK"], os.getpid()
     environ["TRAIN_WATCHED"] = str(pid)
-    environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # so many collectives are recorded
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # its older name
+        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # so many collectives are recorded
     number = signal.SIGRTMIN + 20
     stacks = open(os.path.join(folder, f"{rank}.stacks"), "a", encoding="utf-8")  # noqa: SIM115
     KEPT.append(stacks)
-    faulthandler.register(number, file=stacks, all_threads=True, chain=False)
-    server = os.path.join(folder, f"{rank}-{pid}.socket")
-    sys.meta_path.insert(0, AfterImport("torch.distributed", server))
+    faulthandler.register(number, file=stacks, all_threads=False, chain=False)
+    path = os.path.join(folder, f"{rank}-{pid}.socket")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    # Not by `threading`, whose list of threads is the script's.
+    _thread.start_new_thread(answer_for_ever, (server,))
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        began = file.read().rpartition(")")[2].split()[19]
     place = {
         "rank": int(rank),
         "pid": pid,
+        "began": began,
         "world": int(environ["WORLD_SIZE"]),
         "signal": int(number),
         "thread": threading.main_thread().ident,
-        "socket": server,
+        "socket": path,
         "error_file": environ.get("TORCHELASTIC_ERROR_FILE", ""),
     }
     draft = os.path.join(folder, f"{rank}.draft")
@@ -57,44 +73,33 @@ def open_to_watchdog(folder: str) -> None:
     os.replace(draft, os.path.join(folder, f"{rank}.json"))
 
 
-class AfterImport:
-    """A finder of modules that starts torch's worker server once a module was imported."""
-
-    def __init__(self, name: str, socket: str) -> None:
-        self.name, self.socket = name, socket
-
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        """Find the module as Python would, with the start of the server after it."""
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_then_serve(module):  # type: ignore[no-untyped-def]
-            execute(module)
-            with contextlib.suppress(Exception):  # an older torch has no server
-                serve(self.socket)
-
-        spec.loader.exec_module = execute_then_serve  # type: ignore[method-assign]
-        return spec
+def answer_for_ever(server: socket.socket) -> None:
+    """Write to each connection where the threads stand, and torch's record of its collectives."""
+    own = threading.get_ident()
+    while True:
+        try:
+            connection, _ = server.accept()
+            with connection:
+                connection.settimeout(2)
+                threads = {
+                    f"{thread:x}": frames_of(frame)
+                    for thread, frame in sys._current_frames().items()
+                    if thread != own
+                }
+                recorded = getattr(sys.modules.get(RECORDER), "_dump_fr_trace_json", None)
+                head = json.dumps({"threads": threads, "recorded": recorded is not None})
+                connection.sendall(head.encode() + b"\n" + (recorded() if recorded else b""))
+        except Exception:  # such as a watchdog that has hung up
+            time.sleep(1)
 
 
-def serve(socket: str) -> None:
-    """Start torch's worker server, without its line on stderr that it listens."""
-    from torch._C._distributed_c10d import _WorkerServer
-
-    sys.stderr.flush()
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        KEPT.append(_WorkerServer(socket))
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
+def frames_of(frame: types.FrameType | None) -> list[tuple[str, int, str]]:
+    """Return (file, line, function) of each frame, the innermost first."""
+    frames: list[tuple[str, int, str]] = []
+    while frame is not None and len(frames) < 100:
+        frames.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return frames
 
 
 def load_hidden() -> None:

@@ -11,7 +11,6 @@ others waiting in `stalls.jsonl`, and has them killed if a number of seconds was
 """
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -35,6 +34,10 @@ Stack = Sequence[Sequence[Any]]
 """(file, line, function) of each frame, the innermost first."""
 
 POLL_S = 0.25
+POLL_LEARNED_S = 2.0
+SUSPENDED_S = 5.0
+"""A watchdog that has not looked for so long was suspended, and the ranks with it."""
+
 ANSWERS_S = 40.0
 """How long other nodes may take to answer: by default, NFS shows a new file after up to 30 s."""
 
@@ -48,9 +51,13 @@ LEARNS_FROM = 20
 PAUSES = ("evaluation", "compilation")
 """Events in `events.jsonl` after which no step is expected, until another line follows."""
 
+UNSEEN = (
+    "no rank has started, or none can be looked into: its program is not Python, or its Python was "
+    "started with -I, -E or -S, or forked by torchrun; a stall would not be noticed"
+)
+
 MOST_BYTES = 1 << 24
 
-THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)(?: \[.*\])? \(most recent call first\):")
 FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3[^/]*/|^<")
 COMMUNICATION = re.compile(r"/torch/(?:distributed/|nn/parallel/|autograd/graph\.py$)")
@@ -94,15 +101,25 @@ def process_status(pid: int) -> dict[str, str]:
     return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
 
 
-def stacks_of(rank: Rank, folder: Path) -> dict[str, list[list[Any]]]:
-    """Return the stacks of a rank's threads, by the thread's number in hexadecimal digits.
+def is_alive(rank: Rank) -> bool:
+    """Whether the process of a rank's file still exists, and is no other one of its number."""
+    try:
+        stat = Path(f"/proc/{rank['pid']}/stat").read_text(encoding="utf-8", errors="replace")
+    except (OSError, KeyError):
+        return False
+    state, *fields = stat.rpartition(")")[2].split()
+    return state != "Z" and fields[18] == rank.get("began")  # proc(5), field 22
+
+
+def stack_by_signal(rank: Rank, folder: Path) -> list[list[Any]]:
+    """Return the stack of the thread that handles the signal: the main one, as a rule.
 
     The signal would kill a process that does not handle it.
     """
     path = folder / f"{rank['rank']}.stacks"
     handled = int(process_status(rank["pid"]).get("SigCgt", "0"), 16)
     if not handled >> (rank["signal"] - 1) & 1:
-        return {}
+        return []
     os.truncate(path, 0)
     os.kill(rank["pid"], rank["signal"])
     size, deadline = 0, time.monotonic() + 2
@@ -111,62 +128,62 @@ def stacks_of(rank: Rank, folder: Path) -> dict[str, list[list[Any]]]:
         before, size = size, size_of(path)
         if size and size == before:  # it is written whole
             break
-    threads: dict[str, list[list[Any]]] = {}
-    frames: list[list[Any]] = []
     with path.open(encoding="utf-8", errors="replace") as file:
-        lines = file.read(MOST_BYTES).splitlines()
-    for line in lines:
-        if match := THREAD.fullmatch(line):
-            frames = threads.setdefault(match[1].lstrip("0"), [])
-        elif match := FRAME.fullmatch(line):
-            frames.append([match[1], int(match[2]) if match[2].isdigit() else 0, match[3]])
-    return threads
+        matches = map(FRAME.fullmatch, file.read(MOST_BYTES).splitlines())
+        return [[m[1], int(m[2]) if m[2].isdigit() else 0, m[3]] for m in matches if m]
 
 
-class UnixConnection(http.client.HTTPConnection):
-    """HTTP over a unix socket."""
+def answer_of(rank: Rank) -> tuple[dict[str, Any], list[dict[str, Any]] | None] | None:
+    """Return what a rank's thread answers: the threads' stacks, and torch's entries.
 
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=2)
-        self.path = path
+    None if it does not answer; no entries where torch records none, or the record is torn.
+    """
+    content = b""
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.settimeout(2)
+            server.connect(rank["socket"])
+            while len(content) < MOST_BYTES and (part := server.recv(1 << 16)):
+                content += part
+        head, _, record = content.partition(b"\n")
+        threads = json.loads(head)["threads"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    try:
+        return threads, json.loads(record)["entries"]
+    except (ValueError, KeyError, TypeError):
+        return threads, None
 
-    def connect(self) -> None:
-        """Connect to the socket."""
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self.path)
 
+def collectives_of(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the last collective that a rank has begun in each process group.
 
-def collectives_of(rank: Rank) -> dict[str, dict[str, Any]]:
-    """Return the last collective that a rank has begun in each process group: number and name.
-
-    There are none without a process group, and with a torch that has no worker server.
+    That is its `number`, its `name`, and whether the rank still waits in it.
     """
     last: dict[str, dict[str, Any]] = {}
-    errors = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
-    with contextlib.suppress(*errors), contextlib.closing(UnixConnection(rank["socket"])) as server:
-        server.request("POST", "/handler/fr_trace_json")
-        for entry in json.loads(server.getresponse().read(MOST_BYTES))["entries"]:
-            number, group = entry["collective_seq_id"], entry["process_group"][0]
-            if not entry["is_p2p"] and number >= last.get(group, {"number": 0})["number"]:
-                name = entry["profiling_name"].rpartition(":")[2]
-                last[group] = {"number": number, "name": name}
+    for entry in entries:
+        number, group = entry["collective_seq_id"], entry["process_group"][0]
+        if not entry["is_p2p"] and number >= last.get(group, {"number": 0})["number"]:
+            ended = entry.get("retired") or entry.get("state") == "completed"
+            name = entry["profiling_name"].rpartition(":")[2]
+            last[group] = {"number": number, "name": name, "waits": not ended}
     return last
 
 
 def examine(rank: Rank, folder: Path) -> Finding:
     """Return what is found of a rank now; of a stopped process, only that it is stopped."""
     state = process_status(rank["pid"]).get("State", "")[:1]
-    answers = state not in ("T", "t", "Z")
-    threads = stacks_of(rank, folder) if answers else {}
-    return {
-        "rank": rank["rank"],
-        "pid": rank["pid"],
-        "state": state,
-        "stack": threads.pop(f"{rank['thread']:x}", []),
-        "threads": list(threads.values()),
-        "collectives": collectives_of(rank) if answers else {},
-    }
+    found: Finding = {"rank": rank["rank"], "pid": rank["pid"], "state": state}
+    found |= {"stack": [], "threads": [], "collectives": None}
+    if state in ("T", "t", "Z"):
+        return found
+    if (answer := answer_of(rank)) is None:  # a thread holds the GIL
+        return found | {"stack": stack_by_signal(rank, folder)}
+    threads, entries = answer
+    found |= {"stack": threads.pop(f"{rank['thread']:x}", []), "threads": [*threads.values()]}
+    with contextlib.suppress(KeyError, TypeError, IndexError, AttributeError):
+        found["collectives"] = None if entries is None else collectives_of(entries)
+    return found
 
 
 # ---- Which ranks keep the others waiting
@@ -183,43 +200,52 @@ def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
     if stopped:
         return dict.fromkeys(stopped, "is stopped (by SIGSTOP or a debugger)")
     behind: dict[int, str] = {}
-    for group in sorted({group for each in ranks.values() for group in each["collectives"]}):
+    # Who has not answered may have joined all; who has no collective yet lacks the first.
+    known = {
+        rank: each["collectives"] for rank, each in ranks.items() if each["collectives"] is not None
+    }
+    nothing = {"number": 0, "name": "", "waits": False}
+    for group in sorted({group for each in known.values() for group in each}):
         last = {
-            rank: each["collectives"].get(group, {"number": 0, "name": ""})
-            for rank, each in ranks.items()
-            if group in each["collectives"] or group == "0"  # the default group has all ranks
+            rank: each.get(group, nothing)
+            for rank, each in known.items()
+            if group in each or group == "0"  # the default group has all ranks
         }
         furthest = max(last.values(), key=lambda collective: int(collective["number"]))
         lacks = f"has not joined {furthest['name']} {furthest['number']} of process group {group}"
         for rank, collective in last.items():
-            if collective["number"] < furthest["number"]:
+            # On a GPU, a rank may lack a later collective since it waits in an earlier one.
+            if collective["number"] < furthest["number"] and not collective["waits"]:
                 behind.setdefault(rank, lacks)
     if behind and len(behind) < len(ranks):
         return behind
     elsewhere = [
         rank
         for rank, each in ranks.items()
-        if not any(COMMUNICATION.search(frame[0]) for frame in each["stack"])
+        if each["stack"] and not any(COMMUNICATION.search(frame[0]) for frame in each["stack"])
     ]
     if elsewhere and len(elsewhere) < len(ranks):
         return dict.fromkeys(elsewhere, "is not in torch.distributed, as the others are")
     return {}
 
 
-def imports(found: Iterable[Finding]) -> bool:
-    """Whether a rank is importing modules."""
-    return any("importlib" in frame[0] for each in found for frame in each["stack"])
+def is_busy(before: Iterable[Finding], now: Iterable[Finding], culprits: Collection[int]) -> bool:
+    """Whether the ranks are at work, as two looks show.
 
-
-def is_busy(before: Iterable[Finding], now: Sequence[Finding], culprits: Collection[int]) -> bool:
-    """Whether the ranks are at work, as stacks that have changed between two looks show.
-
-    Only asked where it decides: if no rank differs, or the one that does still imports modules.
+    They are if a rank has begun another collective; and if a stack has changed while no rank
+    differs from the others, or while the one that does imports modules.
     """
-    if culprits and not imports(each for each in now if each["rank"] in culprits):
-        return False
-    stacks = [{each["rank"]: each["stack"] for each in found} for found in (before, now)]
-    return stacks[0] != stacks[1]
+    first = {each["rank"]: each for each in before}
+    pairs = [(first[each["rank"]], each) for each in now if each["rank"] in first]
+    if any(old["collectives"] != new["collectives"] for old, new in pairs):
+        return True
+    imports = any(
+        "importlib" in frame[0]
+        for _, new in pairs
+        if new["rank"] in culprits
+        for frame in new["stack"]
+    )
+    return (not culprits or imports) and any(old["stack"] != new["stack"] for old, new in pairs)
 
 
 def place_of(stack: Stack) -> str:
@@ -285,7 +311,7 @@ class Signs:
             if self.steps:
                 self.longest_s = max(self.longest_s, now - self.last)
             self.metrics, self.last, self.steps = metrics, now, self.steps + 1
-        elif self.steps:
+        elif self.steps or self.limit_s is None:
             return
         elif (output := sum(map(size_of, self.outputs))) != self.output:
             self.output, self.last = output, now
@@ -334,7 +360,10 @@ class Signs:
 class Watchdog:
     """Answers questions, notices stalls where rank 0 runs, and kills ranks that are to be ended."""
 
-    def __init__(self, folder: Path, logs: Path, limit_s: float | None) -> None:
+    def __init__(
+        self, folder: Path, logs: Path, limit_s: float | None, torchrun: select.poll
+    ) -> None:
+        self.torchrun, self.looked = torchrun, time.monotonic()
         self.folder, self.exchange = folder, logs / "watchdog"
         self.exchange.mkdir(parents=True, exist_ok=True)
         environ = os.environ  # of Slurm's nodes; of pods
@@ -343,15 +372,16 @@ class Watchdog:
         )
         self.signs = Signs(logs.parent.parent, logs, limit_s)
         self.kills = limit_s is not None
-        self.done: set[str] = set()
+        # What is there was asked before: in pods, a new rank may have the pid of an old one.
+        self.done = {path.name for path in self.exchange.iterdir()}
+        self.began: float | None = time.monotonic()  # None once there are ranks
         self.watched: list[int] = []
         self.named = 0.0  # when a stall was named that goes on; 0 if none does
 
     def ranks(self) -> list[Rank]:
         """Return the ranks that run on this node, by their number."""
         files = map(read_json, self.folder.glob("*.json"))
-        alive = [rank for rank in files if process_status(rank.get("pid", 0)).get("State")]
-        return sorted(alive, key=lambda rank: int(rank["rank"]))
+        return sorted(filter(is_alive, files), key=lambda rank: int(rank["rank"]))
 
     def new_files(self, pattern: str) -> list[str]:
         """Return the names of files in the exchange that match and were not seen before."""
@@ -381,25 +411,22 @@ class Watchdog:
         while True:
             reports = [*filter(None, map(read_json, self.exchange.glob(f"answer-{name}-*.json")))]
             found = [each for report in reports for each in report["ranks"]]
-            if len(found) >= world or time.monotonic() > deadline:
+            if len(found) >= world or time.monotonic() > deadline or self.torchrun.poll(100):
                 nodes = {each["rank"]: one["node"] for one in reports for each in one["ranks"]}
                 return found, nodes
-            time.sleep(0.1)
 
     def name_stall(self, silent_s: float, world: int) -> bool:
         """Find out who keeps the run waiting, write it down, and have those ranks killed.
 
         Returns whether the run is stalled: ranks that are at work are not.
         """
+        before, _ = self.ask_all(world)
+        self.torchrun.poll(500)
         found, nodes = self.ask_all(world)
-        culprits = culprits_of(found)
-        if not culprits or imports(found):
-            time.sleep(0.5)
-            before, (found, nodes) = found, self.ask_all(world)
-            culprits = culprits_of(found)
-            if is_busy(before, found, culprits):
-                self.signs.last = time.monotonic()
-                return False
+        earlier, culprits = culprits_of(before), culprits_of(found)
+        if is_busy(before, found, culprits) or earlier.keys() != culprits.keys():
+            self.signs.last = time.monotonic()
+            return False
         what = "step" if self.signs.steps else "output"
         why = f"no {what} for {silent_s:.0f} s: {in_words(culprits, found, nodes, world)}"
         self.record(stalled=True, ranks=sorted(culprits), why=why, kills=self.kills)
@@ -434,6 +461,15 @@ class Watchdog:
         for name in self.new_files("end-*.json"):
             self.end(name)
         now, ranks = time.monotonic(), self.ranks()
+        if (
+            now - self.looked > SUSPENDED_S
+        ):  # all of the node's processes were, as by scontrol suspend
+            self.signs.last += now - self.looked
+        if ranks:
+            self.began = None
+        elif self.began is not None and self.kills and now - self.began > (self.signs.limit_s or 0):
+            self.began = None
+            print(f"watchdog: {UNSEEN}", file=sys.stderr, flush=True)
         if not ranks or ranks[0]["rank"] != 0:
             return
         pids = [rank["pid"] for rank in ranks]
@@ -456,16 +492,24 @@ def main(folder: str, limit: str) -> None:
     torchrun.register(os.pidfd_open(os.getppid()), select.POLLIN)
     if os.fork():  # no child of torchrun, whose children are the ranks
         return
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # Slurm sends them to all; it ends with torchrun
+        signal.signal(number, signal.SIG_IGN)
     attempt = os.environ.get("TRAIN_ATTEMPT", "0")
     logs = Path(os.environ["TRAIN_RUN_DIR"]) / "logs" / f"attempt-{attempt}"
+    limit_s = None if limit == "learned" else float(limit)
     try:
-        watchdog = Watchdog(Path(folder), logs, None if limit == "learned" else float(limit))
-        while not torchrun.poll(POLL_S * 1000):
+        watchdog = Watchdog(Path(folder), logs, limit_s, torchrun)
+        while not torchrun.poll((POLL_LEARNED_S if limit_s is None else POLL_S) * 1000):
             try:
                 watchdog.look()
             except Exception as error:  # such as a full disk; the next look may succeed
                 print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 torchrun.poll(10_000)
+            watchdog.looked = time.monotonic()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Until
 
 FOLDER = ROOT / "templates/common/watchdog"
 WAITS = [["/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce"]]
@@ -26,9 +27,12 @@ def watchdog() -> ModuleType:
     return module
 
 
-def rank(number: int, last: int = 0, *, stack: Any = WAITS, state: str = "S") -> dict[str, Any]:
+def rank(
+    number: int, last: int = 0, *, stack: Any = WAITS, state: str = "S", waits: bool = False
+) -> dict[str, Any]:
     """Return what is found of a rank that has begun so many collectives of the default group."""
-    collectives = {"0": {"number": last, "name": "all_reduce"}} if last else {}
+    newest = {"number": last, "name": "all_reduce", "waits": waits}
+    collectives = {"0": newest} if last else {}
     found = {"rank": number, "pid": 100 + number, "state": state, "collectives": collectives}
     return {**found, "stack": stack, "threads": []}
 
@@ -55,12 +59,26 @@ def test_who_lacks_a_collective_of_its_group_is_named(watchdog: ModuleType) -> N
 def test_groups_of_some_ranks_are_compared_among_their_members(watchdog: ModuleType) -> None:
     found = [rank(number, 5) for number in range(4)]
     for number, last in ((0, 3), (1, 2)):
-        found[number]["collectives"]["17"] = {"number": last, "name": "all_gather"}
+        found[number]["collectives"]["17"] = {
+            **rank(0, last)["collectives"]["0"],
+            "name": "all_gather",
+        }
     assert watchdog.culprits_of(found) == {1: "has not joined all_gather 3 of process group 17"}
 
 
 def test_who_never_joins_the_default_group_is_named(watchdog: ModuleType) -> None:
     assert list(watchdog.culprits_of([rank(0, 1), rank(1, stack=TRAINS), rank(2, 1)])) == [1]
+
+
+def test_who_has_not_answered_is_not_taken_for_behind(watchdog: ModuleType) -> None:
+    found = [rank(0, 700), {**rank(1), "collectives": None}, rank(2, 700)]
+    assert watchdog.culprits_of(found) == {}
+
+
+def test_who_waits_in_an_earlier_collective_is_not_behind(watchdog: ModuleType) -> None:
+    """On GPUs the other ranks go on and enqueue later ones, while one asks for a result."""
+    found = [rank(0, 57, waits=True), rank(1, 59, waits=True), rank(2, 59, waits=True)]
+    assert watchdog.culprits_of(found) == {}
 
 
 def test_without_collectives_who_is_not_in_torch_distributed_is_named(watchdog: ModuleType) -> None:
@@ -85,6 +103,7 @@ def test_ranks_whose_stacks_change_are_busy_unless_one_keeps_the_others_waiting(
     assert watchdog.is_busy(before, now, {})
     assert not watchdog.is_busy(before, before, {})
     assert not watchdog.is_busy(before, now, {0: "lacks a collective"})
+    assert watchdog.is_busy([rank(0, 6)], [rank(0, 7)], {0: "lacks a collective"})
     assert watchdog.is_busy(before, [rank(0, stack=imports)], {0: "still imports"})
 
 
@@ -223,6 +242,7 @@ def python(site: Path, text: str, **more: str) -> "subprocess.Popen[str]":
     """Start Python as torchrun starts a rank."""
     env = {**os.environ, "PYTHONPATH": f"{site / 'site'}:{site / 'theirs'}"}
     env |= {"TRAIN_WATCHDOG": str(site / "exchange"), "TORCHELASTIC_RUN_ID": "r"}
+    env |= {"TORCHELASTIC_ERROR_FILE": str(site / "error.json")}
     env |= {"LOCAL_RANK": "0", "RANK": "3", "WORLD_SIZE": "4", **more}
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -242,7 +262,7 @@ def test_children_of_a_rank_and_other_programs_are_left_alone(site: Path) -> Non
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'pass'], check=True)"
     python(site, child).communicate(timeout=60)
     pid = json.loads((site / "exchange/3.json").read_text())["pid"]
-    assert (site / "exchange/3.json").read_text().count(str(pid)) == 2, "its own, and its socket's"
+    assert f"-{pid}.socket" in (site / "exchange/3.json").read_text(), "not of its child"
     (site / "exchange/3.json").unlink()
     process = python(site, "print('fine')", LOCAL_RANK="")
     assert process.communicate(timeout=60) == ("fine\n", "")
@@ -275,7 +295,78 @@ def test_the_stack_of_a_rank_that_holds_the_gil_is_read(
 ) -> None:
     found = watchdog.examine(hanging, site / "exchange")
     assert [frame[2] for frame in found["stack"]] == ["hang", "<module>"]
+    assert found["collectives"] is None
     assert found["state"] in ("S", "R")
+
+
+FORKS = """
+import os, sys, threading
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+print("parent lives", threading.active_count(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_rank_that_forks_lives_on_and_answers(watchdog: ModuleType, site: Path) -> None:
+    process = python(site, FORKS)
+    assert process.stdout and process.stdout.readline() == "parent lives 1\n"
+    place = json.loads((site / "exchange/3.json").read_text())
+    found = watchdog.examine(place, site / "exchange")
+    assert [frame[2] for frame in found["stack"]] == ["<module>"]
+    assert (found["threads"], found["collectives"]) == ([], None)
+    assert process.communicate("\n", timeout=60) == ("", "")
+    assert process.returncode == 0
+
+
+def test_after_a_suspension_the_limit_begins_anew(
+    watchdog: ModuleType, hanging: dict[str, Any], site: Path
+) -> None:
+    started = watchdog.Watchdog(site / "exchange", site / "run/logs/attempt-0", 60.0, select.poll())
+    began = started.signs.last
+    started.looked -= 1000
+    started.look()
+    assert started.signs.last >= began + 1000
+
+
+def test_a_later_process_of_the_same_number_is_no_rank(
+    watchdog: ModuleType, hanging: dict[str, Any]
+) -> None:
+    assert watchdog.is_alive(hanging)
+    assert not watchdog.is_alive({**hanging, "began": "1"})
+    assert not watchdog.is_alive({**hanging, "pid": 1 << 22})
+    assert not watchdog.is_alive({})
+
+
+def test_what_was_asked_of_an_earlier_start_is_left_alone(
+    watchdog: ModuleType, hanging: dict[str, Any], site: Path, until: Until
+) -> None:
+    """In a pod, a rank that was started again may have the process id of the one before."""
+    logs = site / "run/logs/attempt-0"
+    (logs / "watchdog").mkdir(parents=True)
+    end = json.dumps({"why": "old", "pids": {"3": hanging["pid"]}})
+    (logs / "watchdog/end-1.json").write_text(end)
+    (logs / "watchdog/ask-1").touch()
+    started = watchdog.Watchdog(site / "exchange", logs, 60.0, select.poll())
+    started.look()
+    assert watchdog.is_alive(hanging)
+    assert not [*(logs / "watchdog").glob("answer-*")]
+    (logs / "watchdog/end-2.json").write_text(end)
+    started.look()
+    until(lambda: not watchdog.is_alive(hanging), "the kernel ends it")
+    assert json.loads(Path(hanging["error_file"]).read_text())["message"]["message"] == (
+        "StallError: old"
+    )
+
+
+def test_ranks_that_cannot_be_looked_into_are_told(
+    watchdog: ModuleType, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = watchdog.Watchdog(site / "exchange", site / "run/logs/attempt-0", 0.0, select.poll())
+    started.look()
+    started.look()
+    assert capsys.readouterr().err.count("a stall would not be noticed") == 1
 
 
 def test_a_process_that_does_not_handle_the_signal_is_not_signalled(
@@ -284,5 +375,5 @@ def test_a_process_that_does_not_handle_the_signal_is_not_signalled(
     with subprocess.Popen(["sleep", "300"]) as process:
         place = {"rank": 3, "pid": process.pid, "signal": 54, "thread": 1, "socket": "/none"}
         found = watchdog.examine(place, site / "exchange")
-        assert (found["stack"], found["collectives"], process.poll()) == ([], {}, None)
+        assert (found["stack"], found["collectives"], process.poll()) == ([], None, None)
         process.kill()
