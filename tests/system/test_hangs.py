@@ -83,9 +83,11 @@ def stalls(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "kind",
     [
-        "loader",
         "stopped",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gil", "loop", "never")),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("loader", "gil", "loop", "never")  # the loader also on Slurm, below
+        ),
     ],
 )
 def test_the_rank_that_hangs_is_named_and_killed_and_the_run_goes_on(
@@ -111,6 +113,7 @@ def test_the_rank_that_hangs_is_named_and_killed_and_the_run_goes_on(
     assert not list((run_dir / "logs/attempt-0/watchdog").glob("*.json.*")), "no draft is left"
 
 
+@pytest.mark.slow
 def test_a_stall_is_the_reason_of_a_run_that_ends_for_it(tmp_path: Path) -> None:
     file, retries = tmp_path / "hanging.yaml", {"in_job": 0}
     more = {"resources": {"nproc_per_node": 2}, "stall_timeout": "8s", "retries": retries}
@@ -126,6 +129,7 @@ def test_a_stall_is_the_reason_of_a_run_that_ends_for_it(tmp_path: Path) -> None
     assert failure.message in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_limit_a_run_is_looked_into_and_left_alone(tmp_path: Path, until: Until) -> None:
     file = tmp_path / "hanging.yaml"
     file.write_text(json.dumps(job(tmp_path, "loader", resources={"nnodes": 2})))
