@@ -133,7 +133,12 @@ NEVER = "never"
 
 
 def _parse_limit(text: str) -> int:
-    return 0 if text == NEVER else parse_duration(text)
+    if text == NEVER:
+        return 0
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or {NEVER!r}") from None
 
 
 def _format_limit(seconds: int) -> str:

@@ -233,6 +233,8 @@ def test_hexadecimal_numbers_are_numbers() -> None:
         ("secrets: 1", "secrets: must be a list of names, or a mapping of names to places, not 1"),
         ("secrets: {A: b}", "secrets.A: must be a mapping of keys to values, not '***'"),
         ("time_limit: [4h]", "time_limit: must be a string with a unit, not a list"),
+        ("stall_timeout: nevr", "stall_timeout: 'nevr' is not a time; write it like 90s, 30m, 4h, "
+         "1h30m or 01:30:00, or 'never'"),
         ("time_limit: 1.5", "time_limit: must be a string with a unit, not 1.5"),
         ("time_limit: true", "time_limit: must be a string with a unit, not true"),
         ("time_limit: 90", "time_limit: '90' has no unit; write 90s, 90m or 90h"),
