@@ -1,4 +1,4 @@
-"""The way to the watchdogs of a run's pods: a command in each running pod, which asks its own."""
+"""The way to the watchdogs of a run's pods: a command in each pod asks the watchdog there."""
 
 import contextlib
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ class PodsExchange:
         self._answers: list[bytes] = []
 
     def ask(self, name: str) -> None:
-        """Ask the watchdogs of all pods; returns when they have answered."""
+        """Ask the watchdogs of all pods, and wait for the answers."""
         self._answers = self._in_all_pods(_ASK, name)
         if not any(self._answers):
             raise LauncherError(f"no pod has answered: {NO_WATCHDOG}")

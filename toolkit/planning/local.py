@@ -22,7 +22,7 @@ class LocalPlan(LaunchPlan):
 
     @property
     def watchdog(self) -> str:
-        """As anywhere, but also in a script without restarts, which nobody has to read here."""
+        """The watchdog's limit; a local script has a watchdog also without restarts."""
         return super().watchdog or ("learned" if self.job.stall_timeout_s is None else "")
 
     @property

@@ -87,7 +87,7 @@ def answer_for_ever(server: socket.socket) -> None:
                     if thread != own
                 }
                 recorded = getattr(sys.modules.get(RECORDER), "_dump_fr_trace_json", None)
-                head = json.dumps({"threads": threads, "recorded": recorded is not None})
+                head = json.dumps({"threads": threads})
                 connection.sendall(head.encode() + b"\n" + (recorded() if recorded else b""))
         except Exception:  # such as a watchdog that has hung up
             time.sleep(1)
