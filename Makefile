@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-all test-nightly test-cluster test-gpu fuzz lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery chaos faults notebooks clean
+.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-cluster test-gpu fuzz lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery chaos faults notebooks clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -53,16 +53,23 @@ sandbox-status:  ## Show its nodes
 lint: install  ## Check style and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-test: install lint  ## Install what the tests need and run those that each change must pass
-	@tests/packages.sh
-	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
+test:  ## Install what the tests need and run those that each change must pass
+	@$(MAKE) --no-print-directory -j2 lint tests/image
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 6 --dist worksteal $(ARGS)
 
-test-all: install lint  ## Run all tests: also the slow ones (chaos, versions of Slurm, images)
-	@tests/packages.sh all
+test-all:  ## Run all tests: also the slow ones (chaos, versions of Slurm, images)
+	@$(MAKE) --no-print-directory -j2 lint tests/image
+	@tests/peers.sh
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest --hypothesis-profile=search -m "not nightly" -n 3 --dist worksteal $(ARGS)
 
-test-nightly: install  ## Run the tests that take too long for each change
+# Before the tests: they would all wait for it, and leave it no processor.
+tests/image: install tests/packages
+	@$(BIN)/python train/build-image >/dev/null 2>&1 || echo "the image of train/ could not be built; its tests will say why" >&2
+
+tests/packages:
 	@tests/packages.sh
+
+test-nightly: tests/image  ## Run the tests that take too long for each change
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest --hypothesis-profile=search -m nightly -n 2 -o timeout=14400 $(ARGS)
 
 test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs for

@@ -1,17 +1,7 @@
 #!/bin/bash
 # Install the Debian packages that the tests need, where that is possible; otherwise say what is
 # left out. Tests that need them are skipped then, and fail where CI is set.
-# With `all`: also what only the slow tests need.
 set -euo pipefail
-
-# Google's calculator of goodput and TensorBoard, apart from .venv: they bring half of Google's clients.
-peer="$(dirname "$0")/../.cache/ml-goodput-measurement"
-if [ "${1:-}" = all ] && [ ! -d "$peer" ]; then
-  pip=("$(dirname "$0")/../.venv/bin/pip" install -qq --disable-pip-version-check --target "$peer.new")
-  { "${pip[@]}" google-cloud-{logging,monitoring,storage} tensorboard && "${pip[@]}" --no-deps ml-goodput-measurement==0.2.3 tensorboardX &&
-    mv "$peer.new" "$peer"; } 2>/dev/null ||
-    echo "left out: the tests beside ml-goodput-measurement, which could not be had" >&2
-fi
 
 # Data sets, unpacked below the project: neither root nor the R that one of them depends on is
 # needed.
@@ -82,7 +72,3 @@ for suite in trixie forky; do
   "$sandbox" fetch $suite "$(dirname "$0")/../.cache/slurm-$suite" >/dev/null ||
     echo "left out: the tests on the Slurm of Debian's $suite, whose packages could not be had" >&2
 done
-# The image, before the tests: they would all wait for it, and leave it no processor.
-project="$(dirname "$0")/.."
-"$project/.venv/bin/python" "$project/train/build-image" >/dev/null 2>&1 ||
-  echo "the image of train/ could not be built; its tests will say why" >&2

@@ -161,7 +161,7 @@ def test_tensorboard_itself_reads_one_curve(tmp_path: Path) -> None:
     if not PACKAGE.is_dir():
         if os.environ.get("CI"):
             pytest.fail("CI must have tensorboard")
-        pytest.skip("needs tensorboard; see tests/packages.sh")
+        pytest.skip("needs tensorboard; see tests/peers.sh")
     forward([restarted(tmp_path / "run")], tmp_path / "board")
     done = subprocess.run(
         [sys.executable, "-c", READ, tmp_path / "board/digits"],

@@ -15,7 +15,7 @@ from tests.unit.runs.test_goodput import Recorded
 pytestmark = pytest.mark.slow
 
 PACKAGE = ROOT / ".cache/ml-goodput-measurement"
-"""Where tests/packages.sh puts it, with what it needs of Google's clients."""
+"""Where tests/peers.sh puts it, with what it needs of Google's clients."""
 
 CALCULATE = """
 import datetime, json, sys
@@ -38,7 +38,7 @@ def calculated(folder: Path, cache: Path) -> float:
     if not PACKAGE.is_dir():
         if os.environ.get("CI"):
             pytest.fail("CI must have ml-goodput-measurement")
-        pytest.skip("needs ml-goodput-measurement; see tests/packages.sh")
+        pytest.skip("needs ml-goodput-measurement; see tests/peers.sh")
     done = subprocess.run(
         [sys.executable, "-c", CALCULATE, cache],
         input=json.dumps(entries_of(folder)),
