@@ -93,9 +93,11 @@ def stalls(run_dir: Path) -> list[dict[str, Any]]:
 def test_the_rank_that_hangs_is_named_and_killed_and_the_run_goes_on(
     kind: str, tmp_path: Path
 ) -> None:
-    two = {"nproc_per_node": 2}
+    two, told = {"nproc_per_node": 2}, tmp_path / "told"
     file = tmp_path / "hanging.yaml"
-    file.write_text(json.dumps(job(tmp_path, kind, resources=two, stall_timeout="8s")))
+    notify = {"command": f"cat >>{told}", "events": ["stall"]}
+    content = job(tmp_path, kind, resources=two, stall_timeout="8s", notify=notify)
+    file.write_text(json.dumps(content))
     done = subprocess.run(
         [TOOLKIT, "run", file], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
@@ -109,6 +111,8 @@ def test_the_rank_that_hangs_is_named_and_killed_and_the_run_goes_on(
     assert over["stalled"] is False, "the new start of the ranks is not stalled"
     output = (run_dir / "logs/attempt-0/node-0.log").read_text()
     assert f"watchdog: {stall['why']}" in output
+    (notification,) = map(json.loads, told.read_text().splitlines())
+    assert notification["text"] == f"{run_dir.name}: attempt 0 stalls: {stall['why']}"
     assert output.count("[rank 1] step 6\n") == 1, "it was made by the second start"
     assert not list((run_dir / "logs/attempt-0/watchdog").glob("*.json.*")), "no draft is left"
 
@@ -176,7 +180,9 @@ def test_a_run_without_a_watchdog_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slurm
 def test_a_rank_that_hangs_on_another_node_is_named_and_killed(site: Site, tmp_path: Path) -> None:
-    more = {"resources": {"nnodes": 2, "cpus_per_node": 1}, "stall_timeout": "8s"}
+    notify = {"command": f"cat >>{tmp_path}/told", "events": ["stall"]}
+    resources = {"nnodes": 2, "cpus_per_node": 1}
+    more = {"resources": resources, "stall_timeout": "8s", "notify": notify}
     spec = toolkit.JobSpec.model_validate(job(tmp_path, "loader", **more))
     run = site.launcher.submit(toolkit.plan(spec, site.profile))
     status = run.wait(280)
@@ -185,3 +191,5 @@ def test_a_rank_that_hangs_on_another_node_is_named_and_killed(site: Site, tmp_p
     nodes = (run.run_dir / "logs/attempt-0/nodes").read_text().split()
     stall = stalls(run.run_dir)[0]
     assert stall["why"].startswith(f"no output for 8 s: rank 1 on {nodes[1]} {LACKS}")
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["event"], told["text"].partition(" stalls: ")[2]) == ("stall", stall["why"])

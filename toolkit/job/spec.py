@@ -120,12 +120,12 @@ class Retries(FrozenModel):
 class Notify(FrozenModel):
     """The receivers of [notifications](../how-to/monitoring.md#notifications)."""
 
-    events: Annotated[tuple[Literal["end", "failure", "requeue"], ...], Field(min_length=1)] = (
-        "end",
-        "failure",
-    )
+    events: Annotated[
+        tuple[Literal["end", "failure", "requeue", "stall"], ...], Field(min_length=1)
+    ] = ("end", "failure")
     """Which events: `end`, the run has ended, well or not; `failure`, an attempt has failed, also
-    if another one follows; `requeue`, an attempt has ended and another one follows."""
+    if another one follows; `requeue`, an attempt has ended and another one follows; `stall`, [the
+    ranks hang](../how-to/hangs.md)."""
 
     webhook: types.Webhook | None = None
     """An address that takes the notification as JSON by POST, or `$NAME` if it is a secret: the

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.job.spec import JobSpec, leaked_secrets
-from toolkit.planning.plans import REQUEUE_MARGIN_S, SCRIPT_VARIABLES, notify_of, refusal
+from toolkit.planning.plans import REQUEUE_MARGIN_S, SCRIPT_VARIABLES, is_told, notify_of, refusal
 from toolkit.profile import leaks_of
 from toolkit.text.quantities import format_duration, format_size
 
@@ -116,6 +116,14 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Probl
 
 def _notify_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
     notify = notify_of(job, profile)
+    if is_told(job.notify, "stall") and job.stall_timeout_s == 0:
+        yield refusal(
+            "notify-without-watchdog",
+            "notify.events has stall, which nothing notices with stall_timeout: never; leave one "
+            "of them out",
+            "notify",
+            "events",
+        )
     if notify and notify.variable and notify.variable not in job.secrets:
         at, key = "", ["notify", "webhook"]
         if not job.notify:

@@ -144,12 +144,18 @@ class LaunchPlan:
     def watchdog(self) -> str:
         """How many seconds the watchdog lets the ranks be silent, or `learned`; empty without one.
 
-        A script that starts its ranks once stays short: it has a watchdog if the job asks for one.
+        A script that starts its ranks once stays short: it has a watchdog if the job asks for one,
+        or if somebody is to be told of stalls.
         """
         timeout_s = self.job.stall_timeout_s
         if timeout_s is None:
-            return "" if self.starts_once else "learned"
+            return "" if self.starts_once and not is_told(self.notify, "stall") else "learned"
         return str(timeout_s) if timeout_s else ""
+
+    @property
+    def tells_stalls(self) -> bool:
+        """Whether the script sends a notification when the watchdog has named a stall."""
+        return bool(self.watchdog) and is_told(self.notify, "stall")
 
     @property
     def has_limits(self) -> bool:
@@ -181,6 +187,11 @@ class LaunchPlan:
             f"{what} {verb} Slurm's, and profile {name!r} is of another kind; write "
             "`toolkit wait RUN && toolkit submit …`"
         )
+
+
+def is_told(notify: Notify | None, event: str) -> bool:
+    """Whether a receiver of notifications wants an event."""
+    return notify is not None and event in notify.events
 
 
 def notify_of(job: JobSpec, profile: Profile) -> Notify | None:

@@ -7,6 +7,7 @@ the page's own policy lets nothing be loaded.
 
 import contextlib
 import html
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
 from toolkit.runs.log_reader import attempt_folders
 from toolkit.runs.provenance import origin_lines, origin_of
 from toolkit.runs.run_secrets import mask_of
+from toolkit.runs.stacks import stalls_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import secret_scan, untrusted
 from toolkit.text.quantities import rounded_duration
@@ -44,7 +46,11 @@ _MOST_POINTS, _FEWEST_POINTS = 2000, 8
 _MOST_RUNS = 200
 _MOST_ATTEMPTS = 50
 _MOST_LINES = 200
-"""Lines of a failure."""
+"""Lines of a failure, and of the stacks of a stall."""
+
+_MOST_STALLS = 5
+_LINE = 300
+"""Characters of a line of a stack."""
 
 _FILE_BYTES = 100 << 10
 """How much is shown of a job file or script."""
@@ -364,6 +370,7 @@ def _details(facts: _Facts) -> dict[str, Any]:
     return {
         "attempts": list(_attempts(run)),
         "failures": list(_failures(run, facts)),
+        "stalls": list(_stalls(run)),
         "origin": list(origin_lines(origin_of(run))),
         "files": [
             {"name": name, "text": text} for name in _written(run) if (text := _text_of(run, name))
@@ -401,6 +408,20 @@ def _failures(run: "Run", facts: _Facts) -> Iterator[str]:
             continue
         if failure is not None:
             yield "\n".join(list(failure.lines())[:_MOST_LINES])
+
+
+def _stalls(run: "Run") -> Iterator[dict[str, str]]:
+    """Yield the newest stalls, with the stacks of all ranks, where this machine sees them."""
+    if run.run_dir is None:
+        return
+    mask = mask_of(run.run_dir)
+    for stall in stalls_of(run.run_dir, _MOST_STALLS):
+        ended = "; the rank was killed" if stall.kills else ""
+        lines = itertools.islice(stall.stacks.lines(), _MOST_LINES)
+        yield {
+            "said": mask.hide(f"attempt {stall.attempt}: {stall.why}{ended}"),
+            "stacks": mask.hide("\n".join(line[:_LINE] for line in lines)),
+        }
 
 
 def _written(run: "Run") -> list[str]:

@@ -133,10 +133,7 @@ class FolderExchange:
 
     def answers(self, name: str) -> Iterable[bytes]:
         """Return the answers that have come."""
-        for entry in untrusted.entries(self._folder):
-            if entry.is_file and entry.name.startswith(f"answer-{name}-"):
-                with contextlib.suppress(OSError):
-                    yield untrusted.read_bytes(self._folder / entry.name, limit=_LONGEST_ANSWER)
+        return _answers_in(self._folder, f"answer-{name}-")
 
     def withdraw(self, name: str) -> None:
         """Remove the question and its answers."""
@@ -150,6 +147,59 @@ NO_WATCHDOG = (
     "no watchdog looks into its ranks: the job has `stall_timeout: never`, or nothing starts its "
     "ranks again and it sets no `stall_timeout`, or it has not started"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """A stall that a watchdog has named."""
+
+    attempt: int
+
+    when: float | None
+    """In seconds since 1970."""
+
+    why: str
+    """Which rank keeps the others waiting, and where it stands."""
+
+    kills: bool
+    """Whether that rank was killed."""
+
+    stacks: Stacks
+    """What the ranks were doing then."""
+
+
+def stalls_of(run_dir: Path, most: int) -> list[Stall]:
+    """Return the newest stalls of a run, at most so many, the oldest first."""
+    stalls: list[Stall] = []
+    for attempt in reversed(attempt_folders(run_dir)):
+        folder = attempt / "watchdog"
+        named = [
+            line
+            for line in map(untrusted.mapping, untrusted.lines_of_json(folder / "stalls.jsonl"))
+            if line.get("stalled") is True
+        ]
+        for line in reversed(named[len(stalls) - most :]):
+            name = line.get("asked")
+            answers = _answers_in(folder, f"answer-{name}-") if isinstance(name, str) else []
+            stalls.append(
+                Stall(
+                    attempt=int(attempt.name.removeprefix("attempt-")),
+                    when=untrusted.moment(line.get("time")),
+                    why=_text(line.get("why")),
+                    kills=line.get("kills") is True,
+                    stacks=read_answers(answers),
+                )
+            )
+        if len(stalls) >= most:
+            break
+    return stalls[::-1]
+
+
+def _answers_in(folder: Path, prefix: str) -> Iterator[bytes]:
+    for entry in untrusted.entries(folder):
+        if entry.is_file and entry.name.startswith(prefix):
+            with contextlib.suppress(OSError):
+                yield untrusted.read_bytes(folder / entry.name, limit=_LONGEST_ANSWER)
 
 
 def newest_stall(run_dir: Path) -> str | None:

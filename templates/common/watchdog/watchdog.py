@@ -401,9 +401,8 @@ class Watchdog:
         }
         write_json(self.exchange / f"answer-{name}-{self.node}-{os.getpid()}.json", report)
 
-    def ask_all(self, world: int) -> tuple[list[Finding], dict[int, str]]:
+    def ask_all(self, name: str, world: int) -> tuple[list[Finding], dict[int, str]]:
         """Return what all nodes answer in time: what was found of each rank; each rank's node."""
-        name = f"stall-{time.time_ns()}"
         (self.exchange / f"ask-{name}").touch()
         self.done.add(f"ask-{name}")
         self.answer(name)
@@ -420,17 +419,19 @@ class Watchdog:
 
         Returns whether the run is stalled: ranks that are at work are not.
         """
-        before, _ = self.ask_all(world)
+        name = f"stall-{time.time_ns()}"
+        before, _ = self.ask_all(f"{name}-before", world)
         self.torchrun.poll(500)
-        found, nodes = self.ask_all(world)
+        found, nodes = self.ask_all(name, world)
         earlier, culprits = culprits_of(before), culprits_of(found)
         if is_busy(before, found, culprits) or earlier.keys() != culprits.keys():
             self.signs.last = time.monotonic()
             return False
         what = "step" if self.signs.steps else "output"
         why = f"no {what} for {silent_s:.0f} s: {in_words(culprits, found, nodes, world)}"
-        self.record(stalled=True, ranks=sorted(culprits), why=why, kills=self.kills)
+        self.record(stalled=True, ranks=sorted(culprits), why=why, kills=self.kills, asked=name)
         print(f"watchdog: {why}", file=sys.stderr, flush=True)
+        self.tell(why)
         if self.kills:
             pids = {each["rank"]: each["pid"] for each in found}
             end = {"why": why, "pids": {rank: pids.get(rank) for rank in culprits or [0]}}
@@ -442,6 +443,13 @@ class Watchdog:
         line = json.dumps({"version": 1, "time": time.time(), **fields})
         with (self.exchange / "stalls.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def tell(self, why: str) -> None:
+        """Write a file with one sentence, which the job's script sends to whom `notify` names."""
+        count = len([*self.exchange.glob("stall-*")])
+        draft = self.exchange / f".stall.{os.getpid()}"
+        draft.write_text(f"{why}\n", encoding="utf-8")
+        draft.replace(self.exchange / f"stall-{count + 1}")
 
     def end(self, name: str) -> None:
         """Kill the ranks of this node that a file names; torchrun's report says why."""

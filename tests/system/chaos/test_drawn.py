@@ -30,7 +30,9 @@ def opened(place: str, cluster: Cluster, folder: Path) -> Iterator[Arena]:
     arena.restore()
 
 
-@pytest.mark.parametrize(("place", "seed"), [("slurm", 2), ("pods", 2), ("local", 6)])
+@pytest.mark.parametrize(
+    ("place", "seed"), [("slurm", 2), ("pods", 2), pytest.param("local", 6, marks=pytest.mark.slow)]
+)
 def test_a_run_survives_faults_at_any_moment(
     place: str, seed: int, cluster: Cluster, tmp_path: Path, reference: Trial
 ) -> None:

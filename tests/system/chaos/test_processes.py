@@ -37,6 +37,7 @@ def test_a_rank_is_killed_twice_and_restarted_in_the_job_then_by_a_requeue(
     assert len(trial.reasons()) == 2
 
 
+@pytest.mark.slow
 def test_a_killed_torchrun_is_a_failure_of_its_node_and_counts(
     cluster: Cluster, site: Site, reference: Trial, until: Until
 ) -> None:

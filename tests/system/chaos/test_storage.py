@@ -52,6 +52,7 @@ def fill(path: Path) -> None:
             assert error.errno == errno.ENOSPC
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_a_reason_and_it_goes_on_when_there_is_room(
     second: Cluster, tmp_path: Path, reference: Trial, until: Until
 ) -> None:

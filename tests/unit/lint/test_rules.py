@@ -52,6 +52,11 @@ CASES: dict[str, tuple[str, str, int | None]] = {
     "stop-beyond-signal": ("stop: {grace: 19h}\n", SLURM, 4),
     "notify-without-secret": ("notify: {webhook: $HOOK}\n", SLURM, 4),
     "notify-without-claim": ("notify: {command: cat}\n", KUBERNETES, 4),
+    "notify-without-watchdog": (
+        "stall_timeout: never\nnotify: {command: cat, events: [stall]}\n",
+        SLURM,
+        5,
+    ),
     "elastic-without-restarts": ("resources:\n  nnodes: {min: 1, max: 2}\n", SLURM, 5),
     "elastic-gpus-per-task": (
         "resources: {nnodes: {min: 1, max: 2}, gpus_per_node: 1}\nretries: {in_job: 1}\n",

@@ -69,6 +69,25 @@ def ended(run: ToldRun, **told: Any) -> ToldRun:
     return run
 
 
+def test_stalls_are_shown_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+    train(tmp_path)
+    (tmp_path / "logs/attempt-0").mkdir(parents=True)
+    folder = tmp_path / "logs/attempt-1/watchdog"
+    why = "no step for 8 s: rank 1 on n2 is stopped <by> SIGSTOP"
+    record(folder, "stalls.jsonl", {"stalled": False})
+    record(folder, "stalls.jsonl", {"time": 9.0, "stalled": True, "why": why, "asked": "stall-7"})
+    for node, rank, state in (("n1", 0, "S"), ("n2", 1, "T")):
+        stack = [["/home/me/train.py", 34, "main"]] if state == "S" else []
+        found = {"rank": rank, "pid": 5, "state": state, "stack": stack}
+        answer = {"version": 1, "node": node, "world": 2, "ranks": [found]}
+        (folder / f"answer-stall-7-{node}-5.json").write_text(json.dumps(answer))
+    page = _Page(ended(run_at(tmp_path)).report().html)
+    assert f"attempt 1: {why}" in page.text
+    assert 'rank 0 on n1\n  File "/home/me/train.py", line 34, in main' in page.text
+    assert "rank 1 on n2, stopped" in page.text
+    assert page.text.count("attempt 1: ") == 1
+
+
 def test_a_page_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     train(tmp_path, steps=15)
     train(tmp_path, first=11, at=40, attempt=1)

@@ -18,7 +18,10 @@ from tests.support.receiver import Receiver, receiving
 from tests.support.rendered import KINDS
 from tests.unit.templates.test_entrypoint import AGAIN, DONE, FINAL, Pod
 
-EVERYTHING = ["end", "failure", "requeue"]
+EVERYTHING = ["end", "failure", "requeue", "stall"]
+STALLS = 'mkdir -p "$watchdog"; echo "no step for 8 s: rank 1 hangs" >"$watchdog/stall-1"; '
+"""What the watchdog does when it names a stall."""
+
 WITHOUT_CURL = 'command() { [ "$2" != curl ] && builtin command "$@"; }\n'
 HOSTILE = '"; touch pwned; $(touch pwned) `touch pwned` \\ \n é'
 
@@ -264,6 +267,37 @@ def test_a_job_without_restarts_tells_its_end(
     ((_, told),) = receiver.posts
     assert (told["event"], told["failed"]) == ("end", bool(status))
     assert f"run: attempt 0 ended with exit status {status}" in told["text"]
+
+
+def test_each_stall_is_told_once_and_is_no_failure(job: Job, receiver: Receiver) -> None:
+    again = 'tell_stalls; tell_stalls; cp "$watchdog/stall-1" "$watchdog/stall-2"; conclude 0'
+    job.run(f"watchdog=$_logs/watchdog; {STALLS}{again}")
+    assert receiver.events == ["stall", "stall", "end"]
+    (_, first), *_ = receiver.posts
+    assert first["failed"] is False
+    assert first["text"].endswith("attempt 0 stalls: no step for 8 s: rank 1 hangs")
+
+
+def test_stalls_are_told_while_pods_run(tmp_path: Path, receiver: Receiver, until: Until) -> None:
+    (pod,) = pods(tmp_path, "JobSet", receiver, "t-0", in_job=1)
+    watchdog = "watchdog=$TRAIN_RUN_DIR/logs/attempt-0/watchdog; "
+    with pod.start("torchrun", f"{watchdog}{STALLS}wait_for_stop") as process:
+        until(lambda: receiver.events == ["stall"], "the stall is told")
+        process.terminate()
+        process.wait(300)
+    assert receiver.events == ["stall"]
+
+
+def test_a_script_that_starts_its_ranks_once_has_a_watchdog_if_stalls_are_to_be_told() -> None:
+    job = toolkit.JobSpec.model_validate({"name": "once", "module": "train"})
+    profile = toolkit.SlurmProfile.model_validate(
+        {"name": "s", "notify": {"command": "cat", "events": ["stall"]}}
+    )
+    plan = toolkit.plan(job, profile)
+    assert plan.watchdog == "learned"
+    assert plan.tells_stalls
+    never = job.model_copy(update={"stall_timeout_s": 0})
+    assert not toolkit.plan(never, profile).tells_stalls
 
 
 def test_this_machine_tells_each_end(tmp_path: Path, receiver: Receiver) -> None:
