@@ -14,6 +14,7 @@ from toolkit.cli import exit_status, output
 from toolkit.cli.main import FOLLOW, JSON, RUN, RUNS, TRUST, cli, example
 from toolkit.errors import LauncherError
 
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")
 _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED", "UNKNOWN")
 
 
@@ -270,22 +271,23 @@ def report(names: tuple[str, ...], trust: bool, target: Path | None) -> None:
 @click.option(
     "--to",
     "tracker",
-    type=click.Choice(["tensorboard"]),
+    type=click.Choice(_TRACKERS),
     required=True,
-    help="The tracker; tensorboard: event files, for `tensorboard --logdir FOLDER`.",
+    help="The tracker; prometheus: a file for the node exporter's textfile collector.",
 )
 @click.option(
     "--output",
     "-o",
     "target",
     type=click.Path(path_type=Path),
-    default="tensorboard",
-    show_default=True,
-    metavar="FOLDER",
-    help="Where each run gets a folder with its name.",
+    metavar="PATH",
+    help="What is written: tensorboard's folder (./tensorboard), wandb's (.), or prometheus' file "
+    "(toolkit.prom). mlflow and trackio have settings of their own.",
 )
 @click.option("--once", is_flag=True, help="Pass on what there is; do not wait for the end.")
-def forward(names: tuple[str, ...], trust: bool, tracker: str, target: Path, once: bool) -> None:
+def forward(
+    names: tuple[str, ...], trust: bool, tracker: str, target: Path | None, once: bool
+) -> None:
     """Pass the metrics of runs on to a tracker until they have ended.
 
     The curves are those of the whole run, over all attempts; nothing changes for the training.
@@ -293,8 +295,8 @@ def forward(names: tuple[str, ...], trust: bool, tracker: str, target: Path, onc
     from toolkit.runs.forward import forward
 
     runs = [toolkit.open_run(name, trust=trust) for name in names]
-    for name, records in forward(runs, target, follow=not once).items():
-        click.echo(f"{name}: {records} records in {target / name}")
+    for name, (records, place) in forward(runs, tracker, target, follow=not once).items():
+        click.echo(f"{name}: {records} records in {place}")
 
 
 @cli.command(epilog=example("toolkit show digits-1120-174558-k3f9 --diff"))

@@ -299,7 +299,7 @@ def _chart(name: str, facts: Sequence[_Facts]) -> dict[str, Any]:
 
 def _comparison(facts: Sequence[_Facts], names: Sequence[str]) -> dict[str, Any]:
     """Return how the runs differ: the settings with different values, and what came of them."""
-    settings = [_settings(one.run) for one in facts]
+    settings = [settings_of(one.run) for one in facts]
     keys = list(dict.fromkeys(key for one in settings for key in one))
     differing = [
         key for key in keys if key != "name" and len({one.get(key) for one in settings}) > 1
@@ -331,7 +331,7 @@ def _axes(facts: Sequence[_Facts], comparison: Mapping[str, Any] | None) -> list
     return settings + results
 
 
-def _settings(run: "Run") -> dict[str, str]:
+def settings_of(run: "Run") -> dict[str, str]:
     """Return what a run was set to: the settings of a point, or the values of its job file."""
     if run.settings:
         return {key: str(value) for key, value in run.settings.items()}

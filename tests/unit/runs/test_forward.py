@@ -6,7 +6,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.conftest import Until
 from tests.support.told_run import ToldRun, run_at
 from tests.unit.runs.test_googles_goodput import PACKAGE
 from toolkit.runs.forward import forward
+from toolkit.runs.run import Run
 from toolkit.runs.run_directory import read_metrics
 from toolkit.runs.state import RunState, RunStatus
 
@@ -68,9 +69,15 @@ def restarted(folder: Path) -> ToldRun:
     return run
 
 
+def forward_to_board(runs: Sequence[Run], board: Path, *, follow: bool = True) -> dict[str, int]:
+    found = forward(runs, "tensorboard", board, follow=follow)
+    assert all(place == str(board / name) for name, (_, place) in found.items())
+    return {name: records for name, (records, _) in found.items()}
+
+
 def test_steps_that_were_made_again_take_the_place_of_the_earlier_ones(tmp_path: Path) -> None:
     run = restarted(tmp_path / "run")
-    assert forward([run], tmp_path / "board") == {"digits": 55}
+    assert forward_to_board([run], tmp_path / "board") == {"digits": 55}
     rows = read_metrics(tmp_path / "run")
     shown = curve(tmp_path / "board/digits")
     assert [step for step, _ in shown] == [row["step"] for row in rows] == list(range(1, 41))
@@ -80,7 +87,7 @@ def test_steps_that_were_made_again_take_the_place_of_the_earlier_ones(tmp_path:
 def test_another_process_writes_the_files_anew(tmp_path: Path) -> None:
     run = restarted(tmp_path / "run")
     for _ in range(2):
-        forward([run], tmp_path / "board")
+        forward_to_board([run], tmp_path / "board")
     assert [step for step, _ in curve(tmp_path / "board/digits")] == list(range(1, 41))
 
 
@@ -89,7 +96,9 @@ def test_a_run_is_followed_to_its_end(tmp_path: Path, until: Until) -> None:
     run.told = RunStatus(state=RunState.RUNNING)
     record(tmp_path / "run", 1, 2)
     passed: dict[str, int] = {}
-    thread = threading.Thread(target=lambda: passed.update(forward([run], tmp_path / "board")))
+    thread = threading.Thread(
+        target=lambda: passed.update(forward_to_board([run], tmp_path / "board"))
+    )
     thread.start()
     board = tmp_path / "board/digits"
     until(lambda: [step for step, _ in curve(board)] == [1, 2], "what is there is passed on")
@@ -110,7 +119,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "board/digits").mkdir(parents=True)
     (tmp_path / "board/digits/thesis").touch()
     with pytest.raises(toolkit.InputError, match="is there and holds other files; name another"):
-        forward([ended(tmp_path / "run")], tmp_path / "board")
+        forward_to_board([ended(tmp_path / "run")], tmp_path / "board")
     assert (tmp_path / "board/digits/thesis").exists()
 
 
@@ -125,16 +134,15 @@ def test_each_point_of_a_sweep_has_a_folder(tmp_path: Path) -> None:
     class Sweep(ToldRun):
         members = points
 
-    assert forward([Sweep(points[0].record)], tmp_path / "board", follow=False) == dict.fromkeys(
-        names, 1
-    )
+    read = forward_to_board([Sweep(points[0].record)], tmp_path / "board", follow=False)
+    assert read == dict.fromkeys(names, 1)
     assert [curve(tmp_path / "board" / name) for name in names] == [[(1, 1.0)]] * 2
 
 
 @pytest.mark.parametrize("name", ["/tmp/x", "../x", "a/../x", "a/b/c", ".x", "a b", ""])
 def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(toolkit.InputError, match="can be no folder"):
-        forward([run_at(tmp_path, name=name)], tmp_path / "board")
+        forward_to_board([run_at(tmp_path, name=name)], tmp_path / "board")
     assert not (tmp_path / "board").exists()
 
 
@@ -142,7 +150,7 @@ def test_what_is_no_record_is_left_out(tmp_path: Path) -> None:
     run = ended(tmp_path / "run")
     text = '[]\n{"step": 1}\nx\n{"step": 2, "time": 5, "loss": "high", "a\\u001b": 1}\n'
     (tmp_path / "run/metrics.jsonl").write_text(text)
-    assert forward([run], tmp_path / "board") == {"digits": 1}
+    assert forward_to_board([run], tmp_path / "board") == {"digits": 1}
     assert curve(tmp_path / "board/digits", "a_x1b") == [(2, 1.0)]
     assert curve(tmp_path / "board/digits") == []
 
@@ -162,7 +170,7 @@ def test_tensorboard_itself_reads_one_curve(tmp_path: Path) -> None:
         if os.environ.get("CI"):
             pytest.fail("CI must have tensorboard")
         pytest.skip("needs tensorboard; see tests/peers.sh")
-    forward([restarted(tmp_path / "run")], tmp_path / "board")
+    forward_to_board([restarted(tmp_path / "run")], tmp_path / "board")
     done = subprocess.run(
         [sys.executable, "-c", READ, tmp_path / "board/digits"],
         env={**os.environ, "PYTHONPATH": str(PACKAGE)},
