@@ -1,7 +1,7 @@
 """Passes the metrics of runs on to a tracker, from a process of its own.
 
 The training writes `metrics.jsonl` and knows of no tracker, so that it neither waits for one nor
-fails with it. What is passed on is one curve over all attempts, with each step once.
+fails with it. The tracker gets one curve over all attempts, with each step once.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from toolkit.runs.run import Run
 
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.=+-]*)?", re.ASCII)
-"""Names of runs, or of a sweep and its point. Who has written a run directory may have named the
-run anything, such as a path to somewhere else."""
+"""Names of runs, or of a sweep and its point. The writer of a run directory may have named
+the run anything, such as a path to another folder."""
 
 _LINE_BYTES = 1 << 16
 _READ_BYTES = 64 << 20
@@ -41,7 +41,7 @@ class _Forwarder:
         """How many records have been passed on."""
 
     def step(self) -> None:
-        """Pass on what has been recorded since the last time.
+        """Pass on the records since the last time.
 
         Raises:
             LauncherError: the run directory cannot be seen from here.

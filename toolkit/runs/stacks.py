@@ -1,7 +1,7 @@
-"""Where the ranks of a running run stand: their stacks, and the last collectives they have begun.
+"""Where the ranks of a running run stand: stacks, and the last collective of each process group.
 
 The watchdog on each node (templates/common/watchdog) answers a question, which is an empty file in
-the attempt's folder. Its answers are data: whoever may write into the run directory may write one.
+the attempt's folder. Its answers are data: everybody with the right to write into the run directory can forge one.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStacks:
-    """What one rank is doing."""
+    """The state of one rank."""
 
     rank: int
     node: str
@@ -51,12 +51,12 @@ class RankStacks:
     """The stacks of its other threads."""
 
     collectives: tuple[str, ...]
-    """The last collective that it has begun in each process group, like `all_reduce 57 of 0`."""
+    """The last collective that was begun in each process group, like `all_reduce 57 of 0`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """What the ranks of a run are doing."""
+    """The states of the ranks of a run."""
 
     ranks: tuple[RankStacks, ...]
 
@@ -76,7 +76,7 @@ class Stacks:
         return sorted(same.values(), key=lambda ranks: (len(ranks), ranks[0].rank))
 
     def lines(self) -> Iterator[str]:
-        """Yield the stacks as `toolkit stacks` prints them: who stands elsewhere comes first."""
+        """Yield the stacks as `toolkit stacks` prints them: the smallest group of ranks comes first."""
         for together in self.groups():
             first = together[0]
             nodes = sorted({each.node for each in together})
@@ -97,7 +97,7 @@ class Stacks:
 
 
 class Exchange(Protocol):
-    """A way to the files by which watchdogs are asked and answer."""
+    """A way to the files with questions to the watchdogs, and with their answers."""
 
     def ask(self, name: str) -> None:
         """Ask all watchdogs of the newest attempt.
@@ -165,7 +165,7 @@ class Stall:
     """Whether that rank was killed."""
 
     stacks: Stacks
-    """What the ranks were doing then."""
+    """The states of the ranks at that time."""
 
 
 def stalls_of(run_dir: Path, most: int) -> list[Stall]:
@@ -203,7 +203,7 @@ def _answers_in(folder: Path, prefix: str) -> Iterator[bytes]:
 
 
 def newest_stall(run_dir: Path) -> str | None:
-    """Return why the newest attempt is stalled, as its watchdog says; None if it goes on."""
+    """Return the watchdog's sentence about the stall of the newest attempt; None without a stall."""
     for attempt in attempt_folders(run_dir)[-1:]:
         lines = list(untrusted.lines_of_json(attempt / "watchdog" / "stalls.jsonl"))
         newest = untrusted.mapping(lines[-1]) if lines else {}
@@ -213,7 +213,7 @@ def newest_stall(run_dir: Path) -> str | None:
 
 
 def ask_watchdogs(exchange: Exchange, *, timeout_s: float = ANSWERS_S) -> Stacks:
-    """Ask the watchdogs of all nodes what their ranks are doing.
+    """Return the states of all ranks, from the watchdogs of all nodes.
 
     Raises:
         LauncherError: the run has no watchdog, or none has answered.

@@ -45,7 +45,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Pass on what is still held in memory."""
+        """Pass on the figures that are still in memory."""
 
     @abstractmethod
     def close(self, *, ended: bool) -> None:
@@ -84,7 +84,7 @@ class TensorBoardFolder(Tracker):
         self._writer: Any = None
 
     def begin(self, step: int) -> None:
-        """Begin a start of the ranks: what was recorded from this step on does not count any more.
+        """Begin a start of the ranks: earlier records of this step and later ones no longer count.
 
         TensorBoard leaves it out by the record `SessionLog.START` of a newer file.
         """
@@ -102,7 +102,7 @@ class TensorBoardFolder(Tracker):
             self._writer.add_scalar(name, value, step, walltime=when)
 
     def flush(self) -> None:
-        """Write what is still held in memory."""
+        """Write the figures that are still in memory."""
         if self._writer is not None:
             self._writer.flush()
 
@@ -116,7 +116,7 @@ class TensorBoardFolder(Tracker):
 
 
 class _Row(NamedTuple):
-    """What is known of a step: an evaluation adds to what the step itself has recorded."""
+    """The figures of a step: those of its training record, and of an evaluation after it."""
 
     step: int
     when: float
@@ -200,7 +200,7 @@ class WandbRun(_AppendingTracker):
         self._run.log(row.figures, step=row.step)
 
     def flush(self) -> None:
-        """Remember which steps W&B has, as it cannot tell while it is offline."""
+        """Write down the last step that W&B has: its library cannot tell while it is offline."""
         self._mark.write_text(f"{self.sent}\n", encoding="utf-8")
 
     def close(self, *, ended: bool) -> None:
@@ -403,12 +403,12 @@ def _prometheus(output: Path) -> "Callable[[Run], Tracker]":
 class _Kind(NamedTuple):
     """A kind of tracker."""
 
-    open: "Callable[[Path], Callable[[Run], Tracker]]"
+    opener: "Callable[[Path], Callable[[Run], Tracker]]"
     output: str
     """The folder or file by default; empty if the tracker's own settings say where."""
 
     library: str
-    """What has to be installed."""
+    """The name of its Python package."""
 
 
 _KINDS = {
@@ -440,7 +440,7 @@ def opened(runs: "Sequence[Run]", to: str, output: Path | None = None) -> "Itera
     if output is not None and not kind.output:
         raise InputError(f"{to} has settings of its own for that", place="--output")
     try:
-        open_one = kind.open(output or Path(kind.output))
+        open_one = kind.opener(output or Path(kind.output))
         yield [open_one(run) for run in runs]
     except ImportError as error:
         if (error.name or "").partition(".")[0] != kind.library:
