@@ -1,6 +1,8 @@
 """Ranks that hang, for real: who is named, what follows, and what `toolkit stacks` shows."""
 
 import json
+import os
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import toolkit
 from tests.conftest import TOOLKIT, Until
 from tests.support.slurm_site import Site
 from toolkit.runs.failure import first_failure
+from toolkit.runs.stacks import newest_straggler
 
 # A script as people write it. Rank 1 hangs in its first start, after six steps or before the first.
 HANGING = """
@@ -176,6 +179,52 @@ def test_a_run_without_a_watchdog_says_so(tmp_path: Path) -> None:
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert not (run_dir / "logs/attempt-0/watchdog").exists()
     assert "TRAIN_WATCHDOG" not in (run_dir / "run.sh").read_text()
+
+
+SLOW = """
+import os, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+while not os.path.exists("stop"):
+    time.sleep(0.09 if dist.get_rank() == 2 else 0.05)
+    loss = model(torch.ones(4, 8)).sum()
+    loss.backward()
+    optimizer.step()
+    stop = torch.tensor(float(os.path.exists("stop")))
+    dist.all_reduce(stop)
+    if stop:
+        break
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_is_slower_than_the_others_is_named(tmp_path: Path, until: Until) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    resources = {"nnodes": 2, "nproc_per_node": 2}
+    content = {"name": "slow", "script": str(tmp_path / "slow.py"), "resources": resources}
+    plan = toolkit.plan(toolkit.JobSpec.model_validate(content), toolkit.LocalProfile(name="here"))
+    script = toolkit.render(plan)
+    assert "\nSTRAGGLERS_S = 30.0\n" in script
+    (tmp_path / "run.sh").write_text(script.replace("STRAGGLERS_S = 30.0", "STRAGGLERS_S = 3.0"))
+    path = f"{TOOLKIT.parent}:{os.environ['PATH']}"
+    run_dir = tmp_path / "run"
+    with subprocess.Popen(
+        ["bash", "run.sh", str(run_dir)], cwd=tmp_path, env={**os.environ, "PATH": path}
+    ) as process:
+        try:
+            until(lambda: newest_straggler(run_dir), "the slow rank is named")
+        finally:
+            (tmp_path / "stop").touch()
+            assert process.wait(280) == 0
+    why = newest_straggler(run_dir)
+    assert why is not None and why.startswith(f"rank 2 on {socket.gethostname()} is slower than ")
+    assert f"watchdog: {why}" in (run_dir / "logs/attempt-0/node-0.log").read_text()
+    folder = run_dir / "logs/attempt-0/watchdog"
+    line = json.loads((folder / "stragglers.jsonl").read_text().splitlines()[0])
+    assert (line["rank"], line["faster"] > 0.1) == (2, True)
 
 
 @pytest.mark.slurm

@@ -17,7 +17,7 @@ from toolkit.runs.goodput import BUCKETS, Goodput
 from toolkit.runs.progress import progress_of
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
-from toolkit.runs.stacks import newest_stall
+from toolkit.runs.stacks import newest_stall, newest_straggler
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text.quantities import rounded_duration
 
@@ -50,6 +50,7 @@ def summary_of(run: Run, status: RunStatus | None = None) -> dict[str, Any]:
         return _summary(run, status) | {
             "progress": _progress(run, status),
             "stall": _stall(run, status),
+            "straggler": _straggler(run, status),
             "failure": failure,
         }
     point_statuses = run.statuses()
@@ -114,6 +115,14 @@ def _stall(run: Run, status: RunStatus) -> str | None:
     return why and mask_of(run.run_dir).hide(why)
 
 
+def _straggler(run: Run, status: RunStatus) -> str | None:
+    """Return which rank of a running run is slower than the others."""
+    if status.state is not RunState.RUNNING or run.run_dir is None:
+        return None
+    why = newest_straggler(run.run_dir)
+    return why and mask_of(run.run_dir).hide(why)
+
+
 def _failure(run: Run) -> dict[str, Any] | None:
     try:
         failure = run.failure()
@@ -148,7 +157,7 @@ def top_lines(runs: Iterable[tuple[Run, RunStatus]]) -> Iterator[str]:
         progress = _progress(run, status)
         stall = f"stalled: {why}" if (why := _stall(run, status)) else ""
         summary = progress["summary"] if progress else ""
-        reason = "; ".join(filter(None, [summary, stall, reason]))
+        reason = "; ".join(filter(None, [summary, stall, _straggler(run, status), reason]))
         rows.append((run.name, status.state.upper(), reason))
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, state, text in rows:

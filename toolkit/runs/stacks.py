@@ -1,7 +1,8 @@
 """Where the ranks of a running run stand: stacks, and the last collective of each process group.
 
 The watchdog on each node (templates/common/watchdog) answers a question, which is an empty file in
-the attempt's folder. Its answers are data: everybody with the right to write into the run directory can forge one.
+the attempt's folder. Its answers are data: everybody with the right to write into the run directory
+can forge one.
 """
 
 import contextlib
@@ -76,7 +77,7 @@ class Stacks:
         return sorted(same.values(), key=lambda ranks: (len(ranks), ranks[0].rank))
 
     def lines(self) -> Iterator[str]:
-        """Yield the stacks as `toolkit stacks` prints them: the smallest group of ranks comes first."""
+        """Yield the stacks as `toolkit stacks` prints them: the smallest group first."""
         for together in self.groups():
             first = together[0]
             nodes = sorted({each.node for each in together})
@@ -203,12 +204,21 @@ def _answers_in(folder: Path, prefix: str) -> Iterator[bytes]:
 
 
 def newest_stall(run_dir: Path) -> str | None:
-    """Return the watchdog's sentence about the stall of the newest attempt; None without a stall."""
+    """Return the watchdog's sentence about the newest attempt's stall; None if it goes on."""
     for attempt in attempt_folders(run_dir)[-1:]:
         lines = list(untrusted.lines_of_json(attempt / "watchdog" / "stalls.jsonl"))
         newest = untrusted.mapping(lines[-1]) if lines else {}
         if newest.get("stalled") is True:
             return _text(newest.get("why"))
+    return None
+
+
+def newest_straggler(run_dir: Path) -> str | None:
+    """Return the watchdog's sentence about a slow rank of the newest attempt; None without one."""
+    for attempt in attempt_folders(run_dir)[-1:]:
+        lines = list(untrusted.lines_of_json(attempt / "watchdog" / "stragglers.jsonl"))
+        newest = untrusted.mapping(lines[-1]) if lines else {}
+        return _text(newest.get("why")) or None
     return None
 
 

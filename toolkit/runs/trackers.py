@@ -178,7 +178,7 @@ class WandbRun(_AppendingTracker):
         self.place = f"{folder}/wandb"
         sent = -1
         with contextlib.suppress(OSError, ValueError):
-            sent = int(self._mark.read_text(encoding="utf-8"))
+            sent = int(untrusted.read_text(self._mark, limit=100))
         super().__init__(sent=sent)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(

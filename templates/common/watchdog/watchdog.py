@@ -7,7 +7,9 @@ What it finds goes into the attempt's folder `watchdog` (docs/reference/run-dire
 `ask-NAME` there, from `toolkit stacks` or another node's watchdog, is answered by a file
 `answer-NAME-NODE-PID.json`. The watchdog of rank 0 notices a stall: no step, or no output where
 the script records no steps, for so many seconds. It asks all nodes, names the ranks that keep the
-others waiting in `stalls.jsonl`, and has them killed if a number of seconds was given.
+others waiting in `stalls.jsonl`, and has them killed if a number of seconds was given. Now and
+then it asks all nodes when their ranks have begun the newest collectives, and names a rank that is
+slower than the others in `stragglers.jsonl` (stragglers.py).
 """
 
 import contextlib
@@ -23,6 +25,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import stragglers
 
 Rank = dict[str, Any]
 """What a rank's file says of it: `rank`, `pid`, `world` (how many there are), and more."""
@@ -40,6 +44,9 @@ SUSPENDED_S = 5.0
 
 ANSWERS_S = 40.0
 """How long other nodes may take to answer: by default, NFS shows a new file after up to 30 s."""
+
+STRAGGLERS_S = 30.0
+"""How often the ranks are compared; of more than 480 ranks, every world size / 16 seconds."""
 
 LEAST_LEARNED_S = 300.0
 """A learned limit is at least this long, and ten times the longest time between two steps."""
@@ -184,6 +191,15 @@ def examine(rank: Rank, folder: Path) -> Finding:
     with contextlib.suppress(KeyError, TypeError, IndexError, AttributeError):
         found["collectives"] = None if entries is None else collectives_of(entries)
     return found
+
+
+def arrivals(rank: Rank, folder: Path) -> Finding:
+    """Return when a rank has begun the newest collectives; nothing if that cannot be told."""
+    _, entries = answer_of(rank) or ({}, None)
+    times: dict[int, tuple[int, int]] = {}
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        times = stragglers.arrivals_of(entries or ())
+    return {"rank": rank["rank"], "arrivals": times}
 
 
 # ---- Which ranks keep the others waiting
@@ -377,6 +393,7 @@ class Watchdog:
         self.began: float | None = time.monotonic()  # None once there are ranks
         self.watched: list[int] = []
         self.named = 0.0  # when a stall was named that goes on; 0 if none does
+        self.question, self.asked, self.slow_rank = "", time.monotonic(), -1  # of stragglers
 
     def ranks(self) -> list[Rank]:
         """Return the ranks that run on this node, by their number."""
@@ -392,12 +409,13 @@ class Watchdog:
     def answer(self, name: str) -> None:
         """Write down what this node's ranks are doing."""
         ranks = self.ranks()
+        examined = arrivals if name.startswith("arrivals-") else examine
         report = {
             "version": 1,
             "time": time.time(),
             "node": self.node,
             "world": max((rank["world"] for rank in ranks), default=0),
-            "ranks": [examine(rank, self.folder) for rank in ranks],
+            "ranks": [examined(rank, self.folder) for rank in ranks],
         }
         write_json(self.exchange / f"answer-{name}-{self.node}-{os.getpid()}.json", report)
 
@@ -429,7 +447,8 @@ class Watchdog:
             return False
         what = "step" if self.signs.steps else "output"
         why = f"no {what} for {silent_s:.0f} s: {in_words(culprits, found, nodes, world)}"
-        self.record(stalled=True, ranks=sorted(culprits), why=why, kills=self.kills, asked=name)
+        line = {"stalled": True, "ranks": sorted(culprits), "why": why, "kills": self.kills}
+        self.record("stalls", **line, asked=name)
         print(f"watchdog: {why}", file=sys.stderr, flush=True)
         self.tell(why)
         if self.kills:
@@ -438,10 +457,52 @@ class Watchdog:
             write_json(self.exchange / f"end-{time.time_ns()}.json", end)
         return True
 
-    def record(self, **fields: object) -> None:
-        """Append a line to `stalls.jsonl`."""
+    def look_for_straggler(self, now: float, world: int) -> None:
+        """Ask all nodes now and then, judge when they have answered, and wait for nobody."""
+        if not self.question:
+            if now - self.asked > max(STRAGGLERS_S, world / 16):
+                self.question, self.asked = f"arrivals-{time.time_ns()}", now
+                (self.exchange / f"ask-{self.question}").touch()
+                self.done.add(f"ask-{self.question}")
+                self.answer(self.question)
+            return
+        files = [*self.exchange.glob(f"answer-{self.question}-*.json")]
+        reports = [*filter(None, map(read_json, files))]
+        found = [each for report in reports for each in report["ranks"]]
+        if len(found) < world and now - self.asked < ANSWERS_S:
+            return
+        (self.exchange / f"ask-{self.question}").unlink(missing_ok=True)
+        for file in files:
+            file.unlink(missing_ok=True)
+        self.question = ""
+        if len(found) >= world and all(each["arrivals"] for each in found):
+            nodes = {each["rank"]: one["node"] for one in reports for each in one["ranks"]}
+            self.judge(found, nodes)
+
+    def judge(self, found: Iterable[Finding], nodes: Mapping[int, str]) -> None:
+        """Write down which rank is slower than the others, if it is another one than before."""
+        begun = {
+            each["rank"]: {int(number): times for number, times in each["arrivals"].items()}
+            for each in found
+        }
+        slow = stragglers.straggler_of(begun, nodes)
+        if (-1 if slow is None else slow.rank) == self.slow_rank:
+            return
+        self.slow_rank = -1 if slow is None else slow.rank
+        if slow is None:
+            self.record("stragglers", rank=None)
+            return
+        why = (
+            f"rank {slow.rank} on {nodes[slow.rank]} is slower than the others, which wait for it; "
+            f"without it, this run would be about {100 * slow.faster:.0f} % faster"
+        )
+        self.record("stragglers", rank=slow.rank, faster=slow.faster, why=why)
+        print(f"watchdog: {why}", file=sys.stderr, flush=True)
+
+    def record(self, name: str, **fields: object) -> None:
+        """Append a line to `stalls.jsonl` or `stragglers.jsonl`."""
         line = json.dumps({"version": 1, "time": time.time(), **fields})
-        with (self.exchange / "stalls.jsonl").open("a", encoding="utf-8") as file:
+        with (self.exchange / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def tell(self, why: str) -> None:
@@ -487,8 +548,10 @@ class Watchdog:
         else:
             self.signs.look(now)
         if self.named and self.signs.last > self.named:
-            self.record(stalled=False)
+            self.record("stalls", stalled=False)
             self.named = 0.0
+        if ranks[0]["world"] > 1:
+            self.look_for_straggler(now, ranks[0]["world"])
         silent_s = self.signs.silent_s(now)
         if silent_s is not None and not self.named and self.name_stall(silent_s, ranks[0]["world"]):
             self.named = time.monotonic()

@@ -21,10 +21,12 @@ TRAINS = [["/home/me/train.py", 41, "load"], ["/home/me/train.py", 80, "<module>
 
 
 @pytest.fixture(scope="module")
-def watchdog() -> ModuleType:
+def watchdog() -> Iterator[ModuleType]:
     module = ModuleType("watchdog")
-    exec(compile((FOLDER / "watchdog.py").read_text(), "watchdog.py", "exec"), module.__dict__)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        exec(compile((FOLDER / "watchdog.py").read_text(), "watchdog.py", "exec"), module.__dict__)
+        yield module
 
 
 def rank(

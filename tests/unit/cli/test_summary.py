@@ -1,0 +1,53 @@
+"""What `toolkit status` and `toolkit top` say of a run whose ranks are watched."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.told_run import ToldRun, run_at
+from toolkit.cli.summary import summary_lines, summary_of, top_lines
+from toolkit.runs.state import RunState, RunStatus
+
+SLOW = "rank 3 on n2 is slower than the others"
+HANGS = "no step for 8 s: rank 1 on n2 is stopped"
+
+
+def watched(run_dir: Path, name: str, *lines: dict[str, Any]) -> ToldRun:
+    folder = run_dir / "logs/attempt-0/watchdog"
+    folder.mkdir(parents=True)
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run_at(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "key"),
+    [
+        ("stragglers.jsonl", {"rank": 3, "why": SLOW}, "straggler"),
+        ("stalls.jsonl", {"stalled": True, "why": HANGS}, "stall"),
+    ],
+)
+def test_what_a_watchdog_has_named_is_shown_while_the_run_goes_on(
+    name: str, line: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    run = watched(tmp_path, name, line)
+    assert f"{key + ':':<10} {line['why']}" in list(summary_lines(summary_of(run)))
+    (row,) = top_lines([(run, run.status())])
+    assert line["why"] in row
+    run.told = RunStatus(state=RunState.SUCCEEDED)
+    assert summary_of(run)[key] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("stragglers.jsonl", {"rank": 3, "why": SLOW}, {"rank": None}),
+        ("stalls.jsonl", {"stalled": True, "why": HANGS}, {"stalled": False}),
+    ],
+)
+def test_what_is_over_is_not_shown(
+    name: str, first: dict[str, Any], then: dict[str, Any], tmp_path: Path
+) -> None:
+    summary = summary_of(watched(tmp_path, name, first, then))
+    assert summary["straggler"] is summary["stall"] is None

@@ -1,0 +1,182 @@
+"""A rank that is slower than the others, by the times at which it begins collectives."""
+
+import importlib.util
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import pytest
+
+from tests.conftest import ROOT
+
+RANKS, SEEDS = 8, 200
+STEPS = 21
+"""One more than it takes to name a rank: the last one only ends the step before."""
+
+
+@pytest.fixture(scope="module")
+def stragglers() -> ModuleType:
+    path = ROOT / "templates/common/watchdog/stragglers.py"
+    spec = importlib.util.spec_from_file_location("stragglers", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of each step."""
+
+    work: float
+    """The share of the step's work before it."""
+
+    blocks: bool = True
+    """Whether ranks wait for its end before they go on; the others end behind the computation."""
+
+
+# As DDP does it, and as loops that agree on something after each step, or shard their model.
+STEP: Mapping[str, Sequence[Collective]] = {
+    "one": [Collective(1)],
+    "agreed": [Collective(1), Collective(0.0005)],
+    "buckets": [
+        *(Collective(share, blocks=False) for share in (0.4, 0.2, 0.2)),
+        Collective(0.2),
+        Collective(0.001),
+    ],
+    "sharded": [Collective(0.1)] * 10,
+}
+TWO_NODES = [0] * 4 + [1] * 4
+
+
+def simulated(
+    seed: int,
+    step: Sequence[Collective],
+    *,
+    slow: int = -1,
+    factor: float = 1.3,
+    loads_s: float = 0.0,
+    without: int = -1,
+    clocks: Sequence[float] = (0.0, 0.0),
+) -> tuple[dict[int, dict[int, tuple[int, int]]], float]:
+    """Return when ranks begin collectives, and how long they take in all.
+
+    A step is a second of work with 5 % of jitter. One rank is slow, or has to wait for its data.
+    """
+    numbers = random.Random(seed)
+    begun: dict[int, dict[int, tuple[int, int]]] = {rank: {} for rank in range(RANKS)}
+    now = [100.0] * RANKS
+    for at in range(STEPS):
+        jitter = [numbers.gauss(1, 0.05) for _ in range(RANKS)]
+        for place, collective in enumerate(step):
+            for rank in range(RANKS):
+                took = collective.work * jitter[rank]
+                if rank == slow:
+                    took = took * factor + (loads_s if place == 0 else 0.0)
+                now[rank] += took
+                shown = now[rank] + clocks[TWO_NODES[rank]]
+                kind = 0 if step is STEP["sharded"] else place
+                begun[rank][at * len(step) + place + 1] = (int(shown * 1e9), kind)
+            if collective.blocks:
+                end = max(when for rank, when in enumerate(now) if rank != without)
+                now = [end + 0.05 / len(step)] * RANKS
+    return begun, now[0] - 100.0
+
+
+HERE = dict.fromkeys(range(RANKS), "n1")
+THERE = {rank: f"n{node + 1}" for rank, node in enumerate(TWO_NODES)}
+
+
+@pytest.mark.parametrize("shape", STEP)
+def test_a_slow_rank_is_named_within_20_steps_and_its_cost_is_right(
+    shape: str, stragglers: ModuleType
+) -> None:
+    named = 0
+    for seed in range(SEEDS):
+        slow = seed % RANKS
+        begun, took = simulated(seed, STEP[shape], slow=slow)
+        _, better = simulated(seed, STEP[shape], slow=slow, without=slow)
+        found = stragglers.straggler_of(begun, HERE)
+        if found is not None and found.rank == slow:
+            named += 1
+            assert 1 + found.faster == pytest.approx(took / better, rel=0.05)
+    assert named >= 0.99 * SEEDS
+
+
+@pytest.mark.parametrize("shape", STEP)
+@pytest.mark.parametrize("nodes", [HERE, THERE], ids=["one node", "two nodes"])
+def test_no_rank_is_named_where_all_are_alike(
+    shape: str, nodes: Mapping[int, str], stragglers: ModuleType
+) -> None:
+    clocks = (0.0, 0.4) if nodes is THERE else (0.0, 0.0)
+    for seed in range(SEEDS):
+        begun, _ = simulated(seed, STEP[shape], clocks=clocks)
+        assert stragglers.straggler_of(begun, nodes) is None
+
+
+@pytest.mark.parametrize("shape", ["agreed", "buckets"])
+@pytest.mark.parametrize("clock", [-0.4, 0.4])
+def test_clocks_of_nodes_may_differ(shape: str, clock: float, stragglers: ModuleType) -> None:
+    for seed in range(SEEDS):
+        slow = seed % RANKS
+        begun, took = simulated(seed, STEP[shape], slow=slow, clocks=(0.0, clock))
+        _, better = simulated(seed, STEP[shape], slow=slow, without=slow)
+        found = stragglers.straggler_of(begun, THERE)
+        assert found is not None and found.rank == slow
+        assert 1 + found.faster == pytest.approx(took / better, rel=0.05)
+
+
+def test_nodes_with_one_collective_in_a_step_are_not_compared(stragglers: ModuleType) -> None:
+    begun, _ = simulated(1, STEP["one"], slow=5, clocks=(0.0, 0.4))
+    assert stragglers.straggler_of(begun, THERE) is None
+
+
+def test_a_rank_that_waits_for_its_data_is_named(stragglers: ModuleType) -> None:
+    for seed in range(SEEDS):
+        buckets = partial(simulated, seed, STEP["buckets"], slow=3, factor=1.0, loads_s=0.3)
+        begun, took = buckets()
+        _, better = buckets(without=3)
+        found = stragglers.straggler_of(begun, HERE)
+        assert found is not None and found.rank == 3
+        assert 1 + found.faster == pytest.approx(took / better, rel=0.05)
+
+
+def test_too_few_steps_and_ranks_say_nothing(stragglers: ModuleType) -> None:
+    begun, _ = simulated(1, STEP["one"], slow=0)
+    newest = {rank: {n: own[n] for n in range(10, STEPS + 1)} for rank, own in begun.items()}
+    assert stragglers.straggler_of(newest, HERE) is None
+    assert stragglers.straggler_of({0: begun[0]}, HERE) is None
+    assert stragglers.straggler_of({**begun, 1: {}}, HERE) is None
+    assert stragglers.straggler_of({}, HERE) is None
+
+
+def test_collectives_that_do_not_recur_say_nothing(stragglers: ModuleType) -> None:
+    begun, _ = simulated(1, STEP["one"], slow=0)
+    odd = {rank: {n: (own[n][0], n) for n in own} for rank, own in begun.items()}
+    assert stragglers.straggler_of(odd, HERE) is None
+
+
+def test_only_collectives_of_all_ranks_on_the_cpu_count(stragglers: ModuleType) -> None:
+    def entry(number: int, name: str, group: str = "0", *, p2p: bool = False) -> dict[str, object]:
+        return {
+            "collective_seq_id": number,
+            "profiling_name": name,
+            "process_group": [group, "default_pg"],
+            "is_p2p": p2p,
+            "input_sizes": [[2]],
+            "input_dtypes": ["Float"],
+            "time_created_ns": number,
+        }
+
+    entries = [
+        entry(1, "gloo:all_reduce"),
+        entry(2, "nccl:all_reduce"),
+        entry(3, "gloo:all_reduce", "1"),
+        entry(4, "gloo:send", p2p=True),
+        entry(5, "gloo:all_reduce"),
+    ]
+    found = stragglers.arrivals_of(entries)
+    assert {number: when for number, (when, _) in found.items()} == {1: 1, 5: 5}
+    assert len({kind for _, kind in found.values()}) == 1
